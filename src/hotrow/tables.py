@@ -1,0 +1,96 @@
+"""The nouns of hotrow as plain data: what a table is. No torch, no I/O.
+
+`TableConfig` says what one embedding table is; who stores its rows, and where, is said elsewhere. Everything here turns
+into JSON and back (`to_json` / `from_json`), because plans, checkpoints and reports carry these records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Pooling = Literal["sum", "mean"]
+POOLINGS: tuple[Pooling, ...] = ("sum", "mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform:
+    """Initial rows: U(-bound, bound), a function of (seed, table name, row, column) alone; see docs/numerics.md.
+
+    Order of creation, thread count and memory tier cannot move a value, so a row need not exist before it is touched.
+    """
+
+    bound: float | None = None
+    """Half-width of the interval; None means sqrt(1 / num_embeddings), the reference DLRM's choice. 0 means zeros."""
+    zero_rows: int = 0
+    """How many leading rows start at zero instead: 1 for tables of a packed dataset, whose row 0 is rare and unseen ids."""
+
+    def bound_for(self, num_embeddings: int) -> float:
+        """The half-width for a table of `num_embeddings` rows."""
+        return math.sqrt(1.0 / num_embeddings) if self.bound is None else self.bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableConfig:
+    """One embedding table, in torchrec's words.
+
+    Raises ValueError naming the field, the value and the cure when a field is out of range.
+    """
+
+    name: str
+    num_embeddings: int
+    """Rows N."""
+    embedding_dim: int
+    """Columns D."""
+    feature_names: tuple[str, ...]
+    """Features that look rows up here; several features may share one table."""
+    pooling: Pooling = "sum"
+    """How the rows of one bag become one vector."""
+    dtype: str = "float32"
+    init: Uniform = Uniform()
+    lr_scale: float = 1.0
+    """Multiplies the optimizer's learning rate for this table."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "feature_names", tuple(self.feature_names))
+        if not self.name:
+            raise ValueError("table name is empty; give every table a name")
+        for field in ("num_embeddings", "embedding_dim"):
+            if (value := getattr(self, field)) < 1:
+                raise ValueError(f"table {self.name!r}: {field} is {value}; it must be at least 1")
+        if not self.feature_names:
+            raise ValueError(f"table {self.name!r}: feature_names is empty; name at least one feature")
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"table {self.name!r}: pooling is {self.pooling!r}; choose one of {', '.join(POOLINGS)}")
+        if self.dtype != "float32":
+            raise ValueError(f"table {self.name!r}: dtype is {self.dtype!r}; only 'float32' is implemented")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights alone."""
+        return self.num_embeddings * self.embedding_dim * 4
+
+    def to_json(self) -> dict[str, Any]:
+        """This record as JSON-ready values; `from_json` is its inverse."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> TableConfig:
+        """The record `to_json` wrote."""
+        return TableConfig(**{**value, "init": Uniform(**value["init"])})
+
+
+def check_tables(tables: Iterable[TableConfig]) -> tuple[TableConfig, ...]:
+    """`tables` as a tuple; raises ValueError where a table or feature name is used twice, or there is no table."""
+    tables = tuple(tables)
+    if not tables:
+        raise ValueError("no tables given; an EmbeddingCollection needs at least one TableConfig")
+    for kind, names in (("table", [t.name for t in tables]), ("feature", [f for t in tables for f in t.feature_names])):
+        seen: set[str] = set()
+        for name in names:
+            if name in seen:
+                raise ValueError(f"{kind} name {name!r} is used twice; {kind} names must be unique")
+            seen.add(name)
+    return tables
