@@ -47,7 +47,7 @@ def plain(array: pa.Array) -> pa.Array:
     """`array` without dictionaries, views and half floats: the few types the converters below tell apart."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        return plain(array.dictionary_decode())
+        return plain(array.dictionary).take(array.indices)
     if pa.types.is_string_view(kind):
         return array.cast(pa.large_string())
     if pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):

@@ -43,10 +43,9 @@ class InputFile:
         suffix = Path(self.path).suffix.lower()
         with self.open_file() as stored:
             if suffix not in COMPRESSIONS:
-                text = stored.read(num_bytes)
-            else:
-                text = pa.CompressedInputStream(stored, COMPRESSIONS[suffix]).read(num_bytes)
-            return text, stored.tell()
+                return stored.read(num_bytes), num_bytes
+            with pa.CompressedInputStream(stored, COMPRESSIONS[suffix]) as stream:
+                return stream.read(num_bytes), stored.tell()
 
     def open_file(self) -> pa.NativeFile:
         """The file's bytes as stored, seekable."""
