@@ -11,8 +11,9 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from raw_rows import read
 
-from hotrow.data.chunk import Keys, RowError
+from hotrow.data.chunk import RowError
 from hotrow.data.columns import ColumnsSource
 from hotrow.data.inputs import find_files
 from hotrow.data.schema import Schema, parse_schema
@@ -20,33 +21,6 @@ from hotrow.data.schema import Schema, parse_schema
 
 def schema_of(*categorical: Any, **more: Any) -> Schema:
     return parse_schema({"label": "y", "categorical": list(categorical), **more}, where="test")
-
-
-def ids(keys: Keys) -> list[Any]:
-    """Keys as Python values, None where missing, lists where rows hold lists."""
-    if keys.offsets is None:
-        flat: list[Any] = keys.values.tolist()
-    else:
-        ends = keys.offsets.tolist()
-        flat = [keys.values[a:b].tobytes().decode() for a, b in zip(ends[:-1], ends[1:], strict=True)]
-    if keys.valid is not None:
-        flat = [value if ok else None for value, ok in zip(flat, keys.valid, strict=True)]
-    if keys.row_splits is None:
-        return flat
-    return [flat[a:b] for a, b in zip(keys.row_splits[:-1], keys.row_splits[1:], strict=True)]
-
-
-def read(source: ColumnsSource, **options: Any) -> dict[str, list[Any]]:
-    """All rows of a source, by column."""
-    rows: dict[str, list[Any]] = {name: [] for name in ("label", "time", "dense", *source.key_kinds)}
-    for chunk in source.chunks(**options):
-        rows["label"] += [] if chunk.label is None else chunk.label.tolist()
-        rows["time"] += [] if chunk.time is None else chunk.time.tolist()
-        rows["dense"] += chunk.dense.tolist()
-        for name, keys in chunk.keys.items():
-            assert keys.num_rows == chunk.num_rows
-            rows[name] += ids(keys)
-    return rows
 
 
 def read_column(array: Any, spec: dict[str, Any] | None = None, **options: Any) -> list[Any]:

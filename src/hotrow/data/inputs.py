@@ -38,6 +38,11 @@ class InputFile:
         """The file's bytes from the start, decompressed by its suffix (.gz, .zst, .bz2, .lz4)."""
         return self.filesystem.open_input_stream(self.path, compression="detect")
 
+    def first_line(self) -> str:
+        """The first line of a text file, without its end and a byte-order mark; undecodable bytes are replaced."""
+        text, _ = self.read_head(1 << 16)
+        return text.decode("utf-8-sig", errors="replace").split("\n", 1)[0].rstrip("\r")
+
     def read_head(self, num_bytes: int) -> tuple[bytes, int]:
         """The first `num_bytes` of decompressed text, and about how many stored bytes they took."""
         suffix = Path(self.path).suffix.lower()
