@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from hotrow.data.chunk import Chunk, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
 from hotrow.data.convert import Fault, IdEncoding, TimeReader, default_encoding, kind_of, to_keys, to_label, to_numbers
-from hotrow.data.inputs import InputFile, find_files
+from hotrow.data.inputs import InputFile, find_files, prefetch
 from hotrow.data.schema import Schema, nearest
-from hotrow.data.tabular import PARQUET_SUFFIXES, TEXT_SUFFIXES, Rows, TableReader, TextReader, open_reader
+from hotrow.data.tabular import PARQUET_SUFFIXES, TEXT_SUFFIXES, Rows, TableReader, TextReader, has_suffix, open_reader
+
+SUFFIXES = (*PARQUET_SUFFIXES, *TEXT_SUFFIXES)
 
 
 class ColumnsSource:
     """Rows of any table, as `schema` reads them.
 
-    data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required", or "optional"
+    data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required", or "auto"
     for rows to predict, whose label column may be absent. encodings: how ids were held when a data set was prepared
     (feature -> "int", "uint64" or "bytes"); None: decided by the columns' types. skip_bad_rows: how many rows may be
     passed over before a bad one is an error.
@@ -39,7 +42,7 @@ class ColumnsSource:
         schema: Schema,
         *,
         name: str = "columns",
-        labels: str = "required",
+        labels: Literal["required", "auto"] = "required",
         encodings: Mapping[str, IdEncoding] | None = None,
         skip_bad_rows: int = 0,
     ) -> None:
@@ -81,15 +84,31 @@ class ColumnsSource:
             return (f"columns are cut at {self._reader.delimiter!r} (found in {self._reader.files[0].path})",)
         return ()
 
-    def scout(self) -> SourceInfo:
-        """Sizes and number of rows without a full read."""
+    def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
+        """Sizes and number of rows; see `Source.scout`."""
         num_rows, exact = self._reader.count_rows()
-        return SourceInfo(num_rows, exact, tuple(self._reader.files))
+        if count == "exact" and not exact:
+            num_rows, exact = sum(len(rows.lines) + len(rows.bad) for rows in self._rows_of(self._columns[:1])), True
+        return SourceInfo(num_rows, exact, self._reader.files)
+
+    def times(self) -> Iterator[NDArray[np.int64]]:
+        """The readable times of all rows, without reading another column."""
+        assert self.schema.time is not None and self._has_time, "asked of a source that has time"
+        for rows in self._rows_of([self.schema.time.column]):
+            time, fault = self._time_reader(rows.batch.column(0), self.schema.time.column)
+            yield time if fault is None else time[~fault.rows]
+
+    def _rows_of(self, columns: Sequence[str]) -> Iterator[Rows]:
+        for file_index in range(len(self._reader.files)):
+            yield from prefetch(self._reader.read(file_index, 0, columns, 1 << 20))
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
         """Chunks of at most `rows_per_chunk` rows from `start` on; a chunk never spans files."""
         start = start or Position()
         self.skipped = SkippedRows(start.num_skipped)
+        return prefetch(self._read(start, rows_per_chunk))
+
+    def _read(self, start: Position, rows_per_chunk: int) -> Iterator[Chunk]:
         for file_index in range(start.file_index, len(self._reader.files)):
             first = start.offset if file_index == start.file_index else 0
             for rows in self._reader.read(file_index, first, self._columns, rows_per_chunk):
@@ -108,7 +127,9 @@ class ColumnsSource:
             for column in wanted:
                 if column not in there:
                     path = self._reader.files[0].path
-                    raise ValueError(f"{path}: no column {column!r}{nearest(column, there)}; columns: {', '.join(there)}")
+                    raise ValueError(
+                        f"{path}: no column {column!r}{nearest(column, there)}; columns: {', '.join(there)}"
+                    )
         return tuple(wanted)
 
     def _features(self) -> tuple[str, ...]:
@@ -180,21 +201,17 @@ def open_table(data: Any, schema: Schema) -> TableReader:
     return open_reader(data, input_files(data), schema.csv)
 
 
-def input_files(data: Any) -> list[InputFile] | None:
+def input_files(data: Any) -> tuple[InputFile, ...] | None:
     """The files that `data` names, or None where it is a frame.
 
     Raises ValueError where a path matches nothing; in a folder Parquet files come before text files.
     """
-    is_paths = isinstance(data, str | Path) or (
-        isinstance(data, list | tuple) and all(isinstance(item, str | Path) for item in data)
-    )
-    if not is_paths:
+    if isinstance(data, str | Path):
+        data = [data]
+    if not isinstance(data, list | tuple) or not all(isinstance(item, str | Path) for item in data):
         return None
-    try:
-        return find_files(data, suffixes=PARQUET_SUFFIXES)
-    except ValueError as no_parquet:
-        try:
-            return find_files(data, suffixes=TEXT_SUFFIXES)
-        except ValueError:
-            suffixes = ", ".join((*PARQUET_SUFFIXES, *TEXT_SUFFIXES))
-            raise ValueError(str(no_parquet).replace(", ".join(PARQUET_SUFFIXES), suffixes)) from None
+    files = find_files(data, matches=lambda name: has_suffix(name, SUFFIXES), wanted=", ".join(SUFFIXES))
+    formats = {has_suffix(file.path, PARQUET_SUFFIXES) for file in files}
+    if len(formats) > 1 and len(data) == 1:
+        files = tuple(file for file in files if has_suffix(file.path, PARQUET_SUFFIXES))
+    return files

@@ -23,8 +23,12 @@ from hotrow.data.tabular import TableReader, TextReader, open_reader
 SAMPLE_ROWS = 20_000
 LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
 TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(created|updated|event)_?at)"
-ROW_ID_NAMES = r"(row_?)?(id|index|key)|uuid|guid|(request|event|impression|log|click)_?id|unnamed.*|__index_level_\d+__|"
-ID_NAMES = r"(.*[_ ])?(id|ids|code|category|cat|type|user|item|device|product|brand|zip|zipcode|site|app|ip|campaign|ad)|.*Id"
+ROW_ID_NAMES = (
+    r"(row_?)?(id|index|key)|uuid|guid|(request|event|impression|log|click)_?id|unnamed.*|__index_level_\d+__|"
+)
+ID_NAMES = (
+    r"(.*[_ ])?(id|ids|code|category|cat|type|user|item|device|product|brand|zip|zipcode|site|app|ip|campaign|ad)|.*Id"
+)
 NUMBER_NAMES = (
     r"(n|num|cnt|count|qty|avg|mean|sum|total)_.*|(.*_)?(count|cnt|price|amount|age|score|duration|qty|quantity|rate|ratio|"
     r"length|size|num|value|cost|distance|temperature|weight|height|position)"
@@ -135,7 +139,9 @@ def guess_columns(source: Any, *, label: str | None = None, time: str | None = N
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
     guesses = [taken.get(f.name) or _feature(f) for f in facts]
     origin = f"{sample.num_rows:,} rows of {reader.files[0].path}"
-    return SchemaGuess(guesses, csv, origin if len(reader.files) == 1 else f"{origin}, first of {len(reader.files)} files")
+    return SchemaGuess(
+        guesses, csv, origin if len(reader.files) == 1 else f"{origin}, first of {len(reader.files)} files"
+    )
 
 
 def _open(source: Any) -> tuple[TableReader, dict[str, Any]]:
@@ -176,7 +182,7 @@ def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
         return ColumnFacts(name, kind, stored, len(array), array.null_count, distinct, once)
     array = plain(array)
     counts = np.empty(0) if pa.types.is_nested(array.type) else _value_counts(array)
-    facts = {"num_distinct": len(counts), "num_once": int((counts == 1).sum())}
+    facts: dict[str, Any] = {"num_distinct": len(counts), "num_once": int((counts == 1).sum())}
     kind, numbers = _read_as(array)
     if numbers is not None and len(numbers):
         facts |= {"low": numbers.min(), "high": numbers.max(), "median": float(np.median(numbers))}
@@ -251,7 +257,9 @@ def _named_label(facts: ColumnFacts) -> Guess:
     if facts.kind in ("int", "float") and 2 < facts.high <= 10:
         threshold = 4 if facts.high <= 5 else 7
         spec = {"column": facts.name, "at_least": threshold}
-        return Guess("label", facts.name, spec, f"{facts.low:g} to {facts.high:g}: a rating, {threshold} and more positive")
+        return Guess(
+            "label", facts.name, spec, f"{facts.low:g} to {facts.high:g}: a rating, {threshold} and more positive"
+        )
     raise ValueError(
         f"label column {facts.name!r} holds {facts.num_distinct} different values of type {facts.stored}, not 0 and 1; write a "
         f"schema that says which are positive: label: {{column: {facts.name}, positive: [...]}} or at_least: <number>"
@@ -276,7 +284,11 @@ def _find_time(facts: Sequence[ColumnFacts], name: str | None) -> Guess | None:
 def _feature(f: ColumnFacts) -> Guess:
     """A column that is neither label nor time."""
     if f.kind == "other":
-        why = "no value in the sample" if f.num_missing == f.num_rows else f"type {f.stored} is no id, number or list of ids"
+        why = (
+            "no value in the sample"
+            if f.num_missing == f.num_rows
+            else f"type {f.stored} is no id, number or list of ids"
+        )
         return Guess("", f.name, {}, why)
     if f.num_distinct <= 1 and f.kind != "list":
         return Guess("", f.name, {}, "the same value in every sampled row")
@@ -344,4 +356,3 @@ def _like(pattern: str, name: str) -> bool:
 def _round(value: float) -> int:
     digits = max(0, len(str(int(value))) - 2)
     return int(round(value / 10**digits) * 10**digits)
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +58,17 @@ def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
         keys=keys,
         time=None if chunk.time is None else chunk.time[mask],
     )
+
+
+def select_ids(ids: Any, mask: NDArray[np.bool_]) -> Any:
+    """The rows of encoded ids, [n] or `(values, row_splits)`, whose mask [n] is set."""
+    if mask.all():
+        return ids
+    if not isinstance(ids, tuple):
+        return ids[mask]
+    values, row_splits = ids
+    lengths = np.diff(row_splits)
+    return values[np.repeat(mask, lengths)], np.concatenate([[0], np.cumsum(lengths[mask])])
 
 
 def _concatenate(features: Sequence[Keys]) -> Keys:

@@ -54,12 +54,12 @@ def open_movielens(data: Any, schema: Schema | None = None, **options: Any) -> C
     if isinstance(data, str | Path) and Path(data).is_dir():
         data = next((Path(data) / name for name in FILES if (Path(data) / name).is_file()), data)
     if schema is None:
-        file = find_files(data, suffixes=tuple(Path(name).suffix for name in FILES))[0]
+        file = find_files([data], matches=lambda name: name in FILES, wanted=", ".join(FILES))[0]
         line = file.first_line()
         layout = movielens_layout(line)
         if layout is None:
             raise ValueError(
-                f"{file.info.path}:1: {line[:60]!r} is no MovieLens rating; expected u.data, ratings.dat or ratings.csv"
+                f"{file.name}:1: {line[:60]!r} is no MovieLens rating; expected u.data, ratings.dat or ratings.csv"
             )
         schema = movielens_schema(CSV_BY_LAYOUT[layout])
     return ColumnsSource(data, schema, name="movielens", **options)

@@ -7,6 +7,7 @@ columns mean; `columns.py` does.
 from __future__ import annotations
 
 import csv
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,12 @@ import pyarrow.parquet as pq
 
 from hotrow.data.chunk import FileInfo, RowError
 from hotrow.data.convert import is_text, value_type
-from hotrow.data.inputs import InputFile, has_suffix
+from hotrow.data.inputs import InputFile
 from hotrow.data.schema import CsvSpec
 
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
 TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".data", ".dat")
+COMPRESSION_SUFFIX = re.compile(r"\.(gz|zst|bz2|lz4)$")
 DELIMITERS = ",\t;|\x01"
 SNIFF_BYTES = 1 << 16
 ESTIMATE_BYTES = 4 << 20
@@ -73,12 +75,15 @@ def open_reader(source: Any, files: Sequence[InputFile] | None, spec: CsvSpec) -
     parquet = [is_parquet(f) for f in files]
     if any(parquet) and not all(parquet):
         odd = files[parquet.index(not parquet[0])]
-        raise ValueError(
-            f"{files[0].info.path} and {odd.info.path} are of different formats; prepare one format at a time"
-        )
+        raise ValueError(f"{files[0].name} and {odd.name} are of different formats; prepare one format at a time")
     if parquet[0]:
         return ParquetReader(files)
     return TextReader(files, spec)
+
+
+def has_suffix(path: str, suffixes: Sequence[str]) -> bool:
+    """Whether a file's name, a compression suffix aside, ends in one of `suffixes`."""
+    return COMPRESSION_SUFFIX.sub("", path.lower()).endswith(tuple(suffixes))
 
 
 def is_parquet(file: InputFile) -> bool:
@@ -122,9 +127,7 @@ class FrameReader:
 def frame_to_arrow(frame: Any) -> pa.Table:
     """`frame` as an Arrow table. Raises ValueError for objects that do not speak Arrow, and for one-shot readers."""
     if isinstance(frame, pa.RecordBatchReader):
-        raise ValueError(
-            "a RecordBatchReader can be read once, preparation reads twice; pass reader.read_all()"
-        )
+        raise ValueError("a RecordBatchReader can be read once, preparation reads twice; pass reader.read_all()")
     if isinstance(frame, pa.Table):
         return frame
     if hasattr(frame, "__arrow_c_stream__"):
@@ -259,10 +262,10 @@ class TextReader:
         try:
             text = whole.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file.info.path}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
+            raise ValueError(f"{file.name}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
         lines = [line for line in text.splitlines() if line]
         if not lines:
-            raise ValueError(f"{file.info.path} is empty; remove it or write it again")
+            raise ValueError(f"{file.name} is empty; remove it or write it again")
         return lines
 
     def check_drift(self, columns: Sequence[str]) -> None:
@@ -295,7 +298,7 @@ class TextReader:
         """The rows of one file after position `first`, which counts lines after the header, bad ones included."""
         file = self._files[file_index]
         header_lines = int(self._spec.column_names is None)
-        places = _LinePlaces(file.info.path, header_lines)
+        places = _LinePlaces(file.name, header_lines)
         with _naming(file), file.open_stream() as stream:
             for block in pa.csv.open_csv(stream, **self._csv_options(file_index, columns, places.collect)):
                 lines = places.lines_of(len(block))
@@ -391,4 +394,4 @@ def _naming(file: InputFile) -> Iterator[None]:
             "Parquet magic bytes not found": "the file is cut short or no Parquet file; write it again",
         }
         cure = next((cure for sign, cure in cures.items() if sign in text), "check the file")
-        raise ValueError(f"{file.info.path}: {text}; {cure}") from None
+        raise ValueError(f"{file.name}: {text}; {cure}") from None
