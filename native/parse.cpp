@@ -40,33 +40,41 @@ struct Cursor {
   }
 };
 
-// The whole field [first, last) as a decimal number; the C++17 parser where the library has it, since strtod heeds the
-// locale. Accepts no "nan", "inf" or hex floats: those hold letters other than e.
+// Whether [first, last) is -?(digits[.digits] | .digits)([eE][+-]?digits)?: no "nan", no "inf", no hex floats.
+bool is_decimal(const char* first, const char* last, bool* integer) {
+  const auto digits = [&] {
+    const char* start = first;
+    while (first != last && is_digit(*first)) ++first;
+    return first != start;
+  };
+  if (first != last && *first == '-') ++first;
+  bool any = digits();
+  *integer = first == last;
+  if (first != last && *first == '.') any |= (++first, digits());
+  if (!any) return false;
+  if (first == last) return true;
+  if (*first != 'e' && *first != 'E') return false;
+  if (++first != last && (*first == '+' || *first == '-')) ++first;
+  return digits() && first == last;
+}
+
+// The whole field as a number, rounded once to double and once to float.
 RowFault parse_decimal(const char* first, const char* last, float* out) {
-  bool integer = first != last;
-  for (const char* p = first; p != last; ++p) {
-    const bool sign = *p == '-' || (*p == '+' && p != first);
-    if (!is_digit(*p) && *p != '.' && *p != 'e' && *p != 'E' && !sign) return RowFault::kNotNumber;
-    integer &= is_digit(*p) || (p == first && sign);
-  }
-  double value = 0;
-#if defined(__cpp_lib_to_chars)
-  const auto [end, error] = std::from_chars(first, last, value);
-  if (error == std::errc::result_out_of_range) return RowFault::kOverflow;
-  if (error != std::errc() || end != last) return RowFault::kNotNumber;
-#else
-  const std::string field(first, last);
-  char* end = nullptr;
-  value = std::strtod(field.c_str(), &end);
-  if (field.empty() || end != field.c_str() + field.size()) return RowFault::kNotNumber;
-#endif
+  bool integer;
+  if (!is_decimal(first, last, &integer)) return RowFault::kNotNumber;
   if (integer) {
     int64_t exact = 0;
-    const auto [stop, overflow] = std::from_chars(first, last, exact);
-    if (overflow == std::errc::result_out_of_range) return RowFault::kOverflow;
+    if (std::from_chars(first, last, exact).ec == std::errc::result_out_of_range) return RowFault::kOverflow;
     *out = static_cast<float>(exact);
     return RowFault::kNone;
   }
+  double value = 0;
+#if defined(__cpp_lib_to_chars)
+  const bool in_range = std::from_chars(first, last, value).ec == std::errc();
+#else
+  const bool in_range = false;
+#endif
+  if (!in_range) value = std::strtod(std::string(first, last).c_str(), nullptr);  // 0 or infinity, as the case may be
   *out = static_cast<float>(value);
   return std::isfinite(*out) ? RowFault::kNone : RowFault::kOverflow;
 }
