@@ -1,8 +1,8 @@
 """The install steps behind `make`: one folder, .venv, that nothing outside it depends on.
 
-    python scripts/install.py venv              make .venv; keep the torch of the calling environment where it has one
-    python scripts/install.py packages GROUP... install the packages of pyproject's runtime list and of each GROUP, pinned
-    python scripts/install.py core              build hotrow itself into .venv (HOTROW_NATIVE=0: without the native module)
+    python scripts/install.py venv               make .venv; keep the torch of the calling environment, if it has one
+    python scripts/install.py packages GROUP...  install what hotrow runs on, and what each GROUP of pyproject needs
+    python scripts/install.py core               build hotrow itself (HOTROW_NATIVE=0: without the native module)
 
 The calling environment is never changed: where it has a usable torch, .venv sees its packages through one .pth file.
 Standard library only, because it runs before anything is installed. The Makefile calls it in this order.
@@ -26,8 +26,9 @@ CONSTRAINTS = VENV / "constraints.txt"  # constraints.txt of the repository, but
 OURS = VENV / ".made-by-hotrow"
 OLDEST_TORCH = (2, 10)
 BUILD_TOOLS = ["cmake", "ninja"]
-# Sums of wheel sizes on Linux x86-64 and Python 3.11; what pip will really fetch depends on its cache and configuration.
-CPU_TORCH_MB, CUDA_TORCH_MB, OTHERS_MB = 200, 2500, 200
+# Sums of wheel sizes on Linux x86-64 and Python 3.11; pip's cache and configuration decide what is really fetched.
+CPU_TORCH_MB, CUDA_TORCH_MB = 200, 2500
+GROUP_MB = {"tensorboard": 150, "test": 60, "dev": 40, "bench": 60}
 CUDA_DISK_GIB = 9
 
 TORCH_OF_CALLER = """
@@ -56,7 +57,7 @@ def caller_torch() -> str | None:
     if found.returncode or numbers is None:
         return None
     if (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
-        say(f"torch {version} of {sys.executable} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}; another is installed")
+        say(f"torch {version} of {sys.executable} is older than 2.10; another is installed beside it")
         return None
     return version
 
@@ -91,9 +92,11 @@ def requirements(groups: list[str]) -> list[str]:
     return wanted
 
 
-def announce_download() -> None:
+def announce_download(groups: list[str]) -> None:
     """Say how much will be fetched, before it is; end where a CUDA build of torch would not fit on the disk."""
+    others = sum(GROUP_MB[group] for group in groups)
     if importable("torch"):
+        say(f"about {others} MB to download for {', '.join(groups)}")
         return
     torch = next(pin for pin in CONSTRAINTS.read_text().split() if pin.startswith("torch=="))
     report = subprocess.run(
@@ -101,16 +104,20 @@ def announce_download() -> None:
         check=False, stdout=subprocess.PIPE,
     )  # fmt: skip
     if report.returncode:
-        sys.exit(f"install: pip finds no {torch} for this Python and platform; activate an environment with torch >= 2.10")
+        sys.exit(
+            f"install: pip finds no {torch} for this Python and platform; activate an environment with torch >= 2.10"
+        )
     metadata = json.loads(report.stdout)["install"][0]["metadata"]
     cuda = any(re.match(r"nvidia-|cuda-", name) for name in metadata.get("requires_dist", []))
     size = CUDA_TORCH_MB if cuda else CPU_TORCH_MB
-    say(f"about {size + OTHERS_MB} MB to download: torch {metadata['version']} {size} MB, all else {OTHERS_MB} MB")
+    say(f"about {size + others} MB to download: torch {metadata['version']} {size} MB, all else {others} MB")
     if cuda:
         say("this torch brings CUDA libraries, which hotrow does not need. For the CPU build, point pip at it first")
         say("(PIP_FIND_LINKS or PIP_INDEX_URL; torch's install page says where), or activate an environment with torch")
         if (free := shutil.disk_usage(".").free / 2**30) < CUDA_DISK_GIB:
-            sys.exit(f"install: {free:.1f} GiB of disk are free, the CUDA build needs {CUDA_DISK_GIB}; see the line above")
+            sys.exit(
+                f"install: {free:.1f} GiB of disk are free, the CUDA build needs {CUDA_DISK_GIB}; see the line above"
+            )
 
 
 def importable(name: str) -> bool:
@@ -121,7 +128,7 @@ def importable(name: str) -> bool:
 
 def install_packages(groups: list[str]) -> None:
     """Install what `requirements` lists at the versions of constraints.txt."""
-    announce_download()
+    announce_download(groups)
     run(PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-c", CONSTRAINTS, *requirements(groups))
 
 
