@@ -10,6 +10,9 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*.cpp native/*.h nati
 # Where the native module is built already, NATIVE=0 leaves it alone: HOTROW_NATIVE=0 switches it off at run time.
 CORE := $(if $(filter 0,$(NATIVE)),$(or $(wildcard $(VENV)/.core-1),$(VENV)/.core-0),$(VENV)/.core-1)
 PYTEST := $(BIN)/python -m pytest
+# Tools by way of Python: where .venv sees the caller's packages, their scripts lie in the caller's bin.
+RUFF := $(BIN)/python -m ruff
+CLANG_FORMAT := $(BIN)/python -c 'from clang_format import clang_format; clang_format()'
 PYTHON_FILES := src tests benchmarks scripts examples
 
 .DEFAULT_GOAL := help
@@ -30,15 +33,15 @@ test-all: $(VENV)/.test $(CORE) ## all tests
 	@$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, clang-format; changes nothing
-	@$(BIN)/ruff check $(wildcard $(PYTHON_FILES))
-	@$(BIN)/ruff format --check $(wildcard $(PYTHON_FILES))
-	@$(BIN)/mypy
-	@$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'native/*.cpp' 'native/*.h')
+	@$(RUFF) check $(wildcard $(PYTHON_FILES))
+	@$(RUFF) format --check $(wildcard $(PYTHON_FILES))
+	@$(BIN)/python -m mypy
+	@$(CLANG_FORMAT) --dry-run -Werror $$(git ls-files 'native/*.cpp' 'native/*.h')
 
 format: $(VENV)/.dev ## ruff and clang-format, in place
-	@$(BIN)/ruff check --fix $(wildcard $(PYTHON_FILES))
-	@$(BIN)/ruff format $(wildcard $(PYTHON_FILES))
-	@$(BIN)/clang-format -i $$(git ls-files 'native/*.cpp' 'native/*.h')
+	@$(RUFF) check --fix $(wildcard $(PYTHON_FILES))
+	@$(RUFF) format $(wildcard $(PYTHON_FILES))
+	@$(CLANG_FORMAT) -i $$(git ls-files 'native/*.cpp' 'native/*.h')
 
 bench: $(VENV)/.bench $(CORE) ## measure against torch here (10 GB of RAM, 10 min), and rewrite the figures of README and docs
 	@$(BIN)/python -m benchmarks.kernels --out docs/benchmarks.json
