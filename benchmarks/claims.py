@@ -33,7 +33,7 @@ Made by `make bench` from docs/benchmarks.json. Ours and the peer alternate in o
 outputs were compared. Figures are medians over rounds; the ratio is peer / ours, with the least and the greatest ratio
 of a round; rounds in which the hypervisor took processor time away are dropped for both.
 
-The limit is a separate loop that only moves the same rows (native/limits.cpp); for the interaction the larger of moving
+The limit is a separate loop that only moves the same rows (native/limit.cpp); for the interaction the larger of moving
 its operands and of its arithmetic at the speed of a large matrix product; for a training step the sum of these and of
 its matrix products. torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Milliseconds mean something only beside each
 other: compare ratios and shares between machines."""

@@ -5,10 +5,8 @@
 namespace nb = nanobind;
 
 void bind_encode(nb::module_& m);
-void bind_limits(nb::module_& m);
 
 NB_MODULE(_native, m) {
   m.doc() = "hotrow's kernels; call them through hotrow.ops and hotrow.data.native";
   bind_encode(m);
-  bind_limits(m);
 }

@@ -2,7 +2,7 @@
 
 Before anything is timed the outputs of both sides are compared, and a cell whose outputs differ is refused. Then
 rounds of (ours, peer) alternate; a round in which the hypervisor took the processor away counts for neither. Reported
-are medians, their ratio, the ratio's spread over rounds, and the time of a separate loop (native/limits.cpp) that only
+are medians, their ratio, the ratio's spread over rounds, and the time of a separate loop (native/limit.cpp) that only
 moves the same rows. What is compared is in hotrow.cells.
 """
 

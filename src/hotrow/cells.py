@@ -26,6 +26,7 @@ from hotrow.tables import TableConfig
 LR, EPS, ACCUMULATOR = 0.01, 1e-8, 0.1  # the accumulator starts above zero: at zero the first step is sign(g), a cliff
 NUM_BATCHES = 4  # distinct batches that rounds walk through, so that no row is warm from the round before by luck
 PREFETCH_DISTANCES = (4, 8, 16, 32)
+FLOATS_PER_LINE = 16
 Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad"]
 Part = Literal["lookup", "update", "step"]
 
@@ -255,39 +256,38 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def row_limit_s(buffer: Any, rows: Tensor, *, row_floats: int, write: bool, threads: int) -> float:
-    """Least seconds in which this machine touches `rows`, over prefetch distances and 1 to `threads` threads."""
-    index = rows.numpy()
-    return float(
-        min(
-            buffer.touch_rows(index, row_floats=row_floats, write=write, threads=t, distance=distance)
-            for t in range(1, threads + 1)
-            for distance in PREFETCH_DISTANCES
-            for _ in range(3)
-        )
+def touch_limit_s(num_rows: int, row_floats: int, ids: Tensor, *, write: bool, threads: int) -> float:
+    """Least seconds in which this machine touches the rows `ids`, over prefetch distances and 1 to `threads` threads."""
+    rows = ops.allocate(num_rows, row_floats)
+    rows.fill_(0)  # every page exists before it is timed
+    return min(
+        timed(partial(ops.touch_rows, rows, ids, distance=distance, write=write, threads=t))
+        for t in range(1, threads + 1)
+        for distance in PREFETCH_DISTANCES
+        for _ in range(3)
     )
 
 
 def rows_limit_s(
-    rows: Tensor, *, num_rows: int, dim: int, part: Part, optimizer: Optimizer, threads: int
+    ids: Tensor, *, num_rows: int, dim: int, part: Part, optimizer: Optimizer, threads: int
 ) -> float | None:
-    """Seconds to move the `rows` (of `num_rows`) of one batch and nothing else; None without the native module.
+    """Seconds to move the rows `ids` (of `num_rows`) of one batch and nothing else; None without the native module.
 
     A lookup reads the row of every id in order. An update reads and writes each distinct row once, in row order, as if
     finding and summing its ids were free, and as much again for Adagrad's sums (a float per row for row-wise Adagrad).
     """
-    buffer = ops.limit_buffer(num_rows * dim)
-    if buffer is None:
+    if ops.backend().name != "native":
         return None
-    touch = partial(row_limit_s, buffer, threads=threads)
-    seconds = touch(rows, row_floats=dim, write=False) if part != "update" else 0.0
-    if part != "lookup":
-        distinct = rows.unique()
-        update = touch(distinct, row_floats=dim, write=True)
-        seconds += 2 * update if optimizer == "adagrad" else update
-        if optimizer == "rowwise_adagrad":
-            seconds += touch(distinct, row_floats=1, write=True)
-    return seconds
+    touch = partial(touch_limit_s, threads=threads)
+    seconds = touch(num_rows, dim, ids, write=False) if part != "update" else 0.0
+    if part == "lookup":
+        return seconds
+    distinct = torch.from_numpy(np.unique(ids.numpy()))
+    update = touch(num_rows, dim, distinct, write=True)
+    if optimizer == "rowwise_adagrad":
+        lines = torch.from_numpy(np.unique(distinct.numpy() // FLOATS_PER_LINE))
+        update += touch(num_rows // FLOATS_PER_LINE + 1, FLOATS_PER_LINE, lines, write=True)
+    return seconds + (2 * update if optimizer == "adagrad" else update)
 
 
 def embedding_limit_s(shape: Shape, part: Part, optimizer: Optimizer, threads: int) -> float | None:
@@ -303,24 +303,26 @@ def embedding_limit_s(shape: Shape, part: Part, optimizer: Optimizer, threads: i
     )
 
 
+def sequential_limit_s(num_floats: int, *, write: bool, threads: int) -> float:
+    """Least seconds in which this machine touches `num_floats` floats in a row."""
+    num_lines = num_floats // FLOATS_PER_LINE + 1
+    return touch_limit_s(num_lines, FLOATS_PER_LINE, torch.arange(num_lines), write=write, threads=threads)
+
+
 def interaction_limit_s(batch_size: int, num_features: int, dim: int, threads: int) -> float | None:
     """The larger of moving every operand once and doing the arithmetic at the speed of a large torch.mm.
 
     Forward reads 1 + F vectors and writes the output; backward reads them and the output's gradient and writes 1 + F
-    gradients. The arithmetic is two products of (1 + F) x D x (1 + F) per sample, half of a symmetric product each.
+    gradients. The arithmetic is a multiply and an add per column of each pair forward, of each ordered pair backward.
     """
+    if ops.backend().name != "native":
+        return None
     vectors = batch_size * (num_features + 1) * dim
     out = batch_size * (dim + num_features * (num_features + 1) // 2)
-    buffer = ops.limit_buffer(3 * vectors + 2 * out)
-    if buffer is None:
-        return None
-    moved = min(
-        buffer.stream(num_read=2 * vectors + out, num_write=vectors + out, threads=t)
-        for t in range(1, threads + 1)
-        for _ in range(5)
-    )
-    num_flops = batch_size * (num_features + 1) * num_features * dim * (1 + 2)  # a multiply and an add per half product
-    return max(float(moved), num_flops / matmul_flops_per_s())
+    run = partial(sequential_limit_s, threads=threads)
+    moved = run(2 * vectors + out, write=False) + run(vectors + out, write=True)
+    num_flops = batch_size * (num_features + 1) * num_features * dim * 3
+    return max(moved, num_flops / matmul_flops_per_s())
 
 
 def matmul_flops_per_s(n: int = 1024) -> float:

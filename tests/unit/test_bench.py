@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -86,26 +87,28 @@ def test_zipf_ids_have_the_frequencies_asked_for() -> None:
     assert found[0] > 0.15
 
 
-@pytest.mark.skipif(ops.backend().name != "native", reason="the limit loops are native")
-def test_limit_loops_check_what_they_are_given() -> None:
-    buffer = ops.limit_buffer(1000)
-    good = np.array([0, 9], dtype=np.int64)
-    assert buffer.touch_rows(good, row_floats=100, write=False, threads=2, distance=1) > 0
-    for bad in (10, -1):
-        with pytest.raises(ValueError, match=rf"index\[1\] is {bad}; the buffer holds rows 0 to 9"):
-            buffer.touch_rows(np.array([0, bad]), row_floats=100, write=True, threads=1, distance=0)
-    with pytest.raises(ValueError, match="must fit the buffer's 1000 floats"):
-        buffer.stream(num_read=600, num_write=401, threads=1)
-
-
-@pytest.mark.skipif(ops.backend().name != "native", reason="the limit loops are native")
+@pytest.mark.skipif(ops.backend().name != "native", reason="the limit loop is native")
 def test_more_rows_take_longer_to_move() -> None:
     """A limit loop that the compiler emptied would take no time, whatever the number of rows."""
-    buffer = ops.limit_buffer(64 * 50_000)
-    few, many = torch.arange(500), torch.arange(50_000).repeat(4)
+    few, many = torch.arange(500), torch.arange(50_000).repeat(10)
     for write in (False, True):
-        seconds = [cells.row_limit_s(buffer, rows, row_floats=64, write=write, threads=1) for rows in (few, many)]
+        seconds = [cells.touch_limit_s(50_000, 64, ids, write=write, threads=1) for ids in (few, many)]
         assert seconds[1] > 20 * seconds[0]
+
+
+def test_limits_add_up_to_what_an_optimizer_must_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in cache lines: reads per id, reads and writes per distinct row, sums beside them."""
+    monkeypatch.setattr(ops, "backend", lambda: ops.Backend("native", "baseline", 1, None))
+    monkeypatch.setattr(
+        cells, "touch_limit_s", lambda rows, floats, ids, write, threads: len(ids) * floats * (1000 if write else 1)
+    )
+    ids = torch.tensor([5, 5, 70, 2])
+    limit = partial(cells.rows_limit_s, ids, num_rows=100, dim=32, threads=1)
+    assert limit(part="lookup", optimizer="sgd") == 4 * 32
+    assert limit(part="update", optimizer="sgd") == 3 * 32 * 1000
+    assert limit(part="step", optimizer="sgd") == 4 * 32 + 3 * 32 * 1000
+    assert limit(part="step", optimizer="adagrad") == 4 * 32 + 2 * 3 * 32 * 1000
+    assert limit(part="step", optimizer="rowwise_adagrad") == 4 * 32 + (3 * 32 + 2 * 16) * 1000
 
 
 def test_quick_bench_reports_every_promised_field(capfd: pytest.CaptureFixture[str]) -> None:
