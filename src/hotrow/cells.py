@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -273,7 +273,7 @@ def rows_limit_s(
 ) -> float | None:
     """Seconds to move the rows `ids` (of `num_rows`) of one batch and nothing else; None without the native module.
 
-    A lookup reads the row of every id in order. An update reads and writes each distinct row once, in row order, as if
+    A lookup reads the row of every id in order. An update reads and writes each distinct row once, in order, as if
     finding and summing its ids were free, and as much again for Adagrad's sums (a float per row for row-wise Adagrad).
     """
     if ops.backend().name != "native":
