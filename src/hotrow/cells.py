@@ -368,7 +368,7 @@ def interaction_cell(name: str, batch_size: int, num_features: int, dim: int) ->
 
     def build() -> tuple[Contender, Contender]:
         side = partial(Interaction, batch_size=batch_size, num_features=num_features, dim=dim)
-        return side(ops.interact), side(interact_in_torch(num_features))
+        return side(ops.dot_interaction), side(interact_in_torch(num_features))
 
     limit = partial(interaction_limit_s, batch_size, num_features, dim)
     return Cell(name=name, peer="torch cat + bmm + index_select", build=build, limit_s=limit)
