@@ -190,6 +190,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's default, said aloud, which spares its warning
     chosen = choose(options.names or None, cells(quick=options.quick))
     print(json.dumps(measure(chosen, quick=options.quick)))
 
