@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -190,7 +191,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's default, said aloud, which spares its warning
+    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
     chosen = choose(options.names or None, cells(quick=options.quick))
     print(json.dumps(measure(chosen, quick=options.quick)))
 

@@ -130,7 +130,7 @@ class Ours:
             return
         if self.part == "step":
             self.pooled = self.emb(self.batch)
-        self.pooled.backward(self.gradient)
+        torch.autograd.backward(self.pooled, self.gradient)
         self.optimizer.step()
 
     def outputs(self) -> Iterable[Tensor]:
@@ -165,16 +165,16 @@ class Torch:
 
     def __init__(self, shape: Shape, part: Part, optimizer: Optimizer, ours: Ours) -> None:
         self.part = part
-        self.bags = nn.ModuleList(
+        self.bags = [
             nn.EmbeddingBag.from_pretrained(w.clone(), freeze=False, mode="sum", sparse=True, include_last_offset=True)
             for w in ours.emb.weights.values()
-        )
+        ]
         kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
             "sgd": partial(torch.optim.SGD, lr=LR),
             "adagrad": partial(torch.optim.Adagrad, lr=LR, eps=EPS, initial_accumulator_value=ACCUMULATOR),
             "rowwise_adagrad": RowWiseAdagradInTorch,
         }
-        self.optimizer = kinds[optimizer](list(self.bags.parameters()))
+        self.optimizer = kinds[optimizer]([bag.weight for bag in self.bags])
         self.gradients = [g.contiguous() for g in upstream_gradient(shape).chunk(shape.num_tables, dim=1)]
         self.offsets = shape.offsets()
         self.batches = [shape.ids(seed).chunk(shape.num_tables) for seed in range(NUM_BATCHES)]
@@ -224,7 +224,7 @@ class Interaction:
     def run(self) -> None:
         """Forward and backward."""
         self.out = self.function(self.dense, self.pooled)
-        self.out.backward(self.gradient)
+        torch.autograd.backward(self.out, self.gradient)
 
     def outputs(self) -> Iterable[Tensor]:
         """The output and both gradients."""
