@@ -1,13 +1,13 @@
 """Checkpoints: folders of safetensors files and a manifest that are whole or absent, and refuse to load when damaged.
 
     step-1200/
-      manifest.json                   format version, crc32 and size of every file, what the caller adds (step, config, ...)
+      manifest.json                   format version, size and crc32 of every file, what the caller adds
       embedding/<table>.safetensors   one file per table
       model.safetensors  dense_optimizer.safetensors  sparse_optimizer.safetensors
 
-A checkpoint is made of named parts: an EmbeddingCollection, any nn.Module, any torch optimizer. Tensors are written from
-and read into the memory they live in, 16 MiB at a time, so that saving tables of any size needs no second copy. The files
-open with the safetensors library; nothing is pickled. What to save and when is the caller's (trainer.py's) affair.
+A checkpoint is made of named parts: an EmbeddingCollection, any nn.Module, any torch optimizer. Tensors are written
+from and read into the memory they live in, 16 MiB at a time, so that saving tables of any size needs no second copy.
+The files open with the safetensors library; nothing is pickled. What to save, and when, is for trainer.py to say.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mappi
 def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, Any]:
     """Copy the checkpoint at `path` into `parts` after verifying every byte of it, and return its `extra`.
 
-    parts: built as they were when saved; a subset of the saved ones may be given. Raises ValueError naming a file that is
-    missing, cut off or altered, and a tensor whose name, shape or dtype does not fit.
+    parts: built as they were when saved; a subset of the saved ones may be given. Raises ValueError naming a file that
+    is missing, cut off or altered, and a tensor whose name, shape or dtype does not fit.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -101,7 +101,9 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     """The manifest of the checkpoint folder at `path`; ValueError where there is none this version can read."""
     path = Path(path)
     if not (path / MANIFEST).is_file():
-        raise ValueError(f"{path} is no checkpoint: it holds no {MANIFEST}; pass a folder such as runs/NAME/checkpoints/step-N")
+        raise ValueError(
+            f"{path} is no checkpoint: it holds no {MANIFEST}; pass a folder such as runs/NAME/checkpoints/step-N"
+        )
     manifest = read_json(path / MANIFEST)
     version = manifest.get("hotrow_checkpoint") if isinstance(manifest, dict) else None
     if version != FORMAT_VERSION:
@@ -123,9 +125,13 @@ def verify(path: Path, manifest: Mapping[str, Any] | None = None) -> int:
         if not file.is_file():
             raise ValueError(f"checkpoint file {file} is missing; use another checkpoint of the run")
         if (size := file.stat().st_size) != record["num_bytes"]:
-            raise ValueError(f"checkpoint file {file} has {size} bytes, not {record['num_bytes']}: it is damaged; {_CURE}")
+            raise ValueError(
+                f"checkpoint file {file} has {size} bytes, not {record['num_bytes']}: it is damaged; {_CURE}"
+            )
         if (checksum := _crc32(file)) != record["crc32"]:
-            raise ValueError(f"checkpoint file {file} has crc32 {checksum}, not {record['crc32']}: it is damaged; {_CURE}")
+            raise ValueError(
+                f"checkpoint file {file} has crc32 {checksum}, not {record['crc32']}: it is damaged; {_CURE}"
+            )
         total += size
     return total
 
@@ -144,7 +150,7 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def prune_checkpoints(folder: Path, *, keep_last: int, keep: int | None = None) -> list[Path]:
-    """Remove all but the newest `keep_last` checkpoints and the one at step `keep`, and what a killed save left behind."""
+    """Remove all but the newest `keep_last` checkpoints and the one at step `keep`, and leftovers of a killed save."""
     checkpoints = list_checkpoints(folder)
     kept = {*list(checkpoints)[-keep_last:], keep}
     removed = [path for step, path in checkpoints.items() if step not in kept]
@@ -156,7 +162,7 @@ def prune_checkpoints(folder: Path, *, keep_last: int, keep: int | None = None) 
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write a safetensors file from the tensors' own memory; returns its size and crc32 as the manifest records them."""
+    """Write a safetensors file from the tensors' own memory; returns its size and crc32, as the manifest has them."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     # Wide elements first keeps every tensor aligned to its element, as the safetensors library lays files out.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -187,7 +193,9 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
             stored = file.get_slice(name)
             shape, dtype = list(stored.get_shape()), stored.get_dtype()
             if shape != list(tensor.shape) or dtype != _DTYPES[tensor.dtype]:
-                raise ValueError(f"{path}: {name} is {dtype} {shape}; this model has {tensor.dtype} {list(tensor.shape)}")
+                raise ValueError(
+                    f"{path}: {name} is {dtype} {shape}; this model has {tensor.dtype} {list(tensor.shape)}"
+                )
             if not shape:
                 tensor.data.copy_(file.get_tensor(name))
                 continue
@@ -256,7 +264,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    flat = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return (flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES))
 
 

@@ -1,13 +1,13 @@
 """The folder of a run: what it holds, how it is named, and the one place that writes to it.
 
-    runs/criteo-dlrm-001/
-      run.json        status, command, versions, host, dataset, seeds, backend, counted warnings, final metrics
-      config.yaml     every option as it was used
-      metrics.jsonl   one JSON object per line: training means, evaluations
-      log.txt         what was said, with times
-      vocab/          dataset.json and vocabularies: raw rows can be scored without the dataset
-      checkpoints/    step-N folders (hotrow.checkpoint)
-      tensorboard/    event files, where tensorboard is installed
+runs/criteo-dlrm-001/
+  run.json        status, command, versions, host, dataset, seeds, backend, counted warnings, final metrics
+  config.yaml     every option as it was used
+  metrics.jsonl   one JSON object per line: training means, evaluations
+  log.txt         what was said, with times
+  vocab/          dataset.json and vocabularies: raw rows can be scored without the dataset
+  checkpoints/    step-N folders (hotrow.checkpoint)
+  tensorboard/    event files, where tensorboard is installed
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from hotrow.files import atomic_write, open_private, read_json, write_json
@@ -47,8 +48,6 @@ class RunFolder:
         Raises ValueError where `path` exists: a run is never overwritten.
         """
         folder = _new_folder(Path(path)) if path else _next_folder(Path("runs"), name)
-        with atomic_write(folder / CONFIG) as file:
-            file.write(config_yaml.encode())
         for file_name in (METRICS, LOG):
             open_private(folder / file_name).close()
         record = {
@@ -61,6 +60,7 @@ class RunFolder:
             "warnings": {},
         }
         run = cls(folder, record)
+        run.write_config(config_yaml)
         run.update()
         return run
 
@@ -84,6 +84,11 @@ class RunFolder:
     def vocabulary(self) -> Path:
         """Where dataset.json and the vocabularies are."""
         return self.path / "vocab"
+
+    def write_config(self, config_yaml: str) -> None:
+        """Write config.yaml: what the run uses from here on."""
+        with atomic_write(self.path / CONFIG) as file:
+            file.write(config_yaml.encode())
 
     def update(self, **values: Any) -> None:
         """Set fields of run.json and write it."""
@@ -132,7 +137,7 @@ class RunFolder:
             return
         from torch.utils.tensorboard import SummaryWriter  # heavy, and an extra
 
-        self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)  # type: ignore[no-untyped-call]
+        self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
 
     def keep_vocabulary(self, dataset: Path) -> None:
         """Take dataset.json and vocab/ of a packed dataset into the run, so that it can score raw rows by itself.
@@ -148,6 +153,16 @@ class RunFolder:
             except OSError:
                 shutil.copyfile(source, target)
                 target.chmod(0o600)
+
+    def __enter__(self) -> RunFolder:
+        """This folder; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Flush and close."""
+        self.close()
 
     def close(self) -> None:
         """Flush and close what is open."""

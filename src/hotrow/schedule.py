@@ -31,7 +31,8 @@ class Schedule:
         decay_start_step: int | None = None,
         decay_steps: int = 0,
     ) -> None:
-        self._groups = [(group, float(group["lr"])) for optimizer in optimizers for group in optimizer.param_groups]
+        self._optimizers = tuple(optimizers)
+        self._initial = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers]
         self.warmup_steps, self.decay_steps = warmup_steps, decay_steps
         self.decay_start_step = warmup_steps if decay_start_step is None else decay_start_step
 
@@ -46,5 +47,7 @@ class Schedule:
         """Set the rates of the step about to be taken."""
         factor = self.factor(step)
         floor = MIN_LR if factor < 1.0 and step >= self.warmup_steps else 0.0
-        for group, initial in self._groups:
-            group["lr"] = max(floor, initial * factor)
+        # Groups are looked up anew each time: load_state_dict puts other dicts in their place.
+        for optimizer, initial in zip(self._optimizers, self._initial, strict=True):
+            for group, lr in zip(optimizer.param_groups, initial, strict=True):
+                group["lr"] = max(floor, lr * factor)

@@ -14,7 +14,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"dlrm": DLRM}
 
 
 def build_model(config: ModelConfig, *, num_dense: int, num_features: int, seed: int) -> nn.Module:
-    """The model `config` names for `num_dense` inputs and `num_features` pooled embeddings, its weights drawn from `seed`.
+    """The model `config` names for `num_dense` inputs and `num_features` pooled embeddings, weights drawn from `seed`.
 
     It maps (dense [B, num_dense], pooled [B, num_features * embedding_dim]) to logits [B].
     """

@@ -1,9 +1,9 @@
-"""DLRM (Naumov et al., 2019): bottom MLP, pairwise dot products, top MLP; the widths and initialisation of its reference.
+"""DLRM (Naumov et al., 2019): bottom MLP, pairwise dot products, top MLP; initialised as its reference is.
 
     dense_BI --bottom MLP--> x_BD --+-- interact --> [x | dots of all pairs] --top MLP--> logits_B
     pooled_BP (P = F * D) ----------+
 
-The tables are not part of it: it takes their pooled rows, so that lookups can be timed, placed and sharded by themselves.
+The tables are not part of it: it takes their pooled rows, so that lookups are timed, placed and sharded on their own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import MLP
+from hotrow.models.layers import MLP, Constant
 from hotrow.ops import interact
 
 
 class DLRM(nn.Module):
     """dense [B, I], pooled [B, F * D] -> logits [B]; the sigmoid is left to the loss.
 
-    num_dense: I; with 0 the bottom MLP is one learned vector, which meets every feature like any other.
+    num_dense: I; with 0 a learned vector takes the place of the bottom MLP, so every feature keeps a linear term.
     num_features: F. bottom_mlp, top_mlp: hidden widths; D and 1 are appended.
     generator: CPU generator from which all weights are drawn, bottom MLP first.
     """
@@ -38,11 +38,15 @@ class DLRM(nn.Module):
         super().__init__()
         self.num_features, self.embedding_dim = num_features, embedding_dim
         num_pairs = num_features * (num_features + 1) // 2
-        bottom = [num_dense, *(bottom_mlp if num_dense else ()), embedding_dim]
-        self.bottom = MLP(bottom, generator=generator)
+        self.bottom: nn.Module
+        if num_dense:
+            self.bottom = MLP([num_dense, *bottom_mlp, embedding_dim], generator=generator)
+        else:
+            self.bottom = Constant(embedding_dim, generator=generator)
         self.top = MLP([embedding_dim + num_pairs, *top_mlp, 1], generator=generator, last="linear")
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
         """Logits [B]."""
         pooled_BFD = pooled_BP.view(-1, self.num_features, self.embedding_dim)
-        return self.top(interact(self.bottom(dense_BI), pooled_BFD)).squeeze(1)
+        logits_B1: Tensor = self.top(interact(self.bottom(dense_BI), pooled_BFD))
+        return logits_B1.squeeze(1)

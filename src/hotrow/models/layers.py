@@ -16,7 +16,8 @@ def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.
 
     `generator` (CPU) is the only source of randomness; weights are drawn before biases.
     """
-    layer = nn.utils.skip_init(nn.Linear, num_inputs, num_outputs)
+    # "meta" and to_empty skip nn.Linear's own draws, which would come from torch's global generator.
+    layer = nn.Linear(num_inputs, num_outputs, device="meta").to_empty(device="cpu")
     with torch.no_grad():
         layer.weight.normal_(0.0, math.sqrt(2.0 / (num_inputs + num_outputs)), generator=generator)
         layer.bias.normal_(0.0, math.sqrt(1.0 / num_outputs), generator=generator)
@@ -24,7 +25,7 @@ def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.
 
 
 class MLP(nn.Module):
-    """Linear layers of the given widths (`widths[0]` inputs), a ReLU after each, but for the last where `last="linear"`.
+    """Linear layers of the given widths (`widths[0]` inputs), a ReLU after each, except the last if `last="linear"`.
 
     x [B, widths[0]] -> [B, widths[-1]], float32.
     """
@@ -43,3 +44,16 @@ class MLP(nn.Module):
             if i < len(self.layers) or self.last == "relu":
                 x_BI = torch.relu(x_BI)
         return x_BI
+
+
+class Constant(nn.Module):
+    """One learned vector for every sample: x [B, anything] -> [B, num_outputs]; drawn as `linear` draws a bias."""
+
+    def __init__(self, num_outputs: int, *, generator: torch.Generator) -> None:
+        super().__init__()
+        values = torch.empty(num_outputs).normal_(0.0, math.sqrt(1.0 / num_outputs), generator=generator)
+        self.bias = nn.Parameter(values)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        """The vector, repeated without copying."""
+        return self.bias.expand(len(x_BI), -1)
