@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -156,7 +156,7 @@ class DatasetInfo:
     """What the rows are, e.g. "criteo"."""
     label: str = "label"
     dense: tuple[DenseColumn, ...] = ()
-    features: tuple[Feature, ...]
+    features: Annotated[tuple[Feature, ...], Field(min_length=1)]
     tables: tuple[Table, ...]
     splits: dict[str, SplitInfo] = Field(default_factory=dict)
     files: dict[str, FileRecord] = Field(default_factory=dict)
@@ -306,6 +306,24 @@ class Block(NamedTuple):
     label: NDArray[np.float32]
     dense: tuple[NDArray[np.float32], ...]
     ids: tuple[Ids, ...]
+
+
+def slice_ids(ids: Ids, start: int, stop: int) -> Ids:
+    """Rows `start` to `stop` of `ids`, values as a view."""
+    if not isinstance(ids, Ragged):
+        return ids[start:stop]
+    splits = ids.row_splits[start : stop + 1]
+    return Ragged(ids.values[splits[0] : splits[-1]], splits - splits[0])
+
+
+def concatenate_ids(pieces: Sequence[Ids]) -> Ids:
+    """The rows of all `pieces`, one after the other, as a copy; all of them ragged or none."""
+    ragged = [piece for piece in pieces if isinstance(piece, Ragged)]
+    if not ragged:
+        return np.concatenate(pieces)
+    splits = np.zeros(sum(len(piece.row_splits) - 1 for piece in ragged) + 1, np.int64)
+    np.cumsum(np.concatenate([np.diff(piece.row_splits) for piece in ragged]), out=splits[1:])
+    return Ragged(np.concatenate([piece.values for piece in ragged]), splits)
 
 
 def check_values(info: DatasetInfo, block: Block) -> None:

@@ -36,7 +36,9 @@ from hotrow.data.packed_format import (
     SplitInfo,
     arrow_schema,
     check_values,
+    concatenate_ids,
     describe,
+    slice_ids,
     split_columns,
     write_info,
 )
@@ -171,26 +173,12 @@ class _BlockBuffer:
         """The rows gathered so far; valid until the next `append`."""
         n = self.num_rows
         ids = tuple(
-            _concatenate(pieces) if column is None else column[:n]
+            concatenate_ids(pieces) if column is None else column[:n]
             for column, pieces in zip(self._one_hot, self._lists, strict=True)
         )
         self._lists = [[] for _ in self._lists]
         self.num_rows = 0
         return Block(self._label[:n], tuple(column[:n] for column in self._dense), ids)
-
-
-def _concatenate(pieces: Sequence[Ragged]) -> Ragged:
-    lengths = np.concatenate([np.diff(piece.row_splits) for piece in pieces])
-    splits = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=splits[1:])
-    return Ragged(np.concatenate([piece.values for piece in pieces]), splits)
-
-
-def _slice(ids: Ids, start: int, stop: int) -> Ids:
-    if not isinstance(ids, Ragged):
-        return ids[start:stop]
-    first, last = ids.row_splits[start], ids.row_splits[stop]
-    return Ragged(ids.values[first:last], ids.row_splits[start : stop + 1] - first)
 
 
 class PackedWriter:
@@ -275,7 +263,7 @@ class PackedWriter:
         while start < len(label):
             stop = min(len(label), start + buffer.capacity - buffer.num_rows)
             rows = slice(start, stop)
-            buffer.append(label[rows], dense[rows], [_slice(column, start, stop) for column in ids])
+            buffer.append(label[rows], dense[rows], [slice_ids(column, start, stop) for column in ids])
             start = stop
             if buffer.num_rows == buffer.capacity:
                 with self._explain_full_disk():
