@@ -1,6 +1,6 @@
 """DLRM (Naumov et al., 2019): bottom MLP, pairwise dot products, top MLP; initialised as its reference is.
 
-    dense_BI --bottom MLP--> x_BD --+-- interact --> [x | dots of all pairs] --top MLP--> logits_B
+    dense_BI --bottom MLP--> x_BD --+-- dot products --> [x | dots of all pairs] --top MLP--> logits_B
     pooled_BP (P = F * D) ----------+
 
 The tables are not part of it: it takes their pooled rows, so that lookups are timed, placed and sharded on their own.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.models.layers import MLP, Constant
-from hotrow.ops import interact
+from hotrow.ops import dot_interaction
 
 
 class DLRM(nn.Module):
@@ -48,5 +48,5 @@ class DLRM(nn.Module):
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
         """Logits [B]."""
         pooled_BFD = pooled_BP.view(-1, self.num_features, self.embedding_dim)
-        logits_B1: Tensor = self.top(interact(self.bottom(dense_BI), pooled_BFD))
+        logits_B1: Tensor = self.top(dot_interaction(self.bottom(dense_BI), pooled_BFD))
         return logits_B1.squeeze(1)
