@@ -38,6 +38,9 @@ class ModelConfig(_Section):
     """The network. `dlrm`: bottom MLP on the dense inputs, pairwise dot products with the embeddings, top MLP."""
     embedding_dim: Width = 16
     """Columns D of every table; also the width of the bottom MLP's last layer."""
+    embedding_init: NotNegative | None = None
+    """Rows start uniform between minus and plus this; null means sqrt(1 / rows of the table), the reference's choice.
+    With 0 they start at zero, which is better on small data: an id then says nothing until it has been seen."""
     bottom_mlp: list[Width] = [512, 256, 64]
     """Widths of the bottom MLP's hidden layers; a last layer of `embedding_dim` follows by itself."""
     top_mlp: list[Width] = [512, 256]

@@ -32,7 +32,10 @@ RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt
 
 
 class RunFolder:
-    """The files of one run. `create` makes a new folder, `open` takes up an existing one; `close` ends the writing."""
+    """The files of one run: `create` makes a new folder, `open` takes up an existing one.
+
+    Use it as a context manager while the run works: an exception is then recorded before it goes on.
+    """
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
         self.path = path
@@ -42,7 +45,7 @@ class RunFolder:
         self._board: Any = None
 
     @classmethod
-    def create(cls, path: str | None, *, name: str, config_yaml: str) -> RunFolder:
+    def create(cls, path: str | Path | None, *, name: str) -> RunFolder:
         """A new run folder at `path`, or at runs/`name`-NNN with the next free number.
 
         Raises ValueError where `path` exists: a run is never overwritten.
@@ -60,7 +63,6 @@ class RunFolder:
             "warnings": {},
         }
         run = cls(folder, record)
-        run.write_config(config_yaml)
         run.update()
         return run
 
@@ -155,19 +157,17 @@ class RunFolder:
                 target.chmod(0o600)
 
     def __enter__(self) -> RunFolder:
-        """This folder; leaving the block closes it."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Flush and close."""
-        self.close()
-
-    def close(self) -> None:
-        """Flush and close what is open."""
         if self._board is not None:
             self._board.close()
+            self._board = None
+        if error is not None:
+            self.log(f"failed: {type(error).__name__}: {error}")
+            self.update(status="failed", error=f"{type(error).__name__}: {error}")
 
 
 def _new_folder(path: Path) -> Path:

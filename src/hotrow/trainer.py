@@ -8,8 +8,8 @@ api.py, what surrounds a run (clock, threads, signals) in session.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hotrow import ops, optim
 from hotrow.batch import Batch
 from hotrow.checkpoint import Part, list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint
-from hotrow.config import Config, OptimizerConfig, apply_overrides, interval_steps, make_config, parse_yaml
+from hotrow.config import Config, ModelConfig, OptimizerConfig, apply_overrides, interval_steps, make_config, parse_yaml
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
@@ -59,6 +59,12 @@ class Parts:
     def with_state(self) -> dict[str, Part]:
         """The parts a checkpoint holds, by the names of their files."""
         return {name: part for name, part in vars(self).items() if name != "schedule"}
+
+
+def tables_of(config: ModelConfig, dataset: PackedDataset) -> tuple[TableConfig, ...]:
+    """The dataset's tables with the columns and the initial rows `config` says."""
+    tables = dataset.table_configs(config.embedding_dim)
+    return tuple(replace(table, init=replace(table.init, bound=config.embedding_init)) for table in tables)
 
 
 def build_network(
@@ -108,12 +114,13 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
 
 
 @torch.no_grad()
-def evaluate(embedding: EmbeddingCollection, model: nn.Module, loader: Loader) -> dict[str, float]:
-    """AUC, LogLoss, NE and calibration over every row of the loader's split."""
+def evaluate(embedding: EmbeddingCollection, model: nn.Module, loader: Loader) -> dict[str, Any]:
+    """The metrics of `BinaryMetrics` over every row of the loader's split, None for those it leaves undefined."""
     metrics = BinaryMetrics()
     for batch in loader.epoch(0):
         metrics.update(model(batch.dense, embedding(batch.sparse)), batch.label)
-    return metrics.compute()
+    values = metrics.compute()
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
 @dataclass
@@ -127,9 +134,9 @@ class State:
     window_loss: float = 0.0
     """Sum of the losses of the last `window_steps` steps, those not yet in metrics.jsonl."""
     window_steps: int = 0
-    val: dict[str, float] | None = None
+    val: dict[str, Any] | None = None
     """The last evaluation of the validation split."""
-    best: dict[str, float] | None = None
+    best: dict[str, Any] | None = None
     """The one with the highest AUC, and where it was:"""
     best_step: int = 0
     evals_since_best: int = 0
@@ -149,7 +156,7 @@ class Training:
         options = config.train
         self.config, self.dataset, self.folder = config, dataset, folder
         self.interrupt, self.progress, self.clock, self.state = interrupt, progress, StepClock(), State()
-        tables = dataset.table_configs(config.model.embedding_dim)
+        tables = tables_of(config.model, dataset)
         check_memory(config, tables)
         shuffle_seed = options.seed if options.shuffle else None
         self.loader = Loader(dataset.split("train"), options.batch_size, shuffle_seed=shuffle_seed)
@@ -237,6 +244,9 @@ class Training:
         """Score the validation split; whether it is the best so far and is to be kept."""
         state = self.state
         state.val = self.score("val")
+        if state.val["auc"] is None:
+            self._without_auc(state.val["undefined"])
+            return False
         best = state.best is None or state.val["auc"] > state.best["auc"]
         if best:
             state.best, state.best_step, state.evals_since_best = state.val, state.step, 0
@@ -247,7 +257,13 @@ class Training:
             state.ended = f"no better validation AUC in {patience} evaluations"
         return best and self.config.checkpoint.keep_best
 
-    def score(self, split: str) -> dict[str, float]:
+    def _without_auc(self, reason: str) -> None:
+        text = f"the validation split has no AUC: {reason}"
+        if self.config.train.early_stopping is not None:
+            raise ValueError(f"{text}; train.early_stopping goes by it: set it to null or split the data differently")
+        self.folder.warn("no_validation_auc", text)
+
+    def score(self, split: str) -> dict[str, Any]:
         """Evaluate the parts on `split`, and say and record the result."""
         loader = Loader(self.dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
         result = evaluate(self.parts.embedding, self.parts.model, loader)
@@ -341,9 +357,10 @@ class Training:
         )
 
 
-def scores(metrics: dict[str, float]) -> str:
-    """The three figures everybody asks for."""
-    return f"AUC {metrics['auc']:.4f} LogLoss {metrics['logloss']:.4f} NE {metrics['ne']:.4f}"
+def scores(metrics: Mapping[str, Any]) -> str:
+    """The three figures everybody asks for, in one line."""
+    named = {"AUC": metrics["auc"], "LogLoss": metrics["logloss"], "NE": metrics["ne"]}
+    return " ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in named.items())
 
 
 def required_bytes(config: Config, tables: Sequence[TableConfig]) -> int:
@@ -365,17 +382,20 @@ def check_memory(config: Config, tables: Sequence[TableConfig]) -> None:
         )
 
 
-def train(config: Config, *, quiet: bool = False) -> RunFolder:
+def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
     """A new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
+
+    folder: a run folder made beforehand; None makes the one `config.run` says.
 
     SIGINT and SIGTERM finish the step, save a checkpoint and return; a second one aborts. Raises ValueError for what
     the config or the data has wrong, before the folder is made where it can be known by then.
     """
     dataset = PackedDataset.open(config.data)
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
-    check_memory(config, dataset.table_configs(config.model.embedding_dim))
+    check_memory(config, tables_of(config.model, dataset))
     name = f"{dataset.path.resolve().name}-{config.model.name}"
-    folder = RunFolder.create(config.run, name=name, config_yaml=config.to_yaml())
+    folder = folder or RunFolder.create(config.run, name=name)
+    folder.write_config(config.to_yaml())
     folder.keep_vocabulary(dataset.path)
     return _run(config, dataset, folder, None, quiet=quiet)
 
@@ -408,22 +428,17 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
 def _run(
     config: Config, dataset: PackedDataset, folder: RunFolder, checkpoint: Path | None, *, quiet: bool
 ) -> RunFolder:
-    with threads(config.train.threads), Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress, folder:
-        try:
-            training = Training(config, dataset, folder, interrupt, progress)
-            if checkpoint is not None:
-                training.restore(checkpoint)
-            _begin(training)
-            training.run()
-            if training.state.ended:
-                training.finish()
-            else:
-                folder.update(status="interrupted", **training.figures())
-                training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder)}")
-        except BaseException as error:
-            folder.log(f"failed: {type(error).__name__}: {error}")
-            folder.update(status="failed", error=f"{type(error).__name__}: {error}")
-            raise
+    with folder, threads(config.train.threads), Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
+        training = Training(config, dataset, folder, interrupt, progress)
+        if checkpoint is not None:
+            training.restore(checkpoint)
+        _begin(training)
+        training.run()
+        if training.state.ended:
+            training.finish()
+        else:
+            folder.update(status="interrupted", **training.figures())
+            training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder)}")
     return folder
 
 

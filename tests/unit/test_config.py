@@ -26,6 +26,7 @@ memory auto
 run None
 model.name dlrm
 model.embedding_dim 16
+model.embedding_init None
 model.bottom_mlp [512, 256, 64]
 model.top_mlp [512, 256]
 model.interaction dot
