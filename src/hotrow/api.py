@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -28,6 +31,7 @@ from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.data.prepare import RawEncoder, run_prepare
 from hotrow.embedding import EmbeddingCollection
+from hotrow.files import atomic_write
 from hotrow.run_folder import RunFolder
 from hotrow.tables import TableConfig
 from hotrow.trainer import EVAL_BATCH_SIZE, build_network, evaluate, train
@@ -43,6 +47,7 @@ FIT_DEFAULTS = (
     "optimizer.sparse.initial_accumulator_value=0.1",
 )
 """Where `fit` differs from the config's own defaults, which are the reference DLRM's: it stops by itself, and adapts."""
+_SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
 
 class Run:
@@ -68,6 +73,18 @@ class Run:
             if split in self.record.get("metrics", {}):
                 return {"split": split, **self.record["metrics"][split]}
         return {}
+
+    def summary(self) -> dict[str, Any]:
+        """One flat record of how the run went: what `hotrow train --json` prints."""
+        record, metrics = self.record, self.metrics
+        names = ("status", "ended", "signal", "samples_per_s", "steps", "epochs", "step_ms", "train_s", "backend")
+        return {
+            **{name: metrics.get(name) for name in ("auc", "logloss", "ne", "calibration", "base_logloss", "split")},
+            **{name: record[name] for name in names if name in record},
+            "run_dir": str(self.path),
+            "metrics": record.get("metrics", {}),
+            "warnings": record["warnings"],
+        }
 
     @property
     def checkpoint(self) -> Path:
@@ -105,6 +122,24 @@ class Run:
         embedding, model = self._network
         for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE):
             yield torch.sigmoid(model(batch.dense, embedding(batch.sparse))).numpy()
+
+    def write_scores(self, data: Any, out: Path | str) -> int:
+        """Write `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
+
+        The file appears when it is whole. Raises ValueError where it exists already or has another suffix.
+        """
+        out = Path(out)
+        if out.suffix not in _SCORE_WRITERS:
+            raise ValueError(f"scores file {out} ends in {out.suffix!r}; choose {' or '.join(_SCORE_WRITERS)}")
+        if out.exists():
+            raise ValueError(f"scores file {out} exists already; remove it or choose another name")
+        schema = pa.schema([pa.field("score", pa.float32(), nullable=False)])
+        num_rows = 0
+        with atomic_write(out) as file, _SCORE_WRITERS[out.suffix](file, schema) as writer:
+            for scores in self.predict_batches(data):
+                writer.write_batch(pa.record_batch([pa.array(scores)], schema=schema))
+                num_rows += len(scores)
+        return num_rows
 
     def evaluate(self, split: str = "test", *, data: Path | str | None = None) -> dict[str, Any]:
         """The metrics of the run's model on a split of `data`, a packed dataset (default: the one it was trained on).

@@ -72,6 +72,7 @@ def train(
 ) -> None:
     """Train as a config says, or continue an interrupted run."""
     from hotrow import trainer
+    from hotrow.api import Run
     from hotrow.config import load_config
 
     if (config is None) == (resume is None):
@@ -81,7 +82,7 @@ def train(
     else:
         assert config is not None
         folder = trainer.train(load_config(config, set_ or ()))
-    result = trainer.summary(folder)
+    result = Run(folder.path).summary()
     print_result(result, as_json=json_, human=lambda: _print_run(result))
     _exit_if_interrupted(result)
 
@@ -108,9 +109,9 @@ def predict(
     json_: Json = False,
 ) -> None:
     """Score raw rows: one probability per row, in the rows' order, in column `score`."""
-    from hotrow.scores import write_scores
+    from hotrow.api import load
 
-    result = write_scores(run, paths, out)
+    result = {"run_dir": str(run), "out": str(out), "rows": load(run).write_scores(paths, out)}
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 

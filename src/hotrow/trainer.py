@@ -437,7 +437,7 @@ def _run(
         if training.state.ended:
             training.finish()
         else:
-            folder.update(status="interrupted", **training.figures())
+            folder.update(status="interrupted", signal=interrupt.signal, **training.figures())
             training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder)}")
     return folder
 
