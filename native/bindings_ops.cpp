@@ -147,13 +147,13 @@ float* state_of(const Arrays* states, size_t table, Algorithm algorithm, const R
 using Pending = std::vector<std::pair<const Batch*, GradMatrix>>;
 
 std::vector<TableUpdate> plan_update(const Layout& layout, const Arrays& weights, const Arrays* states,
-                                     const Pending& pending, Algorithm algorithm, const std::vector<float>& lrs,
-                                     float eps) {
-  require(lrs.size() == weights.arrays.size(), "one lr per table");
+                                     const Pending& pending, Algorithm algorithm, const std::vector<float>& lr,
+                                     const std::vector<float>& eps) {
+  require(lr.size() == weights.arrays.size() && eps.size() == lr.size(), "one lr and eps per table");
   std::vector<TableUpdate> tables;
   for (size_t t = 0; t < weights.arrays.size(); ++t) {
     const Rows rows = weights.rows(t);
-    tables.push_back({rows, state_of(states, t, algorithm, rows), {algorithm, lrs[t], eps}, {}});
+    tables.push_back({rows, state_of(states, t, algorithm, rows), {algorithm, lr[t], eps[t]}, {}});
   }
   for (size_t f = 0; f < layout.features.size(); ++f) {
     const Feature& feature = layout.features[f];
@@ -170,9 +170,10 @@ std::vector<TableUpdate> plan_update(const Layout& layout, const Arrays& weights
 }
 
 int bind_update(const Layout& layout, const Arrays& weights, const Arrays* states, const Pending& pending,
-                int algorithm, const std::vector<float>& lrs, float eps, SharedScratch& scratch, int num_threads) {
+                int algorithm, const std::vector<float>& lr, const std::vector<float>& eps, SharedScratch& scratch,
+                int num_threads) {
   require(0 <= algorithm && algorithm <= 2, "no such algorithm");
-  const auto tables = plan_update(layout, weights, states, pending, static_cast<Algorithm>(algorithm), lrs, eps);
+  const auto tables = plan_update(layout, weights, states, pending, static_cast<Algorithm>(algorithm), lr, eps);
   nb::gil_scoped_release release;
   const std::lock_guard lock(scratch.mutex);
   return static_cast<int>(update(tables, scratch.scratch, num_threads));
@@ -262,7 +263,7 @@ NB_MODULE(_native, m) {
   m.def("lookup", bind_lookup);
   m.def("weight_gradient", bind_weight_gradient);
   m.def("update", bind_update, nb::arg("layout"), nb::arg("weights"), nb::arg("states").none(), nb::arg("pending"),
-        nb::arg("algorithm"), nb::arg("lrs"), nb::arg("eps"), nb::arg("scratch"), nb::arg("num_threads"));
+        nb::arg("algorithm"), nb::arg("lr"), nb::arg("eps"), nb::arg("scratch"), nb::arg("num_threads"));
   m.def("fill_uniform", bind_fill_uniform);
   m.def("interact", bind_interact);
   m.def("interact_backward", bind_interact_backward);

@@ -8,6 +8,7 @@ kernels.h and docs/numerics.md. `backend()` says what runs.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -40,20 +41,18 @@ class Backend:
 def _load() -> tuple[Any, str | None]:
     """The native module, or None and the reason, which is announced once."""
     if os.environ.get("HOTROW_NATIVE", "1") == "0":
-        module, reason = None, "HOTROW_NATIVE=0 is set"
+        reason = "HOTROW_NATIVE=0 is set"
     else:
         try:
-            from hotrow import _native as module  # noqa: PLC0415
-
-            return module, None
+            return importlib.import_module("hotrow._native"), None
         except ImportError as error:
-            module, reason = None, f"the native module does not load ({error})"
+            reason = f"the native module does not load ({error})"
     warnings.warn(
         f"hotrow runs on its reference kernels, many times slower, because {reason}; "
         "build the native ones with `pip install -e .` (needs a C++20 compiler) and leave HOTROW_NATIVE unset",
         stacklevel=3,
     )
-    return module, reason
+    return None, reason
 
 
 def _native() -> Any:
@@ -169,7 +168,6 @@ class Kernels:
 
         Raises ValueError for a missing feature and for an id outside its table.
         """
-        self.positions(sparse.keys)
         if out is None:
             out = torch.empty(sparse.stride, self.layout.width)
         if _native() is None:
@@ -203,21 +201,19 @@ class Kernels:
         pending: Sequence[tuple[KeyedJaggedTensor, Tensor]],
         *,
         algorithm: Algorithm,
-        lrs: Sequence[float],
-        eps: float = 0.0,
+        lr: Sequence[float],
+        eps: Sequence[float],
     ) -> None:
         """Fused backward and update of all tables: `reference.update`, in place.
 
         pending: batches and their gradients [B, width], rows contiguous, in forward order. states: None for "sgd".
-        lrs: one per table. Raises ValueError for an id outside its table; then no row of any table has changed.
+        lr, eps: one per table. Raises ValueError for an id outside its table; then no row of any table has changed.
         """
         if _native() is None:
             for sparse, _ in pending:
                 self._check_ids(weights, sparse)
             tensors = None if states is None else states.tensors
-            reference.update(
-                self.layout, weights.tensors, tensors, pending, algorithm=algorithm, lrs=lrs, eps=eps
-            )
+            reference.update(self.layout, weights.tensors, tensors, pending, algorithm=algorithm, lr=lr, eps=eps)
             return
         result = _native().update(
             self._native_layout,
@@ -225,28 +221,29 @@ class Kernels:
             None if states is None else states.native,
             [(self._batch(sparse), grad) for sparse, grad in pending],
             ALGORITHMS.index(algorithm),
-            lrs,
+            lr,
             eps,
             self._scratch,
             torch.get_num_threads(),
         )
         if result == 1:
-            for sparse, _ in pending:
-                self._check_ids(weights, sparse)
+            self._raise_bad_ids(weights, *(sparse for sparse, _ in pending))
         assert result == 0, f"update failed with code {result}"
 
     def _check_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
+        self.positions(sparse.keys)
         bad = reference.first_bad_id(self.layout, weights.tensors, sparse)
         if bad is not None:
             num_embeddings = weights.tensors[bad.feature.table].shape[0]
             raise ValueError(
-                f"feature {bad.feature.name!r}, sample {bad.sample}, position {bad.position}: id {bad.id} is outside its "
-                f"table of {num_embeddings} rows; ids must be in [0, {num_embeddings}): raise num_embeddings or map "
-                "unknown ids to a row of their own"
+                f"feature {bad.feature.name!r}, sample {bad.sample}, position {bad.position}: id {bad.id} is outside "
+                f"its table of {num_embeddings} rows; ids must be in [0, {num_embeddings}): raise num_embeddings or "
+                "map unknown ids to a row of their own"
             )
 
-    def _raise_bad_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
-        self._check_ids(weights, sparse)
+    def _raise_bad_ids(self, weights: Arrays, *batches: KeyedJaggedTensor) -> None:
+        for sparse in batches:
+            self._check_ids(weights, sparse)
         raise ValueError("the batch's offsets have changed since it was made and point outside its values; rebuild it")
 
 
@@ -269,7 +266,7 @@ class _Interaction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         dense_BD, pooled_BFD = ctx.saved_tensors
         grads = torch.empty_like(dense_BD), torch.empty_like(pooled_BFD)

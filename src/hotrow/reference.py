@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +56,7 @@ class Layout:
 # Lookup
 
 
+@torch.no_grad()
 def lookup(layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedTensor, out: Tensor) -> None:
     """`out[b, columns of f] = pool(rows of bag (f, b))` for every feature; out is float32 [B, width]."""
     for feature in layout.features:
@@ -62,9 +64,7 @@ def lookup(layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedTensor,
         out[:, feature.columns] = pool(weights[feature.table], values, offsets, sample_weights, feature.pooling)
 
 
-def pool(
-    weight_ND: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooling: Pooling
-) -> Tensor:
+def pool(weight_ND: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooling: Pooling) -> Tensor:
     """`sum over the bag of w_i * row_i`, divided by the bag's length for "mean"; an empty bag is 0. [B, D] float32.
 
     The sum starts at +0 and runs in bag order: the loop below adds position p of every bag that has one.
@@ -82,6 +82,7 @@ def pool(
     return acc_BD
 
 
+@torch.no_grad()
 def weight_gradient(
     layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedTensor, grad: Tensor, out: Tensor
 ) -> None:
@@ -105,7 +106,7 @@ def fold16(x_nD: Tensor) -> Tensor:
     padded = torch.zeros(n, -(-dim // 16) * 16)
     padded[:, :dim] = x_nD
     partial = torch.zeros(n, 16)
-    for block in padded.split(16, dim=1):
+    for block in torch.split(padded, 16, dim=1):
         partial = partial + block
     for half in (8, 4, 2, 1):
         partial = partial[:, :half] + partial[:, half : 2 * half]
@@ -137,6 +138,7 @@ def first_bad_id(layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedT
 # Update
 
 
+@torch.no_grad()
 def update(
     layout: Layout,
     weights: Sequence[Tensor],
@@ -144,13 +146,14 @@ def update(
     pending: Sequence[tuple[KeyedJaggedTensor, Tensor]],
     *,
     algorithm: Algorithm,
-    lrs: Sequence[float],
-    eps: float,
+    lr: Sequence[float],
+    eps: Sequence[float],
 ) -> None:
     """Applies the optimizer to every row that `pending` batches looked up. Weights and states change in place.
 
     The occurrences of a table's rows count in the order (feature, forward pass, bag, position). Occurrence i receives
     `g_i = s_i * grad[b, columns]` with s_i its weight w_i (1 if none), for "mean" w_i / float(length of the bag).
+    lr, eps: one per table, rounded to float32. states: [N, D] for "adagrad", [N] for "row_wise_adagrad", else None.
     """
     for t, weight in enumerate(weights):
         rows, grads = [], []
@@ -160,18 +163,17 @@ def update(
                 rows.append(row)
                 grads.append(g)
         row_n, g_nD = torch.cat(rows), torch.cat(grads)
-        lr = torch.tensor(lrs[t], dtype=torch.float32)
         if algorithm == "sgd":
-            _sgd(weight, row_n, g_nD, lr)
+            _sgd(weight, row_n, g_nD, _float32(lr[t]))
         else:
             assert states is not None
-            _adaptive(weight, states[t], row_n, g_nD, lr, torch.tensor(eps, dtype=torch.float32))
+            _adaptive(weight, states[t], row_n, g_nD, _float32(lr[t]), _float32(eps[t]))
 
 
 def _occurrences(feature: Feature, sparse: KeyedJaggedTensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     values, offsets, sample_weights = sparse.bags(feature.name)
     bag_of = _bag_of(offsets)
-    scale = torch.ones(values.numel()) if sample_weights is None else sample_weights.detach()
+    scale = torch.ones(values.numel()) if sample_weights is None else sample_weights
     if feature.pooling == "mean":
         scale = scale / offsets.diff()[bag_of].float()
     return values.long(), scale[:, None] * grad[bag_of, feature.columns]
@@ -208,10 +210,10 @@ def _adaptive(weight: Tensor, state: Tensor, row_n: Tensor, g_nD: Tensor, lr: Te
         total[at] = total[at] + g_nD[occurrence]
     if state.dim() == 2:
         h = state[row] + total * total
-        step = lr * (total / (h.sqrt() + eps))
+        step = lr * (total / (_sqrt(h) + eps))
     else:
         h = state[row] + fold16(total * total) / float(total.shape[1])
-        step = (lr / (h.sqrt() + eps))[:, None] * total
+        step = (lr / (_sqrt(h) + eps))[:, None] * total
     state[row] = h
     weight[row] = weight[row] - step
 
@@ -219,6 +221,16 @@ def _adaptive(weight: Tensor, state: Tensor, row_n: Tensor, g_nD: Tensor, lr: Te
 def _bag_of(offsets: Tensor) -> Tensor:
     lengths = offsets.diff()
     return torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    # numpy's is rounded correctly, as IEEE 754 and the kernels have it; torch's goes through MKL and is not (0.6 % of
+    # random float32 arguments differ in the last bit, torch 2.13).
+    return torch.from_numpy(np.sqrt(x.numpy()))
+
+
+def _float32(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def _largest(counts: Tensor) -> int:
@@ -245,7 +257,7 @@ def fill_uniform(key: int, first_row: int, out: Tensor, bound: float, zero_rows:
     quad = torch.arange(quads).repeat(n)
     words = philox4x32(torch.stack([row & _MASK, row >> 32, quad, torch.zeros_like(quad)], dim=1), key)
     unit = (words >> 8).float() * 2.0**-23 - 1.0
-    out[:] = (unit * torch.tensor(bound, dtype=torch.float32)).reshape(n, quads * 4)[:, :dim]
+    out[:] = (unit * _float32(bound)).reshape(n, quads * 4)[:, :dim]
     out[: max(0, min(n, zero_rows - first_row))] = 0.0
 
 
