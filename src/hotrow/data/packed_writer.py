@@ -379,7 +379,7 @@ class PackedWriter:
             num_rows = sum(self.finished_rows(split) for split in self._finished)
             raise OSError(
                 error.errno,
-                f"the disk is full while writing {self.path}: {num_parts} finished parts with {num_rows} rows are "
+                f"the disk is full while writing {self.path}: {num_parts} finished part(s) with {num_rows} rows are "
                 "kept; free some space and run the same command again, it goes on from there",
             ) from error
 
