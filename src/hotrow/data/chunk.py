@@ -175,8 +175,12 @@ class Source(Protocol):
     def skipped(self) -> SkippedRows:
         """Bad rows passed over by the latest `chunks` iteration."""
 
-    def scout(self) -> SourceInfo:
-        """Sizes and number of rows without a full read; raises ValueError naming a missing or unreadable file."""
+    def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
+        """Files, sizes and number of rows, bad rows included.
+
+        count: "estimate" looks at each file's first bytes; "exact" may read everything once, faster than parsing.
+        Raises ValueError naming a missing, empty or unreadable file.
+        """
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
         """Chunks of at most `rows_per_chunk` rows from `start` (None: the first row) to the end.
