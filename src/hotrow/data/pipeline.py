@@ -401,20 +401,25 @@ class _Stages:
         meter = ProgressMeter(self._progress, "encode", self._rows_total, row)
         for piece in self._pieces(plan, mark.start, row, meter):
             self._check_stop()
-            dense, ids = encode(piece.chunk)
-            label = piece.chunk.label
-            assert label is not None, "a source for preparation has labels"
-            for code, split in enumerate(SPLITS):
-                chosen = piece.codes == code
-                if chosen.any():
-                    part = {name: select_ids(column, chosen) for name, column in ids.items()}
-                    writer.append(split, label[chosen], dense[chosen], part)
-                    rows[split] += int(chosen.sum())
+            self._write_piece(piece, encode, writer, rows)
             row, position = piece.next_row, piece.chunk.position
             marks.append(Mark(row, position, dict(rows)))
             if (now := {split: writer.finished_rows(split) for split in SPLITS}) != finished:
                 finished, marks = now, self._work.save_marks(marks, now)
         return row, position.num_skipped
+
+    @staticmethod
+    def _write_piece(piece: _Piece, encode: RowEncoder, writer: PackedWriter, rows: dict[str, int]) -> None:
+        """Appends a piece's rows to their splits, and adds them to `rows`."""
+        dense, ids = encode(piece.chunk)
+        label = piece.chunk.label
+        assert label is not None, "a source for preparation has labels"
+        for code, split in enumerate(SPLITS):
+            chosen = piece.codes == code
+            if chosen.any():
+                part = {name: select_ids(column, chosen) for name, column in ids.items()}
+                writer.append(split, label[chosen], dense[chosen], part)
+                rows[split] += int(chosen.sum())
 
     def _dataset_info(self, plan: SplitPlan) -> DatasetInfo:
         work, schema = self._work, self._schema
