@@ -12,7 +12,9 @@ import difflib
 import html
 import json
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ from hotrow.checkpoint import list_checkpoints, load_checkpoint, read_manifest
 from hotrow.config import apply_overrides, make_config, options
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
+from hotrow.data.packed_format import MANIFEST
 from hotrow.data.prepare import RawEncoder, run_prepare
+from hotrow.data.progress import progress_bar
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import atomic_write
 from hotrow.run_folder import RunFolder
@@ -199,7 +203,7 @@ def fit(
     has wrong.
     """
     changes = [f"model.name={model}", *(f"{_option(name)}={json.dumps(value)}" for name, value in overrides.items())]
-    packed = isinstance(data, str | Path) and (Path(data) / "dataset.json").is_file()
+    packed = isinstance(data, str | Path) and (Path(data) / MANIFEST).is_file()
     if packed and (label is not None or time is not None):
         raise ValueError(f"label and time are for raw data, but {data} is a packed dataset; leave them out")
     folder = RunFolder.create(run, name=f"{_name_of(data)}-{model}")
@@ -207,10 +211,31 @@ def fit(
         if packed:
             dataset = PackedDataset.open(data)
         else:
-            dataset = run_prepare(data, folder.path / "data", label=label, time=time, quiet=quiet)
+            dataset = prepare_for(folder, data, label=label, time=time, quiet=quiet)
         raw = {"data": str(dataset.path), "run": str(folder.path)}
         config = make_config(apply_overrides(raw, [*_defaults(dataset), *changes]), origin="fit")
     return Run(train(config, folder=folder, quiet=quiet).path)
+
+
+def prepare_for(
+    folder: RunFolder, data: Any, *, label: str | None = None, time: str | None = None, quiet: bool = False
+) -> PackedDataset:
+    """Raw `data` packed into the run's folder; what was guessed and found is said and logged."""
+
+    def announce(line: str) -> None:
+        folder.log(line)
+        if not quiet:
+            print(line, file=sys.stderr)
+
+    source = "auto" if is_paths(data) else "frame"
+    with nullcontext() if quiet else progress_bar() as progress:
+        out = folder.path / "data"
+        return run_prepare(source, data, out, label=label, time=time, progress=progress, announce=announce)
+
+
+def is_paths(data: Any) -> bool:
+    """Whether `data` is a path, or a list of them, rather than a frame."""
+    return isinstance(data, str | Path) or (isinstance(data, list | tuple) and all(map(is_paths, data)))
 
 
 def _defaults(dataset: PackedDataset) -> list[str]:
@@ -228,7 +253,9 @@ def _option(name: str) -> str:
     if found:
         raise ValueError(f"option {name!r} may mean {' or '.join(found)}; give one in full: **{{{found[0]!r}: ...}}")
     near = difflib.get_close_matches(name, [*paths, *(path.rpartition(".")[2] for path in paths)], n=1)
-    raise ValueError(f"option {name!r} is not known" + (f"; did you mean {near[0]!r}?" if near else "; see docs/config.md"))
+    raise ValueError(
+        f"option {name!r} is not known" + (f"; did you mean {near[0]!r}?" if near else "; see docs/config.md")
+    )
 
 
 def _name_of(data: Any) -> str:

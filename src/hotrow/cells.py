@@ -257,7 +257,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def touch_limit_s(num_rows: int, row_floats: int, ids: Tensor, *, write: bool, threads: int) -> float:
-    """Least seconds in which this machine touches the rows `ids`, over prefetch distances and up to `threads` threads."""
+    """Least seconds in which this machine touches the rows `ids`, over prefetch distances and numbers of threads."""
     rows = ops.allocate(num_rows, row_floats)
     rows.fill_(0)  # every page exists before it is timed
     return min(

@@ -11,7 +11,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,9 +35,19 @@ Label = Annotated[str | None, typer.Option(help="The 0/1 column; guessed if not 
 Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
 
 
-def example(text: str) -> dict[str, str]:
-    """The epilog of a verb's help."""
-    return {"epilog": f"Example: {text}"}
+def verb(name: str, *, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as the verb `name`, whose help ends with an example."""
+    return app.command(name, epilog=f"Example: {example}")
+
+
+@contextmanager
+def saying_interruptions() -> Iterator[None]:
+    """Ctrl-C inside ends with what it says and exit code 130, where typer would say only "Aborted."."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        print(f"hotrow: {str(error) or 'aborted'}", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def print_result(result: Mapping[str, Any], *, as_json: bool, human: Callable[[], None]) -> None:
@@ -47,25 +58,106 @@ def print_result(result: Mapping[str, Any], *, as_json: bool, human: Callable[[]
         human()
 
 
-@app.command(**example("hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)"))
+@verb("demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)")
 def demo(
+    *,
     data: Annotated[str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV or Parquet.")] = None,
     label: Label = None,
     time: Time = None,
-    folder: Annotated[Path, typer.Option(help="Where synthetic logs and their packed form are kept.")] = Path("demo-data"),
+    folder: Annotated[Path, typer.Option(help="Where synthetic logs and their packed form are kept.")] = Path(
+        "demo-data"
+    ),
     json_: Json = False,
 ) -> None:
     """Make synthetic Criteo-shaped clicks (or take your own logs), prepare, train a DLRM, evaluate it."""
     from hotrow.demo import demo_on_logs, demo_on_synthetic
 
-    result = demo_on_logs(data, label=label, time=time) if data else demo_on_synthetic(folder)
+    with saying_interruptions():
+        result = demo_on_logs(data, label=label, time_column=time) if data else demo_on_synthetic(folder)
     print_result(result, as_json=json_, human=lambda: print(result["text"]))
     _exit_if_interrupted(result)
 
 
-@app.command(**example("hotrow train recipes/criteo-small.yaml --set train.seed=2   (go on: hotrow train --resume RUN)"))
+@verb("init", example="hotrow init clicks/*.parquet --label click --out clicks")
+def init(
+    paths: Paths,
+    *,
+    label: Label = None,
+    time: Time = None,
+    out: Annotated[Path, typer.Option(help="Folder to write schema.yaml and recipe.yaml into.")] = Path(),
+    json_: Json = False,
+) -> None:
+    """Look at logs, or a packed dataset, and write a commented schema and recipe for it."""
+    from hotrow.data.init import run_init
+
+    found = run_init(paths[0] if len(paths) == 1 else paths, label=label, time=time, out=out)
+    result = {"found": found.found, "files": [str(file) for file in found.files], "next": list(found.commands)}
+    print_result(result, as_json=json_, human=lambda: _print_init(result))
+
+
+@verb("prepare", example="hotrow prepare criteo train.txt --out data/criteo")
+def prepare(
+    source: Annotated[str, typer.Argument(help="criteo, avazu, taobao, movielens, csv, parquet, or auto to tell.")],
+    paths: Paths,
+    *,
+    out: Annotated[Path, typer.Option(help="Folder of the packed dataset; work left there is continued.")],
+    schema: Annotated[Path | None, typer.Option(help="Schema of csv and parquet (hotrow init); else guessed.")] = None,
+    label: Label = None,
+    time: Time = None,
+    split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
+    fractions: Annotated[str | None, typer.Option(help="Of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the random split and of --sample.")] = None,
+    min_count: Annotated[int | None, typer.Option(help="Ids seen fewer times in training share row 0.")] = None,
+    hash_cap: Annotated[int | None, typer.Option(help="Ids modulo this, before counting.")] = None,
+    sample: Annotated[float, typer.Option(help="Share of the rows to keep, for a first look.")] = 1.0,
+    rows: Annotated[int | None, typer.Option(help="Only the first rows.")] = None,
+    skip_bad_rows: Annotated[int, typer.Option(help="How many bad rows may be left out (counted).")] = 0,
+    memory: Annotated[str | None, typer.Option(help="Limit for counters and vocabularies, e.g. 4GiB.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of encoding; default: the cores this process may use.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")] = False,
+    json_: Json = False,
+) -> None:
+    """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable, in bounded memory."""
+    from hotrow.data.prepare import run_prepare
+    from hotrow.data.progress import progress_bar
+
+    with saying_interruptions(), progress_bar() as progress:
+        dataset = run_prepare(
+            source,
+            paths[0] if len(paths) == 1 else paths,
+            out,
+            schema=schema,
+            label=label,
+            time=time,
+            split=split,
+            fractions=_fractions(fractions),
+            seed=seed,
+            min_count=min_count,
+            hash_cap=hash_cap,
+            rows=rows,
+            sample=sample,
+            skip_bad_rows=skip_bad_rows,
+            memory=memory,
+            threads=threads,
+            overwrite=overwrite,
+            progress=progress,
+            announce=lambda line: print(line, file=sys.stderr),
+        )
+    result = {
+        "out": str(out),
+        "name": dataset.info.name,
+        "rows": {name: split.num_rows for name, split in dataset.splits.items()},
+        "num_embeddings": {table.name: table.num_embeddings for table in dataset.info.tables},
+        "summary": dict(dataset.info.summary),
+        "checksum": dataset.checksum,
+    }
+    print_result(result, as_json=json_, human=lambda: _print_fields({k: result[k] for k in ("out", "rows", "summary")}))
+
+
+@verb("train", example="hotrow train recipes/criteo-small.yaml --set train.seed=2   (go on: hotrow train --resume RUN)")
 def train(
     config: Annotated[Path | None, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")] = None,
+    *,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder to the same bits.")] = None,
     set_: Set = None,
     json_: Json = False,
@@ -77,19 +169,21 @@ def train(
 
     if (config is None) == (resume is None):
         raise ValueError("pass a config to start a run, or --resume RUN to continue one")
-    if resume is not None:
-        folder = trainer.resume(resume, set_ or ())
-    else:
-        assert config is not None
-        folder = trainer.train(load_config(config, set_ or ()))
+    with saying_interruptions():
+        if resume is not None:
+            folder = trainer.resume(resume, set_ or ())
+        else:
+            assert config is not None
+            folder = trainer.train(load_config(config, set_ or ()))
     result = Run(folder.path).summary()
     print_result(result, as_json=json_, human=lambda: _print_run(result))
     _exit_if_interrupted(result)
 
 
-@app.command("eval", **example("hotrow eval runs/criteo-small-dlrm-001 --split test"))
+@verb("eval", example="hotrow eval runs/criteo-small-dlrm-001 --split test")
 def eval_(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    *,
     data: Annotated[Path | None, typer.Option(help="A packed dataset; default: the run's own.")] = None,
     split: Annotated[str, typer.Option(help="Which split of it.")] = "test",
     json_: Json = False,
@@ -101,10 +195,11 @@ def eval_(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@app.command(**example("hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet"))
+@verb("predict", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")
 def predict(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     paths: Paths,
+    *,
     out: Annotated[Path, typer.Option(help="File of scores, .parquet or .csv; must not exist yet.")],
     json_: Json = False,
 ) -> None:
@@ -115,8 +210,12 @@ def predict(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@app.command(**example("hotrow inspect data/criteo"))
-def inspect(path: Annotated[Path, typer.Argument(help="A packed dataset.")], json_: Json = False) -> None:
+@verb("inspect", example="hotrow inspect data/criteo")
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A packed dataset.")],
+    *,
+    json_: Json = False,
+) -> None:
     """Rows, table sizes, and how few rows take most accesses."""
     from hotrow import tools
 
@@ -124,9 +223,11 @@ def inspect(path: Annotated[Path, typer.Argument(help="A packed dataset.")], jso
     print_result(result, as_json=json_, human=lambda: _print_inspection(result))
 
 
-@app.command(**example("hotrow check data/criteo"))
+@verb("check", example="hotrow check data/criteo")
 def check(
-    path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint or a run.")], json_: Json = False
+    path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint or a run.")],
+    *,
+    json_: Json = False,
 ) -> None:
     """Verify every byte of a packed dataset, a checkpoint or a run against its checksums."""
     from hotrow import tools
@@ -135,9 +236,10 @@ def check(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@app.command(**example("hotrow bench --quick"))
+@verb("bench", example="hotrow bench --quick")
 def bench(
     names: Annotated[list[str] | None, typer.Argument(help="Cells to measure; default: all.")] = None,
+    *,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes, fewer rounds.")] = False,
     json_: Json = False,
 ) -> None:
@@ -148,8 +250,11 @@ def bench(
     print_result(result, as_json=json_, human=lambda: print("\n".join(format_row(row) for row in result["cells"])))
 
 
-@app.command(**example("hotrow doctor"))
-def doctor(json_: Json = False) -> None:
+@verb("doctor", example="hotrow doctor")
+def doctor(
+    *,
+    json_: Json = False,
+) -> None:
     """What decides whether and how fast hotrow runs here; paste it into reports."""
     from hotrow import tools
 
@@ -157,9 +262,10 @@ def doctor(json_: Json = False) -> None:
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@app.command(**example("hotrow clean runs/criteo-dlrm-001"))
+@verb("clean", example="hotrow clean runs/criteo-dlrm-001")
 def clean(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    *,
     data: Annotated[bool, typer.Option("--data", help="Also data that was packed into the run's folder.")] = False,
     json_: Json = False,
 ) -> None:
@@ -168,6 +274,20 @@ def clean(
 
     result = tools.clean(run, data=data)
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+def _fractions(text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--fractions {text!r} is no list of numbers; write it as 0.8,0.1,0.1") from None
+
+
+def _print_init(result: Mapping[str, Any]) -> None:
+    print(f"found {result['found']}")
+    for file in result["files"]:
+        print(f"wrote {file}")
+    print("next:", *result["next"], sep="\n  ")
 
 
 def _exit_if_interrupted(result: Mapping[str, Any]) -> None:
@@ -212,14 +332,11 @@ def main() -> None:
     warnings.showwarning = _one_line_warning
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         if os.environ.get("HOTROW_DEBUG") == "1":
             traceback.print_exc()
-        print(f"hotrow: {error}", file=sys.stderr)
+        print(f"hotrow: {str(error) or type(error).__name__}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt as error:
-        print(f"hotrow: {error or 'aborted'}", file=sys.stderr)
-        sys.exit(130)
 
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:

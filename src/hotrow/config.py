@@ -198,11 +198,22 @@ class Config(_Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def interval_steps(interval: float | None, *, steps_per_epoch: int) -> int | None:
-    """Steps between two events that come every `interval` (see `Interval`); at least 1, None for None."""
+def interval_steps(interval: float | None, *, steps_per_epoch: int) -> float | None:
+    """Steps between two events that come every `interval` (see `Interval`), not rounded; at least 1, None for None."""
     if interval is None:
         return None
-    return int(interval) if interval > 1 else max(1, round(interval * steps_per_epoch))
+    return interval if interval > 1 else max(1.0, interval * steps_per_epoch)
+
+
+def is_due(step: int, every: float | None) -> bool:
+    """Whether an event that comes every `every` steps comes after step number `step` (from 1).
+
+    A quarter of an epoch of 1,005 steps is 251.25 steps: it is due after steps 252, 503, 754 and 1,005.
+    """
+    if every is None:
+        return False
+    slack = 1e-9  # 0.1 * 30 is above 3
+    return int(step / every + slack) > int((step - 1) / every + slack)
 
 
 class _YamlLoader(yaml.SafeLoader):

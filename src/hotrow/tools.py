@@ -33,7 +33,9 @@ def inspect(path: Path | str) -> dict[str, Any]:
     tables = [_table_facts(dataset, table.name) for table in dataset.info.tables]
     total = sum(table["accesses"] for table in tables)
     shares = {
-        f"top_{share:.0%}": sum(table[f"top_{share:.0%}"] * table["accesses"] for table in tables) / total if total else 0.0
+        f"top_{share:.0%}": sum(table[f"top_{share:.0%}"] * table["accesses"] for table in tables) / total
+        if total
+        else 0.0
         for share in COVERAGE_SHARES
     }
     return {

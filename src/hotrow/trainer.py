@@ -21,7 +21,16 @@ from torch.optim import Optimizer
 from hotrow import ops, optim
 from hotrow.batch import Batch
 from hotrow.checkpoint import Part, list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint
-from hotrow.config import Config, ModelConfig, OptimizerConfig, apply_overrides, interval_steps, make_config, parse_yaml
+from hotrow.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    apply_overrides,
+    interval_steps,
+    is_due,
+    make_config,
+    parse_yaml,
+)
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
@@ -226,8 +235,8 @@ class Training:
         if best or stop or state.ended or self._due(self.save_steps):
             self.save()
 
-    def _due(self, every: int | None) -> bool:
-        return every is not None and (self.state.step % every == 0 or self.state.ended is not None)
+    def _due(self, every: float | None) -> bool:
+        return is_due(self.state.step, every) or (every is not None and self.state.ended is not None)
 
     def _log_window(self) -> None:
         state = self.state

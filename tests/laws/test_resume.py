@@ -76,8 +76,8 @@ def test_interrupted_at_any_step(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
-    # 14 steps per epoch: the first step, one within a log window, an evaluation, the last step of an epoch, one after it
-    for stop in (1, 6, 7, 14, 15, 27):
+    # 14 steps per epoch: the first step, one within a log window, the last of an epoch, one with an evaluation later
+    for stop in (1, 6, 14, 35):
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM if stop % 2 else signal.SIGINT)
             run = trainer.train(config(data, tmp_path / f"stopped-{stop}", changes))
@@ -118,24 +118,33 @@ trainer.train(load_config(sys.argv[1]), quiet=True)
 
 
 def test_killed_between_checkpoints(data: Path, tmp_path: Path) -> None:
-    changes = [*VARIANTS["adagrad"], "checkpoint.every=5"]
+    changes = [*VARIANTS["adagrad"], "checkpoint.every=20"]
     expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
     path = tmp_path / "config.yaml"
     path.write_text(config(data, tmp_path / "run", changes).to_yaml())
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(path), "23"], capture_output=True, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path), "27"], capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert max(list_checkpoints(tmp_path / "run" / "checkpoints")) == 21  # the evaluation at step 21 was the best so far
+    assert max(list_checkpoints(tmp_path / "run" / "checkpoints")) == 21  # steps 22 to 26 are lost, a metrics line too
     assert RunFolder.open(tmp_path / "run").record["status"] == "running"
     (tmp_path / "run" / "metrics.jsonl").open("a").write('{"kind": "train", "st')  # a line cut off by the kill
     assert outcome(trainer.resume(tmp_path / "run")) == expected
 
 
-def test_killed_before_the_first_checkpoint(data: Path, tmp_path: Path) -> None:
+def test_failed_before_the_first_checkpoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = VARIANTS["sgd"]
     expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
-    path = tmp_path / "config.yaml"
-    path.write_text(config(data, tmp_path / "run", changes).to_yaml())
-    subprocess.run([sys.executable, "-c", KILLED, str(path), "4"], capture_output=True, timeout=120)
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
+        if step == 4:
+            raise MemoryError
+        return plain(parts, batch, step, clock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", step)
+        with pytest.raises(MemoryError):
+            trainer.train(config(data, tmp_path / "run", changes))
+    assert RunFolder.open(tmp_path / "run").record["status"] == "failed"
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == {}
     assert outcome(trainer.resume(tmp_path / "run")) == expected
 

@@ -25,11 +25,22 @@ from hotrow.checkpoint import (
 from hotrow.embedding import EmbeddingCollection
 from hotrow.tables import TableConfig
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def make_parts(seed: int) -> dict[str, nn.Module | torch.optim.Optimizer]:
-    tables = [TableConfig(name=n, num_embeddings=r, embedding_dim=4, feature_names=(n,)) for n, r in (("a", 9), ("b", 3))]
+    tables = [
+        TableConfig(name=n, num_embeddings=r, embedding_dim=4, feature_names=(n,)) for n, r in (("a", 9), ("b", 3))
+    ]
     embedding = EmbeddingCollection(tables, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -130,7 +141,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
         before = tensors_of(parts)
         with pytest.raises(ValueError, match=rf"{name} has crc32 .* it is damaged"):
             load_checkpoint(path, parts)
-        assert all(torch.equal(before[k], v) for k, v in tensors_of(parts).items()), "nothing is read before all is checked"
+        assert all(torch.equal(before[k], v) for k, v in tensors_of(parts).items()), (
+            "nothing is read before all is checked"
+        )
     file.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match=rf"{name} has {len(whole) - 1} bytes, not {len(whole)}"):
         load_checkpoint(path, parts)
@@ -150,7 +163,11 @@ def test_a_manifest_cannot_point_out_of_its_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not JSON"), ("[]", "format version None"), ('{"hotrow_checkpoint": 99}', "format version 99; this hotrow reads")],
+    [
+        ("{", "not JSON"),
+        ("[]", "format version None"),
+        ('{"hotrow_checkpoint": 99}', "format version 99; this hotrow reads"),
+    ],
 )
 def test_other_manifests(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "manifest.json").write_text(text)

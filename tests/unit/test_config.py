@@ -10,6 +10,7 @@ from hotrow.config import (
     apply_overrides,
     config_markdown,
     interval_steps,
+    is_due,
     load_config,
     make_config,
     options,
@@ -188,7 +189,21 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
 
 def test_interval_steps() -> None:
     assert interval_steps(None, steps_per_epoch=100) is None
-    assert interval_steps(0.1, steps_per_epoch=95) == 10
+    assert interval_steps(0.1, steps_per_epoch=95) == 9.5
     assert interval_steps(1.0, steps_per_epoch=95) == 95
     assert interval_steps(0.001, steps_per_epoch=95) == 1
     assert interval_steps(500, steps_per_epoch=95) == 500
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 1 / 3, 0.5, 1.0])
+@pytest.mark.parametrize("steps", [1, 7, 30, 95, 1005])
+def test_shares_of_an_epoch_come_evenly_and_at_its_end(share: float, steps: int) -> None:
+    every = interval_steps(share, steps_per_epoch=steps)
+    due = [step for step in range(1, 3 * steps + 1) if is_due(step, every)]
+    assert len(due) == 3 * min(steps, round(1 / share))
+    assert {steps, 2 * steps, 3 * steps} <= set(due)
+
+
+def test_steps_between_events() -> None:
+    assert [step for step in range(1, 13) if is_due(step, 5)] == [5, 10]
+    assert not any(is_due(step, None) for step in range(1, 13))

@@ -39,7 +39,9 @@ LEVELS = {
     "cli": 5,
 }
 MAY_IMPORT_NATIVE = {"ops.py", "data/native.py"}
-MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in ("__init__.py", "__main__.py"))
+MODULES = sorted(
+    path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in ("__init__.py", "__main__.py")
+)
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -68,7 +70,17 @@ def test_imports_point_down(path: Path) -> None:
             assert LEVELS[top] <= LEVELS[own], f"{relative} (level {LEVELS[own]}) imports {name} (level {LEVELS[top]})"
 
 
-HEAVY = ["tensorboard", "torch.utils.tensorboard", "plotly", "sklearn", "pandas", "polars", "pyarrow.dataset", "jinja2", "fbgemm_gpu"]
+HEAVY = [
+    "tensorboard",
+    "torch.utils.tensorboard",
+    "plotly",
+    "sklearn",
+    "pandas",
+    "polars",
+    "pyarrow.dataset",
+    "jinja2",
+    "fbgemm_gpu",
+]
 LEAN = """
 import os, sys, threading, torch
 threads, state, files = threading.active_count(), torch.get_rng_state(), set(os.listdir())
@@ -83,7 +95,9 @@ print([name for name in sys.argv[1:] if name in sys.modules])
 
 
 def test_import_is_lean(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LEAN, *HEAVY], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", LEAN, *HEAVY], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]", "import hotrow pulls these in"
     assert done.stderr == ""

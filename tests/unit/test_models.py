@@ -78,5 +78,7 @@ def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
 
 def test_widths_follow_the_paper() -> None:
     model = build_model(ModelConfig(), num_dense=13, num_features=26, seed=0)
-    widths = [[layer.in_features for layer in mlp.layers] + [mlp.layers[-1].out_features] for mlp in (model.bottom, model.top)]
+    widths = [
+        [layer.in_features for layer in mlp.layers] + [mlp.layers[-1].out_features] for mlp in (model.bottom, model.top)
+    ]
     assert widths == [[13, 512, 256, 64, 16], [16 + 27 * 26 // 2, 512, 256, 1]]

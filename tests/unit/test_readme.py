@@ -80,3 +80,9 @@ def test_example_own_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_example_fit_clicks_runs(folder_with_clicks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fit_clicks.py", "clicks.csv", "click"])
     runpy.run_path(str(ROOT / "examples" / "fit_clicks.py"), run_name="__main__")
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"({page.name})" in index, f"docs/index.md does not list {page.name}"

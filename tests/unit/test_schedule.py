@@ -14,7 +14,9 @@ def reference_lr(step: int, base: float, warmup: int, start: int, decay: int) ->
     if count < warmup:
         return base * (1.0 - (warmup - count) / warmup)
     if decay == 0 or count < start:
-        return base  # where there is a decay, the reference stays at its last warm-up rate: the deviation in the docstring
+        return (
+            base  # where there is a decay, the reference stays at its last warm-up rate: the deviation in the docstring
+        )
     count = min(count, start + decay - 1)  # "freeze at last"
     return max(0.0000001, base * ((decay - (count - start)) / decay) ** 2)
 
@@ -29,7 +31,9 @@ def rates(steps: int, lr: float, **options: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("warmup", "start", "decay"), [(0, 0, 0), (7, 7, 0), (0, 4, 6), (5, 5, 9), (5, 12, 10), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("warmup", "start", "decay"), [(0, 0, 0), (7, 7, 0), (0, 4, 6), (5, 5, 9), (5, 12, 10), (1, 1, 1)]
+)
 @pytest.mark.parametrize("base", [0.1, 1e-6])
 def test_against_the_reference_dlrm(warmup: int, start: int, decay: int, base: float) -> None:
     options = {"warmup_steps": warmup, "decay_steps": decay} | ({"decay_start_step": start} if decay else {})

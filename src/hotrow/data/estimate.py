@@ -113,11 +113,11 @@ def _count(opened: OpenedSource, chunks: list[Chunk], table: str) -> tuple[int, 
 
 def _row_bytes(opened: OpenedSource, chunks: list[Chunk]) -> int:
     """Stored bytes of the sampled rows: float32 label and dense, int32 ids, int64 offsets of lists."""
-    dense = sum(4 * chunk.num_rows * (1 + chunk.dense.shape[1]) for chunk in chunks)
-    return dense + sum(_stored_bytes(keys) for chunk in chunks for keys in chunk.keys.values())
+    dense = sum(4 * (chunk.num_rows + chunk.dense.size) for chunk in chunks)
+    return dense + sum(_id_bytes(keys) for chunk in chunks for keys in chunk.keys.values())
 
 
-def _stored_bytes(keys: Keys) -> int:
+def _id_bytes(keys: Keys) -> int:
     return 4 * keys.num_keys + (0 if keys.row_splits is None else 8 * keys.num_rows)
 
 

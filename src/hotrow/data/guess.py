@@ -6,6 +6,7 @@ aloud. `hotrow init` writes the result as YAML, `hotrow.fit` uses it as it is.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 
 from hotrow.data.columns import input_files
 from hotrow.data.convert import INTEGER, NUMBER, is_list, is_text, plain
-from hotrow.data.schema import CsvSpec, Schema, nearest, parse_schema
+from hotrow.data.schema import CsvSpec, Schema, SplitKind, nearest, parse_schema
 from hotrow.data.tabular import TableReader, TextReader, open_reader
 
 SAMPLE_ROWS = 20_000
@@ -100,6 +101,11 @@ class SchemaGuess:
         """The columns taken for `role`."""
         return [guess for guess in self.guesses if guess.role == role]
 
+    @property
+    def split_kind(self) -> SplitKind:
+        """By time where there is one."""
+        return "time" if self.of("time") else "random"
+
     def schema(self) -> Schema:
         """The guesses as a schema. Raises ValueError where no label or no id column was found."""
         value: dict[str, Any] = {role: [g.spec for g in self.of(role)] for role in ("dense", "categorical")}
@@ -113,7 +119,8 @@ class SchemaGuess:
         value["label"] = self.of("label")[0].spec
         if self.of("time"):
             value["time"] = self.of("time")[0].spec
-        return parse_schema(value | {"csv": self.csv}, where="guessed schema")
+        value |= {"csv": self.csv, "split": {"kind": self.split_kind}}
+        return parse_schema(value, where="guessed schema")
 
 
 def guess_schema(source: Any, label: str | None = None, time: str | None = None) -> Schema:
@@ -154,7 +161,7 @@ def _open(source: Any) -> tuple[TableReader, dict[str, Any]]:
     # A header has distinct names, none of them empty or a number.
     if len(set(fields)) < len(fields) or any(not f or re.match(NUMBER, f) for f in fields):
         csv["column_names"] = [f"c{i}" for i in range(len(fields))]
-    return open_reader(source, files, CsvSpec(delimiter=csv["delimiter"], column_names=csv.get("column_names"))), csv
+    return open_reader(source, files, CsvSpec.model_validate_json(json.dumps(csv))), csv
 
 
 def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import Chunk, Keys
+from hotrow.data.packed import Ids, Ragged
 
 
 def row_splits_of(keys: Keys) -> NDArray[np.int64]:
@@ -60,15 +60,15 @@ def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
     )
 
 
-def select_ids(ids: Any, mask: NDArray[np.bool_]) -> Any:
-    """The rows of encoded ids, [n] or `(values, row_splits)`, whose mask [n] is set."""
+def select_ids(ids: Ids, mask: NDArray[np.bool_]) -> Ids:
+    """The rows of encoded ids whose mask [num_rows] is set."""
     if mask.all():
         return ids
-    if not isinstance(ids, tuple):
+    if not isinstance(ids, Ragged):
         return ids[mask]
-    values, row_splits = ids
-    lengths = np.diff(row_splits)
-    return values[np.repeat(mask, lengths)], np.concatenate([[0], np.cumsum(lengths[mask])])
+    lengths = np.diff(ids.row_splits)
+    values = ids.values[np.repeat(mask, lengths)]
+    return Ragged(values, np.concatenate([[0], np.cumsum(lengths[mask])]))
 
 
 def _concatenate(features: Sequence[Keys]) -> Keys:

@@ -31,7 +31,7 @@ class ProgressMeter:
     """Reports of one stage, at most every quarter of a second."""
 
     def __init__(self, callback: ProgressCallback | None, stage: str, rows_total: int, rows_done: int = 0) -> None:
-        self._callback, self._stage, self._total = callback, stage, rows_total
+        self._callback, self.stage, self._total = callback, stage, rows_total
         self._first_row, self._started = rows_done, time.monotonic()
         self._reported = 0.0
 
@@ -43,7 +43,7 @@ class ProgressMeter:
         self._reported = now
         rate = (rows_done - self._first_row) / max(now - self._started, 1e-9)
         remaining_s = max(self._total - rows_done, 0) / rate if rate > 0 else 0.0
-        self._callback(Progress(self._stage, rows_done, max(self._total, rows_done), rate, remaining_s))
+        self._callback(Progress(self.stage, rows_done, max(self._total, rows_done), rate, remaining_s))
 
 
 @contextmanager

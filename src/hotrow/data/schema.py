@@ -205,20 +205,19 @@ class Schema(_Strict):
         self,
         *,
         split: str | None = None,
+        fractions: Sequence[float] | None = None,
         seed: int | None = None,
         min_count: int | None = None,
         hash_cap: int | None = None,
     ) -> Schema:
-        """This schema with the split changed and `min_count` or `hash_cap` set for every table, where given."""
-        tables = {}
-        for name in self.table_names:
-            changes = {"min_count": min_count, "hash_cap": hash_cap}
-            options = self.table(name).model_dump() | {k: v for k, v in changes.items() if v is not None}
-            tables[name] = options
-        split_options = self.split.model_dump() | {
-            k: v for k, v in {"kind": split, "seed": seed}.items() if v is not None
-        }
-        return parse_schema(self.to_json() | {"tables": tables, "split": split_options}, where="options")
+        """This schema with the split changed, and `min_count` or `hash_cap` set for every table, where given."""
+        for_tables = {"min_count": min_count, "hash_cap": hash_cap}
+        for_split = {"kind": split, "fractions": None if fractions is None else list(fractions), "seed": seed}
+        value = self.to_json()
+        value["split"] |= {k: v for k, v in for_split.items() if v is not None}
+        changed = {k: v for k, v in for_tables.items() if v is not None}
+        value["tables"] = {name: self.table(name).model_dump() | changed for name in self.table_names}
+        return parse_schema(value, where="options")
 
     def to_json(self) -> dict[str, Any]:
         """This record as JSON-ready values; `parse_schema` is the inverse."""

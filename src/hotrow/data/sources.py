@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hotrow.data.avazu import SCHEMA as AVAZU_SCHEMA
-from hotrow.data.avazu import open_avazu
+from hotrow.data.avazu import looks_like_avazu, open_avazu
 from hotrow.data.chunk import Source
-from hotrow.data.columns import ColumnsSource
+from hotrow.data.columns import ColumnsSource, input_files
 from hotrow.data.convert import IdEncoding
 from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.guess import guess_schema
-from hotrow.data.movielens import open_movielens
+from hotrow.data.movielens import movielens_layout, open_movielens
 from hotrow.data.schema import Schema, nearest, parse_schema
 from hotrow.data.taobao import SCHEMA as TAOBAO_SCHEMA
-from hotrow.data.taobao import open_taobao
+from hotrow.data.tabular import is_parquet
+from hotrow.data.taobao import looks_like_taobao, open_taobao
 
-SOURCE_NAMES = ("criteo", "avazu", "taobao", "movielens", "csv", "parquet", "frame")
+SOURCE_NAMES = ("criteo", "avazu", "taobao", "movielens", "csv", "parquet", "frame", "auto")
 Labels = Literal["required", "auto"]
 CRITEO_LICENCE = "Criteo AI Lab click logs: CC BY-NC-SA 4.0 for the 1TB set; the Kaggle set has its challenge's terms"
 
@@ -35,6 +37,24 @@ CRITEO_SCHEMA = parse_schema(
 )
 
 
+def looks_like_criteo(line: str) -> bool:
+    """Whether a first line has Criteo's columns: perhaps a label, 13 integers, 26 categories of hex digits."""
+    fields = line.split("\t" if "\t" in line else ",")
+    names = [*DENSE_NAMES, *CATEGORY_NAMES]
+    if [field.upper() for field in fields[-len(names) :]] == names:
+        return True
+    return len(fields) in (39, 40) and all(re.fullmatch("[0-9a-fA-F]{0,8}", field) for field in fields[-26:])
+
+
+LAYOUTS: dict[str, Callable[[str], bool]] = {
+    "criteo": looks_like_criteo,
+    "avazu": looks_like_avazu,
+    "taobao": looks_like_taobao,
+    "movielens": lambda line: movielens_layout(line) is not None,
+}
+"""By source, whether a file's first line has its layout."""
+
+
 @dataclass(frozen=True)
 class OpenedSource:
     """A source with what preparation must know of it."""
@@ -46,20 +66,27 @@ class OpenedSource:
     notes: tuple[str, ...] = ()
     """What was found rather than told."""
 
+    def with_options(self, **options: Any) -> OpenedSource:
+        """This source under the schema changed by `Schema.with_options`."""
+        return replace(self, schema=self.schema.with_options(**options))
+
 
 def open_source(
     name: str,
     data: Any,
     *,
     schema: Schema | None = None,
+    label: str | None = None,
+    time: str | None = None,
     labels: Labels = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
     skip_bad_rows: int = 0,
 ) -> OpenedSource:
-    """The source called `name` over `data` (paths, or a frame for "frame").
+    """The source called `name` over `data`: paths, or an Arrow-capable frame.
 
-    schema: how to read columns; None: the source's own, or a guess for csv, parquet and frame. labels: "auto" accepts
-    rows without a label. encodings: how ids were held when a data set was prepared. skip_bad_rows: rows that may be bad.
+    schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label` and
+    `time` may help. labels: "auto" accepts rows without a label. encodings: how ids were held when a data set was
+    prepared. skip_bad_rows: rows that may be bad.
 
     Raises ValueError naming an unknown source, and whatever opening it finds.
     """
@@ -69,7 +96,9 @@ def open_source(
         )
     if skip_bad_rows < 0:
         raise ValueError(f"skip_bad_rows is {skip_bad_rows}; it must be at least 0")
-    if name == "criteo":
+    if name == "auto":
+        name = "csv" if schema is not None or label is not None else recognise(data) or "csv"
+    if name == "criteo" and input_files(data) is not None:
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(paths, labels=labels, skip_bad_rows=skip_bad_rows)
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
@@ -80,9 +109,23 @@ def open_source(
         source = open_taobao(data, schema or TAOBAO_SCHEMA, **options)
     elif name == "avazu":
         source = open_avazu(data, schema or AVAZU_SCHEMA, **options)
+    elif name == "criteo":
+        source = ColumnsSource(data, schema or CRITEO_SCHEMA, name=name, **options)
     else:
-        source = ColumnsSource(data, schema or guess_schema(data), name=name, **options)
+        source = ColumnsSource(data, schema or guess_schema(data, label, time), name=name, **options)
     return OpenedSource(source, source.schema, source.encodings, source.notes)
+
+
+def recognise(data: Any) -> str | None:
+    """The source whose published layout the first line of the first file has: its name, or None."""
+    files = input_files(data)
+    if files is None or is_parquet(files[0]):
+        return None
+    line = files[0].first_line()
+    for name, looks_like in LAYOUTS.items():
+        if looks_like(line):
+            return name
+    return None
 
 
 def rows_per_file(opened: OpenedSource) -> list[int]:

@@ -92,7 +92,8 @@ SplitPlan = RandomPlan | TimePlan | RangePlan
 
 def plan_to_json(plan: SplitPlan) -> dict[str, Any]:
     """`plan` as JSON-ready values; `plan_from_json` is the inverse."""
-    return {"kind": plan.kind, **asdict(plan)}
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(plan).items()}
+    return {"kind": plan.kind, **fields}
 
 
 def plan_from_json(value: dict[str, Any]) -> SplitPlan:

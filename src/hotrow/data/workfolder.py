@@ -1,9 +1,9 @@
 """`<out>/.prepare`: what an interrupted preparation leaves behind, so that the same command goes on.
 
-    prepare.json   what was asked for (a resume must ask for the same), and the results of finished stages
-    counts/        counters, while counting (hotrow.data.spill)
-    encode/        ids of vocabularies larger than memory, while encoding (hotrow.data.encoder)
-    parts.json     finished parts (hotrow.data.packed_writer)
+prepare.json   what was asked for (a resume must ask for the same), and the results of finished stages
+counts/        counters, while counting (hotrow.data.spill)
+encode/        ids of vocabularies larger than memory, while encoding (hotrow.data.encoder)
+parts.json     finished parts (hotrow.data.packed_writer)
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class WorkFolder:
         if overwrite:
             _clear(out)
         if (out / MANIFEST).exists():
-            raise ValueError(f"{out} already holds a finished dataset; choose another folder, or --overwrite to replace it")
+            raise ValueError(
+                f"{out} already holds a finished dataset; choose another folder, or --overwrite to replace it"
+            )
         path = out / WORK_FOLDER / STATE
         if not path.exists():
             if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -145,7 +147,9 @@ def _clear(out: Path) -> None:
         return
     if not (out / MANIFEST).exists() and not (out / WORK_FOLDER / STATE).exists():
         if any(out.iterdir()):
-            raise ValueError(f"{out} exists and is no dataset folder; it is not overwritten: choose another, or remove it")
+            raise ValueError(
+                f"{out} exists and is no dataset folder; it is not overwritten: choose another, or remove it"
+            )
         return
     # The manifest goes first: from here on nobody takes the rest for a dataset.
     (out / MANIFEST).unlink(missing_ok=True)
