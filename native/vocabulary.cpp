@@ -103,28 +103,27 @@ class RunMerger {
       const RunHeader& header = readers_[r].header();
       missing_count_ += header.missing_count;
       missing_first_ = std::min(missing_first_, header.missing_count == 0 ? kNeverMissing : header.missing_first);
-      if (readers_[r].next(&heads_[r])) heap_.push_back(r);
+      if (readers_[r].next(&heads_[r])) heap_.add({heads_[r].hash, &heads_[r]});
     }
-    std::make_heap(heap_.begin(), heap_.end(), later());
   }
 
   bool next(KeyCount* sum) {
-    if (heap_.empty() || !status().ok()) return false;
+    if (heap_.empty() || failed_) return false;
     sum->count = 0;
     sum->first = ~uint64_t{0};
-    for (bool begun = false; !heap_.empty() && (!begun || sum->compare(heads_[heap_.front()]) == 0); begun = true) {
-      std::pop_heap(heap_.begin(), heap_.end(), later());
-      const size_t r = heap_.back();
-      KeyCount& head = heads_[r];
+    for (bool begun = false; !heap_.empty() && (!begun || sum->compare(*heap_.top().key) == 0); begun = true) {
+      KeyCount& head = *heap_.top().key;
       sum->count += head.count;
       sum->first = std::min(sum->first, head.first);
       sum->hash = head.hash;
       sum->bytes.swap(head.bytes);
-      if (readers_[r].next(&head)) {
-        std::push_heap(heap_.begin(), heap_.end(), later());
+      RunReader& reader = readers_[static_cast<size_t>(&head - heads_.data())];
+      if (reader.next(&head)) {
+        heap_.top().hash = head.hash;
+        heap_.settle_top();
       } else {
-        heap_.pop_back();
-        failed_ = failed_ || readers_[r].error() != 0;
+        failed_ = failed_ || reader.error() != 0;
+        heap_.drop_top();
       }
     }
     return true;
@@ -140,15 +139,17 @@ class RunMerger {
   uint64_t missing_first() const { return missing_first_; }
 
  private:
-  struct Later {
-    const std::vector<KeyCount>* heads;
-    bool operator()(size_t a, size_t b) const { return (*heads)[b].compare((*heads)[a]) < 0; }
+  struct Head {
+    uint64_t hash;  // key->hash, at hand for comparisons
+    KeyCount* key;
+    bool operator<(const Head& other) const {
+      return hash != other.hash ? hash < other.hash : key->compare(*other.key) < 0;
+    }
   };
-  Later later() const { return {&heads_}; }
 
   std::vector<RunReader> readers_;
   std::vector<KeyCount> heads_;
-  std::vector<size_t> heap_;
+  MergeHeap<Head> heap_;
   uint64_t missing_count_ = 0;
   uint64_t missing_first_ = kNeverMissing;
   bool failed_ = false;

@@ -60,6 +60,7 @@ class GrowArray {
     for (size_t i = 0; i < n; ++i) data_[size_ + i] = values[i];
     size_ += n;
   }
+  void restart() { size_ = 0; }
   void clear() {
     std::free(data_);
     data_ = nullptr;

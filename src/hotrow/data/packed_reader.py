@@ -32,6 +32,8 @@ from hotrow.tables import TableConfig, Uniform
 
 MAX_OPEN_PARTS = 64
 """Mapped parts kept at hand; each holds a file descriptor, of which 1024 is a common limit."""
+MALFORMED = (pa.ArrowException, OSError, EOFError, struct.error)
+"""What reading a message that only pretends to be Arrow raises."""
 CURE = "restore the file from a copy or prepare the data again"
 
 
@@ -68,7 +70,7 @@ class _MappedPart:
             self._check_crc32(index, what)
         try:
             found = pa.ipc.read_schema(self._bytes.slice(8, part.range_ends[0] - 8))
-        except (pa.ArrowException, OSError) as error:
+        except MALFORMED as error:
             raise ValueError(f"{path}, header: not an Arrow file ({error}); {CURE}") from None
         if not found.equals(schema):
             raise ValueError(f"{path}: its columns are\n{found}\nbut {MANIFEST} describes\n{schema}\n{CURE}")
@@ -98,7 +100,7 @@ class _MappedPart:
                 batch.validate(full=True)
                 if batch.num_rows != self._part.block_rows[index] or any(column.null_count for column in batch):
                     raise pa.ArrowInvalid(f"{batch.num_rows} rows, or nulls, where none may be")
-        except (pa.ArrowException, OSError, struct.error) as error:
+        except MALFORMED as error:
             raise ValueError(f"{self._path}, block {index} (bytes {start} to {end}): {error}; {CURE}") from None
         return batch
 
