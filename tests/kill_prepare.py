@@ -13,12 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from prepare_data import SCHEMA, file_hashes
-
 from hotrow.data.pipeline import Options, prepare
 from hotrow.data.sources import open_source
+from prepare_data import SCHEMA, file_hashes
 
-NUM_KILLS = 9
+NUM_KILLS = 7
 
 
 def run(logs: Path, out: Path, kill_at: int | None = None, when: str = "before") -> None:

@@ -18,8 +18,8 @@ from hotrow.data.guess import guess_schema
 from hotrow.data.inputs import find_files
 from hotrow.data.movielens import movielens_layout, open_movielens
 from hotrow.data.schema import Schema, nearest, parse_schema
-from hotrow.data.taobao import SCHEMA as TAOBAO_SCHEMA
 from hotrow.data.tabular import is_parquet
+from hotrow.data.taobao import SCHEMA as TAOBAO_SCHEMA
 from hotrow.data.taobao import looks_like_taobao, open_taobao
 
 SOURCE_NAMES = ("criteo", "avazu", "taobao", "movielens", "csv", "parquet", "frame", "auto")
@@ -85,8 +85,8 @@ def open_source(
 ) -> OpenedSource:
     """The source called `name` over `data`: paths, or an Arrow-capable frame.
 
-    schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label` and
-    `time` may help. labels: "auto" accepts rows without a label. encodings: how ids were held when a data set was
+    schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label`
+    and `time` may help. labels: "auto" accepts rows without a label. encodings: how ids were held when a data set was
     prepared. skip_bad_rows: rows that may be bad.
 
     Raises ValueError naming an unknown source, and whatever opening it finds.

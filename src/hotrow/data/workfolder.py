@@ -147,4 +147,3 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
         keys = dict.fromkeys([*old, *new])
         return [line for key in keys for line in _differences(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))]
     return [] if old == new else [f"{path} is {new!r}, was {old!r}"]
-
