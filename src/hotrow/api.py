@@ -50,7 +50,7 @@ FIT_DEFAULTS = (
     "optimizer.sparse.lr=0.02",
     "optimizer.sparse.initial_accumulator_value=0.1",
 )
-"""Where `fit` differs from the config's own defaults, which are the reference DLRM's: it stops by itself, and adapts."""
+"""Where `fit` differs from the config's own defaults, which are the reference DLRM's: it stops by itself."""
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
 
@@ -156,7 +156,7 @@ class Run:
             mine = own.info.table_by_name.get(table.name)
             if mine is None or (mine.vocabulary, mine.num_embeddings) != (table.vocabulary, table.num_embeddings):
                 raise ValueError(
-                    f"{dataset.path}: table {table.name!r} has another vocabulary than run {self.path} was trained with; "
+                    f"{dataset.path}: table {table.name!r} has another vocabulary than run {self.path} has; "
                     "score its raw rows instead (`hotrow predict`)"
                 )
         return evaluate(*self._network, Loader(dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None))

@@ -1,4 +1,4 @@
-"""Small questions about what lies on disk and about this machine: inspect, check, clean, doctor. All return plain data."""
+"""Small questions about what lies on disk, and about this machine: inspect, check, clean, doctor; answers are data."""
 
 from __future__ import annotations
 

