@@ -25,7 +25,7 @@ class Uniform:
     bound: float | None = None
     """Half-width of the interval; None means sqrt(1 / num_embeddings), the reference DLRM's choice. 0 means zeros."""
     zero_rows: int = 0
-    """How many leading rows start at zero instead: 1 for tables of a packed dataset, whose row 0 is rare and unseen ids."""
+    """How many leading rows start at zero: 1 for tables of a packed dataset, whose row 0 is rare and unseen ids."""
 
     def bound_for(self, num_embeddings: int) -> float:
         """The half-width for a table of `num_embeddings` rows."""

@@ -1,0 +1,1 @@
+"""Raw logs, packed datasets and the loaders over them."""

@@ -1,11 +1,12 @@
-"""Where raw files lie and how their bytes come: paths and URIs through Arrow's file systems, gzip and zstd as a stream.
+"""Where raw files lie and how their bytes come: paths and URIs through Arrow's file systems, compressed or not.
 
-Decompression is bounded: bytes are produced only as they are asked for, whatever a file claims to hold.
+Files found by a folder or pattern come in natural order (day_2 before day_10); paths given one by one keep their order.
+Folders named `key=value` on the way are hive partitions: constant columns of the files beneath. Decompression is
+bounded: bytes are produced only as they are asked for, whatever a file claims to hold.
 """
 
 from __future__ import annotations
 
-import glob
 import queue
 import re
 import threading
@@ -13,13 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from urllib.parse import unquote
 
 import pyarrow as pa
 from pyarrow import fs
 
+from hotrow.data.chunk import FileInfo
+
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_WILDCARD = re.compile(r"[*?\[]")
+_CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\x04\x22\x4d\x18": "lz4"}
 """First bytes of a compressed file -> Arrow's codec; the name of the file does not matter."""
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 DISCARD_BYTES = 1 << 22
 T = TypeVar("T")
 
@@ -35,14 +41,53 @@ class InputFile:
     filesystem: Any
     num_bytes: int
     mtime_ns: int
+    partition: tuple[tuple[str, str | None], ...] = ()
+    """Names and values of the hive partitions it lies in, None for the default partition."""
+
+    @property
+    def info(self) -> FileInfo:
+        """Name, size and modification time."""
+        return FileInfo(self.name, self.num_bytes, self.mtime_ns)
+
+    def open_file(self) -> pa.NativeFile:
+        """The file's bytes as stored, seekable."""
+        return self.filesystem.open_input_file(self.path)
+
+    def open_stream(self) -> pa.NativeFile:
+        """The file's decompressed bytes from the start."""
+        stored = self.open_file()
+        codec = _codec(stored)
+        return stored if codec is None else pa.CompressedInputStream(stored, codec)
+
+    def read_head(self, num_bytes: int) -> tuple[bytes, int]:
+        """The first `num_bytes` of decompressed text, and about how many stored bytes they took."""
+        with self.open_file() as stored:
+            codec = _codec(stored)
+            if codec is None:
+                return stored.read(num_bytes), num_bytes
+            with pa.CompressedInputStream(stored, codec) as stream:
+                return stream.read(num_bytes), stored.tell()
+
+    def first_line(self) -> str:
+        """The first line of a text file, without its end and a byte-order mark; undecodable bytes are replaced."""
+        text, _ = self.read_head(1 << 16)
+        return text.decode("utf-8-sig", errors="replace").split("\n", 1)[0].rstrip("\r")
+
+
+def _codec(stored: pa.NativeFile) -> str | None:
+    """Arrow's name of the compression a file's first bytes show; the file is then at its start again."""
+    start = stored.read(4)
+    stored.seek(0)
+    return next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
 
 
 def find_files(paths: Sequence[str | Path], *, matches: Callable[[str], bool], wanted: str) -> tuple[InputFile, ...]:
-    """The files that `paths` name, in that order; a folder or pattern gives its files in natural order (day_2, day_10).
+    """The files that `paths` name, in the order given; a folder or a pattern gives its files in natural order.
 
-    paths: files, folders, local glob patterns, or URIs (s3://, gs://, hdfs://, file://) of files or folders. matches:
-    whether a file of a folder, by its name, is meant; wanted: the same in words, for the error. Raises ValueError
-    naming a path that does not exist or cannot be reached, or a folder without a matching file.
+    paths: files, folders (with all below them), patterns (`*` and `?` within a name, `**` across folders), local or as
+    URIs (s3://, gs://, hdfs://, file://). matches: whether a file of a folder, by its name, is meant; wanted: the same
+    in words, for the error. Raises ValueError naming a path that does not exist or cannot be reached, a pattern without
+    a file, or a folder without a matching one.
     """
     found = [file for path in paths for file in _expand(str(path), matches, wanted)]
     if not found:
@@ -50,45 +95,79 @@ def find_files(paths: Sequence[str | Path], *, matches: Callable[[str], bool], w
     return tuple(found)
 
 
-def _expand(path: str, matches: Callable[[str], bool], wanted: str) -> list[InputFile]:
-    if _URI.match(path):
-        try:
-            filesystem, inner = fs.FileSystem.from_uri(path)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise ValueError(f"{path}: this URI cannot be opened: {error}") from None
-        return _list(filesystem, inner, path, matches, wanted)
-    local = fs.LocalFileSystem()
-    if glob.has_magic(path) and not Path(path).exists():
-        names = sorted(glob.glob(path), key=natural_key)  # noqa: PTH207 - Path.glob takes no absolute pattern
-        if not names:
-            raise ValueError(f"{path}: no file matches this pattern; check the spelling")
-        return [file for name in names for file in _list(local, str(Path(name).absolute()), name, matches, wanted)]
-    return _list(local, str(Path(path).absolute()), path, matches, wanted)
-
-
-def _list(filesystem: Any, inner: str, name: str, matches: Callable[[str], bool], wanted: str) -> list[InputFile]:
-    try:
-        info = filesystem.get_file_info(inner)
-        if info.type != fs.FileType.Directory:
-            entries = [info]
-        else:
-            entries = filesystem.get_file_info(fs.FileSelector(inner, recursive=False))
-            entries = sorted((e for e in entries if e.is_file), key=lambda entry: natural_key(entry.base_name))
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{name}: cannot be read: {error}") from None
+def _expand(name: str, matches: Callable[[str], bool], wanted: str) -> list[InputFile]:
+    wildcard = _WILDCARD.search(name)
+    if wildcard and (_URI.match(name) or not Path(name).exists()):
+        # A wildcard is no part of a URI: the folder before it is resolved, then searched.
+        folder = name[: wildcard.start()].rpartition("/")[0]
+        filesystem, root = _open_filesystem(folder or ("/" if name.startswith("/") else "."))
+        pattern = _pattern_regex(f"{root.rstrip('/')}/{name[len(folder) :].lstrip('/')}")
+        tree = _tree(filesystem, root, name)
+        found = [f for f in tree if re.fullmatch(pattern, f.path)]
+        found += [f for f in tree if re.fullmatch(pattern + "/.*", f.path) and matches(f.base_name)]
+        if not found:
+            raise ValueError(f"{name}: no file matches this pattern; check the spelling")
+        return _input_files(filesystem, found, root, folder)
+    filesystem, root = _open_filesystem(name)
+    info = _ask(name, lambda: filesystem.get_file_info(root))
     if info.type == fs.FileType.NotFound:
         raise ValueError(f"{name}: no such file or folder; check the path")
     if info.is_file:
-        return [_input_file(filesystem, info, name)]
-    chosen = [entry for entry in entries if entry.base_name[0] not in "._" and matches(entry.base_name)]
-    if not chosen:
-        there = ", ".join(entry.base_name for entry in entries[:5]) or "no file at all"
+        return [InputFile(name, info.path, filesystem, info.size or 0, info.mtime_ns or 0)]
+    tree = _tree(filesystem, root, name)
+    found = [f for f in tree if matches(f.base_name)]
+    if not found:
+        there = ", ".join(sorted(f.base_name for f in tree)[:5]) or "no file at all"
         raise ValueError(f"{name}: no matching file in this folder ({wanted}); it holds {there}")
-    return [_input_file(filesystem, entry, f"{name.rstrip('/')}/{entry.base_name}") for entry in chosen]
+    return _input_files(filesystem, found, root, name.rstrip("/"))
 
 
-def _input_file(filesystem: Any, info: Any, name: str) -> InputFile:
-    return InputFile(name, info.path, filesystem, info.size or 0, info.mtime_ns or 0)
+def _open_filesystem(name: str) -> tuple[Any, str]:
+    """The file system of a path or URI, and the path within it."""
+    if not _URI.match(name):
+        return fs.LocalFileSystem(), str(Path(name).absolute())
+    try:
+        filesystem, path = fs.FileSystem.from_uri(name)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{name}: this URI cannot be opened: {error}") from None
+    return filesystem, path
+
+
+def _tree(filesystem: Any, root: str, name: str) -> list[Any]:
+    """All files below `root`, hidden ones aside: names that start with "." or "_" are no data (Hadoop's rule)."""
+    selector = fs.FileSelector(root, recursive=True, allow_not_found=True)
+    files = [f for f in _ask(name, lambda: filesystem.get_file_info(selector)) if f.is_file]
+    return [f for f in files if not any(p[:1] in "._" for p in _below(f.path, root).split("/") if "=" not in p)]
+
+
+def _ask(name: str, question: Callable[[], Any]) -> Any:
+    try:
+        return question()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{name}: cannot be read: {error}") from None
+
+
+def _pattern_regex(pattern: str) -> str:
+    """`**/` spans folders, `*` and `?` stay within one, `[ab]` is a choice."""
+    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    tokens = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
+    return "".join(parts.get(t, t if t.startswith("[") and t.endswith("]") else re.escape(t)) for t in tokens)
+
+
+def _below(path: str, root: str) -> str:
+    return path[len(root) :].lstrip("/")
+
+
+def _input_files(filesystem: Any, found: Sequence[Any], root: str, shown_root: str) -> list[InputFile]:
+    """Files found below `root`, which the user wrote as `shown_root`, in natural order."""
+    files = []
+    for info in sorted(found, key=lambda f: natural_key(f.path)):
+        below = _below(info.path, root)
+        shown = f"{shown_root}/{below}" if shown_root or root == "/" else below
+        pairs = [folder.split("=", 1) for folder in below.split("/")[:-1] if "=" in folder]
+        partition = tuple((unquote(key), None if value == HIVE_NULL else unquote(value)) for key, value in pairs)
+        files.append(InputFile(shown, info.path, filesystem, info.size or 0, info.mtime_ns or 0, partition))
+    return files
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
@@ -106,12 +185,10 @@ class ByteStream:
         self.file, self.offset = file, 0
         """`offset`: decompressed bytes passed so far."""
         try:
-            self._raw = file.filesystem.open_input_file(file.path)
-            start = self._raw.read(4)
-            self._raw.seek(0)
+            self._raw = file.open_file()
+            self.codec = _codec(self._raw)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{file.name}: cannot be read: {error}") from None
-        self.codec = next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
         self._stream = self._raw if self.codec is None else pa.CompressedInputStream(self._raw, self.codec)
         self._skip_to(offset)
 

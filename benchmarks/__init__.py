@@ -1,0 +1,1 @@
+"""Measurements that need more than hotrow itself: other libraries, whole models, and the pages made of them."""

@@ -1,0 +1,99 @@
+"""The README's promises: its Python runs, its commands and links exist, the examples run."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+SHELL_BLOCKS = "\n".join(re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small work on several threads waits for threads: on a busy machine longer than it works."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def folder_with_clicks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory that holds clicks.csv, as the README's examples expect."""
+    generator = np.random.default_rng(0)
+    rows = ["user,item,price,ts,click"]
+    for ts in range(600):
+        item = generator.integers(0, 20)
+        click = int(generator.random() < (0.7 if item % 2 else 0.1))
+        rows.append(f"u{generator.integers(0, 30)},i{item},{generator.random():.3f},{1_700_000_000 + 60 * ts},{click}")
+    (tmp_path / "clicks.csv").write_text("\n".join(rows) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_there_are_python_blocks() -> None:
+    assert len(PYTHON_BLOCKS) == 2
+
+
+@pytest.mark.parametrize("block", PYTHON_BLOCKS)
+def test_python_blocks_run_as_written(block: str, folder_with_clicks: Path) -> None:
+    names: dict[str, object] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    if "scores" in names:
+        assert len(names["scores"]) == 600  # type: ignore[arg-type]
+
+
+def test_make_targets_shown_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = set(re.findall(r"\bmake ([a-z][a-z-]*)", README))
+    assert {"demo", "test"} <= shown <= targets
+
+
+def test_verbs_shown_exist() -> None:
+    shown = set(re.findall(r"`(?:\.venv/bin/)?hotrow ([a-z]+)", README))
+    out = subprocess.run([sys.executable, "-m", "hotrow", "--help"], capture_output=True, text=True, check=True).stdout
+    assert shown >= {"prepare", "train"}
+    for verb in shown:
+        assert re.search(rf"\b{verb}\b", out), f"hotrow {verb} is shown in the README and not in hotrow --help"
+
+
+def test_links_lead_somewhere() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "docs.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_docs_render(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "docs.py"), str(tmp_path)], check=True, capture_output=True)
+    page = (tmp_path / "index.html").read_text()
+    assert "<table>" in page and 'href="docs/claims.html"' in page
+    assert (tmp_path / "docs" / "claims.html").exists()
+
+
+def test_example_own_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "own_model.py"), run_name="__main__")
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_example_fit_clicks_runs(folder_with_clicks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["fit_clicks.py", "clicks.csv", "click"])
+    runpy.run_path(str(ROOT / "examples" / "fit_clicks.py"), run_name="__main__")
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"({page.name})" in index, f"docs/index.md does not list {page.name}"
