@@ -114,7 +114,7 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     clock.lap("lookup")
     logits_B = parts.model(batch.dense, pooled_BP)
     loss = binary_cross_entropy_with_logits(logits_B, batch.label)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     parts.dense_optimizer.step()
     clock.lap("dense")
     parts.sparse_optimizer.step()
