@@ -140,6 +140,20 @@ def test_a_flipped_byte_is_found_by_check(
     assert f"{part}, block" in hotrow("check", "packed", code=2, **tools)
 
 
+def test_a_damaged_vocabulary_is_found_by_check(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    run = hotrow("train", "small.yaml", "--set", "train.max_steps=1", "--json", **tools)["run_dir"]
+    vocabulary = Path(run, "vocab", "vocab", "C3")
+    data = vocabulary.read_bytes()
+    vocabulary.unlink()  # it is a hard link to the dataset's
+    vocabulary.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "C3 is missing or damaged" in hotrow("check", run, code=2, **tools)
+    assert hotrow("check", "packed", "--json", **tools)["ok"]
+
+
 def test_debugging_shows_the_traceback(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
