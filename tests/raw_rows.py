@@ -1,5 +1,6 @@
 """Chunks as Python values, for tests of sources."""
 
+from itertools import pairwise
 from typing import Any
 
 from hotrow.data.chunk import Keys, Source
@@ -11,12 +12,12 @@ def ids(keys: Keys) -> list[Any]:
         flat: list[Any] = keys.values.tolist()
     else:
         ends = keys.offsets.tolist()
-        flat = [keys.values[a:b].tobytes().decode() for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        flat = [keys.values[a:b].tobytes().decode() for a, b in pairwise(ends)]
     if keys.valid is not None:
         flat = [value if ok else None for value, ok in zip(flat, keys.valid, strict=True)]
     if keys.row_splits is None:
         return flat
-    return [flat[a:b] for a, b in zip(keys.row_splits[:-1], keys.row_splits[1:], strict=True)]
+    return [flat[a:b] for a, b in pairwise(keys.row_splits)]
 
 
 def read(source: Source, **options: Any) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""What may not move a byte of a prepared dataset: threads, chunks, memory, interruptions; and law 6, other splits' rows.
+"""What may not move a byte of a prepared dataset: threads, chunks, memory, interruptions; law 6: other splits' rows.
 
 Every test compares hashes of all files with those of one plain run.
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
 
 from hotrow.data import pipeline
 from hotrow.data.packed import PackedDataset
 from hotrow.data.pipeline import Interrupted, Options, prepare
 from hotrow.data.sources import OpenedSource, open_source
+from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
 
 SIZES: dict[str, Any] = {"rows_per_block": 128, "rows_per_part": 256}
 
@@ -32,7 +32,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["time", "random"])
-def plain(request: pytest.FixtureRequest, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
+def plain(
+    request: pytest.FixtureRequest, logs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, str]]:
     """A split, and the hashes of a run in one piece."""
     out = tmp_path_factory.mktemp("plain") / "out"
     dataset = prepare(opened(logs, request.param), out, Options(**SIZES))
@@ -52,7 +54,9 @@ def plain(request: pytest.FixtureRequest, logs: Path, tmp_path_factory: pytest.T
     ],
     ids=str,
 )
-def test_how_it_runs_moves_no_byte(plain: tuple[str, dict[str, str]], logs: Path, tmp_path: Path, options: dict) -> None:
+def test_how_it_runs_moves_no_byte(
+    plain: tuple[str, dict[str, str]], logs: Path, tmp_path: Path, options: dict
+) -> None:
     split, want = plain
     prepare(opened(logs, split), tmp_path / "out", Options(**SIZES, **options))
     assert file_hashes(tmp_path / "out") == want
@@ -139,9 +143,13 @@ def others_changed(rows: dict[str, list[Any]], is_train: np.ndarray) -> Iterator
     strange = make_rows(len(is_train), seed=99)
     strange["user"] = [f"new{i}" for i in range(len(is_train))]
     strange["raw"] = [1e30] * len(is_train)
-    yield "replaced", {
-        n: c if n in fixed else [c[i] if is_train[i] else strange[n][i] for i in range(len(c))] for n, c in rows.items()
-    }
+    yield (
+        "replaced",
+        {
+            n: c if n in fixed else [c[i] if is_train[i] else strange[n][i] for i in range(len(c))]
+            for n, c in rows.items()
+        },
+    )
 
 
 @pytest.mark.parametrize("split", ["time", "random"])

@@ -93,7 +93,7 @@ def test_told_columns_win_and_absent_ones_are_named() -> None:
     assert guess_schema(table, time="row_id").time.column == "row_id"  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="label column 'clik' is not there; did you mean 'click'"):
         guess_schema(table, label="clik")
-    with pytest.raises(ValueError, match="label column 'price' holds .* different values"):
+    with pytest.raises(ValueError, match=r"label column 'price' holds .* different values"):
         guess_schema(table, label="price")
 
 
@@ -105,7 +105,7 @@ def test_ratings_become_labels_by_threshold() -> None:
 
 def test_no_label_is_an_error_for_fit_and_a_blank_for_init() -> None:
     table = pa.table({"user": ["a", "b"] * 50, "x": [1.5, 2.5] * 50})
-    with pytest.raises(ValueError, match="no label column found in 100 rows of <frame>; name it.*Columns: user, x"):
+    with pytest.raises(ValueError, match=r"no label column found in 100 rows of <frame>; name it.*Columns: user, x"):
         guess_schema(table)
     assert "FILL_IN" in init_schema(table)
 

@@ -1,14 +1,15 @@
 """Keys rearranged, against plain Python lists."""
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_rows import ids
 
 from hotrow.data.chunk import Chunk, Keys, Position
 from hotrow.data.jagged import interleave, select_rows
+from raw_rows import ids
 
 Column = list[list[str | None]]
 
@@ -46,7 +47,7 @@ def columns(draw: Any) -> tuple[list[Column], list[bool]]:
 def test_interleaved_rows_hold_their_features_in_turn(made: tuple[list[Column], list[bool]], kind: str) -> None:
     rows, one_hot = made
     merged = interleave([keys_of(column, kind, one_hot=single) for column, single in zip(rows, one_hot, strict=True)])
-    assert values_of(merged) == [sum(row, []) for row in zip(*rows, strict=True)]
+    assert values_of(merged) == [list(chain(*row)) for row in zip(*rows, strict=True)]
 
 
 @given(columns(), st.sampled_from(["int", "bytes"]), st.randoms())
@@ -55,7 +56,9 @@ def test_selected_rows_are_those_rows(made: tuple[list[Column], list[bool]], kin
     n = len(rows[0])
     mask = np.array([random.random() < 0.5 for _ in range(n)], dtype=bool)
     keys = {str(i): keys_of(c, kind, one_hot=s) for i, (c, s) in enumerate(zip(rows, one_hot, strict=True))}
-    chunk = Chunk(n, np.arange(n, dtype=np.float32), np.arange(2 * n, dtype=np.float32).reshape(n, 2), keys, Position(1, 2))
+    chunk = Chunk(
+        n, np.arange(n, dtype=np.float32), np.arange(2 * n, dtype=np.float32).reshape(n, 2), keys, Position(1, 2)
+    )
     kept = select_rows(chunk, mask)
     assert kept.num_rows == mask.sum() and kept.position == Position(1, 2)
     assert kept.label is not None and kept.label.tolist() == np.flatnonzero(mask).tolist()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotrow.data.schema import Schema, load_schema, parse_schema
+from hotrow.data.schema import load_schema, parse_schema
 
 MINIMAL = {"label": "click", "categorical": ["user", "item"]}
 

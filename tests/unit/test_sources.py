@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from raw_rows import read
 
 from hotrow.data.avazu import COLUMNS as AVAZU_COLUMNS
 from hotrow.data.avazu import looks_like_avazu, open_avazu
 from hotrow.data.chunk import RowError
 from hotrow.data.movielens import movielens_layout, open_movielens
 from hotrow.data.taobao import looks_like_taobao, open_taobao
+from raw_rows import read
 
 
 def test_taobao_events_are_labelled_by_behaviour(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_reference_plan_against_array_split(num_rows: int) -> None:
 def test_reference_plan_of_day_files_halves_the_last() -> None:
     plan = reference_plan([10, 20, 5])
     assert plan.assign(0, 35, None).tolist() == [0] * 30 + [2] * 3 + [1] * 2
-    with pytest.raises(ValueError, match="6 rows in 1 files are too few.*--split random"):
+    with pytest.raises(ValueError, match=r"6 rows in 1 files are too few.*--split random"):
         reference_plan([6])
 
 
@@ -91,7 +91,7 @@ def test_time_histogram_is_bounded_and_ignores_order() -> None:
 def test_one_time_for_all_rows_is_refused() -> None:
     histogram = TimeHistogram()
     histogram.add(np.full(10, 99))
-    with pytest.raises(ValueError, match="val would get none of 10 rows with 1 distinct times.*--split random"):
+    with pytest.raises(ValueError, match=r"val would get none of 10 rows with 1 distinct times.*--split random"):
         histogram.plan((0.8, 0.1, 0.1))
 
 

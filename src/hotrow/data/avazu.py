@@ -17,9 +17,10 @@ from hotrow.data.columns import ColumnsSource
 from hotrow.data.schema import Schema, parse_schema
 
 FEATURES = (
-    "C1 banner_pos site_id site_domain site_category app_id app_domain app_category device_id device_ip device_model "
-    "device_type device_conn_type C14 C15 C16 C17 C18 C19 C20 C21"
-).split()
+    *("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
+    *("device_id", "device_ip", "device_model", "device_type", "device_conn_type"),
+    *("C14", "C15", "C16", "C17", "C18", "C19", "C20", "C21"),
+)
 COLUMNS = ("id", "click", "hour", *FEATURES)
 LICENCE = "Avazu CTR (Kaggle 2014): the competition's rules, which end use with the competition; check them"
 
@@ -27,7 +28,7 @@ SCHEMA = parse_schema(
     {
         "label": "click",
         "time": "hour",
-        "categorical": FEATURES,
+        "categorical": list(FEATURES),
         "split": {"kind": "time"},
         "csv": {"delimiter": ","},
         "licence": LICENCE,

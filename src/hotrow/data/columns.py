@@ -201,15 +201,20 @@ def open_table(data: Any, schema: Schema) -> TableReader:
     return open_reader(data, input_files(data), schema.csv)
 
 
+def is_paths(data: Any) -> bool:
+    """Whether `data` names files: a path or several, rather than a frame."""
+    several = isinstance(data, list | tuple) and all(isinstance(item, str | Path) for item in data)
+    return several or isinstance(data, str | Path)
+
+
 def input_files(data: Any) -> tuple[InputFile, ...] | None:
     """The files that `data` names, or None where it is a frame.
 
     Raises ValueError where a path matches nothing; in a folder Parquet files come before text files.
     """
-    if isinstance(data, str | Path):
-        data = [data]
-    if not isinstance(data, list | tuple) or not all(isinstance(item, str | Path) for item in data):
+    if not is_paths(data):
         return None
+    data = [data] if isinstance(data, str | Path) else data
     files = find_files(data, matches=lambda name: has_suffix(name, SUFFIXES), wanted=", ".join(SUFFIXES))
     formats = {has_suffix(file.path, PARQUET_SUFFIXES) for file in files}
     if len(formats) > 1 and len(data) == 1:

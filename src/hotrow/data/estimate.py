@@ -48,16 +48,17 @@ class Estimate:
             short = self.disk_bytes - self.free_bytes
             raise ValueError(
                 f"{out} needs about {_size(self.disk_bytes)} ({_size(self.packed_bytes)} of data and "
-                f"{_size(self.spill_bytes)} temporary), {_size(self.free_bytes)} are free: {_size(short)} short; free some "
-                "space, choose another disk, or take fewer rows (--rows, --sample)"
+                f"{_size(self.spill_bytes)} temporary), {_size(self.free_bytes)} are free: {_size(short)} short; free "
+                "some space, choose another disk, or take fewer rows (--rows, --sample)"
             )
 
     def __str__(self) -> str:
         """One line for the user."""
         about = "" if self.rows_exact else "about "
         return (
-            f"{about}{self.rows:,} rows, {_size(self.input_bytes)} of input; needs about {_size(self.packed_bytes)} of disk "
-            f"and {_size(self.spill_bytes)} temporarily ({_size(self.free_bytes)} free) and about {_duration(self.seconds)}"
+            f"{about}{self.rows:,} rows, {_size(self.input_bytes)} of input; needs about {_size(self.packed_bytes)} of "
+            f"disk and {_size(self.spill_bytes)} temporarily ({_size(self.free_bytes)} free), and about "
+            f"{_duration(self.seconds)}"
         )
 
 

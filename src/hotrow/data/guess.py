@@ -64,7 +64,7 @@ class ColumnFacts:
 
     @property
     def cardinality(self) -> str:
-        """Distinct values, and where the sample is too small for all of them a lower estimate of the whole (Chao 1984)."""
+        """Distinct values, and where the sample is too small for all of them a lower estimate (Chao 1984)."""
         twice = max(1, (self.num_distinct - self.num_once) // 2)
         estimate = self.num_distinct + self.num_once**2 / (2 * twice)
         if self.num_once < 0.02 * self.num_distinct:
@@ -268,8 +268,8 @@ def _named_label(facts: ColumnFacts) -> Guess:
             "label", facts.name, spec, f"{facts.low:g} to {facts.high:g}: a rating, {threshold} and more positive"
         )
     raise ValueError(
-        f"label column {facts.name!r} holds {facts.num_distinct} different values of type {facts.stored}, not 0 and 1; write a "
-        f"schema that says which are positive: label: {{column: {facts.name}, positive: [...]}} or at_least: <number>"
+        f"label column {facts.name!r} holds {facts.num_distinct} different {facts.stored} values, not 0 and 1; write "
+        f"a schema that says which are positive: label: {{column: {facts.name}, positive: [...]}} or at_least: <number>"
     )
 
 

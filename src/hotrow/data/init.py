@@ -42,7 +42,12 @@ class InitResult:
 
 
 def run_init(
-    paths: Any, *, label: str | None = None, time: str | None = None, data: str | None = None, out: Path | str | None = None
+    paths: Any,
+    *,
+    label: str | None = None,
+    time: str | None = None,
+    data: str | None = None,
+    out: Path | str | None = None,
 ) -> InitResult:
     """Look at `paths` (logs, or the folder of a packed dataset) and say how to train on them.
 
@@ -91,7 +96,8 @@ def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> 
         f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}",
         f"hotrow train {RECIPE_FILE}",
     )
-    return InitResult(f"a table, guessed from {guess.origin}", source, render_schema(guess), render_recipe(data), commands)
+    found = f"a table, guessed from {guess.origin}"
+    return InitResult(found, source, render_schema(guess), render_recipe(data), commands)
 
 
 def render_schema(guess: SchemaGuess) -> str:
@@ -104,7 +110,9 @@ def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
     yield "# Check every line: nothing else decides what the model sees. docs/prepare.md explains the fields."
     yield "version: 1"
     if not guess.of("label"):
-        yield "label: {column: FILL_IN}  # no column of 0 and 1 was found; name yours, with positive: [...] or at_least: N"
+        yield _commented(
+            "label: {column: FILL_IN}", "no column of 0 and 1 found; name yours, positive: [...] or at_least: N"
+        )
     for role in ("label", "time"):
         for g in guess.of(role)[:1]:
             yield _commented(f"{role}: {_flow(g.spec)}", g.reason)

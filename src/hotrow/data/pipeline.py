@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +139,7 @@ def prepare(
     options = options or Options()
     say = announce or (lambda line: None)
     source_info = opened.source.scout()
-    work = WorkFolder.open(Path(out), _identity(opened, options, source_info), overwrite=options.overwrite)
+    work = WorkFolder(Path(out), _identity(opened, options, source_info), overwrite=options.overwrite)
     for note in opened.notes:
         say(f"note: {note}")
     if work.resumed:
@@ -148,6 +148,7 @@ def prepare(
         estimate = estimate_work(opened, source_info, Path(out), rows=options.rows, sample=options.sample)
         say(str(estimate))
         estimate.check_disk(Path(out))
+        work.begin()
     stage = _Stages(opened, work, options, source_info, progress, say)
     return _stoppable(stage.run, work)
 
@@ -167,12 +168,14 @@ def _identity(opened: OpenedSource, options: Options, info: SourceInfo) -> dict[
 
 
 def _stoppable(run: Callable[[threading.Event], PackedDataset], work: WorkFolder) -> PackedDataset:
-    """Runs in a thread of its own, so that Ctrl-C (which only ever interrupts the main one) finds it between two chunks."""
+    """Runs in a thread of its own, so that Ctrl-C, which interrupts the main one, finds it between two chunks."""
     stop = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="hotrow-prepare") as executor:
         future = executor.submit(run, stop)
         try:
-            return future.result()
+            # A signal may reach another thread than this one, which then only looks up when a wait ends.
+            while not wait([future], timeout=0.1).done:
+                pass
         except KeyboardInterrupt:
             stop.set()
             if isinstance(future.exception(), Interrupted):
@@ -180,6 +183,7 @@ def _stoppable(run: Callable[[threading.Event], PackedDataset], work: WorkFolder
                     f"preparation stopped; its state is kept in {work.folder}: run the same command to go on"
                 ) from None
             raise
+        return future.result()
 
 
 class _Stages:
@@ -445,8 +449,10 @@ class _Stages:
         )
 
     def _check_files_unchanged(self) -> None:
-        if self._source.scout().fingerprint != self._info.fingerprint:
-            raise ValueError("an input file changed while it was being prepared; run again with --overwrite")
+        for file in self._info.files:
+            path = Path(file.path)
+            if path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+                raise ValueError(f"{path} changed while it was being prepared; run again with --overwrite")
 
     def _check_stop(self) -> None:
         if self._stop.is_set():

@@ -67,7 +67,7 @@ def run_prepare(
     progress: ProgressCallback | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> PackedDataset:
-    """Prepare raw logs into the packed dataset `out`; interrupted work goes on when called again with the same arguments.
+    """Prepare raw logs into the packed dataset `out`; called again with the same arguments, it continues what was cut.
 
     source: criteo, avazu, taobao, movielens, csv, parquet, frame, or auto to tell by the first line. paths: files,
     folders, patterns, URIs, or one Arrow-capable frame. schema: of csv, parquet and frame (`hotrow init` writes one),
@@ -76,7 +76,7 @@ def run_prepare(
     train, val and test (0.8, 0.1, 0.1) for time and random. seed: of the random split and of `sample`.
     min_count: ids seen fewer times in training rows share row 0. hash_cap: ids modulo this. Both hold for all tables.
     rows: only the first rows. sample: keep this share of the rows. skip_bad_rows: how many bad rows may be left out.
-    memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (beside the libraries' own, some 0.4 GB);
+    memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
     None: half of what is free. threads: of encoding. None of these two changes a byte.
     progress, announce: see `hotrow.data.pipeline.prepare`.
 
@@ -102,7 +102,7 @@ def parse_bytes(value: int | str | None) -> int | None:
 
 
 class RawEncoder:
-    """Raw rows as batches of a prepared dataset's ids, for prediction: same columns, same transforms, same vocabularies.
+    """Raw rows as batches of a prepared dataset's ids, for prediction: its columns, its transforms, its vocabularies.
 
     dataset: a packed dataset or the folder of one; only dataset.json and vocab/ are needed. Vocabularies are loaded
     where they take at most half of the free memory, else searched on disk.
@@ -128,8 +128,8 @@ class RawEncoder:
         for table in self.info.tables:
             if (found := vocabularies[table.name].id) != table.vocabulary:
                 raise ValueError(
-                    f"{folder}/vocab/{table.name} has id {found}, dataset.json names {table.vocabulary}; restore the file "
-                    "that belongs to it"
+                    f"{folder}/vocab/{table.name} has id {found}, dataset.json names {table.vocabulary}; restore the "
+                    "file that belongs to it"
                 )
         fits = sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2
         self._vocabularies = {name: v.load() if fits else v for name, v in vocabularies.items()}

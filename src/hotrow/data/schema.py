@@ -216,7 +216,8 @@ class Schema(_Strict):
         value = self.to_json()
         value["split"] |= {k: v for k, v in for_split.items() if v is not None}
         changed = {k: v for k, v in for_tables.items() if v is not None}
-        value["tables"] = {name: self.table(name).model_dump() | changed for name in self.table_names}
+        if changed:
+            value["tables"] = {name: self.table(name).model_dump() | changed for name in self.table_names}
         return parse_schema(value, where="options")
 
     def to_json(self) -> dict[str, Any]:

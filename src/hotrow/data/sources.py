@@ -11,14 +11,15 @@ from typing import Any, Literal
 from hotrow.data.avazu import SCHEMA as AVAZU_SCHEMA
 from hotrow.data.avazu import looks_like_avazu, open_avazu
 from hotrow.data.chunk import Source
-from hotrow.data.columns import ColumnsSource, input_files
+from hotrow.data.columns import ColumnsSource, is_paths
 from hotrow.data.convert import IdEncoding
 from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.guess import guess_schema
+from hotrow.data.inputs import find_files
 from hotrow.data.movielens import movielens_layout, open_movielens
 from hotrow.data.schema import Schema, nearest, parse_schema
-from hotrow.data.taobao import SCHEMA as TAOBAO_SCHEMA
 from hotrow.data.tabular import is_parquet
+from hotrow.data.taobao import SCHEMA as TAOBAO_SCHEMA
 from hotrow.data.taobao import looks_like_taobao, open_taobao
 
 SOURCE_NAMES = ("criteo", "avazu", "taobao", "movielens", "csv", "parquet", "frame", "auto")
@@ -84,8 +85,8 @@ def open_source(
 ) -> OpenedSource:
     """The source called `name` over `data`: paths, or an Arrow-capable frame.
 
-    schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label` and
-    `time` may help. labels: "auto" accepts rows without a label. encodings: how ids were held when a data set was
+    schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label`
+    and `time` may help. labels: "auto" accepts rows without a label. encodings: how ids were held when a data set was
     prepared. skip_bad_rows: rows that may be bad.
 
     Raises ValueError naming an unknown source, and whatever opening it finds.
@@ -98,7 +99,7 @@ def open_source(
         raise ValueError(f"skip_bad_rows is {skip_bad_rows}; it must be at least 0")
     if name == "auto":
         name = "csv" if schema is not None or label is not None else recognise(data) or "csv"
-    if name == "criteo" and input_files(data) is not None:
+    if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(paths, labels=labels, skip_bad_rows=skip_bad_rows)
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
@@ -118,10 +119,12 @@ def open_source(
 
 def recognise(data: Any) -> str | None:
     """The source whose published layout the first line of the first file has: its name, or None."""
-    files = input_files(data)
-    if files is None or is_parquet(files[0]):
+    if not is_paths(data):
         return None
-    line = files[0].first_line()
+    file = find_files([data] if isinstance(data, str | Path) else data, matches=bool, wanted="any file")[0]
+    if is_parquet(file):
+        return None
+    line = file.first_line()
     for name, looks_like in LAYOUTS.items():
         if looks_like(line):
             return name

@@ -4,9 +4,9 @@ Layout of UserBehavior.csv: no header, comma-separated, five columns
 
     user id, item id, category id, behaviour (pv, cart, fav or buy), unix time in seconds
 
-The file is sorted by user, and by time within a user. There are no impressions without a click, so the click task is made
-from the events themselves: an event is positive where the user did more than look (cart, fav, buy) and negative where it
-is a page view (pv). A schema with another `label.positive` changes that. The split is by time over all users.
+The file is sorted by user, and by time within a user. There are no impressions without a click, so the click task is
+made from the events themselves: an event is positive where the user did more than look (cart, fav, buy) and negative
+where it is a page view (pv). A schema with another `label.positive` changes that. The split is by time over all users.
 """
 
 from __future__ import annotations

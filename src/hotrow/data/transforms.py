@@ -25,7 +25,7 @@ MANTISSA_BITS = 24
 
 @dataclass(frozen=True)
 class DenseTransform:
-    """One column's transform, its statistics filled in; `str` writes the form kept in dataset.json, `parse` reads it."""
+    """One column's transform with its statistics; `str` writes the form kept in dataset.json, `parse` reads it."""
 
     kind: Transform
     mean: float = 0.0

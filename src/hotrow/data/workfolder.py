@@ -46,42 +46,45 @@ class Mark:
 
 
 class WorkFolder:
-    """The state of one preparation, saved whole at the end of every stage and part."""
+    """The state of one preparation, saved whole at the end of every stage and part.
 
-    def __init__(self, out: Path, identity: dict[str, Any], state: dict[str, Any] | None) -> None:
-        self.out, self.folder, self._identity = out, out / WORK_FOLDER, identity
-        self.resumed = state is not None
-        self._state: dict[str, Any] = state or {}
+    Raises ValueError where `out` holds a finished dataset, work on something else (naming what differs) or other files;
+    with `overwrite` a dataset or its beginnings are replaced. Nothing is written or removed before `begin`.
+    """
 
-    @staticmethod
-    def open(out: Path, identity: dict[str, Any], *, overwrite: bool) -> WorkFolder:
-        """The work on `out`: found there, or begun.
-
-        Raises ValueError where `out` holds a finished dataset, work on something else (naming what differs) or other
-        files; with `overwrite` a dataset or its beginnings are removed first.
-        """
-        if overwrite:
-            _clear(out)
-        if (out / MANIFEST).exists():
-            raise ValueError(
-                f"{out} already holds a finished dataset; choose another folder, or --overwrite to replace it"
-            )
-        path = out / WORK_FOLDER / STATE
-        if not path.exists():
+    def __init__(self, out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
+        self.out, self.folder, self._identity, self._overwrite = out, out / WORK_FOLDER, identity, overwrite
+        self._state: dict[str, Any] = {}
+        if not _is_ours(out):
             if out.exists() and (not out.is_dir() or any(out.iterdir())):
-                raise ValueError(f"{out} exists and is no dataset folder; choose a new one")
-            (out / WORK_FOLDER).mkdir(mode=0o700, parents=True)
-            work = WorkFolder(out, identity, None)
-            work.save()
-            return work
-        state = read_json(path)
-        differences = list(_differences(state.get("identity", {}), identity))
+                raise ValueError(f"{out} exists and is no dataset folder; it is never overwritten: choose another")
+        elif not overwrite:
+            self._resume()
+        self.resumed = bool(self._state)
+
+    def _resume(self) -> None:
+        if (self.out / MANIFEST).exists():
+            shutil.rmtree(self.folder, ignore_errors=True)  # left where the last step was cut short
+            raise ValueError(
+                f"{self.out} already holds a finished dataset; choose another folder, or --overwrite to replace it"
+            )
+        self._state = read_json(self.folder / STATE)
+        differences = _differences(self._state.get("identity"), self._identity)
         if differences:
             raise ValueError(
-                f"{out} holds unfinished work that was begun otherwise: {'; '.join(differences[:5])}; run the earlier "
-                "command to finish it, or --overwrite to start again"
+                f"{self.out} holds unfinished work that was begun otherwise: {'; '.join(differences[:5])}; run the "
+                "earlier command to finish it, or --overwrite to start again"
             )
-        return WorkFolder(out, identity, state)
+
+    def begin(self) -> None:
+        """Make the folder for new work, after removing what is to be overwritten."""
+        if self._overwrite and _is_ours(self.out):
+            # The manifest goes first: from here on nobody takes the rest for a dataset.
+            (self.out / MANIFEST).unlink(missing_ok=True)
+            for name in ("vocab", "counts", *SPLITS, WORK_FOLDER):
+                shutil.rmtree(self.out / name, ignore_errors=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.save()
 
     @property
     def plan(self) -> dict[str, Any] | None:
@@ -129,6 +132,11 @@ class WorkFolder:
         shutil.rmtree(self.folder)
 
 
+def _is_ours(out: Path) -> bool:
+    """Whether `out` is a dataset or the beginnings of one."""
+    return (out / MANIFEST).exists() or (out / WORK_FOLDER / STATE).exists()
+
+
 def _covered(mark: Mark, finished_rows: Mapping[str, int]) -> bool:
     return all(mark.rows[split] <= finished_rows[split] for split in SPLITS)
 
@@ -139,19 +147,3 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
         keys = dict.fromkeys([*old, *new])
         return [line for key in keys for line in _differences(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))]
     return [] if old == new else [f"{path} is {new!r}, was {old!r}"]
-
-
-def _clear(out: Path) -> None:
-    """Remove a dataset or its beginnings, and nothing else. Raises ValueError where `out` is neither."""
-    if not out.exists():
-        return
-    if not (out / MANIFEST).exists() and not (out / WORK_FOLDER / STATE).exists():
-        if any(out.iterdir()):
-            raise ValueError(
-                f"{out} exists and is no dataset folder; it is not overwritten: choose another, or remove it"
-            )
-        return
-    # The manifest goes first: from here on nobody takes the rest for a dataset.
-    (out / MANIFEST).unlink(missing_ok=True)
-    for name in ("vocab", "counts", *SPLITS, WORK_FOLDER):
-        shutil.rmtree(out / name, ignore_errors=True)
