@@ -82,15 +82,19 @@ def test_docs_render(tmp_path: Path) -> None:
     assert (tmp_path / "docs" / "claims.html").exists()
 
 
+@pytest.mark.parametrize(
+    "path",
+    sorted({*(ROOT / "examples").glob("*.py")} - {ROOT / "examples" / "own_model.py"}),
+    ids=lambda path: path.name,
+)
+def test_examples_run(path: Path, folder_with_clicks: Path) -> None:
+    runpy.run_path(str(path), run_name="__main__")
+
+
 def test_example_own_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "own_model.py"), run_name="__main__")
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_example_fit_clicks_runs(folder_with_clicks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["fit_clicks.py", "clicks.csv", "click"])
-    runpy.run_path(str(ROOT / "examples" / "fit_clicks.py"), run_name="__main__")
 
 
 def test_every_page_is_in_the_index() -> None:
