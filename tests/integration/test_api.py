@@ -13,7 +13,7 @@ import pytest
 import hotrow
 from hotrow.metrics import BinaryMetrics
 
-OPTIONS = {"batch_size": 64, "epochs": 3, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+OPTIONS = {"batch_size": 32, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
 
 
 def clicks(num_rows: int, seed: int = 0) -> pa.Table:
@@ -63,7 +63,7 @@ def test_predict_from_files_needs_no_label_and_takes_unseen_ids(run: hotrow.Run,
     pa.csv.write_csv(new, tmp_path / "new.csv")
     scores = run.predict(new)
     assert np.isfinite(scores).all()
-    assert ((0 < scores) & (scores < 1)).all()
+    assert ((scores > 0) & (scores < 1)).all()
     np.testing.assert_array_equal(scores, run.predict(tmp_path / "new.parquet"))
     np.testing.assert_array_equal(scores, run.predict(str(tmp_path / "*.csv")))
 
@@ -117,6 +117,9 @@ def test_options_are_found_by_their_last_name(tmp_path: Path) -> None:
         hotrow.fit(clicks(100), label="click", run=tmp_path / "a", lr=0.1)
     with pytest.raises(ValueError, match=r"option 'epoch' is not known; did you mean 'epochs'"):
         hotrow.fit(clicks(100), label="click", run=tmp_path / "b", epoch=1)
+    with pytest.raises(ValueError, match=r"fit: train\.epochs is 0; allowed: an integer >= 1"):
+        hotrow.fit(clicks(100), label="click", run=tmp_path / "c", epochs=0)
+    assert list(tmp_path.iterdir()) == [], "nothing is made before the options are known to be good"
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,9 +52,6 @@ def test_from_raw_rows_to_scores(
     assert "hotrow prepare criteo clicks.txt" in found["next"][0]
     made = hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
     assert sum(made["rows"].values()) == 3000
-    looked = hotrow("inspect", "packed", "--json", **tools)
-    assert looked["rows"] == made["rows"]
-    assert 0 < looked["coverage"]["top_1%"] <= looked["coverage"]["top_10%"] <= 1
     result = hotrow("train", "small.yaml", "--set", "train.epochs=2", "--json", **tools)
     wanted = {"auc", "logloss", "ne", "samples_per_s", "steps", "epochs", "run_dir", "backend", "step_ms"}
     assert wanted <= set(result)
@@ -73,7 +70,6 @@ def test_from_raw_rows_to_scores(
 def test_people_get_lines(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, shown in (
         (["prepare", "criteo", "clicks.txt", "--out", "packed"], "train"),
-        (["inspect", "packed"], "top 10 %"),
         (["train", "small.yaml"], "auc"),
         (["doctor"], "backend"),
     ):
@@ -82,6 +78,17 @@ def test_people_get_lines(work: Path, capsys: pytest.CaptureFixture[str], monkey
             cli.main()
         assert not ended.value.code
         assert shown in capsys.readouterr().out
+
+
+def test_inspect_says_what_is_hot(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    made = hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    looked = hotrow("inspect", "packed", "--json", **tools)
+    assert looked["rows"] == made["rows"]
+    assert looked["accesses"] == 26 * made["rows"]["train"]
+    assert 0 < looked["coverage"]["top_1%"] <= looked["coverage"]["top_10%"] <= 1
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -117,8 +124,6 @@ def test_bad_input_is_one_line_with_a_cure(
     err = hotrow(*arguments, code=2, capsys=capsys, monkeypatch=monkeypatch)
     last = err.strip().splitlines()[-1]
     assert last.startswith("hotrow: ")
-    import re
-
     assert re.search(message, last), last
     assert "Traceback" not in err
 
@@ -135,6 +140,20 @@ def test_a_flipped_byte_is_found_by_check(
     assert f"{part}, block" in hotrow("check", "packed", code=2, **tools)
 
 
+def test_a_damaged_vocabulary_is_found_by_check(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    run = hotrow("train", "small.yaml", "--set", "train.max_steps=1", "--json", **tools)["run_dir"]
+    vocabulary = Path(run, "vocab", "vocab", "C3")
+    data = vocabulary.read_bytes()
+    vocabulary.unlink()  # it is a hard link to the dataset's
+    vocabulary.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "C3 is missing or damaged" in hotrow("check", run, code=2, **tools)
+    assert hotrow("check", "packed", "--json", **tools)["ok"]
+
+
 def test_debugging_shows_the_traceback(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,17 +161,14 @@ def test_debugging_shows_the_traceback(
     assert "Traceback" in hotrow("train", "absent.yaml", code=2, capsys=capsys, monkeypatch=monkeypatch)
 
 
-def test_sigterm_saves_says_how_to_go_on_and_resumes(work: Path) -> None:
-    command = [sys.executable, "-m", "hotrow"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, "prepare", "criteo", "clicks.txt", "--out", "packed"], check=True, capture_output=True)
-    training = subprocess.Popen(
-        [*command, "train", "small.yaml", "--set", "train.epochs=1000", "--set", "train.log_every=1", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+def test_sigterm_saves_says_how_to_go_on_and_resumes(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    options = ["--set", "train.epochs=1000", "--set", "train.log_every=1", "--json"]
+    command = [sys.executable, "-m", "hotrow", "train", "small.yaml", *options]
+    training = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = Path("runs/packed-dlrm-001/metrics.jsonl")
     deadline = time.monotonic() + 120
     while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
@@ -164,8 +180,6 @@ def test_sigterm_saves_says_how_to_go_on_and_resumes(work: Path) -> None:
     stopped = json.loads(out.splitlines()[-1])
     assert (stopped["status"], stopped["signal"]) == ("interrupted", signal.SIGTERM)
     epochs = int(stopped["epochs"]) + 1
-    again = [*command, "train", "--resume", "runs/packed-dlrm-001", "--set", f"train.epochs={epochs}", "--json"]
-    done = subprocess.run(again, check=True, capture_output=True, text=True, timeout=120, env=environment)
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert (result["status"], result["epochs"]) == ("finished", epochs)
-    assert result["warnings"] == {}
+    changes = ["--set", f"train.epochs={epochs}", "--json"]
+    result = hotrow("train", "--resume", "runs/packed-dlrm-001", *changes, **tools)
+    assert (result["status"], result["epochs"], result["warnings"]) == ("finished", epochs, {})

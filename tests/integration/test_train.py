@@ -106,7 +106,7 @@ def test_tables_beyond_memory_are_refused_with_the_shortfall(
 ) -> None:
     needed = 270 * 8 * 4 * 2  # weights and Adagrad's sums
     monkeypatch.setattr(trainer, "available_memory_bytes", lambda: int(needed / 0.6) - 8)
-    with pytest.raises(ValueError, match="memory is 'auto': tables and optimizer state need 0.00 GiB"):
+    with pytest.raises(ValueError, match=r"memory is 'auto': tables and optimizer state need 0\.00 GiB"):
         train(dataset, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert train(dataset, tmp_path / "run", "memory=dram", "train.max_steps=1").record["status"] == "finished"

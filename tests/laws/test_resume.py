@@ -122,7 +122,8 @@ def test_killed_between_checkpoints(data: Path, tmp_path: Path) -> None:
     expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
     path = tmp_path / "config.yaml"
     path.write_text(config(data, tmp_path / "run", changes).to_yaml())
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(path), "27"], capture_output=True, timeout=120, check=False)
+    command = [sys.executable, "-c", KILLED, str(path), "27"]
+    killed = subprocess.run(command, capture_output=True, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert max(list_checkpoints(tmp_path / "run" / "checkpoints")) == 21  # steps 22 to 26 are lost, a metrics line too
     assert RunFolder.open(tmp_path / "run").record["status"] == "running"
