@@ -60,7 +60,7 @@ class Fbgemm:
 
 def fbgemm_cells(*, quick: bool) -> list[cells.Cell]:
     """Row-wise Adagrad steps on the pooled shape, uniform and skewed."""
-    pooled = replace(cells.POOLED, num_embeddings=20_000, batch_size=256) if quick else cells.POOLED
+    pooled = replace(cells.POOLED, num_embeddings=10_000, batch_size=64) if quick else cells.POOLED
 
     def build(shape: cells.Shape) -> tuple[cells.Contender, cells.Contender]:
         ours = cells.Ours(shape, "step", "rowwise_adagrad")

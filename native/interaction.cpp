@@ -52,29 +52,18 @@ inline void multiply_rows(const float* const* rows, const float* b, int64_t dept
 // to[d * stride + i] = from[i * dim + d]
 inline void transpose(const float* __restrict from, int64_t rows, int64_t dim, float* __restrict to, int64_t stride) {
   int64_t i = 0;
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
   for (; i + 4 <= rows; i += 4) {
+    const float* at = from + i * dim;
+    float* put = to + i;
     int64_t d = 0;
-    for (; d + 4 <= dim; d += 4) {
-      const float* at = from + i * dim + d;
-      const Vec<4> a0 = load<4>(at), a1 = load<4>(at + dim), a2 = load<4>(at + 2 * dim), a3 = load<4>(at + 3 * dim);
-      const Vec<4> low01 = __builtin_shufflevector(a0, a1, 0, 4, 1, 5);
-      const Vec<4> low23 = __builtin_shufflevector(a2, a3, 0, 4, 1, 5);
-      const Vec<4> high01 = __builtin_shufflevector(a0, a1, 2, 6, 3, 7);
-      const Vec<4> high23 = __builtin_shufflevector(a2, a3, 2, 6, 3, 7);
-      float* put = to + d * stride + i;
-      store<4>(put, __builtin_shufflevector(low01, low23, 0, 1, 4, 5));
-      store<4>(put + stride, __builtin_shufflevector(low01, low23, 2, 3, 6, 7));
-      store<4>(put + 2 * stride, __builtin_shufflevector(high01, high23, 0, 1, 4, 5));
-      store<4>(put + 3 * stride, __builtin_shufflevector(high01, high23, 2, 3, 6, 7));
+    for (; d + 4 <= dim; d += 4, at += 4, put += 4 * stride) {
+      store_transposed(load<4>(at), load<4>(at + dim), load<4>(at + 2 * dim), load<4>(at + 3 * dim), put, put + stride,
+                       put + 2 * stride, put + 3 * stride);
     }
-    for (; d < dim; ++d) {
-      for (int64_t k = i; k < i + 4; ++k) to[d * stride + k] = from[k * dim + d];
+    for (; d < dim; ++d, ++at, put += stride) {
+      for (int64_t k = 0; k < 4; ++k) put[k] = at[k * dim];
     }
   }
-#endif
-#endif
   for (; i < rows; ++i) {
     for (int64_t d = 0; d < dim; ++d) to[d * stride + i] = from[i * dim + d];
   }

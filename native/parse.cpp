@@ -101,13 +101,16 @@ inline RowFault parse_dense(Cursor& cursor, float* out) {
   return parse_decimal(first, cursor.at, out);
 }
 
+// 0 or 1, also written 0.0 or 1.0.
 inline RowFault parse_label(Cursor& cursor, float* out) {
-  if ((*cursor.at == '0' || *cursor.at == '1') && cursor.at[1] == cursor.delimiter) {
-    *out = static_cast<float>(*cursor.at++ - '0');
-    return RowFault::kNone;
+  const char digit = *cursor.at;
+  if (digit != '0' && digit != '1') return RowFault::kLabel;
+  *out = static_cast<float>(digit - '0');
+  if (*++cursor.at == '.') {
+    while (*++cursor.at == '0') {
+    }
   }
-  const RowFault fault = parse_dense(cursor, out);
-  return fault == RowFault::kNone && (*out == 0.0f || *out == 1.0f) ? RowFault::kNone : RowFault::kLabel;
+  return RowFault::kNone;
 }
 
 inline RowFault parse_category(Cursor& cursor, uint32_t* key, uint8_t* valid) {
@@ -128,13 +131,11 @@ inline RowFault parse_category(Cursor& cursor, uint32_t* key, uint8_t* valid) {
     }
     value = 0;
   }
-  int num_digits = 0;
-  for (uint8_t digit; num_digits < 9 && (digit = hex_digit(*p)) != kNoDigit; ++p, ++num_digits)
-    value = value << 4 | digit;
-  cursor.at = p;
+  for (uint8_t digit; (digit = hex_digit(*p)) != kNoDigit; ++p) value = value << 4 | digit;  // fewer than 8 of them
   *key = value;
-  *valid = num_digits != 0;
-  return num_digits <= 8 ? RowFault::kNone : RowFault::kTooLong;
+  *valid = p != cursor.at;
+  cursor.at = p;
+  return RowFault::kNone;
 }
 
 // Steps over the end of field `column`; `garbage` is the fault when the field holds more than was read.
@@ -193,6 +194,7 @@ RowResult parse_rows(const char* text, size_t num_bytes, const RowLayout& layout
     result.num_bytes = static_cast<size_t>(cursor.at - text);
   }
   result.num_rows = row - first_row;
+  if (result.fault == RowFault::kNone) result.column = 0;
   return result;
 }
 

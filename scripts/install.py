@@ -25,6 +25,7 @@ PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = VENV / "constraints.txt"  # constraints.txt of the repository, but for a torch that is kept
 OURS = VENV / ".made-by-hotrow"
 OLDEST_TORCH = (2, 10)
+QUIET = ["--disable-pip-version-check", "--no-input"]
 BUILD_TOOLS = ["cmake", "ninja"]
 # Sums of wheel sizes on Linux x86-64 and Python 3.11; pip's cache and configuration decide what is really fetched.
 CPU_TORCH_MB, CUDA_TORCH_MB = 200, 2500
@@ -100,7 +101,7 @@ def announce_download(groups: list[str]) -> None:
         return
     torch = next(pin for pin in CONSTRAINTS.read_text().split() if pin.startswith("torch=="))
     report = subprocess.run(
-        [PYTHON, "-m", "pip", "install", "-q", "--dry-run", "--no-deps", "--report", "-", torch],
+        [PYTHON, "-m", "pip", "install", *QUIET, "-q", "--dry-run", "--no-deps", "--report", "-", torch],
         check=False, stdout=subprocess.PIPE,
     )  # fmt: skip
     if report.returncode:
@@ -129,7 +130,7 @@ def importable(name: str) -> bool:
 def install_packages(groups: list[str]) -> None:
     """Install what `requirements` lists at the versions of constraints.txt."""
     announce_download(groups)
-    run(PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-c", CONSTRAINTS, *requirements(groups))
+    run(PYTHON, "-m", "pip", "install", *QUIET, "-c", CONSTRAINTS, *requirements(groups))
 
 
 def build_core() -> None:
@@ -138,8 +139,8 @@ def build_core() -> None:
     say("compiling the native module (about a minute)" if native else "without the native module (NATIVE=0)")
     # An absolute first PATH entry, so that CMake and Ninja are the pinned ones.
     os.environ["PATH"] = f"{(VENV / 'bin').absolute()}{os.pathsep}{os.environ['PATH']}"
-    flags = ["--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
-    run(PYTHON, "-m", "pip", "install", "-q", *flags, "-e", ".")
+    flags = [*QUIET, "-q", "--no-deps", "--no-build-isolation"]
+    run(PYTHON, "-m", "pip", "install", *flags, "-e", ".")
 
 
 if __name__ == "__main__":

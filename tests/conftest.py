@@ -29,7 +29,7 @@ def real_data() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def make_dataset() -> Callable[..., PackedDataset]:
-    """`make_dataset(folder, ...)`: clicks drawn from `seed` with a planted rule, so that a model has something to learn."""
+    """`make_dataset(folder, ...)`: clicks drawn from `seed` with a planted rule, for a model to learn."""
     return _make_dataset
 
 

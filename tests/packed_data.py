@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,3 +72,10 @@ def append_rows_to(writer: PackedWriter, split: str, rows: Rows, append_rows: in
     for start in range(0, len(rows.label), append_rows):
         piece = rows.slice(start, start + append_rows)
         writer.append(split, piece.label, piece.dense, piece.sparse)
+
+
+def counts_file(counts: NDArray[np.uint32]) -> bytes:
+    """A file of counts, from the words of docs/vocabulary.md."""
+    body = counts.tobytes()
+    head = struct.pack("<8s4IQI", b"hotrowct", 1, 0x01020304, 64, 4, len(counts), zlib.crc32(body)).ljust(60, b"\0")
+    return head + struct.pack("<I", zlib.crc32(head)) + body

@@ -50,7 +50,7 @@ FIT_DEFAULTS = (
     "optimizer.sparse.lr=0.02",
     "optimizer.sparse.initial_accumulator_value=0.1",
 )
-"""Where `fit` differs from the config's own defaults, which are the reference DLRM's: it stops by itself, and adapts."""
+"""Where `fit` differs from the config's own defaults, which are the reference DLRM's: it stops by itself."""
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
 
@@ -156,7 +156,7 @@ class Run:
             mine = own.info.table_by_name.get(table.name)
             if mine is None or (mine.vocabulary, mine.num_embeddings) != (table.vocabulary, table.num_embeddings):
                 raise ValueError(
-                    f"{dataset.path}: table {table.name!r} has another vocabulary than run {self.path} was trained with; "
+                    f"{dataset.path}: table {table.name!r} has another vocabulary than run {self.path} has; "
                     "score its raw rows instead (`hotrow predict`)"
                 )
         return evaluate(*self._network, Loader(dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None))
@@ -203,23 +203,21 @@ def fit(
     has wrong.
     """
     changes = [f"model.name={model}", *(f"{_option(name)}={json.dumps(value)}" for name, value in overrides.items())]
+    make_config(apply_overrides({"data": ""}, [*FIT_DEFAULTS, *changes]), origin="fit")  # before hours of preparation
     packed = isinstance(data, str | Path) and (Path(data) / MANIFEST).is_file()
     if packed and (label is not None or time is not None):
         raise ValueError(f"label and time are for raw data, but {data} is a packed dataset; leave them out")
     folder = RunFolder.create(run, name=f"{_name_of(data)}-{model}")
     with folder:
-        if packed:
-            dataset = PackedDataset.open(data)
-        else:
-            dataset = prepare_for(folder, data, label=label, time=time, quiet=quiet)
+        if not packed:
+            data = _prepare_into(folder, data, label=label, time=time, quiet=quiet).path
+        dataset = PackedDataset.open(data)
         raw = {"data": str(dataset.path), "run": str(folder.path)}
         config = make_config(apply_overrides(raw, [*_defaults(dataset), *changes]), origin="fit")
     return Run(train(config, folder=folder, quiet=quiet).path)
 
 
-def prepare_for(
-    folder: RunFolder, data: Any, *, label: str | None = None, time: str | None = None, quiet: bool = False
-) -> PackedDataset:
+def _prepare_into(folder: RunFolder, data: Any, *, label: str | None, time: str | None, quiet: bool) -> PackedDataset:
     """Raw `data` packed into the run's folder; what was guessed and found is said and logged."""
 
     def announce(line: str) -> None:
@@ -227,15 +225,15 @@ def prepare_for(
         if not quiet:
             print(line, file=sys.stderr)
 
-    source = "auto" if is_paths(data) else "frame"
+    source = "auto" if _is_paths(data) else "frame"
     with nullcontext() if quiet else progress_bar() as progress:
         out = folder.path / "data"
         return run_prepare(source, data, out, label=label, time=time, progress=progress, announce=announce)
 
 
-def is_paths(data: Any) -> bool:
+def _is_paths(data: Any) -> bool:
     """Whether `data` is a path, or a list of them, rather than a frame."""
-    return isinstance(data, str | Path) or (isinstance(data, list | tuple) and all(map(is_paths, data)))
+    return isinstance(data, str | Path) or (isinstance(data, list | tuple) and all(map(_is_paths, data)))
 
 
 def _defaults(dataset: PackedDataset) -> list[str]:

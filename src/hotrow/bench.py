@@ -167,7 +167,7 @@ def run_bench(names: Sequence[str] | None = None, *, quick: bool = False, thread
 
     Each cell: name, ours_ms, peer, peer_ms, ratio (peer / ours), spread (least and greatest ratio of a round),
     limit_ms, share_of_limit (limit / ours), rounds, stolen_rounds.
-    Full cells need about 7 GB of memory, `quick` ones 1 GB.
+    Full cells need about 7 GB of memory, `quick` ones 0.5 GB.
     """
     choose(names, cells())
     arguments = [*(names or ()), *(["--quick"] if quick else [])]

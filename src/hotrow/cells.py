@@ -376,8 +376,8 @@ def interaction_cell(name: str, batch_size: int, num_features: int, dim: int) ->
 
 def cells(*, quick: bool = False) -> tuple[Cell, ...]:
     """Every cell; `quick` shrinks the tables so that all of them run in seconds and in little memory."""
-    pooled = replace(POOLED, num_embeddings=20_000, batch_size=256) if quick else POOLED
-    one_hot = replace(ONE_HOT, num_embeddings=5_000, batch_size=512) if quick else ONE_HOT
+    pooled = replace(POOLED, num_embeddings=10_000, batch_size=64) if quick else POOLED
+    one_hot = replace(ONE_HOT, num_embeddings=2_000, batch_size=256) if quick else ONE_HOT
     skews = {"uniform": pooled, "zipf": replace(pooled, zipf=1.05)}
     found = [
         embedding_cell(f"{part}_sgd_8x50_{skew}" if part != "lookup" else f"lookup_8x50_{skew}", shape, part, "sgd")
@@ -389,6 +389,6 @@ def cells(*, quick: bool = False) -> tuple[Cell, ...]:
         for optimizer in ("sgd", "adagrad", "rowwise_adagrad")
         for dim in (16, 64)
     ]
-    batch_size = 256 if quick else 2048
+    batch_size = 128 if quick else 2048
     found += [interaction_cell(f"interaction_26_dim{dim}", batch_size, 26, dim) for dim in (16, 64, 128)]
     return tuple(found)

@@ -245,8 +245,10 @@ def parse_yaml(text: str, *, origin: str) -> Any:
         mark = error.problem_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ValueError(f"{origin}{place}: {error.problem}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{origin} is no readable YAML: {type(error).__name__}") from None
+    except RecursionError:
+        raise ValueError(f"{origin} is nested too deeply to be a config") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{origin} is no readable YAML: {error}") from None
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:

@@ -85,7 +85,7 @@ def _text(run: Run, rows: str, next_command: str) -> str:
         [
             f"DLRM on {rows}, scored on {metrics['num_rows']:,} rows it has not seen ({metrics['split']} split):",
             f"  AUC      {shown('auc')}   (a constant rate: 0.5000)",
-            f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; normalised entropy {shown('ne')})",
+            f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; their ratio {shown('ne')})",
             f"  speed    {record['samples_per_s']:,.0f} samples/s, {backend['name']} kernels ({backend['isa']}, "
             f"{backend['threads']} threads)",
             f"  run      {run.path}",

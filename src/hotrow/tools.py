@@ -1,4 +1,4 @@
-"""Small questions about what lies on disk and about this machine: inspect, check, clean, doctor. All return plain data."""
+"""Small questions about what lies on disk, and about this machine: inspect, check, clean, doctor; answers are data."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from hotrow import ops
 from hotrow.checkpoint import MANIFEST, list_checkpoints, prune_checkpoints, verify
 from hotrow.data.packed import PackedDataset
+from hotrow.data.packed_reader import crc32_of_file
 from hotrow.files import available_memory_bytes, disk_free_bytes
 from hotrow.host import host_facts, versions
 from hotrow.run_folder import RUN, RunFolder
@@ -87,12 +88,24 @@ def check(path: Path | str) -> dict[str, Any]:
     if (path / RUN).is_file():
         run = RunFolder.open(path)
         checkpoints = list_checkpoints(run.checkpoints)
-        num_bytes = sum(verify(checkpoint) for checkpoint in checkpoints.values())
+        num_bytes = sum(verify(checkpoint) for checkpoint in checkpoints.values()) + _check_vocabularies(run)
         return {"kind": "run", "path": str(path), "checkpoints": list(checkpoints), "bytes": num_bytes, "ok": True}
     raise ValueError(
         f"{path} is nothing hotrow wrote: no dataset.json, {MANIFEST} or {RUN} in it; pass a packed dataset, a "
         "checkpoint (RUN/checkpoints/step-N) or a run"
     )
+
+
+def _check_vocabularies(run: RunFolder) -> int:
+    kept = PackedDataset.open(run.vocabulary)
+    total = 0
+    for name, record in kept.info.files.items():
+        if name.startswith("vocab/"):
+            path = kept.path / name
+            if not path.is_file() or crc32_of_file(path) != record.crc32:
+                raise ValueError(f"vocabulary {path} is missing or damaged; copy it anew from the dataset the run used")
+            total += record.num_bytes
+    return total
 
 
 def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     clock.lap("lookup")
     logits_B = parts.model(batch.dense, pooled_BP)
     loss = binary_cross_entropy_with_logits(logits_B, batch.label)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     parts.dense_optimizer.step()
     clock.lap("dense")
     parts.sparse_optimizer.step()
@@ -166,7 +166,6 @@ class Training:
         self.config, self.dataset, self.folder = config, dataset, folder
         self.interrupt, self.progress, self.clock, self.state = interrupt, progress, StepClock(), State()
         tables = tables_of(config.model, dataset)
-        check_memory(config, tables)
         shuffle_seed = options.seed if options.shuffle else None
         self.loader = Loader(dataset.split("train"), options.batch_size, shuffle_seed=shuffle_seed)
         self.steps_per_epoch = self.loader.num_batches
@@ -431,7 +430,9 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
         return folder
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
-    return _run(config, PackedDataset.open(config.data), folder, newest, quiet=quiet)
+    dataset = PackedDataset.open(config.data)
+    check_memory(config, tables_of(config.model, dataset))
+    return _run(config, dataset, folder, newest, quiet=quiet)
 
 
 def _run(

@@ -321,6 +321,15 @@ def test_forged_row_counts(folder: Path) -> None:
         read_everything(folder)
 
 
+def test_a_block_that_says_the_stream_ends_here(folder: Path) -> None:
+    data = bytearray((folder / "train" / "part-00000.arrow").read_bytes())
+    start = PackedDataset.open(folder).info.splits["train"].parts[0].range_ends[0]
+    data[start + 4 : start + 8] = bytes(4)
+    seal(folder, bytes(data))
+    with pytest.raises(ValueError, match=r"part-00000\.arrow, block 0 \(bytes"):
+        read_everything(folder)
+
+
 def test_noise_under_right_checksums_never_crashes(folder: Path) -> None:
     """Metadata of the header and of both blocks, one byte at a time; then whole ranges of noise."""
     data = (folder / "train" / "part-00000.arrow").read_bytes()

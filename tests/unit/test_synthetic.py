@@ -170,6 +170,13 @@ def test_teacher_logits_of_any_span() -> None:
     np.testing.assert_array_equal(source.teacher_logits(39_999, 40_000), whole[39_999:])
 
 
+def test_fewer_rows_are_the_first_of_more() -> None:
+    few, many = (SyntheticSource(criteo_kaggle(num_rows, scale=0.001)) for num_rows in (1_000, 20_000))
+    np.testing.assert_array_equal(few.teacher_logits(0, 1_000), many.teacher_logits(0, 1_000))
+    (chunk,) = read(few)
+    np.testing.assert_array_equal(chunk.label, next(many.chunks(rows_per_chunk=1_000)).label)
+
+
 def test_interactions_carry_what_single_columns_cannot() -> None:
     config = criteo_kaggle(60_000, scale=0.01)
     source = SyntheticSource(config)

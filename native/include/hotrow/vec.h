@@ -98,6 +98,26 @@ struct AnyRow {
   }
 };
 
+// put<k> = column k of the 4 x 4 matrix with rows a0 .. a3.
+inline void store_transposed(Vec<4> a0, Vec<4> a1, Vec<4> a2, Vec<4> a3, float* put0, float* put1, float* put2,
+                             float* put3) {
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+  const Vec<4> low01 = __builtin_shufflevector(a0, a1, 0, 4, 1, 5);
+  const Vec<4> low23 = __builtin_shufflevector(a2, a3, 0, 4, 1, 5);
+  const Vec<4> high01 = __builtin_shufflevector(a0, a1, 2, 6, 3, 7);
+  const Vec<4> high23 = __builtin_shufflevector(a2, a3, 2, 6, 3, 7);
+  store<4>(put0, __builtin_shufflevector(low01, low23, 0, 1, 4, 5));
+  store<4>(put1, __builtin_shufflevector(low01, low23, 2, 3, 6, 7));
+  store<4>(put2, __builtin_shufflevector(high01, high23, 0, 1, 4, 5));
+  store<4>(put3, __builtin_shufflevector(high01, high23, 2, 3, 6, 7));
+#else
+  store<4>(put0, Vec<4>{a0[0], a1[0], a2[0], a3[0]});
+  store<4>(put1, Vec<4>{a0[1], a1[1], a2[1], a3[1]});
+  store<4>(put2, Vec<4>{a0[2], a1[2], a2[2], a3[2]});
+  store<4>(put3, Vec<4>{a0[3], a1[3], a2[3], a3[3]});
+#endif
+}
+
 // Brings a row's cache lines near. The address may lie anywhere: a bad id is found later, where it is used.
 template <bool kForWriting>
 inline void prefetch_row(const float* base, uint64_t row, int64_t dim) {

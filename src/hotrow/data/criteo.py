@@ -94,11 +94,15 @@ class CriteoSource:
         files = tuple(FileInfo(file.name, file.num_bytes, file.mtime_ns) for file in self.files)
         return SourceInfo(sum(rows), count == "exact", files)
 
-    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Chunks of exactly `rows_per_chunk` rows, but for the last of each file; the next is parsed in a thread."""
+    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536, depth: int = 1) -> Iterator[Chunk]:
+        """Chunks of exactly `rows_per_chunk` rows, but for the last of each file.
+
+        The next `depth` chunks are parsed in a thread while the caller works; with 0 there is no thread.
+        """
         start = start or Position()
         self.skipped = SkippedRows(start.num_skipped)
-        return prefetch(self._read(start, rows_per_chunk))
+        chunks = self._read(start, rows_per_chunk)
+        return prefetch(chunks, depth=depth) if depth else chunks
 
     @cached_property
     def _layouts(self) -> list[_FileLayout]:
@@ -222,9 +226,9 @@ def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
     if not raw:
         return "the line is empty; delete it, or let bad rows be skipped (skip_bad_rows)"
     numbers = " or ".join(str(number) for number in wanted)
-    reason = (
-        f"{raw.count(delimiter.encode()) + 1} columns between {DELIMITER_WORDS[delimiter]} where {numbers} are expected"
-    )
+    num_columns = raw.count(delimiter.encode()) + 1
+    columns = "1 column" if num_columns == 1 else f"{num_columns} columns"
+    reason = f"{columns} between {DELIMITER_WORDS[delimiter]} where {numbers} are expected"
     for other, word in DELIMITER_WORDS.items():
         if other != delimiter and raw.count(other.encode()) + 1 in wanted:
             reason += f"; between {word} there would be {raw.count(other.encode()) + 1}"

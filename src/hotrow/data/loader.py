@@ -114,7 +114,9 @@ class Loader:
                 "would drop them all; lower batch_size"
             )
         self.split, self.batch_size, self.shuffle_seed = split, batch_size, shuffle_seed
-        self.window_rows = min(window_rows, max(split.num_rows, 1))
+        # In stored order a window only has to be read, so it is a block, used where it is mapped.
+        most = split.num_rows if shuffle_seed is not None else int(split.block_rows.max(initial=1))
+        self.window_rows = min(window_rows, max(most, 1))
         self.prefetch = prefetch
         rounded_up = 0 if drop_last == "drop" else batch_size - 1
         self.num_batches = (split.num_rows + rounded_up) // batch_size
@@ -128,7 +130,7 @@ class Loader:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory for one window; ids of lists come on top, the mapped file is not counted."""
+        """Memory for one window, the ids of lists not counted; stored order is mostly read in place and needs less."""
         return self.window_rows * self.split.info.row_bytes
 
     def state(self) -> LoaderState:
@@ -188,14 +190,13 @@ class _EpochRows:
             last = min(first + stop - start, self._window_rows)
             piece = [slice_ids(column, first, last) for column in self._load(window_index)]
             start += last - first
-            # A view into a window that gives way to the next one would keep both in memory.
+            # The next window is written over this one, so what is needed of this one is copied first.
             pieces.append(piece if start == stop else [concatenate_ids([column]) for column in piece])
         columns = pieces[0] if len(pieces) == 1 else [concatenate_ids(parts) for parts in zip(*pieces, strict=True)]
         return _assemble(columns, num_dense=len(self._split.info.dense))
 
     def _load(self, window_index: int) -> list[Ids]:
         if window_index != self._window_index:
-            self._window = []
             self._window = self._gather(window_index)
             self._window_index = window_index
         return self._window
@@ -210,7 +211,12 @@ class _EpochRows:
         for index, first, last in self._segments(start, stop):
             block = self._split.block(index)
             pieces.append([slice_ids(column, first, last) for column in (block.label, *block.dense, *block.ids)])
-        return [_take(concatenate_ids(column), order) for column in zip(*pieces, strict=True)]
+        window: list[Ids] = []
+        for j, parts in enumerate(zip(*pieces, strict=True)):
+            column = parts[0] if len(parts) == 1 else concatenate_ids(parts)
+            room = self._window[j] if self._window else None
+            window.append(column if order is None else _take(column, order, room))
+        return window
 
     def _segments(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Block, its first and its last row, for each run of the epoch's rows `start` to `stop`."""
@@ -223,12 +229,13 @@ class _EpochRows:
             start, index = end, index + 1
 
 
-def _take(column: Ids, order: NDArray[np.int64] | None) -> Ids:
-    """The rows of `column` in `order`; None: as they are."""
-    if order is None:
-        return column
+def _take(column: Ids, order: NDArray[np.int64], room: Ids | None) -> Ids:
+    """The rows of `column` in `order`; `room`, a column no longer needed, is written over where it fits."""
+    # mode="clip": "raise" would go through a buffer, and a permutation needs no check.
     if not isinstance(column, Ragged):
-        return column.take(order)
+        out = room if isinstance(room, np.ndarray) and len(room) == len(order) else np.empty_like(column)
+        np.take(column, order, out=out, mode="clip")
+        return out
     splits = np.zeros(len(order) + 1, np.int64)
     np.cumsum(np.diff(column.row_splits)[order], out=splits[1:])
     shift = column.row_splits[order] - splits[:-1]
@@ -236,7 +243,7 @@ def _take(column: Ids, order: NDArray[np.int64] | None) -> Ids:
     for a in range(0, len(order), _GATHER_ROWS):
         b = min(a + _GATHER_ROWS, len(order))
         index = np.repeat(shift[a:b], np.diff(splits[a : b + 1])) + np.arange(splits[a], splits[b])
-        values[splits[a] : splits[b]] = column.values.take(index)
+        np.take(column.values, index, out=values[splits[a] : splits[b]], mode="clip")
     return Ragged(values, splits)
 
 

@@ -350,7 +350,8 @@ def _check_ids(feature: Feature, table: Table, ids: Ids, num_rows: int) -> None:
                 f"{len(values)}, the number of ids"
             )
     assert isinstance(values, np.ndarray)
-    if len(values) and (values.min() < 0 or values.max() >= table.num_embeddings):
+    # Seen as unsigned, a negative id is too large: one pass instead of two.
+    if len(values) and values.view(f"u{values.itemsize}").max() >= table.num_embeddings:
         index = int(((values < 0) | (values >= table.num_embeddings)).argmax())
         row = int(np.searchsorted(ids.row_splits, index, "right")) - 1 if isinstance(ids, Ragged) else index
         raise ValueError(

@@ -28,6 +28,7 @@ from hotrow.data.packed_format import (
     check_values,
     read_info,
 )
+from hotrow.data.vocabulary import open_counts
 from hotrow.tables import TableConfig, Uniform
 
 MAX_OPEN_PARTS = 64
@@ -246,12 +247,10 @@ class PackedDataset:
         """Accesses of each row of `table` in the training split: uint32 or uint64 [num_embeddings], memory-mapped."""
         num_embeddings = self._table(table).num_embeddings
         path = self._side_file(f"counts/{table}", check="crc32")
-        item_bytes, rest = divmod(path.stat().st_size, num_embeddings)
-        if rest or item_bytes not in (4, 8):
-            raise ValueError(
-                f"{path} has {path.stat().st_size} bytes; 4 or 8 per row of {num_embeddings} are expected; {CURE}"
-            )
-        return np.memmap(path, np.dtype(f"<u{item_bytes}"), mode="r")
+        counts = open_counts(path)
+        if len(counts) != num_embeddings:
+            raise ValueError(f"{path} counts {len(counts)} rows where the table has {num_embeddings}; {CURE}")
+        return counts
 
     def vocabulary_path(self, table: str) -> Path:
         """The file that maps raw ids to rows of `table`; its size is checked here, its content by its reader."""

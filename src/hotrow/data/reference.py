@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 NUMBER = re.compile(rb"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 INTEGER = re.compile(rb"-?\d+")
+LABEL_TEXT = re.compile(rb"[01](\.0*)?")
 HEX = re.compile(rb"[0-9a-fA-F]*")
 COLUMN_COUNT, LABEL, NOT_NUMBER, OVERFLOW, NOT_HEX, TOO_LONG = range(1, 7)
 
@@ -77,13 +78,9 @@ def _parse_line(
 
 
 def _parse_label(field: bytes) -> float:
-    try:
-        value = _parse_dense(field)
-    except _RowFaultError:
-        value = math.nan
-    if value not in (0.0, 1.0):
+    if not LABEL_TEXT.fullmatch(field):
         raise _RowFaultError(LABEL, -1)
-    return value
+    return float(field)
 
 
 def _parse_category(field: bytes) -> tuple[int, bool]:

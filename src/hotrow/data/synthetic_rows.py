@@ -7,7 +7,8 @@ Rows come in cells of 16,384. Everything random about a cell is Philox4x64-10(ke
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
 
@@ -203,12 +204,17 @@ class Teacher:
     def __init__(self, generator: Generator) -> None:
         config = generator.config
         self._generator = generator
-        self._weights = [1 / (1 + np.log(table.num_embeddings) / 4) for table in config.tables]
-        signs = np.where(np.arange(len(config.dense)) % 2, -1.0, 1.0)
-        self._dense_weights = signs / np.sqrt(1.0 + np.arange(len(config.dense)))
-        self._centres = np.zeros((len(config.tables), _LATENT))
-        pilot = generator.cell(0)
-        self._centres = np.stack([self._effects(j, ids)[1].mean(axis=1) for j, ids in enumerate(pilot.ids)])
+        normal = _normal_levels().astype(np.float32)
+        weights = [1 / (1 + math.log(table.num_embeddings) / 4) for table in config.tables]
+        self._id_levels = [np.tile(np.float32(weight) * normal, (1 + _LATENT, 1)) for weight in weights]
+        """By feature [1 + 4, levels]: what each level of u and of v adds, weighted and centred."""
+        signs = [(-1) ** j / math.sqrt(1 + j) for j in range(len(config.dense))]
+        # Level -1, a missing count, is the last and adds nothing.
+        self._dense_levels = [np.append(np.float32(sign) * normal, np.float32(0)) for sign in signs]
+        # A full cell even where the data set is smaller, so that its size does not move the truth.
+        pilot = Generator(replace(config, num_rows=max(config.num_rows, CELL_ROWS))).cell(0)
+        for j, ids in enumerate(pilot.ids):
+            self._id_levels[j][1:] -= self._effects(j, ids)[1:].mean(axis=1, keepdims=True)
         parts = self._parts(pilot)
         self._scales = [
             (strength / (std if (std := float(part.std())) > 0 else 1.0), float(part.mean()))
@@ -236,37 +242,35 @@ class Teacher:
         return self.bias + main_scale * (parts.main - main_mean) + dense_scale * (parts.dense - dense_mean)
 
     def _parts(self, cell: Cell) -> _Parts:
-        main, squares = np.zeros(cell.num_rows), np.zeros(cell.num_rows)
-        total = np.zeros((_LATENT, cell.num_rows))
+        main, dense, squares = (np.zeros(cell.num_rows, np.float32) for _ in range(3))
+        total = np.zeros((_LATENT, cell.num_rows), np.float32)
         for j, ids in enumerate(cell.ids):
-            u, v = self._effects(j, ids)
-            v -= self._centres[j][:, None]
-            main += self._weights[j] * u
-            v *= self._weights[j]
+            u, v = np.split(self._effects(j, ids), [1])
+            main += u[0]
             total += v
-            squares += (v * v).sum(axis=0)
-        levels = np.concatenate([_normal_levels(), [0.0]])  # level -1, missing, is the last
-        dense = self._dense_weights @ levels[cell.dense_levels]
-        return _Parts(main, ((total * total).sum(axis=0) - squares) / 2, dense)
+            squares += np.einsum("kn,kn->n", v, v)
+        for levels, column in zip(self._dense_levels, cell.dense_levels, strict=True):
+            dense += levels[column]
+        pair = (np.einsum("kn,kn->n", total, total) - squares) / 2
+        return _Parts(main.astype(np.float64), pair.astype(np.float64), dense.astype(np.float64))
 
-    def _effects(self, j: int, ids: Ids) -> tuple[Floats, Floats]:
-        """u [n] and v [4, n] of the rows' ids."""
+    def _effects(self, j: int, ids: Ids) -> NDArray[np.float32]:
+        """[1 + 4, n]: u and v of each row's id, or their means over its list, weighted and centred."""
         words = _mix64(ids.items.astype(np.uint64) + np.uint64(self._generator.salts[j]))
-        bits = np.uint64(_LEVELS.bit_length() - 1)
-        effects = np.empty((1 + _LATENT, len(words)))
-        for effect in effects:
-            np.take(_normal_levels(), (words & np.uint64(_LEVELS - 1)).view(np.int64), out=effect, mode="clip")
+        bits, low = np.uint64(_LEVELS.bit_length() - 1), np.uint64(_LEVELS - 1)
+        effects = np.empty((1 + _LATENT, len(words)), np.float32)
+        for levels, effect in zip(self._id_levels[j], effects, strict=True):
+            np.take(levels, (words & low).view(np.int64), out=effect, mode="clip")
             words >>= bits
-        if ids.row_splits is not None:
-            effects = _bag_means(effects, ids.row_splits)
-        return effects[0], effects[1:]
+        return effects if ids.row_splits is None else _bag_means(effects, ids.row_splits)
 
 
-def _bag_means(values: Floats, row_splits: NDArray[np.int64]) -> Floats:
+def _bag_means(values: NDArray[np.float32], row_splits: NDArray[np.int64]) -> NDArray[np.float32]:
     """Means of `values` [k, sum of lengths] over each row's span, 0 for empty ones: [k, n]."""
     sums = np.zeros((len(values), values.shape[1] + 1))
-    np.cumsum(values, axis=1, out=sums[:, 1:])
-    return (sums[:, row_splits[1:]] - sums[:, row_splits[:-1]]) / np.maximum(np.diff(row_splits), 1)
+    np.cumsum(values, axis=1, out=sums[:, 1:], dtype=np.float64)
+    means = (sums[:, row_splits[1:]] - sums[:, row_splits[:-1]]) / np.maximum(np.diff(row_splits), 1)
+    return means.astype(np.float32)
 
 
 def sigmoid(logits: Floats) -> Floats:

@@ -118,7 +118,11 @@ class Header:
         sizes = section_bytes(self.num_keys, self.directory_bits, self.index_bytes, stores_bytes=stored)
         end = HEADER_BYTES
         for section, num_bytes in zip(self.sections, sizes, strict=True):
-            if section.offset < end or (num_bytes is not None and section.num_bytes != num_bytes):
+            if (
+                section.offset < end
+                or section.offset % ALIGNMENT
+                or (num_bytes is not None and section.num_bytes != num_bytes)
+            ):
                 return False
             end = section.offset + section.num_bytes
         has_missing = int(self.missing_row != 0)
