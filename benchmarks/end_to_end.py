@@ -141,8 +141,8 @@ def make_peer(setting: Setting, model: DLRM, emb: EmbeddingCollection) -> Step:
     return Step(setting.batches, forward, [torch.optim.SGD(parameters, lr=LR)])
 
 
-def mlp_limit_s(widths: Sequence[int], batch_size: int) -> float:
-    """Sum of the torch.mm(out=) times of an MLP's forward and backward; no gradient goes below the first layer."""
+def mlp_limit_s(widths: Sequence[int], batch_size: int, *, gradient_of_inputs: bool) -> float:
+    """Sum of the torch.mm(out=) times of an MLP's forward and backward, down to its inputs or to its first weights."""
     seconds = 0.0
     for i, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
         x, w, g = (
@@ -150,7 +150,7 @@ def mlp_limit_s(widths: Sequence[int], batch_size: int) -> float:
             torch.ones(num_inputs, num_outputs),
             torch.ones(batch_size, num_outputs),
         )
-        for a, b in [(x, w), (x.t(), g), *([(g, w.t())] if i else [])]:
+        for a, b in [(x, w), (x.t(), g), *([(g, w.t())] if i or gradient_of_inputs else [])]:
             out = torch.empty(a.shape[0], b.shape[1])
             seconds += min(cells.timed(partial(torch.mm, a, b, out=out)) for _ in range(7))
     return seconds
@@ -168,8 +168,9 @@ def step_limit_s(setting: Setting, threads: int) -> float | None:
     if embedding is None or interaction is None:
         return None
     top_inputs = DIM + num_tables * (num_tables + 1) // 2
-    mlps = mlp_limit_s((NUM_DENSE, *BOTTOM, DIM), batch_size) + mlp_limit_s((DIM, top_inputs, *TOP, 1)[1:], batch_size)
-    return embedding + interaction + mlps
+    bottom = mlp_limit_s((NUM_DENSE, *BOTTOM, DIM), batch_size, gradient_of_inputs=False)
+    top = mlp_limit_s((top_inputs, *TOP, 1), batch_size, gradient_of_inputs=True)
+    return embedding + interaction + bottom + top
 
 
 def cell(*, quick: bool) -> cells.Cell:

@@ -1,6 +1,246 @@
 // Parsing, counting and encoding of raw rows as Python functions; see bindings_ops.cpp for the rules.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cerrno>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "hotrow/encode_count.h"
+#include "hotrow/encode_hash.h"
+#include "hotrow/encode_parse.h"
+#include "hotrow/encode_vocabulary.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
-void bind_encode(nb::module_& m) { (void)m; }
+namespace {
+
+using namespace hotrow;
+
+template <class T>
+using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Out = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using OutMatrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Maybe = std::optional<In<T>>;
+
+void require(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);  // becomes ValueError
+}
+
+// OSError with the errno; EBADMSG is a damaged file, for which Python has a better word: ValueError.
+void raise_for(int error, const std::string& what) {
+  if (error == 0) return;
+  if (error == EBADMSG) throw std::invalid_argument(what + " is truncated or altered");
+  nb::object oserror = nb::module_::import_("builtins").attr("OSError");
+  nb::object text = nb::module_::import_("os").attr("strerror")(error);
+  nb::object instance = oserror(error, text, what);
+  PyErr_SetObject(oserror.ptr(), instance.ptr());
+  throw nb::python_error();
+}
+void raise_for(const Status& status) { raise_for(status.error, status.what); }
+
+template <class T>
+const T* data_or_null(const Maybe<T>& array) {
+  return array ? array->data() : nullptr;
+}
+
+const uint8_t* mask_data(const Maybe<bool>& mask, size_t num_keys, const char* message) {
+  require(!mask || mask->shape(0) == num_keys, message);
+  return reinterpret_cast<const uint8_t*>(data_or_null(mask));
+}
+
+void check_strings(const In<uint8_t>& bytes, const In<int64_t>& offsets) {
+  require(offsets.shape(0) >= 1, "offsets is empty; it must have one more entry than there are keys");
+  const int64_t* at = offsets.data();
+  bool rising = at[0] >= 0;
+  for (size_t i = 1; i < offsets.shape(0); ++i) rising &= at[i - 1] <= at[i];
+  require(rising && static_cast<size_t>(at[offsets.shape(0) - 1]) <= bytes.shape(0),
+          "offsets must rise from at least 0 to at most the number of bytes");
+}
+
+void check_keys(size_t num_keys, bool has_bytes, const Maybe<uint8_t>& bytes, const Maybe<int64_t>& offsets) {
+  require(bytes.has_value() == has_bytes && offsets.has_value() == has_bytes,
+          "bytes and offsets must be given for byte-string keys, and only for those");
+  if (!has_bytes) return;
+  check_strings(*bytes, *offsets);
+  require(offsets->shape(0) == num_keys + 1, "offsets must have one more entry than there are hashes");
+}
+
+nb::tuple parse(In<uint8_t> text, const std::string& delimiter, bool has_id, bool has_label, size_t first_row,
+                Out<float> label, OutMatrix<float> dense, OutMatrix<uint32_t> keys, OutMatrix<bool> valid,
+                size_t num_rows) {
+  require(delimiter.size() == 1, "delimiter must be one character");
+  require(text.shape(0) == 0 || text.data()[text.shape(0) - 1] == '\n', "text must end with a newline");
+  require(keys.shape(0) == valid.shape(0) && keys.shape(1) == valid.shape(1), "keys and valid differ in shape");
+  require(first_row <= num_rows && num_rows <= dense.shape(0) && num_rows <= keys.shape(1) &&
+              (!has_label || num_rows <= label.shape(0)),
+          "num_rows does not fit the columns");
+  const RowLayout layout{delimiter[0], has_id, has_label, static_cast<int>(dense.shape(1)),
+                         static_cast<int>(keys.shape(0))};
+  const RowColumns columns{label.data(),  dense.data(), keys.data(), reinterpret_cast<uint8_t*>(valid.data()),
+                           keys.shape(1), num_rows};
+  RowResult result;
+  {
+    nb::gil_scoped_release unlocked;
+    result = parse_rows(reinterpret_cast<const char*>(text.data()), text.shape(0), layout, first_row, columns);
+  }
+  return nb::make_tuple(result.num_rows, result.num_bytes, static_cast<int>(result.fault), result.column);
+}
+
+template <class Key>
+void hash_numbers(In<Key> keys, uint64_t cap, Out<uint64_t> out) {
+  require(out.shape(0) == keys.shape(0), "out must have one entry per key");
+  nb::gil_scoped_release unlocked;
+  hash_keys(keys.data(), keys.shape(0), cap, out.data());
+}
+
+void hash_strings(In<uint8_t> bytes, In<int64_t> offsets, uint64_t cap, Out<uint64_t> out) {
+  check_strings(bytes, offsets);
+  require(out.shape(0) + 1 == offsets.shape(0), "out must have one entry per key");
+  nb::gil_scoped_release unlocked;
+  hash_keys(bytes.data(), offsets.data(), out.shape(0), cap, out.data());
+}
+
+void counter_add(Counter& counter, In<uint64_t> hashes, Maybe<bool> valid, Maybe<bool> mask, Maybe<uint8_t> bytes,
+                 Maybe<int64_t> offsets) {
+  const size_t n = hashes.shape(0);
+  check_keys(n, counter.has_bytes(), bytes, offsets);
+  const uint8_t* valid_data = mask_data(valid, n, "valid must have one entry per key");
+  const uint8_t* mask_begin = mask_data(mask, n, "mask must have one entry per key");
+  nb::gil_scoped_release unlocked;
+  counter.add(hashes.data(), n, valid_data, mask_begin, data_or_null(bytes), data_or_null(offsets));
+}
+
+void counter_drain(Counter& counter, int fd) {
+  int error;
+  {
+    nb::gil_scoped_release unlocked;
+    error = counter.drain(fd);
+  }
+  raise_for(error, "run");
+}
+
+void merge(const std::vector<int>& run_fds, int out_fd, size_t memory_bytes) {
+  Status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = merge_runs(run_fds, out_fd, memory_bytes);
+  }
+  raise_for(status);
+}
+
+void builder_merge(VocabularyBuilder& builder, const std::vector<int>& run_fds, uint64_t min_count) {
+  Status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = builder.merge(run_fds, min_count);
+  }
+  raise_for(status);
+}
+
+void builder_rank(VocabularyBuilder& builder, uint64_t max_rows, int counts_fd, uint64_t offset, bool wide) {
+  Status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = builder.rank(max_rows, counts_fd, offset, wide);
+  }
+  raise_for(status);
+}
+
+// Returns (num_bytes, crc32) of each section.
+nb::list builder_write(VocabularyBuilder& builder, int fd, uint32_t directory_bits, bool wide,
+                       const std::vector<uint64_t>& offsets) {
+  require(offsets.size() == VocabularyBuilder::kNumSections, "offsets must have one entry per section");
+  require(directory_bits >= 1 && directory_bits <= 40, "directory_bits must be 1 to 40");
+  VocabularyBuilder::SectionInfo sections[VocabularyBuilder::kNumSections] = {};
+  for (size_t i = 0; i < offsets.size(); ++i) sections[i].offset = offsets[i];
+  Status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = builder.write(fd, directory_bits, wide, sections);
+  }
+  raise_for(status);
+  nb::list result;
+  for (const auto& section : sections) result.append(nb::make_tuple(section.num_bytes, section.crc));
+  return result;
+}
+
+template <class Index, class Row>
+void lookup(In<uint64_t> hashes, Maybe<bool> valid, Maybe<uint8_t> bytes, Maybe<int64_t> offsets,
+            uint32_t directory_bits, uint64_t first_bucket, In<Index> directory, In<uint64_t> table_hashes,
+            In<Index> rows, Maybe<uint64_t> key_offsets, Maybe<uint8_t> key_bytes, uint64_t missing_row, Out<Row> out) {
+  const size_t n = hashes.shape(0);
+  check_keys(n, key_offsets.has_value(), bytes, offsets);
+  require(out.shape(0) == n, "out must have one entry per key");
+  require(directory_bits >= 1 && directory_bits <= 40, "directory_bits must be 1 to 40");
+  require(directory.shape(0) >= 1 && directory.data()[directory.shape(0) - 1] == table_hashes.shape(0) &&
+              rows.shape(0) == table_hashes.shape(0),
+          "directory, hashes and rows do not fit together");
+  require(key_offsets.has_value() == key_bytes.has_value() &&
+              (!key_offsets || key_offsets->shape(0) == table_hashes.shape(0) + 1),
+          "key_offsets and key_bytes do not fit the hashes");
+  const uint8_t* valid_data = mask_data(valid, n, "valid must have one entry per key");
+  const LookupTable<Index> table{directory_bits,      first_bucket, directory.shape(0) - 1,    directory.data(),
+                                 table_hashes.data(), rows.data(),  data_or_null(key_offsets), data_or_null(key_bytes)};
+  nb::gil_scoped_release unlocked;
+  lookup_rows(table, hashes.data(), valid_data, data_or_null(bytes), data_or_null(offsets), n, missing_row, out.data());
+}
+
+template <class Index, class Row>
+void bind_lookup(nb::module_& m) {
+  m.def("lookup_rows", &lookup<Index, Row>, "hashes"_a.noconvert(), "valid"_a.noconvert().none(),
+        "bytes"_a.noconvert().none(), "offsets"_a.noconvert().none(), "directory_bits"_a, "first_bucket"_a,
+        "directory"_a.noconvert(), "table_hashes"_a.noconvert(), "rows"_a.noconvert(),
+        "key_offsets"_a.noconvert().none(), "key_bytes"_a.noconvert().none(), "missing_row"_a, "out"_a.noconvert());
+}
+
+}  // namespace
+
+void bind_encode(nb::module_& m) {
+  m.def("parse_rows", &parse, "text"_a.noconvert(), "delimiter"_a, "has_id"_a, "has_label"_a, "first_row"_a,
+        "label"_a.noconvert(), "dense"_a.noconvert(), "keys"_a.noconvert(), "valid"_a.noconvert(), "num_rows"_a);
+  m.def(
+      "count_newlines",
+      [](In<uint8_t> text) {
+        nb::gil_scoped_release unlocked;
+        return count_newlines(reinterpret_cast<const char*>(text.data()), text.shape(0));
+      },
+      "text"_a.noconvert());
+  m.def("hash_keys", &hash_numbers<uint32_t>, "keys"_a.noconvert(), "cap"_a, "out"_a.noconvert());
+  m.def("hash_keys", &hash_numbers<int64_t>, "keys"_a.noconvert(), "cap"_a, "out"_a.noconvert());
+  m.def("hash_strings", &hash_strings, "bytes"_a.noconvert(), "offsets"_a.noconvert(), "cap"_a, "out"_a.noconvert());
+  m.def("merge_runs", &merge, "run_fds"_a, "out_fd"_a, "memory_bytes"_a);
+  nb::class_<Counter>(m, "Counter")
+      .def(nb::init<bool, uint64_t>(), "has_bytes"_a, "order"_a)
+      .def("add", &counter_add, "hashes"_a.noconvert(), "valid"_a.noconvert().none(), "mask"_a.noconvert().none(),
+           "bytes"_a.noconvert().none(), "offsets"_a.noconvert().none())
+      .def("drain", &counter_drain, "fd"_a)
+      .def("num_bytes_after", &Counter::num_bytes_after, "num_keys"_a, "num_key_bytes"_a)
+      .def_prop_ro("num_keys", &Counter::num_keys)
+      .def_prop_ro("num_missing", &Counter::missing_count)
+      .def_prop_ro("order", &Counter::order)
+      .def_prop_ro("num_bytes", &Counter::num_bytes);
+  nb::class_<VocabularyBuilder>(m, "VocabularyBuilder")
+      .def(nb::init<bool, std::string, size_t>(), "has_bytes"_a, "tmp_dir"_a, "memory_bytes"_a)
+      .def("merge", &builder_merge, "run_fds"_a, "min_count"_a)
+      .def("rank", &builder_rank, "max_rows"_a, "counts_fd"_a, "offset"_a, "wide"_a)
+      .def("write", &builder_write, "fd"_a, "directory_bits"_a, "wide"_a, "offsets"_a)
+      .def_prop_ro("num_accesses", &VocabularyBuilder::num_accesses)
+      .def_prop_ro("num_distinct", &VocabularyBuilder::num_distinct)
+      .def_prop_ro("num_keys", &VocabularyBuilder::num_keys)
+      .def_prop_ro("num_rows", &VocabularyBuilder::num_rows)
+      .def_prop_ro("missing_row", &VocabularyBuilder::missing_row);
+  bind_lookup<uint32_t, int32_t>(m);
+  bind_lookup<uint32_t, int64_t>(m);
+  bind_lookup<uint64_t, int32_t>(m);
+  bind_lookup<uint64_t, int64_t>(m);
+}

@@ -1,12 +1,279 @@
 // The embedding and dense kernels as Python functions: checks shapes and pointers, releases the GIL, raises ValueError.
 // Together with bindings_encode.cpp the only code that sees nanobind.
+#include <hotrow/embedding.h>
+#include <hotrow/limit.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 namespace nb = nanobind;
+using namespace hotrow;
 
 void bind_encode(nb::module_& m);
 
+namespace {
+
+using Floats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+using ConstFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+using FloatMatrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using GradMatrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using Ids = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Offsets = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void require(bool good, const char* message) {
+  if (!good) throw nb::value_error(message);
+}
+
+int64_t size(const auto& array) { return static_cast<int64_t>(array.size()); }
+int64_t extent(const auto& array, size_t axis) { return static_cast<int64_t>(array.shape(axis)); }
+
+// Which table a feature reads, which output columns it fills and how: the part of a lookup that never changes.
+struct Feature {
+  size_t table;
+  int64_t column;
+  Pooling pooling;
+};
+
+struct Layout {
+  std::vector<Feature> features;
+  explicit Layout(const std::vector<std::tuple<size_t, int64_t, bool>>& specs) {
+    for (const auto& [table, column, mean] : specs) {
+      require(column >= 0, "negative column");
+      features.push_back({table, column, mean ? Pooling::mean : Pooling::sum});
+    }
+  }
+};
+
+// Arrays of a collection, one per table: weights [N, D], or optimizer state. Keeps their memory alive.
+struct Arrays {
+  std::vector<Floats> arrays;
+
+  Rows rows(size_t table) const {
+    require(table < arrays.size() && arrays[table].ndim() == 2, "no [N, D] array for this table");
+    return {arrays[table].data(), extent(arrays[table], 0), extent(arrays[table], 1)};
+  }
+};
+
+// The bags of a batch as the kernels see them: feature f of the layout owns bags starts[f] .. starts[f] + num_bags.
+struct Batch {
+  Ids ids;
+  std::optional<Offsets> offsets;
+  std::optional<ConstFloats> weights;
+  std::vector<int64_t> starts;
+  int64_t num_bags;
+  bool wide;
+
+  Batch(Ids i, std::optional<Offsets> o, std::optional<ConstFloats> w, std::vector<int64_t> s, int64_t n)
+      : ids(std::move(i)), offsets(std::move(o)), weights(std::move(w)), starts(std::move(s)), num_bags(n) {
+    wide = ids.dtype() == nb::dtype<int64_t>();
+    require(wide || ids.dtype() == nb::dtype<int32_t>(), "ids must be int32 or int64");
+    require(!weights || size(*weights) == size(ids), "weights must be as many as ids");
+    const int64_t total = offsets ? size(*offsets) - 1 : size(ids);
+    require(num_bags >= 0, "negative number of bags");
+    for (const int64_t start : starts) require(0 <= start && start + num_bags <= total, "bags beyond the batch");
+  }
+
+  Bags bags(size_t feature, Pooling pooling) const {
+    const int64_t start = starts[feature];
+    return {ids.data(),
+            offsets ? offsets->data() + start : nullptr,
+            weights ? weights->data() : nullptr,
+            size(ids),
+            num_bags,
+            start,
+            pooling,
+            wide};
+  }
+};
+
+std::vector<FeatureBags> join(const Layout& layout, const Arrays& weights, const Batch& batch, int64_t width) {
+  require(batch.starts.size() == layout.features.size(), "batch and layout differ in features");
+  std::vector<FeatureBags> features;
+  for (size_t f = 0; f < layout.features.size(); ++f) {
+    const Feature& feature = layout.features[f];
+    const Rows rows = weights.rows(feature.table);
+    require(feature.column + rows.dim <= width, "feature columns beyond the matrix");
+    features.push_back({rows, batch.bags(f, feature.pooling), feature.column});
+  }
+  return features;
+}
+
+int64_t row_stride(const GradMatrix& grad, int64_t num_bags) {
+  require(extent(grad, 0) == num_bags, "grad must have one row per sample");
+  require(grad.shape(1) <= 1 || grad.stride(1) == 1, "grad rows must be contiguous");
+  return grad.stride(0);
+}
+
+bool bind_lookup(const Layout& layout, const Arrays& weights, const Batch& batch, FloatMatrix out, int num_threads) {
+  require(extent(out, 0) == batch.num_bags, "out must have one row per sample");
+  const auto features = join(layout, weights, batch, extent(out, 1));
+  nb::gil_scoped_release release;
+  return lookup(features, out.data(), extent(out, 1), num_threads);
+}
+
+bool bind_weight_gradient(const Layout& layout, const Arrays& weights, const Batch& batch, GradMatrix grad, Floats out,
+                          int num_threads) {
+  const int64_t stride = row_stride(grad, batch.num_bags);
+  require(size(out) == size(batch.ids), "out must be as long as ids");
+  const auto features = join(layout, weights, batch, extent(grad, 1));
+  nb::gil_scoped_release release;
+  return weight_gradient(features, grad.data(), stride, out.data(), num_threads);
+}
+
+struct SharedScratch {
+  Scratch scratch;
+  std::mutex mutex;
+};
+
+float* state_of(const Arrays* states, size_t table, Algorithm algorithm, const Rows& rows) {
+  if (algorithm == Algorithm::sgd) return nullptr;
+  require(states && table < states->arrays.size(), "no state for this table");
+  const int64_t wanted = algorithm == Algorithm::adagrad ? rows.num_rows * rows.dim : rows.num_rows;
+  require(size(states->arrays[table]) == wanted, "state does not fit its table");
+  return states->arrays[table].data();
+}
+
+using Pending = std::vector<std::pair<const Batch*, GradMatrix>>;
+
+std::vector<TableUpdate> plan_update(const Layout& layout, const Arrays& weights, const Arrays* states,
+                                     const Pending& pending, Algorithm algorithm, const std::vector<float>& lr,
+                                     const std::vector<float>& eps) {
+  require(lr.size() == weights.arrays.size() && eps.size() == lr.size(), "one lr and eps per table");
+  std::vector<TableUpdate> tables;
+  for (size_t t = 0; t < weights.arrays.size(); ++t) {
+    const Rows rows = weights.rows(t);
+    tables.push_back({rows, state_of(states, t, algorithm, rows), {algorithm, lr[t], eps[t]}, {}});
+  }
+  for (size_t f = 0; f < layout.features.size(); ++f) {
+    const Feature& feature = layout.features[f];
+    require(feature.table < tables.size(), "no such table");
+    TableUpdate& table = tables[feature.table];
+    for (const auto& [batch, grad] : pending) {
+      require(batch->starts.size() == layout.features.size(), "batch and layout differ in features");
+      require(feature.column + table.table.dim <= extent(grad, 1), "feature columns beyond grad");
+      table.segments.push_back(
+          {batch->bags(f, feature.pooling), grad.data() + feature.column, row_stride(grad, batch->num_bags)});
+    }
+  }
+  return tables;
+}
+
+int bind_update(const Layout& layout, const Arrays& weights, const Arrays* states, const Pending& pending,
+                int algorithm, const std::vector<float>& lr, const std::vector<float>& eps, SharedScratch& scratch,
+                int num_threads) {
+  require(0 <= algorithm && algorithm <= 2, "no such algorithm");
+  const auto tables = plan_update(layout, weights, states, pending, static_cast<Algorithm>(algorithm), lr, eps);
+  nb::gil_scoped_release release;
+  const std::lock_guard lock(scratch.mutex);
+  return static_cast<int>(update(tables, scratch.scratch, num_threads));
+}
+
+void bind_fill_uniform(uint64_t key, int64_t first_row, FloatMatrix out, float bound, int64_t zero_rows,
+                       int num_threads) {
+  require(first_row >= 0, "negative row");
+  nb::gil_scoped_release release;
+  fill_uniform(key, first_row, extent(out, 0), extent(out, 1), bound, zero_rows, out.data(), num_threads);
+}
+
+struct InteractShape {
+  int64_t samples, features, dim;
+  int64_t width() const { return dim + features * (features + 1) / 2; }
+};
+
+InteractShape interact_shape(const ConstFloats& dense, const ConstFloats& pooled) {
+  require(dense.ndim() == 2 && pooled.ndim() == 3, "dense must be [B, D] and pooled [B, F, D]");
+  require(dense.shape(0) == pooled.shape(0) && dense.shape(1) == pooled.shape(2), "dense and pooled differ in B or D");
+  return {extent(dense, 0), extent(pooled, 1), extent(dense, 1)};
+}
+
+void bind_interact(ConstFloats dense, ConstFloats pooled, FloatMatrix out, int num_threads) {
+  const InteractShape shape = interact_shape(dense, pooled);
+  require(extent(out, 0) == shape.samples && extent(out, 1) == shape.width(), "out must be [B, D + (F + 1) F / 2]");
+  nb::gil_scoped_release release;
+  interact(dense.data(), pooled.data(), shape.samples, shape.features, shape.dim, out.data(), num_threads);
+}
+
+void bind_interact_backward(ConstFloats grad, ConstFloats dense, ConstFloats pooled, Floats grad_dense,
+                            Floats grad_pooled, int num_threads) {
+  const InteractShape shape = interact_shape(dense, pooled);
+  require(size(grad) == shape.samples * shape.width(), "grad must be [B, D + (F + 1) F / 2]");
+  require(size(grad_dense) == size(dense) && size(grad_pooled) == size(pooled), "gradients differ from their inputs");
+  nb::gil_scoped_release release;
+  interact_backward(grad.data(), dense.data(), pooled.data(), shape.samples, shape.features, shape.dim,
+                    grad_dense.data(), grad_pooled.data(), num_threads);
+}
+
+// A zeroed float32 array that owns its pages, and whether the system took the request for huge ones.
+std::pair<nb::ndarray<nb::numpy, float>, bool> bind_allocate(const std::vector<size_t>& shape) {
+  size_t bytes = sizeof(float);
+  for (const size_t n : shape) {
+    require(n == 0 || bytes <= SIZE_MAX / 2 / n, "array too large");
+    bytes *= n;
+  }
+  const Pages pages = allocate_pages(bytes);
+  if (!pages.data) throw std::bad_alloc();
+  nb::capsule owner(new Pages(pages), [](void* p) noexcept {
+    free_pages(*static_cast<Pages*>(p));
+    delete static_cast<Pages*>(p);
+  });
+  return {nb::ndarray<nb::numpy, float>(pages.data, shape.size(), shape.data(), owner), pages.huge};
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (int i = 0; i < num_kernels(); ++i) names.emplace_back(kernels_at(i).isa);
+  return names;
+}
+
+uint64_t bind_touch_rows(FloatMatrix rows, Offsets ids, int64_t distance, bool write, int num_threads) {
+  const int64_t row_bytes = extent(rows, 1) * static_cast<int64_t>(sizeof(float));
+  require(row_bytes % 8 == 0, "rows must be a multiple of 8 bytes");
+  for (int64_t i = 0; i < size(ids); ++i) {
+    require(0 <= ids.data()[i] && ids.data()[i] < extent(rows, 0), "id out of range");
+  }
+  const RowPass pass{reinterpret_cast<char*>(rows.data()), row_bytes, ids.data(), size(ids), distance, write};
+  nb::gil_scoped_release release;
+  return touch_rows(pass, num_threads);
+}
+
+}  // namespace
+
 NB_MODULE(_native, m) {
   m.doc() = "hotrow's kernels; call them through hotrow.ops and hotrow.data.native";
+  nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::tuple<size_t, int64_t, bool>>>());
+  nb::class_<Arrays>(m, "Arrays").def("__init__", [](Arrays* self, std::vector<Floats> arrays) {
+    new (self) Arrays{std::move(arrays)};
+  });
+  nb::class_<Batch>(m, "Batch")
+      .def(nb::init<Ids, std::optional<Offsets>, std::optional<ConstFloats>, std::vector<int64_t>, int64_t>(),
+           nb::arg("ids"), nb::arg("offsets").none(), nb::arg("weights").none(), nb::arg("starts"),
+           nb::arg("num_bags"));
+  nb::class_<SharedScratch>(m, "Scratch").def(nb::init<>());
+  m.def("lookup", bind_lookup);
+  m.def("weight_gradient", bind_weight_gradient);
+  m.def("update", bind_update, nb::arg("layout"), nb::arg("weights"), nb::arg("states").none(), nb::arg("pending"),
+        nb::arg("algorithm"), nb::arg("lr"), nb::arg("eps"), nb::arg("scratch"), nb::arg("num_threads"));
+  m.def("fill_uniform", bind_fill_uniform);
+  m.def("interact", bind_interact);
+  m.def("interact_backward", bind_interact_backward);
+  m.def("allocate", bind_allocate);
+  m.def("touch_rows", bind_touch_rows);
+  m.def("isas", isas);
+  m.def("isa", [] { return std::string(kernels().isa); });
+  m.def("use_isa", [](int index) {
+    require(0 <= index && index < num_kernels(), "no such instruction set on this machine");
+    use_kernels(index);
+  });
   bind_encode(m);
 }

@@ -1,1 +1,161 @@
-// update
+// Apply an optimizer to sorted occurrences, row by row; contract in hotrow/kernels.h.
+#include <hotrow/kernels.h>
+#include <hotrow/vec.h>
+
+HOTROW_DECLARE_KERNELS(HOTROW_ISA)
+
+namespace hotrow::HOTROW_ISA {
+namespace {
+
+constexpr int64_t kAheadRows = 16;  // table rows come from DRAM
+constexpr int64_t kAheadGrads = 6;  // a table's gradient columns mostly lie in L2 already
+
+// One gradient: where it lies and what it is multiplied by.
+struct Gradient {
+  const float* at;
+  float scale;
+};
+
+struct Cursor {
+  const Rows table;
+  const Occurrences& all;
+  const float* state;
+  int64_t state_dim;
+
+  uint64_t row(int64_t i) const { return all.keys[i] >> all.row_shift; }
+
+  Gradient gradient(int64_t i) const {
+    const uint64_t item = all.keys[i] & ((uint64_t{1} << all.row_shift) - 1);
+    const Source& source = all.sources[item >> all.source_shift];
+    const int64_t index = static_cast<int64_t>(item & ((uint64_t{1} << all.source_shift) - 1));
+    const int64_t bag = source.bag_of ? source.bag_of[index] : index;
+    return {source.grad + bag * source.stride, source.scale ? source.scale[index] : 1.0f};
+  }
+  void fetch_row(int64_t i) const {
+    prefetch_row<true>(table.data, row(i), table.dim);
+    if (state_dim) prefetch_row<true>(state, row(i), state_dim);
+  }
+  // Called once per occurrence, in order.
+  void fetch_ahead(int64_t i) const {
+    if (i + kAheadRows < all.num_keys) fetch_row(i + kAheadRows);
+    if (i + kAheadGrads < all.num_keys) prefetch_row<false>(gradient(i + kAheadGrads).at, 0, table.dim);
+  }
+  void fetch_first() const {
+    for (int64_t i = 0; i < kAheadRows && i < all.num_keys; ++i) fetch_row(i);
+  }
+};
+
+// Applies SGD to the occurrences from i on that share i's row; returns the first that does not.
+template <class Acc>
+inline int64_t descend(Acc& weight, float lr, const Cursor& cursor, int64_t i) {
+  const uint64_t row = cursor.row(i);
+  do {
+    cursor.fetch_ahead(i);
+    const Gradient g = cursor.gradient(i);
+    weight.subtract_scaled(lr, g.scale, g.at);
+  } while (++i < cursor.all.num_keys && cursor.row(i) == row);
+  return i;
+}
+
+template <class Acc>
+inline int64_t sum_gradients(Acc& sum, const Cursor& cursor, int64_t i) {
+  const uint64_t row = cursor.row(i);
+  const Gradient first = cursor.gradient(i);
+  cursor.fetch_ahead(i);
+  sum.read_scaled(first.scale, first.at);
+  while (++i < cursor.all.num_keys && cursor.row(i) == row) {
+    cursor.fetch_ahead(i);
+    const Gradient g = cursor.gradient(i);
+    sum.add_scaled(g.scale, g.at);
+  }
+  return i;
+}
+
+inline void adagrad(const Rule& rule, int64_t dim, const float* __restrict g, float* __restrict h,
+                    float* __restrict w) {
+  for (int64_t j = 0; j < dim; ++j) {
+    h[j] = h[j] + g[j] * g[j];
+    w[j] = w[j] - rule.lr * (g[j] / (__builtin_sqrtf(h[j]) + rule.eps));
+  }
+}
+
+inline void row_wise_adagrad(const Rule& rule, int64_t dim, const float* __restrict g, float* __restrict h,
+                             float* __restrict w) {
+  *h = *h + fold16(g, g, dim) / static_cast<float>(dim);
+  const float step = rule.lr / (__builtin_sqrtf(*h) + rule.eps);
+  for (int64_t j = 0; j < dim; ++j) w[j] = w[j] - step * g[j];
+}
+
+template <int kDim>
+void sgd_rows(const Rule& rule, const Cursor& cursor) {
+  for (int64_t i = 0; i < cursor.all.num_keys;) {
+    float* w = cursor.table.data + cursor.row(i) * static_cast<uint64_t>(cursor.table.dim);
+    if constexpr (kDim) {
+      Row<kDim> weight;
+      weight.read(w);
+      i = descend(weight, rule.lr, cursor, i);
+      weight.write(w);
+    } else {
+      AnyRow weight{w, cursor.table.dim};
+      i = descend(weight, rule.lr, cursor, i);
+    }
+  }
+}
+
+template <int kDim>
+void adaptive_rows(const Rule& rule, const Cursor& cursor, float* state, float* g) {
+  for (int64_t i = 0; i < cursor.all.num_keys;) {
+    const uint64_t row = cursor.row(i);
+    if constexpr (kDim) {
+      Row<kDim> sum;
+      i = sum_gradients(sum, cursor, i);
+      sum.write(g);
+    } else {
+      AnyRow sum{g, cursor.table.dim};
+      i = sum_gradients(sum, cursor, i);
+    }
+    const int64_t dim = kDim ? kDim : cursor.table.dim;
+    float* w = cursor.table.data + row * static_cast<uint64_t>(dim);
+    if (rule.algorithm == Algorithm::adagrad) {
+      adagrad(rule, dim, g, state + row * static_cast<uint64_t>(dim), w);
+    } else {
+      row_wise_adagrad(rule, dim, g, state + row, w);
+    }
+  }
+}
+
+template <int kDim>
+void update_rows(const Rule& rule, const Rows& table, float* state, const Occurrences& all, float* scratch) {
+  const int64_t dim = kDim ? kDim : table.dim;
+  const int64_t state_dim = rule.algorithm == Algorithm::adagrad ? dim : rule.algorithm == Algorithm::sgd ? 0 : 1;
+  const Cursor cursor{{table.data, table.num_rows, dim}, all, state, state_dim};
+  cursor.fetch_first();
+  if (rule.algorithm == Algorithm::sgd) {
+    sgd_rows<kDim>(rule, cursor);
+  } else {
+    adaptive_rows<kDim>(rule, cursor, state, scratch);
+  }
+}
+
+}  // namespace
+
+void update(const Rule& rule, const Rows& table, float* state, const Occurrences& occurrences, float* scratch) {
+  switch (table.dim) {
+    case 4:
+      return update_rows<4>(rule, table, state, occurrences, scratch);
+    case 8:
+      return update_rows<8>(rule, table, state, occurrences, scratch);
+    case 16:
+      return update_rows<16>(rule, table, state, occurrences, scratch);
+    case 32:
+      return update_rows<32>(rule, table, state, occurrences, scratch);
+    case 64:
+      return update_rows<64>(rule, table, state, occurrences, scratch);
+    case 128:
+      return update_rows<128>(rule, table, state, occurrences, scratch);
+    default:
+      return update_rows<0>(rule, table, state, occurrences, scratch);
+  }
+}
+
+}  // namespace hotrow::HOTROW_ISA

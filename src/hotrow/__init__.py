@@ -1,8 +1,34 @@
 """hotrow trains recommendation models whose embedding tables are larger than memory, at the speed of that memory."""
 
-from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.tables import TableConfig, Uniform
-
 __version__ = "0.1.0"
 
-__all__ = ["Batch", "KeyedJaggedTensor", "TableConfig", "Uniform", "__version__"]
+from hotrow.api import Run, fit, load
+from hotrow.batch import Batch, KeyedJaggedTensor
+from hotrow.checkpoint import load_checkpoint, save_checkpoint
+from hotrow.config import Config, load_config
+from hotrow.data.loader import Loader
+from hotrow.data.packed import PackedDataset
+from hotrow.embedding import EmbeddingCollection
+from hotrow.optim import SGD, Adagrad, RowWiseAdagrad
+from hotrow.tables import TableConfig, Uniform
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Batch",
+    "Config",
+    "EmbeddingCollection",
+    "KeyedJaggedTensor",
+    "Loader",
+    "PackedDataset",
+    "RowWiseAdagrad",
+    "Run",
+    "TableConfig",
+    "Uniform",
+    "__version__",
+    "fit",
+    "load",
+    "load_checkpoint",
+    "load_config",
+    "save_checkpoint",
+]

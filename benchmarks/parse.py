@@ -1,0 +1,242 @@
+"""Raw Criteo rows to columns and to row numbers: ours beside pyarrow's and polars' CSV readers, in one interleaved run.
+
+    python benchmarks/parse.py --rows 1000000 --keys 34000000 --rounds 5 --json out.json
+
+Makes a file of Criteo's shape (13 integers, 26 categories, Zipf-distributed ids over Kaggle's cardinalities scaled to
+--keys in all, about a tenth of the fields empty), compares what the readers give, then times them in turn:
+
+    parse            ours: text -> float32 and uint32 columns
+    parse+encode     ours: the same, then every category to its row number by vocabularies of --keys ids
+    arrow            pyarrow.csv.read_csv with the columns' types given (categories as strings)
+    arrow+dictionary the same, then dictionary_encode of every category
+    polars           polars.read_csv with the schema given
+
+Single-threaded cells run with one thread on either side; the others may use two: ours then parses in one thread while
+another encodes. Every cell reads the file from the page cache. Medians, ratios to ours, and spreads go to --json; rows
+per CPU second, over all threads, is the figure per core, which a busy machine disturbs least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from hotrow.data.chunk import Chunk, Keys
+from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
+from hotrow.data.spill import CounterPool
+from hotrow.data.vocabulary import Vocabulary
+
+KAGGLE_ROWS = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+"""Distinct ids per category of Criteo Kaggle, as published with the data set's embedding sizes."""
+NAMES = ("label", *DENSE_NAMES, *CATEGORY_NAMES)
+ROWS_PER_CHUNK = 65536
+
+
+def cardinalities(num_keys: int) -> list[int]:
+    return [max(3, round(n * num_keys / sum(KAGGLE_ROWS))) for n in KAGGLE_ROWS]
+
+
+def ids_to_keys(ids: np.ndarray, feature: int) -> np.ndarray:
+    """One-to-one on 32 bits, so that distinct ids stay distinct and look like Criteo's hashes."""
+    return (ids.astype(np.uint32) * np.uint32(2654435761)) ^ np.uint32(feature * 0x9E3779B1 & 0xFFFFFFFF)
+
+
+def hex_strings(keys: np.ndarray, empty: np.ndarray) -> pa.Array:
+    digits = np.frombuffer(b"0123456789abcdef", np.uint8)
+    nibbles = (keys[:, None] >> np.arange(28, -1, -4, dtype=np.uint32)) & 15
+    text = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(8), len(keys), [None, pa.py_buffer(digits[nibbles].tobytes())]
+    )
+    return pc.if_else(pa.array(empty), pa.scalar(None, pa.string()), text.cast(pa.binary()).cast(pa.string()))
+
+
+def write_rows(path: Path, num_rows: int, sizes: list[int], rng: np.random.Generator) -> None:
+    """Writes the file; ids fall off as 1 / rank, sampled by inverting the logarithm."""
+    with path.open("wb") as file:
+        for first in range(0, num_rows, 1 << 18):
+            n = min(1 << 18, num_rows - first)
+            columns: dict[str, pa.Array] = {"label": pa.array(rng.integers(0, 4, n) == 0).cast(pa.int32())}
+            for name in DENSE_NAMES:
+                numbers = rng.geometric(0.02, n) ** rng.integers(1, 3)
+                columns[name] = pa.array(numbers, mask=rng.random(n) < 0.1)
+            for c, (name, size) in enumerate(zip(CATEGORY_NAMES, sizes, strict=True)):
+                ids = np.minimum(np.exp(rng.random(n) * np.log(size + 1)).astype(np.int64) - 1, size - 1)
+                columns[name] = hex_strings(ids_to_keys(ids, c), rng.random(n) < 0.1)
+            options = pyarrow.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+            pyarrow.csv.write_csv(pa.table(columns), file, options)
+
+
+def build_vocabularies(folder: Path, sizes: list[int]) -> dict[str, Vocabulary]:
+    """Vocabularies of every possible id, ranked as they are drawn."""
+    with CounterPool(folder / "tmp", memory_bytes=4 << 30) as counters:
+        for c, (name, size) in enumerate(zip(CATEGORY_NAMES, sizes, strict=True)):
+            counters.declare(name, "int")
+            for first in range(0, size, 1 << 20):
+                ids = np.arange(first, min(first + (1 << 20), size))
+                counters.add(name, Keys(ids_to_keys(ids, c)))
+            counters.build(name, folder / name, folder / f"{name}.counts")
+    return {name: Vocabulary.open(folder / name, verify="header").load() for name in CATEGORY_NAMES}
+
+
+def read_ours(path: Path, *, threads: int) -> list[Chunk]:
+    return list(CriteoSource([path]).chunks(rows_per_chunk=ROWS_PER_CHUNK, depth=threads - 1))
+
+
+def encode_ours(path: Path, vocabularies: dict[str, Vocabulary], *, threads: int) -> int:
+    last_row = 0
+    for chunk in CriteoSource([path]).chunks(rows_per_chunk=ROWS_PER_CHUNK, depth=threads - 1):
+        for name, vocabulary in vocabularies.items():
+            last_row += int(vocabulary.lookup(chunk.keys[name])[-1])
+    return last_row
+
+
+def read_arrow(path: Path, *, threads: int, dictionary: bool = False) -> pa.Table:
+    types = dict.fromkeys(NAMES, pa.int32()) | dict.fromkeys(CATEGORY_NAMES, pa.string())
+    table = pyarrow.csv.read_csv(
+        path,
+        read_options=pyarrow.csv.ReadOptions(column_names=NAMES, use_threads=threads > 1, block_size=8 << 20),
+        parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False),
+        convert_options=pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=True),
+    )
+    if dictionary:
+        for name in CATEGORY_NAMES:
+            table[name].combine_chunks().dictionary_encode()
+    return table
+
+
+def read_polars(path: Path) -> object:
+    import polars as pl  # imported here: the process that times one thread sets its number before
+
+    schema = dict.fromkeys(NAMES, pl.Int32) | dict.fromkeys(CATEGORY_NAMES, pl.String)
+    return pl.read_csv(path, separator="\t", has_header=False, schema=schema, quote_char=None)
+
+
+def check(path: Path, vocabularies: dict[str, Vocabulary]) -> None:
+    """Refuses to time readers that disagree, or row numbers that are not the ids' ranks."""
+    chunks, table, frame = read_ours(path, threads=2), read_arrow(path, threads=2), read_polars(path)
+    for name in DENSE_NAMES:
+        truth = table[name].to_numpy().astype(np.float32)
+        ours = np.concatenate([chunk.dense[:, DENSE_NAMES.index(name)] for chunk in chunks])
+        theirs = frame[name].to_numpy().astype(np.float32)  # type: ignore[index]
+        assert np.array_equal(ours, truth, equal_nan=True) and np.array_equal(ours, theirs, equal_nan=True), name
+    for c, name in enumerate(CATEGORY_NAMES):
+        ours = np.concatenate([chunk.keys[name].values for chunk in chunks])
+        valid = np.concatenate(
+            [k.valid if (k := chunk.keys[name]).valid is not None else np.ones(k.num_keys, bool) for chunk in chunks]
+        )
+        assert hex_strings(ours, ~valid).equals(table[name].combine_chunks()), name
+        rows = np.concatenate([vocabularies[name].lookup(chunk.keys[name]) for chunk in chunks])
+        ids = (ours ^ np.uint32(c * 0x9E3779B1 & 0xFFFFFFFF)) * np.uint32(pow(2654435761, -1, 2**32))
+        assert np.array_equal(rows, np.where(valid, ids.astype(np.int64) + 1, 0)), name
+
+
+Times = dict[str, tuple[float, float]]
+"""Cell -> seconds by the clock, seconds of CPU over all threads."""
+
+
+def timed(cell: Callable[[], object]) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    cell()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def one_round(path: Path, vocabularies: dict[str, Vocabulary], polars_threads: int) -> Times:
+    """Every cell once, in turn."""
+    cells: dict[str, Callable[[], object]] = {
+        "parse/1": lambda: read_ours(path, threads=1),
+        "arrow/1": lambda: read_arrow(path, threads=1),
+        "parse+encode/1": lambda: encode_ours(path, vocabularies, threads=1),
+        "arrow+dictionary/1": lambda: read_arrow(path, threads=1, dictionary=True),
+        "parse/2": lambda: read_ours(path, threads=2),
+        "arrow/2": lambda: read_arrow(path, threads=2),
+        "parse+encode/2": lambda: encode_ours(path, vocabularies, threads=2),
+        "arrow+dictionary/2": lambda: read_arrow(path, threads=2, dictionary=True),
+        f"polars/{polars_threads}": lambda: read_polars(path),
+    }
+    return {name: timed(cell) for name, cell in cells.items()}
+
+
+def polars_alone(path: Path, threads: int) -> tuple[float, float]:
+    """Times of polars with another number of threads, which it fixes at import: in a process of its own."""
+    code = (
+        "import sys; from benchmarks.parse import read_polars, timed; from pathlib import Path; p = Path(sys.argv[1]); "
+    )
+    code += "read_polars(p); print(*timed(lambda: read_polars(p)))"
+    environment = os.environ | {"POLARS_MAX_THREADS": str(threads)}
+    command = [sys.executable, "-c", code, str(path)]
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, env=environment, cwd=root, check=True, capture_output=True, text=True)
+    wall, cpu = map(float, done.stdout.split())
+    return wall, cpu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--keys", type=int, default=sum(KAGGLE_ROWS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    pa.set_cpu_count(2)
+    with tempfile.TemporaryDirectory() as name:
+        path, sizes = Path(name) / "rows.tsv", cardinalities(args.keys)
+        write_rows(path, args.rows, sizes, np.random.default_rng(1))
+        vocabularies = build_vocabularies(Path(name), sizes)
+        check(path, vocabularies)
+        rounds = []
+        for _ in range(args.rounds):
+            rounds.append(one_round(path, vocabularies, 2) | {"polars/1": polars_alone(path, 1)})
+        result = report(rounds, args.rows, path.stat().st_size, sizes)
+    print(json.dumps(result, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result))
+
+
+def report(rounds: list[Times], num_rows: int, num_bytes: int, sizes: list[int]) -> dict[str, object]:
+    cells = []
+    for name in rounds[0]:
+        peer_of = "parse+encode" if "dictionary" in name else "parse"
+        ours = f"{peer_of}/{name.split('/')[1]}"
+        seconds = [one[name][0] for one in rounds]
+        cpu_seconds = [one[name][1] for one in rounds]
+        ratios = [one[name][0] / one[ours][0] for one in rounds]
+        cells.append({
+            "name": name,
+            "ms": round(statistics.median(seconds) * 1e3, 1),
+            "min_ms": round(min(seconds) * 1e3, 1),
+            "max_ms": round(max(seconds) * 1e3, 1),
+            "rows_per_s": round(num_rows / statistics.median(seconds)),
+            "rows_per_cpu_s": round(num_rows / statistics.median(cpu_seconds)),
+            "ours": ours,
+            "ratio": round(statistics.median(ratios), 2),
+            "ratio_spread": [round(min(ratios), 2), round(max(ratios), 2)],
+        })  # fmt: skip
+    return {
+        "rows": num_rows,
+        "text_bytes": num_bytes,
+        "vocabulary_keys": sum(sizes),
+        "machine": f"{platform.machine()} {platform.processor()}, {os.cpu_count()} cores",
+        "command": " ".join(sys.argv),
+        "cells": cells,
+    }
+
+
+if __name__ == "__main__":
+    main()

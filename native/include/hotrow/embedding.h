@@ -1,0 +1,81 @@
+// The embedding ops of a whole batch: all tables in one call, cut into tasks and run on `num_threads` threads. The
+// leaf kernels (kernels.h) state the arithmetic; nothing here can change a bit of a result.
+#pragma once
+
+#include <hotrow/kernels.h>
+
+#include <cstddef>
+#include <vector>
+
+namespace hotrow {
+
+// One feature of a batch: its bags, and the table and output columns they belong to.
+struct FeatureBags {
+  Rows table;
+  Bags bags;
+  int64_t column;
+};
+
+// out[B, stride]: columns [column, column + dim) of every feature are written. False: some id or offset is out of
+// range.
+bool lookup(const std::vector<FeatureBags>& features, float* out, int64_t stride, int num_threads);
+
+// out is indexed by position of the batch's ids; positions of no feature are left alone. False as above.
+bool weight_gradient(const std::vector<FeatureBags>& features, const float* grad, int64_t stride, float* out,
+                     int num_threads);
+
+// Zeroed memory in whole pages; from 2 MiB up it is aligned to 2 MiB and asked to lie on huge pages.
+struct Pages {
+  void* data;  // null: no memory
+  size_t bytes;
+  bool huge;  // the system took the request for huge pages
+};
+Pages allocate_pages(size_t bytes);
+void free_pages(const Pages& pages);
+
+// Memory an update needs while it runs, kept from step to step by its owner. One update at a time may use it.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch();
+
+  // At least `bytes` bytes in whole pages; what was there is lost. Throws std::bad_alloc.
+  std::byte* reserve(size_t bytes);
+
+ private:
+  Pages pages_{};
+};
+
+// One feature in one forward pass: bags and the gradient of their pooled rows (grad points at the feature's column).
+struct Segment {
+  Bags bags;
+  const float* grad;
+  int64_t stride;
+};
+
+struct TableUpdate {
+  Rows table;
+  float* state;  // null for sgd
+  Rule rule;
+  std::vector<Segment> segments;  // in the order in which their occurrences count
+};
+
+// What became of an update; in both failures no row has changed.
+enum class UpdateResult { done, out_of_range, too_large };
+
+// Sorts the occurrences of every table by row (stable), then applies the rule row by row. too_large: a table's row and
+// occurrence numbers do not fit 64 bits together (beyond any memory).
+UpdateResult update(const std::vector<TableUpdate>& tables, Scratch& scratch, int num_threads);
+
+// Rows [first, first + count) of a table into out[count, dim].
+void fill_uniform(uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out,
+                  int num_threads);
+
+void interact(const float* dense, const float* pooled, int64_t num_samples, int64_t num_features, int64_t dim,
+              float* out, int num_threads);
+void interact_backward(const float* grad, const float* dense, const float* pooled, int64_t num_samples,
+                       int64_t num_features, int64_t dim, float* grad_dense, float* grad_pooled, int num_threads);
+
+}  // namespace hotrow

@@ -1,0 +1,58 @@
+// Parser of Criteo-like text: one row per line,
+//
+//   [id d] [label d] dense_0 d ... dense_{I-1} d category_0 d ... category_{C-1} [\r]\n        d: tab or comma
+//
+// dense: an integer of at most 64 bits or a finite decimal number, empty = NaN. category: 1 to 8 hex digits, empty =
+// missing (valid 0, key 0). The id is passed over. Integers become the nearest float32: exact up to 2^24.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hotrow {
+
+struct RowLayout {
+  char delimiter;
+  bool has_id;
+  bool has_label;
+  int num_dense;
+  int num_categories;
+};
+
+// Columns being filled, with room for `capacity` rows: label[row], dense[row * num_dense + i],
+// keys[c * stride + row], valid[c * stride + row].
+struct RowColumns {
+  float* label;
+  float* dense;
+  uint32_t* keys;
+  uint8_t* valid;
+  size_t stride;
+  size_t capacity;
+};
+
+enum class RowFault : int {
+  kNone = 0,
+  kColumnCount,  // fewer or more columns than the layout has
+  kLabel,        // not 0 or 1
+  kNotNumber,    // dense: not a finite decimal number
+  kOverflow,     // dense: beyond int64, or beyond float32
+  kNotHex,       // category: a character that is no hex digit
+  kTooLong,      // category: more than 8 hex digits
+};
+
+struct RowResult {
+  size_t num_rows;   // rows stored by this call
+  size_t num_bytes;  // bytes of whole lines consumed, up to the start of the faulty line if there is one
+  RowFault fault;
+  int column;  // 0-based column of the fault
+};
+
+// Parses lines of text[0 : num_bytes] into rows first_row, first_row + 1, ... until the text, the capacity or a faulty
+// line ends it. The last byte must be '\n'. Never reads outside the text; stores nothing for a faulty line but may have
+// overwritten that row's place.
+RowResult parse_rows(const char* text, size_t num_bytes, const RowLayout& layout, size_t first_row,
+                     const RowColumns& out);
+
+size_t count_newlines(const char* text, size_t num_bytes);
+
+}  // namespace hotrow

@@ -1,0 +1,84 @@
+// The leaf kernels, compiled once per instruction set; dispatch.cpp picks one set at run time.
+//
+// Rules for all of them: fp32 accumulators, no contraction (a*b+c rounds twice on every instruction set) but in
+// `interact*`, no reassociation: the order of every sum is written below, so each set returns the same bits.
+// They neither allocate nor throw, start no thread, and touch nothing beyond the ranges named. Outputs do not alias
+// inputs unless said. "fold16(x)" is the one way a vector is summed to a scalar:
+//   p[k] = +0 + x[k] + x[k + 16] + x[k + 32] + ...  for k = 0..15, in this order
+//   for h = 8, 4, 2, 1:  p[k] = p[k] + p[k + h]  for k = 0..h-1;      fold16 = p[0]
+#pragma once
+
+#include <hotrow/types.h>
+
+// lookup: for b in [first, last):
+//     acc = +0;  for i in bag b, in order:  acc = acc + (weights ? weights[i] * row(ids[i]) : row(ids[i]))
+//     if mean and the bag is not empty:  acc = acc / float(length)
+//     out[b * stride .. + dim) = acc
+//   False when an id lies outside [0, num_rows) or an offset outside [begin, num_ids]; then the rows written mean
+//   nothing.
+//
+// weight_gradient: for every position i of bags [first, last):
+//     d = fold16(grad[b, :] * row(ids[i]));  out[i] = mean ? d / float(length of bag b) : d
+//   `out` is indexed by position, as `weights` is. False as above.
+//
+// update: for each row r of the occurrences, g_1 .. g_n its gradients in order (see Source):
+//     sgd:               w = w - lr * g_i   for i = 1..n
+//     adagrad:           g = g_1 + g_2 + ... in order;  h = h + g * g;  w = w - lr * (g / (sqrt(h) + eps))
+//     row_wise_adagrad:  g as above;  h = h + fold16(g * g) / float(dim);  w = w - (lr / (sqrt(h) + eps)) * g
+//   h is state[num_rows, dim] or, row-wise, state[num_rows]; null for sgd. Keys must be sorted by row, rows in range,
+//   and no other thread may hold keys of the same row. scratch: dim floats.
+//
+// fill_uniform: rows [first, first + count) of a table, written to out[count, dim]; x = the Philox4x32-10 block of
+//     counter (row mod 2^32, row / 2^32, column / 4, 0) and the key;  out = ((x[column mod 4] >> 8) * 2^-23 - 1) *
+//     bound
+//   Rows below zero_rows are 0.
+//
+// interact: samples [first, last); T = [dense; pooled] is [F + 1, D]
+//     out[b] = dense[b], then T_i . T_j for i = 1..F, j = 0..i-1   (D + (F + 1) F / 2 floats)
+//   The sum over D runs upward, contracted where the set has fma.
+// interact_backward: Z the triangle of grad, symmetric with a zero diagonal:
+//     (grad_dense[b], grad_pooled[b]) = Z T, plus grad[b, :D] on the dense row
+//   scratch: interact_scratch_floats(F, D), its contents are of no meaning before or after.
+#define HOTROW_KERNEL_LIST(KERNEL)                                                                                     \
+  KERNEL(bool, lookup, (const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride)) \
+  KERNEL(bool, weight_gradient,                                                                                        \
+         (const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad, int64_t stride,         \
+          float* out))                                                                                                 \
+  KERNEL(void, update,                                                                                                 \
+         (const Rule& rule, const Rows& table, float* state, const Occurrences& occurrences, float* scratch))          \
+  KERNEL(void, fill_uniform,                                                                                           \
+         (uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out))        \
+  KERNEL(void, interact,                                                                                               \
+         (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,     \
+          float* out, float* scratch))                                                                                 \
+  KERNEL(void, interact_backward,                                                                                      \
+         (const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,               \
+          int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch))
+
+namespace hotrow {
+
+#define HOTROW_FIELD(result, name, parameters) result(*name) parameters;
+struct Kernels {
+  const char* isa;
+  HOTROW_KERNEL_LIST(HOTROW_FIELD)
+};
+#undef HOTROW_FIELD
+
+// 16 lanes of slack on every row and column count cover the widest vectors.
+inline int64_t interact_scratch_floats(int64_t num_features, int64_t dim) {
+  return 3 * (num_features + 17) * (num_features + 17 + dim + 16);
+}
+
+// The set in use, and its choice. `num_kernels` sets run on this machine; set 0 is the baseline, the last the widest.
+const Kernels& kernels();
+int num_kernels();
+const Kernels& kernels_at(int index);
+void use_kernels(int index);
+
+}  // namespace hotrow
+
+#define HOTROW_PROTOTYPE(result, name, parameters) result name parameters;
+#define HOTROW_DECLARE_KERNELS(isa)    \
+  namespace hotrow::isa {              \
+  HOTROW_KERNEL_LIST(HOTROW_PROTOTYPE) \
+  }

@@ -1,0 +1,41 @@
+// Calls task(index, worker) once for every index in [0, num_tasks), worker in [0, num_threads). Indices are taken in
+// rising order by whichever thread is free, so no result may depend on who runs what. Tasks must not throw.
+//
+// OpenMP where the build has it (torch's own pool: its libgomp is already loaded), std::thread elsewhere. Always asks
+// for num_threads: libgomp ends and restarts threads whenever the team's size changes.
+#pragma once
+
+#include <cstdint>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#include <atomic>
+#include <thread>
+#include <vector>
+#endif
+
+namespace hotrow {
+
+template <class Task>
+void parallel_for(int64_t num_tasks, int num_threads, const Task& task) {
+  if (num_threads <= 1 || num_tasks <= 1) {
+    for (int64_t i = 0; i < num_tasks; ++i) task(i, 0);
+    return;
+  }
+#ifdef _OPENMP
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
+  for (int64_t i = 0; i < num_tasks; ++i) task(i, omp_get_thread_num());
+#else
+  std::atomic<int64_t> next{0};
+  const auto run = [&](int worker) {
+    for (int64_t i = next++; i < num_tasks; i = next++) task(i, worker);
+  };
+  std::vector<std::thread> threads;
+  for (int worker = 1; worker < num_threads; ++worker) threads.emplace_back(run, worker);
+  run(0);
+  for (std::thread& thread : threads) thread.join();
+#endif
+}
+
+}  // namespace hotrow

@@ -1,0 +1,61 @@
+// The nouns of the kernels: plain structs of raw pointers and sizes. No Python, no torch, no ownership.
+//
+// Legend: B bags (samples), D embedding dim, N rows. All matrices are row-major float32; sizes and offsets are 64-bit.
+#pragma once
+
+#include <cstdint>
+
+namespace hotrow {
+
+enum class Pooling : int32_t { sum = 0, mean = 1 };
+enum class Algorithm : int32_t { sgd = 0, adagrad = 1, row_wise_adagrad = 2 };
+
+// The rows of one table that lie in fast memory. An id is a slot of this array: the kernels do not know whether the
+// array is the whole table or a cache in front of a slower tier.
+struct Rows {
+  float* data;  // [num_rows, dim]
+  int64_t num_rows;
+  int64_t dim;
+};
+
+// The bags of one feature in one batch:  ids of bag b = ids[begin(b) .. begin(b + 1)).
+struct Bags {
+  const void* ids;         // int64 when wide, else int32
+  const int64_t* offsets;  // [num_bags + 1], positions in ids; null: bag b holds the one id ids[start + b]
+  const float* weights;    // per position of ids; null: all 1
+  int64_t num_ids;         // length of ids: no offset may exceed it
+  int64_t num_bags;
+  int64_t start;
+  Pooling pooling;
+  bool wide;
+
+  // Always inlined: one out-of-line copy shared by all instruction sets could hold the wrong one's instructions.
+  [[gnu::always_inline]] int64_t begin(int64_t b) const { return offsets ? offsets[b] : start + b; }
+};
+
+// Where the gradients of one feature come from in an update. The gradient of item `index` is
+//   g = scale[index] * grad[bag_of[index], :]          (bag_of null: the index is the bag; scale null: 1)
+struct Source {
+  const float* grad;  // first column of the feature; row stride in floats
+  int64_t stride;
+  const int64_t* bag_of;
+  const float* scale;
+};
+
+// Sorted occurrences of one table's rows. key = row << row_shift | source << source_shift | index: equal rows are
+// neighbours and keep the order (feature, bag, position) in which the batch holds them.
+struct Occurrences {
+  const uint64_t* keys;
+  int64_t num_keys;
+  const Source* sources;
+  int row_shift;
+  int source_shift;
+};
+
+struct Rule {
+  Algorithm algorithm;
+  float lr;
+  float eps;
+};
+
+}  // namespace hotrow

@@ -1,0 +1,153 @@
+// Vectors of the width this file is compiled for, and a row of D floats held in them. Only for the kernel files: all
+// names live in the namespace of the instruction set. GCC's vector extension, so the same text runs on any machine.
+#pragma once
+
+#include <cstdint>
+
+namespace hotrow::HOTROW_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+template <int N>
+struct VecType {
+  typedef float type __attribute__((vector_size(N * sizeof(float))));
+};
+template <int N>
+using Vec = typename VecType<N>::type;
+
+template <int N>
+inline Vec<N> load(const float* p) {
+  Vec<N> v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+template <int N>
+inline void store(float* p, Vec<N> v) {
+  __builtin_memcpy(p, &v, sizeof v);
+}
+
+// D floats in registers; D is a power of two of at least 4.
+template <int D>
+struct Row {
+  static constexpr int kWidth = D < kLanes ? D : kLanes;
+  static constexpr int kParts = D / kWidth;
+  Vec<kWidth> part[kParts];
+
+  void clear() {
+#pragma GCC unroll 32
+    for (int k = 0; k < kParts; ++k) part[k] = Vec<kWidth>{};
+  }
+  void read(const float* p) {
+#pragma GCC unroll 32
+    for (int k = 0; k < kParts; ++k) part[k] = load<kWidth>(p + k * kWidth);
+  }
+  void write(float* p) const {
+#pragma GCC unroll 32
+    for (int k = 0; k < kParts; ++k) store<kWidth>(p + k * kWidth, part[k]);
+  }
+  void add(const float* p) {
+#pragma GCC unroll 32
+    for (int k = 0; k < kParts; ++k) part[k] = part[k] + load<kWidth>(p + k * kWidth);
+  }
+  void add_scaled(float s, const float* p) {
+#pragma GCC unroll 32
+    for (int k = 0; k < kParts; ++k) part[k] = part[k] + s * load<kWidth>(p + k * kWidth);
+  }
+  void read_scaled(float s, const float* p) {
+#pragma GCC unroll 32
+    for (int k = 0; k < kParts; ++k) part[k] = s * load<kWidth>(p + k * kWidth);
+  }
+  void subtract_scaled(float lr, float s, const float* p) {
+#pragma GCC unroll 32
+    for (int k = 0; k < kParts; ++k) part[k] = part[k] - lr * (s * load<kWidth>(p + k * kWidth));
+  }
+  void divide(float s) {
+#pragma GCC unroll 32
+    for (int k = 0; k < kParts; ++k) part[k] = part[k] / s;
+  }
+};
+
+// The same operations on a row of any length that stays in memory (an L1-resident output or scratch row).
+struct AnyRow {
+  float* __restrict at;
+  int64_t dim;
+
+  void clear() {
+    for (int64_t j = 0; j < dim; ++j) at[j] = 0.0f;
+  }
+  void add(const float* __restrict p) {
+    for (int64_t j = 0; j < dim; ++j) at[j] = at[j] + p[j];
+  }
+  void add_scaled(float s, const float* __restrict p) {
+    for (int64_t j = 0; j < dim; ++j) at[j] = at[j] + s * p[j];
+  }
+  void read_scaled(float s, const float* __restrict p) {
+    for (int64_t j = 0; j < dim; ++j) at[j] = s * p[j];
+  }
+  void subtract_scaled(float lr, float s, const float* __restrict p) {
+    for (int64_t j = 0; j < dim; ++j) at[j] = at[j] - lr * (s * p[j]);
+  }
+  void divide(float s) {
+    for (int64_t j = 0; j < dim; ++j) at[j] = at[j] / s;
+  }
+};
+
+// put<k> = column k of the 4 x 4 matrix with rows a0 .. a3.
+inline void store_transposed(Vec<4> a0, Vec<4> a1, Vec<4> a2, Vec<4> a3, float* put0, float* put1, float* put2,
+                             float* put3) {
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+  const Vec<4> low01 = __builtin_shufflevector(a0, a1, 0, 4, 1, 5);
+  const Vec<4> low23 = __builtin_shufflevector(a2, a3, 0, 4, 1, 5);
+  const Vec<4> high01 = __builtin_shufflevector(a0, a1, 2, 6, 3, 7);
+  const Vec<4> high23 = __builtin_shufflevector(a2, a3, 2, 6, 3, 7);
+  store<4>(put0, __builtin_shufflevector(low01, low23, 0, 1, 4, 5));
+  store<4>(put1, __builtin_shufflevector(low01, low23, 2, 3, 6, 7));
+  store<4>(put2, __builtin_shufflevector(high01, high23, 0, 1, 4, 5));
+  store<4>(put3, __builtin_shufflevector(high01, high23, 2, 3, 6, 7));
+#else
+  store<4>(put0, Vec<4>{a0[0], a1[0], a2[0], a3[0]});
+  store<4>(put1, Vec<4>{a0[1], a1[1], a2[1], a3[1]});
+  store<4>(put2, Vec<4>{a0[2], a1[2], a2[2], a3[2]});
+  store<4>(put3, Vec<4>{a0[3], a1[3], a2[3], a3[3]});
+#endif
+}
+
+// Brings a row's cache lines near. The address may lie anywhere: a bad id is found later, where it is used.
+template <bool kForWriting>
+inline void prefetch_row(const float* base, uint64_t row, int64_t dim) {
+  const uint64_t address = reinterpret_cast<uint64_t>(base) + row * static_cast<uint64_t>(dim) * sizeof(float);
+  const uint64_t end = address + static_cast<uint64_t>(dim) * sizeof(float);
+  for (uint64_t line = address & ~uint64_t{63}; line < end; line += 64) {
+    __builtin_prefetch(reinterpret_cast<const void*>(line), kForWriting, 3);
+  }
+}
+
+// v[k] + v[k + N / 2] for the first half of the lanes.
+template <int N>
+inline Vec<N / 2> fold_half(Vec<N> v) {
+  Vec<N / 2> half[2];
+  __builtin_memcpy(half, &v, sizeof v);
+  return half[0] + half[1];
+}
+
+// fold16 of kernels.h over the products a[j] * b[j].
+inline float fold16(const float* a, const float* b, int64_t dim) {
+  Vec<16> p{};
+  int64_t j = 0;
+  for (; j + 16 <= dim; j += 16) p = p + load<16>(a + j) * load<16>(b + j);
+  // Where dim ends, the remaining partials take +0: a partial is never -0, so that changes no bit.
+  if (j < dim) {
+    float tail[16] = {};
+    for (int k = 0; j + k < dim; ++k) tail[k] = a[j + k] * b[j + k];
+    p = p + load<16>(tail);
+  }
+  return fold_half<2>(fold_half<4>(fold_half<8>(fold_half<16>(p))))[0];
+}
+
+}  // namespace hotrow::HOTROW_ISA

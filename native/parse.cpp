@@ -1,0 +1,207 @@
+// Criteo-like text into columns; see encode_parse.h. Plain scalar code: a row is some 40 short fields, and the branches
+// of a field's length, not the arithmetic, are its cost.
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "hotrow/encode_parse.h"
+
+namespace hotrow {
+namespace {
+
+constexpr uint8_t kNoDigit = 0xff;
+
+constexpr std::array<uint8_t, 256> make_hex_digits() {
+  std::array<uint8_t, 256> table{};
+  table.fill(kNoDigit);
+  for (int i = 0; i < 10; ++i) table['0' + i] = static_cast<uint8_t>(i);
+  for (int i = 0; i < 6; ++i) table['a' + i] = table['A' + i] = static_cast<uint8_t>(10 + i);
+  return table;
+}
+constexpr std::array<uint8_t, 256> kHexDigits = make_hex_digits();
+
+inline uint8_t hex_digit(char c) { return kHexDigits[static_cast<uint8_t>(c)]; }
+inline bool is_digit(char c) { return static_cast<uint8_t>(c - '0') < 10; }
+
+// Walks one line. `at` is the next unread character; a line's '\n' is always inside the text, so it bounds every loop.
+struct Cursor {
+  const char* at;
+  const char* text_end;
+  char delimiter;
+
+  // A field ends at the delimiter, at the end of line, or at a '\r' that the end of line follows.
+  bool at_field_end() const { return *at == delimiter || *at == '\n' || (*at == '\r' && at[1] == '\n'); }
+  void skip_field() {
+    while (!at_field_end()) ++at;
+  }
+};
+
+// Whether [first, last) is -?(digits[.digits] | .digits)([eE][+-]?digits)?: no "nan", no "inf", no hex floats.
+bool is_decimal(const char* first, const char* last, bool* integer) {
+  const auto digits = [&] {
+    const char* start = first;
+    while (first != last && is_digit(*first)) ++first;
+    return first != start;
+  };
+  if (first != last && *first == '-') ++first;
+  bool any = digits();
+  *integer = first == last;
+  if (first != last && *first == '.') any |= (++first, digits());
+  if (!any) return false;
+  if (first == last) return true;
+  if (*first != 'e' && *first != 'E') return false;
+  if (++first != last && (*first == '+' || *first == '-')) ++first;
+  return digits() && first == last;
+}
+
+// The whole field as a number, rounded once to double and once to float.
+RowFault parse_decimal(const char* first, const char* last, float* out) {
+  bool integer;
+  if (!is_decimal(first, last, &integer)) return RowFault::kNotNumber;
+  if (integer) {
+    int64_t exact = 0;
+    if (std::from_chars(first, last, exact).ec == std::errc::result_out_of_range) return RowFault::kOverflow;
+    *out = static_cast<float>(exact);
+    return RowFault::kNone;
+  }
+  double value = 0;
+#if defined(__cpp_lib_to_chars)
+  const bool in_range = std::from_chars(first, last, value).ec == std::errc();
+#else
+  const bool in_range = false;
+#endif
+  if (!in_range) value = std::strtod(std::string(first, last).c_str(), nullptr);  // 0 or infinity, as the case may be
+  *out = static_cast<float>(value);
+  return std::isfinite(*out) ? RowFault::kNone : RowFault::kOverflow;
+}
+
+// Up to 18 digits with a sign are read here; anything else by parse_decimal.
+inline RowFault parse_dense(Cursor& cursor, float* out) {
+  const char* first = cursor.at;
+  const char* p = first;
+  const bool negative = *p == '-';
+  p += negative;
+  const char* digits = p;
+  int64_t value = 0;
+  while (is_digit(*p) && p - digits < 18) value = value * 10 + (*p++ - '0');
+  cursor.at = p;
+  if (p != digits && cursor.at_field_end()) {
+    *out = static_cast<float>(negative ? -value : value);
+    return RowFault::kNone;
+  }
+  if (p == first && cursor.at_field_end()) {
+    *out = std::numeric_limits<float>::quiet_NaN();
+    return RowFault::kNone;
+  }
+  cursor.skip_field();
+  return parse_decimal(first, cursor.at, out);
+}
+
+// 0 or 1, also written 0.0 or 1.0.
+inline RowFault parse_label(Cursor& cursor, float* out) {
+  const char digit = *cursor.at;
+  if (digit != '0' && digit != '1') return RowFault::kLabel;
+  *out = static_cast<float>(digit - '0');
+  if (*++cursor.at == '.') {
+    while (*++cursor.at == '0') {
+    }
+  }
+  return RowFault::kNone;
+}
+
+inline RowFault parse_category(Cursor& cursor, uint32_t* key, uint8_t* valid) {
+  const char* p = cursor.at;
+  uint32_t value = 0;
+  if (cursor.text_end - p >= 8) {  // the usual field is exactly 8 digits: no branch per digit
+    uint8_t any = 0;
+    for (int i = 0; i < 8; ++i) {
+      const uint8_t digit = hex_digit(p[i]);
+      any |= digit;
+      value = value << 4 | (digit & 15);
+    }
+    if (any < 16) {
+      cursor.at = p + 8;
+      *key = value;
+      *valid = 1;
+      return hex_digit(*cursor.at) == kNoDigit ? RowFault::kNone : RowFault::kTooLong;
+    }
+    value = 0;
+  }
+  for (uint8_t digit; (digit = hex_digit(*p)) != kNoDigit; ++p) value = value << 4 | digit;  // fewer than 8 of them
+  *key = value;
+  *valid = p != cursor.at;
+  cursor.at = p;
+  return RowFault::kNone;
+}
+
+// Steps over the end of field `column`; `garbage` is the fault when the field holds more than was read.
+inline RowFault end_field(Cursor& cursor, int column, int num_columns, RowFault garbage) {
+  const bool last = column + 1 == num_columns;
+  if (!last && *cursor.at == cursor.delimiter) {
+    ++cursor.at;
+    return RowFault::kNone;
+  }
+  if (!cursor.at_field_end()) return garbage;
+  if (!last || *cursor.at == cursor.delimiter) return RowFault::kColumnCount;
+  cursor.at += (*cursor.at == '\r') + 1;
+  return RowFault::kNone;
+}
+
+// One line into row `row`; on a fault, *column is the 0-based column it is in.
+inline RowFault parse_row(Cursor& cursor, const RowLayout& layout, const RowColumns& out, size_t row, int* column) {
+  const int num_columns = layout.has_id + layout.has_label + layout.num_dense + layout.num_categories;
+  int& c = *column;
+  c = 0;
+  RowFault fault = RowFault::kNone;
+  if (layout.has_id) {
+    cursor.skip_field();
+    if ((fault = end_field(cursor, c, num_columns, RowFault::kColumnCount)) != RowFault::kNone) return fault;
+    ++c;
+  }
+  if (layout.has_label) {
+    if ((fault = parse_label(cursor, out.label + row)) != RowFault::kNone) return fault;
+    if ((fault = end_field(cursor, c, num_columns, RowFault::kLabel)) != RowFault::kNone) return fault;
+    ++c;
+  }
+  float* dense = out.dense + row * layout.num_dense;
+  for (int i = 0; i < layout.num_dense; ++i, ++c) {
+    if ((fault = parse_dense(cursor, dense + i)) != RowFault::kNone) return fault;
+    if ((fault = end_field(cursor, c, num_columns, RowFault::kNotNumber)) != RowFault::kNone) return fault;
+  }
+  uint32_t* key = out.keys + row;
+  uint8_t* valid = out.valid + row;
+  for (int i = 0; i < layout.num_categories; ++i, ++c, key += out.stride, valid += out.stride) {
+    if ((fault = parse_category(cursor, key, valid)) != RowFault::kNone) return fault;
+    if ((fault = end_field(cursor, c, num_columns, RowFault::kNotHex)) != RowFault::kNone) return fault;
+  }
+  return RowFault::kNone;
+}
+
+}  // namespace
+
+RowResult parse_rows(const char* text, size_t num_bytes, const RowLayout& layout, size_t first_row,
+                     const RowColumns& out) {
+  Cursor cursor{text, text + num_bytes, layout.delimiter};
+  RowResult result{0, 0, RowFault::kNone, 0};
+  size_t row = first_row;
+  for (; row < out.capacity && cursor.at != cursor.text_end; ++row) {
+    result.fault = parse_row(cursor, layout, out, row, &result.column);
+    if (result.fault != RowFault::kNone) break;
+    result.num_bytes = static_cast<size_t>(cursor.at - text);
+  }
+  result.num_rows = row - first_row;
+  if (result.fault == RowFault::kNone) result.column = 0;
+  return result;
+}
+
+size_t count_newlines(const char* text, size_t num_bytes) {
+  size_t count = 0;
+  for (size_t i = 0; i < num_bytes; ++i) count += text[i] == '\n';
+  return count;
+}
+
+}  // namespace hotrow

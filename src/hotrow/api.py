@@ -1,0 +1,265 @@
+"""What notebooks and the command line call: fit, load, and a finished run that scores and evaluates.
+
+    run = hotrow.fit("clicks/*.parquet", label="click", time="ts")
+    run.metrics["auc"], run.predict(frame), hotrow.load("runs/clicks-dlrm-001")
+
+Every function is preparation, training or scoring put together; nothing here knows how those are done.
+"""
+
+from __future__ import annotations
+
+import difflib
+import html
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from hotrow.checkpoint import list_checkpoints, load_checkpoint, read_manifest
+from hotrow.config import apply_overrides, make_config, options
+from hotrow.data.loader import Loader
+from hotrow.data.packed import PackedDataset
+from hotrow.data.packed_format import MANIFEST
+from hotrow.data.prepare import RawEncoder, run_prepare
+from hotrow.data.progress import progress_bar
+from hotrow.embedding import EmbeddingCollection
+from hotrow.files import atomic_write
+from hotrow.run_folder import RunFolder
+from hotrow.tables import TableConfig
+from hotrow.trainer import EVAL_BATCH_SIZE, build_network, evaluate, train
+
+FIT_DEFAULTS = (
+    "train.epochs=5",
+    "train.eval_every=0.25",
+    "train.early_stopping=4",
+    "optimizer.dense.name=adagrad",
+    "optimizer.dense.lr=0.01",
+    "optimizer.sparse.name=adagrad",
+    "optimizer.sparse.lr=0.02",
+    "optimizer.sparse.initial_accumulator_value=0.1",
+)
+"""Where `fit` differs from the config's own defaults, which are the reference DLRM's: it stops by itself."""
+_SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
+
+
+class Run:
+    """A run on disk, by its folder; `hotrow.fit` and `hotrow.load` return one."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.folder = RunFolder.open(path)
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self.folder.path
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What run.json says: status, versions, host, backend, warnings, metrics, timings."""
+        return self.folder.record
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The final metrics on the test split (else the validation split) under their names, and `split`; {} before."""
+        for split in ("test", "val"):
+            if split in self.record.get("metrics", {}):
+                return {"split": split, **self.record["metrics"][split]}
+        return {}
+
+    def summary(self) -> dict[str, Any]:
+        """One flat record of how the run went: what `hotrow train --json` prints."""
+        record, metrics = self.record, self.metrics
+        names = ("status", "ended", "signal", "samples_per_s", "steps", "epochs", "step_ms", "train_s", "backend")
+        return {
+            **{name: metrics.get(name) for name in ("auc", "logloss", "ne", "calibration", "base_logloss", "split")},
+            **{name: record[name] for name in names if name in record},
+            "run_dir": str(self.path),
+            "metrics": record.get("metrics", {}),
+            "warnings": record["warnings"],
+        }
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint this run predicts with: the one it chose at its end, else its newest.
+
+        Raises ValueError where there is none yet.
+        """
+        checkpoints = list_checkpoints(self.folder.checkpoints)
+        if not checkpoints:
+            raise ValueError(f"run {self.path} has no checkpoint yet; let it train, or resume it")
+        return checkpoints.get(self.record.get("chosen_step", -1), checkpoints[max(checkpoints)])
+
+    @cached_property
+    def _network(self) -> tuple[EmbeddingCollection, nn.Module]:
+        made = read_manifest(self.checkpoint)["extra"]
+        config = make_config(made["config"], origin=f"config in {self.checkpoint}")
+        tables = [TableConfig.from_json(table) for table in made["tables"]]
+        embedding, model = build_network(config, tables, num_dense=made["num_dense"])
+        load_checkpoint(self.checkpoint, {"embedding": embedding, "model": model})
+        return embedding, model
+
+    def predict(self, data: Any) -> NDArray[np.float32]:
+        """The probability of a positive label for each row of `data`, in its order: float32 [num_rows].
+
+        data: raw rows as they were prepared for training, label not needed: paths, globs or URIs, or an Arrow-capable
+        frame. Ids never seen in training score through row 0, as rare ones do.
+        Raises ValueError where columns are missing or of another type, naming file and column.
+        """
+        scores = list(self.predict_batches(data))
+        return np.concatenate(scores) if scores else np.empty(0, np.float32)
+
+    @torch.no_grad()
+    def predict_batches(self, data: Any) -> Iterator[NDArray[np.float32]]:
+        """`predict` piece by piece, in bounded memory."""
+        embedding, model = self._network
+        for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE):
+            yield torch.sigmoid(model(batch.dense, embedding(batch.sparse))).numpy()
+
+    def write_scores(self, data: Any, out: Path | str) -> int:
+        """Write `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
+
+        The file appears when it is whole. Raises ValueError where it exists already or has another suffix.
+        """
+        out = Path(out)
+        if out.suffix not in _SCORE_WRITERS:
+            raise ValueError(f"scores file {out} ends in {out.suffix!r}; choose {' or '.join(_SCORE_WRITERS)}")
+        if out.exists():
+            raise ValueError(f"scores file {out} exists already; remove it or choose another name")
+        schema = pa.schema([pa.field("score", pa.float32(), nullable=False)])
+        num_rows = 0
+        with atomic_write(out) as file, _SCORE_WRITERS[out.suffix](file, schema) as writer:
+            for scores in self.predict_batches(data):
+                writer.write_batch(pa.record_batch([pa.array(scores)], schema=schema))
+                num_rows += len(scores)
+        return num_rows
+
+    def evaluate(self, split: str = "test", *, data: Path | str | None = None) -> dict[str, Any]:
+        """The metrics of the run's model on a split of `data`, a packed dataset (default: the one it was trained on).
+
+        Raises ValueError where `data` was prepared with other vocabularies: its row numbers would mean other ids.
+        """
+        dataset = PackedDataset.open(data or self.record["dataset"]["path"])
+        own = PackedDataset.open(self.folder.vocabulary)
+        for table in dataset.info.tables:
+            mine = own.info.table_by_name.get(table.name)
+            if mine is None or (mine.vocabulary, mine.num_embeddings) != (table.vocabulary, table.num_embeddings):
+                raise ValueError(
+                    f"{dataset.path}: table {table.name!r} has another vocabulary than run {self.path} has; "
+                    "score its raw rows instead (`hotrow predict`)"
+                )
+        return evaluate(*self._network, Loader(dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None))
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {self.record['status']})"
+
+    def _repr_html_(self) -> str:
+        figures = {"status": self.record["status"], "path": self.path, **self.metrics}
+        figures |= {name: self.record[name] for name in ("steps", "epochs", "samples_per_s") if name in self.record}
+        rows = "".join(
+            f"<tr><th>{html.escape(str(name))}</th>"
+            f"<td>{html.escape(f'{value:.4f}' if isinstance(value, float) else str(value))}</td></tr>"
+            for name, value in figures.items()
+        )
+        return f"<table>{rows}</table>"
+
+
+def load(path: Path | str) -> Run:
+    """The run in the folder `path`. Raises ValueError where it is none."""
+    return Run(path)
+
+
+def fit(
+    data: Any,
+    *,
+    label: str | None = None,
+    time: str | None = None,
+    model: str = "dlrm",
+    run: Path | str | None = None,
+    quiet: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Prepare `data` where it is raw, train a model on it, and return the run.
+
+    data: a packed dataset's folder; paths, globs or URIs of CSV or Parquet; or an Arrow-capable frame (pandas, polars,
+    duckdb, pyarrow). Raw data is packed into the run's folder, under data/. label, time: its columns of these meanings
+    (guessed where None; with a time the last rows are the test split). run: the run's folder (default: the next
+    runs/NAME-MODEL-NNN). overrides: options of the config by their last name where that is unique (`epochs=3`) or in
+    full (`**{"optimizer.dense.lr": 0.1}`); FIT_DEFAULTS holds otherwise, with a batch size of 1/200 of the training
+    rows between 64 and 2048. What was used is in the run's config.yaml.
+
+    Ctrl-C saves the run and returns it with the status "interrupted". Raises ValueError for what the data or an option
+    has wrong.
+    """
+    changes = [f"model.name={model}", *(f"{_option(name)}={json.dumps(value)}" for name, value in overrides.items())]
+    make_config(apply_overrides({"data": ""}, [*FIT_DEFAULTS, *changes]), origin="fit")  # before hours of preparation
+    packed = isinstance(data, str | Path) and (Path(data) / MANIFEST).is_file()
+    if packed and (label is not None or time is not None):
+        raise ValueError(f"label and time are for raw data, but {data} is a packed dataset; leave them out")
+    folder = RunFolder.create(run, name=f"{_name_of(data)}-{model}")
+    with folder:
+        if not packed:
+            data = _prepare_into(folder, data, label=label, time=time, quiet=quiet).path
+        dataset = PackedDataset.open(data)
+        raw = {"data": str(dataset.path), "run": str(folder.path)}
+        config = make_config(apply_overrides(raw, [*_defaults(dataset), *changes]), origin="fit")
+    return Run(train(config, folder=folder, quiet=quiet).path)
+
+
+def _prepare_into(folder: RunFolder, data: Any, *, label: str | None, time: str | None, quiet: bool) -> PackedDataset:
+    """Raw `data` packed into the run's folder; what was guessed and found is said and logged."""
+
+    def announce(line: str) -> None:
+        folder.log(line)
+        if not quiet:
+            print(line, file=sys.stderr)
+
+    source = "auto" if _is_paths(data) else "frame"
+    with nullcontext() if quiet else progress_bar() as progress:
+        out = folder.path / "data"
+        return run_prepare(source, data, out, label=label, time=time, progress=progress, announce=announce)
+
+
+def _is_paths(data: Any) -> bool:
+    """Whether `data` is a path, or a list of them, rather than a frame."""
+    return isinstance(data, str | Path) or (isinstance(data, list | tuple) and all(map(_is_paths, data)))
+
+
+def _defaults(dataset: PackedDataset) -> list[str]:
+    batch_size = min(2048, max(64, dataset.split("train").num_rows // 200))
+    stops = "val" in dataset.splits and dataset.split("val").num_rows > 0
+    return [*FIT_DEFAULTS, f"train.batch_size={batch_size}", *([] if stops else ["train.early_stopping=null"])]
+
+
+def _option(name: str) -> str:
+    """The dotted path of the config option called `name`: its full path, or its last part where only one ends so."""
+    paths = [path for path, _ in options()]
+    found = [path for path in paths if name in (path, path.rpartition(".")[2])]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"option {name!r} may mean {' or '.join(found)}; give one in full: **{{{found[0]!r}: ...}}")
+    near = difflib.get_close_matches(name, [*paths, *(path.rpartition(".")[2] for path in paths)], n=1)
+    raise ValueError(
+        f"option {name!r} is not known" + (f"; did you mean {near[0]!r}?" if near else "; see docs/config.md")
+    )
+
+
+def _name_of(data: Any) -> str:
+    """What to call a run on `data`: its file's or folder's name without what follows the first dot or star."""
+    first = data[0] if isinstance(data, list | tuple) and data else data
+    if not isinstance(first, str | Path):
+        return "frame"
+    parts = [re.split(r"[.*?\[]", part)[0] for part in str(first).rstrip("/").split("/")]
+    return next((part for part in reversed(parts) if part), "data")

@@ -1,0 +1,343 @@
+"""The command line: each verb is a library call and the printing of its result.
+
+Results go to stdout (one JSON object as its last line with --json), progress to stderr. Bad input ends with exit code 2
+and one line that says the cure; HOTROW_DEBUG=1 shows the traceback. Interrupted training ends with 128 + the signal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Raw click logs in, a trained DLRM out. Start with `hotrow demo`; every verb has --help with an example.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override a config field, e.g. train.epochs=2.")]
+Paths = Annotated[list[str], typer.Argument(help="Files, folders, globs or URIs (s3://, gs://, hdfs://).")]
+Label = Annotated[str | None, typer.Option(help="The 0/1 column; guessed if not given.")]
+Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
+
+
+def verb(name: str, *, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as the verb `name`, whose help ends with an example."""
+    return app.command(name, epilog=f"Example: {example}")
+
+
+@contextmanager
+def saying_interruptions() -> Iterator[None]:
+    """Ctrl-C inside ends with what it says and exit code 130, where typer would say only "Aborted."."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        print(f"hotrow: {str(error) or 'aborted'}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def print_result(result: Mapping[str, Any], *, as_json: bool, human: Callable[[], None]) -> None:
+    """`result` as one line of JSON, or what `human` prints."""
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        human()
+
+
+@verb("demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)")
+def demo(
+    *,
+    data: Annotated[str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV or Parquet.")] = None,
+    label: Label = None,
+    time: Time = None,
+    folder: Annotated[Path, typer.Option(help="Where synthetic logs and their packed form are kept.")] = Path(
+        "demo-data"
+    ),
+    json_: Json = False,
+) -> None:
+    """Make synthetic Criteo-shaped clicks (or take your own logs), prepare, train a DLRM, evaluate it."""
+    from hotrow.demo import demo_on_logs, demo_on_synthetic
+
+    with saying_interruptions():
+        result = demo_on_logs(data, label=label, time_column=time) if data else demo_on_synthetic(folder)
+    print_result(result, as_json=json_, human=lambda: print(result["text"]))
+    _exit_if_interrupted(result)
+
+
+@verb("init", example="hotrow init clicks/*.parquet --label click --out clicks")
+def init(
+    paths: Paths,
+    *,
+    label: Label = None,
+    time: Time = None,
+    out: Annotated[Path, typer.Option(help="Folder to write schema.yaml and recipe.yaml into.")] = Path(),
+    json_: Json = False,
+) -> None:
+    """Look at logs, or a packed dataset, and write a commented schema and recipe for it."""
+    from hotrow.data.init import run_init
+
+    found = run_init(paths[0] if len(paths) == 1 else paths, label=label, time=time, out=out)
+    result = {"found": found.found, "files": [str(file) for file in found.files], "next": list(found.commands)}
+    print_result(result, as_json=json_, human=lambda: _print_init(result))
+
+
+@verb("prepare", example="hotrow prepare criteo train.txt --out data/criteo")
+def prepare(
+    source: Annotated[str, typer.Argument(help="criteo, avazu, taobao, movielens, csv, parquet, or auto to tell.")],
+    paths: Paths,
+    *,
+    out: Annotated[Path, typer.Option(help="Folder of the packed dataset; work left there is continued.")],
+    schema: Annotated[Path | None, typer.Option(help="Schema of csv and parquet (hotrow init); else guessed.")] = None,
+    label: Label = None,
+    time: Time = None,
+    split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
+    fractions: Annotated[str | None, typer.Option(help="Of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the random split and of --sample.")] = None,
+    min_count: Annotated[int | None, typer.Option(help="Ids seen fewer times in training share row 0.")] = None,
+    hash_cap: Annotated[int | None, typer.Option(help="Ids modulo this, before counting.")] = None,
+    sample: Annotated[float, typer.Option(help="Share of the rows to keep, for a first look.")] = 1.0,
+    rows: Annotated[int | None, typer.Option(help="Only the first rows.")] = None,
+    skip_bad_rows: Annotated[int, typer.Option(help="How many bad rows may be left out (counted).")] = 0,
+    memory: Annotated[str | None, typer.Option(help="Limit for counters and vocabularies, e.g. 4GiB.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of encoding; default: the cores this process may use.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")] = False,
+    json_: Json = False,
+) -> None:
+    """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable, in bounded memory."""
+    from hotrow.data.prepare import run_prepare
+    from hotrow.data.progress import progress_bar
+
+    with saying_interruptions(), progress_bar() as progress:
+        dataset = run_prepare(
+            source,
+            paths[0] if len(paths) == 1 else paths,
+            out,
+            schema=schema,
+            label=label,
+            time=time,
+            split=split,
+            fractions=_fractions(fractions),
+            seed=seed,
+            min_count=min_count,
+            hash_cap=hash_cap,
+            rows=rows,
+            sample=sample,
+            skip_bad_rows=skip_bad_rows,
+            memory=memory,
+            threads=threads,
+            overwrite=overwrite,
+            progress=progress,
+            announce=lambda line: print(line, file=sys.stderr),
+        )
+    result = {
+        "out": str(out),
+        "name": dataset.info.name,
+        "rows": {name: split.num_rows for name, split in dataset.splits.items()},
+        "num_embeddings": {table.name: table.num_embeddings for table in dataset.info.tables},
+        "summary": dict(dataset.info.summary),
+        "checksum": dataset.checksum,
+    }
+    print_result(result, as_json=json_, human=lambda: _print_fields({k: result[k] for k in ("out", "rows", "summary")}))
+
+
+@verb("train", example="hotrow train recipes/criteo-small.yaml --set train.seed=2   (go on: hotrow train --resume RUN)")
+def train(
+    config: Annotated[Path | None, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")] = None,
+    *,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder to the same bits.")] = None,
+    set_: Set = None,
+    json_: Json = False,
+) -> None:
+    """Train as a config says, or continue an interrupted run."""
+    from hotrow import trainer
+    from hotrow.api import Run
+    from hotrow.config import load_config
+
+    if (config is None) == (resume is None):
+        raise ValueError("pass a config to start a run, or --resume RUN to continue one")
+    with saying_interruptions():
+        if resume is not None:
+            folder = trainer.resume(resume, set_ or ())
+        else:
+            assert config is not None
+            folder = trainer.train(load_config(config, set_ or ()))
+    result = Run(folder.path).summary()
+    print_result(result, as_json=json_, human=lambda: _print_run(result))
+    _exit_if_interrupted(result)
+
+
+@verb("eval", example="hotrow eval runs/criteo-small-dlrm-001 --split test")
+def eval_(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    *,
+    data: Annotated[Path | None, typer.Option(help="A packed dataset; default: the run's own.")] = None,
+    split: Annotated[str, typer.Option(help="Which split of it.")] = "test",
+    json_: Json = False,
+) -> None:
+    """AUC, LogLoss, normalised entropy and calibration of a run on a split."""
+    from hotrow.api import load
+
+    result = {"run_dir": str(run), "split": split, **load(run).evaluate(split, data=data)}
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+@verb("predict", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    paths: Paths,
+    *,
+    out: Annotated[Path, typer.Option(help="File of scores, .parquet or .csv; must not exist yet.")],
+    json_: Json = False,
+) -> None:
+    """Score raw rows: one probability per row, in the rows' order, in column `score`."""
+    from hotrow.api import load
+
+    result = {"run_dir": str(run), "out": str(out), "rows": load(run).write_scores(paths, out)}
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+@verb("inspect", example="hotrow inspect data/criteo")
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A packed dataset.")],
+    *,
+    json_: Json = False,
+) -> None:
+    """Rows, table sizes, and how few rows take most accesses."""
+    from hotrow import tools
+
+    result = tools.inspect(path)
+    print_result(result, as_json=json_, human=lambda: _print_inspection(result))
+
+
+@verb("check", example="hotrow check data/criteo")
+def check(
+    path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint or a run.")],
+    *,
+    json_: Json = False,
+) -> None:
+    """Verify every byte of a packed dataset, a checkpoint or a run against its checksums."""
+    from hotrow import tools
+
+    result = tools.check(path)
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+@verb("bench", example="hotrow bench --quick")
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Cells to measure; default: all.")] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes, fewer rounds.")] = False,
+    json_: Json = False,
+) -> None:
+    """Our kernels against torch's and the machine's limit, interleaved, outputs compared first."""
+    from hotrow.bench import format_row, run_bench
+
+    result = run_bench(names or None, quick=quick)
+    print_result(result, as_json=json_, human=lambda: print("\n".join(format_row(row) for row in result["cells"])))
+
+
+@verb("doctor", example="hotrow doctor")
+def doctor(
+    *,
+    json_: Json = False,
+) -> None:
+    """What decides whether and how fast hotrow runs here; paste it into reports."""
+    from hotrow import tools
+
+    result = tools.doctor()
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+@verb("clean", example="hotrow clean runs/criteo-dlrm-001")
+def clean(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    *,
+    data: Annotated[bool, typer.Option("--data", help="Also data that was packed into the run's folder.")] = False,
+    json_: Json = False,
+) -> None:
+    """Remove a run's checkpoints but the newest and the chosen one."""
+    from hotrow import tools
+
+    result = tools.clean(run, data=data)
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+def _fractions(text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--fractions {text!r} is no list of numbers; write it as 0.8,0.1,0.1") from None
+
+
+def _print_init(result: Mapping[str, Any]) -> None:
+    print(f"found {result['found']}")
+    for file in result["files"]:
+        print(f"wrote {file}")
+    print("next:", *result["next"], sep="\n  ")
+
+
+def _exit_if_interrupted(result: Mapping[str, Any]) -> None:
+    if result.get("status") == "interrupted":
+        raise typer.Exit(128 + result["signal"])
+
+
+def _print_run(result: Mapping[str, Any]) -> None:
+    if result["status"] == "finished":
+        _print_fields({name: value for name, value in result.items() if name not in ("metrics", "status")})
+
+
+def _print_fields(fields: Mapping[str, Any], indent: str = "") -> None:
+    width = max((len(name) for name in fields), default=0)
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            print(f"{indent}{name}")
+            _print_fields(value, indent + "  ")
+        else:
+            print(f"{indent}{name:<{width}}  {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return ", ".join(_short(item) for item in value) if isinstance(value, list) else str(value)
+
+
+def _print_inspection(result: Mapping[str, Any]) -> None:
+    table = Table("table", "rows", "ids dropped", "accesses", "rare", "top 1 %", "top 10 %", title=result["path"])
+    for row in result["tables"]:
+        shares = (f"{row[name]:.1%}" for name in ("rare", "top_1%", "top_10%"))
+        table.add_row(row["table"], *(f"{row[n]:,}" for n in ("num_embeddings", "num_dropped", "accesses")), *shares)
+    Console().print(table)
+    _print_fields({name: result[name] for name in ("rows", "num_embeddings", "accesses", "coverage", "checksum")})
+
+
+def main() -> None:
+    """The `hotrow` command."""
+    warnings.showwarning = _one_line_warning
+    try:
+        app()
+    except (ValueError, OSError, MemoryError) as error:
+        if os.environ.get("HOTROW_DEBUG") == "1":
+            traceback.print_exc()
+        print(f"hotrow: {str(error) or type(error).__name__}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"hotrow: warning: {message}", file=sys.stderr)

@@ -1,0 +1,392 @@
+"""The one YAML schema of a run: what every option means, its unit, its effect and what it may be.
+
+`load_config` reads a file, applies `--set a.b=v` overrides and checks everything; an unknown key, a value out of range
+or a choice this version does not implement is a ValueError naming the field, the value and what is allowed. Nothing
+here acts on a value: `trainer.build` does. docs/config.md has the same as tables, printed by `python -m hotrow.config`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import reprlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Width = Annotated[int, Field(ge=1, le=65536)]
+Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""How often within training: up to 1 a share of an epoch, above 1 a whole number of steps."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """Which network stands on the tables, and how wide it is."""
+
+    name: Literal["dlrm"] = "dlrm"
+    """The network. `dlrm`: bottom MLP on the dense inputs, pairwise dot products with the embeddings, top MLP."""
+    embedding_dim: Width = 16
+    """Columns D of every table; also the width of the bottom MLP's last layer."""
+    embedding_init: NotNegative | None = None
+    """Rows start uniform between minus and plus this; null means sqrt(1 / rows of the table), the reference's choice.
+    With 0 they start at zero, which is better on small data: an id then says nothing until it has been seen."""
+    bottom_mlp: list[Width] = [512, 256, 64]
+    """Widths of the bottom MLP's hidden layers; a last layer of `embedding_dim` follows by itself."""
+    top_mlp: list[Width] = [512, 256]
+    """Widths of the top MLP's hidden layers; the last layer, one logit, follows by itself."""
+    interaction: Literal["dot"] = "dot"
+    """How features meet. `dot`: every pair of the F + 1 vectors, without the pair of a vector with itself."""
+
+
+class DenseOptimizerConfig(_Section):
+    """The torch optimizer of the MLPs."""
+
+    name: Literal["sgd", "adagrad", "adam"] = "sgd"
+    """`torch.optim.SGD`, `Adagrad` or `Adam`, with torch's own defaults for what is not listed here."""
+    lr: Positive = 0.1
+    """Learning rate before the schedule."""
+    weight_decay: NotNegative = 0.0
+    """L2 penalty on the MLPs' weights and biases, per step; tables have none."""
+
+
+class SparseOptimizerConfig(_Section):
+    """The fused optimizer of the embedding tables."""
+
+    name: Literal["sgd", "adagrad", "row_wise_adagrad"] = "row_wise_adagrad"
+    """`adagrad` keeps one sum of squares per weight, `row_wise_adagrad` one per row, `sgd` none."""
+    lr: Positive = 0.05
+    """Learning rate before the schedule."""
+    eps: Positive | None = None
+    """Added to the root of the sum of squares; null means 1e-10. Only for the Adagrads."""
+    initial_accumulator_value: NotNegative | None = None
+    """Where the sums of squares start; null means 0. Only for the Adagrads."""
+
+    @model_validator(mode="after")
+    def _only_what_acts(self) -> SparseOptimizerConfig:
+        for field in ("eps", "initial_accumulator_value"):
+            if self.name == "sgd" and (value := getattr(self, field)) is not None:
+                raise ValueError(f"{field} is {value}, but sgd has no sums of squares; remove it or choose an Adagrad")
+        return self
+
+
+class ScheduleConfig(_Section):
+    """The learning rate over steps, for MLPs and tables alike: linear warm-up, level, quadratic decay."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises linearly from lr / warmup_steps to lr."""
+    decay_start_step: Count | None = None
+    """First step of the decay; null means the step at which the warm-up ends."""
+    decay_steps: Annotated[int, Field(ge=0)] = 0
+    """Length of the decay: lr * (1 - k / decay_steps)^2 at its k-th step, never below 1e-7; 0 means no decay."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ScheduleConfig:
+        start = self.decay_start_step
+        if start is not None and not self.decay_steps:
+            raise ValueError(f"decay_start_step is {start}, but decay_steps is 0; say how many steps the decay lasts")
+        if start is not None and start < self.warmup_steps:
+            raise ValueError(f"decay_start_step is {start}, before the warm-up ends at step {self.warmup_steps}")
+        return self
+
+
+class OptimizerConfig(_Section):
+    """How weights follow gradients."""
+
+    dense: DenseOptimizerConfig = DenseOptimizerConfig()
+    sparse: SparseOptimizerConfig = SparseOptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class TrainConfig(_Section):
+    """How long, how much at once, and from which seed."""
+
+    batch_size: Count = 2048
+    """Samples per step; the last batch of an epoch may be smaller and is kept."""
+    epochs: Count = 1
+    """Passes over the training split."""
+    max_steps: Count | None = None
+    """Stop after this many steps even within an epoch; null means only `epochs` decides."""
+    shuffle: bool = True
+    """Whether each epoch visits the rows in a new order drawn from `seed` (blocks, then rows within a window)."""
+    eval_every: Interval | None = 1.0
+    """Score the validation split this often: up to 1 a share of an epoch, above 1 steps; null means never."""
+    early_stopping: Count | None = None
+    """Stop after this many evaluations without a better validation AUC, end on the best weights; null means never."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 1
+    """Decides initial weights, initial rows and the order of rows; nothing else does."""
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Threads of torch and the kernels. `auto`: as many as this process may use (affinity and cgroup limit)."""
+    precision: Literal["fp32"] = "fp32"
+    """Number format of weights and activations."""
+    log_every: Count = 50
+    """Steps between two lines of metrics.jsonl, each the mean over its steps."""
+
+
+class CheckpointConfig(_Section):
+    """When the state of a run is saved, and what is kept of it."""
+
+    every: Interval | None = None
+    """Save this often: up to 1 a share of an epoch, above 1 steps; null means at the end and when interrupted."""
+    keep_last: Count = 2
+    """How many of the newest checkpoints stay on disk."""
+    keep_best: bool = True
+    """Whether an evaluation with the best validation AUC so far is saved and kept; early stopping needs it."""
+
+
+class HotConfig(_Section):
+    """Scheduling of batches by how popular their rows are."""
+
+    schedule: Literal["none"] = "none"
+    """`none`: batches come in the loader's order. No other schedule is implemented yet."""
+
+
+class ParallelConfig(_Section):
+    """Training over several processes; this version runs in one, where these have nothing to decide."""
+
+    sharding: Literal["auto"] = "auto"
+    """`auto`: all tables in this process."""
+    exchange: Literal["all_to_all"] = "all_to_all"
+    """How pooled embeddings would travel between processes."""
+    wire_dtype: Literal["fp32"] = "fp32"
+    """Number format in which they would travel."""
+
+
+class Config(_Section):
+    """One training run."""
+
+    data: str
+    """Folder of a packed dataset, as `hotrow prepare` writes it; relative to the working directory."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Where the run computes. `auto` is the CPU in this version."""
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    memory: Literal["auto", "dram"] = "auto"
+    """Where tables live: memory. `auto` refuses a run whose tables and optimizer state exceed 60 % of what this process
+    may use, `dram` only one that exceeds all of it."""
+    hot: HotConfig = HotConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    run: str | None = None
+    """Folder of the run, which must not exist yet; null means runs/<dataset>-<model>-NNN with the next free number."""
+
+    @model_validator(mode="after")
+    def _best_is_kept(self) -> Config:
+        if self.train.early_stopping is not None:
+            if not self.checkpoint.keep_best:
+                raise ValueError("checkpoint.keep_best is false, but early_stopping needs it; set it to true")
+            if self.train.eval_every is None:
+                raise ValueError("train.eval_every is null, but early_stopping counts evaluations; set it, e.g. to 0.1")
+        for path, value in (("train.eval_every", self.train.eval_every), ("checkpoint.every", self.checkpoint.every)):
+            if value is not None and value > 1 and value != int(value):
+                raise ValueError(f"{path} is {value}; it is a share of an epoch up to 1, above that a whole number")
+        return self
+
+    def to_yaml(self) -> str:
+        """This config with every field written out; `load_config` reads it back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def interval_steps(interval: float | None, *, steps_per_epoch: int) -> float | None:
+    """Steps between two events that come every `interval` (see `Interval`), not rounded; at least 1, None for None."""
+    if interval is None:
+        return None
+    return interval if interval > 1 else max(1.0, interval * steps_per_epoch)
+
+
+def is_due(step: int, every: float | None) -> bool:
+    """Whether an event that comes every `every` steps comes after step number `step` (from 1).
+
+    A quarter of an epoch of 1,005 steps is 251.25 steps: it is due after steps 252, 503, 754 and 1,005.
+    """
+    if every is None:
+        return False
+    slack = 1e-9  # 0.1 * 30 is above 3
+    return int(step / every + slack) > int((step - 1) / every + slack)
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, refusing repeated keys and reading 1e-3 as a number (YAML 1.1 reads it as text)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
+        """The mapping of `node`; a key that stands twice raises, where PyYAML would keep the last."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, list | dict) or key in seen:
+                problem = "is no name" if isinstance(key, list | dict) else "stands here twice; keep one"
+                problem = f"key {reprlib.repr(key)} {problem}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, *, origin: str) -> Any:
+    """The value of a YAML text; ValueError names `origin`, line and column where it is none or repeats a key."""
+    try:
+        return yaml.load(text, Loader=_YamlLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{origin}{place}: {error.problem}") from None
+    except RecursionError:
+        raise ValueError(f"{origin} is nested too deeply to be a config") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{origin} is no readable YAML: {error}") from None
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """The config in the YAML file at `path`, with `a.b=v` overrides (values in YAML) put over it.
+
+    Raises ValueError naming file, field, value and what is allowed; FileNotFoundError as ValueError with the cure.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"config {path} is no file; pass a YAML file such as recipes/criteo-small.yaml")
+    raw = parse_yaml(path.read_text(encoding="utf-8"), origin=f"config {path}")
+    if not isinstance(raw, dict):
+        raise ValueError(f"config {path} holds {reprlib.repr(raw)}; it must be a mapping such as `data: data/criteo`")
+    return make_config(apply_overrides(raw, overrides), origin=f"config {path}")
+
+
+def make_config(raw: dict[str, Any], *, origin: str = "config") -> Config:
+    """The checked Config of a nested dict; ValueError lists every wrong field with its value and what is allowed."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ValueError(f"{origin}: " + "; ".join(dict.fromkeys(_explain(error)))) from None
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of `raw` with each `a.b=v` set; ValueError where one has no `=` or goes through a plain value."""
+    result = {key: _copy(value) for key, value in raw.items()}
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path.strip():
+            raise ValueError(f"--set {override!r} has no name and value; write it as --set train.batch_size=4096")
+        *parents, leaf = path.strip().split(".")
+        section = result
+        for name in parents:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise ValueError(f"--set {override!r}: {name} holds {reprlib.repr(section)}, which has no fields")
+        section[leaf] = parse_yaml(text, origin=f"--set {path}")
+    return result
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        # Union branches appear in a location as tags of their own; the path of the field is the part the schema knows.
+        names = list(_known(problem["loc"]))
+        path = ".".join(names)
+        if problem["type"] == "extra_forbidden":
+            known = list(_section_at(names[:-1]).model_fields)
+            near = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
+            where = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(known)}"
+            yield f"{path} is no known key{where}"
+        elif problem["type"] == "value_error":
+            yield (f"{path}: " if path else "") + problem["msg"].removeprefix("Value error, ")
+        elif problem["type"] == "missing":
+            yield f"{path} is missing; set it to {_allowed(names)}"
+        else:
+            yield f"{path} is {reprlib.repr(problem['input'])}; allowed: {_allowed(names)}"
+
+
+def _known(location: tuple[int | str, ...]) -> Iterator[str]:
+    section: type[BaseModel] | None = Config
+    for part in location:
+        yield str(part)
+        section = _subsection(section, str(part)) if section else None
+        if section is None:
+            return
+
+
+def _subsection(section: type[BaseModel], name: str) -> type[BaseModel] | None:
+    field = section.model_fields.get(name)
+    annotation: Any = field.annotation if field else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _section_at(names: Sequence[str]) -> type[BaseModel]:
+    section: type[BaseModel] = Config
+    for name in names:
+        section = _subsection(section, name) or section
+    return section
+
+
+def _allowed(names: Sequence[str]) -> str:
+    parent, name = _section_at(names[:-1]), names[-1]
+    if section := _subsection(parent, name):
+        return f"a mapping with {', '.join(section.model_fields)}"
+    return _render(parent.model_json_schema()["properties"][name])
+
+
+def _render(schema: dict[str, Any]) -> str:
+    """A field's JSON schema in words."""
+    if "anyOf" in schema:
+        return " or ".join(_render(option) for option in schema["anyOf"])
+    if "const" in schema or "enum" in schema:
+        return ", ".join(schema.get("enum", [schema.get("const")]))
+    kind = schema["type"]
+    if kind == "array":
+        return f"a list of {_render(schema['items']).replace('an integer', 'integers')}"
+    words = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false"}
+    bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {schema[key]}" for key, sign in bounds.items() if key in schema]
+    return " ".join([words.get(kind, kind), " and ".join(limits)]).strip()
+
+
+def options(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every option as `(dotted path, pydantic field)`: a section's own first, then those of the sections in it."""
+    inner = {name: _subsection(section, name) for name in section.model_fields}
+    for name, field in section.model_fields.items():
+        if inner[name] is None:
+            yield prefix + name, field
+    for name, subsection in inner.items():
+        if subsection is not None:
+            yield from options(subsection, f"{prefix}{name}.")
+
+
+def config_markdown() -> str:
+    """docs/config.md: every option with its default, what it may be, and its effect."""
+    lines = [
+        "# Configuration",
+        "",
+        "One YAML file describes a run; `--set a.b=value` overrides a field from the command line. Unknown keys are",
+        "refused. This page is generated from `hotrow.config` (`python -m hotrow.config > docs/config.md`).",
+    ]
+    last_section = None
+    for path, field in options():
+        names = path.split(".")
+        if names[:-1] != last_section:
+            last_section = names[:-1]
+            lines += ["", f"## {'.'.join(names[:-1]) or 'Top level'}", "", _section_at(names[:-1]).__doc__ or ""]
+            lines += ["", "| option | default | allowed | effect |", "|---|---|---|---|"]
+        default = "" if field.is_required() else f"`{json.dumps(field.default)}`"
+        effect = " ".join((field.description or "").split())
+        lines.append(f"| `{path}` | {default or 'required'} | {_allowed(names)} | {effect} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(config_markdown(), end="")

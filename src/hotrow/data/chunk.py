@@ -1,0 +1,189 @@
+"""What every raw source yields: chunks of rows with their ids as found in the file, and errors that say where.
+
+    source -> Chunk(label, dense, keys by feature) -> count -> vocabularies -> encode -> packed dataset
+
+Nothing here reads or interprets: a source parses, `hotrow.data.vocabulary` turns keys into row numbers, preparation
+transforms dense values. A list feature's keys lie behind one another, cut by `row_splits`:
+
+    row 0    row 1   row 2
+    [a, b]   []      [c]       values = [a, b, c]   row_splits = [0, 2, 2, 3]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+KeyKind = Literal["int", "bytes"]
+KEY_KINDS: tuple[KeyKind, ...] = ("int", "bytes")
+
+
+class RowError(ValueError):
+    """A row that cannot be read, said as `file:line, column 5 (I4): what is wrong, and the cure`.
+
+    file: path or URI. line: 1-based line of the (decompressed) file, header included. column: 1-based column or None.
+    name: the column's name or None. reason: the sentence without the place.
+    """
+
+    def __init__(
+        self, *, file: str, line: int, reason: str, column: int | None = None, name: str | None = None
+    ) -> None:
+        self.file, self.line, self.column, self.name, self.reason = file, line, column, name, reason
+        where = "" if column is None else f", column {column}"
+        where += "" if name is None else f" ({name})"
+        super().__init__(f"{file}:{line}{where}: {reason}")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Raw ids of one feature for a chunk's rows.
+
+    values: uint32 or int64 ids [num_keys] (kind "int"), or uint8 UTF-8 bytes (kind "bytes").
+    offsets: int64 byte offsets [num_keys + 1] of kind "bytes", else None.
+    valid: bool [num_keys], False = missing value (an id of its own); None = none is missing.
+    row_splits: int64 [num_rows + 1] where a row holds a list; None = exactly one key per row.
+    """
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64] | None = None
+    valid: NDArray[np.bool_] | None = None
+    row_splits: NDArray[np.int64] | None = None
+
+    @property
+    def kind(self) -> KeyKind:
+        """Kind "bytes" where there are offsets, else "int"."""
+        return "int" if self.offsets is None else "bytes"
+
+    @property
+    def num_keys(self) -> int:
+        """Keys, missing ones included."""
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows these keys belong to."""
+        return self.num_keys if self.row_splits is None else len(self.row_splits) - 1
+
+    def key_mask(self, row_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """`row_mask` [num_rows] repeated to the keys [num_keys] of each row."""
+        if self.row_splits is None:
+            return row_mask
+        return np.repeat(row_mask, np.diff(self.row_splits))
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the next row starts; a source resumes there and yields the same rows it would have yielded."""
+
+    file_index: int = 0
+    offset: int = 0
+    """Bytes of the decompressed file, or rows of a columnar one, already consumed."""
+    num_lines: int = 0
+    """Lines of that file already consumed (text sources), so that errors after a resume name the right line."""
+    num_skipped: int = 0
+    """Bad rows skipped so far over all files; the limit of `skip_bad_rows` holds across a resume."""
+
+    def to_json(self) -> dict[str, int]:
+        """This record as JSON-ready values; `Position(**value)` is the inverse."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of a source, as found there."""
+
+    num_rows: int
+    label: NDArray[np.float32] | None
+    """0 or 1 per row, checked by the source; None where the rows have no label (rows to predict)."""
+    dense: NDArray[np.float32]
+    """[num_rows, I] raw numbers, NaN = missing; preparation applies transforms."""
+    keys: Mapping[str, Keys]
+    """Raw ids by feature name."""
+    position: Position
+    """Where the row after this chunk starts."""
+    time: NDArray[np.int64] | None = None
+    """[num_rows] where the source has a time column."""
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """One input file as it was when scouted."""
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+    """Modification time, 0 where the file system keeps none."""
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """What is known of a source before reading it."""
+
+    num_rows: int
+    num_rows_exact: bool
+    """False: an estimate from the first megabytes."""
+    files: tuple[FileInfo, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files as stored."""
+        return sum(f.num_bytes for f in self.files)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of every file's path, size and modification time: a resume refuses when it has changed."""
+        text = "\n".join(f"{f.path}\0{f.num_bytes}\0{f.mtime_ns}" for f in self.files)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass
+class SkippedRows:
+    """Bad rows passed over so far, with the first few errors as examples."""
+
+    num_rows: int = 0
+    examples: list[str] = field(default_factory=list)
+    max_examples: int = 5
+
+    def add(self, error: RowError) -> None:
+        """Counts one row."""
+        self.num_rows += 1
+        if len(self.examples) < self.max_examples:
+            self.examples.append(str(error))
+
+
+class Source(Protocol):
+    """A raw data set: names and kinds of its columns, and its rows in chunks from any position."""
+
+    @property
+    def name(self) -> str:
+        """What the rows are called in messages and in dataset.json, e.g. "criteo"."""
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """Names of the columns of `Chunk.dense`, in order."""
+
+    @property
+    def key_kinds(self) -> Mapping[str, KeyKind]:
+        """Feature name -> kind of its keys, in column order."""
+
+    @property
+    def skipped(self) -> SkippedRows:
+        """Bad rows passed over by the latest `chunks` iteration."""
+
+    def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
+        """Files, sizes and number of rows, bad rows included.
+
+        count: "estimate" looks at each file's first bytes; "exact" may read everything once, faster than parsing.
+        Raises ValueError naming a missing, empty or unreadable file.
+        """
+
+    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
+        """Chunks of at most `rows_per_chunk` rows from `start` (None: the first row) to the end.
+
+        Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
+        """

@@ -1,0 +1,365 @@
+"""A first schema from the files themselves: what each column seems to be, and why, for a person to check.
+
+Names, Arrow types and a sample of rows decide. Every guess carries its reason; columns that no rule fits are left out
+aloud. `hotrow init` writes the result as YAML, `hotrow.fit` uses it as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hotrow.data.columns import input_files
+from hotrow.data.convert import INTEGER, NUMBER, is_list, is_text, plain
+from hotrow.data.schema import CsvSpec, Schema, SplitKind, nearest, parse_schema
+from hotrow.data.tabular import TableReader, TextReader, open_reader
+
+SAMPLE_ROWS = 20_000
+LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
+TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(created|updated|event)_?at)"
+ROW_ID_NAMES = (
+    r"(row_?)?(id|index|key)|uuid|guid|(request|event|impression|log|click)_?id|unnamed.*|__index_level_\d+__|"
+)
+ID_NAMES = (
+    r"(.*[_ ])?(id|ids|code|category|cat|type|user|item|device|product|brand|zip|zipcode|site|app|ip|campaign|ad)|.*Id"
+)
+NUMBER_NAMES = (
+    r"(n|num|cnt|count|qty|avg|mean|sum|total)_.*|(.*_)?(count|cnt|price|amount|age|score|duration|qty|quantity|rate|ratio|"
+    r"length|size|num|value|cost|distance|temperature|weight|height|position)"
+)
+SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
+UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
+"""Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
+FEW_VALUES = 64
+"""Integers with at most this many values, or spread ten times wider than their number, are taken for ids."""
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """What a sample says about one column."""
+
+    name: str
+    kind: str
+    """text, int, float, bool, time, list or other: what the values are, text parsed."""
+    stored: str
+    """Arrow type."""
+    num_rows: int
+    num_missing: int
+    num_distinct: int
+    num_once: int
+    """Values seen exactly once."""
+    low: float = 0.0
+    high: float = 0.0
+    median: float = 0.0
+    share_ones: float | None = None
+    """Of a column with no value but 0 and 1."""
+    separator: str | None = None
+
+    @property
+    def cardinality(self) -> str:
+        """Distinct values, and where the sample is too small for all of them a lower estimate (Chao 1984)."""
+        twice = max(1, (self.num_distinct - self.num_once) // 2)
+        estimate = self.num_distinct + self.num_once**2 / (2 * twice)
+        if self.num_once < 0.02 * self.num_distinct:
+            return f"{self.num_distinct:,} values"
+        return f"{self.num_distinct:,} values in {self.num_rows:,} rows, in all probably above {_round(estimate):,}"
+
+    @property
+    def missing(self) -> str:
+        """', 3 % missing' or ''."""
+        return f", {100 * self.num_missing / self.num_rows:.2g} % missing" if self.num_missing else ""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What one column is taken for."""
+
+    role: str
+    """label, time, dense, categorical or "" for left out."""
+    column: str
+    spec: dict[str, Any]
+    reason: str
+
+
+@dataclass
+class SchemaGuess:
+    """Guesses for all columns, in the files' order."""
+
+    guesses: list[Guess]
+    csv: dict[str, Any] = field(default_factory=dict)
+    origin: str = ""
+    """What was looked at, in words."""
+
+    def of(self, role: str) -> list[Guess]:
+        """The columns taken for `role`."""
+        return [guess for guess in self.guesses if guess.role == role]
+
+    @property
+    def split_kind(self) -> SplitKind:
+        """By time where there is one."""
+        return "time" if self.of("time") else "random"
+
+    def schema(self) -> Schema:
+        """The guesses as a schema. Raises ValueError where no label or no id column was found."""
+        value: dict[str, Any] = {role: [g.spec for g in self.of(role)] for role in ("dense", "categorical")}
+        if not self.of("label"):
+            raise ValueError(
+                f"no label column found in {self.origin}; name it (label=..., --label ...). Columns: "
+                + ", ".join(g.column for g in self.guesses)
+            )
+        if not value["categorical"]:
+            raise ValueError(f"no id column found in {self.origin}; write a schema that lists one under 'categorical'")
+        value["label"] = self.of("label")[0].spec
+        if self.of("time"):
+            value["time"] = self.of("time")[0].spec
+        value |= {"csv": self.csv, "split": {"kind": self.split_kind}}
+        return parse_schema(value, where="guessed schema")
+
+
+def guess_schema(source: Any, label: str | None = None, time: str | None = None) -> Schema:
+    """The schema that names, types and a sample of `source` (paths or an Arrow-capable frame) suggest.
+
+    label, time: names of these columns where known. Raises ValueError where the label cannot be guessed, or a named
+    column is not there.
+    """
+    return guess_columns(source, label=label, time=time).schema()
+
+
+def guess_columns(source: Any, *, label: str | None = None, time: str | None = None) -> SchemaGuess:
+    """Every column's guess with its reason; `guess_schema` without the demand that a label be found."""
+    reader, csv = _open(source)
+    names = list(reader.schema.names)
+    for what, name in (("label", label), ("time", time)):
+        if name is not None and name not in names:
+            raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {', '.join(names)}")
+    sample = _sample(reader, names)
+    facts = [look_at(name, sample.column(name)) for name in names]
+    label_guess = _find_label(facts, label)
+    time_guess = _find_time([f for f in facts if label_guess is None or f.name != label_guess.column], time)
+    taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
+    guesses = [taken.get(f.name) or _feature(f) for f in facts]
+    origin = f"{sample.num_rows:,} rows of {reader.files[0].path}"
+    return SchemaGuess(
+        guesses, csv, origin if len(reader.files) == 1 else f"{origin}, first of {len(reader.files)} files"
+    )
+
+
+def _open(source: Any) -> tuple[TableReader, dict[str, Any]]:
+    files = input_files(source)
+    reader = open_reader(source, files, CsvSpec())
+    if not isinstance(reader, TextReader) or files is None:
+        return reader, {}
+    csv: dict[str, Any] = {"delimiter": reader.delimiter}
+    fields = reader.schema.names
+    # A header has distinct names, none of them empty or a number.
+    if len(set(fields)) < len(fields) or any(not f or re.match(NUMBER, f) for f in fields):
+        csv["column_names"] = [f"c{i}" for i in range(len(fields))]
+    return open_reader(source, files, CsvSpec.model_validate_json(json.dumps(csv))), csv
+
+
+def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
+    """The first rows of the first file; values that no rule reads may be bad here and are found in preparation."""
+    batches, num_rows = [], 0
+    for rows in reader.read(0, 0, names, SAMPLE_ROWS):
+        batches.append(rows.batch)
+        num_rows += len(rows.batch)
+        if num_rows >= SAMPLE_ROWS:
+            break
+    if num_rows == 0:
+        raise ValueError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
+    return pa.Table.from_batches(batches).slice(0, SAMPLE_ROWS)
+
+
+def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
+    """The facts of one sampled column."""
+    array = column.combine_chunks()
+    stored = str(array.type)
+    if is_list(array.type):
+        items = plain(pc.list_flatten(plain(array)))
+        inner = look_at(name, pa.chunked_array([items])) if not is_list(items.type) else None
+        kind = "list" if inner is not None and inner.kind in ("text", "int") else "other"
+        distinct, once = (inner.num_distinct, inner.num_once) if inner is not None else (0, 0)
+        return ColumnFacts(name, kind, stored, len(array), array.null_count, distinct, once)
+    array = plain(array)
+    counts = np.empty(0) if pa.types.is_nested(array.type) else _value_counts(array)
+    facts: dict[str, Any] = {"num_distinct": len(counts), "num_once": int((counts == 1).sum())}
+    kind, numbers = _read_as(array)
+    if numbers is not None and len(numbers):
+        facts |= {"low": numbers.min(), "high": numbers.max(), "median": float(np.median(numbers))}
+        if set(np.unique(numbers)) <= {0.0, 1.0}:
+            facts["share_ones"] = float(numbers.mean())
+    separator = _separator(array) if kind == "text" else None
+    return ColumnFacts(name, kind, stored, len(array), array.null_count, separator=separator, **facts)
+
+
+def _value_counts(array: pa.Array) -> np.ndarray[Any, Any]:
+    counts: np.ndarray[Any, Any] = pc.value_counts(array.drop_null()).field("counts").to_numpy()
+    return counts
+
+
+def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
+    """What the values are, and as numbers where they are some."""
+    values = array.drop_null()
+    if not len(values) or pa.types.is_nested(values.type):
+        return "other", None
+    if is_text(values.type):
+        if pc.all(pc.match_substring_regex(values, INTEGER)).as_py():
+            return "int", pc.cast(values, pa.float64()).to_numpy()
+        if pc.all(pc.match_substring_regex(values, NUMBER)).as_py():
+            padded = pc.any(pc.match_substring_regex(values, r"^0\d")).as_py()
+            return ("text", None) if padded else ("float", pc.cast(values, pa.float64()).to_numpy())
+        is_time = pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")).as_py()
+        return ("time" if is_time else "text"), None
+    if pa.types.is_boolean(values.type):
+        return "bool", values.cast(pa.uint8()).to_numpy(zero_copy_only=False)
+    if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
+        return "time", None
+    if pa.types.is_integer(values.type) or (pa.types.is_decimal(values.type) and values.type.scale == 0):
+        return "int", values.cast(pa.float64(), safe=False).to_numpy()
+    if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
+        numbers = values.cast(pa.float64()).to_numpy()
+        numbers = numbers[np.isfinite(numbers)]
+        # Integers with missing values arrive from pandas as floats.
+        is_whole = len(numbers) and bool((np.floor(numbers) == numbers).all())
+        return ("int" if is_whole else "float"), numbers
+    return "text", None
+
+
+def _separator(array: pa.Array) -> str | None:
+    """The character that joins several values in most rows of a text column."""
+    for separator in ("|", ";"):
+        share = pc.mean(pc.cast(pc.match_substring(array, separator), pa.float64())).as_py()
+        if share is not None and share > 0.3:
+            return separator
+    return None
+
+
+def _find_label(facts: Sequence[ColumnFacts], name: str | None) -> Guess | None:
+    if name is not None:
+        return _named_label(next(f for f in facts if f.name == name))
+    binary = [f for f in facts if f.share_ones is not None and f.num_distinct == 2 and not f.num_missing]
+    named = [f for f in binary if _like(LABEL_NAMES, f.name)]
+    if named:
+        return _binary_label(named[0], "named like a label")
+    if len(binary) == 1:
+        return _binary_label(binary[0], "the only column of 0 and 1")
+    ratings = [f for f in facts if _like(r"(.*_)?(rating|stars)", f.name) and f.kind in ("int", "float")]
+    return _named_label(ratings[0]) if ratings else None
+
+
+def _binary_label(facts: ColumnFacts, why: str) -> Guess:
+    return Guess("label", facts.name, {"column": facts.name}, f"{why}; {100 * (facts.share_ones or 0):.3g} % are 1")
+
+
+def _named_label(facts: ColumnFacts) -> Guess:
+    if facts.share_ones is not None:
+        return _binary_label(facts, "0 and 1")
+    if facts.kind in ("int", "float") and 2 < facts.high <= 10:
+        threshold = 4 if facts.high <= 5 else 7
+        spec = {"column": facts.name, "at_least": threshold}
+        return Guess(
+            "label", facts.name, spec, f"{facts.low:g} to {facts.high:g}: a rating, {threshold} and more positive"
+        )
+    raise ValueError(
+        f"label column {facts.name!r} holds {facts.num_distinct} different {facts.stored} values, not 0 and 1; write "
+        f"a schema that says which are positive: label: {{column: {facts.name}, positive: [...]}} or at_least: <number>"
+    )
+
+
+def _find_time(facts: Sequence[ColumnFacts], name: str | None) -> Guess | None:
+    for f in facts:
+        if f.name == name:
+            return Guess("time", f.name, {"column": f.name}, "as told")
+    if name is not None:
+        raise ValueError(f"column {name!r} cannot be both label and time; name another")
+    for f in sorted(facts, key=lambda f: not _like(TIME_NAMES, f.name)):
+        if f.kind == "time" and not f.num_missing:
+            return Guess("time", f.name, {"column": f.name}, f"holds times ({f.stored})")
+        unix = f.kind == "int" and any(low <= f.low and f.high <= high for low, high in UNIX_TIMES)
+        if unix and _like(TIME_NAMES, f.name) and not f.num_missing:
+            return Guess("time", f.name, {"column": f.name}, "unix times")
+    return None
+
+
+def _feature(f: ColumnFacts) -> Guess:
+    """A column that is neither label nor time."""
+    if f.kind == "other":
+        why = (
+            "no value in the sample"
+            if f.num_missing == f.num_rows
+            else f"type {f.stored} is no id, number or list of ids"
+        )
+        return Guess("", f.name, {}, why)
+    if f.num_distinct <= 1 and f.kind != "list":
+        return Guess("", f.name, {}, "the same value in every sampled row")
+    if f.num_distinct == f.num_rows - f.num_missing and f.num_rows > 100 and _like(ROW_ID_NAMES, f.name):
+        return Guess("", f.name, {}, "another value in every row: it names the row")
+    if f.kind == "time":
+        return Guess("", f.name, {}, "a further time; derive an hour or weekday column to use it")
+    if f.kind == "list" or f.separator is not None:
+        return _list_feature(f)
+    reason = _why_dense(f)
+    return _dense(f, reason) if reason else _categorical(f)
+
+
+def _why_dense(f: ColumnFacts) -> str:
+    """Why a column is a number rather than an id; "" where it is an id."""
+    if f.kind == "float":
+        return "decimal numbers"
+    if f.kind != "int" or _like(ID_NAMES, f.name):
+        return ""
+    if _like(NUMBER_NAMES, f.name):
+        return "named like a number"
+    is_dense = f.num_distinct > FEW_VALUES and f.high - f.low < 10 * f.num_distinct
+    return "close whole numbers" if is_dense else ""
+
+
+def _dense(f: ColumnFacts, reason: str) -> Guess:
+    skewed = f.low >= 0 and f.high > 20 * f.median
+    transform = "log1p_clip0" if skewed else "standardize"
+    why = "never negative, long tail" if skewed else "spread evenly enough"
+    spec = {"column": f.name, "transform": transform}
+    return Guess("dense", f.name, spec, f"{reason}, {f.low:g} to {f.high:g}, {why}{f.missing}")
+
+
+def _categorical(f: ColumnFacts) -> Guess:
+    spec: dict[str, Any] = {"column": f.name}
+    if f.kind == "int" and f.stored == "string":
+        spec["type"] = "int"
+    return Guess("categorical", f.name, spec | _table(f.name), f"{_kind_words(f)}, {f.cardinality}{f.missing}")
+
+
+def _list_feature(f: ColumnFacts) -> Guess:
+    kind = "sequence" if _like(SEQUENCE_NAMES, f.name) else "multi_hot"
+    spec: dict[str, Any] = {"column": f.name, "kind": kind}
+    if f.separator is not None:
+        spec["separator"] = f.separator
+    what = "lists" if f.separator is None else f"text joined by {f.separator!r}"
+    order = "its name speaks of order" if kind == "sequence" else "taken for a set"
+    return Guess("categorical", f.name, spec | _table(f.name), f"{what}, {order}, {f.cardinality}{f.missing}")
+
+
+def _table(name: str) -> dict[str, str]:
+    """A table name where the column's cannot be a file name."""
+    safe = re.sub(r"[/\\\x00-\x1f\x7f]", "_", name).lstrip(".") or "table"
+    return {} if safe == name else {"table": safe}
+
+
+def _kind_words(f: ColumnFacts) -> str:
+    return {"text": "text", "int": "whole numbers taken for ids", "bool": "true or false"}[f.kind]
+
+
+def _like(pattern: str, name: str) -> bool:
+    return re.fullmatch(pattern, name, re.IGNORECASE) is not None
+
+
+def _round(value: float) -> int:
+    digits = max(0, len(str(int(value))) - 2)
+    return int(round(value / 10**digits) * 10**digits)

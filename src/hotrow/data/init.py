@@ -1,0 +1,177 @@
+"""`hotrow init`: looks at logs, or at a packed dataset, and writes what comes next as commented YAML.
+
+Known layouts need no schema: for them, and for a packed dataset, only a recipe is written and the command named. For
+other tables the guessed schema (`guess.py`) is written out, each line with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotrow.data.guess import Guess, SchemaGuess, guess_columns
+from hotrow.data.packed_format import MANIFEST, read_info
+from hotrow.data.sources import recognise
+from hotrow.files import atomic_write
+
+SCHEMA_FILE = "schema.yaml"
+RECIPE_FILE = "recipe.yaml"
+COMMENT_COLUMN = 64
+
+
+@dataclass(frozen=True)
+class InitResult:
+    """What `hotrow init` found."""
+
+    found: str
+    """In words."""
+    source: str | None
+    """What `hotrow prepare` calls it; None for a packed dataset."""
+    schema: str | None
+    """YAML of the schema; None where none is needed."""
+    recipe: str
+    """YAML of a training config."""
+    commands: tuple[str, ...]
+    """What to run next, in order."""
+    files: tuple[Path, ...] = ()
+    """Files written."""
+
+
+def run_init(
+    paths: Any,
+    *,
+    label: str | None = None,
+    time: str | None = None,
+    data: str | None = None,
+    out: Path | str | None = None,
+) -> InitResult:
+    """Look at `paths` (logs, or the folder of a packed dataset) and say how to train on them.
+
+    label, time: these columns' names where known. data: the packed dataset the recipe is to name. out: a folder to
+    write schema.yaml and recipe.yaml into; None writes nothing. Existing files are never overwritten.
+
+    Raises ValueError where a path does not exist, a named column is missing, or a file to write exists.
+    """
+    result = _look(paths, label, time, data)
+    if out is None:
+        return result
+    folder = Path(out)
+    texts = {SCHEMA_FILE: result.schema, RECIPE_FILE: result.recipe}
+    written = [folder / name for name, text in texts.items() if text is not None]
+    if existing := [path for path in written if path.exists()]:
+        raise ValueError(f"{existing[0]} exists and is not overwritten; move it away, or choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in written:
+        with atomic_write(path) as file:
+            file.write((texts[path.name] or "").encode())
+    commands = tuple(re.sub(rf"\b({SCHEMA_FILE}|{RECIPE_FILE})\b", rf"{folder}/\1", c) for c in result.commands)
+    return InitResult(result.found, result.source, result.schema, result.recipe, commands, tuple(written))
+
+
+def init_schema(paths: Any, *, label: str | None = None, time: str | None = None) -> str:
+    """The commented YAML of the schema guessed from `paths`; `load_schema` reads it."""
+    return render_schema(guess_columns(paths, label=label, time=time))
+
+
+def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> InitResult:
+    shown = " ".join(str(p) for p in paths) if isinstance(paths, list | tuple) else str(paths)
+    if isinstance(paths, str | Path) and (Path(paths) / MANIFEST).is_file():
+        info = read_info(Path(paths))
+        rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())
+        found = f"a packed dataset of {info.name!r}: rows {rows}; {len(info.dense)} dense, {len(info.features)} sparse"
+        return InitResult(found, None, None, render_recipe(str(paths)), (f"hotrow train {RECIPE_FILE}",))
+    source = None if label is not None else recognise(paths)
+    if source is not None:
+        data = data or f"data/{source}"
+        commands = (f"hotrow prepare {source} {shown} --out {data}", f"hotrow train {RECIPE_FILE}")
+        return InitResult(f"{source} in its published layout", source, None, render_recipe(data), commands)
+    guess = guess_columns(paths, label=label, time=time)
+    data = data or "data/packed"
+    source = "csv" if guess.csv else "parquet"
+    commands = (
+        f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}",
+        f"hotrow train {RECIPE_FILE}",
+    )
+    found = f"a table, guessed from {guess.origin}"
+    return InitResult(found, source, render_schema(guess), render_recipe(data), commands)
+
+
+def render_schema(guess: SchemaGuess) -> str:
+    """The guesses as YAML, each line with its reason; what was left out is listed in comments."""
+    return "\n".join(_schema_lines(guess)) + "\n"
+
+
+def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
+    yield f"# Schema guessed from {guess.origin}."
+    yield "# Check every line: nothing else decides what the model sees. docs/prepare.md explains the fields."
+    yield "version: 1"
+    if not guess.of("label"):
+        yield _commented(
+            "label: {column: FILL_IN}", "no column of 0 and 1 found; name yours, positive: [...] or at_least: N"
+        )
+    for role in ("label", "time"):
+        for g in guess.of(role)[:1]:
+            yield _commented(f"{role}: {_flow(g.spec)}", g.reason)
+    for role in ("dense", "categorical"):
+        yield f"{role}:" if guess.of(role) else f"{role}: []"
+        for g in guess.of(role):
+            yield _commented(f"  - {_flow(g.spec)}", g.reason)
+    yield from _left_out(guess.of(""))
+    yield _commented(f"split: {{kind: {guess.split_kind}, fractions: [0.8, 0.1, 0.1]}}", "train, val, test")
+    if guess.csv:
+        yield _commented(f"csv: {_flow(guess.csv)}", "how lines are cut; found, not told")
+    yield _commented('licence: ""', "a note kept with the data set")
+
+
+def _left_out(guesses: list[Guess]) -> Iterator[str]:
+    if guesses:
+        yield "# left out:"
+    for g in guesses:
+        yield f"#   {_scalar(g.column)}: {g.reason}"
+
+
+def _flow(spec: dict[str, Any]) -> str:
+    return "{" + ", ".join(f"{key}: {_scalar(value)}" for key, value in spec.items()) + "}"
+
+
+def _scalar(value: Any) -> str:
+    """A YAML flow scalar or list: bare where that is safe, else JSON, which YAML contains."""
+    if isinstance(value, list):
+        return "[" + ", ".join(_scalar(item) for item in value) + "]"
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) and value.lower() not in YAML_WORDS:
+        return value
+    return json.dumps(value, ensure_ascii=True)
+
+
+YAML_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
+"""What YAML 1.1 reads as something other than text."""
+
+
+def _commented(line: str, comment: str) -> str:
+    # A reason may quote a column's text; a line break in it must not end the comment.
+    return f"{line:<{COMMENT_COLUMN}}  # {' '.join(comment.split())}"
+
+
+def render_recipe(data: str) -> str:
+    """A training config for the packed dataset at `data`, with the values most worth changing."""
+    return f"""\
+# Trains a DLRM on {" ".join(data.split())}; docs/config.md lists every option.
+data: {json.dumps(data)}
+model:
+  name: dlrm
+  embedding_dim: 16             # columns of every table
+  bottom_mlp: [512, 256, 64]    # hidden layers over the dense inputs
+  top_mlp: [512, 256]           # hidden layers over the interactions
+optimizer:
+  dense: {{name: sgd, lr: 0.1}}
+  sparse: {{name: row_wise_adagrad, lr: 0.05}}
+train:
+  batch_size: 2048
+  epochs: 1
+  eval_every: 0.1               # of an epoch
+  seed: 1
+"""

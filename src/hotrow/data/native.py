@@ -1,0 +1,268 @@
+"""Parsing, counting, hashing and lookup of raw rows: typed doors to the native module, or to its readable twin.
+
+The only importer of the native module beside `hotrow.ops`. Without it (not built, or HOTROW_NATIVE=0) the functions of
+`hotrow.data.reference` serve, with one warning: the same results and file bytes, many times slower.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.chunk import KeyKind, Keys
+from hotrow.files import atomic_write
+
+
+@functools.cache
+def backend() -> Any:
+    """The module that computes: `hotrow._native`, or `hotrow.data.reference` after one warning that says why."""
+    reason = "HOTROW_NATIVE=0 is set; unset it to use the native module"
+    if os.environ.get("HOTROW_NATIVE") != "0":
+        try:
+            return importlib.import_module("hotrow._native")
+        except ImportError as error:
+            reason = f"the native module cannot be imported ({error}); build it with `pip install .`"
+    from hotrow.data import reference
+
+    warnings.warn(f"raw rows are read and encoded by the slow reference code: {reason}", stacklevel=2)
+    return reference
+
+
+class Fault(IntEnum):
+    """What is wrong with a line; the numbers are those of encode_parse.h."""
+
+    COLUMN_COUNT = 1
+    LABEL = 2
+    NOT_NUMBER = 3
+    OVERFLOW = 4
+    NOT_HEX = 5
+    TOO_LONG = 6
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a line of Criteo-like text is laid out: [id] [label] dense... categories..., between delimiters."""
+
+    delimiter: str
+    has_id: bool
+    has_label: bool
+    dense_names: tuple[str, ...]
+    category_names: tuple[str, ...]
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """Names of all columns in order."""
+        return ("id",) * self.has_id + ("label",) * self.has_label + self.dense_names + self.category_names
+
+
+@dataclass(frozen=True)
+class RowColumns:
+    """Columns with room for rows, which `parse_rows` fills."""
+
+    label: NDArray[np.float32]
+    dense: NDArray[np.float32]
+    """[rows, I]."""
+    keys: NDArray[np.uint32]
+    """[C, stride], stride >= rows."""
+    valid: NDArray[np.bool_]
+    """[C, stride]."""
+
+    @staticmethod
+    def empty(layout: RowLayout, num_rows: int) -> RowColumns:
+        """Uninitialised columns for `num_rows` rows."""
+        # Not a power of two apart: the 2 C columns written side by side would share the sets of the first-level cache.
+        stride = -(-num_rows // 64) * 64 + 80
+        num_categories = len(layout.category_names)
+        return RowColumns(
+            np.empty(num_rows, np.float32),
+            np.empty((num_rows, len(layout.dense_names)), np.float32),
+            np.empty((num_categories, stride), np.uint32),
+            np.empty((num_categories, stride), np.bool_),
+        )
+
+
+class ParseResult(NamedTuple):
+    """How far `parse_rows` came."""
+
+    num_rows: int
+    num_bytes: int
+    """Bytes of whole lines consumed, up to the start of the faulty line if there is one."""
+    fault: Fault | None
+    column: int
+    """0-based column of the fault."""
+
+
+def parse_rows(
+    text: NDArray[np.uint8], layout: RowLayout, columns: RowColumns, *, first_row: int, num_rows: int
+) -> ParseResult:
+    """Parse lines of `text` (which ends with a newline) into rows [first_row, num_rows) of `columns`.
+
+    Stops at the end of the text, when the rows are full, or before the first faulty line. encode_parse.h has the rules.
+    """
+    stored, num_bytes, fault, column = backend().parse_rows(
+        text,
+        layout.delimiter,
+        layout.has_id,
+        layout.has_label,
+        first_row,
+        columns.label,
+        columns.dense,
+        columns.keys,
+        columns.valid,
+        num_rows,
+    )
+    return ParseResult(stored, num_bytes, Fault(fault) if fault else None, column)
+
+
+def count_newlines(text: NDArray[np.uint8]) -> int:
+    """How many bytes of `text` are newlines."""
+    return int(backend().count_newlines(text))
+
+
+def hash_keys(keys: Keys, *, hash_cap: int = 0) -> NDArray[np.uint64]:
+    """The 64-bit hash of each key (encode_hash.h): one-to-one for integers; with a cap, of the key modulo the cap."""
+    out = np.empty(keys.num_keys, np.uint64)
+    if keys.offsets is not None:
+        backend().hash_strings(keys.values, keys.offsets, hash_cap, out)
+    elif keys.values.dtype in (np.uint32, np.int64):
+        backend().hash_keys(np.ascontiguousarray(keys.values), hash_cap, out)
+    else:
+        raise ValueError(f"integer keys are {keys.values.dtype}; pass uint32 or int64")
+    return out
+
+
+def stores_bytes(kind: KeyKind, hash_cap: int) -> bool:
+    """Whether a vocabulary must hold its keys: byte strings, unless hashing to a cap replaced them by integers."""
+    return kind == "bytes" and hash_cap == 0
+
+
+class Counter:
+    """count[key] += 1, in order of first appearance; keys of one kind, missing ones counted apart.
+
+    hash_cap: 0, or keys are counted modulo it. order: first-appearance number of the first key, so that counters that
+    follow one another (after a drain, after a resume) keep one order.
+    """
+
+    def __init__(self, kind: KeyKind, *, hash_cap: int = 0, order: int = 0) -> None:
+        self.kind, self.hash_cap = kind, hash_cap
+        self._bytes = stores_bytes(kind, hash_cap)
+        self._counter = backend().Counter(self._bytes, order)
+
+    def add(self, keys: Keys, row_mask: NDArray[np.bool_] | None = None) -> None:
+        """Count the keys of all rows, or of those whose mask [num_rows] is set."""
+        if keys.kind != self.kind:
+            raise ValueError(f"keys are of kind {keys.kind!r}, this counter counts {self.kind!r}")
+        mask = None if row_mask is None else keys.key_mask(row_mask)
+        hashes = hash_keys(keys, hash_cap=self.hash_cap)
+        data, offsets = (keys.values, keys.offsets) if self._bytes else (None, None)
+        self._counter.add(hashes, keys.valid, mask, data, offsets)
+
+    def drain(self, path: Path) -> None:
+        """Write all counts to `path` as a run, whole or absent, and start afresh. Raises OSError as given."""
+        with atomic_write(path) as file:
+            self._counter.drain(file.fileno())
+
+    def num_bytes_after(self, keys: Keys) -> int:
+        """Memory this counter would hold at most after `add(keys)`."""
+        num_key_bytes = int(keys.offsets[-1] - keys.offsets[0]) if self._bytes and keys.offsets is not None else 0
+        return int(self._counter.num_bytes_after(keys.num_keys, num_key_bytes))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held now, exactly."""
+        return int(self._counter.num_bytes)
+
+    @property
+    def num_keys(self) -> int:
+        """Distinct keys held now."""
+        return int(self._counter.num_keys)
+
+    @property
+    def num_missing(self) -> int:
+        """Missing values counted since the last drain."""
+        return int(self._counter.num_missing)
+
+    @property
+    def order(self) -> int:
+        """First-appearance number of the next new key."""
+        return int(self._counter.order)
+
+
+def merge_runs(runs: Sequence[Path], out: Path, *, memory_bytes: int) -> None:
+    """Several runs as one. Raises ValueError naming a damaged run."""
+    with open_runs(runs) as fds, atomic_write(out) as file:
+        backend().merge_runs(fds, file.fileno(), memory_bytes)
+
+
+@contextmanager
+def open_runs(runs: Sequence[Path]) -> Iterator[list[int]]:
+    """Yield descriptors of runs; an error about "run 3" inside the block is raised again with the run's path."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb", buffering=0)) for path in runs]
+        try:
+            yield [file.fileno() for file in files]
+        except ValueError as error:
+            if not (found := re.match(r"run (\d+) ", str(error))):
+                raise
+            path = runs[int(found[1])]
+            raise ValueError(
+                f"{path}: this file of counts is truncated or altered; delete {path.parent} and start again"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A vocabulary's searchable arrays, or the slice of them that starts at directory bucket `first_bucket`."""
+
+    directory_bits: int
+    first_bucket: int
+    directory: NDArray[Any]
+    """uint32 or uint64 [num_buckets + 1]: place of the first key of each bucket."""
+    hashes: NDArray[np.uint64]
+    """[num_keys], sorted."""
+    rows: NDArray[Any]
+    """[num_keys], dtype of directory."""
+    key_offsets: NDArray[np.uint64] | None
+    """[num_keys + 1] where keys are byte strings."""
+    key_bytes: NDArray[np.uint8] | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (self.directory, self.hashes, self.rows, self.key_offsets, self.key_bytes)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+
+def lookup_rows(table: Table, keys: Keys, hashes: NDArray[np.uint64], *, missing_row: int, out: NDArray[Any]) -> None:
+    """out[i] = row of key i, exactly (keys are compared, not only hashes); 0 where unseen, missing_row where missing.
+
+    hashes: `hash_keys(keys)`. out: int32 or int64 [num_keys], contiguous.
+    """
+    data, offsets = (None, None) if table.key_offsets is None else (keys.values, keys.offsets)
+    backend().lookup_rows(
+        hashes,
+        keys.valid,
+        data,
+        offsets,
+        table.directory_bits,
+        table.first_bucket,
+        table.directory,
+        table.hashes,
+        table.rows,
+        table.key_offsets,
+        table.key_bytes,
+        missing_row,
+        out,
+    )

@@ -1,0 +1,164 @@
+"""Preparation as users call it, with plain arguments; and its counterpart for new rows: raw rows in, batches out.
+
+    run_prepare("criteo", "train.txt", "data/criteo")            # hotrow prepare
+    for batch in RawEncoder("data/criteo").batches("new.txt"):   # hotrow predict
+
+The work is done in `pipeline.py`; the sources are in `sources.py`; docs/prepare.md is for users.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hotrow.batch import Batch, KeyedJaggedTensor
+from hotrow.data.chunk import Keys
+from hotrow.data.convert import IdEncoding
+from hotrow.data.packed import Ids, PackedDataset, Ragged
+from hotrow.data.packed_format import read_info
+from hotrow.data.pipeline import Options, RowEncoder, num_cpus, prepare
+from hotrow.data.progress import ProgressCallback
+from hotrow.data.schema import Schema, load_schema, parse_schema
+from hotrow.data.sources import open_source
+from hotrow.data.transforms import DenseTransform
+from hotrow.data.vocabulary import Vocabulary
+from hotrow.files import available_memory_bytes
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+def run_prepare(
+    source: str,
+    paths: Any,
+    out: Path | str,
+    *,
+    schema: Schema | Path | str | None = None,
+    label: str | None = None,
+    time: str | None = None,
+    split: str | None = None,
+    fractions: Sequence[float] | None = None,
+    seed: int | None = None,
+    min_count: int | None = None,
+    hash_cap: int | None = None,
+    rows: int | None = None,
+    sample: float = 1.0,
+    skip_bad_rows: int = 0,
+    memory: int | str | None = None,
+    threads: int | None = None,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> PackedDataset:
+    """Prepare raw logs into the packed dataset `out`; called again with the same arguments, it continues what was cut.
+
+    source: criteo, avazu, taobao, movielens, csv, parquet, frame, or auto to tell by the first line. paths: files,
+    folders, patterns, URIs, or one Arrow-capable frame. schema: of csv, parquet and frame (`hotrow init` writes one),
+    a path or a `Schema`; None: guessed, given the names of the `label` and `time` columns.
+    split: time, random or reference; None: reference for criteo, time where there is one, else random. fractions: of
+    train, val and test (0.8, 0.1, 0.1) for time and random. seed: of the random split and of `sample`.
+    min_count: ids seen fewer times in training rows share row 0. hash_cap: ids modulo this. Both hold for all tables.
+    rows: only the first rows. sample: keep this share of the rows. skip_bad_rows: how many bad rows may be left out.
+    memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
+    None: half of what is free. threads: of encoding. None of these two changes a byte.
+    progress, announce: see `hotrow.data.pipeline.prepare`.
+
+    Raises ValueError naming the field, file, row or option that is wrong; OSError when the disk is full, and
+    `hotrow.data.pipeline.Interrupted` on Ctrl-C, both leaving work to go on from.
+    """
+    if isinstance(schema, str | Path):
+        schema = load_schema(schema)
+    opened = open_source(source, paths, schema=schema, label=label, time=time, skip_bad_rows=skip_bad_rows)
+    opened = opened.with_options(split=split, fractions=fractions, seed=seed, min_count=min_count, hash_cap=hash_cap)
+    options = Options(rows=rows, sample=sample, memory_bytes=parse_bytes(memory), threads=threads, overwrite=overwrite)
+    return prepare(opened, out, options, progress=progress, announce=announce)
+
+
+def parse_bytes(value: int | str | None) -> int | None:
+    """A number of bytes from a number or from text such as "256MiB" or "4GB". Raises ValueError for other text."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", value.upper())
+    if found is None or found[2] not in UNITS:
+        raise ValueError(f"memory is {value!r}; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB, as in 4GiB")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+class RawEncoder:
+    """Raw rows as batches of a prepared dataset's ids, for prediction: its columns, its transforms, its vocabularies.
+
+    dataset: a packed dataset or the folder of one; only dataset.json and vocab/ are needed. Vocabularies are loaded
+    where they take at most half of the free memory, else searched on disk.
+
+    Ids that no training row had, and those too rare for a row, become row 0; a missing value has its own row where
+    training rows missed one too, else row 0. Missing dense values are 0 after the transform.
+    """
+
+    def __init__(self, dataset: PackedDataset | Path | str, *, threads: int | None = None) -> None:
+        folder = dataset.path if isinstance(dataset, PackedDataset) else Path(dataset)
+        self.info = read_info(folder)
+        made: dict[str, Any] = self.info.ids
+        if "schema" not in made:
+            raise ValueError(
+                f"{folder}: its ids are not made from raw rows (source {self.info.name!r}); it encodes none"
+            )
+        self.schema = parse_schema(made["schema"], where=f"{folder}/dataset.json")
+        self._source: str = made["source"]
+        self._encodings: dict[str, IdEncoding] = made["encodings"]
+        self._transforms = [DenseTransform.parse(column.transform) for column in self.info.dense]
+        self._threads = threads or min(8, num_cpus())
+        vocabularies = {t.name: Vocabulary.open(folder / "vocab" / t.name, verify="header") for t in self.info.tables}
+        for table in self.info.tables:
+            if (found := vocabularies[table.name].id) != table.vocabulary:
+                raise ValueError(
+                    f"{folder}/vocab/{table.name} has id {found}, dataset.json names {table.vocabulary}; restore the "
+                    "file that belongs to it"
+                )
+        fits = sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2
+        self._vocabularies = {name: v.load() if fits else v for name, v in vocabularies.items()}
+
+    def batches(self, data: Any, *, batch_size: int = 65536) -> Iterator[Batch]:
+        """Batches of at most `batch_size` rows, in the data's order.
+
+        data: paths or an Arrow-capable frame, as for `run_prepare`. The label column may be absent; `Batch.label` is
+        then NaN. Raises ValueError naming file and column, and RowError the row, as preparation does.
+        """
+        opened = open_source(self._source, data, schema=self.schema, labels="auto", encodings=self._encodings)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:
+            encode = RowEncoder(self.schema, self._transforms, self._lookup, executor)
+            for chunk in opened.source.chunks(rows_per_chunk=batch_size):
+                dense, ids = encode(chunk)
+                label = np.full(chunk.num_rows, np.nan, np.float32) if chunk.label is None else chunk.label
+                yield _batch(dense, ids, np.array(label))
+
+    def _lookup(self, table: str, feature: str, keys: Keys, first_key: int) -> NDArray[Any]:
+        return self._vocabularies[table].lookup(keys)
+
+
+def _batch(dense: NDArray[np.float32], ids: dict[str, Ids], label: NDArray[np.float32]) -> Batch:
+    columns = list(ids.values())
+    values = np.concatenate([column.values if isinstance(column, Ragged) else column for column in columns])
+    offsets = None
+    if any(isinstance(column, Ragged) for column in columns):
+        ones = np.ones(len(label), np.int64)
+        lengths = [np.diff(column.row_splits) if isinstance(column, Ragged) else ones for column in columns]
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]))
+    sparse = KeyedJaggedTensor(tuple(ids), torch.from_numpy(values), offsets=offsets)
+    return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label))

@@ -1,0 +1,72 @@
+"""How far preparation has come, and a bar that shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+REPORT_EVERY_S = 0.25
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One report. rows_total is an estimate until a stage has read all rows once."""
+
+    stage: str
+    """scan, count, rank or encode."""
+    rows_done: int
+    rows_total: int
+    rows_per_s: float
+    """Since this stage began in this process."""
+    remaining_s: float
+    """Of this stage."""
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class ProgressMeter:
+    """Reports of one stage, at most every quarter of a second."""
+
+    def __init__(self, callback: ProgressCallback | None, stage: str, rows_total: int, rows_done: int = 0) -> None:
+        self._callback, self.stage, self._total = callback, stage, rows_total
+        self._first_row, self._started = rows_done, time.monotonic()
+        self._reported = 0.0
+
+    def update(self, rows_done: int) -> None:
+        """Report if the last report is long enough ago."""
+        now = time.monotonic()
+        if self._callback is None or now - self._reported < REPORT_EVERY_S:
+            return
+        self._reported = now
+        rate = (rows_done - self._first_row) / max(now - self._started, 1e-9)
+        remaining_s = max(self._total - rows_done, 0) / rate if rate > 0 else 0.0
+        self._callback(Progress(self.stage, rows_done, max(self._total, rows_done), rate, remaining_s))
+
+
+@contextmanager
+def progress_bar() -> Iterator[ProgressCallback]:
+    """A callback that draws one bar per stage on stderr: rows, rate and remaining time."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    tasks: dict[str, TaskID] = {}
+    columns = (
+        TextColumn("{task.description:<7}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows, {task.fields[rate]:,.0f} rows/s"),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+
+        def show(report: Progress) -> None:
+            if report.stage not in tasks:
+                tasks[report.stage] = bars.add_task(report.stage, rate=0.0)
+            bars.update(
+                tasks[report.stage], completed=report.rows_done, total=report.rows_total, rate=report.rows_per_s
+            )
+
+        yield show

@@ -1,0 +1,143 @@
+"""The raw sources by name, as `hotrow prepare SOURCE` knows them: what opens each, and the schema it reads by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hotrow.data.avazu import SCHEMA as AVAZU_SCHEMA
+from hotrow.data.avazu import looks_like_avazu, open_avazu
+from hotrow.data.chunk import Source
+from hotrow.data.columns import ColumnsSource, is_paths
+from hotrow.data.convert import IdEncoding
+from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
+from hotrow.data.guess import guess_schema
+from hotrow.data.inputs import find_files
+from hotrow.data.movielens import movielens_layout, open_movielens
+from hotrow.data.schema import Schema, nearest, parse_schema
+from hotrow.data.tabular import is_parquet
+from hotrow.data.taobao import SCHEMA as TAOBAO_SCHEMA
+from hotrow.data.taobao import looks_like_taobao, open_taobao
+
+SOURCE_NAMES = ("criteo", "avazu", "taobao", "movielens", "csv", "parquet", "frame", "auto")
+Labels = Literal["required", "auto"]
+CRITEO_LICENCE = "Criteo AI Lab click logs: CC BY-NC-SA 4.0 for the 1TB set; the Kaggle set has its challenge's terms"
+
+CRITEO_SCHEMA = parse_schema(
+    {
+        "label": "label",
+        "dense": [{"column": name, "transform": "log1p_clip0"} for name in DENSE_NAMES],
+        "categorical": list(CATEGORY_NAMES),
+        "split": {"kind": "reference"},
+        "licence": CRITEO_LICENCE,
+    },
+    where="criteo",
+)
+
+
+def looks_like_criteo(line: str) -> bool:
+    """Whether a first line has Criteo's columns: perhaps a label, 13 integers, 26 categories of hex digits."""
+    fields = line.split("\t" if "\t" in line else ",")
+    names = [*DENSE_NAMES, *CATEGORY_NAMES]
+    if [field.upper() for field in fields[-len(names) :]] == names:
+        return True
+    return len(fields) in (39, 40) and all(re.fullmatch("[0-9a-fA-F]{0,8}", field) for field in fields[-26:])
+
+
+LAYOUTS: dict[str, Callable[[str], bool]] = {
+    "criteo": looks_like_criteo,
+    "avazu": looks_like_avazu,
+    "taobao": looks_like_taobao,
+    "movielens": lambda line: movielens_layout(line) is not None,
+}
+"""By source, whether a file's first line has its layout."""
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    """A source with what preparation must know of it."""
+
+    source: Source
+    schema: Schema
+    encodings: Mapping[str, IdEncoding]
+    """How raw ids are held, by feature."""
+    notes: tuple[str, ...] = ()
+    """What was found rather than told."""
+
+    def with_options(self, **options: Any) -> OpenedSource:
+        """This source under the schema changed by `Schema.with_options`."""
+        return replace(self, schema=self.schema.with_options(**options))
+
+
+def open_source(
+    name: str,
+    data: Any,
+    *,
+    schema: Schema | None = None,
+    label: str | None = None,
+    time: str | None = None,
+    labels: Labels = "required",
+    encodings: Mapping[str, IdEncoding] | None = None,
+    skip_bad_rows: int = 0,
+) -> OpenedSource:
+    """The source called `name` over `data`: paths, or an Arrow-capable frame.
+
+    schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label`
+    and `time` may help. labels: "auto" accepts rows without a label. encodings: how ids were held when a data set was
+    prepared. skip_bad_rows: rows that may be bad.
+
+    Raises ValueError naming an unknown source, and whatever opening it finds.
+    """
+    if name not in SOURCE_NAMES:
+        raise ValueError(
+            f"source {name!r} is not known{nearest(name, SOURCE_NAMES)}; choose one of {', '.join(SOURCE_NAMES)}"
+        )
+    if skip_bad_rows < 0:
+        raise ValueError(f"skip_bad_rows is {skip_bad_rows}; it must be at least 0")
+    if name == "auto":
+        name = "csv" if schema is not None or label is not None else recognise(data) or "csv"
+    if name == "criteo" and is_paths(data):
+        paths = [data] if isinstance(data, str | Path) else list(data)
+        criteo = CriteoSource(paths, labels=labels, skip_bad_rows=skip_bad_rows)
+        return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
+    options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": skip_bad_rows}
+    if name == "movielens":
+        source = open_movielens(data, schema, **options)
+    elif name == "taobao":
+        source = open_taobao(data, schema or TAOBAO_SCHEMA, **options)
+    elif name == "avazu":
+        source = open_avazu(data, schema or AVAZU_SCHEMA, **options)
+    elif name == "criteo":
+        source = ColumnsSource(data, schema or CRITEO_SCHEMA, name=name, **options)
+    else:
+        source = ColumnsSource(data, schema or guess_schema(data, label, time), name=name, **options)
+    return OpenedSource(source, source.schema, source.encodings, source.notes)
+
+
+def recognise(data: Any) -> str | None:
+    """The source whose published layout the first line of the first file has: its name, or None."""
+    if not is_paths(data):
+        return None
+    file = find_files([data] if isinstance(data, str | Path) else data, matches=bool, wanted="any file")[0]
+    if is_parquet(file):
+        return None
+    line = file.first_line()
+    for name, looks_like in LAYOUTS.items():
+        if looks_like(line):
+            return name
+    return None
+
+
+def rows_per_file(opened: OpenedSource) -> list[int]:
+    """Exact rows of each file, in order, which the reference split needs; reads every file once.
+
+    Raises ValueError where the source has no reference split.
+    """
+    if not isinstance(opened.source, CriteoSource):
+        raise ValueError(
+            f"--split reference is published for criteo only, not for {opened.source.name}; use time or random"
+        )
+    return [CriteoSource([file.name], labels="auto").scout(count="exact").num_rows for file in opened.source.files]

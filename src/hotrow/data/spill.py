@@ -1,0 +1,224 @@
+"""Counting under a memory budget: what does not fit goes to disk, and the vocabularies are the same to the bit.
+
+    with CounterPool(folder, memory_bytes=2 << 30) as counters:     # resumes where counters.progress says, if not None
+        for feature, table in tables.items():
+            counters.declare(table, source.key_kinds[feature])
+        for chunk in source.chunks(start):
+            for feature, table in tables.items():
+                counters.add(table, chunk.keys[feature], is_training_row)
+            counters.snapshot(chunk.position.to_json())             # now and then, and at the end
+        for table in set(tables.values()):
+            counters.build(table, out / "vocab" / table, out / "counts" / table, min_count=2)
+
+When the counters together would exceed the budget, the largest is written out as a sorted run of partial counts and
+emptied; a table's runs are merged when its vocabulary is built. A snapshot writes all counters out. What follows is
+encoding, `hotrow.data.encoder`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.chunk import KeyKind, Keys
+from hotrow.data.native import Counter, merge_runs
+from hotrow.data.vocabulary import TableSummary, build_vocabulary
+from hotrow.files import check_name, disk_free_bytes, read_json, write_json
+
+MAX_RUNS = 64
+"""A table with this many runs has them merged into one: a merge keeps every run open, and files are limited."""
+SNAPSHOT = "counters.json"
+SNAPSHOT_VERSION = 1
+RUN_SUFFIX = ".run"
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def explain_full_disk(folder: Path, doing: str, kept: str) -> Iterator[None]:
+    """Raise "no space" errors of the block again, saying what was being done, what is kept and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        raise OSError(
+            error.errno,
+            f"disk full while {doing} in {folder} ({disk_free_bytes(folder):,} bytes free). {kept} "
+            "Free some space, then run the same command again",
+        ) from error
+
+
+@dataclass
+class _TableCounts:
+    """One table's counter and the runs it was written out to."""
+
+    name: str
+    kind: KeyKind
+    hash_cap: int
+    counter: Counter
+    runs: list[Path] = field(default_factory=list)
+    next_run: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "hash_cap": self.hash_cap,
+            "order": self.counter.order,
+            "runs": [run.name for run in self.runs],
+            "next_run": self.next_run,
+        }
+
+    @staticmethod
+    def from_json(name: str, value: dict[str, Any], folder: Path) -> _TableCounts:
+        counter = Counter(value["kind"], hash_cap=value["hash_cap"], order=value["order"])
+        runs = [folder / check_name(run, what="run") for run in value["runs"]]
+        return _TableCounts(name, value["kind"], value["hash_cap"], counter, runs, value["next_run"])
+
+    def new_run(self, folder: Path) -> Path:
+        self.next_run += 1
+        return folder / f"{self.name}.{self.next_run}{RUN_SUFFIX}"
+
+
+class CounterPool:
+    """Counts the keys of many tables within `memory_bytes` together, in `folder` beyond it.
+
+    A folder with a snapshot is resumed: `progress` is what the last `snapshot` was given, else None. Leaving the `with`
+    block normally removes everything from the folder; leaving it by an exception keeps the last snapshot.
+    """
+
+    def __init__(self, folder: Path, *, memory_bytes: int) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder, self.memory_bytes = folder, memory_bytes
+        self.progress: Any = None
+        self.num_spills = 0
+        """Counters written out because the budget was reached; for the report."""
+        self._tables: dict[str, _TableCounts] = {}
+        self._kept: set[Path] = set()
+        if (folder / SNAPSHOT).exists():
+            self._resume()
+        self._remove_other_runs()
+
+    def declare(self, table: str, kind: KeyKind, *, hash_cap: int = 0) -> None:
+        """Announce a table; features that share it must agree. Raises ValueError where it was declared otherwise."""
+        check_name(table, what="table name")
+        known = self._tables.get(table)
+        if known is None:
+            self._tables[table] = _TableCounts(table, kind, hash_cap, Counter(kind, hash_cap=hash_cap))
+        elif (known.kind, known.hash_cap) != (kind, hash_cap):
+            raise ValueError(
+                f"table {table!r} is declared with {kind!r} keys and hash_cap {hash_cap}, before with {known.kind!r} "
+                f"and {known.hash_cap}; features that share a table need the same"
+            )
+
+    def add(self, table: str, keys: Keys, row_mask: NDArray[np.bool_] | None = None) -> None:
+        """Count the keys of all rows of a chunk, or of those whose mask [num_rows] is set (the training rows)."""
+        counter = self._tables[table].counter
+        while self.num_bytes - counter.num_bytes + counter.num_bytes_after(keys) > self.memory_bytes:
+            largest = max(self._tables.values(), key=lambda counts: counts.counter.num_bytes)
+            if largest.counter.num_keys == 0:
+                break
+            self._spill(largest)
+            self.num_spills += 1
+        counter.add(keys, row_mask)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory all counters hold now."""
+        return sum(counts.counter.num_bytes for counts in self._tables.values())
+
+    def snapshot(self, progress: Any) -> None:
+        """Make counts and `progress` (any JSON value) durable together; a pool opened on this folder goes on there."""
+        for counts in self._tables.values():
+            if counts.counter.num_keys or counts.counter.num_missing:
+                self._spill(counts)
+        tables = {name: counts.to_json() for name, counts in self._tables.items()}
+        with self._explain("writing a snapshot"):
+            write_json(self.folder / SNAPSHOT, {"version": SNAPSHOT_VERSION, "tables": tables, "progress": progress})
+        self.progress = progress
+        self._kept = {run for counts in self._tables.values() for run in counts.runs}
+        self._remove_other_runs()
+
+    def build(
+        self, table: str, vocab_path: Path, counts_path: Path, *, min_count: int = 1, max_rows: int = 0
+    ) -> TableSummary:
+        """Write the vocabulary and counts of a table from all that was counted; see `build_vocabulary`.
+
+        Holds the memory that the other tables' counters leave. Counting may go on afterwards.
+        """
+        counts = self._tables[table]
+        if counts.counter.num_keys or counts.counter.num_missing:
+            self._spill(counts)
+        with self._explain(f"building the vocabulary of table {table!r}"):
+            return build_vocabulary(
+                counts.runs,
+                vocab_path,
+                counts_path,
+                key_kind=counts.kind,
+                hash_cap=counts.hash_cap,
+                min_count=min_count,
+                max_rows=max_rows,
+                memory_bytes=self.memory_bytes - self.num_bytes,
+                tmp_dir=self.folder,
+            )
+
+    def close(self) -> None:
+        """Remove everything this pool wrote to its folder, snapshot included."""
+        (self.folder / SNAPSHOT).unlink(missing_ok=True)
+        self._kept = set()
+        self._tables = {}
+        self._remove_other_runs()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._tables = {}
+            self._remove_other_runs()
+
+    def _spill(self, counts: _TableCounts) -> None:
+        with self._explain(f"writing out counts of table {counts.name!r}"):
+            run = counts.new_run(self.folder)
+            counts.counter.drain(run)
+            counts.runs.append(run)
+            if len(counts.runs) < MAX_RUNS:
+                return
+            merged = counts.new_run(self.folder)
+            merge_runs(counts.runs, merged, memory_bytes=max(self.memory_bytes - self.num_bytes, 1 << 20))
+            old, counts.runs = counts.runs, [merged]
+            for path in set(old) - self._kept:
+                path.unlink()
+
+    def _resume(self) -> None:
+        value = read_json(self.folder / SNAPSHOT)
+        if value.get("version") != SNAPSHOT_VERSION:
+            raise ValueError(
+                f"{self.folder / SNAPSHOT}: snapshot version is {value.get('version')!r}, this hotrow reads "
+                f"{SNAPSHOT_VERSION}; delete {self.folder} to start again"
+            )
+        self.progress = value["progress"]
+        self._tables = {
+            name: _TableCounts.from_json(name, table, self.folder) for name, table in value["tables"].items()
+        }
+        self._kept = {run for counts in self._tables.values() for run in counts.runs}
+        for run in self._kept:
+            if not run.exists():
+                raise ValueError(f"{run} is missing, the snapshot needs it; delete {self.folder} to start again")
+
+    def _remove_other_runs(self) -> None:
+        for path in self.folder.glob(f"*{RUN_SUFFIX}*"):
+            if path not in self._kept and not any(path in counts.runs for counts in self._tables.values()):
+                path.unlink()
+
+    def _explain(self, doing: str) -> AbstractContextManager[None]:
+        kept = "The counts up to the last snapshot are kept." if self._kept else "Nothing had been kept yet."
+        return explain_full_disk(self.folder, doing, kept)

@@ -1,0 +1,397 @@
+"""Tables as streams of Arrow record batches: Parquet files, delimited text files, frames in memory.
+
+A reader knows its files, the type of each column, and yields a file's rows from any row on. It does not know what the
+columns mean; `columns.py` does.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from hotrow.data.chunk import FileInfo, RowError
+from hotrow.data.convert import is_text, value_type
+from hotrow.data.inputs import InputFile
+from hotrow.data.schema import CsvSpec
+
+PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
+TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".data", ".dat")
+COMPRESSION_SUFFIX = re.compile(r"\.(gz|zst|bz2|lz4)$")
+DELIMITERS = ",\t;|\x01"
+SNIFF_BYTES = 1 << 16
+ESTIMATE_BYTES = 4 << 20
+CSV_BLOCK_BYTES = 4 << 20
+FRAME_NAME = "<frame>"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of one file."""
+
+    batch: pa.RecordBatch
+    lines: np.ndarray[Any, np.dtype[np.int64]]
+    """[num_rows] 1-based line (text) or row number (Parquet, frames) of each row in its file."""
+    end: int
+    """Position after these rows: rows of the file consumed, bad lines included."""
+    bad: tuple[RowError, ...] = ()
+    """Lines before `end` that could not be cut into columns."""
+
+
+class TableReader(Protocol):
+    """Files of one table."""
+
+    @property
+    def files(self) -> tuple[FileInfo, ...]:
+        """The files as they are now."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Name and type of every column, partition columns included."""
+
+    def check_drift(self, columns: Sequence[str]) -> None:
+        """Raises ValueError naming file and column where a file lacks one of `columns` or holds it as another type."""
+
+    def count_rows(self) -> tuple[int, bool]:
+        """Number of rows, and whether it is exact."""
+
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """The rows of one file after position `first`. Raises ValueError naming the file where it cannot be read."""
+
+
+def open_reader(source: Any, files: Sequence[InputFile] | None, spec: CsvSpec) -> TableReader:
+    """The reader for `files` by their suffixes or first bytes, or for the frame `source` where there are none."""
+    if files is None:
+        return FrameReader(source)
+    parquet = [is_parquet(f) for f in files]
+    if any(parquet) and not all(parquet):
+        odd = files[parquet.index(not parquet[0])]
+        raise ValueError(f"{files[0].name} and {odd.name} are of different formats; prepare one format at a time")
+    if parquet[0]:
+        return ParquetReader(files)
+    return TextReader(files, spec)
+
+
+def has_suffix(path: str, suffixes: Sequence[str]) -> bool:
+    """Whether a file's name, a compression suffix aside, ends in one of `suffixes`."""
+    return COMPRESSION_SUFFIX.sub("", path.lower()).endswith(tuple(suffixes))
+
+
+def is_parquet(file: InputFile) -> bool:
+    """By suffix, else by the four bytes every Parquet file starts with."""
+    if has_suffix(file.path, PARQUET_SUFFIXES):
+        return True
+    if has_suffix(file.path, TEXT_SUFFIXES):
+        return False
+    with file.open_file() as stream:
+        return bool(stream.read(4) == b"PAR1")
+
+
+class FrameReader:
+    """Any frame in memory that speaks Arrow's C stream (pandas, polars, pyarrow, duckdb relations), read once into one
+    Arrow table: without a copy where its layout allows, and so that both passes see the same rows."""
+
+    def __init__(self, frame: Any) -> None:
+        self.table = frame_to_arrow(frame)
+        self.schema = self.table.schema
+        digest = 0
+        for column in self.table.columns:
+            for chunk in column.chunks:
+                for buffer in chunk.buffers():
+                    digest = digest if buffer is None else zlib.crc32(buffer, digest)
+        # A frame has no modification time; a checksum of its bytes tells a resumed run that it is the same frame.
+        self.files: tuple[FileInfo, ...] = (FileInfo(FRAME_NAME, self.table.nbytes, digest),)
+
+    def check_drift(self, columns: Sequence[str]) -> None:
+        """A frame is one file: nothing can drift."""
+
+    def count_rows(self) -> tuple[int, bool]:
+        """Number of rows, exactly."""
+        return self.table.num_rows, True
+
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """The frame's rows after position `first`."""
+        for batch in self.table.select(list(columns)).slice(first).to_batches(max_chunksize=rows_per_batch):
+            yield Rows(batch, np.arange(first + 1, first + 1 + len(batch)), first := first + len(batch))
+
+
+def frame_to_arrow(frame: Any) -> pa.Table:
+    """`frame` as an Arrow table. Raises ValueError for objects that do not speak Arrow, and for one-shot readers."""
+    if isinstance(frame, pa.RecordBatchReader):
+        raise ValueError("a RecordBatchReader can be read once, preparation reads twice; pass reader.read_all()")
+    if isinstance(frame, pa.Table):
+        return frame
+    if hasattr(frame, "__arrow_c_stream__"):
+        return pa.RecordBatchReader.from_stream(frame).read_all()
+    for method in ("to_arrow_table", "to_arrow", "arrow"):
+        if hasattr(frame, method):
+            return pa.table(getattr(frame, method)())
+    if type(frame).__module__.startswith("pandas."):
+        return pa.Table.from_pandas(frame, preserve_index=False)
+    raise ValueError(
+        f"{type(frame).__name__} is no path and no Arrow-capable frame; pass paths, or a pandas, polars, "
+        "duckdb or pyarrow table"
+    )
+
+
+class ParquetReader:
+    """Parquet files with one schema, and hive partition columns from their folders."""
+
+    def __init__(self, files: Sequence[InputFile]) -> None:
+        self._files = files
+        self.files = tuple(f.info for f in files)
+        self._partition_types = _partition_types(files)
+        self.schema = self._file_schema(0)
+
+    def _opened(self, file_index: int) -> pq.ParquetFile:
+        file = self._files[file_index]
+        with _naming(file):
+            return pq.ParquetFile(file.open_file())
+
+    def _file_schema(self, file_index: int) -> pa.Schema:
+        schema = self._opened(file_index).schema_arrow
+        for name, kind in self._partition_types.items():
+            if name not in schema.names:
+                schema = schema.append(pa.field(name, kind))
+        return schema
+
+    def check_drift(self, columns: Sequence[str]) -> None:
+        """Raises ValueError naming file and column where a file lacks a column or holds it in another type."""
+        for index in range(len(self._files)):
+            schema = self._file_schema(index)
+            for name in columns:
+                path, want = self.files[index].path, self.schema.field(name).type
+                if name not in schema.names:
+                    raise ValueError(
+                        f"{path}: column {name!r} is missing, {self.files[0].path} has it; its columns: "
+                        f"{', '.join(schema.names)}"
+                    )
+                if not _same_meaning(got := schema.field(name).type, want):
+                    raise ValueError(
+                        f"{path}: column {name!r} has type {got}, {self.files[0].path} has {want}; rewrite one of them"
+                    )
+
+    def count_rows(self) -> tuple[int, bool]:
+        """Number of rows, from every file's footer."""
+        return sum(int(self._opened(i).metadata.num_rows) for i in range(len(self._files))), True
+
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """The rows of one file after position `first`."""
+        file, parquet = self._files[file_index], self._opened(file_index)
+        sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
+        starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        group = int(np.searchsorted(starts, first, side="right")) - 1
+        row, groups = int(starts[min(group, len(sizes))]), list(range(group, len(sizes)))
+        stored = [c for c in columns if c in parquet.schema_arrow.names]
+        with _naming(file):
+            for batch in parquet.iter_batches(rows_per_batch, row_groups=groups, columns=stored):
+                end = row + len(batch)
+                if end > first:
+                    batch = self._with_partition(batch.slice(max(0, first - row)), file, columns)
+                    yield Rows(batch, np.arange(end - len(batch) + 1, end + 1), end)
+                row = end
+
+    def _with_partition(self, batch: pa.RecordBatch, file: InputFile, columns: Sequence[str]) -> pa.RecordBatch:
+        values = dict(file.partition)
+        arrays = []
+        for name in columns:
+            if name in batch.schema.names:
+                arrays.append(batch.column(batch.schema.get_field_index(name)))
+            else:
+                kind = self._partition_types[name]
+                arrays.append(pa.repeat(pa.scalar(values.get(name)).cast(kind), len(batch)))
+        return pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+
+def _partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
+    """Integers where every folder's value is one, else text."""
+    values: dict[str, list[str]] = {}
+    for file in files:
+        for name, value in file.partition:
+            values.setdefault(name, [])
+            if value is not None:
+                values[name].append(value)
+    return {n: pa.int64() if v and all(str(_as_int(x)) == x for x in v) else pa.string() for n, v in values.items()}
+
+
+def _as_int(text: str) -> int | None:
+    return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
+
+
+def _same_meaning(got: pa.DataType, want: pa.DataType) -> bool:
+    """Whether ids of both types are comparable: equal, signed integers of any width, or text of any layout."""
+    got, want = value_type(got), value_type(want)
+    signed = pa.types.is_signed_integer(got) and pa.types.is_signed_integer(want)
+    return bool(got == want or signed or (is_text(got) and is_text(want)))
+
+
+class TextReader:
+    """Delimited text: every column as text, columns found by the header of each file or by given names."""
+
+    def __init__(self, files: Sequence[InputFile], spec: CsvSpec) -> None:
+        self._files, self._spec = files, spec
+        self.files = tuple(f.info for f in files)
+        self._heads: dict[int, tuple[str, list[str]]] = {}
+        self.delimiter, names = self._head(0)
+        self.schema = pa.schema([(name, pa.string()) for name in names])
+
+    def _head(self, file_index: int) -> tuple[str, list[str]]:
+        """Delimiter and column names of one file."""
+        if file_index not in self._heads:
+            lines = self._first_lines(file_index)
+            delimiter = self._spec.delimiter or guess_delimiter(lines)
+            names = self._spec.column_names or next(csv.reader(lines[:1], delimiter=delimiter))
+            self._heads[file_index] = (delimiter, list(names))
+        return self._heads[file_index]
+
+    def _first_lines(self, file_index: int) -> list[str]:
+        file = self._files[file_index]
+        with _naming(file), file.open_stream() as stream:
+            raw = stream.read(SNIFF_BYTES)
+        # The sample may cut a character or line in two: only whole lines count.
+        whole = raw if len(raw) < SNIFF_BYTES else raw[: raw.rfind(b"\n") + 1]
+        try:
+            text = whole.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file.name}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
+        lines = [line for line in text.splitlines() if line]
+        if not lines:
+            raise ValueError(f"{file.name} is empty; remove it or write it again")
+        return lines
+
+    def check_drift(self, columns: Sequence[str]) -> None:
+        """Raises ValueError naming file and column where a file's header lacks a column or names it twice."""
+        for index, info in enumerate(self.files):
+            delimiter, names = self._head(index)
+            for name in columns:
+                if names.count(name) != 1:
+                    fault = "lacks" if name not in names else "names twice"
+                    raise ValueError(
+                        f"{info.path}: the header, cut at {delimiter!r}, {fault} column {name!r}; columns found: "
+                        f"{', '.join(names[:20])}; set csv.delimiter or csv.column_names if this is not how to cut it"
+                    )
+
+    def count_rows(self) -> tuple[int, bool]:
+        """Estimated from the first lines of each file and its stored size."""
+        return sum(self._estimate(i) for i in range(len(self._files))), False
+
+    def _estimate(self, file_index: int) -> int:
+        """Lines per stored byte of the file's beginning, times its stored bytes."""
+        file = self._files[file_index]
+        with _naming(file):
+            text, stored_bytes = file.read_head(ESTIMATE_BYTES)
+        num_lines = text.count(b"\n")
+        if len(text) < ESTIMATE_BYTES:
+            return num_lines + (not text.endswith(b"\n")) - (self._spec.column_names is None)
+        return int(num_lines * file.info.num_bytes / stored_bytes)
+
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """The rows of one file after position `first`, which counts lines after the header, bad ones included."""
+        file = self._files[file_index]
+        header_lines = int(self._spec.column_names is None)
+        places = _LinePlaces(file.name, header_lines)
+        with _naming(file), file.open_stream() as stream:
+            for block in pa.csv.open_csv(stream, **self._csv_options(file_index, columns, places.collect)):
+                lines = places.lines_of(len(block))
+                keep = int(np.searchsorted(lines, first + header_lines, side="right"))
+                block, lines = block.select(list(columns)).slice(keep), lines[keep:]
+                for start in range(0, len(block), rows_per_batch):
+                    part = lines[start : start + rows_per_batch]
+                    bad = places.take_bad(int(part[-1]), after=first + header_lines)
+                    yield Rows(block.slice(start, rows_per_batch), part, int(part[-1]) - header_lines, bad)
+            if bad := places.take_bad(None, after=first + header_lines):
+                nothing = pa.RecordBatch.from_pylist([], pa.schema([(name, pa.string()) for name in columns]))
+                yield Rows(nothing, np.arange(0), bad[-1].line - header_lines, bad)
+
+    def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
+        delimiter, _ = self._head(file_index)
+        names = self._spec.column_names
+        return {
+            # One thread: only then does Arrow tell which line is bad; preparation reads in the background anyway.
+            "read_options": pa.csv.ReadOptions(
+                use_threads=False, block_size=CSV_BLOCK_BYTES, column_names=None if names is None else list(names)
+            ),
+            "parse_options": pa.csv.ParseOptions(
+                delimiter=delimiter, newlines_in_values=True, invalid_row_handler=on_bad_line
+            ),
+            "convert_options": pa.csv.ConvertOptions(
+                column_types=dict.fromkeys(columns, pa.string()),
+                include_columns=list(columns),
+                null_values=list(self._spec.null_values),
+                strings_can_be_null=True,
+                quoted_strings_can_be_null=True,
+            ),
+        }
+
+
+class _LinePlaces:
+    """Line numbers of the rows Arrow yields, and the errors of lines it could not cut into columns."""
+
+    def __init__(self, path: str, header_lines: int) -> None:
+        self._path, self._header_lines = path, header_lines
+        self._rows_before: list[int] = []
+        self._bad: list[RowError] = []
+        self._num_taken = self._num_rows = 0
+
+    def collect(self, row: Any) -> str:
+        """Notes a line with the wrong number of columns and lets Arrow go on."""
+        text = row.text if len(row.text) <= 60 else row.text[:57] + "..."
+        reason = f"{row.actual_columns} columns instead of {row.expected_columns} in {text!r}; mend or remove the line"
+        # Rows before the k-th bad line: its number, less header, itself and the bad lines before it.
+        self._rows_before.append(row.number - self._header_lines - 1 - len(self._bad))
+        self._bad.append(RowError(file=self._path, line=row.number, reason=reason))
+        return "skip"
+
+    def lines_of(self, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Lines of the next `num_rows` rows."""
+        rows = np.arange(self._num_rows, self._num_rows + num_rows)
+        self._num_rows += num_rows
+        return rows + 1 + self._header_lines + np.searchsorted(np.array(self._rows_before), rows, side="right")
+
+    def take_bad(self, last_line: int | None, *, after: int) -> tuple[RowError, ...]:
+        """Errors not taken yet of lines up to `last_line` (None: all), those up to line `after` dropped."""
+        start = self._num_taken
+        while self._num_taken < len(self._bad) and (last_line is None or self._bad[self._num_taken].line <= last_line):
+            self._num_taken += 1
+        return tuple(error for error in self._bad[start : self._num_taken] if error.line > after)
+
+
+def guess_delimiter(lines: Sequence[str]) -> str:
+    """The delimiter that cuts the most of the first lines into one same number, above one, of columns.
+
+    Raises ValueError never: a single column is possible, and then the comma stands.
+    """
+    best, best_score = ",", (0, 0)
+    for delimiter in DELIMITERS:
+        widths = [len(row) for row in csv.reader(lines[:100], delimiter=delimiter)]
+        common = max(set(widths), key=widths.count)
+        score = (widths.count(common), common)
+        if common > 1 and score > best_score:
+            best, best_score = delimiter, score
+    return best
+
+
+@contextmanager
+def _naming(file: InputFile) -> Iterator[None]:
+    """Turns Arrow's errors into ValueErrors that name the file and the cure."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError) as error:
+        text = " ".join(str(error).split())
+        cures = {
+            "Truncated compressed stream": "the file is cut short; fetch it again",
+            "straddling": f"a line is longer than {CSV_BLOCK_BYTES >> 20} MiB or a quote is never closed; mend it",
+            "UTF8": "the file is not UTF-8; convert it (iconv -t UTF-8)",
+            "Parquet magic bytes not found": "the file is cut short or no Parquet file; write it again",
+        }
+        cure = next((cure for sign, cure in cures.items() if sign in text), "check the file")
+        raise ValueError(f"{file.name}: {text}; {cure}") from None

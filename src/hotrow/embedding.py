@@ -1,0 +1,175 @@
+"""EmbeddingCollection: all embedding tables of a model as one module, whose lookup is one native call.
+
+A table is a plain tensor, not a Parameter: its gradient is never a tensor either. Backward keeps the pooled gradient
+[B, output_dim] beside the batch it belongs to (`pending`), and the sparse optimizer (hotrow.optim) applies both.
+Next: optim.py for the step, reference.py for the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hotrow import ops
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.reference import Layout, row_key
+from hotrow.tables import TableConfig, check_tables
+
+
+class Pending(NamedTuple):
+    """A batch and the gradient of its pooled output, waiting for the optimizer."""
+
+    sparse: KeyedJaggedTensor
+    grad: Tensor
+    """[B, output_dim] float32."""
+
+
+class EmbeddingCollection(nn.Module):
+    """Tables of embedding rows, looked up and pooled together.
+
+    emb(sparse)[b, columns of feature f] = pool(rows of the ids of f in sample b), side by side in the tables' order.
+
+        tables:  user [N_u, 16]: features (user,)      item [N_i, 8]: features (clicked, shown)
+        output:  [ user 16 | clicked 8 | shown 8 ]     output_dim = 32
+
+    tables: one TableConfig each. memory: None or "dram": all rows in DRAM. seed: of the initial rows, each a function
+    of (seed, table name, row, column) alone. `parameters()` is empty; `state_dict()` holds `<table>.weight`.
+
+    Several forward passes before one optimizer step count as one batch whose bags stand in forward order; a forward
+    under torch.no_grad leaves nothing behind. Raises ValueError for repeated names and for an unknown `memory`.
+    """
+
+    def __init__(self, tables: Iterable[TableConfig], *, memory: str | None = None, seed: int = 0) -> None:
+        super().__init__()
+        if memory not in (None, "dram"):
+            raise ValueError(f"memory is {memory!r}; only None and 'dram' are implemented: all rows in DRAM")
+        self.tables = check_tables(tables)
+        self.weights = {table.name: _initial_rows(table, seed) for table in self.tables}
+        """Rows of each table [N, D], float32, by table name; changed in place by the optimizer."""
+        self._prepare()
+
+    def _prepare(self) -> None:
+        layout = Layout.of(self.tables)
+        self.feature_names = tuple(feature.name for feature in layout.features)
+        self.output_dim = layout.width
+        self.kernels = ops.Kernels(layout)
+        self.arrays = ops.Arrays(list(self.weights.values()))
+        self._pending: list[tuple[int, Pending]] = []
+        self._num_forwards = 0
+        # Autograd calls backward only below an input that requires grad, and the tables are none.
+        self._leaf = torch.zeros(0, requires_grad=True)
+
+    def forward(self, sparse: KeyedJaggedTensor | Tensor) -> Tensor:
+        """Pooled rows [B, output_dim], float32.
+
+        sparse: every feature's bags, keys in any order, features of other collections ignored; or an integer tensor
+        [B, F] with one id per feature, columns as `feature_names`.
+
+        Raises ValueError for a missing feature, and for an id outside its table (feature, sample, id, rows).
+        """
+        if isinstance(sparse, Tensor):
+            sparse = self._from_matrix(sparse)
+        self._num_forwards += 1
+        return _Lookup.apply(self._leaf, sparse.weights, sparse, self, self._num_forwards)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _from_matrix(self, ids_BF: Tensor) -> KeyedJaggedTensor:
+        if ids_BF.dim() != 2 or ids_BF.shape[1] != len(self.feature_names):
+            raise ValueError(
+                f"ids have shape {tuple(ids_BF.shape)}; pass [B, {len(self.feature_names)}], one column for each of "
+                f"{', '.join(self.feature_names)}"
+            )
+        return KeyedJaggedTensor.from_dense(self.feature_names, ids_BF)
+
+    @property
+    def pending(self) -> list[Pending]:
+        """Batches whose gradients await `optimizer.step()`, in the order of their forward passes."""
+        return [pending for _, pending in sorted(self._pending, key=lambda entry: entry[0])]
+
+    def clear_pending(self) -> None:
+        """Drops the pending gradients: what `step()` and `zero_grad()` of the optimizer end with."""
+        self._pending.clear()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        for name, weight in self.weights.items():
+            destination[f"{prefix}{name}.weight"] = weight
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,  # noqa: FBT001
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        wanted = {f"{prefix}{name}.weight": weight for name, weight in self.weights.items()}
+        for key, weight in wanted.items():
+            if key not in state_dict:
+                missing_keys.append(key)
+            elif state_dict[key].shape != weight.shape:
+                error_msgs.append(f"{key} has shape {tuple(state_dict[key].shape)}; the table is {tuple(weight.shape)}")
+            else:
+                weight.copy_(state_dict[key])
+        if strict:
+            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in wanted)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: all but native handles and what belongs to steps under way."""
+        made = ("kernels", "arrays", "_pending", "_num_forwards", "_leaf")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Rebuilds what `__getstate__` left out, around the copied tables."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare()
+
+    def extra_repr(self) -> str:
+        """One line per table."""
+        return "\n".join(
+            f"{t.name}: [{t.num_embeddings}, {t.embedding_dim}] {t.pooling} of {', '.join(t.feature_names)}"
+            for t in self.tables
+        )
+
+
+def _initial_rows(table: TableConfig, seed: int) -> Tensor:
+    weight = ops.allocate(table.num_embeddings, table.embedding_dim)
+    bound = table.init.bound_for(table.num_embeddings)
+    if bound:
+        ops.fill_uniform(weight, key=row_key(seed, table.name), bound=bound, zero_rows=table.init.zero_rows)
+    return weight
+
+
+class _Lookup(torch.autograd.Function):
+    """The lookup in the autograd graph; `leaf` is there to be differentiated, and gets no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        leaf: Tensor,
+        sample_weights: Tensor | None,
+        sparse: KeyedJaggedTensor,
+        emb: EmbeddingCollection,
+        number: int,
+    ) -> Tensor:
+        ctx.sparse, ctx.emb, ctx.number = sparse, emb, number
+        return emb.kernels.lookup(emb.arrays, sparse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "EmbeddingCollection cannot be differentiated twice: call backward without create_graph=True"
+            )
+        grad = grad.detach()
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        emb: EmbeddingCollection = ctx.emb
+        emb._pending.append((ctx.number, Pending(ctx.sparse, grad)))
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = emb.kernels.weight_gradient(emb.arrays, ctx.sparse, grad)
+        return None, weight_grad, None, None, None

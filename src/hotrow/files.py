@@ -1,0 +1,166 @@
+"""Files that are whole or absent, names that stay in their folder, and how much memory and disk there is to use.
+
+Everything hotrow writes goes through `atomic_write`: beside the target, fsync, rename, so that a half-written artifact
+cannot be mistaken for a whole one. Data is private: files are created readable by their owner alone (0600).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+PARTIAL_SUFFIX = ".partial"
+MAX_NAME_BYTES = 200
+"""File names end at 255 bytes on every common file system; this leaves room for our own suffixes."""
+
+
+def open_private(path: Path) -> BinaryIO:
+    """A new, empty binary file at `path`, mode 0600; an existing file is emptied, a symbolic link is not followed."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return os.fdopen(descriptor, "wb", buffering=1 << 20)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the renames and removals done in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_write(path: Path | str) -> Iterator[BinaryIO]:
+    """Yield a binary file that becomes `path` when the block ends well, and vanishes when it raises.
+
+    The bytes go to `<path>.partial` (mode 0600), are flushed to disk, then renamed over `path`, whose folder is synced
+    too. Raises OSError as the file system gives it (ENOSPC among them), with neither file changed or left behind.
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    file = open_private(partial)
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path | str, value: Any) -> None:
+    """Write `value` as UTF-8 JSON, atomically. Raises ValueError for NaN and infinity, which JSON does not have."""
+    with atomic_write(path) as file:
+        file.write(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+
+
+def read_json(path: Path | str) -> Any:
+    """The value in a JSON file. Raises ValueError naming file and line where the text is not JSON (NaN included)."""
+    path = Path(path)
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{path}: holds {word}, which is not JSON; the file is damaged or was edited, restore it")
+
+    try:
+        return json.loads(path.read_bytes().decode(), parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}); "
+            "the file is damaged or was edited, restore it"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8; the file is damaged, restore it") from None
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply to be one of our files; restore it") from None
+
+
+def check_name(name: str, *, what: str = "name") -> str:
+    """`name`, if it may become a file name: one path component, printable, not hidden, at most 200 bytes.
+
+    Raises ValueError saying `what` is wrong otherwise: empty, a leading ".", "/", a backslash, a control character.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{what} is {name!r}; it must be a non-empty string")
+    if name.startswith(".") or re.search(r"[/\\\x00-\x1f\x7f]", name):
+        raise ValueError(
+            f"{what} is {name!r}; it becomes a file name, so it must not start with '.' or hold '/', '\\' or "
+            "control characters: rename it"
+        )
+    try:
+        num_bytes = len(name.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} is {name!r}; it must be valid Unicode: rename it") from None
+    if num_bytes > MAX_NAME_BYTES:
+        raise ValueError(f"{what} {name[:40]!r}... has {num_bytes} bytes; at most {MAX_NAME_BYTES} are allowed")
+    return name
+
+
+def disk_free_bytes(path: Path | str) -> int:
+    """Bytes this process may still write at `path`, or at its nearest existing parent."""
+    path = Path(path).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def available_memory_bytes() -> int:
+    """Memory this process may still take without swapping: min(the machine's, each enclosing cgroup's), in bytes."""
+    cgroup = _cgroup_available_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return min(value for value in (_machine_available_bytes(), cgroup) if value is not None)
+
+
+def _machine_available_bytes() -> int:
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux: all there is to ask portably is the machine's size
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    assert match is not None, "Linux older than 3.14 is not supported"
+    return int(match[1]) * 1024
+
+
+def _cgroup_available_bytes(root: Path, membership: Path) -> int | None:
+    """The tightest of limit - use + reclaimable page cache over this process's cgroup and its parents, v1 or v2."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    tightest = None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, use, cache = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, limit, cache = root / "memory", "memory.limit_in_bytes", "total_inactive_file"
+            use = "memory.usage_in_bytes"
+        else:
+            continue
+        # Inside a container the path may be the host's, absent here; its visible ancestors still hold.
+        relative = Path(path.lstrip("/"))
+        for folder in (base / relative, *(base / parent for parent in relative.parents)):
+            free = _cgroup_folder_bytes(folder, limit, use, cache)
+            if free is not None and (tightest is None or free < tightest):
+                tightest = free
+    return tightest
+
+
+def _cgroup_folder_bytes(folder: Path, limit: str, use: str, cache: str) -> int | None:
+    try:
+        limit_text = (folder / limit).read_text().strip()
+        if limit_text == "max":
+            return None
+        free = int(limit_text) - int((folder / use).read_text())
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return None
+    match = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
+    return max(0, free + (int(match[1]) if match else 0))

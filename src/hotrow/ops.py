@@ -1,0 +1,303 @@
+"""One function per op: the native kernels where they are built, their readable twins in `reference` where not.
+
+The only importer of the native module besides data/native.py. Functions check what a caller can get wrong, allocate
+outputs and follow `torch.get_num_threads()`; arithmetic and the order of sums are stated in native/include/hotrow/
+kernels.h and docs/numerics.md. `backend()` says what runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hotrow import reference
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.reference import ALGORITHMS, Algorithm, Layout
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What runs the ops here: for reports."""
+
+    name: str
+    """"native" or "reference"."""
+    isa: str
+    """Instruction set of the native kernels ("baseline", "avx2", "avx512"); "torch" for the reference."""
+    threads: int
+    reason: str | None
+    """Why the reference runs; None when it does not."""
+
+
+@functools.cache
+def _load() -> tuple[Any, str | None]:
+    """The native module, or None and the reason, which is announced once."""
+    if os.environ.get("HOTROW_NATIVE", "1") == "0":
+        reason = "HOTROW_NATIVE=0 is set"
+    else:
+        try:
+            return importlib.import_module("hotrow._native"), None
+        except ImportError as error:
+            reason = f"the native module does not load ({error})"
+    warnings.warn(
+        f"hotrow runs on its reference kernels, many times slower, because {reason}; "
+        "build the native ones with `pip install -e .` (needs a C++20 compiler) and leave HOTROW_NATIVE unset",
+        stacklevel=3,
+    )
+    return None, reason
+
+
+def _native() -> Any:
+    return _load()[0]
+
+
+def backend() -> Backend:
+    """Which kernels run, on which instruction set and how many threads."""
+    module, reason = _load()
+    name, isa = ("reference", "torch") if module is None else ("native", module.isa())
+    return Backend(name, isa, torch.get_num_threads(), reason)
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets of the native kernels that this machine can run, narrowest first; empty for the reference."""
+    module = _native()
+    return () if module is None else tuple(module.isas())
+
+
+def set_isa(name: str) -> None:
+    """Makes the native kernels of `name` run from now on, in the whole process. Results do not change (law 1).
+
+    Raises ValueError when this machine or build does not have it.
+    """
+    available = isas()
+    if name not in available:
+        raise ValueError(f"instruction set {name!r} is not available here; choose one of {', '.join(available) or '-'}")
+    _native().use_isa(available.index(name))
+
+
+def allocate(*shape: int) -> Tensor:
+    """A zeroed float32 tensor; from 2 MiB up on huge pages where the system grants them (see `grants_huge_pages`).
+
+    Pages cost nothing until they are touched. Raises MemoryError when there is no address space left.
+    """
+    module = _native()
+    if module is None:
+        return torch.zeros(shape)
+    return torch.from_numpy(module.allocate(shape)[0])
+
+
+def grants_huge_pages() -> bool:
+    """Whether `allocate` gets huge pages here; without them random row access is up to twice as slow."""
+    module = _native()
+    if module is None or not module.allocate((1 << 20,))[1]:
+        return False
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:  # noqa: PTH123
+            return "[never]" not in file.read()
+    except OSError:
+        return False
+
+
+class Arrays:
+    """One float32 array per table: weights [N, D], or optimizer state [N, D] or [N]; rows addressed by slot.
+
+    Keeps the tensors and, for the native kernels, their checked pointers, so that a step need not gather them again.
+    Raises ValueError where an array is not contiguous float32 on the CPU.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        for t, tensor in enumerate(tensors):
+            if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+                raise ValueError(
+                    f"array {t} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
+                    "pass contiguous float32 on the cpu"
+                )
+        self.tensors = tuple(tensors)
+        module = _native()
+        self.native = None if module is None else module.Arrays([tensor.detach() for tensor in tensors])
+
+
+class Kernels:
+    """The ops of one collection: its layout and what a step would otherwise prepare anew.
+
+    Stateless in its results: only scratch memory and the places of features among a batch's keys are kept.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._positions: dict[tuple[str, ...], list[int]] = {}
+        module = _native()
+        if module is not None:
+            specs = [(f.table, f.columns.start, f.pooling == "mean") for f in layout.features]
+            self._native_layout = module.Layout(specs)
+            self._scratch = module.Scratch()
+
+    def _batch(self, sparse: KeyedJaggedTensor) -> Any:
+        stride = sparse.stride
+        return _native().Batch(
+            sparse.values,
+            None if sparse.one_hot else sparse.offsets,
+            None if sparse.weights is None else sparse.weights.detach(),
+            [position * stride for position in self.positions(sparse.keys)],
+            stride,
+        )
+
+    def positions(self, keys: tuple[str, ...]) -> list[int]:
+        """Where each feature of the layout stands among `keys`. Raises ValueError naming a feature that does not."""
+        found = self._positions.get(keys)
+        if found is None:
+            for feature in self.layout.features:
+                if feature.name not in keys:
+                    raise ValueError(
+                        f"feature {feature.name!r} is missing from the batch, whose keys are {', '.join(keys) or '-'}; "
+                        "every feature of the tables must be among them (others are left to other collections)"
+                    )
+            found = self._positions[keys] = [keys.index(f.name) for f in self.layout.features]
+        return found
+
+    def lookup(self, weights: Arrays, sparse: KeyedJaggedTensor, out: Tensor | None = None) -> Tensor:
+        """Pooled rows of every feature: [B, width] float32, columns in the layout's order (`reference.lookup`).
+
+        Raises ValueError for a missing feature and for an id outside its table.
+        """
+        if out is None:
+            out = torch.empty(sparse.stride, self.layout.width)
+        if _native() is None:
+            self._check_ids(weights, sparse)
+            reference.lookup(self.layout, weights.tensors, sparse, out)
+        elif not _native().lookup(
+            self._native_layout, weights.native, self._batch(sparse), out, torch.get_num_threads()
+        ):
+            self._raise_bad_ids(weights, sparse)
+        return out
+
+    def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
+        """Gradient of the per-sample weights, shaped as `sparse.values`, for the gradient [B, width] of `lookup`.
+
+        Positions of features that are not in the layout get 0. Raises as `lookup`.
+        """
+        out = torch.zeros(sparse.values.numel())
+        if _native() is None:
+            self._check_ids(weights, sparse)
+            reference.weight_gradient(self.layout, weights.tensors, sparse, grad, out)
+        elif not _native().weight_gradient(
+            self._native_layout, weights.native, self._batch(sparse), grad, out, torch.get_num_threads()
+        ):
+            self._raise_bad_ids(weights, sparse)
+        return out
+
+    def update(
+        self,
+        weights: Arrays,
+        states: Arrays | None,
+        pending: Sequence[tuple[KeyedJaggedTensor, Tensor]],
+        *,
+        algorithm: Algorithm,
+        lr: Sequence[float],
+        eps: Sequence[float],
+    ) -> None:
+        """Fused backward and update of all tables: `reference.update`, in place.
+
+        pending: batches and their gradients [B, width], rows contiguous, in forward order. states: None for "sgd".
+        lr, eps: one per table. Raises ValueError for an id outside its table; then no row of any table has changed.
+        """
+        if _native() is None:
+            for sparse, _ in pending:
+                self._check_ids(weights, sparse)
+            tensors = None if states is None else states.tensors
+            reference.update(self.layout, weights.tensors, tensors, pending, algorithm=algorithm, lr=lr, eps=eps)
+            return
+        result = _native().update(
+            self._native_layout,
+            weights.native,
+            None if states is None else states.native,
+            [(self._batch(sparse), grad) for sparse, grad in pending],
+            ALGORITHMS.index(algorithm),
+            lr,
+            eps,
+            self._scratch,
+            torch.get_num_threads(),
+        )
+        if result == 1:
+            self._raise_bad_ids(weights, *(sparse for sparse, _ in pending))
+        assert result == 0, f"update failed with code {result}"
+
+    def _check_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
+        self.positions(sparse.keys)
+        bad = reference.first_bad_id(self.layout, weights.tensors, sparse)
+        if bad is not None:
+            num_embeddings = weights.tensors[bad.feature.table].shape[0]
+            raise ValueError(
+                f"feature {bad.feature.name!r}, sample {bad.sample}, position {bad.position}: id {bad.id} is outside "
+                f"its table of {num_embeddings} rows; ids must be in [0, {num_embeddings}): raise num_embeddings or "
+                "map unknown ids to a row of their own"
+            )
+
+    def _raise_bad_ids(self, weights: Arrays, *batches: KeyedJaggedTensor) -> None:
+        for sparse in batches:
+            self._check_ids(weights, sparse)
+        raise ValueError("the batch's offsets have changed since it was made and point outside its values; rebuild it")
+
+
+def fill_uniform(out: Tensor, *, key: int, bound: float, zero_rows: int = 0, first_row: int = 0) -> None:
+    """Initial rows `first_row ...` of a table into out [n, D]: U(-bound, bound), see `reference.fill_uniform`."""
+    if _native() is None:
+        reference.fill_uniform(key, first_row, out, bound, zero_rows)
+    else:
+        _native().fill_uniform(key, first_row, out, bound, zero_rows, torch.get_num_threads())
+
+
+class _Interaction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
+        dense_BD, pooled_BFD = dense_BD.detach().contiguous(), pooled_BFD.detach().contiguous()
+        ctx.save_for_backward(dense_BD, pooled_BFD)
+        B, F, D = pooled_BFD.shape
+        out = torch.empty(B, D + (F + 1) * F // 2)
+        _native().interact(dense_BD, pooled_BFD, out, torch.get_num_threads())
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        dense_BD, pooled_BFD = ctx.saved_tensors
+        grads = torch.empty_like(dense_BD), torch.empty_like(pooled_BFD)
+        _native().interact_backward(grad.contiguous(), dense_BD, pooled_BFD, *grads, torch.get_num_threads())
+        return grads
+
+
+def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
+    """`[dense, T_i . T_j for i > j]` with T = [dense; pooled], the dot interaction of DLRM: [B, D + (F + 1) F / 2].
+
+    float32; pairs in the order (1,0), (2,0), (2,1), (3,0), ..., vector 0 the dense one. Differentiable once.
+    Raises ValueError where shapes or dtypes do not fit.
+    """
+    fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
+    if not fits or dense_BD.dtype != torch.float32 or pooled_BFD.dtype != torch.float32:
+        raise ValueError(
+            f"dense is {dense_BD.dtype} {tuple(dense_BD.shape)} and pooled {pooled_BFD.dtype} "
+            f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
+        )
+    if _native() is None:
+        return reference.interact(dense_BD, pooled_BFD)
+    return _Interaction.apply(dense_BD, pooled_BFD)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def touch_rows(rows: Tensor, ids: Tensor, *, distance: int, write: bool, threads: int) -> None:
+    """The machine's limit on row access, for benchmarks: loads (and stores) a word of every cache line of `rows[ids]`.
+
+    rows: float32 [N, D], D even; its contents change when `write`. ids: int64, in range, cut evenly among threads.
+    distance: rows prefetched ahead. Needs the native module: raises RuntimeError without it.
+    """
+    module = _native()
+    if module is None:
+        raise RuntimeError(f"touch_rows needs the native module, but {backend().reason}")
+    module.touch_rows(rows, ids, distance, write, threads)

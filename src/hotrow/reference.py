@@ -1,0 +1,308 @@
+"""The embedding and interaction ops in plain torch: what every kernel must equal, readable top to bottom.
+
+Native lookups, updates and initial rows equal these to the bit (tests/laws); the interaction agrees within
+docs/numerics.md. Each function states the order of its sums. When the native module is missing these run instead:
+slower, same results. Shape legend: B batch, F features, D embedding dim, N rows, n occurrences of ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.tables import Pooling, TableConfig
+
+Algorithm = Literal["sgd", "adagrad", "row_wise_adagrad"]
+ALGORITHMS: tuple[Algorithm, ...] = ("sgd", "adagrad", "row_wise_adagrad")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of a collection: the table it reads and the output columns it fills."""
+
+    name: str
+    table: int
+    columns: slice
+    pooling: Pooling
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which table and output columns belong to each feature, in the tables' order: the fixed part of a lookup."""
+
+    features: tuple[Feature, ...]
+    width: int
+    """Columns of the pooled output, the sum of the features' dims."""
+
+    @staticmethod
+    def of(tables: Iterable[TableConfig]) -> Layout:
+        """The layout of `tables`: features in the tables' order, side by side."""
+        features: list[Feature] = []
+        width = 0
+        for t, table in enumerate(tables):
+            for name in table.feature_names:
+                features.append(Feature(name, t, slice(width, width + table.embedding_dim), table.pooling))
+                width += table.embedding_dim
+        return Layout(tuple(features), width)
+
+
+# Lookup
+
+
+@torch.no_grad()
+def lookup(layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedTensor, out: Tensor) -> None:
+    """`out[b, columns of f] = pool(rows of bag (f, b))` for every feature; out is float32 [B, width]."""
+    for feature in layout.features:
+        values, offsets, sample_weights = sparse.bags(feature.name)
+        out[:, feature.columns] = pool(weights[feature.table], values, offsets, sample_weights, feature.pooling)
+
+
+def pool(weight_ND: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooling: Pooling) -> Tensor:
+    """`sum over the bag of w_i * row_i`, divided by the bag's length for "mean"; an empty bag is 0. [B, D] float32.
+
+    The sum starts at +0 and runs in bag order: the loop below adds position p of every bag that has one.
+    """
+    lengths = offsets.diff()
+    acc_BD = torch.zeros(lengths.numel(), weight_ND.shape[1])
+    for p in range(_largest(lengths)):
+        bags = (lengths > p).nonzero().squeeze(1)
+        at = offsets[bags] + p
+        rows = weight_ND[values[at].long()]
+        acc_BD[bags] += rows if sample_weights is None else sample_weights[at, None] * rows
+    if pooling == "mean":
+        filled = lengths > 0
+        acc_BD[filled] /= lengths[filled, None].float()
+    return acc_BD
+
+
+@torch.no_grad()
+def weight_gradient(
+    layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedTensor, grad: Tensor, out: Tensor
+) -> None:
+    """`out[i] = fold16(grad[b, columns] * row_i)`, divided by the bag's length for "mean"; out as `sparse.weights`."""
+    for feature in layout.features:
+        values, offsets, _ = sparse.bags(feature.name)
+        start = int(sparse.offsets[sparse.keys.index(feature.name) * sparse.stride])
+        bag_of = _bag_of(offsets)
+        d = fold16(grad[bag_of, feature.columns] * weights[feature.table][values.long()])
+        if feature.pooling == "mean":
+            d = d / offsets.diff()[bag_of].float()
+        out[start : start + values.numel()] = d
+
+
+def fold16(x_nD: Tensor) -> Tensor:
+    """The sum of each row in one fixed order that vectors of any width can follow: [n, D] -> [n].
+
+    Partial sum k of 16 starts at +0 and takes x[k], x[k + 16], ... in turn; then 8, 4, 2, 1 partials fold in halves.
+    """
+    n, dim = x_nD.shape
+    padded = torch.zeros(n, -(-dim // 16) * 16)
+    padded[:, :dim] = x_nD
+    partial = torch.zeros(n, 16)
+    for block in torch.split(padded, 16, dim=1):
+        partial = partial + block
+    for half in (8, 4, 2, 1):
+        partial = partial[:, :half] + partial[:, half : 2 * half]
+    return partial.squeeze(1)
+
+
+@dataclass(frozen=True)
+class BadId:
+    """The first id of a batch that is no row of its table; `position` counts within the bag."""
+
+    feature: Feature
+    sample: int
+    position: int
+    id: int
+
+
+def first_bad_id(layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedTensor) -> BadId | None:
+    """The first id outside [0, N) in the order (feature, sample, position), or None."""
+    for feature in layout.features:
+        values, offsets, _ = sparse.bags(feature.name)
+        bad = ((values < 0) | (values >= weights[feature.table].shape[0])).nonzero()
+        if bad.numel():
+            at = int(bad[0])
+            sample = int(torch.searchsorted(offsets, at, right=True)) - 1
+            return BadId(feature, sample, at - int(offsets[sample]), int(values[at]))
+    return None
+
+
+# Update
+
+
+@torch.no_grad()
+def update(
+    layout: Layout,
+    weights: Sequence[Tensor],
+    states: Sequence[Tensor] | None,
+    pending: Sequence[tuple[KeyedJaggedTensor, Tensor]],
+    *,
+    algorithm: Algorithm,
+    lr: Sequence[float],
+    eps: Sequence[float],
+) -> None:
+    """Applies the optimizer to every row that `pending` batches looked up. Weights and states change in place.
+
+    The occurrences of a table's rows count in the order (feature, forward pass, bag, position). Occurrence i receives
+    `g_i = s_i * grad[b, columns]` with s_i its weight w_i (1 if none), for "mean" w_i / float(length of the bag).
+    lr, eps: one per table, rounded to float32. states: [N, D] for "adagrad", [N] for "row_wise_adagrad", else None.
+    """
+    for t, weight in enumerate(weights):
+        rows, grads = [], []
+        for feature in (f for f in layout.features if f.table == t):
+            for sparse, grad in pending:
+                row, g = _occurrences(feature, sparse, grad)
+                rows.append(row)
+                grads.append(g)
+        row_n, g_nD = torch.cat(rows), torch.cat(grads)
+        if algorithm == "sgd":
+            _sgd(weight, row_n, g_nD, _float32(lr[t]))
+        else:
+            assert states is not None
+            _adaptive(weight, states[t], row_n, g_nD, _float32(lr[t]), _float32(eps[t]))
+
+
+def _occurrences(feature: Feature, sparse: KeyedJaggedTensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    values, offsets, sample_weights = sparse.bags(feature.name)
+    bag_of = _bag_of(offsets)
+    scale = torch.ones(values.numel()) if sample_weights is None else sample_weights
+    if feature.pooling == "mean":
+        scale = scale / offsets.diff()[bag_of].float()
+    return values.long(), scale[:, None] * grad[bag_of, feature.columns]
+
+
+def _by_rank(row_n: Tensor) -> list[Tensor]:
+    """Occurrence numbers grouped by rank: list[r] holds the r-th occurrence of every row that has more than r."""
+    order = torch.argsort(row_n, stable=True)
+    _, counts = torch.unique_consecutive(row_n[order], return_counts=True)
+    starts = counts.cumsum(0) - counts
+    return [order[starts[counts > r] + r] for r in range(_largest(counts))]
+
+
+def _sgd(weight: Tensor, row_n: Tensor, g_nD: Tensor, lr: Tensor) -> None:
+    """`w = w - lr * g_i`, one occurrence after the other."""
+    for occurrence in _by_rank(row_n):
+        row = row_n[occurrence]
+        weight[row] = weight[row] - lr * g_nD[occurrence]
+
+
+def _adaptive(weight: Tensor, state: Tensor, row_n: Tensor, g_nD: Tensor, lr: Tensor, eps: Tensor) -> None:
+    """`g = g_1 + g_2 + ...` in order, then one step per row.
+
+    State [N, D] (Adagrad):   `h += g * g;               w -= lr * (g / (sqrt(h) + eps))`
+    State [N] (row-wise):     `h += fold16(g * g) / D;   w -= (lr / (sqrt(h) + eps)) * g`
+    """
+    ranks = _by_rank(row_n)
+    if not ranks:
+        return
+    row = row_n[ranks[0]]
+    total = g_nD[ranks[0]]
+    for occurrence in ranks[1:]:
+        at = torch.searchsorted(row, row_n[occurrence])
+        total[at] = total[at] + g_nD[occurrence]
+    if state.dim() == 2:
+        h = state[row] + total * total
+        step = lr * (total / (_sqrt(h) + eps))
+    else:
+        h = state[row] + fold16(total * total) / float(total.shape[1])
+        step = (lr / (_sqrt(h) + eps))[:, None] * total
+    state[row] = h
+    weight[row] = weight[row] - step
+
+
+def _bag_of(offsets: Tensor) -> Tensor:
+    lengths = offsets.diff()
+    return torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    # numpy's is rounded correctly, as IEEE 754 and the kernels have it; torch's goes through MKL and is not (0.6 % of
+    # random float32 arguments differ in the last bit, torch 2.13).
+    return torch.from_numpy(np.sqrt(x.numpy()))
+
+
+def _float32(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _largest(counts: Tensor) -> int:
+    return int(counts.max()) if counts.numel() else 0
+
+
+# Initial rows
+
+
+def row_key(seed: int, table: str) -> int:
+    """The 64-bit Philox key of a table: the 8-byte BLAKE2b digest of "<seed>:<table name>" in UTF-8, little-endian."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{table}".encode(), digest_size=8).digest(), "little")
+
+
+def fill_uniform(key: int, first_row: int, out: Tensor, bound: float, zero_rows: int) -> None:
+    """Rows `first_row ...` of a table into out [n, D]: `((x >> 8) * 2^-23 - 1) * bound` in float32, x random uint32.
+
+    x of (row, column) is word `column % 4` of the Philox4x32-10 block with counter (row mod 2^32, row >> 32,
+    column // 4, 0). Rows below `zero_rows` are 0.
+    """
+    n, dim = out.shape
+    quads = -(-dim // 4)
+    row = torch.arange(first_row, first_row + n).repeat_interleave(quads)
+    quad = torch.arange(quads).repeat(n)
+    words = philox4x32(torch.stack([row & _MASK, row >> 32, quad, torch.zeros_like(quad)], dim=1), key)
+    unit = (words >> 8).float() * 2.0**-23 - 1.0
+    out[:] = (unit * _float32(bound)).reshape(n, quads * 4)[:, :dim]
+    out[: max(0, min(n, zero_rows - first_row))] = 0.0
+
+
+_MASK = 0xFFFFFFFF
+
+
+def philox4x32(counter: Tensor, key: int) -> Tensor:
+    """Philox4x32-10 of Salmon et al. (SC'11): counters int64 [n, 4] holding 32-bit words -> words, same shape."""
+    c0, c1, c2, c3 = counter.unbind(1)
+    k0, k1 = key & _MASK, key >> 32
+    for _ in range(10):
+        high0, low0 = _multiply(0xD2511F53, c0)
+        high1, low1 = _multiply(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return torch.stack([c0, c1, c2, c3], dim=1)
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a * b, in halves: torch has no unsigned 64-bit product."""
+    low = a * (b & 0xFFFF)
+    high = a * (b >> 16) + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)
+
+
+# Interaction
+
+
+def _triangle(n: int) -> tuple[Tensor, Tensor]:
+    i, j = torch.tril_indices(n, n, offset=-1).unbind(0)
+    return i, j
+
+
+def interact(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
+    """`[dense, T_i . T_j for i > j]` with T = [dense; pooled]: the dot interaction of DLRM, [B, D + (F + 1) F / 2]."""
+    t = torch.cat([dense_BD[:, None], pooled_BFD], dim=1)
+    i, j = _triangle(t.shape[1])
+    return torch.cat([dense_BD, torch.bmm(t, t.transpose(1, 2))[:, i, j]], dim=1)
+
+
+def interact_backward(grad: Tensor, dense_BD: Tensor, pooled_BFD: Tensor) -> tuple[Tensor, Tensor]:
+    """`(Z + Z^t) T`, Z the strict lower triangle of the pairs' gradients, and the dense columns' own gradient."""
+    t = torch.cat([dense_BD[:, None], pooled_BFD], dim=1)
+    i, j = _triangle(t.shape[1])
+    z = torch.zeros(t.shape[0], t.shape[1], t.shape[1])
+    z[:, i, j] = grad[:, dense_BD.shape[1] :]
+    grad_t = torch.bmm(z + z.transpose(1, 2), t)
+    return grad_t[:, 0] + grad[:, : dense_BD.shape[1]], grad_t[:, 1:].contiguous()

@@ -1,0 +1,199 @@
+"""The folder of a run: what it holds, how it is named, and the one place that writes to it.
+
+runs/criteo-dlrm-001/
+  run.json        status, command, versions, host, dataset, seeds, backend, counted warnings, final metrics
+  config.yaml     every option as it was used
+  metrics.jsonl   one JSON object per line: training means, evaluations
+  log.txt         what was said, with times
+  vocab/          dataset.json and vocabularies: raw rows can be scored without the dataset
+  checkpoints/    step-N folders (hotrow.checkpoint)
+  tensorboard/    event files, where tensorboard is installed
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hotrow.files import atomic_write, open_private, read_json, write_json
+from hotrow.host import host_facts, versions
+
+RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
+
+
+class RunFolder:
+    """The files of one run: `create` makes a new folder, `open` takes up an existing one.
+
+    Use it as a context manager while the run works: an exception is then recorded before it goes on.
+    """
+
+    def __init__(self, path: Path, record: dict[str, Any]) -> None:
+        self.path = path
+        self.record = record
+        """What run.json holds; `update` changes it."""
+        self._warnings = Counter({code: warning["count"] for code, warning in record["warnings"].items()})
+        self._board: Any = None
+
+    @classmethod
+    def create(cls, path: str | Path | None, *, name: str) -> RunFolder:
+        """A new run folder at `path`, or at runs/`name`-NNN with the next free number.
+
+        Raises ValueError where `path` exists: a run is never overwritten.
+        """
+        folder = _new_folder(Path(path)) if path else _next_folder(Path("runs"), name)
+        for file_name in (METRICS, LOG):
+            open_private(folder / file_name).close()
+        record = {
+            "hotrow_run": 1,
+            "status": "running",
+            "command": sys.argv,
+            "started": _now(),
+            "versions": versions(),
+            "host": host_facts(),
+            "warnings": {},
+        }
+        run = cls(folder, record)
+        run.update()
+        return run
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunFolder:
+        """The run at `path`; ValueError where it is none."""
+        path = Path(path)
+        if not (path / RUN).is_file():
+            raise ValueError(f"{path} is no run: it holds no {RUN}; pass a folder such as runs/criteo-dlrm-001")
+        record = read_json(path / RUN)
+        if not isinstance(record, dict) or record.get("hotrow_run") != 1:
+            raise ValueError(f"{path / RUN} is no run record this version of hotrow reads; it must have hotrow_run: 1")
+        return cls(path, record)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the step-N folders are."""
+        return self.path / "checkpoints"
+
+    @property
+    def vocabulary(self) -> Path:
+        """Where dataset.json and the vocabularies are."""
+        return self.path / "vocab"
+
+    def write_config(self, config_yaml: str) -> None:
+        """Write config.yaml: what the run uses from here on."""
+        with atomic_write(self.path / CONFIG) as file:
+            file.write(config_yaml.encode())
+
+    def update(self, **values: Any) -> None:
+        """Set fields of run.json and write it."""
+        self.record.update(values)
+        write_json(self.path / RUN, self.record)
+
+    def warn(self, code: str, text: str) -> None:
+        """Count one more occurrence of the warning `code` in run.json; the first is logged in full."""
+        self._warnings[code] += 1
+        if self._warnings[code] == 1:
+            self.log(f"warning ({code}): {text}")
+        entries = self.record["warnings"]
+        entries[code] = {"count": self._warnings[code], "text": entries.get(code, {}).get("text", text)}
+        self.update()
+
+    def log(self, text: str) -> None:
+        """One timed line of log.txt."""
+        with (self.path / LOG).open("a", encoding="utf-8") as file:
+            file.write(f"{_now()} {text}\n")
+
+    def measure(self, kind: str, *, step: int, **values: Any) -> None:
+        """One line of metrics.jsonl, and its numbers as TensorBoard scalars where that is open."""
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                for tag, number in value.items() if isinstance(value, Mapping) else [("", value)]:
+                    if isinstance(number, int | float):
+                        self._board.add_scalar("/".join(part for part in (kind, name, tag) if part), number, step)
+
+    def measurements(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; a last line cut off by a kill does not count."""
+        text = (self.path / METRICS).read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def rewind(self, step: int) -> None:
+        """Forget what metrics.jsonl says of steps after `step`: they are about to be taken again."""
+        kept = [line for line in self.measurements() if line["step"] <= step]
+        with atomic_write(self.path / METRICS) as file:
+            file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
+
+    def open_tensorboard(self, *, step: int) -> None:
+        """Write events from `step` on where tensorboard is installed; its absence is said in the log."""
+        if importlib.util.find_spec("tensorboard") is None:
+            self.log("no TensorBoard events: tensorboard is not installed (pip install hotrow[tensorboard])")
+            return
+        from torch.utils.tensorboard import SummaryWriter  # heavy, and an extra
+
+        self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
+
+    def keep_vocabulary(self, dataset: Path) -> None:
+        """Take dataset.json and vocab/ of a packed dataset into the run, so that it can score raw rows by itself.
+
+        Vocabularies are hard links where the file system allows (no space) and copies elsewhere (their full size).
+        """
+        (self.vocabulary / "vocab").mkdir(mode=0o700, parents=True, exist_ok=True)
+        for source in [dataset / "dataset.json", *(dataset / "vocab").glob("*")]:
+            target = self.vocabulary / source.relative_to(dataset)
+            target.unlink(missing_ok=True)
+            try:
+                os.link(source, target)
+            except OSError:
+                shutil.copyfile(source, target)
+                target.chmod(0o600)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        if error is not None:
+            self.log(f"failed: {type(error).__name__}: {error}")
+            self.update(status="failed", error=f"{type(error).__name__}: {error}")
+
+
+def _new_folder(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        raise ValueError(
+            f"run folder {path} exists already and is never overwritten; choose another with --set run=..., "
+            f"or continue it with `hotrow train --resume {path}`"
+        ) from None
+    return path
+
+
+def _next_folder(parent: Path, name: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+    numbers = [int(m[1]) for p in parent.iterdir() if (m := re.fullmatch(rf"{re.escape(name)}-(\d+)", p.name))]
+    number = max(numbers, default=0)
+    while True:  # another process may take the number first
+        number += 1
+        try:
+            (path := parent / f"{name}-{number:03d}").mkdir(mode=0o700)
+            return path
+        except FileExistsError:
+            continue
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

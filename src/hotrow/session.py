@@ -1,0 +1,94 @@
+"""What surrounds a training session: its clock, its threads, and the signals that end it in good order."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+import torch
+
+from hotrow.host import usable_cores
+
+PHASES = ("data", "lookup", "dense", "update")
+"""Where a step's time goes: waiting for the batch; the pooled lookup; MLPs and interaction forward and backward (the
+lookup's own backward only keeps the pooled gradient) with the dense optimizer; sort, sum and update of touched rows."""
+
+
+class StepClock:
+    """Seconds spent in each of PHASES since it was made: `lap(phase)` books the time since the last lap."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.num_steps = 0
+        self._last = time.perf_counter()
+        self._step_seconds = 0.0
+
+    def lap(self, phase: str | None) -> None:
+        """Book the time since the last lap under `phase`; None: it is nobody's (evaluations, checkpoints)."""
+        now = time.perf_counter()
+        if phase is not None:
+            self.seconds[phase] += now - self._last
+            self._step_seconds += now - self._last
+        self._last = now
+
+    def end_step(self) -> float:
+        """Count a step; returns the seconds booked in it."""
+        seconds, self._step_seconds = self._step_seconds, 0.0
+        self.num_steps += 1
+        return seconds
+
+    def step_ms(self) -> dict[str, float]:
+        """Mean milliseconds per step and phase."""
+        return {phase: round(1e3 * seconds / max(1, self.num_steps), 4) for phase, seconds in self.seconds.items()}
+
+
+@contextmanager
+def threads(number: int | Literal["auto"]) -> Iterator[int]:
+    """Torch and the kernels use `number` threads inside the block; "auto": as many cores as this process may use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cores() if number == "auto" else number)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+class Interrupt:
+    """Inside the block the first SIGINT or SIGTERM is only noted in `signal`; the next one acts as it did before.
+
+    Outside the main thread signals cannot be caught, and stay as they are.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        """Start noting."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self._restore()
+        print("\nfinishing this step and saving a checkpoint; once more aborts", file=sys.stderr, flush=True)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Signals act as before."""
+        self._restore()

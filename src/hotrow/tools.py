@@ -1,0 +1,174 @@
+"""Small questions about what lies on disk, and about this machine: inspect, check, clean, doctor; answers are data."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotrow import ops
+from hotrow.checkpoint import MANIFEST, list_checkpoints, prune_checkpoints, verify
+from hotrow.data.packed import PackedDataset
+from hotrow.data.packed_reader import crc32_of_file
+from hotrow.files import available_memory_bytes, disk_free_bytes
+from hotrow.host import host_facts, versions
+from hotrow.run_folder import RUN, RunFolder
+
+COVERAGE_SHARES = (0.01, 0.1)
+
+
+def inspect(path: Path | str) -> dict[str, Any]:
+    """Rows, and per table its size and which share of the training accesses its top 1 % and 10 % of rows take.
+
+    Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
+    among the accesses but is no hot row.
+    """
+    dataset = PackedDataset.open(path)
+    tables = [_table_facts(dataset, table.name) for table in dataset.info.tables]
+    total = sum(table["accesses"] for table in tables)
+    shares = {
+        f"top_{share:.0%}": sum(table[f"top_{share:.0%}"] * table["accesses"] for table in tables) / total
+        if total
+        else 0.0
+        for share in COVERAGE_SHARES
+    }
+    return {
+        "path": str(dataset.path),
+        "name": dataset.info.name,
+        "checksum": dataset.checksum,
+        "rows": {name: split.num_rows for name, split in dataset.splits.items()},
+        "dense": list(dataset.info.dense_names),
+        "features": len(dataset.info.features),
+        "num_embeddings": sum(table["num_embeddings"] for table in tables),
+        "accesses": total,
+        "coverage": shares,
+        "tables": tables,
+        "licence": dataset.info.licence,
+    }
+
+
+def _table_facts(dataset: PackedDataset, name: str) -> dict[str, Any]:
+    table = dataset.info.table_by_name[name]
+    counts = dataset.counts(name)
+    accesses = int(counts.sum(dtype=np.uint64))
+    facts: dict[str, Any] = {
+        "table": name,
+        "features": [feature.name for feature in dataset.info.features if feature.table == name],
+        "num_embeddings": table.num_embeddings,
+        "num_dropped": table.num_dropped,
+        "accesses": accesses,
+        "rare": float(counts[0]) / accesses if accesses else 0.0,
+    }
+    for share in COVERAGE_SHARES:
+        num_rows = max(1, round(share * table.num_embeddings))
+        hot = int(counts[1 : 1 + num_rows].sum(dtype=np.uint64))
+        facts[f"top_{share:.0%}"] = hot / accesses if accesses else 0.0
+    return facts
+
+
+def check(path: Path | str) -> dict[str, Any]:
+    """Read every byte of a packed dataset, a checkpoint or a run against its checksums; says what was checked.
+
+    Raises ValueError naming the first file that is missing or damaged, or that `path` is none of the three.
+    """
+    path = Path(path)
+    if (path / "dataset.json").is_file():
+        dataset = PackedDataset.open(path, verify="full")
+        rows = sum(split.num_rows for split in dataset.splits.values())
+        return {"kind": "packed dataset", "path": str(path), "rows": rows, "ok": True}
+    if (path / MANIFEST).is_file():
+        return {"kind": "checkpoint", "path": str(path), "bytes": verify(path), "ok": True}
+    if (path / RUN).is_file():
+        run = RunFolder.open(path)
+        checkpoints = list_checkpoints(run.checkpoints)
+        num_bytes = sum(verify(checkpoint) for checkpoint in checkpoints.values()) + _check_vocabularies(run)
+        return {"kind": "run", "path": str(path), "checkpoints": list(checkpoints), "bytes": num_bytes, "ok": True}
+    raise ValueError(
+        f"{path} is nothing hotrow wrote: no dataset.json, {MANIFEST} or {RUN} in it; pass a packed dataset, a "
+        "checkpoint (RUN/checkpoints/step-N) or a run"
+    )
+
+
+def _check_vocabularies(run: RunFolder) -> int:
+    kept = PackedDataset.open(run.vocabulary)
+    total = 0
+    for name, record in kept.info.files.items():
+        if name.startswith("vocab/"):
+            path = kept.path / name
+            if not path.is_file() or crc32_of_file(path) != record.crc32:
+                raise ValueError(f"vocabulary {path} is missing or damaged; copy it anew from the dataset the run used")
+            total += record.num_bytes
+    return total
+
+
+def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:
+    """Remove a run's checkpoints but the newest and the chosen one; with `data` also raw data packed into the run.
+
+    Returns what was removed and the bytes freed. The run can still predict, and still be resumed unless its data went.
+    """
+    run = RunFolder.open(path)
+    before = _tree_bytes(run.path)
+    removed = prune_checkpoints(run.checkpoints, keep_last=1, keep=run.record.get("chosen_step"))
+    if data and (run.path / "data").is_dir():
+        shutil.rmtree(run.path / "data")
+        removed.append(run.path / "data")
+    return {"removed": [str(folder) for folder in removed], "bytes_freed": before - _tree_bytes(run.path)}
+
+
+def _tree_bytes(path: Path) -> int:
+    return sum(file.lstat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+
+
+def doctor() -> dict[str, Any]:
+    """What decides whether and how fast hotrow runs here, to paste into a report."""
+    backend = ops.backend()
+    runtimes = openmp_runtimes()
+    return {
+        "versions": versions(),
+        "host": host_facts(),
+        "backend": {"name": backend.name, "isa": backend.isa, "threads": backend.threads, "reason": backend.reason},
+        "isas": list(ops.isas()),
+        "transparent_huge_pages": _setting(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "huge_pages_granted": ops.grants_huge_pages(),
+        "available_memory_bytes": available_memory_bytes(),
+        "disk_free_bytes": disk_free_bytes(Path.cwd()),
+        "open_files_limit": _open_files_limit(),
+        "openmp_runtimes": runtimes,
+        "openmp_shared": len(runtimes) <= 1,
+        "tensorboard": importlib.util.find_spec("tensorboard") is not None,
+        "torch_threads": torch.get_num_threads(),
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("HOTROW_", "OMP_"))},
+    }
+
+
+def openmp_runtimes() -> list[str]:
+    """File names of the OpenMP runtimes loaded into this process; two of them would fight for the same cores."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    return sorted({Path(path).name for path in re.findall(r"\S*/(?:libgomp|libomp|libiomp)[^/\s]*", maps)})
+
+
+def _setting(path: Path) -> str | None:
+    """The choice in brackets of a kernel setting."""
+    try:
+        match = re.search(r"\[(\w+)\]", path.read_text())
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def _open_files_limit() -> int | None:
+    if platform.system() == "Windows":
+        return None
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

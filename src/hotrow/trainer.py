@@ -1,0 +1,479 @@
+"""Training: parts built from a config, one step on one screen, and a whole run in a run folder.
+
+`build` makes the parts, `train_step` sequences them, `train` and `resume` run them. A run is a function of its config,
+its dataset and its seed: interrupted anywhere and resumed, it goes on to the same bits (law 3). Scoring raw rows is in
+api.py, what surrounds a run (clock, threads, signals) in session.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim import Optimizer
+
+from hotrow import ops, optim
+from hotrow.batch import Batch
+from hotrow.checkpoint import Part, list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint
+from hotrow.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    apply_overrides,
+    interval_steps,
+    is_due,
+    make_config,
+    parse_yaml,
+)
+from hotrow.data.loader import Loader
+from hotrow.data.packed import PackedDataset
+from hotrow.embedding import EmbeddingCollection
+from hotrow.files import available_memory_bytes
+from hotrow.metrics import BinaryMetrics
+from hotrow.models import build_model
+from hotrow.progress import ProgressLine, duration, rate
+from hotrow.run_folder import CONFIG, RunFolder
+from hotrow.schedule import Schedule
+from hotrow.session import Interrupt, StepClock, threads
+from hotrow.tables import TableConfig
+
+EVAL_BATCH_SIZE = 4096
+ALL_DONE = "all steps are done"
+MEMORY_SHARE = {"auto": 0.6, "dram": 1.0}
+"""Share of the memory this process may use that tables and their optimizer state may take, by config `memory`."""
+_DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+_SPARSE_OPTIMIZERS: dict[str, Any] = {
+    "sgd": optim.SGD,
+    "adagrad": optim.Adagrad,
+    "row_wise_adagrad": optim.RowWiseAdagrad,
+}
+
+
+@dataclass
+class Parts:
+    """What a step works on."""
+
+    embedding: EmbeddingCollection
+    model: nn.Module
+    dense_optimizer: Optimizer
+    sparse_optimizer: Optimizer
+    schedule: Schedule
+
+    def with_state(self) -> dict[str, Part]:
+        """The parts a checkpoint holds, by the names of their files."""
+        return {name: part for name, part in vars(self).items() if name != "schedule"}
+
+
+def tables_of(config: ModelConfig, dataset: PackedDataset) -> tuple[TableConfig, ...]:
+    """The dataset's tables with the columns and the initial rows `config` says."""
+    tables = dataset.table_configs(config.embedding_dim)
+    return tuple(replace(table, init=replace(table.init, bound=config.embedding_init)) for table in tables)
+
+
+def build_network(
+    config: Config, tables: Sequence[TableConfig], *, num_dense: int
+) -> tuple[EmbeddingCollection, nn.Module]:
+    """The tables and the model on them, all random draws from `config.train.seed`."""
+    seed, num_features = config.train.seed, sum(len(table.feature_names) for table in tables)
+    model = build_model(config.model, num_dense=num_dense, num_features=num_features, seed=seed)
+    return EmbeddingCollection(tables, seed=seed), model
+
+
+def build(config: Config, tables: Sequence[TableConfig], *, num_dense: int) -> Parts:
+    """The parts of a run over `tables` and `num_dense` dense inputs."""
+    embedding, model = build_network(config, tables, num_dense=num_dense)
+    dense_optimizer, sparse_optimizer = build_optimizers(config.optimizer, embedding, model)
+    schedule = Schedule([dense_optimizer, sparse_optimizer], **config.optimizer.schedule.model_dump())
+    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule)
+
+
+def build_optimizers(
+    config: OptimizerConfig, embedding: EmbeddingCollection, model: nn.Module
+) -> tuple[Optimizer, Optimizer]:
+    """The torch optimizer of `model` and the fused one of `embedding`."""
+    dense, sparse = config.dense, config.sparse
+    options = sparse.model_dump(include={"eps", "initial_accumulator_value"}, exclude_none=True)
+    return (
+        _DENSE_OPTIMIZERS[dense.name](model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay),
+        _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, **options),
+    )
+
+
+def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tensor:
+    """Step number `step` (from 0) on `batch`; returns the mean binary cross-entropy before the update, 0-dim."""
+    parts.schedule.apply(step)
+    parts.dense_optimizer.zero_grad()
+    parts.sparse_optimizer.zero_grad()
+    pooled_BP = parts.embedding(batch.sparse)
+    clock.lap("lookup")
+    logits_B = parts.model(batch.dense, pooled_BP)
+    loss = binary_cross_entropy_with_logits(logits_B, batch.label)
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    parts.dense_optimizer.step()
+    clock.lap("dense")
+    parts.sparse_optimizer.step()
+    clock.lap("update")
+    return loss.detach()
+
+
+@torch.no_grad()
+def evaluate(embedding: EmbeddingCollection, model: nn.Module, loader: Loader) -> dict[str, Any]:
+    """The metrics of `BinaryMetrics` over every row of the loader's split, None for those it leaves undefined."""
+    metrics = BinaryMetrics()
+    for batch in loader.epoch(0):
+        metrics.update(model(batch.dense, embedding(batch.sparse)), batch.label)
+    values = metrics.compute()
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
+
+
+@dataclass
+class State:
+    """Where a run stands; with the parts, all that a checkpoint must bring back."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    """Batches of the current epoch already taken."""
+    window_loss: float = 0.0
+    """Sum of the losses of the last `window_steps` steps, those not yet in metrics.jsonl."""
+    window_steps: int = 0
+    val: dict[str, Any] | None = None
+    """The last evaluation of the validation split."""
+    best: dict[str, Any] | None = None
+    """The one with the highest AUC, and where it was:"""
+    best_step: int = 0
+    evals_since_best: int = 0
+    ended: str | None = None
+    """Why training is over, once it is."""
+    num_samples: int = 0
+    seconds: float = 0.0
+    """Spent in steps, over all sessions of the run."""
+
+
+class Training:
+    """The loop of one run: steps, and after each what is due (a metrics line, an evaluation, a checkpoint)."""
+
+    def __init__(
+        self, config: Config, dataset: PackedDataset, folder: RunFolder, interrupt: Interrupt, progress: ProgressLine
+    ) -> None:
+        options = config.train
+        self.config, self.dataset, self.folder = config, dataset, folder
+        self.interrupt, self.progress, self.clock, self.state = interrupt, progress, StepClock(), State()
+        tables = tables_of(config.model, dataset)
+        shuffle_seed = options.seed if options.shuffle else None
+        self.loader = Loader(dataset.split("train"), options.batch_size, shuffle_seed=shuffle_seed)
+        self.steps_per_epoch = self.loader.num_batches
+        self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)
+        self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
+        self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
+        self.parts = build(config, tables, num_dense=len(dataset.info.dense))
+        if not self._has("val"):
+            self._without_validation()
+
+    def _has(self, split: str) -> bool:
+        return split in self.dataset.splits and self.dataset.split(split).num_rows > 0
+
+    def _without_validation(self) -> None:
+        if self.config.train.early_stopping is not None:
+            raise ValueError(
+                f"train.early_stopping is {self.config.train.early_stopping}, but {self.dataset.path} has no rows in a "
+                "split 'val' to stop by; prepare the data with one, or set it to null"
+            )
+        if self.eval_steps is not None:
+            self.folder.warn("no_validation", f"{self.dataset.path} has no rows in a split 'val': nothing is evaluated")
+            self.eval_steps = None
+
+    def run(self) -> None:
+        """Train until the run has ended or a signal asks to stop; the state is then on disk."""
+        while self.state.ended is None:
+            self.clock.lap(None)
+            for batch in self.loader.epoch(self.state.epoch, self.state.batch):
+                self.clock.lap("data")
+                loss = float(train_step(self.parts, batch, self.state.step, self.clock))
+                self._check_loss(loss)
+                self._count(len(batch), loss)
+                stop = self.interrupt.signal is not None
+                self._do_what_is_due(stop=stop)
+                if stop or self.state.ended:
+                    return
+                self.clock.lap(None)
+
+    def _check_loss(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            optimizer = self.config.optimizer
+            raise ValueError(
+                f"the loss is {loss} at step {self.state.step + 1} (epoch {self.state.epoch + 1}, batch "
+                f"{self.state.batch + 1}): training diverged; lower optimizer.dense.lr ({optimizer.dense.lr}) and "
+                f"optimizer.sparse.lr ({optimizer.sparse.lr}), or raise optimizer.schedule.warmup_steps "
+                f"({optimizer.schedule.warmup_steps}), and start again"
+            )
+
+    def _count(self, num_samples: int, loss: float) -> None:
+        state = self.state
+        state.step, state.batch = state.step + 1, state.batch + 1
+        if state.batch == self.steps_per_epoch:
+            state.epoch, state.batch = state.epoch + 1, 0
+        state.window_loss, state.window_steps = state.window_loss + loss, state.window_steps + 1
+        state.num_samples += num_samples
+        state.seconds += self.clock.end_step()
+        if state.step >= self.num_steps:
+            state.ended = ALL_DONE
+
+    def _do_what_is_due(self, *, stop: bool) -> None:
+        state = self.state
+        self.progress.update(self._line)
+        if state.step % self.config.train.log_every == 0 or state.ended:
+            self._log_window()
+        best = self._due(self.eval_steps) and self._evaluate()
+        if best or stop or state.ended or self._due(self.save_steps):
+            self.save()
+
+    def _due(self, every: float | None) -> bool:
+        return is_due(self.state.step, every) or (every is not None and self.state.ended is not None)
+
+    def _log_window(self) -> None:
+        state = self.state
+        loss = state.window_loss / state.window_steps
+        lr = {
+            "dense": self.parts.dense_optimizer.param_groups[0]["lr"],
+            "sparse": self.parts.sparse_optimizer.param_groups[0]["lr"],
+        }
+        speed = {"samples_per_s": round(state.num_samples / state.seconds, 1), "step_ms": self.clock.step_ms()}
+        self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed)
+        state.window_loss, state.window_steps = 0.0, 0
+
+    def _evaluate(self) -> bool:
+        """Score the validation split; whether it is the best so far and is to be kept."""
+        state = self.state
+        state.val = self.score("val")
+        if state.val["auc"] is None:
+            self._without_auc(state.val["undefined"])
+            return False
+        best = state.best is None or state.val["auc"] > state.best["auc"]
+        if best:
+            state.best, state.best_step, state.evals_since_best = state.val, state.step, 0
+        else:
+            state.evals_since_best += 1
+        patience = self.config.train.early_stopping
+        if patience is not None and state.evals_since_best >= patience and state.ended is None:
+            state.ended = f"no better validation AUC in {patience} evaluations"
+        return best and self.config.checkpoint.keep_best
+
+    def _without_auc(self, reason: str) -> None:
+        text = f"the validation split has no AUC: {reason}"
+        if self.config.train.early_stopping is not None:
+            raise ValueError(f"{text}; train.early_stopping goes by it: set it to null or split the data differently")
+        self.folder.warn("no_validation_auc", text)
+
+    def score(self, split: str) -> dict[str, Any]:
+        """Evaluate the parts on `split`, and say and record the result."""
+        loader = Loader(self.dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
+        result = evaluate(self.parts.embedding, self.parts.model, loader)
+        self.folder.measure("eval", step=self.state.step, split=split, epoch=self.epochs, **result)
+        self.say(f"{split} at step {self.state.step}: {scores(result)}")
+        return result
+
+    def save(self) -> Path:
+        """A checkpoint of the parts and the state; older ones go as the config says."""
+        path = self.folder.checkpoints / f"step-{self.state.step}"
+        if not path.exists():
+            extra = {
+                "state": asdict(self.state),
+                "dataset": self.dataset.checksum,
+                "tables": [table.to_json() for table in self.parts.embedding.tables],
+                "num_dense": len(self.dataset.info.dense),
+                "threads": torch.get_num_threads(),
+                "isa": ops.backend().isa,
+                "config": self.config.model_dump(mode="json"),
+            }
+            save_checkpoint(path, self.parts.with_state(), extra=extra)
+        keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
+        prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
+        return path
+
+    def restore(self, path: Path) -> None:
+        """Take up the state of the checkpoint at `path`; a run that had ended goes on where there are steps to do now.
+
+        Raises ValueError where the dataset is another one; another thread count or ISA is a counted warning, because
+        the dense layers' sums may then differ in their last bits.
+        """
+        extra = load_checkpoint(path, self.parts.with_state())
+        if extra["dataset"] != self.dataset.checksum:
+            raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
+        for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa)):
+            if extra[name] != now:
+                self.folder.warn(
+                    f"resumed_with_other_{name}",
+                    f"checkpoint {path} was written with {name} {extra[name]}, this session has {now}: "
+                    "results agree within docs/numerics.md, not to the bit",
+                )
+        self.state = State(**extra["state"])
+        if self.state.ended == ALL_DONE and self.state.step < self.num_steps:
+            self.state.ended = None
+
+    def finish(self) -> None:
+        """Choose the weights (the best under early stopping, else the last), score them, write run.json."""
+        state = self.state
+        chosen, val = state.step, state.val if self.eval_steps else None
+        if self.config.train.early_stopping is not None:
+            chosen, val = state.best_step, state.best
+            best = self.folder.checkpoints / f"step-{chosen}"
+            load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.model})
+        metrics = {
+            split: self.score(split) for split in ("val", "test") if self._has(split) and not (split == "val" and val)
+        }
+        metrics |= {"val": val} if val else {}
+        self.folder.update(status="finished", ended=state.ended, chosen_step=chosen, metrics=metrics, **self.figures())
+
+    @property
+    def epochs(self) -> float:
+        """Epochs trained so far."""
+        return round(self.state.step / self.steps_per_epoch, 4)
+
+    def figures(self) -> dict[str, Any]:
+        """How far and how fast, for run.json."""
+        return {
+            "steps": self.state.step,
+            "epochs": self.epochs,
+            "samples_per_s": round(self.state.num_samples / max(self.state.seconds, 1e-9), 1),
+            "step_ms": self.clock.step_ms(),
+            "train_s": round(self.state.seconds, 3),
+            "best_step": self.state.best_step if self.state.best else None,
+        }
+
+    def say(self, text: str) -> None:
+        """To the user and to log.txt."""
+        self.progress.say(text)
+        self.folder.log(text)
+
+    def _line(self) -> str:
+        state, times = self.state, self.clock.seconds
+        total = sum(times.values()) or 1.0
+        shares = " ".join(f"{phase} {100 * s / total:.0f}%" for phase, s in times.items())
+        left = duration((self.num_steps - state.step) * state.seconds / state.step)
+        loss = f"loss {state.window_loss / state.window_steps:.4f}" if state.window_steps else ""
+        val = f"val {scores(state.val)}" if state.val else "not evaluated yet"
+        epoch = f"epoch {self.epochs:.2f}/{self.config.train.epochs}  step {state.step}/{self.num_steps}"
+        return (
+            f"{epoch}  {rate(state.num_samples / state.seconds)} samples/s  {loss}  {val}  |  {shares}  |  {left} left"
+        )
+
+
+def scores(metrics: Mapping[str, Any]) -> str:
+    """The three figures everybody asks for, in one line."""
+    named = {"AUC": metrics["auc"], "LogLoss": metrics["logloss"], "NE": metrics["ne"]}
+    return " ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in named.items())
+
+
+def required_bytes(config: Config, tables: Sequence[TableConfig]) -> int:
+    """Bytes of the tables and their optimizer state."""
+    per_row = {"sgd": 0, "row_wise_adagrad": 4, "adagrad": 4 * config.model.embedding_dim}
+    return sum(table.num_bytes + table.num_embeddings * per_row[config.optimizer.sparse.name] for table in tables)
+
+
+def check_memory(config: Config, tables: Sequence[TableConfig]) -> None:
+    """Raises ValueError with the shortfall where tables and optimizer state exceed what `memory` allows."""
+    needed, available = required_bytes(config, tables), available_memory_bytes()
+    allowed = int(MEMORY_SHARE[config.memory] * available)
+    if needed > allowed:
+        raise ValueError(
+            f"memory is {config.memory!r}: tables and optimizer state need {needed / 2**30:.2f} GiB, "
+            f"{(needed - allowed) / 2**30:.2f} GiB more than the {MEMORY_SHARE[config.memory]:.0%} of the "
+            f"{available / 2**30:.2f} GiB this process may use; lower model.embedding_dim, use optimizer.sparse.name "
+            "row_wise_adagrad or sgd, or prepare the data with a higher --min-count"
+        )
+
+
+def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
+    """A new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
+
+    folder: a run folder made beforehand; None makes the one `config.run` says.
+
+    SIGINT and SIGTERM finish the step, save a checkpoint and return; a second one aborts. Raises ValueError for what
+    the config or the data has wrong, before the folder is made where it can be known by then.
+    """
+    dataset = PackedDataset.open(config.data)
+    config = config.model_copy(update={"data": str(dataset.path.resolve())})
+    check_memory(config, tables_of(config.model, dataset))
+    name = f"{dataset.path.resolve().name}-{config.model.name}"
+    folder = folder or RunFolder.create(config.run, name=name)
+    folder.write_config(config.to_yaml())
+    folder.keep_vocabulary(dataset.path)
+    return _run(config, dataset, folder, None, quiet=quiet)
+
+
+RESUMABLE = ("train.threads", "train.epochs", "train.max_steps", "checkpoint.every", "checkpoint.keep_last", "data")
+"""What may be changed when a run is resumed: anything else would make it another run."""
+
+
+def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = False) -> RunFolder:
+    """Continue the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
+
+    overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is.
+    """
+    folder = RunFolder.open(path)
+    raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
+    for override in overrides:
+        if (option := override.partition("=")[0]) not in RESUMABLE:
+            raise ValueError(
+                f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
+            )
+    config = make_config(apply_overrides(raw, overrides), origin=str(folder.path / CONFIG))
+    folder.write_config(config.to_yaml())
+    if folder.record["status"] == "finished" and not overrides:
+        return folder
+    checkpoints = list_checkpoints(folder.checkpoints)
+    newest = checkpoints[max(checkpoints)] if checkpoints else None
+    dataset = PackedDataset.open(config.data)
+    check_memory(config, tables_of(config.model, dataset))
+    return _run(config, dataset, folder, newest, quiet=quiet)
+
+
+def _run(
+    config: Config, dataset: PackedDataset, folder: RunFolder, checkpoint: Path | None, *, quiet: bool
+) -> RunFolder:
+    with folder, threads(config.train.threads), Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
+        training = Training(config, dataset, folder, interrupt, progress)
+        if checkpoint is not None:
+            training.restore(checkpoint)
+        _begin(training)
+        training.run()
+        if training.state.ended:
+            training.finish()
+        else:
+            folder.update(status="interrupted", signal=interrupt.signal, **training.figures())
+            training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder)}")
+    return folder
+
+
+def _begin(training: Training) -> None:
+    folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
+    folder.rewind(training.state.step)
+    folder.open_tensorboard(step=training.state.step)
+    if backend.reason is not None:
+        folder.warn("reference_backend", backend.reason)
+    folder.update(
+        status="running",
+        dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
+        rows={name: split.num_rows for name, split in dataset.splits.items()},
+        seeds={"train.seed": config.train.seed},
+        backend=asdict(backend),
+        tables_bytes=sum(table.num_bytes for table in training.parts.embedding.tables),
+        batches_dropped=0,
+    )
+    verb = "resumed at" if training.state.step else "training from"
+    training.say(
+        f"{folder.path}: {verb} step {training.state.step} of {training.num_steps}, {backend.name} kernels "
+        f"({backend.isa}, {backend.threads} threads)"
+    )
+
+
+def resume_command(folder: RunFolder) -> str:
+    """What to type to go on with an interrupted run."""
+    return f"hotrow train --resume {folder.path}"

@@ -1,0 +1,69 @@
+"""What tests share: real data where it is present, and small packed datasets made on the spot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Callable[[str], Path]:
+    """`real_data(name)`: the path of a real data file; skips the test where it is absent."""
+
+    def find(name: str) -> Path:
+        path = Path(os.environ.get("HOTROW_DATA", ROOT.parent / "shared" / "data")) / name
+        if not path.exists():
+            pytest.skip(f"real data file {name} absent; set HOTROW_DATA")
+        return path
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def make_dataset() -> Callable[..., PackedDataset]:
+    """`make_dataset(folder, ...)`: clicks drawn from `seed` with a planted rule, for a model to learn."""
+    return _make_dataset
+
+
+def _make_dataset(
+    folder: Path,
+    *,
+    rows: dict[str, int] | None = None,
+    num_dense: int = 3,
+    table_rows: tuple[int, ...] = (50, 20, 200),
+    bag: bool = True,
+    seed: int = 0,
+    rows_per_block: int = 64,
+) -> PackedDataset:
+    """One one-hot feature per table, `x<t>` on table `t<t>`; with `bag` a multi-hot feature `bag` sharing table t0."""
+    generator = np.random.default_rng(seed)
+    features = [Feature(name=f"x{t}", table=f"t{t}") for t in range(len(table_rows))]
+    features += [Feature(name="bag", table="t0", kind="multi_hot")] if bag else []
+    info = DatasetInfo(
+        name="planted",
+        dense=tuple(DenseColumn(name=f"d{i}") for i in range(num_dense)),
+        features=tuple(features),
+        tables=tuple(Table(name=f"t{t}", num_embeddings=n) for t, n in enumerate(table_rows)),
+    )
+    effects = [generator.normal(0, 1, n) for n in table_rows]
+    with PackedWriter(folder, info, rows_per_block=rows_per_block, rows_per_part=rows_per_block * 8) as writer:
+        for split, num_rows in (rows or {"train": 512, "val": 128, "test": 128}).items():
+            ids = {f"x{t}": (n * generator.random(num_rows) ** 2).astype(np.int64) for t, n in enumerate(table_rows)}
+            dense = generator.normal(0, 1, (num_rows, num_dense)).astype(np.float32)
+            logit = sum(effects[t][ids[f"x{t}"]] for t in range(len(table_rows))) + dense.sum(1) / 2
+            label = (generator.random(num_rows) < 1 / (1 + np.exp(-logit))).astype(np.float32)
+            columns: dict[str, object] = dict(ids)
+            if bag:
+                lengths = generator.integers(0, 4, num_rows)
+                splits = np.concatenate([[0], np.cumsum(lengths)])
+                columns["bag"] = (generator.integers(0, table_rows[0], splits[-1]), splits)
+            writer.append(split, label, dense, columns)
+        return writer.close()

@@ -1,0 +1,132 @@
+"""fit, load, predict: raw rows in, a model and scores out, for paths and for frames."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+
+import hotrow
+from hotrow.metrics import BinaryMetrics
+
+OPTIONS = {"batch_size": 32, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+
+
+def clicks(num_rows: int, seed: int = 0) -> pa.Table:
+    """Item decides the click, price helps."""
+    generator = np.random.default_rng(seed)
+    item, user = generator.zipf(1.4, num_rows) % 60, generator.integers(0, 300, num_rows)
+    price = generator.lognormal(2, 1, num_rows)
+    chance = np.where(item % 3 == 0, 0.75, 0.12) + 0.1 * (price > 8)
+    columns = {
+        "user_id": pa.array([f"u{i}" for i in user]),
+        "item_id": pa.array([f"i{i}" for i in item]).dictionary_encode(),
+        "price": price.round(3),
+        "click": (generator.random(num_rows) < chance).astype(np.int8),
+        "ts": np.arange(num_rows) + 1_700_000_000,
+    }
+    return pa.table(columns)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> hotrow.Run:
+    folder = tmp_path_factory.mktemp("fit")
+    return hotrow.fit(clicks(4000), label="click", time="ts", run=folder / "run", quiet=True, **OPTIONS)
+
+
+def test_fit_on_a_frame_learns(run: hotrow.Run) -> None:
+    assert run.metrics["split"] == "test"
+    assert run.metrics["auc"] > 0.75
+    assert run.record["metrics"]["test"]["num_rows"] == pytest.approx(400, abs=2)
+    assert run.summary()["auc"] == run.metrics["auc"]
+
+
+def test_predictions_of_the_test_rows_have_the_test_metrics(run: hotrow.Run) -> None:
+    table = clicks(4000)
+    last = table.slice(4000 - run.metrics["num_rows"])  # the split is by time
+    scores = run.predict(last)
+    assert scores.dtype == np.float32
+    metrics = BinaryMetrics("probabilities")
+    metrics.update(scores, last["click"].to_numpy())
+    assert metrics.compute()["auc"] == pytest.approx(run.metrics["auc"], abs=1e-9)
+    assert metrics.compute()["logloss"] == pytest.approx(run.metrics["logloss"], abs=1e-5)
+
+
+def test_predict_from_files_needs_no_label_and_takes_unseen_ids(run: hotrow.Run, tmp_path: Path) -> None:
+    new = clicks(50, seed=9).drop_columns(["click", "ts"])
+    new = new.set_column(0, "user_id", pa.array(["never seen"] * 50))
+    pa.parquet.write_table(new, tmp_path / "new.parquet")
+    pa.csv.write_csv(new, tmp_path / "new.csv")
+    scores = run.predict(new)
+    assert np.isfinite(scores).all()
+    assert ((scores > 0) & (scores < 1)).all()
+    np.testing.assert_array_equal(scores, run.predict(tmp_path / "new.parquet"))
+    np.testing.assert_array_equal(scores, run.predict(str(tmp_path / "*.csv")))
+
+
+def test_scores_are_written(run: hotrow.Run, tmp_path: Path) -> None:
+    table = clicks(70, seed=3)
+    expected = run.predict(table)
+    for suffix, read in ((".parquet", pa.parquet.read_table), (".csv", pa.csv.read_csv)):
+        out = tmp_path / f"scores{suffix}"
+        assert run.write_scores(table, out) == 70
+        np.testing.assert_allclose(read(out)["score"].to_numpy(), expected, rtol=1e-6)
+        with pytest.raises(ValueError, match="exists already"):
+            run.write_scores(table, out)
+    with pytest.raises(ValueError, match=r"ends in '\.txt'; choose \.parquet or \.csv"):
+        run.write_scores(table, tmp_path / "scores.txt")
+
+
+def test_a_loaded_run_is_the_run(run: hotrow.Run) -> None:
+    table = clicks(100, seed=4)
+    loaded = hotrow.load(run.path)
+    np.testing.assert_array_equal(loaded.predict(table), run.predict(table))
+    assert loaded.metrics == run.metrics
+    assert loaded.evaluate("test")["auc"] == run.metrics["auc"]
+
+
+def test_a_run_predicts_without_its_dataset(run: hotrow.Run, tmp_path: Path) -> None:
+    import shutil
+
+    moved = tmp_path / "moved"
+    shutil.copytree(run.path, moved, ignore=shutil.ignore_patterns("data", "tensorboard"))
+    table = clicks(30, seed=5)
+    np.testing.assert_array_equal(hotrow.load(moved).predict(table), run.predict(table))
+
+
+def test_html_is_escaped(run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = run._repr_html_()
+    assert text.startswith("<table><tr><th>status</th><td>finished</td>")
+    monkeypatch.setattr(run.folder, "path", Path("<script>"))
+    assert "<script>" not in run._repr_html_()
+
+
+def test_fit_on_a_packed_dataset(run: hotrow.Run, tmp_path: Path) -> None:
+    again = hotrow.fit(run.path / "data", run=tmp_path / "again", quiet=True, **OPTIONS)
+    assert again.metrics["auc"] == run.metrics["auc"]
+    with pytest.raises(ValueError, match="label and time are for raw data"):
+        hotrow.fit(run.path / "data", label="click")
+
+
+def test_options_are_found_by_their_last_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"option 'lr' may mean optimizer\.dense\.lr or optimizer\.sparse\.lr"):
+        hotrow.fit(clicks(100), label="click", run=tmp_path / "a", lr=0.1)
+    with pytest.raises(ValueError, match=r"option 'epoch' is not known; did you mean 'epochs'"):
+        hotrow.fit(clicks(100), label="click", run=tmp_path / "b", epoch=1)
+    with pytest.raises(ValueError, match=r"fit: train\.epochs is 0; allowed: an integer >= 1"):
+        hotrow.fit(clicks(100), label="click", run=tmp_path / "c", epochs=0)
+    assert list(tmp_path.iterdir()) == [], "nothing is made before the options are known to be good"
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no run: it holds no run\.json"):
+        hotrow.load(tmp_path)
+    with pytest.raises(ValueError, match="label column 'klick' is not there; did you mean 'click'"):
+        hotrow.fit(clicks(100), label="klick", run=tmp_path / "c", quiet=True)
+    assert hotrow.load(tmp_path / "c").record["status"] == "failed"
+    with pytest.raises(ValueError, match="has no checkpoint yet"):
+        hotrow.load(tmp_path / "c").predict(clicks(5))

@@ -1,0 +1,185 @@
+"""Every verb as a user types it: exit codes, the last line of stdout as JSON, and errors of one line with a cure."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hotrow import cli
+from hotrow.data.synthetic import write_criteo
+from hotrow.data.synthetic_config import criteo_kaggle
+
+VERBS = ["demo", "init", "prepare", "inspect", "train", "eval", "predict", "check", "bench", "doctor", "clean"]
+SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
+
+
+def hotrow(
+    *arguments: str | Path, code: int = 0, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Run the command in this process; the JSON of its last line, or its stderr where `code` is not 0."""
+    monkeypatch.setattr(sys, "argv", ["hotrow", *map(str, arguments)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == code, out + err
+    return json.loads(out.splitlines()[-1]) if code == 0 else err
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, holding clicks.txt: 3,000 synthetic rows in Criteo's layout."""
+    monkeypatch.chdir(tmp_path)
+    write_criteo("clicks.txt", criteo_kaggle(3000, scale=0.001))
+    Path("small.yaml").write_text(f"data: packed\nmodel: {SMALL}\ntrain: {{batch_size: 100, threads: 1}}\n")
+    return tmp_path
+
+
+def test_from_raw_rows_to_scores(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    found = hotrow("init", "clicks.txt", "--out", "recipe", "--json", **tools)
+    assert "hotrow prepare criteo clicks.txt" in found["next"][0]
+    made = hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    assert sum(made["rows"].values()) == 3000
+    result = hotrow("train", "small.yaml", "--set", "train.epochs=2", "--json", **tools)
+    wanted = {"auc", "logloss", "ne", "samples_per_s", "steps", "epochs", "run_dir", "backend", "step_ms"}
+    assert wanted <= set(result)
+    assert set(result["step_ms"]) == {"data", "lookup", "dense", "update"}
+    assert (result["status"], result["epochs"], result["run_dir"]) == ("finished", 2.0, "runs/packed-dlrm-001")
+    evaluated = hotrow("eval", result["run_dir"], "--json", **tools)
+    assert evaluated["auc"] == result["auc"]
+    scored = hotrow("predict", result["run_dir"], "clicks.txt", "--out", "scores.parquet", "--json", **tools)
+    assert scored["rows"] == 3000
+    for artifact in ("packed", result["run_dir"], f"{result['run_dir']}/checkpoints/step-{result['steps']}"):
+        assert hotrow("check", artifact, "--json", **tools)["ok"]
+    assert hotrow("clean", result["run_dir"], "--json", **tools)["bytes_freed"] >= 0
+    assert hotrow("doctor", "--json", **tools)["openmp_shared"] is True
+
+
+def test_people_get_lines(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, shown in (
+        (["prepare", "criteo", "clicks.txt", "--out", "packed"], "train"),
+        (["train", "small.yaml"], "auc"),
+        (["doctor"], "backend"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["hotrow", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        assert shown in capsys.readouterr().out
+
+
+def test_inspect_says_what_is_hot(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    made = hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    looked = hotrow("inspect", "packed", "--json", **tools)
+    assert looked["rows"] == made["rows"]
+    assert looked["accesses"] == 26 * made["rows"]["train"]
+    assert 0 < looked["coverage"]["top_1%"] <= looked["coverage"]["top_10%"] <= 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example(verb: str) -> None:
+    shown = CliRunner().invoke(cli.app, [verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert shown.exit_code == 0
+    assert f"Example: hotrow {verb}" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "absent.yaml"], r"config absent\.yaml is no file; pass a YAML file"),
+        (["train"], "pass a config to start a run, or --resume RUN"),
+        (["train", "small.yaml", "--set", "train.epoch=2"], r"train\.epoch is no known key; did you mean 'epochs'"),
+        (["train", "small.yaml"], r"packed: no dataset\.json"),
+        (["train", "--resume", "nowhere"], r"nowhere is no run: it holds no run\.json"),
+        (["prepare", "cireto", "clicks.txt", "--out", "x"], "source 'cireto' is not known; did you mean 'criteo'"),
+        (["prepare", "criteo", "clicks.txt", "--out", "x", "--fractions", "a,b"], "is no list of numbers; write it as"),
+        (["check", "."], "is nothing hotrow wrote"),
+        (["inspect", "."], r"no dataset\.json"),
+        (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is no run"),
+        (["clean", "."], "is no run"),
+    ],
+)
+def test_bad_input_is_one_line_with_a_cure(
+    work: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    err = hotrow(*arguments, code=2, capsys=capsys, monkeypatch=monkeypatch)
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("hotrow: ")
+    assert re.search(message, last), last
+    assert "Traceback" not in err
+
+
+def test_a_flipped_byte_is_found_by_check(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    part = next(Path("packed/train").glob("part-*.arrow"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    assert f"{part}, block" in hotrow("check", "packed", code=2, **tools)
+
+
+def test_a_damaged_vocabulary_is_found_by_check(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    run = hotrow("train", "small.yaml", "--set", "train.max_steps=1", "--json", **tools)["run_dir"]
+    vocabulary = Path(run, "vocab", "vocab", "C3")
+    data = vocabulary.read_bytes()
+    vocabulary.unlink()  # it is a hard link to the dataset's
+    vocabulary.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "C3 is missing or damaged" in hotrow("check", run, code=2, **tools)
+    assert hotrow("check", "packed", "--json", **tools)["ok"]
+
+
+def test_debugging_shows_the_traceback(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOTROW_DEBUG", "1")
+    assert "Traceback" in hotrow("train", "absent.yaml", code=2, capsys=capsys, monkeypatch=monkeypatch)
+
+
+def test_sigterm_saves_says_how_to_go_on_and_resumes(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    options = ["--set", "train.epochs=1000", "--set", "train.log_every=1", "--json"]
+    command = [sys.executable, "-m", "hotrow", "train", "small.yaml", *options]
+    training = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = Path("runs/packed-dlrm-001/metrics.jsonl")
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    training.send_signal(signal.SIGTERM)
+    out, err = training.communicate(timeout=120)
+    assert training.returncode == 128 + signal.SIGTERM, err
+    assert "continue with: hotrow train --resume runs/packed-dlrm-001" in err
+    stopped = json.loads(out.splitlines()[-1])
+    assert (stopped["status"], stopped["signal"]) == ("interrupted", signal.SIGTERM)
+    epochs = int(stopped["epochs"]) + 1
+    changes = ["--set", f"train.epochs={epochs}", "--json"]
+    result = hotrow("train", "--resume", "runs/packed-dlrm-001", *changes, **tools)
+    assert (result["status"], result["epochs"], result["warnings"]) == ("finished", epochs, {})

@@ -1,0 +1,149 @@
+"""Training as a whole: it learns, it repeats, it says what went wrong, and its folder holds what it promises."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hotrow import trainer
+from hotrow.checkpoint import list_checkpoints
+from hotrow.config import Config, apply_overrides, make_config
+from hotrow.data.packed import PackedDataset
+from hotrow.run_folder import RunFolder
+
+BASE: dict[str, Any] = {
+    "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16]},
+    "optimizer": {"dense": {"name": "adagrad", "lr": 0.05}, "sparse": {"name": "adagrad", "lr": 0.1}},
+    "train": {"batch_size": 64, "epochs": 2, "threads": 1, "log_every": 10},
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
+    rows = {"train": 4096, "val": 1024, "test": 1024}
+    return make_dataset(tmp_path_factory.mktemp("train") / "data", rows=rows, rows_per_block=512)
+
+
+def config(dataset: PackedDataset, run: Path, *changes: str) -> Config:
+    return make_config(apply_overrides({**BASE, "data": str(dataset.path), "run": str(run)}, changes))
+
+
+def train(dataset: PackedDataset, run: Path, *changes: str) -> RunFolder:
+    return trainer.train(config(dataset, run, *changes), quiet=True)
+
+
+def test_learns_and_fills_its_folder(dataset: PackedDataset, tmp_path: Path) -> None:
+    run = train(dataset, tmp_path / "run", "train.epochs=6", "train.eval_every=0.5")
+    record = json.loads((run.path / "run.json").read_text())
+    assert record["metrics"]["test"]["auc"] > 0.7
+    assert record["metrics"]["test"]["logloss"] < record["metrics"]["test"]["base_logloss"]
+    assert (record["status"], record["steps"], record["epochs"]) == ("finished", 384, 6.0)
+    assert record["dataset"]["checksum"] == dataset.checksum
+    assert set(record["step_ms"]) == {"data", "lookup", "dense", "update"}
+    assert min(record["step_ms"].values()) > 0
+    assert record["warnings"] == {}
+    assert record["backend"]["threads"] == 1
+    lines = run.measurements()
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [*range(10, 384, 10), 384]
+    assert [line["step"] for line in lines if line.get("split") == "val"] == list(range(32, 385, 32))
+    for name in ("config.yaml", "log.txt", "vocab/dataset.json"):
+        assert (run.path / name).is_file()
+    assert list((run.path / "tensorboard").iterdir())
+    files = [path for path in run.path.rglob("*") if path.is_file() and "tensorboard" not in path.parts]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+
+
+def test_same_seed_same_bits_other_seed_other_bits(dataset: PackedDataset, tmp_path: Path) -> None:
+    def losses(name: str, *changes: str) -> list[float]:
+        return [line["loss"] for line in train(dataset, tmp_path / name, *changes).measurements() if "loss" in line]
+
+    first = losses("a")
+    torch.manual_seed(123)  # the global generator is nobody's
+    assert losses("b") == first
+    assert losses("c", "train.seed=2")[0] != first[0]
+
+
+def test_early_stopping_ends_on_the_best_weights(dataset: PackedDataset, tmp_path: Path) -> None:
+    changes = ["train.early_stopping=2", "train.epochs=40", "train.eval_every=0.5", "optimizer.sparse.lr=0.5"]
+    run = train(dataset, tmp_path / "run", *changes)
+    aucs = {line["step"]: line["auc"] for line in run.measurements() if line.get("split") == "val"}
+    best = max(aucs, key=lambda step: (aucs[step], -step))
+    assert run.record["ended"] == "no better validation AUC in 2 evaluations"
+    assert run.record["chosen_step"] == best < run.record["steps"]
+    assert run.record["metrics"]["val"]["auc"] == aucs[best]
+    assert best in list_checkpoints(run.checkpoints)
+    assert len(list_checkpoints(run.checkpoints)) <= 3
+
+
+def test_a_run_is_never_overwritten_and_names_count_up(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(dataset, tmp_path / "run", "train.max_steps=1")
+    with pytest.raises(ValueError, match=r"run folder .*run exists already and is never overwritten"):
+        train(dataset, tmp_path / "run", "train.max_steps=1")
+    monkeypatch.chdir(tmp_path)
+    raw = {**BASE, "data": str(dataset.path)}
+    names = [trainer.train(make_config(apply_overrides(raw, ["train.max_steps=1"])), quiet=True).path for _ in range(2)]
+    assert [str(name) for name in names] == ["runs/data-dlrm-001", "runs/data-dlrm-002"]
+
+
+def test_divergence_names_step_and_cure(dataset: PackedDataset, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the loss is (nan|inf) at step \d+ .*lower optimizer\.dense\.lr \(1e\+20\)"):
+        train(dataset, tmp_path / "run", "optimizer.dense.name=sgd", "optimizer.dense.lr=1e20")
+    record = RunFolder.open(tmp_path / "run").record
+    assert record["status"] == "failed"
+    assert "the loss is" in record["error"]
+
+
+def test_tables_beyond_memory_are_refused_with_the_shortfall(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = 270 * 8 * 4 * 2  # weights and Adagrad's sums
+    monkeypatch.setattr(trainer, "available_memory_bytes", lambda: int(needed / 0.6) - 8)
+    with pytest.raises(ValueError, match=r"memory is 'auto': tables and optimizer state need 0\.00 GiB"):
+        train(dataset, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert train(dataset, tmp_path / "run", "memory=dram", "train.max_steps=1").record["status"] == "finished"
+
+
+def test_without_validation_rows(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
+    dataset = make_dataset(tmp_path / "data", rows={"train": 128, "test": 64})
+    run = train(dataset, tmp_path / "run")
+    assert run.record["warnings"]["no_validation"]["count"] == 1
+    assert set(run.record["metrics"]) == {"test"}
+    with pytest.raises(ValueError, match=r"train\.early_stopping is 2, but .* has no rows in a split 'val'"):
+        train(dataset, tmp_path / "other", "train.early_stopping=2")
+
+
+def test_one_class_in_validation_is_a_warning_or_an_error(
+    tmp_path: Path, make_dataset: Callable[..., PackedDataset]
+) -> None:
+    dataset = make_dataset(tmp_path / "data", rows={"train": 128, "val": 1, "test": 64})
+    run = train(dataset, tmp_path / "run")
+    assert "all 1 labels are" in run.record["warnings"]["no_validation_auc"]["text"]
+    assert run.record["metrics"]["val"]["auc"] is None
+    with pytest.raises(ValueError, match=r"train\.early_stopping goes by it"):
+        train(dataset, tmp_path / "other", "train.early_stopping=2")
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+def test_dense_inputs_are_optional(tmp_path: Path, make_dataset: Callable[..., PackedDataset], num_dense: int) -> None:
+    dataset = make_dataset(tmp_path / "data", num_dense=num_dense)
+    assert train(dataset, tmp_path / "run").record["status"] == "finished"
+
+
+def test_a_packed_dataset_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no dataset\.json, so this is no complete packed dataset"):
+        trainer.train(make_config({"data": str(tmp_path)}))
+
+
+def test_tensorboard_may_be_absent(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run = train(dataset, tmp_path / "run", "train.max_steps=1")
+    assert "no TensorBoard events: tensorboard is not installed" in (run.path / "log.txt").read_text()

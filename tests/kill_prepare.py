@@ -1,0 +1,75 @@
+"""Run preparation in child processes that SIGKILL themselves at a chosen rename, then let it finish; print the hashes.
+
+    python kill_prepare.py LOGS FOLDER
+
+Renames are where state becomes durable, so between any two of them a kill finds what a real one would. Children are
+forked before any thread exists. Prints one JSON line: hashes of an undisturbed run, and per kill of the continued one.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from hotrow.data.pipeline import Options, prepare
+from hotrow.data.sources import open_source
+from prepare_data import SCHEMA, file_hashes
+
+NUM_KILLS = 7
+
+
+def run(logs: Path, out: Path, kill_at: int | None = None, when: str = "before") -> None:
+    """Prepare; SIGKILL at the `kill_at`-th rename, or never. Writes the number of renames to `<out>.renames`."""
+    count, rename = 0, Path.replace
+
+    def counted(path: Path, target: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == kill_at and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = rename(path, target)
+        if count == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    Path.replace = counted  # type: ignore[method-assign, assignment]
+    opened = open_source("parquet", logs, schema=SCHEMA)
+    prepare(opened, out, Options(rows_per_block=128, rows_per_part=256, rows_per_chunk=200, snapshot_every_s=0.0))
+    out.with_suffix(".renames").write_text(str(count))
+
+
+def in_child(*args: Any) -> int:
+    """The wait status of `run(*args)` in a forked child."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run(*args)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def main(logs: Path, folder: Path) -> dict[str, Any]:
+    """Hashes of all runs."""
+    assert in_child(logs, folder / "plain") == 0
+    num_renames = int((folder / "plain.renames").read_text())
+    result: dict[str, Any] = {"renames": num_renames, "plain": file_hashes(folder / "plain"), "killed": {}}
+    for i in range(NUM_KILLS):
+        kill_at, when = 2 + i * (num_renames - 2) // (NUM_KILLS - 1), "before" if i % 2 else "after"
+        out = folder / f"killed-{i}"
+        status = in_child(logs, out, kill_at, when)
+        assert os.WTERMSIG(status) == signal.SIGKILL, f"kill {kill_at} did not happen: status {status}"
+        if (out / "dataset.json").exists():
+            assert in_child(logs, out) != 0, "a finished dataset is never prepared again"
+        else:
+            assert in_child(logs, out) == 0
+        result["killed"][f"{when} rename {kill_at}"] = file_hashes(out)
+    return result
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))

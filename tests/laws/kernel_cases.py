@@ -1,0 +1,143 @@
+"""Random batches and tables for the kernel tests, every one a function of a stated seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotrow import KeyedJaggedTensor, TableConfig, ops
+from hotrow.reference import Layout
+
+DIMS = (1, 3, 8, 16, 17, 33, 64, 100, 128)
+GUARD = 64
+SENTINEL = -12345.0
+
+
+def bits(x: Tensor) -> Tensor:
+    """A float32 tensor as integers: equality of these tells -0 from +0."""
+    return x.contiguous().view(torch.int32)
+
+
+def assert_same_bits(ours: Tensor, reference: Tensor, what: object = "") -> None:
+    differ = bits(ours) != bits(reference)
+    assert not differ.any(), (
+        f"{what}: {int(differ.sum())} of {differ.numel()} differ, first at {differ.nonzero()[0].tolist()}"
+    )
+
+
+@contextmanager
+def running(isa: str, threads: int) -> Iterator[None]:
+    """Native kernels of one instruction set on `threads` threads, and everything as before afterwards."""
+    before, threads_before = ops.backend().isa, torch.get_num_threads()
+    ops.set_isa(isa)
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads_before)
+        ops.set_isa(before)
+
+
+def every_backend(threads: Sequence[int] = (1, 2)) -> Iterator[tuple[str, int]]:
+    """Runs the loop's body once per instruction set and thread count."""
+    for isa in ops.isas():
+        for count in threads:
+            with running(isa, count):
+                yield isa, count
+
+
+class Guarded:
+    """A tensor with guard words before and after it in memory."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._buffer = torch.full((values.numel() + 2 * GUARD,), SENTINEL)
+        self.tensor = self._buffer[GUARD:-GUARD].view(values.shape)
+        self.tensor.copy_(values)
+
+    def check(self) -> None:
+        assert (self._buffer[:GUARD] == SENTINEL).all(), "words before the array were written"
+        assert (self._buffer[-GUARD:] == SENTINEL).all(), "words after the array were written"
+
+
+@dataclass
+class Case:
+    """Tables (one large, one shared by two features, one of a single row) and batches that look them up."""
+
+    layout: Layout
+    weights: list[Tensor]
+    batches: list[KeyedJaggedTensor]
+    grads: list[Tensor]
+
+    def states(self, algorithm: str, seed: int = 7) -> list[Tensor]:
+        """Accumulators as they stand in the middle of training; none for SGD."""
+        g = torch.Generator().manual_seed(seed)
+        shapes = {
+            "sgd": [],
+            "adagrad": [w.shape for w in self.weights],
+            "row_wise_adagrad": [w.shape[:1] for w in self.weights],
+        }[algorithm]
+        return [torch.rand(shape, generator=g) for shape in shapes]
+
+
+def make_case(
+    seed: int,
+    *,
+    dim: int,
+    pooling: str = "sum",
+    weighted: bool = False,
+    id_dtype: torch.dtype = torch.int64,
+    jagged: bool = True,
+    num_batches: int = 1,
+    num_samples: int = 13,
+    num_rows: int = 200,
+    longest: int = 6,
+) -> Case:
+    """A case with empty bags, ids repeated within and across bags, last rows, and keys in another order."""
+    g = torch.Generator().manual_seed(seed)
+    config = dict(embedding_dim=dim, pooling=pooling)
+    tables = (
+        TableConfig(name="large", num_embeddings=num_rows, feature_names=("a",), **config),
+        TableConfig(name="shared", num_embeddings=9, feature_names=("b", "c"), **config),
+        TableConfig(name="one", num_embeddings=1, feature_names=("d",), **config),
+    )
+    layout = Layout.of(tables)
+    weights = [torch.randn(t.num_embeddings, dim, generator=g) for t in tables]
+    sizes = {"c": 9, "elsewhere": 10**6, "a": num_rows, "d": 1, "b": 9}
+    batches, grads = [], []
+    for _ in range(num_batches):
+        batches.append(_make_batch(g, sizes, num_samples, id_dtype, jagged, weighted, longest))
+        # Rows further apart than they are wide, as autograd hands over slices of a concatenation.
+        grads.append(torch.randn(num_samples, layout.width + 5, generator=g)[:, : layout.width])
+    return Case(layout, weights, batches, grads)
+
+
+def _make_batch(
+    g: torch.Generator,
+    sizes: dict[str, int],
+    num_samples: int,
+    id_dtype: torch.dtype,
+    jagged: bool,
+    weighted: bool,
+    longest: int,
+) -> KeyedJaggedTensor:
+    lengths = torch.ones(len(sizes), num_samples, dtype=torch.int64)
+    if jagged:
+        lengths = torch.randint(0, longest + 1, lengths.shape, generator=g)
+        lengths[:, ::4] = 0
+        # Small tables' rows repeat often enough anyway, and the reference takes a turn per repetition.
+        small = torch.tensor([size < 10 for size in sizes.values()])
+        lengths[small] = lengths[small].clamp(max=2)
+    values = []
+    for size, count in zip(sizes.values(), lengths.sum(1).tolist(), strict=True):
+        ids = torch.randint(0, size, (count,), generator=g)
+        if count:
+            ids[-1] = size - 1
+            ids[: min(count // 3, 40)] = ids[0].clone()
+        values.append(ids)
+    flat = torch.cat(values).to(id_dtype)
+    sample_weights = torch.randn(flat.numel(), generator=g) if weighted else None
+    return KeyedJaggedTensor(list(sizes), flat, sample_weights, lengths=lengths.flatten() if jagged else None)

@@ -1,0 +1,277 @@
+"""Law 1: every embedding op equals its readable reference to the bit, at any thread count and instruction set."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import DIMS, SENTINEL, Case, Guarded, assert_same_bits, every_backend, make_case
+
+from hotrow import KeyedJaggedTensor, ops, reference
+from hotrow.reference import ALGORITHMS
+
+needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
+
+BATCH_KINDS = list(itertools.product(("sum", "mean"), (False, True), (torch.int32, torch.int64), (False, True)))
+
+
+def kinds(seed: int, dim: int, **more: int) -> list[tuple[str, Case]]:
+    """One case for each combination of pooling, per-sample weights, id type and one-hot or jagged bags."""
+    return [
+        (
+            f"seed {seed} dim {dim} {pooling} weighted={weighted} {id_dtype} jagged={jagged}",
+            make_case(seed, dim=dim, pooling=pooling, weighted=weighted, id_dtype=id_dtype, jagged=jagged, **more),
+        )
+        for pooling, weighted, id_dtype, jagged in BATCH_KINDS
+    ]
+
+
+def check_lookup(case: Case, what: str, threads: tuple[int, ...] = (1, 2)) -> None:
+    batch = case.batches[0]
+    wider = torch.full((batch.stride, case.layout.width + 3), SENTINEL)
+    expected = wider.clone()
+    reference.lookup(case.layout, case.weights, batch, expected)
+    kernels, weights = ops.Kernels(case.layout), ops.Arrays(case.weights)
+    for where in every_backend(threads):
+        out = Guarded(wider)
+        kernels.lookup(weights, batch, out.tensor)
+        out.check()
+        assert_same_bits(out.tensor, expected, (what, where))
+
+
+def check_weight_gradient(case: Case, what: str, threads: tuple[int, ...] = (1, 2)) -> None:
+    batch, grad = case.batches[0], case.grads[0]
+    expected = torch.zeros(batch.values.numel())
+    reference.weight_gradient(case.layout, case.weights, batch, grad, expected)
+    kernels, weights = ops.Kernels(case.layout), ops.Arrays(case.weights)
+    for where in every_backend(threads):
+        assert_same_bits(kernels.weight_gradient(weights, batch, grad), expected, (what, where))
+
+
+def check_update(case: Case, algorithm: str, what: str, threads: tuple[int, ...] = (1, 2)) -> None:
+    pending = list(zip(case.batches, case.grads, strict=True))
+    rule = dict(algorithm=algorithm, lr=[0.1, 0.03, 1.7], eps=[1e-8, 1e-3, 0.5])
+    expected, expected_states = [w.clone() for w in case.weights], case.states(algorithm)
+    reference.update(case.layout, expected, expected_states, pending, **rule)
+    kernels = ops.Kernels(case.layout)
+    for where in every_backend(threads):
+        weights = [Guarded(w) for w in case.weights]
+        states = [Guarded(s) for s in case.states(algorithm)]
+        arrays = ops.Arrays([s.tensor for s in states]) if states else None
+        kernels.update(ops.Arrays([w.tensor for w in weights]), arrays, pending, **rule)
+        for ours, theirs in zip(weights + states, expected + expected_states, strict=True):
+            ours.check()
+            assert_same_bits(ours.tensor, theirs, (what, algorithm, where))
+
+
+@needs_native
+@pytest.mark.parametrize("dim", DIMS)
+def test_lookup(dim: int) -> None:
+    for what, case in kinds(1, dim):
+        check_lookup(case, what)
+
+
+@needs_native
+@pytest.mark.parametrize("dim", DIMS)
+def test_weight_gradient(dim: int) -> None:
+    for what, case in kinds(2, dim):
+        check_weight_gradient(case, what)
+
+
+@needs_native
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_update(dim: int, algorithm: str) -> None:
+    for what, case in kinds(3, dim):
+        check_update(case, algorithm, what)
+
+
+@needs_native
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_several_batches_update_in_forward_order(algorithm: str) -> None:
+    for what, case in kinds(4, 16, num_batches=3):
+        check_update(case, algorithm, what)
+
+
+def make_large_case() -> Case:
+    return make_case(5, dim=16, num_samples=5000, num_rows=30_000, longest=19)
+
+
+@needs_native
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_work_cut_into_many_tasks(algorithm: str) -> None:
+    """Large enough that sorts and updates are shared among threads, in pieces that split no row."""
+    case = make_large_case()
+    assert case.batches[0].bags("a")[0].numel() > 1 << 15, "too small for several threads to share a sort"
+    check_update(case, algorithm, "large batch", threads=(1, 2, 3))
+
+
+@needs_native
+def test_lookup_cut_into_many_tasks() -> None:
+    check_lookup(make_large_case(), "large batch", threads=(1, 2, 3))
+    check_weight_gradient(make_large_case(), "large batch", threads=(1, 2, 3))
+
+
+@needs_native
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("jagged", "num_samples"), [(True, 0), (False, 0), (True, 1), (False, 1)])
+def test_tiny_batches(algorithm: str, jagged: bool, num_samples: int) -> None:
+    case = make_case(6, dim=8, num_samples=num_samples, jagged=jagged)
+    check_lookup(case, f"{num_samples} samples")
+    check_update(case, algorithm, f"{num_samples} samples")
+
+
+@needs_native
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dim=st.integers(1, 70),
+    kind=st.sampled_from(BATCH_KINDS),
+    num_samples=st.integers(0, 9),
+    num_batches=st.integers(1, 3),
+    num_rows=st.integers(1, 5000),
+    algorithm=st.sampled_from(ALGORITHMS),
+)
+def test_any_case(
+    seed: int, dim: int, kind: tuple, num_samples: int, num_batches: int, num_rows: int, algorithm: str
+) -> None:
+    pooling, weighted, id_dtype, jagged = kind
+    case = make_case(
+        seed,
+        dim=dim,
+        pooling=pooling,
+        weighted=weighted,
+        id_dtype=id_dtype,
+        jagged=jagged,
+        num_samples=num_samples,
+        num_batches=num_batches,
+        num_rows=num_rows,
+    )
+    check_lookup(case, "hypothesis")
+    check_weight_gradient(case, "hypothesis")
+    check_update(case, algorithm, "hypothesis")
+
+
+@needs_native
+def test_signed_zeros_and_infinities() -> None:
+    """Sums start at +0, so a bag of -0 alone is +0; infinities pass through as in the reference."""
+    case = make_case(8, dim=33, jagged=False)
+    case.weights[0].fill_(-0.0)
+    case.weights[1][:, ::3] = float("inf")
+    check_lookup(case, "specials")
+    out = ops.Kernels(case.layout).lookup(ops.Arrays(case.weights), case.batches[0])
+    assert (1 / out[:, :33] > 0).all()
+
+
+@needs_native
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_beyond_32_bits(algorithm: str) -> None:
+    """Only the pages that are touched take memory, so a table of 16 GiB costs next to nothing."""
+    num_rows = 2**32 + 2
+    try:
+        weight, state = ops.allocate(num_rows, 1), ops.allocate(num_rows)
+    except MemoryError:
+        pytest.skip("this machine grants no 16 GiB of address space")
+    rows = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**32, num_rows - 1])
+    weight[rows] = torch.arange(1.0, 7.0)[:, None]
+    layout = reference.Layout((reference.Feature("f", 0, slice(0, 1), "sum"),), 1)
+    batch = KeyedJaggedTensor(["f"], rows.flip(0).repeat(2))
+    kernels, arrays = ops.Kernels(layout), ops.Arrays([weight])
+    pooled = kernels.lookup(arrays, batch)
+    assert pooled[:6, 0].tolist() == [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    states = None if algorithm == "sgd" else ops.Arrays([state[:, None] if algorithm == "adagrad" else state])
+    kernels.update(arrays, states, [(batch, -pooled)], algorithm=algorithm, lr=[0.5], eps=[0.0])
+    # SGD adds 0.5 * w twice; the adaptive rules take one step of 0.5 whatever the gradient's size.
+    expected = 2 * torch.arange(1.0, 7.0) if algorithm == "sgd" else torch.arange(1.0, 7.0) + 0.5
+    assert weight[rows, 0].tolist() == expected.tolist()
+
+
+BAD_IDS = [(-1, torch.int32), (-1, torch.int64), (9, torch.int32), (2**31 - 1, torch.int32), (2**40, torch.int64)]
+
+
+@needs_native
+@pytest.mark.parametrize(("bad", "id_dtype"), BAD_IDS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_bad_ids_are_named_and_change_nothing(bad: int, id_dtype: torch.dtype, algorithm: str) -> None:
+    """Feature c, table "shared" of 9 rows, sample 5: the second of its ids is bad."""
+    case = make_case(9, dim=16, id_dtype=id_dtype)
+    batch, grad = case.batches[0], case.grads[0]
+    assert batch.keys[0] == "c" and int(batch.lengths[5]) > 1, "the seed must give sample 5 of c two ids"
+    batch.values[int(batch.offsets[5]) + 1] = bad
+    kernels = ops.Kernels(case.layout)
+    message = f"feature 'c', sample 5, position 1: id {bad} is outside its table of 9 rows"
+    rule = dict(algorithm=algorithm, lr=[1.0] * 3, eps=[0.1] * 3)
+    for where in every_backend():
+        weights, states = [w.clone() for w in case.weights], case.states(algorithm)
+        arrays, state_arrays = ops.Arrays(weights), ops.Arrays(states) if states else None
+        with pytest.raises(ValueError, match=message):
+            kernels.lookup(arrays, batch)
+        with pytest.raises(ValueError, match=message):
+            kernels.weight_gradient(arrays, batch, grad)
+        with pytest.raises(ValueError, match=message):
+            kernels.update(arrays, state_arrays, [(batch, grad)], **rule)
+        for ours, before in zip(weights + states, case.weights + case.states(algorithm), strict=True):
+            assert_same_bits(ours, before, where)
+
+
+@needs_native
+@pytest.mark.parametrize("bad", ["negative", "past the end", "past the next"])
+def test_altered_offsets_are_refused(bad: str) -> None:
+    """Memory safety does not rest on the batch's constructor: its tensors can be changed afterwards."""
+    case = make_case(10, dim=4)
+    batch = case.batches[0]
+    assert batch.keys[2] == "a" and int(batch.offsets[30]) < int(batch.offsets[38]), "30..38 must be bags of a"
+    batch.offsets[30] = {"negative": -3, "past the end": 10**9, "past the next": int(batch.offsets[38])}[bad]
+    kernels, arrays = ops.Kernels(case.layout), ops.Arrays(case.weights)
+    for _ in every_backend():
+        with pytest.raises(ValueError, match="offsets have changed"):
+            kernels.lookup(arrays, batch)
+        with pytest.raises(ValueError, match="offsets have changed"):
+            kernels.weight_gradient(arrays, batch, case.grads[0])
+        with pytest.raises(ValueError, match="offsets have changed"):
+            kernels.update(arrays, None, [(batch, case.grads[0])], algorithm="sgd", lr=[1.0] * 3, eps=[0.0] * 3)
+
+
+# Published with Random123 (kat_vectors, "philox4x32 10"): counter, key, output.
+PHILOX_KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), PHILOX_KNOWN_ANSWERS)
+def test_philox_against_random123(counter: str, key: str, expected: str) -> None:
+    words = [int(word, 16) for word in counter.split()]
+    low, high = (int(word, 16) for word in key.split())
+    result = reference.philox4x32(torch.tensor([words]), high << 32 | low)
+    assert [f"{word:08x}" for word in result[0].tolist()] == expected.split()
+
+
+@needs_native
+@pytest.mark.parametrize("dim", (*DIMS, 7, 15))  # the last group of four columns may be short in any way
+def test_initial_rows(dim: int) -> None:
+    key = reference.row_key(3, "user")
+    for first_row, zero_rows in ((0, 0), (0, 2), (1, 2), (5, 2), (2**32 - 2, 1)):
+        expected = torch.empty(7, dim)
+        reference.fill_uniform(key, first_row, expected, 0.037, zero_rows)
+        for where in every_backend():
+            out = Guarded(torch.full((7, dim), SENTINEL))
+            ops.fill_uniform(out.tensor, key=key, bound=0.037, zero_rows=zero_rows, first_row=first_row)
+            out.check()
+            assert_same_bits(out.tensor, expected, (dim, first_row, zero_rows, where))
+
+
+@needs_native
+def test_initial_rows_do_not_depend_on_how_they_are_cut() -> None:
+    key = reference.row_key(0, "t")
+    for where in every_backend(threads=(1, 3)):
+        whole = torch.empty(40_000, 64)  # 10 MB: several tasks
+        ops.fill_uniform(whole, key=key, bound=1.0)
+        for row in (0, 1, 4095, 4096, 39_999):
+            alone = torch.empty(1, 64)
+            reference.fill_uniform(key, row, alone, 1.0, 0)
+            assert_same_bits(whole[row : row + 1], alone, (row, where))

@@ -1,0 +1,174 @@
+"""What may not move a byte of a prepared dataset: threads, chunks, memory, interruptions; law 6: other splits' rows.
+
+Every test compares hashes of all files with those of one plain run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotrow.data import pipeline
+from hotrow.data.packed import PackedDataset
+from hotrow.data.pipeline import Interrupted, Options, prepare
+from hotrow.data.sources import OpenedSource, open_source
+from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
+
+SIZES: dict[str, Any] = {"rows_per_block": 128, "rows_per_part": 256}
+
+
+def opened(data: Any, split: str) -> OpenedSource:
+    return open_source("parquet", data, schema=SCHEMA).with_options(split=split)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parquet(tmp_path_factory.mktemp("logs"), make_rows())
+
+
+@pytest.fixture(scope="module", params=["time", "random"])
+def plain(
+    request: pytest.FixtureRequest, logs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, str]]:
+    """A split, and the hashes of a run in one piece."""
+    out = tmp_path_factory.mktemp("plain") / "out"
+    dataset = prepare(opened(logs, request.param), out, Options(**SIZES))
+    assert [dataset.split(s).num_rows > 0 for s in ("train", "val", "test")] == [True] * 3
+    assert len(dataset.info.splits["train"].parts) > 5, "several parts, or interruptions between them prove nothing"
+    return request.param, file_hashes(out)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threads": 1},
+        {"threads": 2},
+        {"rows_per_chunk": 1000},
+        {"rows_per_chunk": 61},
+        {"snapshot_every_s": 0.0, "rows_per_chunk": 300},
+    ],
+    ids=str,
+)
+def test_how_it_runs_moves_no_byte(
+    plain: tuple[str, dict[str, str]], logs: Path, tmp_path: Path, options: dict
+) -> None:
+    split, want = plain
+    prepare(opened(logs, split), tmp_path / "out", Options(**SIZES, **options))
+    assert file_hashes(tmp_path / "out") == want
+
+
+def test_memory_moves_no_byte(
+    plain: tuple[str, dict[str, str]], logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters that spill at every chunk, vocabularies too large for memory."""
+    split, want = plain
+    monkeypatch.setattr(pipeline, "MIN_MEMORY_BYTES", 0)
+    spills: list[int] = []
+    matched: list[bool] = []
+    close, finish = pipeline.CounterPool.close, pipeline.EncoderPool.finish
+    monkeypatch.setattr(pipeline.CounterPool, "close", lambda pool: (spills.append(pool.num_spills), close(pool))[1])
+    monkeypatch.setattr(pipeline.EncoderPool, "finish", lambda pool: (matched.append(True), finish(pool))[1])
+    prepare(opened(logs, split), tmp_path / "out", Options(**SIZES, memory_bytes=24_000, rows_per_chunk=200))
+    assert spills[0] > 5 and matched == [True], "the budget was small enough to matter"
+    assert file_hashes(tmp_path / "out") == want
+
+
+class StopAfter:
+    """Sets the pipeline's stop event once `count` chunks were read in a stage."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str, count: int) -> None:
+        self.left = count
+        original = pipeline._Stages._pieces
+
+        def stopping(stages: Any, *args: Any) -> Iterator[Any]:
+            meter = args[-1]
+            for piece in original(stages, *args):
+                yield piece
+                if meter.stage == stage:
+                    self.left -= 1
+                    if self.left == 0:
+                        stages._stop.set()
+
+        monkeypatch.setattr(pipeline._Stages, "_pieces", stopping)
+
+
+@pytest.mark.parametrize("stage", ["count", "encode"])
+@pytest.mark.parametrize("count", [1, 7, 20])
+def test_stopped_and_continued_moves_no_byte(
+    plain: tuple[str, dict[str, str]], logs: Path, tmp_path: Path, stage: str, count: int
+) -> None:
+    split, want = plain
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        StopAfter(monkeypatch, stage, count)
+        with pytest.raises(Interrupted):
+            prepare(opened(logs, split), out, Options(**SIZES, rows_per_chunk=100))
+    lines: list[str] = []
+    prepare(opened(logs, split), out, Options(**SIZES, rows_per_chunk=77), announce=lines.append)
+    assert any("continuing" in line for line in lines)
+    assert file_hashes(out) == want
+
+
+def test_stopped_many_times_moves_no_byte(plain: tuple[str, dict[str, str]], logs: Path, tmp_path: Path) -> None:
+    split, want = plain
+    out, stops = tmp_path / "out", 0
+    for rows_per_chunk in (150, 110, 210, 130, 170, 190, 230, 250):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            StopAfter(monkeypatch, "count", 4)
+            StopAfter(monkeypatch, "encode", 9)
+            try:
+                prepare(opened(logs, split), out, Options(**SIZES, rows_per_chunk=rows_per_chunk))
+                break
+            except Interrupted:
+                stops += 1
+    else:
+        prepare(opened(logs, split), out, Options(**SIZES))
+    assert stops >= 4
+    assert file_hashes(out) == want
+
+
+def others_changed(rows: dict[str, list[Any]], is_train: np.ndarray) -> Iterator[tuple[str, dict[str, list[Any]]]]:
+    """The same training rows with the other rows permuted, and with the other rows' contents replaced."""
+    rng = np.random.default_rng(9)
+    others = np.flatnonzero(~is_train)
+    order = np.arange(len(is_train))
+    order[others] = rng.permutation(others)
+    fixed = {"ts"}
+    yield "permuted", {n: c if n in fixed else [c[i] for i in order] for n, c in rows.items()}
+    strange = make_rows(len(is_train), seed=99)
+    strange["user"] = [f"new{i}" for i in range(len(is_train))]
+    strange["raw"] = [1e30] * len(is_train)
+    yield (
+        "replaced",
+        {
+            n: c if n in fixed else [c[i] if is_train[i] else strange[n][i] for i in range(len(c))]
+            for n, c in rows.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("split", ["time", "random"])
+def test_law_6_other_rows_move_no_training_byte(tmp_path: Path, split: str) -> None:
+    rows = make_rows()
+    dataset = prepare(opened(to_table(rows), split), tmp_path / "plain", Options(**SIZES))
+    plan = pipeline.plan_from_json(dataset.info.ids["split"])  # type: ignore[arg-type]
+    is_train = plan.assign(0, len(rows["ts"]), np.array(rows["ts"])) == 0
+    kept = [file_hashes(tmp_path / "plain", below=name) for name in ("train", "vocab", "counts")]
+    assert all(kept)
+    for name, changed in others_changed(rows, is_train):
+        prepare(opened(to_table(changed), split), tmp_path / name, Options(**SIZES))
+        assert [file_hashes(tmp_path / name, below=part) for part in ("train", "vocab", "counts")] == kept
+        assert file_hashes(tmp_path / name, below="test") != file_hashes(tmp_path / "plain", below="test")
+        again = PackedDataset.open(tmp_path / name).info
+        assert (again.dense, again.tables) == (dataset.info.dense, dataset.info.tables)
+
+
+def test_threads_are_gone_when_it_ends(logs: Path, tmp_path: Path) -> None:
+    before = threading.active_count()
+    prepare(opened(logs, "random"), tmp_path / "out", Options(**SIZES))
+    assert threading.active_count() == before

@@ -1,0 +1,202 @@
+"""Law 3: a run that is interrupted anywhere and resumed reaches the same bits as one that was left alone.
+
+The truth is the uninterrupted run: every tensor of its last checkpoint, every loss, rate and score in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrow import trainer
+from hotrow.checkpoint import list_checkpoints, read_manifest
+from hotrow.config import apply_overrides, make_config
+from hotrow.data.packed import PackedDataset
+from hotrow.run_folder import RunFolder
+
+TIMES = {"samples_per_s", "step_ms"}
+BASE: dict[str, Any] = {
+    "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16, 8]},
+    "train": {"batch_size": 37, "epochs": 3, "eval_every": 0.5, "log_every": 4, "seed": 5, "threads": 1},
+    "optimizer": {"schedule": {"warmup_steps": 11, "decay_start_step": 20, "decay_steps": 15}},
+}
+VARIANTS = {
+    "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
+    "adagrad": ["optimizer.dense.name=adagrad", "optimizer.sparse.name=adagrad"],
+    "adam, row-wise adagrad": ["optimizer.dense.name=adam", "optimizer.sparse.name=row_wise_adagrad"],
+    "early stopping": ["train.early_stopping=2", "optimizer.dense.lr=0.3"],
+    "stored order": ["train.shuffle=false"],
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("resume") / "data").path
+
+
+def config(data: Path, run: Path, changes: list[str]) -> Any:
+    return make_config(apply_overrides({**BASE, "data": str(data), "run": str(run)}, changes))
+
+
+def outcome(run: RunFolder) -> dict[str, Any]:
+    """Everything of a run that must not depend on interruptions."""
+    newest = list_checkpoints(run.checkpoints)
+    path = newest[max(newest)]
+    manifest = read_manifest(path)
+    state = {key: value for key, value in manifest["extra"]["state"].items() if key != "seconds"}
+    lines = [{k: v for k, v in line.items() if k not in TIMES} for line in run.measurements()]
+    tensors = {name: (path / name).read_bytes() for name in manifest["files"]}
+    return {"step": path.name, "state": state, "lines": lines, "metrics": run.record["metrics"], "tensors": tensors}
+
+
+def signal_at(monkeypatch: pytest.MonkeyPatch, step_number: int, number: signal.Signals) -> None:
+    """Send this process `number` while it takes step `step_number`, once."""
+    plain = trainer.train_step
+    sent: list[int] = []
+
+    def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
+        if step + 1 == step_number and not sent:
+            sent.append(step)
+            os.kill(os.getpid(), number)
+        return plain(parts, batch, step, clock)
+
+    monkeypatch.setattr(trainer, "train_step", step)
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_interrupted_at_any_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    # 14 steps per epoch: the first step, one within a log window, the last of an epoch, one with an evaluation later
+    for stop in (1, 6, 14, 35):
+        with monkeypatch.context() as patch:
+            signal_at(patch, stop, signal.SIGTERM if stop % 2 else signal.SIGINT)
+            run = trainer.train(config(data, tmp_path / f"stopped-{stop}", changes))
+        assert run.record["status"] == "interrupted"
+        assert run.record["steps"] == stop
+        assert f"continue with: hotrow train --resume {run.path}" in capsys.readouterr().err
+        run = trainer.resume(run.path)
+        assert run.record["status"] == "finished"
+        assert run.record["warnings"] == {}
+        assert outcome(run) == expected, f"stopped after step {stop}"
+
+
+def test_interrupted_again_and_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = VARIANTS["adagrad"]
+    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    for stop in (3, 4, 18, 33):
+        with monkeypatch.context() as patch:
+            signal_at(patch, stop, signal.SIGINT)
+            if stop == 3:
+                run = trainer.train(config(data, tmp_path / "run", changes))
+            else:
+                run = trainer.resume(tmp_path / "run")
+    assert outcome(trainer.resume(run.path)) == expected
+
+
+KILLED = """
+import os, signal, sys
+from hotrow import trainer
+from hotrow.config import load_config
+plain = trainer.train_step
+def step(parts, batch, step, clock):
+    if step + 1 == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(parts, batch, step, clock)
+trainer.train_step = step
+trainer.train(load_config(sys.argv[1]), quiet=True)
+"""
+
+
+def test_killed_between_checkpoints(data: Path, tmp_path: Path) -> None:
+    changes = [*VARIANTS["adagrad"], "checkpoint.every=20"]
+    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    path = tmp_path / "config.yaml"
+    path.write_text(config(data, tmp_path / "run", changes).to_yaml())
+    command = [sys.executable, "-c", KILLED, str(path), "27"]
+    killed = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert max(list_checkpoints(tmp_path / "run" / "checkpoints")) == 21  # steps 22 to 26 are lost, a metrics line too
+    assert RunFolder.open(tmp_path / "run").record["status"] == "running"
+    (tmp_path / "run" / "metrics.jsonl").open("a").write('{"kind": "train", "st')  # a line cut off by the kill
+    assert outcome(trainer.resume(tmp_path / "run")) == expected
+
+
+def test_failed_before_the_first_checkpoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = VARIANTS["sgd"]
+    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
+        if step == 4:
+            raise MemoryError
+        return plain(parts, batch, step, clock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", step)
+        with pytest.raises(MemoryError):
+            trainer.train(config(data, tmp_path / "run", changes))
+    assert RunFolder.open(tmp_path / "run").record["status"] == "failed"
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == {}
+    assert outcome(trainer.resume(tmp_path / "run")) == expected
+
+
+def test_more_epochs_equal_a_longer_run(data: Path, tmp_path: Path) -> None:
+    expected = outcome(trainer.train(config(data, tmp_path / "whole", ["train.eval_every=null"])))
+    run = trainer.train(config(data, tmp_path / "run", ["train.eval_every=null", "train.epochs=1"]))
+    resumed = outcome(trainer.resume(run.path, ["train.epochs=3"]))
+    assert resumed["tensors"] == expected["tensors"]
+    assert "epochs: 3" in (run.path / "config.yaml").read_text()
+
+
+def test_second_signal_aborts(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return plain(parts, batch, step, clock)
+
+    monkeypatch.setattr(trainer, "train_step", step)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(config(data, tmp_path / "run", []))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_thread_count_is_a_counted_warning(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal_at(monkeypatch, 3, signal.SIGINT)
+    run = trainer.train(config(data, tmp_path / "run", []))
+    run = trainer.resume(run.path, ["train.threads=2"])
+    assert run.record["warnings"]["resumed_with_other_threads"]["count"] == 1
+    assert run.record["status"] == "finished"
+
+
+def test_another_dataset_or_option_is_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
+) -> None:
+    signal_at(monkeypatch, 3, signal.SIGINT)
+    run = trainer.train(config(data, tmp_path / "run", []))
+    with pytest.raises(ValueError, match=r"a resumed run keeps its train\.seed; it may change train\.threads"):
+        trainer.resume(run.path, ["train.seed=9"])
+    other = make_dataset(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match=r"is not the dataset .* was trained on: its checksum differs"):
+        trainer.resume(run.path, [f"data={other.path}"])
+
+
+def test_a_damaged_checkpoint_is_named(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal_at(monkeypatch, 9, signal.SIGINT)
+    run = trainer.train(config(data, tmp_path / "run", []))
+    file = run.checkpoints / "step-9" / "embedding" / "t1.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(ValueError, match=r"step-9/embedding/t1\.safetensors has crc32"):
+        trainer.resume(run.path)

@@ -1,0 +1,223 @@
+"""Checkpoints: whole or absent, exact, readable by the safetensors library, and refused when damaged."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hotrow import optim
+from hotrow.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    read_manifest,
+    read_tensors,
+    save_checkpoint,
+    verify,
+    write_tensors,
+)
+from hotrow.embedding import EmbeddingCollection
+from hotrow.tables import TableConfig
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def make_parts(seed: int) -> dict[str, nn.Module | torch.optim.Optimizer]:
+    tables = [
+        TableConfig(name=n, num_embeddings=r, embedding_dim=4, feature_names=(n,)) for n, r in (("a", 9), ("b", 3))
+    ]
+    embedding = EmbeddingCollection(tables, seed=seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))
+    parts = {"embedding": embedding, "model": model}
+    return parts | {"adam": torch.optim.Adam(model.parameters(), lr=0.1), "sparse": optim.Adagrad(embedding, lr=0.1)}
+
+
+def step(parts: dict[str, nn.Module | torch.optim.Optimizer], seed: int) -> None:
+    ids = torch.randint(0, 3, (6, 2), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    from hotrow.batch import KeyedJaggedTensor
+
+    for name in ("adam", "sparse"):
+        parts[name].zero_grad()
+    parts["model"](parts["embedding"](KeyedJaggedTensor.from_dense(("a", "b"), ids))).square().sum().backward()
+    for name in ("adam", "sparse"):
+        parts[name].step()
+
+
+def tensors_of(parts: dict[str, nn.Module | torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    found = {f"e.{k}": v.clone() for k, v in parts["embedding"].weights.items()}
+    found |= {f"m.{k}": v.clone() for k, v in parts["model"].state_dict().items()}
+    for name in ("adam", "sparse"):
+        for index, entries in parts[name].state_dict()["state"].items():
+            found |= {f"{name}.{index}.{k}": torch.as_tensor(v).clone() for k, v in entries.items()}
+    return found
+
+
+def test_round_trip_brings_every_tensor_back(tmp_path: Path) -> None:
+    parts = make_parts(1)
+    for k in range(3):
+        step(parts, k)
+    path = save_checkpoint(tmp_path / "c" / "step-3", parts, extra={"step": 3})
+    saved = tensors_of(parts)
+    step(parts, 3)
+    after_one_more = tensors_of(parts)
+
+    other = make_parts(2)
+    assert load_checkpoint(path, other) == {"step": 3}
+    restored = tensors_of(other)
+    assert saved.keys() == restored.keys()
+    assert all(torch.equal(saved[key], restored[key]) for key in saved)
+    step(other, 3)
+    continued = tensors_of(other)
+    assert all(torch.equal(after_one_more[key], continued[key]) for key in saved)
+
+
+def test_loading_goes_into_the_memory_that_is_there(tmp_path: Path) -> None:
+    parts = make_parts(1)
+    save_checkpoint(tmp_path / "step-1", parts)
+    other = make_parts(2)
+    weights, addresses = other["embedding"].weights, [w.data_ptr() for w in other["embedding"].weights.values()]
+    sums = [other["sparse"].state[w]["sum"].data_ptr() for w in weights.values()]
+    load_checkpoint(tmp_path / "step-1", other)
+    assert [w.data_ptr() for w in weights.values()] == addresses
+    assert [other["sparse"].state[w]["sum"].data_ptr() for w in weights.values()] == sums
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 0, 3)], ids=str)
+def test_against_the_safetensors_library(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    write_tensors(tmp_path / "f.safetensors", {"odd": torch.arange(3, dtype=torch.uint8), "x": values})
+    loaded = load_file(tmp_path / "f.safetensors")
+    assert loaded["x"].dtype == dtype
+    assert torch.equal(loaded["x"], values)
+    back = {"odd": torch.zeros(3, dtype=torch.uint8), "x": torch.ones_like(values)}
+    read_tensors(tmp_path / "f.safetensors", back)
+    assert torch.equal(back["x"], values)
+
+
+def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.checkpoint.CHUNK_BYTES", 40)
+    values = torch.randn(13, 3, generator=torch.Generator().manual_seed(0))
+    write_tensors(tmp_path / "f.safetensors", {"x": values})
+    assert torch.equal(load_file(tmp_path / "f.safetensors")["x"], values)
+    back = torch.zeros(13, 3)
+    read_tensors(tmp_path / "f.safetensors", {"x": back})
+    assert torch.equal(back, values)
+
+
+def test_nothing_is_pickled_and_files_are_private(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "step-1", make_parts(1))
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} == {".safetensors", ".json"}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+
+
+@pytest.mark.parametrize("name", ["embedding/a.safetensors", "model.safetensors", "sparse.safetensors"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    parts = make_parts(1)
+    path = save_checkpoint(tmp_path / "step-1", parts)
+    verify(path)
+    file = path / name
+    whole = file.read_bytes()
+    for position in (0, 20, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        before = tensors_of(parts)
+        with pytest.raises(ValueError, match=rf"{name} has crc32 .* it is damaged"):
+            load_checkpoint(path, parts)
+        assert all(torch.equal(before[k], v) for k, v in tensors_of(parts).items()), (
+            "nothing is read before all is checked"
+        )
+    file.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=rf"{name} has {len(whole) - 1} bytes, not {len(whole)}"):
+        load_checkpoint(path, parts)
+    file.unlink()
+    with pytest.raises(ValueError, match=rf"{name} is missing"):
+        load_checkpoint(path, parts)
+
+
+def test_a_manifest_cannot_point_out_of_its_folder(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "step-1", make_parts(1))
+    manifest = read_manifest(path)
+    manifest["files"]["../../etc/passwd"] = {"num_bytes": 1, "crc32": "0"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"file name is '\.\.'"):
+        verify(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "format version None"),
+        ('{"hotrow_checkpoint": 99}', "format version 99; this hotrow reads"),
+    ],
+)
+def test_other_manifests(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_manifest(tmp_path)
+    with pytest.raises(ValueError, match=r"is no checkpoint: it holds no manifest\.json"):
+        read_manifest(tmp_path / "absent")
+
+
+def test_another_shape_is_refused(tmp_path: Path) -> None:
+    parts = make_parts(1)
+    path = save_checkpoint(tmp_path / "step-1", parts)
+    with pytest.raises(ValueError, match=r"0\.weight is F32 \[5, 8\]; this model has torch\.float32 \[6, 8\]"):
+        load_checkpoint(path, {"model": nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 1))})
+    with pytest.raises(ValueError, match=r"has no part 'other'; it has embedding, model"):
+        load_checkpoint(path, {"other": nn.Linear(1, 1)})
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def full(path: Path, tensors: object) -> object:
+        calls.append(path)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        return write_tensors(path, tensors)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("hotrow.checkpoint.write_tensors", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path / "step-1", make_parts(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.checkpoint.disk_free_bytes", lambda path: 10)
+    with pytest.raises(ValueError, match=r"step-1 needs 1 MiB more than the disk has free"):
+        save_checkpoint(tmp_path / "step-1", make_parts(1))
+
+
+def test_never_overwritten(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "step-1", make_parts(1))
+    with pytest.raises(ValueError, match="exists already"):
+        save_checkpoint(tmp_path / "step-1", make_parts(1))
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    for number in (2, 4, 10, 100):
+        save_checkpoint(tmp_path / f"step-{number}", {"model": model})
+    (tmp_path / "step-5.partial").mkdir()  # left by a killed save
+    assert list(list_checkpoints(tmp_path)) == [2, 4, 10, 100]
+    prune_checkpoints(tmp_path, keep_last=2, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-100", "step-2"]

@@ -1,0 +1,440 @@
+"""Any table as a source: exact ids of every Arrow type, faults with file, column and row, resumes at any row."""
+
+import datetime
+import decimal
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hotrow.data.chunk import RowError
+from hotrow.data.columns import ColumnsSource
+from hotrow.data.inputs import find_files
+from hotrow.data.schema import Schema, parse_schema
+from raw_rows import read
+
+
+def schema_of(*categorical: Any, **more: Any) -> Schema:
+    return parse_schema({"label": "y", "categorical": list(categorical), **more}, where="test")
+
+
+def read_column(array: Any, spec: dict[str, Any] | None = None, **options: Any) -> list[Any]:
+    """The ids of one column of a frame."""
+    table = pa.table({"y": pa.array([0] * len(array), pa.int8()), "a": array})
+    return read(ColumnsSource(table, schema_of({"column": "a", **(spec or {})}), **options))["a"]
+
+
+@pytest.mark.parametrize(
+    ("array", "want"),
+    [
+        (pa.array(["x", None, "", "é"]), ["x", None, "", "é"]),
+        (pa.array(["x", None, "yy"], pa.large_string()), ["x", None, "yy"]),
+        (pa.array(["x", None, "yy"], pa.string_view()), ["x", None, "yy"]),
+        (pa.array(["x", None, "x"]).dictionary_encode(), ["x", None, "x"]),
+        (pa.array([b"ab", None], pa.binary()), ["ab", None]),
+        (pa.array([b"ab", b"cd"], pa.binary(2)), ["ab", "cd"]),
+        (pa.array([1, None, -3], pa.int8()), [1, None, -3]),
+        (pa.array([2**63 - 1, -(2**63)], pa.int64()), [2**63 - 1, -(2**63)]),
+        (pa.array([0, 2**32 - 1], pa.uint32()), [0, 2**32 - 1]),
+        (pa.array([0, 2**63 - 1, 2**63, 2**64 - 1], pa.uint64()), [0, 2**63 - 1, -(2**63), -1]),
+        (pa.array([True, None, False]), [1, None, 0]),
+        (pa.array([decimal.Decimal(12), None], pa.decimal128(18, 0)), [12, None]),
+        (pa.array([decimal.Decimal(10**20), None], pa.decimal128(30, 0)), ["1" + "0" * 20, None]),
+        (pa.array([decimal.Decimal("1.50")], pa.decimal128(5, 2)), ["1.50"]),
+        (pa.array([5.0, None, float("nan"), -(2.0**52)], pa.float64()), [5, None, None, -(2**52)]),
+        (pa.array([5.0, 7.0], pa.float32()), [5, 7]),
+        (pa.array([datetime.date(1970, 1, 3)], pa.date32()), [2]),
+        (pa.array([3, None], pa.timestamp("ms")), [3, None]),
+        (pa.array([7], pa.timestamp("ns", "UTC")), [7]),
+        (pa.array([9], pa.time64("us")), [9]),
+        (pa.nulls(2), [None, None]),
+    ],
+    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "",
+)
+def test_ids_of_every_type_are_exact(array: pa.Array, want: list[Any]) -> None:
+    assert read_column(array) == want
+    doubled = pa.concat_arrays([pa.concat_arrays([array]), array]) if not pa.types.is_dictionary(array.type) else array
+    assert read_column(doubled.slice(len(doubled) - 1)) == want[-1:], "a sliced array starts within its buffers"
+
+
+@pytest.mark.parametrize(
+    ("array", "kind", "want"),
+    [
+        (pa.array([["a", None], None, [], ["b"]]), "multi_hot", [["a", None], [], [], ["b"]]),
+        (pa.array([[1, 2], None, [3]], pa.large_list(pa.int64())), "sequence", [[1, 2], [], [3]]),
+        (pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2)), "sequence", [[1, 2], [], [3, 4]]),
+        (
+            pa.array([["a"], ["b", "a"]], pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+            "sequence",
+            [["a"], ["b", "a"]],
+        ),
+    ],
+    ids=["list", "large_list", "fixed_size_list", "dictionary"],
+)
+def test_lists_become_jagged_keys(array: pa.Array, kind: str, want: list[Any]) -> None:
+    assert read_column(array, {"kind": kind}) == want
+    assert read_column(array.slice(1), {"kind": kind}) == want[1:]
+
+
+def test_null_lists_drop_what_lies_beneath_them() -> None:
+    values = pa.array([1, 2, 3, 4])
+    array = pa.ListArray.from_arrays(pa.array([0, 2, 4]), values, mask=pa.array([True, False]))
+    assert read_column(array, {"kind": "sequence"}) == [[], [3, 4]]
+
+
+def test_separated_text_becomes_lists() -> None:
+    array = pa.array(["a|b", "", None, "c"])
+    assert read_column(array, {"kind": "multi_hot", "separator": "|"}) == [["a", "b"], [], [], ["c"]]
+    numbers = pa.array(["1 22", "3"])
+    assert read_column(numbers, {"kind": "sequence", "separator": " ", "type": "int"}) == [[1, 22], [3]]
+
+
+@pytest.mark.parametrize(
+    ("array", "spec", "message"),
+    [
+        (pa.array([1.0, 2.5]), {}, r"<frame>:2 \(a\): 2.5 is no exact integer id; an id must be a whole number"),
+        (pa.array([1.0, 2.0**53]), {}, r"<frame>:2 \(a\): 9007199254740992.0 is no exact integer id"),
+        (pa.array([float("inf")]), {}, r"<frame>:1 \(a\): inf is no exact integer id"),
+        (pa.array(["1", "007"]), {"type": "int"}, r"<frame>:2 \(a\): '007' is no exact integer id; set type: text"),
+        (pa.array(["-0"]), {"type": "int"}, "'-0' is no exact integer id"),
+        (pa.array(["1", "x"]), {"type": "int"}, r"<frame>:2 \(a\): 'x' is no exact integer id"),
+        (pa.array(["99999999999999999999"]), {"type": "int"}, "'99999999999999999999' is no exact integer id"),
+        (pa.array([[1], [2, 3]]).cast(pa.list_(pa.float64())), {"kind": "sequence"}, None),
+        (pa.array([[1.0], [2.0, 3.5, 4.5]]), {"kind": "sequence"}, r"<frame>:2 \(a\): 3.5 is no exact"),
+        (
+            pa.array([["a"]]),
+            {},
+            r"'a' has type list<item: string>, which does not fit kind one_hot; set kind: multi_hot",
+        ),
+        (pa.array(["a"]), {"kind": "multi_hot"}, "does not fit kind multi_hot; give a separator"),
+        (pa.array([{"x": 1}]), {}, r"column 'a' has type struct<x: int64>, which cannot be an id"),
+    ],
+)
+def test_ids_are_never_rounded_or_guessed(array: pa.Array, spec: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        assert read_column(array, spec) == [[1], [2, 3]]
+        return
+    with pytest.raises(ValueError, match=message):
+        read_column(array, spec)
+
+
+def test_prediction_reads_ids_as_they_were_prepared() -> None:
+    assert read_column(pa.array([7, None]), encodings={"a": "bytes"}) == ["7", None]
+    assert read_column(pa.array([7.0, None]), encodings={"a": "bytes"}) == ["7", None]
+    assert read_column(pa.array(["7", None]), encodings={"a": "int"}) == [7, None]
+    assert read_column(pa.array([7], pa.uint64()), encodings={"a": "int"}) == [7]
+    with pytest.raises(RowError, match=r":2 \(a\): 18446744073709551615 .*another signedness"):
+        read_column(pa.array([7, 2**64 - 1], pa.uint64()), encodings={"a": "int"})
+    with pytest.raises(RowError, match=r":1 \(a\): -1 .*another signedness"):
+        read_column(pa.array([-1]), encodings={"a": "uint64"})
+
+
+@pytest.mark.parametrize(
+    ("array", "spec", "want"),
+    [
+        (pa.array([0, 1]), {}, [0, 1]),
+        (pa.array([False, True]), {}, [0, 1]),
+        (pa.array([0.0, 1.0]), {}, [0, 1]),
+        (pa.array(["0", "1"]), {}, [0, 1]),
+        (pa.array([3, 4, 5]), {"at_least": 4}, [0, 1, 1]),
+        (pa.array([3.5, 4.0]), {"at_least": 4}, [0, 1]),
+        (pa.array(["pv", "buy", "cart"]), {"positive": ["buy", "cart"]}, [0, 1, 1]),
+        (pa.array([1, 2, 3]), {"positive": [2]}, [0, 1, 0]),
+        (pa.array(["1", "2"]), {"positive": [2]}, [0, 1]),
+    ],
+)
+def test_labels_by_every_rule(array: pa.Array, spec: dict[str, Any], want: list[float]) -> None:
+    table = pa.table({"y": array, "a": pa.array(range(len(array)))})
+    schema = parse_schema({"label": {"column": "y", **spec}, "categorical": ["a"]}, where="test")
+    assert read(ColumnsSource(table, schema))["label"] == want
+
+
+@pytest.mark.parametrize(
+    ("array", "spec", "message"),
+    [
+        (pa.array([0, 2]), {}, r"<frame>:2 \(y\): 2 is no label; it must be 0 or 1"),
+        (pa.array([0.0, float("nan")]), {}, r"<frame>:2 \(y\): nan is no label"),
+        (pa.array([0, None]), {}, r"<frame>:2 \(y\): an empty value is no label"),
+        (pa.array(["0", "yes"]), {}, r"<frame>:2 \(y\): 'yes' is no label"),
+        (pa.array(["a", None]), {"positive": ["a"]}, r"<frame>:2 \(y\): an empty value is missing"),
+        (
+            pa.array([1]),
+            {"positive": ["a"]},
+            r"label.positive \['a'\] cannot be compared with column 'y' of type int64",
+        ),
+        (pa.array([[1]]), {}, "column 'y' has type list<item: int64>, which is no number"),
+    ],
+)
+def test_labels_outside_their_rule_are_named(array: pa.Array, spec: dict[str, Any], message: str) -> None:
+    table = pa.table({"y": array, "a": pa.array(range(len(array)))})
+    schema = parse_schema({"label": {"column": "y", **spec}, "categorical": ["a"]}, where="test")
+    with pytest.raises(ValueError, match=message):
+        read(ColumnsSource(table, schema))
+
+
+def test_dense_numbers_and_what_is_none() -> None:
+    table = pa.table(
+        {
+            "y": [0, 1],
+            "a": [1, 2],
+            "i": [3, None],
+            "d": [decimal.Decimal("1.5"), None],
+            "s": ["2", None],
+            "b": [True, None],
+        }
+    )
+    dense = read(ColumnsSource(table, schema_of("a", dense=["i", "d", "s", "b"])))["dense"]
+    assert dense[0] == [3, 1.5, 2, 1]
+    assert np.isnan(dense[1]).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, "abc", "nan", "1e999", "0x10"])
+def test_dense_that_is_no_finite_number_is_named(value: Any) -> None:
+    table = pa.table({"y": [0, 1], "a": [1, 2], "d": pa.array([type(value)(1), value])})
+    with pytest.raises(RowError, match=r"<frame>:2 \(d\): .* is no finite float32 number"):
+        read(ColumnsSource(table, schema_of("a", dense=["d"])))
+
+
+@pytest.mark.parametrize(
+    ("array", "options", "want"),
+    [
+        (pa.array([5, 3]), {}, [5, 3]),
+        (pa.array(["5", "3"]), {}, [5, 3]),
+        (pa.array([1.25, 2.0]), {}, [1_250_000, 2_000_000]),
+        (pa.array(["1970-01-02", "1970-01-01"]), {}, [86_250_000_000, 0]),
+        (pa.array(["1970-01-01T00:00:01Z"]), {}, [1_000_000]),
+        (pa.array(["02/01/1970"]), {"format": "%d/%m/%Y"}, [86_250_000_000]),
+        (pa.array([datetime.date(1970, 1, 3)]), {}, [2]),
+        (pa.array([4], pa.timestamp("ms")), {}, [4]),
+    ],
+)
+def test_times_of_every_type(array: pa.Array, options: dict[str, str], want: list[int]) -> None:
+    table = pa.table({"y": [0] * len(array), "a": [1] * len(array), "t": array})
+    assert read(ColumnsSource(table, schema_of("a", time={"column": "t", **options})))["time"] == want
+
+
+@pytest.mark.parametrize("values", [[1, None], ["1970-01-01", "soon"], ["5", "x"], [1.0, float("nan")]])
+def test_times_that_cannot_be_read_are_named(values: list[Any]) -> None:
+    table = pa.table({"y": [0, 0], "a": [1, 2], "t": pa.array(values)})
+    with pytest.raises(RowError, match=r"<frame>:2 \(t\): .* is no time like the others"):
+        read(ColumnsSource(table, schema_of("a", time="t")))
+
+
+def test_frames_of_other_libraries_through_arrow() -> None:
+    frame = pl.DataFrame({"y": [0, 1], "a": ["x", None], "l": [[1, 2], []], "c": ["p", "q"]})
+    frame = frame.with_columns(pl.col("c").cast(pl.Categorical))
+    rows = read(ColumnsSource(frame, schema_of("a", {"column": "l", "kind": "sequence"}, "c")))
+    assert (rows["a"], rows["l"], rows["c"]) == (["x", None], [[1, 2], []], ["p", "q"])
+
+    class Relation:
+        """As older duckdb: no stream protocol, but a method that returns Arrow."""
+
+        def arrow(self) -> pa.Table:
+            return pa.table({"y": [1], "a": [5]})
+
+    assert read(ColumnsSource(Relation(), schema_of("a")))["a"] == [5]
+    with pytest.raises(ValueError, match="read once, preparation reads twice"):
+        ColumnsSource(pa.table({"y": [1], "a": [5]}).to_reader(), schema_of("a"))
+    with pytest.raises(ValueError, match="dict is no path and no Arrow-capable frame"):
+        ColumnsSource({"y": [1]}, schema_of("a"))
+
+
+def write_csv(path: Path, text: str) -> Path:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wb") as file:
+        file.write(text.encode())
+    return path
+
+
+def test_csv_text_stays_text_and_lines_end_any_way(tmp_path: Path) -> None:
+    text = '\ufeffy,a,d\r\n1,007,1.5\r\n\r\n0,"q,""r",\r\n1,,-2\r\n'
+    for name in ("x.csv", "x.csv.gz"):
+        source = ColumnsSource(write_csv(tmp_path / name, text), schema_of("a", dense=["d"]))
+        rows = read(source)
+        assert rows["label"] == [1, 0, 1]
+        assert rows["a"] == ["007", 'q,"r', None]
+        assert rows["dense"][0] == [1.5] and np.isnan(rows["dense"][1][0])
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t", ";", "|"])
+def test_delimiters_are_found_and_announced(tmp_path: Path, delimiter: str) -> None:
+    rows = [["y", "a", "b"]] + [[str(i % 2), f"k{i}", "x y"] for i in range(20)]
+    path = write_csv(tmp_path / "x.csv", "\n".join(delimiter.join(row) for row in rows))
+    source = ColumnsSource(path, schema_of("a", "b"))
+    assert source.notes == (f"columns are cut at {delimiter!r} (found in {path})",)
+    assert read(source)["a"][3] == "k3"
+    assert ColumnsSource(path, schema_of("a", csv={"delimiter": delimiter})).notes == ()
+    with pytest.raises(ValueError, match=r"x\.csv: the header, cut at '#', lacks column 'y'.*set csv.delimiter"):
+        ColumnsSource(path, schema_of("a", csv={"delimiter": "#"}))
+
+
+def test_csv_without_header_and_with_own_nulls(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "x.csv", "1,k,NA\n0,NA,2\n")
+    schema = schema_of("a", dense=["d"], csv={"column_names": ["y", "a", "d"], "null_values": ["", "NA"]})
+    assert read(ColumnsSource(path, schema))["a"] == ["k", None]
+
+
+def test_csv_faults_name_file_line_and_column(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "x.csv", "y,a,d\n0,k,1\n1,k\n0,k,zz\n2,k,1\n")
+    schema = schema_of("a", dense=["d"])
+    with pytest.raises(RowError, match=rf"{path}:3: 2 columns instead of 3 in '1,k'"):
+        read(ColumnsSource(path, schema))
+    with pytest.raises(RowError, match=rf"{path}:4 \(d\): 'zz' is no finite"):
+        read(ColumnsSource(path, schema, skip_bad_rows=1))
+    with pytest.raises(RowError, match=rf"{path}:5 \(y\): '2' is no label"):
+        read(ColumnsSource(path, schema, skip_bad_rows=2))
+    source = ColumnsSource(path, schema, skip_bad_rows=3)
+    assert read(source)["label"] == [0]
+    assert source.skipped.num_rows == 3 and len(source.skipped.examples) == 3
+
+
+def test_bad_lines_after_the_last_good_row_count_too(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "x.csv", "y,a\n0,k\n1,k,k\n")
+    with pytest.raises(RowError, match=":3: 3 columns instead of 2"):
+        read(ColumnsSource(path, schema_of("a")))
+    path = write_csv(tmp_path / "z.csv", "y,a\n0,k,k\n1,k,k\n")
+    source = ColumnsSource(path, schema_of("a"), skip_bad_rows=2)
+    assert read(source)["label"] == [] and source.skipped.num_rows == 2
+
+
+def test_unreadable_files_are_named_with_the_cure(tmp_path: Path) -> None:
+    schema = schema_of("a")
+    rng = np.random.default_rng(1)
+    whole = gzip.compress(("y,a\n" + "".join(f"0,{k}\n" for k in rng.integers(0, 2**60, 20_000))).encode())
+    (tmp_path / "cut.csv.gz").write_bytes(whole[:-1000])
+    with pytest.raises(ValueError, match=r"cut\.csv\.gz: Truncated compressed stream; the file is cut short"):
+        read(ColumnsSource(tmp_path / "cut.csv.gz", schema))
+    (tmp_path / "empty.csv").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"empty\.csv is empty"):
+        ColumnsSource(tmp_path / "empty.csv", schema)
+    (tmp_path / "latin.csv").write_bytes("y,a\n0,é\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.csv: byte 6 is not UTF-8; convert it"):
+        ColumnsSource(tmp_path / "latin.csv", schema)
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1xxxxxxxxxxxx")
+    with pytest.raises(ValueError, match=r"cut\.parquet: .*write it again"):
+        ColumnsSource(tmp_path / "cut.parquet", schema)
+    with pytest.raises(ValueError, match=r"none\.csv: no such file or folder"):
+        ColumnsSource(tmp_path / "none.csv", schema)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "readme.md").write_text("x")
+    with pytest.raises(
+        ValueError, match=r"folder: no matching file in this folder \(\.parquet.*\.csv.*; it holds readme\.md"
+    ):
+        ColumnsSource(tmp_path / "folder", schema)
+    with pytest.raises(ValueError, match=r"\*\.csv: no file matches this pattern"):
+        ColumnsSource(str(tmp_path / "folder" / "*.csv"), schema)
+
+
+def parquet(path: Path, **columns: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=3)
+    return path
+
+
+def test_drift_between_parquet_files_is_named(tmp_path: Path) -> None:
+    first = parquet(tmp_path / "a.parquet", y=[0], a=pa.array([1], pa.int32()), d=[1.0])
+    schema = schema_of("a", dense=["d"])
+    wider = parquet(tmp_path / "b.parquet", y=[1], a=pa.array([2], pa.int64()), d=[2.0])
+    assert read(ColumnsSource([first, wider], schema))["a"] == [1, 2]
+    text = parquet(tmp_path / "c.parquet", y=[1], a=["2"], d=[2.0])
+    with pytest.raises(ValueError, match=r"c\.parquet: column 'a' has type string, .*a\.parquet has int32; rewrite"):
+        ColumnsSource([first, text], schema)
+    less = parquet(tmp_path / "d.parquet", y=[1], a=[2])
+    with pytest.raises(ValueError, match=r"d\.parquet: column 'd' is missing"):
+        ColumnsSource([first, less], schema)
+    with pytest.raises(ValueError, match=r"a\.parquet: no column 'amount'; columns: y, a, d"):
+        ColumnsSource(first, schema_of("amount"))
+    with pytest.raises(ValueError, match="of different formats"):
+        ColumnsSource([first, write_csv(tmp_path / "x.csv", "y,a,d\n")], schema)
+
+
+def test_hive_folders_become_columns(tmp_path: Path) -> None:
+    parquet(tmp_path / "t" / "day=2" / "site=a%2Fb" / "p.parquet", y=[0], a=[1])
+    parquet(tmp_path / "t" / "day=10" / "site=__HIVE_DEFAULT_PARTITION__" / "p.parquet", y=[1], a=[2])
+    (tmp_path / "t" / "_SUCCESS").write_text("")
+    parquet(tmp_path / "t" / ".hidden" / "p.parquet", y=[5], a=[5])
+    rows = read(ColumnsSource(tmp_path / "t", schema_of("a", "site", time="day")))
+    assert rows["a"] == [1, 2], "day=2 comes before day=10"
+    assert rows["time"] == [2, 10]
+    assert rows["site"] == ["a/b", None]
+
+
+def test_paths_globs_and_uris_name_the_same_files(tmp_path: Path) -> None:
+    for i in (10, 9, 1):
+        parquet(tmp_path / "logs" / f"part-{i}.parquet", y=[0], a=[i])
+    folder = tmp_path / "logs"
+    for paths in (
+        folder,
+        str(folder / "*.parquet"),
+        str(tmp_path / "**" / "part-?*.parquet"),
+        folder.as_uri(),
+        folder.as_uri() + "/part-*.parquet",
+    ):
+        assert read(ColumnsSource(paths, schema_of("a")))["a"] == [1, 9, 10]
+    explicit = [folder / f"part-{i}.parquet" for i in (9, 1)]
+    assert [f.name for f in find_files(explicit, matches=bool, wanted="")] == [str(path) for path in explicit]
+    (found,) = find_files([folder.as_uri() + "/part-9*"], matches=bool, wanted="")
+    assert found.name == folder.as_uri() + "/part-9.parquet"
+
+
+@pytest.fixture
+def three_files(tmp_path: Path) -> dict[str, list[Path]]:
+    """The same 40 rows in three files of each format."""
+    rng = np.random.default_rng(3)
+    names: dict[str, list[Path]] = {"csv": [], "parquet": []}
+    for i, n in enumerate((17, 1, 22)):
+        columns = {
+            "y": rng.integers(0, 2, n),
+            "a": [f"k{k}" for k in rng.integers(0, 9, n)],
+            "t": np.arange(n) + 100 * i,
+        }
+        names["parquet"].append(parquet(tmp_path / f"{i}.parquet", **columns))
+        text = "\n".join(["y,a,t", *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))])
+        names["csv"].append(write_csv(tmp_path / f"{i}.csv", text))
+    return names
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("rows_per_chunk", [1, 4, 1000])
+def test_every_position_resumes_to_the_same_rows(
+    three_files: dict[str, list[Path]], kind: str, rows_per_chunk: int
+) -> None:
+    source = ColumnsSource(three_files[kind], schema_of("a", time="t"))
+    whole = read(source)
+    assert len(whole["label"]) == 40
+    assert whole == read(source, rows_per_chunk=rows_per_chunk)
+    seen = 0
+    for chunk in list(source.chunks(rows_per_chunk=rows_per_chunk)):
+        seen += chunk.num_rows
+        rest = read(source, start=chunk.position, rows_per_chunk=7)
+        assert rest["a"] == whole["a"][seen:] and rest["time"] == whole["time"][seen:]
+    assert seen == 40
+
+
+def test_resume_between_bad_lines_keeps_the_count(tmp_path: Path) -> None:
+    lines = ["y,a"] + [f"0,k{i}" if i % 3 else "0,x,y" for i in range(20)]
+    source = ColumnsSource(write_csv(tmp_path / "x.csv", "\n".join(lines)), schema_of("a"), skip_bad_rows=7)
+    whole = read(source)["a"]
+    assert source.skipped.num_rows == 7
+    seen = 0
+    for chunk in list(source.chunks(rows_per_chunk=2)):
+        seen += chunk.num_rows
+        assert read(source, start=chunk.position)["a"] == whole[seen:]
+        assert source.skipped.num_rows == 7
+
+
+def test_scout_counts_or_estimates_rows(three_files: dict[str, list[Path]], tmp_path: Path) -> None:
+    info = ColumnsSource(three_files["parquet"], schema_of("a")).scout()
+    assert (info.num_rows, info.num_rows_exact, len(info.files)) == (40, True, 3)
+    assert ColumnsSource(three_files["csv"], schema_of("a")).scout().num_rows == 40
+    rng = np.random.default_rng(1)
+    text = "y,a\n" + "".join(f"0,{k}\n" for k in rng.integers(0, 2**60, 250_000))
+    for name in ("big.csv", "big.csv.gz"):
+        estimate = ColumnsSource(write_csv(tmp_path / name, text), schema_of("a")).scout()
+        assert estimate.num_rows == pytest.approx(250_000, rel=0.1)
+        assert not estimate.num_rows_exact

@@ -1,0 +1,209 @@
+"""The config schema: what is accepted, what is refused and with which words, and that docs/config.md says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hotrow.config import (
+    apply_overrides,
+    config_markdown,
+    interval_steps,
+    is_due,
+    load_config,
+    make_config,
+    options,
+    parse_yaml,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Every public option. An addition, a removal or a new default shows up here as a diff.
+PUBLIC_OPTIONS = """
+data
+device auto
+memory auto
+run None
+model.name dlrm
+model.embedding_dim 16
+model.embedding_init None
+model.bottom_mlp [512, 256, 64]
+model.top_mlp [512, 256]
+model.interaction dot
+optimizer.dense.name sgd
+optimizer.dense.lr 0.1
+optimizer.dense.weight_decay 0.0
+optimizer.sparse.name row_wise_adagrad
+optimizer.sparse.lr 0.05
+optimizer.sparse.eps None
+optimizer.sparse.initial_accumulator_value None
+optimizer.schedule.warmup_steps 0
+optimizer.schedule.decay_start_step None
+optimizer.schedule.decay_steps 0
+train.batch_size 2048
+train.epochs 1
+train.max_steps None
+train.shuffle True
+train.eval_every 1.0
+train.early_stopping None
+train.seed 1
+train.threads auto
+train.precision fp32
+train.log_every 50
+checkpoint.every None
+checkpoint.keep_last 2
+checkpoint.keep_best True
+hot.schedule none
+parallel.sharding auto
+parallel.exchange all_to_all
+parallel.wire_dtype fp32
+"""
+
+
+def test_public_options() -> None:
+    listed = [f"{path} {field.default}" if not field.is_required() else path for path, field in options()]
+    assert listed == PUBLIC_OPTIONS.split("\n")[1:-1]
+
+
+def test_every_option_is_documented() -> None:
+    assert [path for path, field in options() if not field.description] == []
+
+
+def test_docs_are_generated() -> None:
+    assert (ROOT / "docs/config.md").read_text() == config_markdown(), "run: python -m hotrow.config > docs/config.md"
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_recipes_are_valid(recipe: Path) -> None:
+    load_config(recipe)
+
+
+def test_yaml_round_trip() -> None:
+    config = make_config({"data": "d", "train": {"eval_every": 0.1, "early_stopping": 3}, "model": {"top_mlp": []}})
+    assert make_config(parse_yaml(config.to_yaml(), origin="")) == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({}, "data is missing; set it to text"),
+        ({"data": "d", "trian": {}}, "trian is no known key; did you mean 'train'?"),
+        ({"data": "d", "train": {"batchsize": 1}}, r"train\.batchsize is no known key; did you mean 'batch_size'?"),
+        ({"data": "d", "train": {"zzz": 1}}, r"train\.zzz is no known key; known here: batch_size, "),
+        ({"data": "d", "train": {"batch_size": 0}}, r"train\.batch_size is 0; allowed: an integer >= 1"),
+        ({"data": "d", "train": {"batch_size": "64"}}, r"train\.batch_size is '64'; allowed: an integer >= 1"),
+        ({"data": "d", "train": {"batch_size": 64.0}}, r"train\.batch_size is 64\.0; allowed: an integer"),
+        ({"data": "d", "train": {"threads": "many"}}, r"train\.threads is 'many'; allowed: auto or an integer >= 1"),
+        ({"data": "d", "train": 3}, "train is 3; allowed: a mapping with batch_size, epochs"),
+        ({"data": "d", "model": {"top_mlp": [8, 0]}}, r"model\.top_mlp is 0; allowed: a list of integers >= 1"),
+        ({"data": "d", "device": "cuda"}, "device is 'cuda'; allowed: auto, cpu"),
+        ({"data": "d", "memory": {"dram": "2GiB"}}, "memory is {'dram': '2GiB'}; allowed: auto, dram"),
+        ({"data": "d", "hot": {"schedule": "fae"}}, r"hot\.schedule is 'fae'; allowed: none"),
+        ({"data": "d", "parallel": {"wire_dtype": "bf16"}}, r"parallel\.wire_dtype is 'bf16'; allowed: fp32"),
+        ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
+        (
+            {"data": "d", "optimizer": {"sparse": {"name": "sgd", "eps": 1e-8}}},
+            r"optimizer\.sparse: eps is 1e-08, but sgd has no sums of squares",
+        ),
+        ({"data": "d", "optimizer": {"schedule": {"decay_start_step": 9}}}, "decay_start_step is 9, but decay_steps"),
+        (
+            {"data": "d", "optimizer": {"schedule": {"decay_start_step": 9, "decay_steps": 5, "warmup_steps": 10}}},
+            "decay_start_step is 9, before the warm-up ends at step 10",
+        ),
+        ({"data": "d", "train": {"eval_every": 2.5}}, r"train\.eval_every is 2\.5; it is a share of an epoch up to 1"),
+        (
+            {"data": "d", "train": {"early_stopping": 1}, "checkpoint": {"keep_best": False}},
+            r"checkpoint\.keep_best is false, but early_stopping needs it",
+        ),
+        ({"data": "d", "train": {"early_stopping": 1, "eval_every": None}}, r"train\.eval_every is null, but early"),
+    ],
+)
+def test_refused_with_field_value_and_allowed(raw: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^config: .*{message}"):
+        make_config(raw)
+
+
+def test_every_wrong_field_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match="device is 'tpu'") as error:
+        make_config({"data": "d", "device": "tpu", "train": {"seed": -1}})
+    assert "train.seed is -1" in str(error.value)
+
+
+def test_overrides_are_yaml_and_reach_into_sections(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("data: d\ntrain: {batch_size: 64}\n")
+    changes = ["train.epochs=3", "model.top_mlp=[8, 4]", "optimizer.sparse.lr=1e-3", "run=null", "train.batch_size=32"]
+    config = load_config(path, changes)
+    assert (config.train.epochs, config.train.batch_size, config.model.top_mlp) == (3, 32, [8, 4])
+    assert config.optimizer.sparse.lr == 1e-3
+
+
+def test_overrides_leave_the_dict_they_start_from() -> None:
+    raw = {"train": {"epochs": 1}}
+    assert apply_overrides(raw, ["train.epochs=2"]) == {"train": {"epochs": 2}}
+    assert raw == {"train": {"epochs": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epochs", "no name and value; write it as --set train.batch_size=4096"),
+        ("=3", "no name and value"),
+        ("data.x=3", "data holds 'd', which has no fields"),
+        ("train.epochs=[1", r"--set train\.epochs line 1"),
+    ],
+)
+def test_bad_overrides(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        apply_overrides({"data": "d"}, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "f line 3, column 1: key 'a' stands here twice"),
+        ("a: [1\n", "f line 2"),
+        ("a: !!python/object/apply:os.system ['true']", "f line 1, column 4: could not determine a constructor"),
+        ("[" * 600, "f is nested too deeply"),
+        ("{? {a: 1} : 2}", "is no name"),
+        ("a: \x00", "f is no readable YAML: .*special characters are not allowed"),
+    ],
+)
+def test_hostile_yaml(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_yaml(text, origin="f")
+
+
+def test_numbers_with_an_exponent_are_numbers() -> None:
+    assert parse_yaml("[1e-3, 2E5, -1e+2, 1.5e3]", origin="") == [1e-3, 2e5, -1e2, 1.5e3]
+
+
+def test_missing_and_empty_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none.yaml is no file; pass a YAML file such as recipes/"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(ValueError, match="holds None; it must be a mapping"):
+        load_config(tmp_path / "empty.yaml")
+
+
+def test_interval_steps() -> None:
+    assert interval_steps(None, steps_per_epoch=100) is None
+    assert interval_steps(0.1, steps_per_epoch=95) == 9.5
+    assert interval_steps(1.0, steps_per_epoch=95) == 95
+    assert interval_steps(0.001, steps_per_epoch=95) == 1
+    assert interval_steps(500, steps_per_epoch=95) == 500
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 1 / 3, 0.5, 1.0])
+@pytest.mark.parametrize("steps", [1, 7, 30, 95, 1005])
+def test_shares_of_an_epoch_come_evenly_and_at_its_end(share: float, steps: int) -> None:
+    every = interval_steps(share, steps_per_epoch=steps)
+    due = [step for step in range(1, 3 * steps + 1) if is_due(step, every)]
+    assert len(due) == 3 * min(steps, round(1 / share))
+    assert {steps, 2 * steps, 3 * steps} <= set(due)
+
+
+def test_steps_between_events() -> None:
+    assert [step for step in range(1, 13) if is_due(step, 5)] == [5, 10]
+    assert not any(is_due(step, None) for step in range(1, 13))

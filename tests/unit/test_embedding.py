@@ -1,0 +1,217 @@
+"""EmbeddingCollection: what goes in, what comes out, and what waits for the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotrow import KeyedJaggedTensor, TableConfig, Uniform
+from hotrow.embedding import EmbeddingCollection
+from hotrow.optim import SGD, RowWiseAdagrad
+
+TABLES = (
+    TableConfig(name="user", num_embeddings=10, embedding_dim=3, feature_names=("user",)),
+    TableConfig(name="item", num_embeddings=20, embedding_dim=2, feature_names=("clicked", "shown"), pooling="mean"),
+)
+
+
+def make(seed: int = 0) -> EmbeddingCollection:
+    return EmbeddingCollection(TABLES, seed=seed)
+
+
+def batch_of(*bags: list[list[int]], keys: tuple[str, ...] = ("user", "clicked", "shown")) -> KeyedJaggedTensor:
+    """Each argument holds the bags of one feature."""
+    flat = [bag for feature in bags for bag in feature]
+    values = torch.tensor([i for bag in flat for i in bag], dtype=torch.int64)
+    return KeyedJaggedTensor(keys, values, lengths=torch.tensor([len(bag) for bag in flat]))
+
+
+BATCH = batch_of([[1], [2, 3]], [[4, 5], []], [[6], [4]])
+
+
+def test_output_columns_follow_the_tables() -> None:
+    emb = make()
+    user, item = emb.weights["user"], emb.weights["item"]
+    expected = torch.stack(
+        [
+            torch.cat([user[1], (item[4] + item[5]) / 2, item[6]]),
+            torch.cat([user[2] + user[3], torch.zeros(2), item[4]]),
+        ]
+    )
+    assert emb.feature_names == ("user", "clicked", "shown") and emb.output_dim == 7
+    torch.testing.assert_close(emb(BATCH), expected)
+
+
+def test_keys_may_come_in_any_order_and_bring_others() -> None:
+    emb = make()
+    mixed = batch_of([[6], [4]], [[999], [7]], [[1], [2, 3]], [[4, 5], []], keys=("shown", "x", "user", "clicked"))
+    assert torch.equal(emb(mixed), emb(BATCH))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_plain_matrix_is_one_id_per_feature(dtype: torch.dtype) -> None:
+    emb = make()
+    ids_BF = torch.tensor([[1, 4, 6], [2, 5, 4]], dtype=dtype)
+    assert torch.equal(emb(ids_BF), emb(batch_of([[1], [2]], [[4], [5]], [[6], [4]])))
+    with pytest.raises(ValueError, match=r"shape \(2, 2\); pass \[B, 3\], one column for each of user, clicked, shown"):
+        emb(ids_BF[:, :2])
+
+
+def test_tables_are_no_parameters() -> None:
+    emb = make()
+    assert list(emb.parameters()) == []
+    assert emb(BATCH).requires_grad
+
+
+def test_rows_depend_on_seed_name_row_and_column_alone() -> None:
+    small, large = (
+        EmbeddingCollection(
+            [TableConfig(name="t", num_embeddings=n, embedding_dim=6, feature_names=("f",), init=Uniform(bound=0.5))],
+            seed=seed,
+        ).weights["t"]
+        for n, seed in ((10, 1), (1000, 1))
+    )
+    assert torch.equal(small, large[:10])
+    other_seed, other_name = make(seed=1).weights["user"], make(seed=0).weights["item"]
+    assert not torch.equal(make(seed=0).weights["user"], other_seed)
+    assert not torch.equal(make(seed=0).weights["user"][:, :2], other_name[:10])
+    assert small.abs().max() <= 0.5 and large.abs().max() > 0.49 and large.mean().abs() < 0.02
+
+
+def test_initial_rows_can_be_zero() -> None:
+    for init, zeros in ((Uniform(zero_rows=1), 1), (Uniform(bound=0.0), 10)):
+        emb = EmbeddingCollection(
+            [TableConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=("f",), init=init)]
+        )
+        assert (emb.weights["t"] == 0).all(1).sum() == zeros
+
+
+def test_pending_holds_the_batch_and_its_gradient() -> None:
+    emb = make()
+    emb(BATCH).sum().backward()
+    ((sparse, grad),) = emb.pending
+    assert sparse is BATCH and torch.equal(grad, torch.ones(2, 7))
+
+
+def test_pending_stands_in_forward_order_whatever_backward_does() -> None:
+    emb = make()
+    first, second = emb(BATCH), emb(BATCH)
+    second.sum().backward()
+    (2 * first).sum().backward()
+    assert [p.grad[0, 0].item() for p in emb.pending] == [2.0, 1.0]
+
+
+def test_no_grad_leaves_nothing_behind() -> None:
+    emb = make()
+    with torch.no_grad():
+        assert not emb(BATCH).requires_grad
+    assert emb.pending == []
+
+
+def test_two_forwards_count_as_one_batch() -> None:
+    """To the bit: the same bags, in the same order, in one forward or in two."""
+    halves = [batch_of([[1], [2, 3]], [[4, 5], []], [[6], [4]]), batch_of([[3]], [[4, 4]], [[]])]
+    whole = batch_of([[1], [2, 3], [3]], [[4, 5], [], [4, 4]], [[6], [4], []])
+    results = []
+    for batches in (halves, [whole]):
+        emb = make()
+        optimizer = RowWiseAdagrad(emb, lr=0.1)
+        out = torch.cat([emb(batch) for batch in batches])
+        (out * torch.arange(21.0).view(3, 7)).sum().backward()
+        optimizer.step()
+        results.append(emb.weights)
+    for name in ("user", "item"):
+        assert torch.equal(results[0][name], results[1][name])
+
+
+def sample_weighted(weights: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(BATCH.keys, BATCH.values, weights, offsets=BATCH.offsets)
+
+
+def test_gradient_of_sample_weights_against_autograd() -> None:
+    emb = make()
+    user, item = emb.weights["user"].clone(), emb.weights["item"].clone()
+    ours, theirs = (torch.arange(1.0, 8.0).requires_grad_() for _ in range(2))
+    g = torch.arange(14.0).view(2, 7)
+    (emb(sample_weighted(ours)) * g).sum().backward()
+    w = theirs
+    rows = [
+        torch.cat([w[0] * user[1], (w[3] * item[4] + w[4] * item[5]) / 2, w[5] * item[6]]),
+        torch.cat([w[1] * user[2] + w[2] * user[3], torch.zeros(2), w[6] * item[4]]),
+    ]
+    (torch.stack(rows) * g).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_double_backward_is_refused() -> None:
+    weights = torch.ones(7, requires_grad=True)
+    out = make()(sample_weighted(weights))
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad((out**2).sum(), weights, create_graph=True)
+
+
+def test_gradients_with_strides_are_taken_as_they_are() -> None:
+    """A slice of a concatenation has gaps between its rows, an expanded scalar no memory of its own."""
+    emb, other = make(), torch.ones(2, 4, requires_grad=True)
+    cat = torch.cat([other, emb(BATCH)], dim=1)
+    (cat * torch.arange(22.0).view(2, 11)).sum().backward()
+    emb(BATCH).t().sum().backward()
+    sliced, expanded = emb.pending
+    assert torch.equal(sliced.grad, torch.arange(22.0).view(2, 11)[:, 4:])
+    SGD(emb, lr=1.0).step()
+    reference = make()
+    (reference(BATCH) * (sliced.grad + 1)).sum().backward()
+    SGD(reference, lr=1.0).step()
+    torch.testing.assert_close(emb.weights, reference.weights)
+
+
+def test_state_dict_round_trip() -> None:
+    model, other = torch.nn.Sequential(make(seed=1)), torch.nn.Sequential(make(seed=2))
+    state = model.state_dict()
+    assert list(state) == ["0.user.weight", "0.item.weight"]
+    place = other[0].weights["user"].data_ptr()
+    other.load_state_dict(state)
+    assert torch.equal(other[0](BATCH), model[0](BATCH))
+    assert other[0].weights["user"].data_ptr() == place
+
+
+def test_load_state_dict_names_what_does_not_fit() -> None:
+    emb = make()
+    state = {"user.weight": torch.zeros(10, 4), "extra": torch.zeros(1)}
+    with pytest.raises(RuntimeError, match=r"user.weight has shape \(10, 4\); the table is \(10, 3\)") as error:
+        emb.load_state_dict(state)
+    assert "item.weight" in str(error.value) and "extra" in str(error.value)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda emb: pickle.loads(pickle.dumps(emb))])
+def test_copies_train_on_their_own(duplicate) -> None:  # noqa: ANN001
+    emb = make()
+    before = emb.weights["user"].clone()
+    twin = duplicate(emb)
+    twin(BATCH).sum().backward()
+    SGD(twin, lr=1.0).step()
+    assert torch.equal(emb.weights["user"], before) and emb.pending == []
+    torch.testing.assert_close(twin.weights["user"][1], before[1] - 1.0)
+
+
+def test_a_bad_id_in_forward_leaves_nothing_pending() -> None:
+    emb = make()
+    with pytest.raises(
+        ValueError, match="feature 'shown', sample 1, position 0: id 20 is outside its table of 20 rows"
+    ):
+        emb(batch_of([[1], [2, 3]], [[4, 5], []], [[6], [20]]))
+    assert emb.pending == []
+
+
+def test_memory_must_be_known() -> None:
+    with pytest.raises(ValueError, match="memory is 'ssd'; only None and 'dram'"):
+        EmbeddingCollection(TABLES, memory="ssd")
+    assert EmbeddingCollection(TABLES, memory="dram").output_dim == 7
+
+
+def test_repr_shows_the_tables() -> None:
+    assert "item: [20, 2] mean of clicked, shown" in repr(make())

@@ -1,0 +1,114 @@
+"""hotrow.files: whole or absent, private, and inside the folder."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hotrow.files import (
+    _cgroup_available_bytes,
+    atomic_write,
+    available_memory_bytes,
+    check_name,
+    disk_free_bytes,
+    read_json,
+    write_json,
+)
+
+
+def test_atomic_write_replaces_whole_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with atomic_write(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [child.name for child in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_atomic_write_leaves_the_old_file_when_the_block_raises(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with pytest.raises(type(error)), atomic_write(path) as file:
+        file.write(b"half")
+        raise error
+    assert path.read_bytes() == b"old"
+    assert [child.name for child in tmp_path.iterdir()] == ["a"]
+
+
+def test_atomic_write_does_not_follow_a_planted_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / "a.partial").symlink_to(victim)
+    with pytest.raises(OSError), atomic_write(tmp_path / "a") as file:
+        file.write(b"x")
+    assert victim.read_bytes() == b"precious"
+
+
+def test_json_round_trip_and_errors(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"name": "Gerät", "n": 2**60})
+    assert read_json(path) == {"name": "Gerät", "n": 2**60}
+    with pytest.raises(ValueError):
+        write_json(path, float("nan"))
+    path.write_text('{\n"a": 1,,\n}')
+    with pytest.raises(ValueError, match=r"a\.json, line 2, column 8: not JSON"):
+        read_json(path)
+    path.write_text('{"a": NaN}')
+    with pytest.raises(ValueError, match=r"a\.json: holds NaN"):
+        read_json(path)
+    path.write_bytes(b'"\xff"')
+    with pytest.raises(ValueError, match="byte 1 is not UTF-8"):
+        read_json(path)
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"a\.json"):
+        read_json(path)
+
+
+@pytest.mark.parametrize("name", ["a", "item id", "Gerät", "a.b", "x" * 200])
+def test_check_name_accepts(name: str) -> None:
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".a", "a/b", "/a", "a\0", "a\n", "..\\a", "x" * 201, "\ud800", 3, None]
+)
+def test_check_name_refuses(name: str) -> None:
+    with pytest.raises(ValueError, match="table name"):
+        check_name(name, what="table name")
+
+
+def test_disk_free_bytes_of_a_path_not_there_yet(tmp_path: Path) -> None:
+    assert disk_free_bytes(tmp_path / "no" / "such") > 0
+
+
+def cgroup(root: Path, limit: str, use: int, cache: int, names: tuple[str, str, str]) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    (root / names[0]).write_text(limit + "\n")
+    (root / names[1]).write_text(f"{use}\n")
+    (root / "memory.stat").write_text(f"anon 1\n{names[2]} {cache}\n")
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def test_cgroup_limits_of_both_versions_and_of_parents(tmp_path: Path) -> None:
+    member = tmp_path / "member"
+    member.write_text("0::/job/step\n")
+    cgroup(tmp_path / "v2" / "job" / "step", "max", 10, 0, V2)
+    assert _cgroup_available_bytes(tmp_path / "v2", member) is None
+    cgroup(tmp_path / "v2" / "job", "1000", 400, 50, V2)
+    assert _cgroup_available_bytes(tmp_path / "v2", member) == 650
+    cgroup(tmp_path / "v2" / "job" / "step", "500", 300, 0, V2)
+    assert _cgroup_available_bytes(tmp_path / "v2", member) == 200
+    member.write_text("3:cpu:/x\n2:memory,swap:/docker/absent/here\n")
+    cgroup(tmp_path / "v1" / "memory", "1000", 1200, 0, V1)
+    assert _cgroup_available_bytes(tmp_path / "v1", member) == 0
+    assert _cgroup_available_bytes(tmp_path / "v1", tmp_path / "absent") is None
+
+
+def test_available_memory_is_positive_and_below_the_machine() -> None:
+    assert 0 < available_memory_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

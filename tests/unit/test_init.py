@@ -1,0 +1,162 @@
+"""Guessed schemas: right on plain tables, readable back, and aloud about what they leave out."""
+
+import datetime
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from hotrow.data.guess import guess_columns, guess_schema
+from hotrow.data.init import init_schema, run_init
+from hotrow.data.schema import load_schema
+
+N = 2000
+
+
+def clicks(**more: object) -> pa.Table:
+    """Logs with a column of every common sort."""
+    rng = np.random.default_rng(0)
+    zipf = rng.zipf(1.3, N) % 5000
+    start = datetime.datetime(2024, 1, 1)
+    return pa.table(
+        {
+            "row_id": np.arange(N),
+            "ts": [start + datetime.timedelta(seconds=int(s)) for s in np.sort(rng.integers(0, 10**6, N))],
+            "click": rng.integers(0, 2, N),
+            "user_id": zipf,
+            "item": [f"i{k}" for k in zipf],
+            "weekday": rng.integers(0, 7, N),
+            "price": rng.lognormal(0, 2, N),
+            "temperature": rng.normal(10, 3, N).round(1),
+            "num_clicks": rng.integers(0, 50, N),
+            "mobile": rng.random(N) < 0.5,
+            "tags": [[f"t{k}" for k in rng.integers(0, 20, rng.integers(0, 4))] for _ in range(N)],
+            "recent_items": [rng.integers(0, 900, 5).tolist() for _ in range(N)],
+            "genres": [rng.choice(["a|b", "b|c", "c"]) for _ in range(N)],
+            "embedding": [[0.5, 0.25]] * N,
+            "constant": ["x"] * N,
+            "nothing": pa.nulls(N),
+            **more,
+        }
+    )
+
+
+def test_each_sort_of_column_is_taken_for_what_it_is() -> None:
+    schema = guess_schema(clicks())
+    assert schema.label.column == "click"
+    assert schema.time is not None and schema.time.column == "ts"
+    assert {d.column: d.transform for d in schema.dense} == {
+        "price": "log1p_clip0",
+        "temperature": "standardize",
+        "num_clicks": "standardize",
+    }
+    kinds = {c.column: c.kind for c in schema.categorical}
+    assert kinds == {
+        "user_id": "one_hot",
+        "item": "one_hot",
+        "weekday": "one_hot",
+        "mobile": "one_hot",
+        "tags": "multi_hot",
+        "recent_items": "sequence",
+        "genres": "multi_hot",
+    }
+    left_out = {g.column: g.reason for g in guess_columns(clicks()).of("")}
+    assert set(left_out) == {"row_id", "embedding", "constant", "nothing"}
+    assert "names the row" in left_out["row_id"] and "no value" in left_out["nothing"]
+
+
+def test_written_schema_reads_back_as_guessed(tmp_path: Path) -> None:
+    names = {"a: #b": "odd name", "yes": "a word YAML knows", "über/x": "no file name"}
+    table = clicks(**{name: [f"v{i % 90}" for i in range(N)] for name in names})
+    path = tmp_path / "schema.yaml"
+    path.write_text(init_schema(table))
+    assert load_schema(path) == guess_schema(table)
+    lines = path.read_text().splitlines()
+    assert any("price" in line and "# decimal numbers" in line for line in lines)
+    assert any("user_id" in line and "values" in line for line in lines), "cardinality is told"
+
+
+def test_cardinality_beyond_the_sample_is_estimated() -> None:
+    rng = np.random.default_rng(1)
+    table = pa.table({"label": rng.integers(0, 2, N), "user": rng.integers(0, 10**6, N)})
+    (guess,) = guess_columns(table).of("categorical")
+    assert "in all probably above" in guess.reason
+
+
+def test_told_columns_win_and_absent_ones_are_named() -> None:
+    table = clicks(installed=np.arange(N) % 2)
+    assert guess_schema(table, label="installed").label.column == "installed"
+    assert guess_schema(table, time="row_id").time.column == "row_id"  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="label column 'clik' is not there; did you mean 'click'"):
+        guess_schema(table, label="clik")
+    with pytest.raises(ValueError, match=r"label column 'price' holds .* different values"):
+        guess_schema(table, label="price")
+
+
+def test_ratings_become_labels_by_threshold() -> None:
+    table = pa.table({"user": [1, 2, 3] * 50, "rating": [1.0, 3.5, 5.0] * 50})
+    label = guess_schema(table).label
+    assert (label.column, label.at_least) == ("rating", 4)
+
+
+def test_no_label_is_an_error_for_fit_and_a_blank_for_init() -> None:
+    table = pa.table({"user": ["a", "b"] * 50, "x": [1.5, 2.5] * 50})
+    with pytest.raises(ValueError, match=r"no label column found in 100 rows of <frame>; name it.*Columns: user, x"):
+        guess_schema(table)
+    assert "FILL_IN" in init_schema(table)
+
+
+def test_csv_without_header_gets_numbered_columns(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("".join(f"{i % 2};u{i % 7};{i}.5\n" for i in range(50)))
+    guess = guess_columns(path)
+    assert guess.csv == {"delimiter": ";", "column_names": ["c0", "c1", "c2"]}
+    assert guess.schema().label.column == "c0"
+
+
+def test_text_ids_keep_their_zeros(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("click,zip,when\n" + "".join(f"{i % 2},{i % 30:05},2024-01-{1 + i % 28:02}\n" for i in range(60)))
+    schema = guess_schema(path)
+    assert [(c.column, c.type) for c in schema.categorical] == [("zip", None)]
+    assert schema.time is not None and schema.time.column == "when"
+
+
+LAYOUTS = {
+    "criteo": "\t".join(["0", *["1"] * 13, *["68fd1e64"] * 26]),
+    "taobao": "1,2268318,2520377,pv,1511544070",
+    "movielens": "1::1193::5::978300760",
+}
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_known_layouts_need_no_schema(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "logs.txt"
+    path.write_text(LAYOUTS[source] + "\n")
+    result = run_init(path)
+    assert (result.source, result.schema) == (source, None)
+    assert result.commands[0] == f"hotrow prepare {source} {path} --out data/{source}"
+    assert yaml.safe_load(result.recipe)["data"] == f"data/{source}"
+
+
+def test_files_are_written_once(tmp_path: Path) -> None:
+    pq.write_table(clicks(), tmp_path / "x.parquet")
+    result = run_init(tmp_path / "x.parquet", out=tmp_path / "new", data="data/mine")
+    assert [path.name for path in result.files] == ["schema.yaml", "recipe.yaml"]
+    assert load_schema(tmp_path / "new" / "schema.yaml").label.column == "click"
+    assert result.commands[0].endswith(f"--schema {tmp_path}/new/schema.yaml --out data/mine")
+    with pytest.raises(ValueError, match=r"schema\.yaml exists and is not overwritten"):
+        run_init(tmp_path / "x.parquet", out=tmp_path / "new")
+
+
+def test_hostile_names_stay_within_their_line() -> None:
+    evil = 'x"}\n!!python/object/apply:os.system ["true"]'
+    table = pa.table({"click": [0, 1] * 50, evil: [f"v{i % 9}" for i in range(100)]})
+    text = init_schema(table)
+    value = yaml.safe_load(text)
+    assert value["categorical"][0]["column"] == evil
+    assert json.dumps(evil) in text

@@ -1,0 +1,141 @@
+"""hotrow.data.loader: shapes, dtypes, arguments. What must hold for training is in tests/laws/test_loader_resume.py."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hotrow.data.loader import Loader, LoaderState
+from hotrow.data.packed import DatasetInfo, Feature, PackedDataset, PackedWriter, Table
+from packed_data import make_info, make_rows, write_dataset
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    return write_dataset(tmp_path_factory.mktemp("packed") / "data", make_rows(250, lists=False))
+
+
+def test_a_one_hot_batch(dataset: PackedDataset) -> None:
+    batch = next(iter(Loader(dataset.split("train"), 16, shuffle_seed=None)))
+    assert batch.dense.shape == (16, 2) and batch.dense.dtype == torch.float32 and batch.dense.is_contiguous()
+    assert batch.label.shape == (16,) and batch.label.dtype == torch.float32
+    assert batch.sparse.keys == ("row", "item") and batch.sparse.one_hot
+    assert batch.sparse.values.dtype == torch.int32
+    assert batch.sparse.values[:16].tolist() == list(range(16))
+
+
+def test_a_batch_may_be_changed_without_changing_the_next(dataset: PackedDataset) -> None:
+    loader = Loader(dataset.split("train"), 16, shuffle_seed=None)
+    wanted = list(loader.epoch(0))
+    for batch, same in zip(loader.epoch(0), wanted, strict=True):
+        assert torch.equal(batch.dense, same.dense) and torch.equal(batch.sparse.values, same.sparse.values)
+        for tensor in (batch.dense, batch.label, batch.sparse.values):
+            tensor.fill_(-1)
+
+
+def test_the_last_batch_is_kept_or_dropped(dataset: PackedDataset) -> None:
+    keep = Loader(dataset.split("train"), 100, shuffle_seed=None)
+    assert keep.num_batches == 3
+    assert [len(batch) for batch in keep] == [100, 100, 50]
+    drop = Loader(dataset.split("train"), 100, shuffle_seed=None, drop_last="drop")
+    assert drop.num_batches == 2
+    assert [len(batch) for batch in drop] == [100, 100]
+
+
+def test_breaking_off_and_going_on(dataset: PackedDataset) -> None:
+    loader = Loader(dataset.split("train"), 100, shuffle_seed=1)
+    for _ in loader:
+        break
+    assert loader.state() == LoaderState(0, 1)
+    assert len(list(loader)) == 2
+    assert loader.state() == LoaderState(1, 0)
+    list(loader.epoch(5))
+    assert loader.state() == LoaderState(1, 0)
+
+
+def test_a_state_at_the_very_end_of_an_epoch(dataset: PackedDataset) -> None:
+    loader = Loader(dataset.split("train"), 100, shuffle_seed=1, start=LoaderState(0, 3))
+    assert list(loader) == []
+    assert loader.state() == LoaderState(1, 0)
+
+
+def test_wide_ids_and_no_dense_columns(tmp_path: Path) -> None:
+    wide = 2**31 + 5
+    info = DatasetInfo(
+        name="wide",
+        features=(Feature("a", "a"), Feature("b", "b", "multi_hot")),
+        tables=(Table("a", wide), Table("b", 10)),
+    )
+    with PackedWriter(tmp_path / "data", info) as writer:
+        bags = (np.array([1, 2, 3]), np.array([0, 1, 1, 3]))
+        writer.append("train", [0, 1, 0], np.empty((3, 0)), {"a": np.array([wide - 1, 0, 2**31]), "b": bags})
+        dataset = writer.close()
+    batch = next(iter(Loader(dataset.split("train"), 8, shuffle_seed=None)))
+    assert batch.dense.shape == (3, 0)
+    assert batch.sparse.values.dtype == torch.int64
+    assert batch.sparse.values.tolist() == [wide - 1, 0, 2**31, 1, 2, 3]
+    assert batch.sparse.lengths.tolist() == [1, 1, 1, 1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"batch_size": 8, "window_rows": 0}, "window_rows is 0"),
+        ({"batch_size": 8, "shuffle_seed": -1}, "shuffle_seed is -1"),
+        ({"batch_size": 8, "drop_last": True}, "drop_last is True; choose 'keep' or 'drop'"),
+        ({"batch_size": 251, "drop_last": "drop"}, "batch_size is 251 but split 'train' has 250 rows"),
+        ({"batch_size": 100, "start": LoaderState(0, 4)}, "3 batches of 100 rows"),
+        ({"batch_size": 100, "start": LoaderState(-1, 0)}, "epoch=-1"),
+    ],
+)
+def test_arguments_out_of_range(dataset: PackedDataset, arguments: dict, message: str) -> None:
+    arguments = {"shuffle_seed": 1, **arguments}
+    with pytest.raises(ValueError, match=message):
+        Loader(dataset.split("train"), arguments.pop("batch_size"), **arguments)
+
+
+def test_an_empty_split_has_no_batches(dataset: PackedDataset) -> None:
+    info = replace(
+        dataset.info,
+        splits={**dataset.info.splits, "test": replace(dataset.info.splits["train"], num_rows=0, parts=())},
+    )
+    empty = PackedDataset(dataset.path, info).split("test")
+    for seed in (None, 3):
+        loader = Loader(empty, 8, shuffle_seed=seed, prefetch=True)
+        assert loader.num_batches == 0 and list(loader) == []
+
+
+def test_leaving_a_prefetching_loop_ends_its_thread(dataset: PackedDataset) -> None:
+    loader = Loader(dataset.split("train"), 10, shuffle_seed=1, prefetch=True)
+    for _ in loader:
+        break
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name.startswith("hotrow-loader")]
+
+
+def test_a_damaged_block_raises_in_the_consumer(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "data", make_rows(250, lists=False))
+    path = tmp_path / "data" / "train" / "part-00000.arrow"
+    data = bytearray(path.read_bytes())
+    data[dataset.info.splits["train"].parts[0].range_ends[1] + 700] ^= 1
+    path.write_bytes(data)
+    loader = Loader(
+        PackedDataset.open(tmp_path / "data").split("train"), 50, shuffle_seed=None, window_rows=50, prefetch=True
+    )
+    seen = 0
+    with pytest.raises(ValueError, match=r"part-00000\.arrow, block 1 \(bytes"):
+        for batch in loader:
+            seen += len(batch)
+    assert seen == 100
+
+
+def test_buffer_bytes_counts_the_window() -> None:
+    assert make_info(lists=False).row_bytes == 4 + 2 * 4 + 2 * 4
+    assert make_info().row_bytes == 4 + 2 * 4 + 2 * 4 + 2 * 8

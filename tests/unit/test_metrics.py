@@ -1,0 +1,133 @@
+"""hotrow.metrics against scikit-learn and against counting every pair."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotrow.metrics import BinaryMetrics, auc, entropy
+
+
+def compute(scores: np.ndarray, labels: np.ndarray, kind: str = "logits") -> dict:
+    metrics = BinaryMetrics(kind)
+    metrics.update(scores, labels)
+    return metrics.compute()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=40))
+def test_auc_against_every_pair(rows: list[tuple[int, bool]]) -> None:
+    positives = [score for score, label in rows if label]
+    negatives = [score for score, label in rows if not label]
+    got = auc(np.array([s for s, _ in rows], np.float32), np.array([y for _, y in rows], np.bool_))
+    if not positives or not negatives:
+        assert math.isnan(got)
+        return
+    wins = sum((p > n) + 0.5 * (p == n) for p in positives for n in negatives)
+    assert got == wins / (len(positives) * len(negatives))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("kind", ["logits", "probabilities"])
+def test_against_sklearn(ties: bool, kind: str) -> None:
+    rng = np.random.default_rng(5)
+    labels = (rng.random(20_000) < 0.03).astype(np.float32)
+    logits = (rng.standard_normal(20_000) + labels - 3).astype(np.float32)
+    if ties:
+        logits = np.round(logits * 4) / 4
+    probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    got = compute(logits if kind == "logits" else probabilities, labels, kind)
+    rate = labels.mean(dtype=np.float64)
+    assert got["num_rows"] == 20_000 and got["undefined"] is None
+    assert got["auc"] == pytest.approx(sklearn.metrics.roc_auc_score(labels, logits), abs=1e-12)
+    assert got["logloss"] == pytest.approx(sklearn.metrics.log_loss(labels, probabilities), rel=1e-7)
+    assert got["base_logloss"] == pytest.approx(sklearn.metrics.log_loss(labels, np.full(20_000, rate)), rel=1e-12)
+    assert got["ne"] == pytest.approx(got["logloss"] / got["base_logloss"])
+    assert got["calibration"] == pytest.approx(probabilities.mean() / rate, rel=1e-7)
+    assert got["accuracy"] == sklearn.metrics.accuracy_score(labels, probabilities >= 0.5)
+    assert got["base_rate"] == rate
+
+
+def test_batches_and_processes_do_not_matter() -> None:
+    rng = np.random.default_rng(1)
+    scores, labels = rng.standard_normal(5000).astype(np.float32), rng.random(5000) < 0.2
+    whole = compute(scores, labels)
+    parts = [BinaryMetrics() for _ in range(3)]
+    for k, rows in enumerate(np.array_split(np.arange(5000), 40)):
+        parts[k * 3 // 40].update(torch.from_numpy(scores[rows]), torch.from_numpy(labels[rows]).float())
+    parts[0].merge(parts[1])
+    parts[0].merge(parts[2])
+    assert parts[0].compute() == whole
+    assert parts[0].compute() == whole, "computing does not use rows up"
+
+
+def test_logloss_of_extreme_logits_is_exact() -> None:
+    got = compute(np.array([100.0, -100.0, 100.0]), np.array([1, 0, 0]))
+    assert got["logloss"] == pytest.approx(100 / 3)
+
+
+def test_certain_probabilities_are_kept_off_zero() -> None:
+    got = compute(np.array([0.0, 1.0]), np.array([1, 0]), "probabilities")
+    assert got["logloss"] == pytest.approx(-math.log(1e-7), rel=1e-6)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_one_class_is_reported_not_a_crash(label: int) -> None:
+    got = compute(np.array([0.5, -1.0]), np.array([label, label]))
+    assert math.isnan(got["auc"]) and math.isnan(got["ne"])
+    assert got["undefined"] == f"all 2 labels are {label}: auc and ne need both"
+    assert math.isnan(got["calibration"]) == (label == 0)
+    assert got["base_logloss"] == 0
+
+
+def test_tensors_of_any_float_kind() -> None:
+    logits = torch.tensor([[0.5], [-1.0]], requires_grad=True)
+    metrics = BinaryMetrics()
+    metrics.update(logits, torch.tensor([[1.0], [0.0]]))
+    metrics.update(logits.detach().bfloat16(), torch.tensor([1, 0]))
+    assert metrics.num_rows == 4 and metrics.compute()["auc"] == 1.0
+
+
+def test_later_changes_to_the_callers_arrays_do_not_reach_in() -> None:
+    scores, labels = np.array([1, -1], np.float32), np.array([True, False])
+    metrics = BinaryMetrics()
+    metrics.update(scores, labels)
+    scores[:] = 0
+    labels[:] = False
+    assert metrics.compute()["auc"] == 1.0
+
+
+def test_entropy() -> None:
+    assert entropy(0.5) == pytest.approx(math.log(2))
+    assert entropy(0.0) == entropy(1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "scores", "labels", "message"),
+    [
+        ("logits", [0.0, math.nan], [0, 1], "1 of 2 scores are NaN or infinite"),
+        ("logits", [math.inf], [0], "NaN or infinite"),
+        ("logits", [0.0], [0.5], "labels hold 0.5"),
+        ("logits", [0.0], [math.nan], "labels hold nan"),
+        ("logits", [0.0], [0, 1], "1 scores came with 2 labels"),
+        ("probabilities", [1.5], [1], "for logits use"),
+    ],
+)
+def test_bad_rows(kind: str, scores: list, labels: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compute(np.array(scores), np.array(labels), kind)
+
+
+def test_wrong_use() -> None:
+    with pytest.raises(ValueError, match="choose 'logits' or 'probabilities'"):
+        BinaryMetrics("scores")
+    with pytest.raises(ValueError, match="no rows were added"):
+        BinaryMetrics().compute()
+    with pytest.raises(ValueError, match="cannot merge probabilities into logits"):
+        BinaryMetrics().merge(BinaryMetrics("probabilities"))

@@ -1,0 +1,84 @@
+"""MLP and DLRM against plain torch, and their initialisation against the reference's distribution."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hotrow.config import ModelConfig
+from hotrow.models import build_model
+from hotrow.models.layers import MLP, linear
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_linear_is_drawn_as_in_the_reference() -> None:
+    layer = linear(300, 500, seeded())
+    for tensor, std in ((layer.weight, math.sqrt(2 / 800)), (layer.bias, math.sqrt(1 / 500))):
+        tensor = tensor.detach()
+        assert abs(float(tensor.mean())) < 4 * std / math.sqrt(tensor.numel())
+        assert float(tensor.std()) == pytest.approx(std, rel=4 / math.sqrt(2 * tensor.numel()))
+
+
+def test_only_the_generator_decides_and_nothing_global_moves() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = MLP([5, 4, 3], generator=seeded(7)).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second = MLP([5, 4, 3], generator=seeded(7)).state_dict()
+    other = MLP([5, 4, 3], generator=seeded(8)).state_dict()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not any(torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("last", ["relu", "linear"])
+def test_mlp_against_sequential(last: str) -> None:
+    mlp = MLP([6, 5, 4], generator=seeded(), last=last)  # type: ignore[arg-type]
+    twin = nn.Sequential(mlp.layers[0], nn.ReLU(), mlp.layers[1], nn.ReLU() if last == "relu" else nn.Identity())
+    x = torch.randn(9, 6, generator=seeded(1))
+    assert torch.equal(mlp(x), twin(x))
+
+
+def plain_dlrm(model: nn.Module, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+    x = dense
+    for layer in model.bottom.layers if dense.shape[1] else ():
+        x = torch.relu(nn.functional.linear(x, layer.weight, layer.bias))
+    x = x if dense.shape[1] else model.bottom.bias.repeat(len(dense), 1)
+    vectors = torch.cat([x.unsqueeze(1), pooled], dim=1)
+    dots = vectors @ vectors.transpose(1, 2)
+    pairs = [dots[:, i, j] for i in range(vectors.shape[1]) for j in range(i)]
+    z = torch.cat([x, torch.stack(pairs, dim=1)], dim=1)
+    for k, layer in enumerate(model.top.layers):
+        z = nn.functional.linear(z, layer.weight, layer.bias)
+        z = torch.relu(z) if k < len(model.top.layers) - 1 else z
+    return z[:, 0]
+
+
+@pytest.mark.parametrize("num_dense", [0, 1, 4])
+@pytest.mark.parametrize("num_features", [1, 5])
+def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
+    config = ModelConfig(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6])
+    model = build_model(config, num_dense=num_dense, num_features=num_features, seed=3)
+    dense = torch.randn(7, num_dense, generator=seeded(1))
+    pooled = torch.randn(7, num_features, 8, generator=seeded(2), requires_grad=True)
+    twin = pooled.detach().clone().requires_grad_()
+    logits, expected = model(dense, pooled.reshape(7, -1)), plain_dlrm(model, dense, twin)
+    assert logits.shape == (7,)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(pooled.grad, twin.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_widths_follow_the_paper() -> None:
+    model = build_model(ModelConfig(), num_dense=13, num_features=26, seed=0)
+    widths = [
+        [layer.in_features for layer in mlp.layers] + [mlp.layers[-1].out_features] for mlp in (model.bottom, model.top)
+    ]
+    assert widths == [[13, 512, 256, 64, 16], [16 + 27 * 26 // 2, 512, 256, 1]]

@@ -1,0 +1,164 @@
+"""hotrow.ops: what runs, what it refuses, and that the reference steps in by announcement only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hotrow import KeyedJaggedTensor, TableConfig, ops
+from hotrow.reference import Layout
+
+needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
+
+TABLES = (TableConfig(name="t", num_embeddings=5, embedding_dim=4, feature_names=("f", "g")),)
+LAYOUT = Layout.of(TABLES)
+
+
+def test_layout_puts_features_side_by_side() -> None:
+    tables = (*TABLES, TableConfig(name="u", num_embeddings=5, embedding_dim=3, feature_names=("h",), pooling="mean"))
+    layout = Layout.of(tables)
+    assert [(f.name, f.table, f.columns.start, f.columns.stop, f.pooling) for f in layout.features] == [
+        ("f", 0, 0, 4, "sum"),
+        ("g", 0, 4, 8, "sum"),
+        ("h", 1, 8, 11, "mean"),
+    ]
+    assert layout.width == 11
+
+
+@needs_native
+def test_backend_says_what_runs() -> None:
+    backend = ops.backend()
+    assert (backend.name, backend.reason) == ("native", None)
+    assert backend.isa == ops.isas()[-1]
+    assert backend.threads == torch.get_num_threads()
+
+
+@needs_native
+def test_set_isa_refuses_what_is_not_there() -> None:
+    with pytest.raises(ValueError, match="'sse9' is not available here; choose one of baseline"):
+        ops.set_isa("sse9")
+
+
+PROGRAM = """
+import warnings
+import torch
+from hotrow import KeyedJaggedTensor, TableConfig, ops
+from hotrow.embedding import EmbeddingCollection
+from hotrow.optim import Adagrad
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    emb = EmbeddingCollection([TableConfig(name="t", num_embeddings=50, embedding_dim=5, feature_names=("f",))])
+    optimizer = Adagrad(emb, lr=0.1)
+    for step in range(3):
+        ids = torch.randint(0, 50, (8, 1), generator=torch.Generator().manual_seed(step))
+        (emb(ids) ** 2).sum().backward()
+        optimizer.step()
+print(ops.backend().name, len(caught), *(str(w.message) for w in caught), sep="|")
+print(emb.weights["t"].view(torch.int32).sum().item())
+"""
+
+
+def run_program(native: str) -> tuple[list[str], str]:
+    env = {**os.environ, "HOTROW_NATIVE": native}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
+    first, checksum = done.stdout.splitlines()
+    return first.split("|"), checksum
+
+
+def test_the_reference_is_announced_once_and_trains_to_the_same_bits() -> None:
+    (name, count, message), checksum = run_program("0")
+    assert (name, count) == ("reference", "1")
+    assert "HOTROW_NATIVE=0 is set" in message and "pip install -e ." in message
+    if ops.isas():
+        (name, count), native_checksum = run_program("1")
+        assert (name, count) == ("native", "0")
+        assert checksum == native_checksum
+
+
+def test_allocate_gives_zeros_that_live_as_long_as_the_tensor() -> None:
+    large, small = ops.allocate(1 << 19, 4), ops.allocate(3)
+    row = large[-1]
+    del large
+    assert row.tolist() == [0.0] * 4 and small.tolist() == [0.0] * 3
+    assert ops.allocate(0, 7).shape == (0, 7)
+
+
+@needs_native
+def test_allocate_aligns_to_huge_pages_and_gives_memory_back() -> None:
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    assert ops.allocate(1 << 19, 4).data_ptr() % (1 << 21) == 0
+    before = resident_bytes()
+    for _ in range(20):
+        ops.allocate(1 << 22).fill_(1.0)
+    assert resident_bytes() - before < 32 << 20, "16 MiB arrays are not freed"
+
+
+@needs_native
+def test_allocate_refuses_what_no_machine_has() -> None:
+    with pytest.raises(MemoryError):
+        ops.allocate(1 << 50)
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(5, 4, dtype=torch.float64), torch.zeros(4, 5).t()])
+def test_arrays_must_be_contiguous_float32(bad: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="array 1 is .*pass contiguous float32"):
+        ops.Arrays([torch.zeros(5, 4), bad])
+
+
+def test_a_missing_feature_is_named() -> None:
+    kernels, weights = ops.Kernels(LAYOUT), ops.Arrays([torch.zeros(5, 4)])
+    with pytest.raises(ValueError, match="feature 'g' is missing from the batch, whose keys are f, x"):
+        kernels.lookup(weights, KeyedJaggedTensor(["f", "x"], torch.tensor([0, 1])))
+
+
+def test_ids_that_are_not_rows_are_named() -> None:
+    kernels, weights = ops.Kernels(LAYOUT), ops.Arrays([torch.zeros(5, 4)])
+    batch = KeyedJaggedTensor(["g", "f"], torch.tensor([0, 1, 4, 5]))
+    with pytest.raises(ValueError, match=r"feature 'f', sample 1, position 0: id 5 .* in \[0, 5\)"):
+        kernels.lookup(weights, batch)
+
+
+def test_weight_gradient_of_other_collections_features_is_zero() -> None:
+    batch = KeyedJaggedTensor(["x", "f", "g"], torch.tensor([99, 1, 4]), torch.ones(3))
+    weights = ops.Arrays([torch.arange(20.0).view(5, 4)])
+    grad = ops.Kernels(LAYOUT).weight_gradient(weights, batch, torch.ones(1, 8))
+    assert grad.tolist() == [0.0, 4.0 + 5 + 6 + 7, 16.0 + 17 + 18 + 19]
+
+
+def test_dot_interaction_order_of_pairs() -> None:
+    dense = torch.tensor([[1.0, 0.0]])
+    pooled = torch.tensor([[[2.0, 1.0], [3.0, 5.0], [7.0, 11.0]]])
+    pairs = [2, 3, 2 * 3 + 5, 7, 14 + 11, 21 + 55]
+    assert ops.dot_interaction(dense, pooled).tolist() == [[1.0, 0.0, *map(float, pairs)]]
+
+
+@pytest.mark.parametrize(
+    ("dense", "pooled"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2, 4, 5)),
+        (torch.zeros(2, 3), torch.zeros(1, 4, 3)),
+        (torch.zeros(2, 3), torch.zeros(2, 3)),
+        (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 4, 3)),
+    ],
+)
+def test_dot_interaction_refuses_what_does_not_fit(dense: torch.Tensor, pooled: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"pass float32 \[B, D\] and \[B, F, D\]"):
+        ops.dot_interaction(dense, pooled)
+
+
+@needs_native
+def test_touch_rows_writes_one_word_of_each_line() -> None:
+    rows = torch.zeros(10, 32)  # two cache lines each
+    ops.touch_rows(rows, torch.tensor([3, 3, 7]), distance=2, write=True, threads=2)
+    words = rows.view(torch.int64)
+    assert words.nonzero().tolist() == [[3, 0], [3, 8], [7, 0], [7, 8]]
+    assert words[3, 0] == 2 and words[7, 8] == 1
+    with pytest.raises(ValueError, match="id out of range"):
+        ops.touch_rows(rows, torch.tensor([10]), distance=2, write=False, threads=1)

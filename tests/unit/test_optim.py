@@ -1,0 +1,193 @@
+"""Sparse optimizers as torch.optim.Optimizer: groups, schedulers, state and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hotrow import TableConfig
+from hotrow.embedding import EmbeddingCollection
+from hotrow.optim import SGD, Adagrad, RowWiseAdagrad
+
+ALL = [SGD, Adagrad, RowWiseAdagrad]
+ADAPTIVE = [Adagrad, RowWiseAdagrad]
+
+
+def make(seed: int = 0, lr_scale: float = 1.0) -> EmbeddingCollection:
+    return EmbeddingCollection(
+        [
+            TableConfig(name="a", num_embeddings=10, embedding_dim=3, feature_names=("a",)),
+            TableConfig(name="b", num_embeddings=20, embedding_dim=2, feature_names=("b",), lr_scale=lr_scale),
+        ],
+        seed=seed,
+    )
+
+
+def train(emb: EmbeddingCollection, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        ids = torch.randint(0, 10, (6, 2), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (emb(ids) ** 2).sum().backward()
+        optimizer.step()
+
+
+def test_sgd_steps_by_lr_times_gradient() -> None:
+    emb = make(lr_scale=0.5)
+    before = {name: w.clone() for name, w in emb.weights.items()}
+    (3.0 * emb(torch.tensor([[1, 2]]))).sum().backward()
+    SGD(emb, lr=0.1).step()
+    for name, row, rate in (("a", 1, 0.1), ("b", 2, 0.05)):
+        expected = before[name].clone()
+        expected[row] -= rate * 3.0
+        torch.testing.assert_close(emb.weights[name], expected)
+
+
+@pytest.mark.parametrize(("optimizer_class", "shape"), [(Adagrad, (10, 3)), (RowWiseAdagrad, (10,))])
+def test_state_is_one_sum_per_element_or_row(optimizer_class: type, shape: tuple[int, ...]) -> None:
+    emb = make()
+    optimizer = optimizer_class(emb, lr=0.1, initial_accumulator_value=0.25)
+    total = optimizer.state[emb.weights["a"]]["sum"]
+    assert total.shape == shape and (total == 0.25).all()
+    (2.0 * emb(torch.tensor([[1, 2]]))).sum().backward()
+    before = emb.weights["a"][1].clone()
+    optimizer.step()
+    assert (total[1] == 4.25).all() and (total[0] == 0.25).all()
+    torch.testing.assert_close(emb.weights["a"][1], before - 0.1 * 2.0 / 4.25**0.5)
+
+
+@pytest.mark.parametrize("optimizer_class", ALL)
+def test_one_group_per_table_with_its_name(optimizer_class: type) -> None:
+    emb = make(lr_scale=3.0)
+    optimizer = optimizer_class(emb, lr=0.1)
+    assert [(g["name"], g["lr"], g["lr_scale"]) for g in optimizer.param_groups] == [("a", 0.1, 1.0), ("b", 0.1, 3.0)]
+    assert [g["params"][0] is emb.weights[g["name"]] for g in optimizer.param_groups] == [True, True]
+
+
+def test_schedulers_drive_the_rate() -> None:
+    emb = make()
+    optimizer = SGD(emb, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    steps = []
+    for _ in range(3):
+        before = emb.weights["a"][1].clone()
+        emb(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        steps.append((before - emb.weights["a"][1]).mean().item())
+    assert steps == pytest.approx([1.0, 0.5, 0.25])
+
+
+def test_each_table_has_its_own_rate() -> None:
+    emb = make()
+    optimizer = SGD(emb, lr=1.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = emb.weights["a"].clone()
+    emb(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    assert torch.equal(emb.weights["a"], before)
+    assert (emb.weights["b"][2] < -0.5).all()
+
+
+@pytest.mark.parametrize("optimizer_class", ALL)
+def test_step_consumes_and_zero_grad_drops(optimizer_class: type) -> None:
+    emb = make()
+    optimizer = optimizer_class(emb, lr=0.1)
+    ids = torch.tensor([[1, 2]])
+    emb(ids).sum().backward()
+    optimizer.step()
+    assert emb.pending == []
+    after = emb.weights["a"].clone()
+    optimizer.step()
+    emb(ids).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(emb.weights["a"], after)
+
+
+def test_closure_is_called_with_gradients_on() -> None:
+    emb = make()
+    optimizer = SGD(emb, lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = emb(torch.tensor([[1, 2]])).sum()
+        loss.backward()
+        return loss
+
+    before = emb.weights["a"][1].clone()
+    loss = optimizer.step(closure)
+    assert isinstance(loss, torch.Tensor)
+    torch.testing.assert_close(emb.weights["a"][1], before - 0.1)
+
+
+@pytest.mark.parametrize("optimizer_class", ALL)
+def test_resume_from_state_dicts_is_bit_equal(optimizer_class: type) -> None:
+    straight = make()
+    optimizer = optimizer_class(straight, lr=0.1)
+    train(straight, optimizer, range(3))
+    saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict()))
+    train(straight, optimizer, range(3, 6))
+
+    resumed = make(seed=9)
+    other = optimizer_class(resumed, lr=0.7)
+    train(resumed, other, range(2))
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    assert other.param_groups[0]["lr"] == 0.1
+    train(resumed, other, range(3, 6))
+    for name in ("a", "b"):
+        assert torch.equal(resumed.weights[name], straight.weights[name])
+
+
+@pytest.mark.parametrize("optimizer_class", ADAPTIVE)
+def test_loading_keeps_the_sums_in_place(optimizer_class: type) -> None:
+    emb = make()
+    optimizer = optimizer_class(emb, lr=0.1)
+    total = optimizer.state[emb.weights["a"]]["sum"]
+    train(emb, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    train(emb, optimizer, range(2, 3))
+    optimizer.load_state_dict(state)
+    assert optimizer.state[emb.weights["a"]]["sum"] is total
+    assert torch.equal(total, state["state"][0]["sum"])
+
+
+def test_load_refuses_another_optimizers_state() -> None:
+    emb = make()
+    total = Adagrad(emb, lr=0.1)
+    with pytest.raises(ValueError, match=r"sums have shapes {0: \(10,\), 1: \(20,\)}, Adagrad keeps {0: \(10, 3\)"):
+        total.load_state_dict(RowWiseAdagrad(emb, lr=0.1).state_dict())
+    with pytest.raises(ValueError, match=r"sums have shapes {}, Adagrad keeps"):
+        total.load_state_dict(SGD(emb, lr=0.1).state_dict())
+    renamed = SGD(emb, lr=0.1).state_dict()
+    renamed["param_groups"][0]["name"] = "z"
+    with pytest.raises(ValueError, match=r"of tables \['z', 'b'\], this optimizer's are \['a', 'b'\]"):
+        SGD(emb, lr=0.1).load_state_dict(renamed)
+
+
+@pytest.mark.parametrize("lr", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("optimizer_class", ALL)
+def test_lr_must_be_positive(optimizer_class: type, lr: float) -> None:
+    with pytest.raises(ValueError, match=f"{optimizer_class.__name__}: lr is {lr}; it must be a positive number"):
+        optimizer_class(make(), lr=lr)
+
+
+@pytest.mark.parametrize("optimizer_class", ADAPTIVE)
+@pytest.mark.parametrize("name", ["eps", "initial_accumulator_value"])
+def test_eps_and_initial_value_must_not_be_negative(optimizer_class: type, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is -1; it must be 0 or a positive number"):
+        optimizer_class(make(), lr=0.1, **{name: -1})
+
+
+def test_an_altered_batch_is_refused_and_changes_nothing() -> None:
+    emb = make()
+    optimizer = Adagrad(emb, lr=0.1)
+    ids = torch.tensor([[1, 2], [3, 4]], dtype=torch.int64)
+    out = emb(ids)
+    out.sum().backward()
+    emb.pending[0].sparse.values[3] = 20
+    before = {name: w.clone() for name, w in emb.weights.items()}
+    with pytest.raises(ValueError, match="feature 'b', sample 1, position 0: id 20"):
+        optimizer.step()
+    assert all(torch.equal(before[name], emb.weights[name]) for name in before)

@@ -1,0 +1,90 @@
+"""The schema's words: what is accepted, and that every fault is named with its place, value and cure."""
+
+import pytest
+
+from hotrow.data.schema import load_schema, parse_schema
+
+MINIMAL = {"label": "click", "categorical": ["user", "item"]}
+
+
+def test_bare_names_stand_for_columns_with_defaults() -> None:
+    schema = parse_schema(MINIMAL | {"dense": ["price"], "time": "ts"}, where="s.yaml")
+    assert schema.label.column == "click"
+    assert schema.time is not None and schema.time.column == "ts"
+    assert schema.dense[0].transform == "standardize"
+    assert schema.feature_names == schema.table_names == ("user", "item")
+    assert schema.column_names == ("click", "ts", "price", "user", "item")
+
+
+def test_json_round_trip_keeps_everything() -> None:
+    schema = parse_schema(
+        {
+            "label": {"column": "behaviour", "positive": ["buy", "cart"]},
+            "time": {"column": "ts", "format": "%Y"},
+            "dense": [{"column": "age", "transform": "identity"}],
+            "categorical": [
+                {"column": "item", "type": "int"},
+                {"column": "seen", "kind": "sequence", "table": "item", "separator": "|"},
+            ],
+            "tables": {"item": {"min_count": 3, "hash_cap": 100}},
+            "split": {"kind": "random", "fractions": [0.5, 0.25, 0.25], "seed": 7},
+            "csv": {"delimiter": ";", "null_values": ["", "NA"]},
+            "licence": "ours",
+        },
+        where="s.yaml",
+    )
+    assert parse_schema(schema.to_json(), where="again") == schema
+    assert schema.features_of("item") == ("item", "seen")
+    assert schema.table("item").hash_cap == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": "x"}, r"s\.yaml: unknown key 'labels'; did you mean 'label'\?; known: version, label"),
+        ({"categorical": [{"column": "a", "knd": "x"}]}, r"unknown key 'categorical\[0\]\.knd'; did you mean 'kind'\?"),
+        ({"categorical": [{"column": "a", "kind": "list"}]}, r"categorical\[0\]\.kind is 'list': .*'multi_hot'"),
+        ({"categorical": []}, r"categorical is \[\]: .*at least 1"),
+        ({"categorical": ["user", "click"]}, "categorical lists 'click', which is the label"),
+        ({"dense": ["a", "a"]}, "dense lists column 'a' twice"),
+        ({"tables": {"usr": {}}}, "tables lists 'usr', which no feature uses; did you mean 'user'"),
+        ({"label": {"column": "r", "positive": [1], "at_least": 4}}, "label: give either 'positive' or 'at_least'"),
+        ({"split": {"fractions": [0.5, 0.1, 0.1]}}, r"split: fractions \[0.5, 0.1, 0.1\] must be .* sum 1"),
+        ({"split": {"kind": "chrono"}}, "split.kind is 'chrono': .*'random'"),
+        ({"tables": {"user": {"min_count": 0}}}, r"tables\.user\.min_count is 0: .*greater than or equal to 1"),
+        ({"tables": {"user": {"min_count": "2"}}}, r"tables\.user\.min_count is '2'"),
+        ({"categorical": ["a/b"]}, r"table name of feature 'a/b' \(set with 'table:'\).*rename"),
+        ({"categorical": [{"column": "a", "separator": "|"}]}, "'separator' is for kind multi_hot or sequence"),
+    ],
+)
+def test_faults_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_schema(MINIMAL | change, where="s.yaml")
+
+
+def test_missing_keys_are_all_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"label is missing; add it\n.*categorical is missing; add it"):
+        parse_schema({}, where="s.yaml")
+
+
+def test_options_override_every_table_and_the_split() -> None:
+    schema = parse_schema(MINIMAL | {"tables": {"user": {"hash_cap": 5}}}, where="s.yaml")
+    changed = schema.with_options(split="random", seed=3, min_count=2)
+    assert {n: t.min_count for n, t in changed.tables.items()} == {"user": 2, "item": 2}
+    assert changed.table("user").hash_cap == 5
+    assert (changed.split.kind, changed.split.seed) == ("random", 3)
+    assert schema.with_options().table("user") == schema.table("user")
+
+
+def test_file_errors_name_the_file(tmp_path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("label: [click\ncategorical: x")
+    with pytest.raises(ValueError, match=rf"{path}.*line 2"):
+        load_schema(path)
+    with pytest.raises(ValueError, match="hotrow init"):
+        load_schema(tmp_path / "none.yaml")
+    path.write_text("\ufefflabel: click\ncategorical: [user]\n")
+    assert load_schema(path).feature_names == ("user",)
+    path.write_text("!!python/object/apply:os.system ['true']")
+    with pytest.raises(ValueError, match="could not determine a constructor"):
+        load_schema(path)

@@ -1,0 +1,90 @@
+"""The built-in layouts on rows made in their published form, and on real rows where they are at hand."""
+
+from pathlib import Path
+
+import pytest
+
+from hotrow.data.avazu import COLUMNS as AVAZU_COLUMNS
+from hotrow.data.avazu import looks_like_avazu, open_avazu
+from hotrow.data.chunk import RowError
+from hotrow.data.movielens import movielens_layout, open_movielens
+from hotrow.data.taobao import looks_like_taobao, open_taobao
+from raw_rows import read
+
+
+def test_taobao_events_are_labelled_by_behaviour(tmp_path: Path) -> None:
+    path = tmp_path / "UserBehavior.csv"
+    path.write_text("1,2268318,2520377,pv,1511544070\n1,2333346,2520771,cart,1511561733\n100,5,6,buy,1511600000\n")
+    rows = read(open_taobao(path))
+    assert rows["label"] == [0, 1, 1]
+    assert rows["user"] == [1, 1, 100] and rows["item"][0] == 2268318 and rows["category"][1] == 2520771
+    assert rows["time"] == [1511544070, 1511561733, 1511600000]
+    assert looks_like_taobao("1,2268318,2520377,pv,1511544070") and not looks_like_taobao("a,b,c,d,e")
+
+
+def test_real_taobao_events(real_data) -> None:
+    rows = read(open_taobao(real_data("taobao_userbehavior_110k.csv.gz")))
+    assert len(rows["label"]) == 110_300
+    assert rows["time"] == sorted(rows["time"])
+    assert 0 < sum(rows["label"]) < 0.2 * len(rows["label"])
+
+
+MOVIELENS = {
+    "u.data": "196\t242\t3\t881250949\n186\t302\t4\t891717742\n",
+    "ratings.dat": "196::242::3::881250949\n186::302::4::891717742\n",
+    "ratings.csv": "userId,movieId,rating,timestamp\r\n196,242,3.5,881250949\r\n186,302,4.0,891717742\r\n",
+}
+
+
+@pytest.mark.parametrize("name", MOVIELENS)
+def test_movielens_layouts_read_alike(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(MOVIELENS[name])
+    (tmp_path / "movies.dat").write_text("1::Toy Story (1995)::Animation\n")
+    for paths in (tmp_path / name, tmp_path):
+        rows = read(open_movielens(paths))
+        assert rows["label"] == [0, 1]
+        assert rows["userId"] == [196, 186] and rows["movieId"] == [242, 302]
+        assert rows["time"] == [881250949, 891717742]
+
+
+def test_movielens_layout_must_be_one_of_the_published(tmp_path: Path) -> None:
+    path = tmp_path / "u.item"
+    path.write_text("1|Toy Story (1995)|01-Jan-1995\n")
+    with pytest.raises(ValueError, match=r"u\.item:1: '1\|Toy Story .* is no MovieLens rating"):
+        open_movielens(path)
+    assert movielens_layout("1::1193::5::978300760") == "1m"
+
+
+AVAZU_ROW = (
+    "1000009418151094273,0,14102100,1005,0,1fbe01fe,f3845767,28905ebd,ecad2386,7801e8d9,07d7df22,a99f214a,ddd2926e,"
+    "44956a24,1,2,15706,320,50,1722,0,35,-1,79"
+)
+
+
+def test_avazu_header_hours_and_hex_ids(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text(",".join(AVAZU_COLUMNS) + "\n" + AVAZU_ROW + "\n")
+    rows = read(open_avazu(path))
+    assert rows["label"] == [0] and rows["time"] == [14102100]
+    assert rows["device_ip"] == ["ddd2926e"] and rows["C20"] == ["-1"]
+    assert len(rows) == 3 + 21
+    assert looks_like_avazu(",".join(AVAZU_COLUMNS))
+
+
+def test_avazu_test_file_has_no_label(tmp_path: Path) -> None:
+    path = tmp_path / "test.csv"
+    columns = [c for c in AVAZU_COLUMNS if c != "click"]
+    fields = AVAZU_ROW.split(",")
+    path.write_text(",".join(columns) + "\n" + ",".join(fields[:1] + fields[2:]) + "\n")
+    assert looks_like_avazu(",".join(columns))
+    chunk = next(open_avazu(path, labels="auto").chunks())
+    assert chunk.label is None and chunk.num_rows == 1
+    with pytest.raises(ValueError, match="lacks column 'click'"):
+        open_avazu(path)
+
+
+def test_bad_events_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("1,2,3,pv,10\n1,2.5,3,pv,11\n")
+    with pytest.raises(RowError, match=r"x\.csv:2 \(item\): '2.5' is no exact integer id"):
+        read(open_taobao(path))

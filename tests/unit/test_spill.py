@@ -1,0 +1,177 @@
+"""Counter and encoder pools: budgets, snapshots, full disks, and folders left clean."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotrow.data import encoder, native, spill
+from hotrow.data.chunk import Keys
+from hotrow.data.encoder import EncoderPool, TableEncoder
+from hotrow.data.spill import CounterPool
+from hotrow.data.vocabulary import Vocabulary
+
+
+def chunk(seed: int, n: int = 1000) -> Keys:
+    rng = np.random.default_rng(seed)
+    return Keys(rng.integers(0, 3000, n), valid=rng.random(n) > 0.1)
+
+
+def count(folder: Path, chunks: range, *, memory_bytes: int = 1 << 20) -> CounterPool:
+    pool = CounterPool(folder, memory_bytes=memory_bytes)
+    pool.declare("t", "int")
+    for seed in chunks:
+        pool.add("t", chunk(seed))
+    return pool
+
+
+def files_of(pool: CounterPool, folder: Path, **options: int) -> tuple[bytes, bytes]:
+    folder.mkdir()
+    pool.build("t", folder / "v", folder / "c", **options)
+    return (folder / "v").read_bytes(), (folder / "c").read_bytes()
+
+
+def test_the_budget_is_kept(tmp_path: Path) -> None:
+    with CounterPool(tmp_path / "tmp", memory_bytes=200_000) as pool:
+        for table in ("a", "b", "c"):
+            pool.declare(table, "int")
+        for seed in range(20):
+            for table in ("a", "b", "c"):
+                pool.add(table, chunk(seed))
+                assert pool.num_bytes <= 200_000
+        assert pool.num_spills > 0
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_resume_from_a_snapshot_gives_the_same_files(tmp_path: Path) -> None:
+    whole = files_of(count(tmp_path / "whole", range(6)), tmp_path / "a")
+    for memory_bytes in (1 << 20, 30_000):
+        folder = tmp_path / f"tmp{memory_bytes}"
+        with pytest.raises(KeyboardInterrupt), count(folder, range(3), memory_bytes=memory_bytes) as pool:
+            pool.snapshot({"chunks": 3})
+            pool.add("t", chunk(99))  # after the snapshot: to be forgotten
+            pool._spill(pool._tables["t"])
+            raise KeyboardInterrupt
+        resumed = CounterPool(folder, memory_bytes=memory_bytes)
+        assert resumed.progress == {"chunks": 3}
+        resumed.declare("t", "int")
+        for seed in range(3, 6):
+            resumed.add("t", chunk(seed))
+        resumed.snapshot({"chunks": 6})
+        assert files_of(resumed, tmp_path / f"b{memory_bytes}") == whole
+        resumed.close()
+        assert list(folder.iterdir()) == []
+
+
+def test_runs_are_merged_when_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = files_of(count(tmp_path / "whole", range(9)), tmp_path / "a")
+    monkeypatch.setattr(spill, "MAX_RUNS", 3)
+    pool = count(tmp_path / "tmp", range(4), memory_bytes=1)
+    pool.snapshot("here")
+    kept = sorted(path.name for path in (tmp_path / "tmp").iterdir())
+    for seed in range(4, 9):
+        pool.add("t", chunk(seed))
+    assert set(kept) <= {path.name for path in (tmp_path / "tmp").iterdir()}, "a snapshot's runs must outlive a merge"
+    assert len(pool._tables["t"].runs) <= 3
+    assert files_of(pool, tmp_path / "b") == whole
+
+
+def test_a_snapshot_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    count(tmp_path, range(1)).snapshot(1)
+    pool = CounterPool(tmp_path, memory_bytes=1)
+    with pytest.raises(ValueError, match=r"table 't' is declared with 'bytes' keys and hash_cap 0, before with 'int'"):
+        pool.declare("t", "bytes")
+    with pytest.raises(ValueError, match=r"table name is '../x'"):
+        pool.declare("../x", "int")
+    snapshot = tmp_path / "counters.json"
+    text = snapshot.read_text()
+    snapshot.write_text(text.replace('"t.1.run"', '"../t.1.run"'))
+    with pytest.raises(ValueError, match=r"run is '../t.1.run'"):
+        CounterPool(tmp_path, memory_bytes=1)
+    snapshot.write_text(text.replace('"version": 1', '"version": 9'))
+    with pytest.raises(ValueError, match="snapshot version is 9"):
+        CounterPool(tmp_path, memory_bytes=1)
+    snapshot.write_text(text)
+    (tmp_path / "t.1.run").unlink()
+    with pytest.raises(ValueError, match=r"t.1.run is missing, the snapshot needs it; delete"):
+        CounterPool(tmp_path, memory_bytes=1)
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_while_counting_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match=r"Nothing had been kept yet. Free some space, then run the same"):  # noqa: SIM117
+        with count(tmp_path, range(2)) as pool:
+            monkeypatch.setattr(native.Counter, "drain", full_disk)
+            pool.snapshot(2)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    with pytest.raises(OSError, match=r"disk full while writing out counts of table 't' .*last snapshot are kept") as e:  # noqa: SIM117
+        with count(tmp_path, range(2)) as pool:
+            pool.snapshot(2)
+            pool.add("t", chunk(2))
+            monkeypatch.setattr(native.Counter, "drain", full_disk)
+            pool.snapshot(3)
+    assert e.value.errno == errno.ENOSPC
+    assert CounterPool(tmp_path, memory_bytes=1).progress == 2
+
+
+def vocabulary(folder: Path) -> Path:
+    pool = count(folder / "count", range(5))
+    pool.build("t", folder / "v", folder / "c")
+    pool.close()
+    return folder / "v"
+
+
+def test_an_encoder_that_does_not_fit_equals_one_that_does(tmp_path: Path) -> None:
+    path = vocabulary(tmp_path)
+    with EncoderPool({"t": path}, tmp_path / "tmp", memory_bytes=20_000) as encoders:
+        assert encoders.needs_occurrences
+        for seed in range(8):
+            encoders["t"].add("f", chunk(seed))
+            encoders["t"].add("g", chunk(seed + 100, n=10))
+        encoders.finish()
+        assert sorted(p.name for p in (tmp_path / "tmp").iterdir()) == ["v.0.rows", "v.1.rows"]
+        truth = Vocabulary.open(path)
+        for seed in range(8):
+            assert (encoders["t"].encode("f", chunk(seed), first_key=1000 * seed) == truth.lookup(chunk(seed))).all()
+            out = np.empty(10, np.int64)
+            encoders["t"].encode("g", chunk(seed + 100, n=10), first_key=10 * seed, out=out)
+            assert (out == truth.lookup(chunk(seed + 100, n=10))).all()
+        with pytest.raises(ValueError, match="the source yields keys 8000 to 9000, more than in the pass before"):
+            encoders["t"].encode("f", chunk(0), first_key=8000)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_small_vocabularies_are_loaded_first(tmp_path: Path) -> None:
+    large = vocabulary(tmp_path)
+    with CounterPool(tmp_path / "count", memory_bytes=1 << 20) as pool:
+        pool.declare("small", "int")
+        pool.add("small", Keys(np.arange(10)))
+        pool.build("small", tmp_path / "w", tmp_path / "d")
+    paths = {"large": large, "small": tmp_path / "w"}
+    with EncoderPool(paths, tmp_path / "tmp", memory_bytes=30_000) as encoders:
+        assert not encoders["small"].needs_occurrences
+        assert encoders["large"].needs_occurrences
+    with EncoderPool(paths, tmp_path / "tmp", memory_bytes=1 << 20) as encoders:
+        assert not encoders.needs_occurrences
+    with pytest.raises(ValueError, match=r"a vocabulary of [\d,]+ bytes cannot be used within 100; give it at least"):
+        TableEncoder(large, tmp_path, memory_bytes=100)
+
+
+def test_a_full_disk_while_encoding_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = vocabulary(tmp_path)
+    monkeypatch.setattr(encoder, "open_private", full_disk)
+    with (
+        pytest.raises(OSError, match=r"disk full while encoding with the vocabulary 'v', which does not fit"),
+        EncoderPool({"t": path}, tmp_path / "tmp", memory_bytes=20_000) as encoders,
+    ):
+        encoders["t"].add("f", chunk(0))
+        encoders.finish()
+    assert list((tmp_path / "tmp").iterdir()) == []

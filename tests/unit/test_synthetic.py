@@ -1,0 +1,267 @@
+"""hotrow.data.synthetic: the rows follow the stated laws, whatever the chunks, and the planted truth is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotrow.data.chunk import Chunk, Position
+from hotrow.data.synthetic import (
+    PRESETS,
+    SyntheticConfig,
+    SyntheticDense,
+    SyntheticSource,
+    SyntheticTable,
+    criteo_kaggle,
+    criteo_terabyte,
+    write_criteo,
+)
+from hotrow.data.synthetic_rows import CELL_ROWS, Generator, _exchange, _salt, sigmoid
+from hotrow.metrics import auc
+
+
+def make_config(num_rows: int = 40_000, **fields: Any) -> SyntheticConfig:
+    tables = (
+        SyntheticTable(name="user", num_embeddings=5_000, drift=0.3),
+        SyntheticTable(name="site", num_embeddings=50, zipf=1.3, missing=0.2),
+        SyntheticTable(name="tags", num_embeddings=300, kind="multi_hot", mean_length=3.0, max_length=8),
+        SyntheticTable(name="past", num_embeddings=5_000, kind="sequence", mean_length=6.0, max_length=40, drift=0.1),
+    )
+    dense = (SyntheticDense(name="n", missing=0.3), SyntheticDense(name="m", mean=0.5, sd=0.5, missing=0.0))
+    return SyntheticConfig(num_rows=num_rows, tables=tables, dense=dense, **fields)
+
+
+def read(source: SyntheticSource, start: int = 0, rows_per_chunk: int = 65_536) -> list[Chunk]:
+    return list(source.chunks(Position(offset=start), rows_per_chunk=rows_per_chunk))
+
+
+@pytest.fixture(scope="module")
+def whole() -> Chunk:
+    (chunk,) = read(SyntheticSource(make_config()))
+    return chunk
+
+
+@pytest.mark.parametrize(
+    ("start", "rows_per_chunk"), [(0, 1_000), (0, 16_384), (17_001, 9_999), (39_999, 5), (16_384, 30_000)]
+)
+def test_chunks_of_any_size_from_anywhere_hold_the_same_rows(whole: Chunk, start: int, rows_per_chunk: int) -> None:
+    row = start
+    for chunk in read(SyntheticSource(make_config()), start, rows_per_chunk):
+        rows = slice(row, row + chunk.num_rows)
+        row = rows.stop
+        assert chunk.position == Position(offset=row)
+        np.testing.assert_array_equal(chunk.label, whole.label[rows])
+        np.testing.assert_array_equal(chunk.dense, whole.dense[rows])
+        np.testing.assert_array_equal(chunk.time, whole.time[rows])
+        for name, keys in chunk.keys.items():
+            wanted = whole.keys[name]
+            if wanted.row_splits is None:
+                np.testing.assert_array_equal(keys.values, wanted.values[rows])
+                np.testing.assert_array_equal(keys.valid, None if wanted.valid is None else wanted.valid[rows])
+            else:
+                splits = wanted.row_splits[rows.start : rows.stop + 1]
+                np.testing.assert_array_equal(keys.row_splits, splits - splits[0])
+                np.testing.assert_array_equal(keys.values, wanted.values[splits[0] : splits[-1]])
+    assert row == 40_000
+
+
+def test_what_a_source_says_of_itself(whole: Chunk) -> None:
+    source = SyntheticSource(make_config())
+    assert source.dense_names == ("n", "m") and source.key_kinds == dict.fromkeys(
+        ("user", "site", "tags", "past"), "int"
+    )
+    assert source.feature_kinds["past"] == "sequence"
+    info = source.scout()
+    assert (info.num_rows, info.num_rows_exact) == (40_000, True)
+    assert info.fingerprint != SyntheticSource(make_config(seed=1)).scout().fingerprint
+    assert whole.label.dtype == whole.dense.dtype == np.float32 and whole.keys["user"].values.dtype == np.uint32
+    assert whole.time[0] == 1_577_836_800 and 0 <= 7 * 86_400 - (whole.time[-1] - whole.time[0]) <= 16
+    assert (np.diff(whole.time) >= 0).all()
+
+
+def test_other_seeds_give_other_rows(whole: Chunk) -> None:
+    (other,) = read(SyntheticSource(make_config(seed=1)))
+    assert (other.label != whole.label).mean() > 0.2
+    assert (other.keys["user"].values == whole.keys["user"].values).mean() < 0.05
+
+
+@pytest.mark.parametrize("zipf", [0.0, 1.0, 1.1, 2.0])
+def test_popularity_follows_the_stated_law(zipf: float) -> None:
+    table = SyntheticTable(name="t", num_embeddings=40, zipf=zipf)
+    (chunk,) = read(SyntheticSource(SyntheticConfig(num_rows=100_000, tables=(table,))), rows_per_chunk=100_000)
+    generator = Generator(SyntheticConfig(num_rows=1, tables=(table,)))
+    key_of_item = generator.keys(0, np.arange(40))
+    got = (chunk.keys["t"].values[:, None] == key_of_item).sum(axis=0)
+    edges = np.arange(41) + 0.5
+    integral = np.log(edges) if zipf == 1 else edges ** (1 - zipf) / (1 - zipf)
+    wanted = 100_000 * np.diff(integral) / (integral[-1] - integral[0])
+    assert got.sum() == 100_000
+    # Each count is Binomial; 5 standard deviations.
+    assert (np.abs(got - wanted) < 5 * np.sqrt(wanted) + 1).all()
+
+
+def test_keys_are_distinct_and_do_not_tell_the_popularity() -> None:
+    generator = Generator(SyntheticConfig(num_rows=1, tables=(SyntheticTable(name="t", num_embeddings=100_000),)))
+    keys = generator.keys(0, np.arange(100_000))
+    assert len(np.unique(keys)) == 100_000
+    assert abs(np.corrcoef(np.arange(100_000), keys)[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("num_embeddings", [1, 2, 7, 1000])
+def test_drift_exchanges_the_stated_share_and_stays_one_to_one(num_embeddings: int) -> None:
+    table = SyntheticTable(name="t", num_embeddings=num_embeddings, drift=0.4)
+    salt = _salt(SyntheticConfig(num_rows=1, tables=(table,)), table)
+    ranks = np.arange(num_embeddings)
+    changed = []
+    for time in (0.0, 0.5, 1.0):
+        items = _exchange(table, salt, ranks, np.full(num_embeddings, time))
+        assert sorted(items) == list(ranks)
+        changed.append((items != ranks).mean())
+    assert changed[0] == 0 and changed == sorted(changed)
+    if num_embeddings == 1000:
+        assert changed[1] == pytest.approx(0.2, abs=0.06) and changed[2] == pytest.approx(0.4, abs=0.08)
+
+
+def test_without_drift_the_popular_stay_popular_and_with_it_they_do_not() -> None:
+    def overlap(drift: float) -> float:
+        table = SyntheticTable(name="t", num_embeddings=2_000, drift=drift)
+        (chunk,) = read(SyntheticSource(SyntheticConfig(num_rows=60_000, tables=(table,))))
+        tops = []
+        for part in (chunk.keys["t"].values[:20_000], chunk.keys["t"].values[40_000:]):
+            keys, counts = np.unique(part, return_counts=True)
+            tops.append(set(keys[np.argsort(-counts)[:50]]))
+        return len(tops[0] & tops[1]) / 50
+
+    assert overlap(0.0) > 0.85
+    assert overlap(1.0) < 0.5
+
+
+def test_missing_values_and_lengths(whole: Chunk) -> None:
+    assert (~whole.keys["site"].valid).mean() == pytest.approx(0.2, abs=0.02)
+    assert np.isnan(whole.dense).mean(axis=0) == pytest.approx([0.3, 0.0], abs=0.02)
+    counts = whole.dense[~np.isnan(whole.dense)]
+    assert (counts == np.floor(counts)).all() and counts.min() >= 0
+    assert np.log1p(whole.dense[:, 1]).mean() == pytest.approx(0.3, abs=0.1)
+    for name, mean, longest in (("tags", 3.0, 8), ("past", 6.0, 40)):
+        lengths = np.diff(whole.keys[name].row_splits)
+        assert lengths.min() == 0 and lengths.max() == longest
+        assert lengths.mean() == pytest.approx(mean, abs=0.15)
+    assert np.diff(whole.keys["past"].row_splits).std() > 2 * np.diff(whole.keys["tags"].row_splits).std()
+
+
+def test_labels_follow_the_teacher(whole: Chunk) -> None:
+    logits = SyntheticSource(make_config()).teacher_logits(0, 40_000)
+    assert whole.label.mean() == pytest.approx(0.25, abs=0.01)
+    order = np.argsort(logits)
+    for tenth in np.array_split(order, 10):
+        expected = sigmoid(logits[tenth]).mean()
+        # 4,000 labels: the standard error is at most 0.008.
+        assert whole.label[tenth].mean() == pytest.approx(expected, abs=0.04)
+
+
+def test_teacher_logits_of_any_span() -> None:
+    source = SyntheticSource(make_config())
+    whole = source.teacher_logits(0, 40_000)
+    np.testing.assert_array_equal(source.teacher_logits(16_000, 33_000), whole[16_000:33_000])
+    np.testing.assert_array_equal(source.teacher_logits(39_999, 40_000), whole[39_999:])
+
+
+def test_fewer_rows_are_the_first_of_more() -> None:
+    few, many = (SyntheticSource(criteo_kaggle(num_rows, scale=0.001)) for num_rows in (1_000, 20_000))
+    np.testing.assert_array_equal(few.teacher_logits(0, 1_000), many.teacher_logits(0, 1_000))
+    (chunk,) = read(few)
+    np.testing.assert_array_equal(chunk.label, next(many.chunks(rows_per_chunk=1_000)).label)
+
+
+def test_interactions_carry_what_single_columns_cannot() -> None:
+    config = criteo_kaggle(60_000, scale=0.01)
+    source = SyntheticSource(config)
+    (chunk,) = read(source)
+    logits, additive = source.teacher_logits(0, 60_000), source.additive_logits(0, 60_000)
+    positive = chunk.label == 1
+    best, single = auc(logits.astype(np.float32), positive), auc(additive.astype(np.float32), positive)
+    assert best > 0.8 and 0.66 < single < best - 0.08
+    assert (logits - additive).std() == pytest.approx(config.pair_strength, rel=0.1)
+    assert abs(np.corrcoef(logits - additive, additive)[0, 1]) < 0.15
+
+
+def test_no_single_column_explains_the_interactions() -> None:
+    source = SyntheticSource(criteo_kaggle(60_000, scale=0.01))
+    (chunk,) = read(source)
+    pairs = source.teacher_logits(0, 60_000) - source.additive_logits(0, 60_000)
+    explained = 0.0
+    for name in ("C5", "C6", "C9", "C14", "C17", "C20", "C22", "C23", "C25"):  # at most 305 items each
+        _, group = np.unique(chunk.keys[name].values, return_inverse=True)
+        means = np.bincount(group, pairs) / np.bincount(group)
+        explained += means[group].var() / pairs.var()
+    # 0.02 is what 500 groups explain of 60,000 rows by chance, with room.
+    assert explained < 0.06
+
+
+def test_strengths_may_be_zero() -> None:
+    config = make_config(5_000, main_strength=0.0, pair_strength=0.0, dense_strength=0.0, base_rate=0.1)
+    logits = SyntheticSource(config).teacher_logits(0, 5_000)
+    np.testing.assert_allclose(sigmoid(logits), 0.1, rtol=1e-9)
+
+
+def test_criteo_text_is_the_same_rows(tmp_path: Path) -> None:
+    config = criteo_terabyte(CELL_ROWS + 700, scale=1e-4)
+    size = write_criteo(tmp_path / "day_0", config)
+    assert size == (tmp_path / "day_0").stat().st_size and (tmp_path / "day_0").stat().st_mode & 0o777 == 0o600
+    lines = (tmp_path / "day_0").read_text().splitlines()
+    (chunk,) = read(SyntheticSource(config))
+    assert len(lines) == chunk.num_rows
+    for row in [*range(50), CELL_ROWS - 1, CELL_ROWS, chunk.num_rows - 1]:
+        label, *fields = lines[row].split("\t")
+        assert label == str(int(chunk.label[row]))
+        assert fields[:13] == ["" if np.isnan(count) else str(int(count)) for count in chunk.dense[row]]
+        wanted = [
+            "" if keys.valid is not None and not keys.valid[row] else f"{keys.values[row]:08x}"
+            for keys in chunk.keys.values()
+        ]
+        assert fields[13:] == wanted
+    every_count = {field for line in lines for field in line.split("\t")[1:14]}
+    assert not any(count.startswith("0") and len(count) > 1 for count in every_count)
+    assert max(map(len, every_count)) == 8, "the widest counts are covered"
+
+
+def test_presets() -> None:
+    assert set(PRESETS) == {"criteo-kaggle", "criteo-terabyte"}
+    kaggle, terabyte = criteo_kaggle(10), criteo_terabyte(10)
+    assert sum(table.num_embeddings for table in kaggle.tables) == 33_762_577
+    assert sum(table.num_embeddings for table in terabyte.tables) == 882_774_559
+    assert [len(config.dense) for config in (kaggle, terabyte)] == [13, 13]
+    small = criteo_kaggle(10, scale=0.001, drift=0.1, seed=5, base_rate=0.5)
+    assert [table.num_embeddings for table in small.tables[:4]] == [1000, 583, 10131, 2203]
+    assert (small.tables[0].drift, small.seed, small.base_rate) == (0.1, 5, 0.5)
+    with pytest.raises(ValueError, match="scale is 2"):
+        criteo_kaggle(10, scale=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SyntheticTable(name="../t", num_embeddings=5), "table name is '../t'"),
+        (lambda: SyntheticTable(name="t", num_embeddings=0), "table 't': num_embeddings is 0; it must be from 1"),
+        (lambda: SyntheticTable(name="t", num_embeddings=2**32 + 1), "num_embeddings is 4294967297"),
+        (lambda: SyntheticTable(name="t", num_embeddings=5, missing=1.0), "missing is 1.0"),
+        (lambda: SyntheticTable(name="t", num_embeddings=5, kind="list"), "kind is 'list'"),
+        (lambda: SyntheticDense(name="n", missing=1.0), "dense column 'n': missing is 1.0"),
+        (lambda: SyntheticConfig(num_rows=5, tables=()), "tables is empty"),
+        (lambda: make_config(0), "num_rows is 0"),
+        (lambda: make_config(base_rate=1.0), "base_rate is 1.0"),
+        (lambda: make_config(seed=-1), "seed is -1"),
+        (lambda: replace(make_config(), dense=(SyntheticDense(name="user"),)), "repeat; tables and dense columns"),
+        (
+            lambda: write_criteo("/nonexistent", make_config()),
+            "has 2 dense columns and 4 tables; Criteo's layout has 13",
+        ),
+    ],
+)
+def test_bad_configs(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
