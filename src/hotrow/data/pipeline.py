@@ -234,6 +234,7 @@ class _Stages:
             histogram.add(times)
             self._check_stop()
             meter.update(int(histogram.counts.sum()))
+        meter.finish(int(histogram.counts.sum()))
         return histogram.plan(split.fractions)
 
     def _times(self) -> Iterator[NDArray[np.int64]]:
@@ -259,7 +260,8 @@ class _Stages:
             row = next_row
             meter.update(row)
             if row == options.rows:
-                return
+                break
+        meter.finish(row)
 
     def _count(self, plan: SplitPlan, executor: Executor) -> None:
         """Counts the training rows and writes vocabularies, counts and transforms."""
@@ -284,7 +286,8 @@ class _Stages:
                 for d in self._schema.dense
             ]
             tables = {name: self._build(counters, name) for name in self._schema.table_names}
-            self._work.save(transforms=transforms, tables=tables, checksums=checksums.result())
+            results = {"transforms": transforms, "tables": tables, "checksums": checksums.result()}
+            self._work.save(**results, rows_total=state["row"])
 
     def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: dict[str, Any]) -> dict[str, Any]:
         standardized = [i for i, d in enumerate(self._schema.dense) if d.transform == "standardize"]
@@ -376,7 +379,7 @@ class _Stages:
         """The pass of its own that vocabularies larger than memory need."""
         if not encoders.needs_occurrences:
             return
-        meter = ProgressMeter(self._progress, "match", self._rows_total, mark.row)
+        meter = ProgressMeter(self._progress, "match", self._work.rows_total or self._rows_total, mark.row)
         for piece in self._pieces(plan, mark.start, mark.row, meter):
             for spec in self._schema.categorical:
                 encoders[spec.table_name].add(spec.column, piece.chunk.keys[spec.column])
@@ -398,7 +401,7 @@ class _Stages:
         rows, row, position = dict(mark.rows), mark.row, mark.position
         finished = {split: writer.finished_rows(split) for split in SPLITS}
         marks = [mark]
-        meter = ProgressMeter(self._progress, "encode", self._rows_total, row)
+        meter = ProgressMeter(self._progress, "encode", self._work.rows_total or self._rows_total, row)
         for piece in self._pieces(plan, mark.start, row, meter):
             self._check_stop()
             self._write_piece(piece, encode, writer, rows)
