@@ -17,8 +17,9 @@ struct Gradient {
 };
 
 struct Cursor {
+  // By value: a store to a row could, for all the compiler knows, change what a reference refers to.
   const Rows table;
-  const Occurrences& all;
+  const Occurrences all;
   const float* state;
   int64_t state_dim;
 
@@ -31,16 +32,16 @@ struct Cursor {
     const int64_t bag = source.bag_of ? source.bag_of[index] : index;
     return {source.grad + bag * source.stride, source.scale ? source.scale[index] : 1.0f};
   }
-  void fetch_row(int64_t i) const {
+  [[gnu::always_inline]] void fetch_row(int64_t i) const {
     prefetch_row<true>(table.data, row(i), table.dim);
     if (state_dim) prefetch_row<true>(state, row(i), state_dim);
   }
   // Called once per occurrence, in order.
-  void fetch_ahead(int64_t i) const {
+  [[gnu::always_inline]] void fetch_ahead(int64_t i) const {
     if (i + kAheadRows < all.num_keys) fetch_row(i + kAheadRows);
     if (i + kAheadGrads < all.num_keys) prefetch_row<false>(gradient(i + kAheadGrads).at, 0, table.dim);
   }
-  void fetch_first() const {
+  [[gnu::always_inline]] void fetch_first() const {
     for (int64_t i = 0; i < kAheadRows && i < all.num_keys; ++i) fetch_row(i);
   }
 };

@@ -25,8 +25,9 @@
 //     sgd:               w = w - lr * g_i   for i = 1..n
 //     adagrad:           g = g_1 + g_2 + ... in order;  h = h + g * g;  w = w - lr * (g / (sqrt(h) + eps))
 //     row_wise_adagrad:  g as above;  h = h + fold16(g * g) / float(dim);  w = w - (lr / (sqrt(h) + eps)) * g
-//   h is state[num_rows, dim] or, row-wise, state[num_rows]; null for sgd. Keys must be sorted by row, rows in range,
-//   and no other thread may hold keys of the same row. scratch: dim floats.
+//   h is state[num_rows, dim] or, row-wise, state[num_rows]; null for sgd. Rows are in range and no other thread holds
+//   keys of the same row. Keys of one row stand in order; but for sgd they must also be neighbours. scratch: dim
+//   floats.
 //
 // fill_uniform: rows [first, first + count) of a table, written to out[count, dim]; x = the Philox4x32-10 block of
 //     counter (row mod 2^32, row / 2^32, column / 4, 0) and the key;  out = ((x[column mod 4] >> 8) * 2^-23 - 1) *

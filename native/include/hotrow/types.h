@@ -42,8 +42,8 @@ struct Source {
   const float* scale;
 };
 
-// Sorted occurrences of one table's rows. key = row << row_shift | source << source_shift | index: equal rows are
-// neighbours and keep the order (feature, bag, position) in which the batch holds them.
+// Occurrences of one table's rows. key = row << row_shift | source << source_shift | index; those of one row keep the
+// order (feature, forward pass, bag, position) in which the batch holds them.
 struct Occurrences {
   const uint64_t* keys;
   int64_t num_keys;

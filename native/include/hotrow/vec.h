@@ -118,14 +118,20 @@ inline void store_transposed(Vec<4> a0, Vec<4> a1, Vec<4> a2, Vec<4> a3, float* 
 #endif
 }
 
-// Brings a row's cache lines near. The address may lie anywhere: a bad id is found later, where it is used.
+// Brings a row's cache lines near. The address may lie anywhere: a bad id is found later, where it is used. A row that
+// starts inside a line may reach one line more; rows of whole lines, as tables have them, do not.
+//
+// This and every function around it must be always inlined: GCC 12 takes a function that only prefetches for one
+// without effect and drops the calls before it would inline them.
 template <bool kForWriting>
-inline void prefetch_row(const float* base, uint64_t row, int64_t dim) {
-  const uint64_t address = reinterpret_cast<uint64_t>(base) + row * static_cast<uint64_t>(dim) * sizeof(float);
-  const uint64_t end = address + static_cast<uint64_t>(dim) * sizeof(float);
-  for (uint64_t line = address & ~uint64_t{63}; line < end; line += 64) {
-    __builtin_prefetch(reinterpret_cast<const void*>(line), kForWriting, 3);
+[[gnu::always_inline]] inline void prefetch_row(const float* base, uint64_t row, int64_t dim) {
+  const int64_t bytes = dim * static_cast<int64_t>(sizeof(float));
+  const uint64_t address = reinterpret_cast<uint64_t>(base) + row * static_cast<uint64_t>(bytes);
+#pragma GCC unroll 8
+  for (int64_t at = 0; at < bytes; at += 64) {
+    __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<uint64_t>(at)), kForWriting, 3);
   }
+  if (bytes % 64) __builtin_prefetch(reinterpret_cast<const void*>(address + bytes - 1), kForWriting, 3);
 }
 
 // v[k] + v[k + N / 2] for the first half of the lanes.
