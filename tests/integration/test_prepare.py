@@ -75,7 +75,7 @@ def brute_force_ids(column: list[Any], is_train: np.ndarray, min_count: int = 1)
 
 @pytest.mark.parametrize("source", ["frame", "parquet"])
 def test_against_brute_force(tmp_path: Path, source: str) -> None:
-    """Every column of every split against ten lines of Python; Parquet text comes as dictionaries, a frame's does not."""
+    """Every column of every split against ten lines of Python; Parquet text comes as dictionaries, a frame's plain."""
     rows = make_rows(1500, seed=3)
     data = to_table(rows) if source == "frame" else write_parquet(tmp_path / "logs", rows)
     dataset = prepare(open_source(source, data, schema=SCHEMA), tmp_path / "out")
