@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -152,6 +153,31 @@ def test_every_dependency_is_pinned_and_has_its_reason(name: str) -> None:
     assert name in {normal(pin) for pin in pins}, f"{name} is not pinned in constraints.txt"
     table = re.findall(r"^\| ([\w, -]+) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert name in {normal(word.strip()) for row in table for word in row.split(",")}, f"{name}: no reason given"
+
+
+DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "fbgemm_gpu": "fbgemm-gpu-cpu"}
+EXTRAS = {"src": (), "examples": (), "tests": ("test",), "benchmarks": ("bench", "test"), "scripts": ("dev",)}
+
+
+@pytest.mark.parametrize("folder", EXTRAS)
+def test_every_import_is_a_declared_dependency(folder: str) -> None:
+    """A package that is there because another one brought it, or because a developer has it, is missed by users."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [
+        *project["dependencies"],
+        *(line for e in EXTRAS[folder] for line in project["optional-dependencies"][e]),
+    ]
+    names = {normal(re.match(r"[\w.-]+", line)[0]) for line in declared}  # type: ignore[index]
+    own = {path.stem for path in ROOT.glob("tests/*.py")} | {path.stem for path in ROOT.glob("tests/*/*.py")}
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in (
+                {name.split(".")[0] for name in modules} - sys.stdlib_module_names - own - {"hotrow", "benchmarks"}
+            ):
+                name = normal(DISTRIBUTIONS.get(module, module))
+                assert name in names, f"{path.relative_to(ROOT)} imports {module}, which pyproject does not list for it"
 
 
 def test_the_tree_names_no_package_index() -> None:
