@@ -28,7 +28,7 @@ SCHEMA: Schema = parse_schema(
             {"column": "tags", "kind": "multi_hot"},
             {"column": "site", "table": "hashed"},
         ],
-        "tables": {"tags": {"min_count": 3}, "hashed": {"hash_cap": 7}},
+        "tables": {"tags": {"min_count": 15}, "hashed": {"hash_cap": 7}},
         "split": {"fractions": [0.7, 0.1, 0.2], "seed": 5},
         "licence": "made for tests",
     },

@@ -73,10 +73,12 @@ def brute_force_ids(column: list[Any], is_train: np.ndarray, min_count: int = 1)
     return encoded if isinstance(column[0], list) else [row[0] for row in encoded]
 
 
-def test_against_brute_force(tmp_path: Path) -> None:
-    """Every column of every split against ten lines of Python."""
+@pytest.mark.parametrize("source", ["frame", "parquet"])
+def test_against_brute_force(tmp_path: Path, source: str) -> None:
+    """Every column of every split against ten lines of Python; Parquet text comes as dictionaries, a frame's plain."""
     rows = make_rows(1500, seed=3)
-    dataset = prepare(open_source("frame", to_table(rows), schema=SCHEMA), tmp_path / "out")
+    data = to_table(rows) if source == "frame" else write_parquet(tmp_path / "logs", rows)
+    dataset = prepare(open_source(source, data, schema=SCHEMA), tmp_path / "out")
     times = np.array(rows["ts"])
     codes = pipeline.plan_from_json(dataset.info.ids["split"]).assign(0, 1500, times)  # type: ignore[arg-type]
     assert times[codes == 0].max() < times[codes == 1].min() and times[codes == 1].max() < times[codes == 2].min()
@@ -92,7 +94,7 @@ def test_against_brute_force(tmp_path: Path) -> None:
         "user": brute_force_ids(rows["user"], is_train),
         "item": [row[0] for row in shared],
         "seen": [row[1:] for row in shared],
-        "tags": brute_force_ids(rows["tags"], is_train, min_count=3),
+        "tags": brute_force_ids(rows["tags"], is_train, min_count=15),
         "site": brute_force_ids([k % 7 for k in rows["site"]], is_train),
     }
     for code, split in enumerate(("train", "val", "test")):
@@ -358,3 +360,14 @@ def test_options_out_of_range_are_named(tmp_path: Path, arguments: dict[str, Any
 )
 def test_sizes_are_read(text: str | int, value: int) -> None:
     assert parse_bytes(text) == value
+
+
+def test_without_a_schema_the_guess_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    dataset = run_prepare(
+        "auto", to_table(make_rows(400)), tmp_path / "out", label="click", time="ts", announce=said.append
+    )
+    assert dataset.info.name == "frame" and dataset.info.label == "click"
+    assert any(line.startswith("note: schema guessed: label click, time ts; dense price") for line in said)
+    logs = write_parquet(tmp_path / "logs", make_rows(400))
+    assert run_prepare("auto", logs, tmp_path / "parquet", label="click").info.name == "parquet"

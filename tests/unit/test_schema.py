@@ -1,7 +1,12 @@
 """The schema's words: what is accepted, and that every fault is named with its place, value and cure."""
 
-import pytest
+import re
+from pathlib import Path
 
+import pytest
+import yaml
+
+from hotrow.data import schema as words
 from hotrow.data.schema import load_schema, parse_schema
 
 MINIMAL = {"label": "click", "categorical": ["user", "item"]}
@@ -88,3 +93,24 @@ def test_file_errors_name_the_file(tmp_path) -> None:
     path.write_text("!!python/object/apply:os.system ['true']")
     with pytest.raises(ValueError, match="could not determine a constructor"):
         load_schema(path)
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "prepare.md"
+
+
+def test_the_documented_example_is_a_schema() -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    schema = parse_schema(yaml.safe_load(example), where="docs")
+    assert schema.table_names == ("user_id", "item", "tags")
+
+
+def test_every_field_is_documented() -> None:
+    text = DOCS.read_text()
+    for section, model in words.SECTIONS.items():
+        prefix = {"dense": "dense[].", "categorical": "categorical[].", "tables": "tables.<name>."}.get(
+            section, f"{section}."
+        )
+        for name in model.model_fields:
+            if section in ("dense", "categorical") and name == "column":
+                continue
+            assert f"`{prefix}{name}`" in text, f"docs/prepare.md does not explain {prefix}{name}"

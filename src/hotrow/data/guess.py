@@ -101,6 +101,18 @@ class SchemaGuess:
         """The columns taken for `role`."""
         return [guess for guess in self.guesses if guess.role == role]
 
+    def summary(self) -> str:
+        """The guesses in a line, for a user who wrote no schema."""
+        names = {
+            role: ", ".join(g.column for g in self.of(role)) for role in ("label", "time", "dense", "categorical", "")
+        }
+        told = ", ".join(f"{role} {names[role]}" for role in ("label", "time") if names[role])
+        left_out = f"; left out {names['']}" if names[""] else ""
+        return (
+            f"schema guessed: {told}; dense {names['dense'] or 'none'}; ids {names['categorical']}{left_out} "
+            "(`hotrow init` writes it out for correction)"
+        )
+
     @property
     def split_kind(self) -> SplitKind:
         """By time where there is one."""

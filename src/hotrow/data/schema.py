@@ -273,7 +273,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return text.removeprefix(".")
 
 
-_MODELS: dict[str, type[BaseModel]] = {
+SECTIONS: dict[str, type[BaseModel]] = {
     "label": LabelSpec,
     "time": TimeSpec,
     "dense": DenseSpec,
@@ -285,7 +285,7 @@ _MODELS: dict[str, type[BaseModel]] = {
 
 
 def _fields_at(loc: tuple[int | str, ...]) -> list[str]:
-    model = _MODELS[str(loc[0])] if loc else Schema
+    model = SECTIONS[str(loc[0])] if loc else Schema
     return list(model.model_fields)
 
 

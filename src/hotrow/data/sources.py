@@ -11,10 +11,10 @@ from typing import Any, Literal
 from hotrow.data.avazu import SCHEMA as AVAZU_SCHEMA
 from hotrow.data.avazu import looks_like_avazu, open_avazu
 from hotrow.data.chunk import Source
-from hotrow.data.columns import ColumnsSource, is_paths
+from hotrow.data.columns import ColumnsSource, input_files, is_paths
 from hotrow.data.convert import IdEncoding
 from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
-from hotrow.data.guess import guess_schema
+from hotrow.data.guess import guess_columns
 from hotrow.data.inputs import find_files
 from hotrow.data.movielens import movielens_layout, open_movielens
 from hotrow.data.schema import Schema, nearest, parse_schema
@@ -98,11 +98,12 @@ def open_source(
     if skip_bad_rows < 0:
         raise ValueError(f"skip_bad_rows is {skip_bad_rows}; it must be at least 0")
     if name == "auto":
-        name = "csv" if schema is not None or label is not None else recognise(data) or "csv"
+        name = _tell_source(data) if schema is None and label is None else _tell_format(data)
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(paths, labels=labels, skip_bad_rows=skip_bad_rows)
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
+    notes: tuple[str, ...] = ()
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": skip_bad_rows}
     if name == "movielens":
         source = open_movielens(data, schema, **options)
@@ -113,8 +114,22 @@ def open_source(
     elif name == "criteo":
         source = ColumnsSource(data, schema or CRITEO_SCHEMA, name=name, **options)
     else:
-        source = ColumnsSource(data, schema or guess_schema(data, label, time), name=name, **options)
-    return OpenedSource(source, source.schema, source.encodings, source.notes)
+        if schema is None:
+            guess = guess_columns(data, label=label, time=time)
+            schema, notes = guess.schema(), (guess.summary(),)
+        source = ColumnsSource(data, schema, name=name, **options)
+    return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes))
+
+
+def _tell_source(data: Any) -> str:
+    return recognise(data) or _tell_format(data)
+
+
+def _tell_format(data: Any) -> str:
+    if not is_paths(data):
+        return "frame"
+    files = input_files(data)
+    return "parquet" if files is not None and is_parquet(files[0]) else "csv"
 
 
 def recognise(data: Any) -> str | None:
