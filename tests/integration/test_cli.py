@@ -182,4 +182,5 @@ def test_sigterm_saves_says_how_to_go_on_and_resumes(
     epochs = int(stopped["epochs"]) + 1
     changes = ["--set", f"train.epochs={epochs}", "--json"]
     result = hotrow("train", "--resume", "runs/packed-dlrm-001", *changes, **tools)
-    assert (result["status"], result["epochs"], result["warnings"]) == ("finished", epochs, {})
+    assert (result["status"], result["epochs"]) == ("finished", epochs)
+    assert set(result["warnings"]) <= {"reference_backend"}

@@ -47,7 +47,7 @@ def test_learns_and_fills_its_folder(dataset: PackedDataset, tmp_path: Path) -> 
     assert record["dataset"]["checksum"] == dataset.checksum
     assert set(record["step_ms"]) == {"data", "lookup", "dense", "update"}
     assert min(record["step_ms"].values()) > 0
-    assert record["warnings"] == {}
+    assert set(record["warnings"]) <= {"reference_backend"}
     assert record["backend"]["threads"] == 1
     lines = run.measurements()
     assert [line["step"] for line in lines if line["kind"] == "train"] == [*range(10, 384, 10), 384]

@@ -76,8 +76,10 @@ def test_interrupted_at_any_step(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
-    # 14 steps per epoch: the first step, one within a log window, the last of an epoch, one with an evaluation later
-    for stop in (1, 6, 14, 35):
+    # 14 steps per epoch: the first step, one within a log window, the last of an epoch, the last but one of the run
+    last = expected["state"]["step"]
+    assert last > 15
+    for stop in (1, 6, 14, last - 1):
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM if stop % 2 else signal.SIGINT)
             run = trainer.train(config(data, tmp_path / f"stopped-{stop}", changes))
@@ -86,7 +88,7 @@ def test_interrupted_at_any_step(
         assert f"continue with: hotrow train --resume {run.path}" in capsys.readouterr().err
         run = trainer.resume(run.path)
         assert run.record["status"] == "finished"
-        assert run.record["warnings"] == {}
+        assert set(run.record["warnings"]) <= {"reference_backend"}
         assert outcome(run) == expected, f"stopped after step {stop}"
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from hotrow.data.chunk import Chunk, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
 from hotrow.data.convert import Fault, IdEncoding, TimeReader, default_encoding, kind_of, to_keys, to_label, to_numbers
+from hotrow.data.dictionary import CodedKeys, DictionaryReader, KeyColumns
 from hotrow.data.inputs import InputFile, find_files, prefetch
 from hotrow.data.schema import Schema, nearest
 from hotrow.data.tabular import PARQUET_SUFFIXES, TEXT_SUFFIXES, Rows, TableReader, TextReader, has_suffix, open_reader
@@ -111,8 +112,9 @@ class ColumnsSource:
     def _read(self, start: Position, rows_per_chunk: int) -> Iterator[Chunk]:
         for file_index in range(start.file_index, len(self._reader.files)):
             first = start.offset if file_index == start.file_index else 0
+            dictionaries = DictionaryReader()
             for rows in self._reader.read(file_index, first, self._columns, rows_per_chunk):
-                yield self._convert(file_index, rows)
+                yield self._convert(file_index, rows, dictionaries)
 
     def _wanted_columns(self) -> tuple[str, ...]:
         """Columns to read; raises ValueError naming one that no file has, and the nearest that is there."""
@@ -144,20 +146,22 @@ class ColumnsSource:
             return TimeReader(format=self.schema.time.format)
         return TimeReader.for_column(first.batch.column(0), self.schema.time.format)
 
-    def _convert(self, file_index: int, rows: Rows) -> Chunk:
+    def _convert(self, file_index: int, rows: Rows, dictionaries: DictionaryReader) -> Chunk:
         for error in rows.bad:
             self._skip(error)
         batch = rows.batch
-        parts, faults = self._columns_of(batch)
+        parts, faults = self._columns_of(batch, dictionaries)
         if faults:
             batch = self._without(batch, rows, faults, self._reader.files[file_index].path)
-            parts, faults = self._columns_of(batch)
+            parts, faults = self._columns_of(batch, dictionaries)
             assert not faults, "rows without a fault convert"
         label, time, dense, keys = parts
         position = Position(file_index, rows.end, rows.end, self.skipped.num_rows)
         return Chunk(len(batch), label, dense, keys, position, time)
 
-    def _columns_of(self, batch: pa.RecordBatch) -> tuple[tuple[Any, Any, Any, dict[str, Keys]], list[Fault]]:
+    def _columns_of(
+        self, batch: pa.RecordBatch, dictionaries: DictionaryReader
+    ) -> tuple[tuple[Any, Any, Any, KeyColumns], list[Fault]]:
         column = {name: batch.column(i) for i, name in enumerate(self._columns)}
         faults: list[Fault | None] = []
         label = time = None
@@ -174,11 +178,15 @@ class ColumnsSource:
             with np.errstate(over="ignore"):
                 dense[:, i] = numbers
             faults.append(fault)
-        keys = {}
+        keys: dict[str, Keys | CodedKeys] = {}
         for spec in self.schema.categorical:
-            keys[spec.column], fault = to_keys(column[spec.column], spec, self.encodings[spec.column])
+            array, encoding = column[spec.column], self.encodings[spec.column]
+            coded = None
+            if encoding == "bytes" and spec.kind == "one_hot" and pa.types.is_dictionary(array.type):
+                coded = dictionaries(spec.column, array)
+            keys[spec.column], fault = (coded, None) if coded is not None else to_keys(array, spec, encoding)
             faults.append(fault)
-        return (label, time, dense, keys), [f for f in faults if f is not None]
+        return (label, time, dense, KeyColumns(keys)), [f for f in faults if f is not None]
 
     def _without(self, batch: pa.RecordBatch, rows: Rows, faults: Sequence[Fault], path: str) -> pa.RecordBatch:
         """`batch` less its bad rows; raises RowError for the first one beyond those that may be skipped."""

@@ -79,34 +79,34 @@ def to_numbers(array: pa.Array, column: str) -> tuple[NDArray[np.float64], Fault
 
     Raises ValueError for a column of another type (time, list, struct).
     """
-    array = plain(array)
-    source = array
+    source = array = plain(array)
     if is_text(array.type):
-        array, no_number = _parse_numbers(array)
+        array, bad = _parse_numbers(array)
     else:
-        no_number = None
-        if not (
-            pa.types.is_integer(array.type)
-            or pa.types.is_floating(array.type)
-            or pa.types.is_boolean(array.type)
-            or pa.types.is_decimal(array.type)
-            or pa.types.is_null(array.type)
-        ):
-            raise ValueError(f"column {column!r} has type {array.type}, which is no number; list it under categorical")
-        array = array.cast(pa.uint8() if pa.types.is_boolean(array.type) else array.type).cast(pa.float64(), safe=False)
-    present = mask_of(array.is_valid())
+        array, bad = _as_float64(array, column), np.zeros(0, np.bool_)
     values = array.fill_null(np.nan).to_numpy(zero_copy_only=False)
     with np.errstate(over="ignore"):
-        bad = present & ~np.isfinite(values.astype(np.float32))
-    if no_number is not None:
-        bad |= no_number
-    return values, _fault(column, bad, source, "is no finite float32 number; mend the row or leave it empty")
+        infinite = ~np.isfinite(values.astype(np.float32))
+    if infinite.any():
+        infinite &= mask_of(array.is_valid())
+    if bad.any():
+        infinite |= bad
+    return values, _fault(column, infinite, source, "is no finite float32 number; mend the row or leave it empty")
 
 
-def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_] | None]:
-    """Text as float64 and, if some is no number, which."""
+def _as_float64(array: pa.Array, column: str) -> pa.Array:
+    kind = array.type
+    if pa.types.is_boolean(kind):
+        return array.cast(pa.uint8()).cast(pa.float64())
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
+        return array.cast(pa.float64(), safe=False)
+    raise ValueError(f"column {column!r} has type {kind}, which is no number; list it under categorical")
+
+
+def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Text as float64 and, where some is no number, which; else an empty mask."""
     try:
-        return pc.cast(array, pa.float64()), None
+        return pc.cast(array, pa.float64()), np.zeros(0, np.bool_)
     except pa.ArrowInvalid:
         array = pc.utf8_trim_whitespace(array)
         good = pc.match_substring_regex(array, NUMBER)
@@ -265,7 +265,7 @@ def _flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys
         array, bad = _whole_numbers(array)
         cure = "an id must be a whole number below 2^53; mend the file, or list the column under dense"
     if encoding == "bytes":
-        return _text_keys(array), _fault(column, bad, source, f"is no exact id; {cure}")
+        return text_keys(array), _fault(column, bad, source, f"is no exact id; {cure}")
     if is_text(array.type):
         array, bad = _parse_ids(array)
     valid = None if array.null_count == 0 else mask_of(array.is_valid())
@@ -290,7 +290,7 @@ def _integers(array: pa.Array) -> NDArray[Any]:
     return integers
 
 
-def _text_keys(array: pa.Array) -> Keys:
+def text_keys(array: pa.Array) -> Keys:
     """Bytes of text or binary values; integers, decimals and times as their text."""
     if not _is_binary(array.type):
         array = array.cast(pa.large_string())

@@ -37,7 +37,7 @@ def interleave(features: Sequence[Keys]) -> Keys:
         target = np.repeat(row_splits[:-1] + end - length - s[:-1], length) + np.arange(keys.num_keys)
         order[target] = np.arange(first, first + keys.num_keys)
         first += keys.num_keys
-    return replace(_take(_concatenate(features), order), row_splits=row_splits)
+    return replace(take_keys(_concatenate(features), order), row_splits=row_splits)
 
 
 def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
@@ -46,7 +46,7 @@ def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
         return chunk
     keys = {}
     for name, column in chunk.keys.items():
-        taken = _take(column, np.flatnonzero(column.key_mask(mask)))
+        taken = take_keys(column, np.flatnonzero(column.key_mask(mask)))
         lengths = np.diff(row_splits_of(column))[mask]
         is_list = column.row_splits is not None
         keys[name] = replace(taken, row_splits=np.concatenate([[0], np.cumsum(lengths)]) if is_list else None)
@@ -82,8 +82,8 @@ def _concatenate(features: Sequence[Keys]) -> Keys:
     return Keys(np.concatenate([keys.values for keys in features]), None, valid)
 
 
-def _take(keys: Keys, order: NDArray[np.int64]) -> Keys:
-    """Keys at places `order`, row splits aside."""
+def take_keys(keys: Keys, order: NDArray[np.int64]) -> Keys:
+    """Keys at places `order` [any length], row splits aside."""
     valid = None if keys.valid is None else keys.valid[order]
     if keys.offsets is None:
         return Keys(keys.values[order], None, valid)

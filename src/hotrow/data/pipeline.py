@@ -11,7 +11,6 @@ chunks or interruptions. Unfinished work lies in `<out>/.prepare`; see docs/prep
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import zlib
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import Chunk, Keys, Position, SourceInfo
+from hotrow.data.chunk import Chunk, Position, SourceInfo
 from hotrow.data.columns import ColumnsSource
 from hotrow.data.encoder import EncoderPool
 from hotrow.data.estimate import estimate_work
@@ -35,15 +34,14 @@ from hotrow.data.packed import (
     DatasetInfo,
     DenseColumn,
     Feature,
-    Ids,
     PackedDataset,
     PackedWriter,
-    Ragged,
     SourceFile,
     Table,
 )
 from hotrow.data.progress import ProgressCallback, ProgressMeter
-from hotrow.data.schema import SPLITS, Schema
+from hotrow.data.rowencoder import RowEncoder
+from hotrow.data.schema import SPLITS
 from hotrow.data.sources import OpenedSource, rows_per_file
 from hotrow.data.spill import CounterPool
 from hotrow.data.split import (
@@ -61,6 +59,7 @@ from hotrow.data.transforms import DenseTransform, Moments
 from hotrow.data.vocabulary import Vocabulary
 from hotrow.data.workfolder import Mark, WorkFolder
 from hotrow.files import available_memory_bytes
+from hotrow.host import usable_cores
 
 ROWS_PER_CHUNK = 65_536
 ROWS_PER_PART = 16 * ROWS_PER_BLOCK
@@ -210,7 +209,7 @@ class _Stages:
         """All stages; returns the finished dataset. Raises Interrupted soon after `stop` is set, its state saved."""
         self._stop = stop
         with ExitStack() as stack:
-            threads = self._options.threads or min(8, num_cpus())
+            threads = self._options.threads or min(8, usable_cores())
             executor = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="hotrow-encode"))
             if self._work.plan is None:
                 self._work.save(plan=plan_to_json(self._plan()))
@@ -235,6 +234,7 @@ class _Stages:
             histogram.add(times)
             self._check_stop()
             meter.update(int(histogram.counts.sum()))
+        meter.finish(int(histogram.counts.sum()))
         return histogram.plan(split.fractions)
 
     def _times(self) -> Iterator[NDArray[np.int64]]:
@@ -260,7 +260,8 @@ class _Stages:
             row = next_row
             meter.update(row)
             if row == options.rows:
-                return
+                break
+        meter.finish(row)
 
     def _count(self, plan: SplitPlan, executor: Executor) -> None:
         """Counts the training rows and writes vocabularies, counts and transforms."""
@@ -285,7 +286,8 @@ class _Stages:
                 for d in self._schema.dense
             ]
             tables = {name: self._build(counters, name) for name in self._schema.table_names}
-            self._work.save(transforms=transforms, tables=tables, checksums=checksums.result())
+            results = {"transforms": transforms, "tables": tables, "checksums": checksums.result()}
+            self._work.save(**results, rows_total=state["row"])
 
     def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: dict[str, Any]) -> dict[str, Any]:
         standardized = [i for i, d in enumerate(self._schema.dense) if d.transform == "standardize"]
@@ -377,7 +379,7 @@ class _Stages:
         """The pass of its own that vocabularies larger than memory need."""
         if not encoders.needs_occurrences:
             return
-        meter = ProgressMeter(self._progress, "match", self._rows_total, mark.row)
+        meter = ProgressMeter(self._progress, "match", self._work.rows_total or self._rows_total, mark.row)
         for piece in self._pieces(plan, mark.start, mark.row, meter):
             for spec in self._schema.categorical:
                 encoders[spec.table_name].add(spec.column, piece.chunk.keys[spec.column])
@@ -394,15 +396,12 @@ class _Stages:
         executor: Executor,
     ) -> tuple[int, int]:
         """Appends all rows after `mark`; returns the source rows read and those skipped, from the first row on."""
-
-        def lookup(table: str, feature: str, keys: Keys, first_key: int) -> NDArray[Any]:
-            return encoders[table].encode(feature, keys, first_key=first_key)
-
-        encode = RowEncoder(self._schema, transforms, lookup, executor)
+        tables = {table: encoders[table] for table in self._schema.table_names}
+        encode = RowEncoder(self._schema, transforms, tables, executor)
         rows, row, position = dict(mark.rows), mark.row, mark.position
         finished = {split: writer.finished_rows(split) for split in SPLITS}
         marks = [mark]
-        meter = ProgressMeter(self._progress, "encode", self._rows_total, row)
+        meter = ProgressMeter(self._progress, "encode", self._work.rows_total or self._rows_total, row)
         for piece in self._pieces(plan, mark.start, row, meter):
             self._check_stop()
             self._write_piece(piece, encode, writer, rows)
@@ -457,46 +456,6 @@ class _Stages:
     def _check_stop(self) -> None:
         if self._stop.is_set():
             raise Interrupted
-
-
-class RowEncoder:
-    """Chunks to model inputs: dense [n, I] and row numbers by feature, a table at a time per thread.
-
-    lookup: `(table, feature, keys, first_key)` -> row numbers, where `first_key` keys of the feature came before.
-    """
-
-    def __init__(
-        self,
-        schema: Schema,
-        transforms: Sequence[DenseTransform],
-        lookup: Callable[[str, str, Keys, int], NDArray[Any]],
-        executor: Executor,
-    ) -> None:
-        self._schema, self._transforms, self._lookup, self._executor = schema, transforms, lookup, executor
-        self._num_keys = dict.fromkeys(schema.feature_names, 0)
-
-    def __call__(self, chunk: Chunk) -> tuple[NDArray[np.float32], dict[str, Ids]]:
-        """Dense inputs and ids by feature, in the schema's order. Chunks must come in the source's order."""
-        encoded = self._executor.map(lambda table: self._encode_table(table, chunk), self._schema.table_names)
-        ids = {name: column for columns in encoded for name, column in columns.items()}
-        dense = np.empty_like(chunk.dense)
-        for i, transform in enumerate(self._transforms):
-            dense[:, i] = transform(chunk.dense[:, i])
-        return dense, {name: ids[name] for name in self._schema.feature_names}
-
-    def _encode_table(self, table: str, chunk: Chunk) -> dict[str, Ids]:
-        columns: dict[str, Ids] = {}
-        for name in self._schema.features_of(table):
-            keys = chunk.keys[name]
-            values = self._lookup(table, name, keys, self._num_keys[name])
-            self._num_keys[name] += keys.num_keys
-            columns[name] = values if keys.row_splits is None else Ragged(values, keys.row_splits)
-        return columns
-
-
-def num_cpus() -> int:
-    """Processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Clock:

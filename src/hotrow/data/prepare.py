@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ from hotrow.data.chunk import Keys
 from hotrow.data.convert import IdEncoding
 from hotrow.data.packed import Ids, PackedDataset, Ragged
 from hotrow.data.packed_format import read_info
-from hotrow.data.pipeline import Options, RowEncoder, num_cpus, prepare
+from hotrow.data.pipeline import Options, prepare
 from hotrow.data.progress import ProgressCallback
+from hotrow.data.rowencoder import RowEncoder
 from hotrow.data.schema import Schema, load_schema, parse_schema
 from hotrow.data.sources import open_source
 from hotrow.data.transforms import DenseTransform
 from hotrow.data.vocabulary import Vocabulary
 from hotrow.files import available_memory_bytes
+from hotrow.host import usable_cores
 
 UNITS = {
     "": 1,
@@ -123,7 +126,7 @@ class RawEncoder:
         self._source: str = made["source"]
         self._encodings: dict[str, IdEncoding] = made["encodings"]
         self._transforms = [DenseTransform.parse(column.transform) for column in self.info.dense]
-        self._threads = threads or min(8, num_cpus())
+        self._threads = threads or min(8, usable_cores())
         vocabularies = {t.name: Vocabulary.open(folder / "vocab" / t.name, verify="header") for t in self.info.tables}
         for table in self.info.tables:
             if (found := vocabularies[table.name].id) != table.vocabulary:
@@ -142,14 +145,23 @@ class RawEncoder:
         """
         opened = open_source(self._source, data, schema=self.schema, labels="auto", encodings=self._encodings)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:
-            encode = RowEncoder(self.schema, self._transforms, self._lookup, executor)
+            tables = {name: _Searched(vocabulary) for name, vocabulary in self._vocabularies.items()}
+            encode = RowEncoder(self.schema, self._transforms, tables, executor)
             for chunk in opened.source.chunks(rows_per_chunk=batch_size):
                 dense, ids = encode(chunk)
                 label = np.full(chunk.num_rows, np.nan, np.float32) if chunk.label is None else chunk.label
                 yield _batch(dense, ids, np.array(label))
 
-    def _lookup(self, table: str, feature: str, keys: Keys, first_key: int) -> NDArray[Any]:
-        return self._vocabularies[table].lookup(keys)
+
+@dataclass(frozen=True)
+class _Searched:
+    """A vocabulary as an encoder: every key is looked up where and when it comes."""
+
+    vocabulary: Vocabulary
+    needs_occurrences: bool = False
+
+    def encode(self, feature: str, keys: Keys, *, first_key: int) -> NDArray[Any]:
+        return self.vocabulary.lookup(keys)
 
 
 def _batch(dense: NDArray[np.float32], ids: dict[str, Ids], label: NDArray[np.float32]) -> Batch:

@@ -15,7 +15,7 @@ class Progress:
     """One report. rows_total is an estimate until a stage has read all rows once."""
 
     stage: str
-    """scan, count, rank or encode."""
+    """scan, count, match or encode."""
     rows_done: int
     rows_total: int
     rows_per_s: float
@@ -37,10 +37,18 @@ class ProgressMeter:
 
     def update(self, rows_done: int) -> None:
         """Report if the last report is long enough ago."""
-        now = time.monotonic()
-        if self._callback is None or now - self._reported < REPORT_EVERY_S:
+        if time.monotonic() - self._reported >= REPORT_EVERY_S:
+            self._report(rows_done)
+
+    def finish(self, rows_done: int) -> None:
+        """Report the end of the stage, which is where the number of rows is known."""
+        self._total = rows_done
+        self._report(rows_done)
+
+    def _report(self, rows_done: int) -> None:
+        if self._callback is None:
             return
-        self._reported = now
+        now = self._reported = time.monotonic()
         rate = (rows_done - self._first_row) / max(now - self._started, 1e-9)
         remaining_s = max(self._total - rows_done, 0) / rate if rate > 0 else 0.0
         self._callback(Progress(self.stage, rows_done, max(self._total, rows_done), rate, remaining_s))

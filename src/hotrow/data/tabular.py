@@ -30,6 +30,9 @@ COMPRESSION_SUFFIX = re.compile(r"\.(gz|zst|bz2|lz4)$")
 DELIMITERS = ",\t;|\x01"
 SNIFF_BYTES = 1 << 16
 ESTIMATE_BYTES = 4 << 20
+BATCH_BYTES = 32 << 20
+MAX_BATCH_ROWS = 1 << 19
+"""Of Parquet rows read at once; see `_batch_rows`."""
 CSV_BLOCK_BYTES = 4 << 20
 FRAME_NAME = "<frame>"
 
@@ -152,10 +155,11 @@ class ParquetReader:
         self._partition_types = _partition_types(files)
         self.schema = self._file_schema(0)
 
-    def _opened(self, file_index: int) -> pq.ParquetFile:
+    def _opened(self, file_index: int, *, text_columns: Sequence[str] = ()) -> pq.ParquetFile:
+        """One file; `text_columns` are read as dictionaries, which is how they are stored."""
         file = self._files[file_index]
         with _naming(file):
-            return pq.ParquetFile(file.open_file())
+            return pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns))
 
     def _file_schema(self, file_index: int) -> pa.Schema:
         schema = self._opened(file_index).schema_arrow
@@ -186,19 +190,22 @@ class ParquetReader:
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """The rows of one file after position `first`."""
-        file, parquet = self._files[file_index], self._opened(file_index)
+        text = [c for c in columns if c not in self._partition_types and is_text(self.schema.field(c).type)]
+        file, parquet = self._files[file_index], self._opened(file_index, text_columns=text)
         sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
         starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         group = int(np.searchsorted(starts, first, side="right")) - 1
         row, groups = int(starts[min(group, len(sizes))]), list(range(group, len(sizes)))
         stored = [c for c in columns if c in parquet.schema_arrow.names]
         with _naming(file):
-            for batch in parquet.iter_batches(rows_per_batch, row_groups=groups, columns=stored):
-                end = row + len(batch)
-                if end > first:
-                    batch = self._with_partition(batch.slice(max(0, first - row)), file, columns)
-                    yield Rows(batch, np.arange(end - len(batch) + 1, end + 1), end)
-                row = end
+            batch_rows = max(rows_per_batch, _batch_rows(parquet, len(stored)))
+            for batch in parquet.iter_batches(batch_rows, row_groups=groups, columns=stored):
+                batch = self._with_partition(batch, file, columns)
+                for start in range(max(0, first - row), len(batch), rows_per_batch):
+                    part = batch.slice(start, rows_per_batch)
+                    end = row + start + len(part)
+                    yield Rows(part, np.arange(end - len(part) + 1, end + 1), end)
+                row += len(batch)
 
     def _with_partition(self, batch: pa.RecordBatch, file: InputFile, columns: Sequence[str]) -> pa.RecordBatch:
         values = dict(file.partition)
@@ -210,6 +217,14 @@ class ParquetReader:
                 kind = self._partition_types[name]
                 arrays.append(pa.repeat(pa.scalar(values.get(name)).cast(kind), len(batch)))
         return pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+
+def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
+    """Rows read at once: many, so that a dictionary serves many, within BATCH_BYTES."""
+    metadata = parquet.metadata
+    stored_bytes = sum(int(metadata.row_group(g).total_byte_size) for g in range(metadata.num_row_groups))
+    row_bytes = max(8 * num_columns, stored_bytes // max(int(metadata.num_rows), 1))
+    return min(MAX_BATCH_ROWS, BATCH_BYTES // max(row_bytes, 1) + 1)
 
 
 def _partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:

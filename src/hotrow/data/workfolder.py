@@ -106,6 +106,11 @@ class WorkFolder:
         """Of the input files, once counted."""
         return self._state.get("checksums")
 
+    @property
+    def rows_total(self) -> int | None:
+        """Rows of the source, once counted."""
+        return self._state.get("rows_total")
+
     def save(self, **results: Any) -> None:
         """Keep the results of a stage."""
         self._state |= results
