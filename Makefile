@@ -25,6 +25,7 @@ help: ## this list
 
 demo: $(VENV)/.run $(CORE) ## train a DLRM on synthetic clicks; on your own logs: make demo DATA=path LABEL=column [TIME=column]
 	@$(BIN)/hotrow demo $(if $(DATA),--data '$(DATA)') $(if $(LABEL),--label '$(LABEL)') $(if $(TIME),--time '$(TIME)')
+	@echo '(hotrow is $(BIN)/hotrow; on your path after: . $(BIN)/activate)'
 
 test: $(VENV)/.test $(CORE) ## the tests, but for the slow ones
 	@$(PYTEST) -m 'not slow' $(ARGS)
