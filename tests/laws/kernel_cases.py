@@ -98,7 +98,7 @@ def make_case(
 ) -> Case:
     """A case with empty bags, ids repeated within and across bags, last rows, and keys in another order."""
     g = torch.Generator().manual_seed(seed)
-    config = dict(embedding_dim=dim, pooling=pooling)
+    config = {"embedding_dim": dim, "pooling": pooling}
     tables = (
         TableConfig(name="large", num_embeddings=num_rows, feature_names=("a",), **config),
         TableConfig(name="shared", num_embeddings=9, feature_names=("b", "c"), **config),

@@ -53,7 +53,7 @@ def check_weight_gradient(case: Case, what: str, threads: tuple[int, ...] = (1, 
 
 def check_update(case: Case, algorithm: str, what: str, threads: tuple[int, ...] = (1, 2)) -> None:
     pending = list(zip(case.batches, case.grads, strict=True))
-    rule = dict(algorithm=algorithm, lr=[0.1, 0.03, 1.7], eps=[1e-8, 1e-3, 0.5])
+    rule = {"algorithm": algorithm, "lr": [0.1, 0.03, 1.7], "eps": [1e-8, 1e-3, 0.5]}
     expected, expected_states = [w.clone() for w in case.weights], case.states(algorithm)
     reference.update(case.layout, expected, expected_states, pending, **rule)
     kernels = ops.Kernels(case.layout)
@@ -203,7 +203,7 @@ def test_bad_ids_are_named_and_change_nothing(bad: int, id_dtype: torch.dtype, a
     batch.values[int(batch.offsets[5]) + 1] = bad
     kernels = ops.Kernels(case.layout)
     message = f"feature 'c', sample 5, position 1: id {bad} is outside its table of 9 rows"
-    rule = dict(algorithm=algorithm, lr=[1.0] * 3, eps=[0.1] * 3)
+    rule = {"algorithm": algorithm, "lr": [1.0] * 3, "eps": [0.1] * 3}
     for where in every_backend():
         weights, states = [w.clone() for w in case.weights], case.states(algorithm)
         arrays, state_arrays = ops.Arrays(weights), ops.Arrays(states) if states else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hotrow import KeyedJaggedTensor, ops, reference
 
-TOLERANCE = dict(rtol=2e-5, atol=2e-5)  # docs/numerics.md, "float64 truth"
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}  # docs/numerics.md, "float64 truth"
 
 
 def dense_lookup(case: Case, weights: list[Tensor], batch: KeyedJaggedTensor, sample_weights: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def test_against_float64_algebra(dim: int, pooling: str, weighted: bool, algorit
         elif algorithm == "row_wise_adagrad":
             g = g / ((states[t].double() + (g * g).mean(1)).sqrt() + 1e-3)[:, None]
         expected.append((w.detach() - 0.1 * g).float())
-    rule = dict(algorithm=algorithm, lr=[0.1] * 3, eps=[1e-3] * 3)
+    rule = {"algorithm": algorithm, "lr": [0.1] * 3, "eps": [1e-3] * 3}
     kernels.update(arrays, ops.Arrays(states) if states else None, [(batch, grad)], **rule)
     for ours, theirs in zip(case.weights, expected, strict=True):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)

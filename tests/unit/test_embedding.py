@@ -160,7 +160,7 @@ def test_gradients_with_strides_are_taken_as_they_are() -> None:
     cat = torch.cat([other, emb(BATCH)], dim=1)
     (cat * torch.arange(22.0).view(2, 11)).sum().backward()
     emb(BATCH).t().sum().backward()
-    sliced, expanded = emb.pending
+    sliced, _expanded = emb.pending
     assert torch.equal(sliced.grad, torch.arange(22.0).view(2, 11)[:, 4:])
     SGD(emb, lr=1.0).step()
     reference = make()
@@ -188,7 +188,7 @@ def test_load_state_dict_names_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda emb: pickle.loads(pickle.dumps(emb))])
-def test_copies_train_on_their_own(duplicate) -> None:  # noqa: ANN001
+def test_copies_train_on_their_own(duplicate) -> None:
     emb = make()
     before = emb.weights["user"].clone()
     twin = duplicate(emb)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,8 +91,7 @@ def test_allocate_gives_zeros_that_live_as_long_as_the_tensor() -> None:
 @needs_native
 def test_allocate_aligns_to_huge_pages_and_gives_memory_back() -> None:
     def resident_bytes() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     assert ops.allocate(1 << 19, 4).data_ptr() % (1 << 21) == 0
     before = resident_bytes()
@@ -108,7 +108,7 @@ def test_allocate_refuses_what_no_machine_has() -> None:
 
 @pytest.mark.parametrize("bad", [torch.zeros(5, 4, dtype=torch.float64), torch.zeros(4, 5).t()])
 def test_arrays_must_be_contiguous_float32(bad: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="array 1 is .*pass contiguous float32"):
+    with pytest.raises(ValueError, match=r"array 1 is .*pass contiguous float32"):
         ops.Arrays([torch.zeros(5, 4), bad])
 
 
