@@ -95,8 +95,12 @@ def make_case(
     num_samples: int = 13,
     num_rows: int = 200,
     longest: int = 6,
+    crowded: bool = False,
 ) -> Case:
-    """A case with empty bags, ids repeated within and across bags, last rows, and keys in another order."""
+    """A case with empty bags, ids repeated within and across bags, last rows, and keys in another order.
+
+    crowded: half of the ids fall into the first 1/256 of the rows.
+    """
     g = torch.Generator().manual_seed(seed)
     config = {"embedding_dim": dim, "pooling": pooling}
     tables = (
@@ -109,7 +113,7 @@ def make_case(
     sizes = {"c": 9, "elsewhere": 10**6, "a": num_rows, "d": 1, "b": 9}
     batches, grads = [], []
     for _ in range(num_batches):
-        batches.append(_make_batch(g, sizes, num_samples, id_dtype, jagged, weighted, longest))
+        batches.append(_make_batch(g, sizes, num_samples, id_dtype, jagged, weighted, longest, crowded))
         # Rows further apart than they are wide, as autograd hands over slices of a concatenation.
         grads.append(torch.randn(num_samples, layout.width + 5, generator=g)[:, : layout.width])
     return Case(layout, weights, batches, grads)
@@ -123,6 +127,7 @@ def _make_batch(
     jagged: bool,
     weighted: bool,
     longest: int,
+    crowded: bool,
 ) -> KeyedJaggedTensor:
     lengths = torch.ones(len(sizes), num_samples, dtype=torch.int64)
     if jagged:
@@ -134,6 +139,9 @@ def _make_batch(
     values = []
     for size, count in zip(sizes.values(), lengths.sum(1).tolist(), strict=True):
         ids = torch.randint(0, size, (count,), generator=g)
+        if crowded:
+            ids[: count // 2] %= max(1, size // 256)
+            ids = ids[torch.randperm(count, generator=g)]
         if count:
             ids[-1] = size - 1
             ids[: min(count // 3, 40)] = ids[0].clone()

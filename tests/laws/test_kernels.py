@@ -96,15 +96,20 @@ def test_several_batches_update_in_forward_order(algorithm: str) -> None:
         check_update(case, algorithm, what)
 
 
-def make_large_case() -> Case:
-    return make_case(5, dim=16, num_samples=5000, num_rows=30_000, longest=19)
+def make_large_case(*, crowded: bool = False) -> Case:
+    return make_case(5, dim=16, num_samples=5000, num_rows=30_000, longest=19, crowded=crowded)
 
 
 @needs_native
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_work_cut_into_many_tasks(algorithm: str) -> None:
-    """Large enough that sorts and updates are shared among threads, in pieces that split no row."""
-    case = make_large_case()
+@pytest.mark.parametrize("crowded", [False, True])
+def test_work_cut_into_many_tasks(crowded: bool, algorithm: str) -> None:
+    """Large enough that sorts and updates are shared among threads, in pieces that split no row.
+
+    Evenly drawn ids let SGD sort by leading bits alone; crowded ones make the first of 256 ranges of rows too much for
+    one thread, and it sorts in full.
+    """
+    case = make_large_case(crowded=crowded)
     assert case.batches[0].bags("a")[0].numel() > 1 << 15, "too small for several threads to share a sort"
     check_update(case, algorithm, "large batch", threads=(1, 2, 3))
 

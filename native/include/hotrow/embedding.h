@@ -65,8 +65,8 @@ struct TableUpdate {
 // What became of an update; in both failures no row has changed.
 enum class UpdateResult { done, out_of_range, too_large };
 
-// Sorts the occurrences of every table by row (stable), then applies the rule row by row. too_large: a table's row and
-// occurrence numbers do not fit 64 bits together (beyond any memory).
+// Brings the occurrences of every table into row order (stable), then applies the rule row by row. too_large: a table's
+// row and occurrence numbers do not fit 63 bits together (beyond any memory).
 UpdateResult update(const std::vector<TableUpdate>& tables, Scratch& scratch, int num_threads);
 
 // Rows [first, first + count) of a table into out[count, dim].

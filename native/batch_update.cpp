@@ -1,0 +1,308 @@
+// The fused backward and update of a whole batch; see hotrow/embedding.h. Every occurrence of a row becomes a 64-bit
+// key, keys are brought into row order, and ranges of rows go to the leaf kernels. Compiled once, for the baseline.
+#include <hotrow/cut.h>
+#include <hotrow/embedding.h>
+#include <hotrow/parallel.h>
+
+#include <atomic>
+#include <bit>
+
+namespace hotrow {
+namespace {
+
+// Hands out aligned pieces of a block. Over a null block it only counts, so one routine both sizes and lays out.
+struct Arena {
+  std::byte* base;
+  size_t used = 0;
+
+  template <class T>
+  T* take(int64_t count) {
+    T* place = base ? reinterpret_cast<T*>(base + used) : nullptr;
+    used += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    return place;
+  }
+};
+
+// One segment of an update on its way to keys.
+struct Part {
+  const Segment* segment;
+  int64_t dim, num_rows;
+  uint64_t source;  // its number among the table's segments, shifted into place
+  int row_shift;
+  uint64_t* keys;   // of the segment's first occurrence
+  int64_t* bag_of;  // with weights: per occurrence; else null and the bag itself is the index
+  float* scale;     // to be filled: per occurrence (weights and mean), per bag (mean); else null
+};
+
+struct TablePlan {
+  const TableUpdate* table = nullptr;
+  int64_t num_keys = 0;
+  int row_bits = 0, row_shift = 0, source_shift = 0;
+  int ordered_from = 0;  // keys stand in the order of their bits from here up; below, as the batch has them
+  uint64_t* keys = nullptr;
+  uint64_t* spare = nullptr;
+  std::vector<Source> sources = {};
+  std::vector<Part> parts = {};
+};
+
+constexpr int kDigitBits = 11;   // of one pass of the radix sort: 2048 counters stay in L1
+constexpr int kLeadingBits = 8;  // of the one pass for SGD: cuts for many threads, and a scatter that stays in L1
+
+// Bits that hold every number below n.
+int bits_below(int64_t n) { return n > 1 ? std::bit_width(static_cast<uint64_t>(n - 1)) : 0; }
+
+TablePlan plan_table(const TableUpdate& table) {
+  TablePlan plan{.table = &table};
+  int64_t largest_index = 0;
+  for (const Segment& segment : table.segments) {
+    const int64_t ids = count_ids(segment.bags);
+    plan.num_keys += ids;
+    largest_index = std::max(largest_index, segment.bags.weights ? ids : segment.bags.num_bags);
+  }
+  plan.row_bits = bits_below(table.table.num_rows);
+  plan.source_shift = bits_below(largest_index);
+  plan.row_shift = plan.source_shift + bits_below(static_cast<int64_t>(table.segments.size()));
+  return plan;
+}
+
+void lay_out(Arena& arena, TablePlan& plan) {
+  plan.keys = arena.take<uint64_t>(plan.num_keys);
+  plan.spare = arena.take<uint64_t>(plan.num_keys);
+  plan.parts.clear();
+  plan.sources.clear();
+  uint64_t* keys = plan.keys;
+  for (const Segment& segment : plan.table->segments) {
+    const Bags& bags = segment.bags;
+    const int64_t ids = count_ids(bags);
+    const int64_t dim = plan.table->table.dim;
+    const bool mean = bags.pooling == Pooling::mean;
+    const Part part{&segment,
+                    dim,
+                    plan.table->table.num_rows,
+                    static_cast<uint64_t>(plan.parts.size()) << plan.source_shift,
+                    plan.row_shift,
+                    keys,
+                    bags.weights ? arena.take<int64_t>(ids) : nullptr,
+                    mean ? arena.take<float>(bags.weights ? ids : bags.num_bags) : nullptr};
+    const float* weights = bags.weights ? bags.weights + bags.begin(0) : nullptr;
+    plan.sources.push_back({segment.grad, segment.stride, part.bag_of, mean ? part.scale : weights});
+    plan.parts.push_back(part);
+    if (keys) keys += ids;
+  }
+}
+
+// Writes the keys and scales of bags [first, last); false when an id or offset is out of range.
+template <class Id>
+bool make_keys(const Part& part, int64_t first, int64_t last) {
+  const Bags& bags = part.segment->bags;
+  const Id* ids = static_cast<const Id*>(bags.ids);
+  const int64_t base = bags.begin(0), limit = bags.begin(bags.num_bags);
+  for (int64_t b = first; b < last; ++b) {
+    const int64_t begin = bags.begin(b), end = bags.begin(b + 1);
+    if (begin < base || end < begin || end > limit) return false;
+    const float length = static_cast<float>(end - begin);
+    if (part.scale && !bags.weights) part.scale[b] = 1.0f / length;
+    for (int64_t i = begin; i < end; ++i) {
+      const uint64_t row = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
+      if (row >= static_cast<uint64_t>(part.num_rows)) return false;
+      const int64_t index = bags.weights ? i - base : b;
+      part.keys[i - base] = row << part.row_shift | part.source | static_cast<uint64_t>(index);
+      if (part.bag_of) part.bag_of[i - base] = b;
+      if (part.scale && bags.weights) part.scale[i - base] = bags.weights[i] / length;
+    }
+  }
+  return true;
+}
+
+bool make_all_keys(const std::vector<TablePlan>& plans, int num_threads) {
+  std::vector<const Part*> parts;
+  for (const TablePlan& plan : plans) {
+    for (const Part& part : plan.parts) parts.push_back(&part);
+  }
+  const auto view = [](const Part* part) { return std::pair{&part->segment->bags, part->dim}; };
+  const std::vector<Range> ranges = cut_bags(parts, num_threads, view);
+  std::atomic<bool> good{true};
+  parallel_for(static_cast<int64_t>(ranges.size()), num_threads, [&](int64_t task, int) {
+    const Range& range = ranges[static_cast<size_t>(task)];
+    const Part& part = *parts[range.owner];
+    const bool ok = part.segment->bags.wide ? make_keys<int64_t>(part, range.first, range.last)
+                                            : make_keys<int32_t>(part, range.first, range.last);
+    if (!ok) good.store(false, std::memory_order_relaxed);
+  });
+  return good.load();
+}
+
+// One pass of the radix sort over plan.keys, on the key bits [shift, shift + bits). Any number of chunks, one per
+// thread, gives the same order.
+class Pass {
+ public:
+  Pass(TablePlan& plan, int shift, int bits, int num_threads)
+      : plan_(plan), shift_(shift), num_digits_(int64_t{1} << bits), num_chunks_(num_threads) {
+    counts_.resize(static_cast<size_t>(num_chunks_ * num_digits_));
+    for_chunks([&](const uint64_t* __restrict keys, int64_t n, int64_t* __restrict counts) {
+      const uint64_t mask = static_cast<uint64_t>(num_digits_ - 1);
+      const int by = shift_;
+      for (int64_t i = 0; i < n; ++i) ++counts[keys[i] >> by & mask];
+    });
+  }
+
+  int64_t largest_digit() const {
+    int64_t largest = 0;
+    for (int64_t digit = 0; digit < num_digits_; ++digit) {
+      int64_t count = 0;
+      for (int64_t c = 0; c < num_chunks_; ++c) count += counts_[static_cast<size_t>(c * num_digits_ + digit)];
+      largest = std::max(largest, count);
+    }
+    return largest;
+  }
+
+  // Moves the keys to plan.spare in order of their digits, stably, and makes it plan.keys.
+  void move() {
+    counts_to_places();
+    for_chunks([&](const uint64_t* __restrict keys, int64_t n, int64_t* __restrict next) {
+      const uint64_t mask = static_cast<uint64_t>(num_digits_ - 1);
+      const int by = shift_;
+      uint64_t* __restrict to = plan_.spare;
+      for (int64_t i = 0; i < n; ++i) to[next[keys[i] >> by & mask]++] = keys[i];
+    });
+    std::swap(plan_.keys, plan_.spare);
+  }
+
+ private:
+  template <class Work>
+  void for_chunks(const Work& work) {
+    parallel_for(num_chunks_, static_cast<int>(num_chunks_), [&](int64_t c, int) {
+      const int64_t first = plan_.num_keys * c / num_chunks_, last = plan_.num_keys * (c + 1) / num_chunks_;
+      work(plan_.keys + first, last - first, counts_.data() + c * num_digits_);
+    });
+  }
+
+  // counts[chunk, digit] becomes the place where that chunk's keys of that digit start.
+  void counts_to_places() {
+    int64_t start = 0;
+    for (int64_t digit = 0; digit < num_digits_; ++digit) {
+      for (int64_t c = 0; c < num_chunks_; ++c) {
+        start += std::exchange(counts_[static_cast<size_t>(c * num_digits_ + digit)], start);
+      }
+    }
+  }
+
+  TablePlan& plan_;
+  int shift_;
+  int64_t num_digits_, num_chunks_;
+  std::vector<int64_t> counts_;
+};
+
+// Stable sort by row, least significant digit first.
+void sort_by_row(TablePlan& plan, int num_threads) {
+  plan.ordered_from = plan.row_shift;
+  const int passes = (plan.row_bits + kDigitBits - 1) / kDigitBits;
+  for (int pass = 0; pass < passes; ++pass) {
+    const int digit_bits = (plan.row_bits + passes - 1) / passes;
+    Pass(plan, plan.row_shift + pass * digit_bits, digit_bits, num_threads).move();
+  }
+}
+
+// SGD steps once per occurrence: it needs a row's occurrences in order, not side by side. One thread takes them as they
+// come. Several need them cut by row, for which one pass over the leading bits is enough, unless one range of rows
+// would then be more than `most_keys` (ids numbered by popularity crowd in the first): false, and nothing has moved.
+bool order_for_sgd(TablePlan& plan, int64_t most_keys, int num_threads, bool cut) {
+  plan.ordered_from = plan.row_shift + plan.row_bits;
+  if (!cut || plan.row_bits == 0) return true;
+  const int bits = std::min(plan.row_bits, kLeadingBits);
+  Pass pass(plan, plan.ordered_from - bits, bits, num_threads);
+  if (pass.largest_digit() > most_keys) return false;
+  pass.move();
+  plan.ordered_from -= bits;
+  return true;
+}
+
+// Brings the keys of every table into the order its rule needs. Large tables are sorted by all threads together, the
+// rest each by one.
+void sort_all(std::vector<TablePlan>& plans, int num_threads) {
+  constexpr int64_t kWorthSharing = 1 << 15;
+  int64_t total = 0;
+  for (const TablePlan& plan : plans) total += plan.num_keys;
+  const auto sort = [&](TablePlan& plan, int threads) {
+    const bool sgd = plan.table->rule.algorithm == Algorithm::sgd;
+    if (sgd && order_for_sgd(plan, total / (2 * num_threads), threads, num_threads > 1)) return;
+    sort_by_row(plan, threads);
+  };
+  std::vector<TablePlan*> alone;
+  for (TablePlan& plan : plans) {
+    if (num_threads > 1 && plan.num_keys > kWorthSharing && plan.num_keys * num_threads > total) {
+      sort(plan, num_threads);
+    } else {
+      alone.push_back(&plan);
+    }
+  }
+  std::sort(alone.begin(), alone.end(), [](auto* a, auto* b) { return a->num_keys > b->num_keys; });
+  parallel_for(static_cast<int64_t>(alone.size()), num_threads,
+               [&](int64_t task, int) { sort(*alone[static_cast<size_t>(task)], 1); });
+}
+
+// The ordered keys of all tables in ranges of about equal bytes; no row is split.
+std::vector<Range> cut_rows(const std::vector<TablePlan>& plans, int num_threads) {
+  const auto bytes = [](const TablePlan& plan) {
+    return plan.num_keys * plan.table->table.dim * static_cast<int64_t>(sizeof(float));
+  };
+  int64_t total = 0;
+  for (const TablePlan& plan : plans) total += bytes(plan);
+  const int64_t piece_bytes = task_bytes(total, num_threads);
+  std::vector<Range> ranges;
+  for (size_t t = 0; t < plans.size(); ++t) {
+    const TablePlan& plan = plans[t];
+    const int64_t pieces = num_pieces(bytes(plan), piece_bytes);
+    int64_t first = 0;
+    for (int64_t k = 1; k <= pieces; ++k) {
+      int64_t last = std::max(first, plan.num_keys * k / pieces);
+      while (0 < last && last < plan.num_keys &&
+             plan.keys[last - 1] >> plan.ordered_from == plan.keys[last] >> plan.ordered_from) {
+        ++last;
+      }
+      if (last > first) ranges.push_back({t, first, last});
+      first = last;
+    }
+  }
+  return ranges;
+}
+
+void apply_all(const std::vector<TablePlan>& plans, float* row_scratch, int64_t row_floats, int num_threads) {
+  const Kernels& set = kernels();
+  const std::vector<Range> ranges = cut_rows(plans, num_threads);
+  parallel_for(static_cast<int64_t>(ranges.size()), num_threads, [&](int64_t task, int worker) {
+    const Range& range = ranges[static_cast<size_t>(task)];
+    const TablePlan& plan = plans[range.owner];
+    const Occurrences occurrences{plan.keys + range.first, range.last - range.first, plan.sources.data(),
+                                  plan.row_shift, plan.source_shift};
+    set.update(plan.table->rule, plan.table->table, plan.table->state, occurrences, row_scratch + worker * row_floats);
+  });
+}
+
+}  // namespace
+
+UpdateResult update(const std::vector<TableUpdate>& tables, Scratch& scratch, int num_threads) {
+  std::vector<TablePlan> plans;
+  int64_t row_floats = 0;
+  for (const TableUpdate& table : tables) {
+    for (const Segment& segment : table.segments) {
+      if (!ends_in_range(segment.bags)) return UpdateResult::out_of_range;
+    }
+    plans.push_back(plan_table(table));
+    if (plans.back().row_bits + plans.back().row_shift > 63) return UpdateResult::too_large;
+    row_floats = std::max(row_floats, (table.table.dim + 15) / 16 * 16);
+  }
+  const auto lay_out_all = [&](Arena arena) {
+    for (TablePlan& plan : plans) lay_out(arena, plan);
+    float* rows = arena.take<float>(row_floats * num_threads);
+    return std::pair{rows, arena.used};
+  };
+  const size_t bytes = lay_out_all({nullptr}).second;
+  float* row_scratch = lay_out_all({scratch.reserve(bytes)}).first;
+  if (!make_all_keys(plans, num_threads)) return UpdateResult::out_of_range;
+  sort_all(plans, num_threads);
+  apply_all(plans, row_scratch, row_floats, num_threads);
+  return UpdateResult::done;
+}
+
+}  // namespace hotrow

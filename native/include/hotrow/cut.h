@@ -1,0 +1,78 @@
+// How the work of a batch is cut into tasks: by bytes, so that long bags and wide tables weigh what they cost. Cuts
+// depend on the thread count; results may not.
+#pragma once
+
+#include <hotrow/types.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace hotrow {
+
+// Below this a task costs more to hand out than its imbalance could.
+inline constexpr int64_t kSmallestTaskBytes = 1 << 16;
+// Tasks per thread: enough that a thread which lost its core for a while leaves little behind.
+inline constexpr int64_t kTasksPerThread = 16;
+
+inline int64_t task_bytes(int64_t total_bytes, int num_threads) {
+  if (num_threads <= 1) return total_bytes + 1;
+  return std::max(kSmallestTaskBytes, total_bytes / (num_threads * kTasksPerThread));
+}
+
+inline int64_t num_pieces(int64_t bytes, int64_t piece_bytes) {
+  return std::max<int64_t>(1, (bytes + piece_bytes - 1) / piece_bytes);
+}
+
+struct Range {
+  size_t owner;  // which feature, segment or table
+  int64_t first, last;
+};
+
+inline int64_t count_ids(const Bags& bags) { return bags.begin(bags.num_bags) - bags.begin(0); }
+
+// The first bag at which `target` rows (one per id, one per bag for its output) lie behind.
+inline int64_t bag_at(const Bags& bags, int64_t target) {
+  int64_t low = 0, high = bags.num_bags;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (bags.begin(middle) - bags.begin(0) + middle < target) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// All bags of `items`, cut into ranges of about equal bytes. Each item yields {bags, dim}.
+template <class Items, class View>
+std::vector<Range> cut_bags(const Items& items, int num_threads, const View& view) {
+  const auto bytes = [&](const auto& item) {
+    const auto [bags, dim] = view(item);
+    return (count_ids(*bags) + bags->num_bags) * dim * static_cast<int64_t>(sizeof(float));
+  };
+  int64_t total = 0;
+  for (const auto& item : items) total += bytes(item);
+  const int64_t piece_bytes = task_bytes(total, num_threads);
+  std::vector<Range> ranges;
+  for (size_t f = 0; f < items.size(); ++f) {
+    const Bags& bags = *view(items[f]).first;
+    const int64_t pieces = num_pieces(bytes(items[f]), piece_bytes), rows = count_ids(bags) + bags.num_bags;
+    int64_t first = 0;
+    for (int64_t k = 1; k <= pieces; ++k) {
+      const int64_t last = k == pieces ? bags.num_bags : bag_at(bags, rows / pieces * k);
+      if (last > first) ranges.push_back({f, first, last});
+      first = std::max(first, last);
+    }
+  }
+  return ranges;
+}
+
+// Whether the ends of the offsets can be trusted for cutting; the kernels check every bag.
+inline bool ends_in_range(const Bags& bags) {
+  return 0 <= bags.begin(0) && bags.begin(0) <= bags.begin(bags.num_bags) && bags.begin(bags.num_bags) <= bags.num_ids;
+}
+
+}  // namespace hotrow
