@@ -16,9 +16,9 @@ from hotrow.data.spill import CounterPool
 from hotrow.data.vocabulary import Vocabulary
 
 
-def chunk(seed: int, n: int = 1000) -> Keys:
+def chunk(seed: int, n: int = 1000, num_ids: int = 3000) -> Keys:
     rng = np.random.default_rng(seed)
-    return Keys(rng.integers(0, 3000, n), valid=rng.random(n) > 0.1)
+    return Keys(rng.integers(0, num_ids, n), valid=rng.random(n) > 0.1)
 
 
 def count(folder: Path, chunks: range, *, memory_bytes: int = 1 << 20) -> CounterPool:
@@ -36,13 +36,13 @@ def files_of(pool: CounterPool, folder: Path, **options: int) -> tuple[bytes, by
 
 
 def test_the_budget_is_kept(tmp_path: Path) -> None:
-    with CounterPool(tmp_path / "tmp", memory_bytes=200_000) as pool:
+    with CounterPool(tmp_path / "tmp", memory_bytes=400_000) as pool:
         for table in ("a", "b", "c"):
             pool.declare(table, "int")
         for seed in range(20):
             for table in ("a", "b", "c"):
-                pool.add(table, chunk(seed))
-                assert pool.num_bytes <= 200_000
+                pool.add(table, chunk(seed, num_ids=10**6))
+                assert pool.num_bytes <= 400_000
         assert pool.num_spills > 0
     assert list((tmp_path / "tmp").iterdir()) == []
 
