@@ -2,6 +2,7 @@
 // key, keys are brought into row order, and ranges of rows go to the leaf kernels. Compiled once, for the baseline.
 #include <hotrow/cut.h>
 #include <hotrow/embedding.h>
+#include <hotrow/memory.h>
 #include <hotrow/parallel.h>
 
 #include <atomic>
@@ -281,7 +282,7 @@ void apply_all(const std::vector<TablePlan>& plans, float* row_scratch, int64_t 
 
 }  // namespace
 
-UpdateResult update(const std::vector<TableUpdate>& tables, Scratch& scratch, int num_threads) {
+UpdateResult update(const std::vector<TableUpdate>& tables, int num_threads) {
   std::vector<TablePlan> plans;
   int64_t row_floats = 0;
   for (const TableUpdate& table : tables) {
@@ -297,8 +298,8 @@ UpdateResult update(const std::vector<TableUpdate>& tables, Scratch& scratch, in
     float* rows = arena.take<float>(row_floats * num_threads);
     return std::pair{rows, arena.used};
   };
-  const size_t bytes = lay_out_all({nullptr}).second;
-  float* row_scratch = lay_out_all({scratch.reserve(bytes)}).first;
+  const KeptPages scratch(lay_out_all({nullptr}).second);
+  float* row_scratch = lay_out_all({scratch.bytes()}).first;
   if (!make_all_keys(plans, num_threads)) return UpdateResult::out_of_range;
   sort_all(plans, num_threads);
   apply_all(plans, row_scratch, row_floats, num_threads);

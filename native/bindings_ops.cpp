@@ -1,42 +1,32 @@
-// The embedding and dense kernels as Python functions: checks shapes and pointers, releases the GIL, raises ValueError.
-// Together with bindings_encode.cpp the only code that sees nanobind.
+// The embedding kernels as Python functions: checks shapes and pointers, releases the GIL, raises ValueError. Together
+// with bindings_dense.cpp and bindings_encode.cpp the only code that sees nanobind.
 #include <hotrow/embedding.h>
 #include <hotrow/limit.h>
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+#include <hotrow/memory.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-namespace nb = nanobind;
+#include "bindings.h"
+
 using namespace hotrow;
 
 void bind_encode(nb::module_& m);
+void bind_dense(nb::module_& m);
 
 namespace {
 
-using Floats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
-using ConstFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
-using FloatMatrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using GradMatrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Ids = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Offsets = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-void require(bool good, const char* message) {
-  if (!good) throw nb::value_error(message);
-}
-
-int64_t size(const auto& array) { return static_cast<int64_t>(array.size()); }
-int64_t extent(const auto& array, size_t axis) { return static_cast<int64_t>(array.shape(axis)); }
 
 // Which table a feature reads, which output columns it fills and how: the part of a lookup that never changes.
 struct Feature {
@@ -131,11 +121,6 @@ bool bind_weight_gradient(const Layout& layout, const Arrays& weights, const Bat
   return weight_gradient(features, grad.data(), stride, out.data(), num_threads);
 }
 
-struct SharedScratch {
-  Scratch scratch;
-  std::mutex mutex;
-};
-
 float* state_of(const Arrays* states, size_t table, Algorithm algorithm, const Rows& rows) {
   if (algorithm == Algorithm::sgd) return nullptr;
   require(states && table < states->arrays.size(), "no state for this table");
@@ -170,13 +155,11 @@ std::vector<TableUpdate> plan_update(const Layout& layout, const Arrays& weights
 }
 
 int bind_update(const Layout& layout, const Arrays& weights, const Arrays* states, const Pending& pending,
-                int algorithm, const std::vector<float>& lr, const std::vector<float>& eps, SharedScratch& scratch,
-                int num_threads) {
+                int algorithm, const std::vector<float>& lr, const std::vector<float>& eps, int num_threads) {
   require(0 <= algorithm && algorithm <= 2, "no such algorithm");
   const auto tables = plan_update(layout, weights, states, pending, static_cast<Algorithm>(algorithm), lr, eps);
   nb::gil_scoped_release release;
-  const std::lock_guard lock(scratch.mutex);
-  return static_cast<int>(update(tables, scratch.scratch, num_threads));
+  return static_cast<int>(update(tables, num_threads));
 }
 
 void bind_fill_uniform(uint64_t key, int64_t first_row, FloatMatrix out, float bound, int64_t zero_rows,
@@ -186,48 +169,35 @@ void bind_fill_uniform(uint64_t key, int64_t first_row, FloatMatrix out, float b
   fill_uniform(key, first_row, extent(out, 0), extent(out, 1), bound, zero_rows, out.data(), num_threads);
 }
 
-struct InteractShape {
-  int64_t samples, features, dim;
-  int64_t width() const { return dim + features * (features + 1) / 2; }
-};
-
-InteractShape interact_shape(const ConstFloats& dense, const ConstFloats& pooled) {
-  require(dense.ndim() == 2 && pooled.ndim() == 3, "dense must be [B, D] and pooled [B, F, D]");
-  require(dense.shape(0) == pooled.shape(0) && dense.shape(1) == pooled.shape(2), "dense and pooled differ in B or D");
-  return {extent(dense, 0), extent(pooled, 1), extent(dense, 1)};
-}
-
-void bind_interact(ConstFloats dense, ConstFloats pooled, FloatMatrix out, int num_threads) {
-  const InteractShape shape = interact_shape(dense, pooled);
-  require(extent(out, 0) == shape.samples && extent(out, 1) == shape.width(), "out must be [B, D + (F + 1) F / 2]");
-  nb::gil_scoped_release release;
-  interact(dense.data(), pooled.data(), shape.samples, shape.features, shape.dim, out.data(), num_threads);
-}
-
-void bind_interact_backward(ConstFloats grad, ConstFloats dense, ConstFloats pooled, Floats grad_dense,
-                            Floats grad_pooled, int num_threads) {
-  const InteractShape shape = interact_shape(dense, pooled);
-  require(size(grad) == shape.samples * shape.width(), "grad must be [B, D + (F + 1) F / 2]");
-  require(size(grad_dense) == size(dense) && size(grad_pooled) == size(pooled), "gradients differ from their inputs");
-  nb::gil_scoped_release release;
-  interact_backward(grad.data(), dense.data(), pooled.data(), shape.samples, shape.features, shape.dim,
-                    grad_dense.data(), grad_pooled.data(), num_threads);
-}
-
-// A zeroed float32 array that owns its pages, and whether the system took the request for huge ones.
-std::pair<nb::ndarray<nb::numpy, float>, bool> bind_allocate(const std::vector<size_t>& shape) {
+size_t num_bytes(const std::vector<size_t>& shape) {
   size_t bytes = sizeof(float);
   for (const size_t n : shape) {
     require(n == 0 || bytes <= SIZE_MAX / 2 / n, "array too large");
     bytes *= n;
   }
-  const Pages pages = allocate_pages(bytes);
+  return bytes;
+}
+
+// A float32 array on `pages`, which go to `release` with it.
+template <void (*release)(const Pages&)>
+nb::ndarray<nb::numpy, float> array_on(const Pages& pages, const std::vector<size_t>& shape) {
   if (!pages.data) throw std::bad_alloc();
   nb::capsule owner(new Pages(pages), [](void* p) noexcept {
-    free_pages(*static_cast<Pages*>(p));
+    release(*static_cast<Pages*>(p));
     delete static_cast<Pages*>(p);
   });
-  return {nb::ndarray<nb::numpy, float>(pages.data, shape.size(), shape.data(), owner), pages.huge};
+  return {pages.data, shape.size(), shape.data(), owner};
+}
+
+// A zeroed array, and whether the system took the request for huge pages.
+std::pair<nb::ndarray<nb::numpy, float>, bool> bind_allocate(const std::vector<size_t>& shape) {
+  const Pages pages = allocate_pages(num_bytes(shape));
+  return {array_on<free_pages>(pages, shape), pages.huge};
+}
+
+// An array of whatever values, whose pages are kept for the next one.
+nb::ndarray<nb::numpy, float> bind_take(const std::vector<size_t>& shape) {
+  return array_on<give_back_pages>(take_pages(num_bytes(shape)), shape);
 }
 
 std::vector<std::string> isas() {
@@ -259,15 +229,13 @@ NB_MODULE(_native, m) {
       .def(nb::init<Ids, std::optional<Offsets>, std::optional<ConstFloats>, std::vector<int64_t>, int64_t>(),
            nb::arg("ids"), nb::arg("offsets").none(), nb::arg("weights").none(), nb::arg("starts"),
            nb::arg("num_bags"));
-  nb::class_<SharedScratch>(m, "Scratch").def(nb::init<>());
   m.def("lookup", bind_lookup);
   m.def("weight_gradient", bind_weight_gradient);
   m.def("update", bind_update, nb::arg("layout"), nb::arg("weights"), nb::arg("states").none(), nb::arg("pending"),
-        nb::arg("algorithm"), nb::arg("lr"), nb::arg("eps"), nb::arg("scratch"), nb::arg("num_threads"));
+        nb::arg("algorithm"), nb::arg("lr"), nb::arg("eps"), nb::arg("num_threads"));
   m.def("fill_uniform", bind_fill_uniform);
-  m.def("interact", bind_interact);
-  m.def("interact_backward", bind_interact_backward);
   m.def("allocate", bind_allocate);
+  m.def("take", bind_take);
   m.def("touch_rows", bind_touch_rows);
   m.def("isas", isas);
   m.def("isa", [] { return std::string(kernels().isa); });
@@ -275,5 +243,6 @@ NB_MODULE(_native, m) {
     require(0 <= index && index < num_kernels(), "no such instruction set on this machine");
     use_kernels(index);
   });
+  bind_dense(m);
   bind_encode(m);
 }

@@ -14,8 +14,17 @@ HOTROW_DECLARE_KERNELS(baseline)
 namespace hotrow {
 namespace {
 
-#define HOTROW_SET(isa) \
-  {#isa, isa::lookup, isa::weight_gradient, isa::update, isa::fill_uniform, isa::interact, isa::interact_backward}
+#define HOTROW_SET(isa)    \
+  {#isa,                   \
+   isa::lookup,            \
+   isa::weight_gradient,   \
+   isa::update,            \
+   isa::fill_uniform,      \
+   isa::interact,          \
+   isa::interact_backward, \
+   isa::pack_panels,       \
+   isa::pack_tiles,        \
+   isa::multiply}
 
 constexpr Kernels kSets[] = {
     HOTROW_SET(baseline),

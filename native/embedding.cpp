@@ -1,4 +1,4 @@
-// Lookups, initial rows and interaction of a whole batch, cut into tasks for the leaf kernels; see hotrow/embedding.h.
+// Lookups and initial rows of a whole batch, cut into tasks for the leaf kernels; see hotrow/embedding.h.
 // Compiled once, for the baseline. The update is in batch_update.cpp.
 #include <hotrow/cut.h>
 #include <hotrow/embedding.h>
@@ -52,40 +52,6 @@ void fill_uniform(uint64_t key, int64_t first, int64_t count, int64_t dim, float
     const int64_t begin = task * rows_per_task, end = std::min(count, begin + rows_per_task);
     set.fill_uniform(key, first + begin, end - begin, dim, bound, zero_rows, out + begin * dim);
   });
-}
-
-namespace {
-
-// Runs kernel(first, last, scratch of `scratch_floats`) over all samples; every thread has scratch of its own.
-template <class Kernel>
-void for_all_samples(int64_t num_samples, int64_t scratch_floats, int num_threads, const Kernel& kernel) {
-  const int64_t samples_per_task = std::max<int64_t>(16, num_samples / (num_threads * kTasksPerThread));
-  std::vector<float> scratch(static_cast<size_t>(scratch_floats * num_threads));
-  parallel_for((num_samples + samples_per_task - 1) / samples_per_task, num_threads, [&](int64_t task, int worker) {
-    const int64_t first = task * samples_per_task;
-    kernel(first, std::min(num_samples, first + samples_per_task), scratch.data() + worker * scratch_floats);
-  });
-}
-
-}  // namespace
-
-void interact(const float* dense, const float* pooled, int64_t num_samples, int64_t num_features, int64_t dim,
-              float* out, int num_threads) {
-  const Kernels& set = kernels();
-  for_all_samples(num_samples, interact_scratch_floats(num_features, dim), num_threads,
-                  [&](int64_t first, int64_t last, float* scratch) {
-                    set.interact(dense, pooled, num_features, dim, first, last, out, scratch);
-                  });
-}
-
-void interact_backward(const float* grad, const float* dense, const float* pooled, int64_t num_samples,
-                       int64_t num_features, int64_t dim, float* grad_dense, float* grad_pooled, int num_threads) {
-  const Kernels& set = kernels();
-  for_all_samples(num_samples, interact_scratch_floats(num_features, dim), num_threads,
-                  [&](int64_t first, int64_t last, float* scratch) {
-                    set.interact_backward(grad, dense, pooled, num_features, dim, first, last, grad_dense, grad_pooled,
-                                          scratch);
-                  });
 }
 
 }  // namespace hotrow

@@ -1,9 +1,12 @@
-// Memory for tables, optimizer state and scratch; see hotrow/embedding.h.
-#include <hotrow/embedding.h>
+// Memory for tables, optimizer state and scratch; see hotrow/memory.h.
+#include <hotrow/memory.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <mutex>
 #include <new>
+#include <vector>
 
 namespace hotrow {
 namespace {
@@ -39,16 +42,55 @@ void free_pages(const Pages& pages) {
   if (pages.data) munmap(pages.data, pages.bytes);
 }
 
-std::byte* Scratch::reserve(size_t bytes) {
-  if (bytes > pages_.bytes) {
-    free_pages(pages_);
-    // A quarter more than asked: multi-hot batches differ in size, and every growth faults its pages in anew.
-    pages_ = allocate_pages(bytes + bytes / 4);
-    if (!pages_.data) throw std::bad_alloc();
-  }
-  return static_cast<std::byte*>(pages_.data);
+namespace {
+
+// Oldest first. A plain pair of globals that are never destroyed: arrays may be freed while the process ends.
+std::mutex& kept_mutex() {
+  static std::mutex& mutex = *new std::mutex;
+  return mutex;
+}
+std::vector<Pages>& kept_pages() {
+  static std::vector<Pages>& pages = *new std::vector<Pages>;
+  return pages;
 }
 
-Scratch::~Scratch() { free_pages(pages_); }
+}  // namespace
+
+Pages take_pages(size_t bytes) {
+  {
+    const std::lock_guard lock(kept_mutex());
+    std::vector<Pages>& kept = kept_pages();
+    auto best = kept.end();
+    for (auto it = kept.begin(); it != kept.end(); ++it) {
+      const bool fits = bytes <= it->bytes && it->bytes / 2 <= std::max(bytes, kHugePage);
+      if (fits && (best == kept.end() || it->bytes <= best->bytes)) best = it;
+    }
+    if (best != kept.end()) {
+      const Pages pages = *best;
+      kept.erase(best);
+      return pages;
+    }
+  }
+  // An eighth more than asked: multi-hot batches differ in size, and each would else ask for new pages.
+  return allocate_pages(bytes + bytes / 8);
+}
+
+void give_back_pages(const Pages& pages) {
+  if (!pages.data) return;
+  const std::lock_guard lock(kept_mutex());
+  std::vector<Pages>& kept = kept_pages();
+  kept.push_back(pages);
+  size_t total = 0;
+  for (const Pages& each : kept) total += each.bytes;
+  while (total > kMostKeptBytes) {
+    total -= kept.front().bytes;
+    free_pages(kept.front());
+    kept.erase(kept.begin());
+  }
+}
+
+KeptPages::KeptPages(size_t bytes) : pages_(take_pages(bytes)) {
+  if (!pages_.data) throw std::bad_alloc();
+}
 
 }  // namespace hotrow

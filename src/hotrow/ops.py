@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -21,7 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from hotrow import reference
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.reference import ALGORITHMS, Algorithm, Layout
+from hotrow.reference import ALGORITHMS, Activation, Algorithm, Layout
+
+KEPT_FLOATS = 1 << 16
+"""From here up `empty` keeps pages: below, malloc does by itself."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,17 @@ def allocate(*shape: int) -> Tensor:
     return torch.from_numpy(module.allocate(shape)[0])
 
 
+def empty(*shape: int) -> Tensor:
+    """A float32 tensor of whatever values, for what lives no longer than a step.
+
+    Large ones come on pages that an earlier one gave back: pages new to the process cost as much as a pass over them.
+    """
+    module = _native()
+    if module is None or math.prod(shape) < KEPT_FLOATS:
+        return torch.empty(shape)
+    return torch.from_numpy(module.take(shape))
+
+
 def grants_huge_pages() -> bool:
     """Whether `allocate` gets huge pages here; without them random row access is up to twice as slow."""
     module = _native()
@@ -128,7 +143,7 @@ class Arrays:
 class Kernels:
     """The ops of one collection: its layout and what a step would otherwise prepare anew.
 
-    Stateless in its results: only scratch memory and the places of features among a batch's keys are kept.
+    Stateless in its results: only the places of features among a batch's keys are kept.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -138,7 +153,6 @@ class Kernels:
         if module is not None:
             specs = [(f.table, f.columns.start, f.pooling == "mean") for f in layout.features]
             self._native_layout = module.Layout(specs)
-            self._scratch = module.Scratch()
 
     def _batch(self, sparse: KeyedJaggedTensor) -> Any:
         stride = sparse.stride
@@ -169,7 +183,7 @@ class Kernels:
         Raises ValueError for a missing feature and for an id outside its table.
         """
         if out is None:
-            out = torch.empty(sparse.stride, self.layout.width)
+            out = empty(sparse.stride, self.layout.width)
         if _native() is None:
             self._check_ids(weights, sparse)
             reference.lookup(self.layout, weights.tensors, sparse, out)
@@ -223,7 +237,6 @@ class Kernels:
             ALGORITHMS.index(algorithm),
             lr,
             eps,
-            self._scratch,
             torch.get_num_threads(),
         )
         if result == 1:
@@ -261,7 +274,7 @@ class _Interaction(torch.autograd.Function):
         dense_BD, pooled_BFD = dense_BD.detach().contiguous(), pooled_BFD.detach().contiguous()
         ctx.save_for_backward(dense_BD, pooled_BFD)
         B, F, D = pooled_BFD.shape
-        out = torch.empty(B, D + (F + 1) * F // 2)
+        out = empty(B, D + (F + 1) * F // 2)
         _native().interact(dense_BD, pooled_BFD, out, torch.get_num_threads())
         return out
 
@@ -269,7 +282,7 @@ class _Interaction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         dense_BD, pooled_BFD = ctx.saved_tensors
-        grads = torch.empty_like(dense_BD), torch.empty_like(pooled_BFD)
+        grads = empty(*dense_BD.shape), empty(*pooled_BFD.shape)
         _native().interact_backward(grad.contiguous(), dense_BD, pooled_BFD, *grads, torch.get_num_threads())
         return grads
 
@@ -289,6 +302,63 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
     if _native() is None:
         return reference.interact(dense_BD, pooled_BFD)
     return _Interaction.apply(dense_BD, pooled_BFD)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _MLP(torch.autograd.Function):
+    """The layers of an MLP; `parameters` alternate weight [O, I] and bias [O]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BI: Tensor, last: Activation, *parameters: Tensor) -> Tensor:
+        inputs = [x_BI.detach().contiguous()]
+        weights, biases = [p.detach() for p in parameters[::2]], [p.detach() for p in parameters[1::2]]
+        for k, (weight, bias) in enumerate(zip(weights, biases, strict=True), start=1):
+            out = empty(len(x_BI), len(bias))
+            relu = k < len(weights) or last == "relu"
+            _native().linear(inputs[-1], weight, bias, relu, out, torch.get_num_threads())
+            inputs.append(out)
+        ctx.save_for_backward(*inputs, *weights)
+        ctx.last = last
+        return inputs[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, ...]:
+        num_layers = len(ctx.saved_tensors) // 2
+        *inputs, out_BO = ctx.saved_tensors[: num_layers + 1]
+        weights = ctx.saved_tensors[num_layers + 1 :]
+        grad: Tensor | None = grad_BO.contiguous()
+        if ctx.last == "relu":
+            grad = grad_BO.masked_fill(out_BO <= 0, 0.0)
+        grads: list[Tensor | None] = []
+        for k in reversed(range(num_layers)):
+            grad_weight, grad_bias = torch.empty_like(weights[k]), torch.empty(len(weights[k]))
+            grad_x = empty(*inputs[k].shape) if k or ctx.needs_input_grad[0] else None
+            _native().linear_backward(
+                grad, inputs[k], weights[k], grad_weight, grad_bias, grad_x, k > 0, torch.get_num_threads()
+            )
+            grads = [grad_weight, grad_bias, *grads]
+            grad = grad_x
+        return grad, None, *grads
+
+
+def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, last: Activation) -> Tensor:
+    """`x = relu(x W^T + b)` for each W [O, I], b [O] in turn; after the last one only if `last` is "relu".
+
+    float32 [B, I] -> [B, O of the last]; NaN goes through. Differentiable once.
+    Raises ValueError where shapes or dtypes do not fit.
+    """
+    width = x_BI.shape[-1]
+    for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        if weight.shape != (len(bias), width) or {x_BI.dtype, weight.dtype, bias.dtype} != {torch.float32}:
+            raise ValueError(
+                f"layer {k}: inputs are {x_BI.dtype} of width {width}, weight {weight.dtype} {tuple(weight.shape)}, "
+                f"bias {bias.dtype} {tuple(bias.shape)}; pass float32 [B, I], [O, I] and [O]"
+            )
+        width = len(bias)
+    if _native() is None:
+        return reference.mlp(x_BI, weights, biases, last=last)
+    parameters = [p for pair in zip(weights, biases, strict=True) for p in pair]
+    return _MLP.apply(x_BI, last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def touch_rows(rows: Tensor, ids: Tensor, *, distance: int, write: bool, threads: int) -> None:

@@ -1,6 +1,6 @@
-"""The embedding and interaction ops in plain torch: what every kernel must equal, readable top to bottom.
+"""The embedding, interaction and MLP ops in plain torch: what every kernel must equal, readable top to bottom.
 
-Native lookups, updates and initial rows equal these to the bit (tests/laws); the interaction agrees within
+Native lookups, updates and initial rows equal these to the bit (tests/laws); interaction and MLP agree within
 docs/numerics.md. Each function states the order of its sums. When the native module is missing these run instead:
 slower, same results. Shape legend: B batch, F features, D embedding dim, N rows, n occurrences of ids.
 """
@@ -20,6 +20,7 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.tables import Pooling, TableConfig
 
 Algorithm = Literal["sgd", "adagrad", "row_wise_adagrad"]
+Activation = Literal["relu", "linear"]
 ALGORITHMS: tuple[Algorithm, ...] = ("sgd", "adagrad", "row_wise_adagrad")
 
 
@@ -306,3 +307,12 @@ def interact_backward(grad: Tensor, dense_BD: Tensor, pooled_BFD: Tensor) -> tup
     z[:, i, j] = grad[:, dense_BD.shape[1] :]
     grad_t = torch.bmm(z + z.transpose(1, 2), t)
     return grad_t[:, 0] + grad[:, : dense_BD.shape[1]], grad_t[:, 1:].contiguous()
+
+
+def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, last: Activation) -> Tensor:
+    """`x = relu(x W^T + b)` layer by layer, the last one without relu if `last` is "linear"."""
+    for k, (weight, bias) in enumerate(zip(weights, biases, strict=True), start=1):
+        x_BI = torch.nn.functional.linear(x_BI, weight, bias)
+        if k < len(weights) or last == "relu":
+            x_BI = torch.relu(x_BI)
+    return x_BI

@@ -4,7 +4,6 @@
 
 #include <hotrow/kernels.h>
 
-#include <cstddef>
 #include <vector>
 
 namespace hotrow {
@@ -24,30 +23,6 @@ bool lookup(const std::vector<FeatureBags>& features, float* out, int64_t stride
 bool weight_gradient(const std::vector<FeatureBags>& features, const float* grad, int64_t stride, float* out,
                      int num_threads);
 
-// Zeroed memory in whole pages; from 2 MiB up it is aligned to 2 MiB and asked to lie on huge pages.
-struct Pages {
-  void* data;  // null: no memory
-  size_t bytes;
-  bool huge;  // the system took the request for huge pages
-};
-Pages allocate_pages(size_t bytes);
-void free_pages(const Pages& pages);
-
-// Memory an update needs while it runs, kept from step to step by its owner. One update at a time may use it.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch();
-
-  // At least `bytes` bytes in whole pages; what was there is lost. Throws std::bad_alloc.
-  std::byte* reserve(size_t bytes);
-
- private:
-  Pages pages_{};
-};
-
 // One feature in one forward pass: bags and the gradient of their pooled rows (grad points at the feature's column).
 struct Segment {
   Bags bags;
@@ -66,16 +41,11 @@ struct TableUpdate {
 enum class UpdateResult { done, out_of_range, too_large };
 
 // Brings the occurrences of every table into row order (stable), then applies the rule row by row. too_large: a table's
-// row and occurrence numbers do not fit 63 bits together (beyond any memory).
-UpdateResult update(const std::vector<TableUpdate>& tables, Scratch& scratch, int num_threads);
+// row and occurrence numbers do not fit 63 bits together (beyond any memory). Throws std::bad_alloc.
+UpdateResult update(const std::vector<TableUpdate>& tables, int num_threads);
 
 // Rows [first, first + count) of a table into out[count, dim].
 void fill_uniform(uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out,
                   int num_threads);
-
-void interact(const float* dense, const float* pooled, int64_t num_samples, int64_t num_features, int64_t dim,
-              float* out, int num_threads);
-void interact_backward(const float* grad, const float* dense, const float* pooled, int64_t num_samples,
-                       int64_t num_features, int64_t dim, float* grad_dense, float* grad_pooled, int num_threads);
 
 }  // namespace hotrow

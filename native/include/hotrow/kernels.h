@@ -1,9 +1,9 @@
 // The leaf kernels, compiled once per instruction set; dispatch.cpp picks one set at run time.
 //
 // Rules for all of them: fp32 accumulators, no contraction (a*b+c rounds twice on every instruction set) but in
-// `interact*`, no reassociation: the order of every sum is written below, so each set returns the same bits.
-// They neither allocate nor throw, start no thread, and touch nothing beyond the ranges named. Outputs do not alias
-// inputs unless said. "fold16(x)" is the one way a vector is summed to a scalar:
+// `interact*` and `multiply`, no reassociation: the order of every sum is written below, so each set returns the same
+// bits. They neither allocate nor throw, start no thread, and touch nothing beyond the ranges named. Outputs do not
+// alias inputs unless said. "fold16(x)" is the one way a vector is summed to a scalar:
 //   p[k] = +0 + x[k] + x[k + 16] + x[k + 32] + ...  for k = 0..15, in this order
 //   for h = 8, 4, 2, 1:  p[k] = p[k] + p[k + h]  for k = 0..h-1;      fold16 = p[0]
 #pragma once
@@ -40,6 +40,14 @@
 // interact_backward: Z the triangle of grad, symmetric with a zero diagonal:
 //     (grad_dense[b], grad_pooled[b]) = Z T, plus grad[b, :D] on the dense row
 //   scratch: interact_scratch_floats(F, D), its contents are of no meaning before or after.
+//
+// pack_panels: B(k, n) = from[k * depth_stride + n * column_stride] for all k < depth, n < columns, rearranged:
+//     to[n / kPanelColumns][k][n mod kPanelColumns] = B(k, n), 0 beyond the last column
+// pack_tiles: A(m, k) = from[k * stride + m] for all m < rows, k < depth, rearranged, and its rows summed:
+//     to[m / kTileRows][k][m mod kTileRows] = A(m, k), 0 beyond the last row
+//     sums[m] = sums[m] + (A(m, 0) + A(m, 1) + ...)
+// multiply: rows [first, last) of C = A B as `product` says; where A is tiles, the first of them is row `first`.
+//   The sum over k runs upward from +0, contracted where the set has fma; then C, bias, relu, gate in this order.
 #define HOTROW_KERNEL_LIST(KERNEL)                                                                                     \
   KERNEL(bool, lookup, (const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride)) \
   KERNEL(bool, weight_gradient,                                                                                        \
@@ -54,7 +62,11 @@
           float* out, float* scratch))                                                                                 \
   KERNEL(void, interact_backward,                                                                                      \
          (const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,               \
-          int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch))
+          int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch))                         \
+  KERNEL(void, pack_panels,                                                                                            \
+         (const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns, float* to))  \
+  KERNEL(void, pack_tiles, (const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums))   \
+  KERNEL(void, multiply, (const Product& product, int64_t first, int64_t last))
 
 namespace hotrow {
 

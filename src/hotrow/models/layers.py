@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+
+from hotrow.ops import mlp
+from hotrow.reference import Activation
 
 
 def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:
@@ -30,20 +33,15 @@ class MLP(nn.Module):
     x [B, widths[0]] -> [B, widths[-1]], float32.
     """
 
-    def __init__(
-        self, widths: Sequence[int], *, generator: torch.Generator, last: Literal["relu", "linear"] = "relu"
-    ) -> None:
+    def __init__(self, widths: Sequence[int], *, generator: torch.Generator, last: Activation = "relu") -> None:
         super().__init__()
         self.layers = nn.ModuleList(linear(n, m, generator) for n, m in pairwise(widths))
         self.last = last
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """The last layer's output."""
-        for i, layer in enumerate(self.layers, start=1):
-            x_BI = layer(x_BI)
-            if i < len(self.layers) or self.last == "relu":
-                x_BI = torch.relu(x_BI)
-        return x_BI
+        layers = [cast(nn.Linear, layer) for layer in self.layers]
+        return mlp(x_BI, [layer.weight for layer in layers], [layer.bias for layer in layers], last=self.last)
 
 
 class Constant(nn.Module):

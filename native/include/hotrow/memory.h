@@ -1,0 +1,39 @@
+// Memory for tables, optimizer state and scratch: whole pages, huge ones where the system grants them.
+#pragma once
+
+#include <cstddef>
+
+namespace hotrow {
+
+// Zeroed memory in whole pages; from 2 MiB up it is aligned to 2 MiB and asked to lie on huge pages.
+struct Pages {
+  void* data;  // null: no memory
+  size_t bytes;
+  bool huge;  // the system took the request for huge pages
+};
+Pages allocate_pages(size_t bytes);
+void free_pages(const Pages& pages);
+
+// Memory whose contents mean nothing, for what lives no longer than a step: pages given back are kept and handed out
+// again, because faulting in new ones costs as much as a pass over them. The process keeps at most kMostKeptBytes idle;
+// any thread may take and give back.
+inline constexpr size_t kMostKeptBytes = size_t{1} << 29;
+Pages take_pages(size_t bytes);
+void give_back_pages(const Pages& pages);
+
+// Kept pages for as long as this object lives. Throws std::bad_alloc.
+class KeptPages {
+ public:
+  explicit KeptPages(size_t bytes);
+  KeptPages(const KeptPages&) = delete;
+  KeptPages& operator=(const KeptPages&) = delete;
+  ~KeptPages() { give_back_pages(pages_); }
+
+  std::byte* bytes() const { return static_cast<std::byte*>(pages_.data); }
+  float* floats() const { return static_cast<float*>(pages_.data); }
+
+ private:
+  Pages pages_;
+};
+
+}  // namespace hotrow

@@ -1,0 +1,202 @@
+// Matrix products of an MLP layer, cut into tiles that stay in registers; contract in hotrow/kernels.h. Compiled with
+// contraction, as the interaction: dense ops agree within docs/numerics.md.
+//
+// A tile of C is kTileRows x kPanelColumns sums, 24 vectors of 16 floats beside 3 of B and one broadcast element of A:
+// what AVX-512 has registers for. Narrower sets take the tile in pieces. A panel of B is read in full for every tile of
+// rows, so it must fit the second-level cache: whoever packs cuts the depth.
+#include <hotrow/kernels.h>
+#include <hotrow/vec.h>
+
+HOTROW_DECLARE_KERNELS(HOTROW_ISA)
+
+namespace hotrow::HOTROW_ISA {
+namespace {
+
+constexpr int kRows = kLanes == 16 ? 8 : 4;  // of one piece: with kMaxParts vectors of columns it fills the registers
+constexpr int kMaxParts = 3;
+constexpr int64_t kPiece = kMaxParts * kLanes;
+static_assert(kTileRows % kRows == 0 && kPanelColumns % kPiece == 0);
+
+inline int64_t at_most(int64_t n, int64_t limit) { return n < limit ? n : limit; }
+
+// Rows of A as they lie in memory, and as pack_tiles lays them.
+struct RowMajor {
+  const float* at;
+  int64_t stride;
+  float operator()(int64_t r, int64_t k) const { return at[r * stride + k]; }
+  RowMajor from(int64_t r) const { return {at + r * stride, stride}; }
+};
+struct Tile {
+  const float* at;
+  float operator()(int64_t r, int64_t k) const { return at[k * kTileRows + r]; }
+  Tile from(int64_t r) const { return {at + r}; }
+};
+
+// sum[r][:] += a(r, k) * panel[k][:] for k < depth.
+template <int kParts, class Left>
+[[gnu::always_inline]] inline void add_products(const Left a, const float* panel, int64_t depth,
+                                                Vec<kLanes> (&sum)[kRows][kParts]) {
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec<kLanes> row[kParts];
+#pragma GCC unroll 3
+    for (int p = 0; p < kParts; ++p) row[p] = load<kLanes>(panel + k * kPanelColumns + p * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const float element = a(r, k);
+#pragma GCC unroll 3
+      for (int p = 0; p < kParts; ++p) sum[r][p] += element * row[p];
+    }
+  }
+}
+
+// Turns sums into C: what is done to a value or a vector of values, in the order the contract states.
+template <class Value, class Load, class Store>
+[[gnu::always_inline]] inline void finish(const Product& product, Value sum, int64_t row, int64_t column,
+                                          const Load& read, const Store& write) {
+  float* c = product.c + row * product.columns + column;
+  if (product.add) sum = read(c) + sum;
+  if (product.bias) sum = sum + read(product.bias + column);
+  if (product.relu) sum = sum < 0.0f ? Value{} : sum;
+  if (product.gate) sum = read(product.gate + row * product.columns + column) <= 0.0f ? Value{} : sum;
+  write(c, sum);
+}
+
+// C's rows [row, row + kRows) by kParts vectors of columns; beyond `num_rows` rows or C's columns nothing is stored.
+template <int kParts, class Left>
+void multiply_piece(const Product& product, const Left a, const float* panel, int64_t row, int64_t num_rows,
+                    int64_t column) {
+  Vec<kLanes> sum[kRows][kParts] = {};
+  add_products<kParts>(a, panel, product.depth, sum);
+  if (num_rows >= kRows && column + kParts * kLanes <= product.columns) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 3
+      for (int p = 0; p < kParts; ++p)
+        finish(product, sum[r][p], row + r, column + p * kLanes, load<kLanes>, store<kLanes>);
+    }
+    return;
+  }
+  float edge[kRows][kParts * kLanes];
+  __builtin_memcpy(edge, sum, sizeof edge);
+  const auto read = [](const float* p) { return *p; };
+  const auto write = [](float* p, float value) { *p = value; };
+  for (int64_t r = 0; r < at_most(num_rows, kRows); ++r) {
+    for (int64_t j = 0; j < at_most(kParts * kLanes, product.columns - column); ++j)
+      finish(product, edge[r][j], row + r, column + j, read, write);
+  }
+}
+
+template <class Left>
+void multiply_tile(const Product& product, const Left a, const float* panel, int64_t row, int64_t num_rows,
+                   int64_t column) {
+  const int64_t end = at_most(column + kPanelColumns, product.columns);
+  for (int64_t at = column; at < end; at += kPiece, panel += kPiece) {
+    for (int64_t r = 0; r < at_most(num_rows, kTileRows); r += kRows) {
+      switch ((at_most(kPiece, end - at) + kLanes - 1) / kLanes) {
+        case 1:
+          multiply_piece<1>(product, a.from(r), panel, row + r, num_rows - r, at);
+          break;
+        case 2:
+          multiply_piece<2>(product, a.from(r), panel, row + r, num_rows - r, at);
+          break;
+        default:
+          multiply_piece<kMaxParts>(product, a.from(r), panel, row + r, num_rows - r, at);
+      }
+    }
+  }
+}
+
+// A last, incomplete tile of rows, as pack_tiles would lay it.
+inline void pack_last_rows(const RowMajor rows, int64_t num_rows, int64_t depth, float* to) {
+  for (int64_t k = 0; k < depth; ++k) {
+    for (int64_t r = 0; r < kTileRows; ++r) to[k * kTileRows + r] = r < num_rows ? rows(r, k) : 0.0f;
+  }
+}
+
+// One panel of B whose columns lie one after another in memory: [depth][columns] out of rows `stride` apart.
+inline void copy_panel(const float* from, int64_t stride, int64_t depth, int64_t columns, float* to) {
+  for (int64_t k = 0; k < depth; ++k, from += stride, to += kPanelColumns) {
+    if (columns == kPanelColumns) {  // a constant length, so that it becomes whole vectors
+      for (int64_t j = 0; j < kPanelColumns; ++j) to[j] = from[j];
+    } else {
+      for (int64_t j = 0; j < kPanelColumns; ++j) to[j] = j < columns ? from[j] : 0.0f;
+    }
+  }
+}
+
+// One panel of B each of whose columns is contiguous in memory, `stride` from the next.
+inline void transpose_panel(const float* from, int64_t stride, int64_t depth, int64_t columns, float* to) {
+  int64_t j = 0;
+  for (; j + 4 <= columns; j += 4) {
+    const float* at = from + j * stride;
+    int64_t k = 0;
+    for (; k + 4 <= depth; k += 4) {
+      float* put = to + k * kPanelColumns + j;
+      store_transposed(load<4>(at + k), load<4>(at + stride + k), load<4>(at + 2 * stride + k),
+                       load<4>(at + 3 * stride + k), put, put + kPanelColumns, put + 2 * kPanelColumns,
+                       put + 3 * kPanelColumns);
+    }
+    for (; k < depth; ++k) {
+      for (int64_t q = 0; q < 4; ++q) to[k * kPanelColumns + j + q] = at[q * stride + k];
+    }
+  }
+  for (; j < kPanelColumns; ++j) {
+    for (int64_t k = 0; k < depth; ++k) to[k * kPanelColumns + j] = j < columns ? from[j * stride + k] : 0.0f;
+  }
+}
+
+}  // namespace
+
+void pack_panels(const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns,
+                 float* to) {
+  for (int64_t j = 0; j < columns; j += kPanelColumns, to += depth * kPanelColumns) {
+    const int64_t width = at_most(kPanelColumns, columns - j);
+    if (column_stride == 1) {
+      copy_panel(from + j, depth_stride, depth, width, to);
+    } else {
+      transpose_panel(from + j * column_stride, column_stride, depth, width, to);
+    }
+  }
+}
+
+void pack_tiles(const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums) {
+  for (int64_t m = 0; m < rows; m += kTileRows, to += depth * kTileRows) {
+    const int64_t width = at_most(kTileRows, rows - m);
+    Vec<8> sum{};
+    for (int64_t k = 0; k < depth; ++k) {
+      const float* at = from + k * stride + m;
+      Vec<8> column{};
+      if (width == kTileRows) {
+        column = load<8>(at);
+      } else {
+        for (int64_t r = 0; r < width; ++r) column[r] = at[r];
+      }
+      store<8>(to + k * kTileRows, column);
+      sum += column;
+    }
+    for (int64_t r = 0; r < width; ++r) sums[m + r] += sum[r];
+  }
+}
+
+void multiply(const Product& product, int64_t first, int64_t last) {
+  float edge[kMostDepth * kTileRows];
+  for (int64_t column = 0; column < product.columns; column += kPanelColumns) {
+    const float* panel = product.panels + column * product.depth;
+    for (int64_t row = first; row < last; row += kTileRows) {
+      const int64_t num_rows = last - row;
+      if (product.a_stride == 0) {
+        multiply_tile(product, Tile{product.a + (row - first) * product.depth}, panel, row, num_rows, column);
+        continue;
+      }
+      const RowMajor rows{product.a + row * product.a_stride, product.a_stride};
+      if (num_rows >= kTileRows) {
+        multiply_tile(product, rows, panel, row, num_rows, column);
+      } else {
+        pack_last_rows(rows, num_rows, product.depth, edge);
+        multiply_tile(product, Tile{edge}, panel, row, num_rows, column);
+      }
+    }
+  }
+}
+
+}  // namespace hotrow::HOTROW_ISA

@@ -1,0 +1,237 @@
+"""Law 1 for the dense ops, interaction and MLP: within docs/numerics.md of float64 algebra on every instruction set, to
+the bit the same at any thread count, and no float beyond their outputs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from kernel_cases import Guarded, every_backend, running
+from torch import Tensor
+
+from hotrow import ops, reference
+
+needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
+
+SHAPES = [(1, 0, 4), (3, 1, 1), (5, 2, 3), (7, 26, 16), (4, 26, 128), (9, 3, 17), (2, 40, 33), (33, 8, 64), (0, 3, 8)]
+
+
+def interaction_inputs(samples: int, features: int, dim: int, seed: int = 13) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    width = dim + features * (features + 1) // 2
+    return (
+        torch.randn(samples, dim, generator=g),
+        torch.randn(samples, features, dim, generator=g),
+        torch.randn(samples, width, generator=g),
+    )
+
+
+@pytest.mark.parametrize(("samples", "features", "dim"), SHAPES)
+def test_interaction_against_float64_bmm(samples: int, features: int, dim: int) -> None:
+    """Within rounding of the terms summed: sqrt(D) of them for the outputs, sqrt(F) for the gradients."""
+    dense, pooled, grad = interaction_inputs(samples, features, dim)
+    truth = [x.double().requires_grad_() for x in (dense, pooled)]
+    expected = reference.interact(*truth)
+    expected.backward(grad.double())
+
+    def check() -> None:
+        inputs = [x.clone().requires_grad_() for x in (dense, pooled)]
+        out = ops.dot_interaction(*inputs)
+        out.backward(grad)
+        assert torch.equal(out, ops.dot_interaction(dense, pooled)), "the interaction must repeat bit for bit"
+        torch.testing.assert_close(out.detach(), expected.detach().float(), rtol=1e-5, atol=1e-5 * dim**0.5)
+        for ours, theirs in zip(inputs, truth, strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad.float(), rtol=1e-5, atol=1e-5 * (features + 1) ** 0.5)
+
+    check()
+    for _ in every_backend():
+        check()
+
+
+@needs_native
+def test_interaction_does_not_depend_on_the_thread_count() -> None:
+    dense, pooled, grad = interaction_inputs(200, 26, 16)
+    results = []
+    for threads in (1, 2, 3):
+        with running(ops.isas()[-1], threads):
+            inputs = [x.clone().requires_grad_() for x in (dense, pooled)]
+            out = ops.dot_interaction(*inputs)
+            out.backward(grad)
+            results.append((out, *(x.grad for x in inputs)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_interaction_backward_of_the_reference_is_its_gradient() -> None:
+    dense, pooled, grad = interaction_inputs(6, 5, 7)
+    inputs = [x.clone().requires_grad_() for x in (dense, pooled)]
+    reference.interact(*inputs).backward(grad)
+    for ours, theirs in zip(reference.interact_backward(grad, dense, pooled), inputs, strict=True):
+        torch.testing.assert_close(ours, theirs.grad)
+
+
+def test_interaction_gradient_against_finite_steps() -> None:
+    """The op is quadratic, so a central difference is exact but for rounding, whatever its step."""
+    dense, pooled, grad = interaction_inputs(4, 6, 10)
+    inputs = [x.clone().requires_grad_() for x in (dense, pooled)]
+    ops.dot_interaction(*inputs).backward(grad)
+    g = torch.Generator().manual_seed(14)
+    for _ in range(8):
+        v = [torch.randn(x.shape, generator=g) for x in inputs]
+        ahead = ops.dot_interaction(dense + 0.5 * v[0], pooled + 0.5 * v[1])
+        behind = ops.dot_interaction(dense - 0.5 * v[0], pooled - 0.5 * v[1])
+        numeric = ((ahead - behind).double() * grad).sum()
+        analytic = sum((x.grad.double() * d).sum() for x, d in zip(inputs, v, strict=True))
+        torch.testing.assert_close(numeric, analytic, rtol=1e-4, atol=1e-3)
+
+
+@needs_native
+@pytest.mark.parametrize(("samples", "features", "dim"), SHAPES)
+def test_interaction_writes_its_outputs_and_no_more(samples: int, features: int, dim: int) -> None:
+    native = pytest.importorskip("hotrow._native")
+    dense, pooled, grad = interaction_inputs(samples, features, dim)
+    for _, threads in every_backend():
+        out, grad_dense, grad_pooled = (Guarded(torch.full_like(x, float("nan"))) for x in (grad, dense, pooled))
+        native.interact(dense, pooled, out.tensor, threads)
+        native.interact_backward(grad, dense, pooled, grad_dense.tensor, grad_pooled.tensor, threads)
+        for guarded in (out, grad_dense, grad_pooled):
+            guarded.check()
+            assert not guarded.tensor.isnan().any()
+
+
+# Samples and widths: no sample, fewer than a tile, odd tails, depths beyond one stretch (512), panels' edges (48).
+MLPS = [
+    (0, (3, 2)),
+    (1, (1, 1)),
+    (5, (13, 16, 1)),
+    (8, (48, 96, 47)),
+    (77, (13, 65, 33, 16)),
+    (130, (1030, 49, 5)),
+    (600, (31, 8, 50)),
+    (1100, (7, 20)),
+]
+
+
+def mlp_inputs(
+    samples: int, widths: tuple[int, ...], seed: int = 3
+) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+    """x, weights, biases and the gradient of the output."""
+    g = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(o, i, generator=g) / i**0.5 for i, o in pairwise(widths)]
+    biases = [torch.randn(o, generator=g) for o in widths[1:]]
+    return (
+        torch.randn(samples, widths[0], generator=g),
+        weights,
+        biases,
+        torch.randn(samples, widths[-1], generator=g),
+    )
+
+
+def forward_and_backward(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], grad: Tensor, last: str
+) -> list[Tensor]:
+    """The output, and the gradients of x, weights and biases."""
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, *weights, *biases)]
+    inputs, rest = leaves[0], leaves[1:]
+    out = ops.mlp(inputs, rest[: len(weights)], rest[len(weights) :], last=last)  # type: ignore[arg-type]
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("last", ["relu", "linear"])
+@pytest.mark.parametrize(("samples", "widths"), MLPS)
+def test_mlp_against_float64(samples: int, widths: tuple[int, ...], last: str) -> None:
+    """ReLUs are taken where the float32 pass took them: a value next to 0 may lie on either side of it."""
+    x, weights, biases, grad = mlp_inputs(samples, widths)
+    for _ in every_backend() if ops.isas() else [None]:
+        out, *grads = forward_and_backward(x, weights, biases, grad, last)
+        expected = float64_mlp(x, weights, biases, grad, last)
+        for ours, truth in zip([out, *grads], expected, strict=True):
+            largest = float(truth.abs().max()) if truth.numel() else 0.0
+            torch.testing.assert_close(ours.double(), truth, rtol=0, atol=1e-5 * largest + 1e-6)
+
+
+def float64_mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor], grad: Tensor, last: str) -> list[Tensor]:
+    """The chain rule written out; same order of results as `forward_and_backward`."""
+    inputs, gates = [x.double()], []
+    float32 = x
+    for k, (w, b) in enumerate(zip(weights, biases, strict=True), start=1):
+        inputs.append(inputs[-1] @ w.double().T + b.double())
+        float32 = ops.mlp(float32, [w], [b], last="relu" if k < len(weights) else last).detach()  # type: ignore[arg-type]
+        gates.append(float32 > 0 if k < len(weights) or last == "relu" else torch.ones_like(float32, dtype=torch.bool))
+        inputs[-1] = inputs[-1] * gates[-1]
+    g = grad.double()
+    grad_weights, grad_biases = [], []
+    for k in reversed(range(len(weights))):
+        g = g * gates[k]
+        grad_weights.insert(0, g.T @ inputs[k])
+        grad_biases.insert(0, g.sum(0))
+        g = g @ weights[k].double()
+    return [inputs[-1], g, *grad_weights, *grad_biases]
+
+
+@needs_native
+@pytest.mark.parametrize(("samples", "widths"), MLPS)
+def test_mlp_does_not_depend_on_the_thread_count(samples: int, widths: tuple[int, ...]) -> None:
+    for isa in ops.isas():
+        results = []
+        for threads in (1, 2, 3):
+            with running(isa, threads):
+                results.append(forward_and_backward(*mlp_inputs(samples, widths), "relu"))
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize(("samples", "widths"), MLPS)
+def test_mlp_writes_its_outputs_and_no_more(samples: int, widths: tuple[int, ...]) -> None:
+    native = pytest.importorskip("hotrow._native")
+    x, (weight, *_), (bias, *_), _ = mlp_inputs(samples, widths)
+    grad = torch.randn(samples, len(bias))
+    for _, threads in every_backend():
+        nan = float("nan")
+        out, grad_x, grad_weight, grad_bias = (Guarded(torch.full_like(t, nan)) for t in (grad, x, weight, bias))
+        native.linear(x, weight, bias, True, out.tensor, threads)
+        native.linear_backward(grad, x, weight, grad_weight.tensor, grad_bias.tensor, grad_x.tensor, True, threads)
+        for guarded in (out, grad_x, grad_weight, grad_bias):
+            guarded.check()
+            assert not guarded.tensor.isnan().any()
+
+
+def test_mlp_lets_nan_through() -> None:
+    """A ReLU that made NaN 0 would hide that training has diverged."""
+    x, weights, biases, grad = mlp_inputs(9, (20, 50, 3))
+    x[4, 7] = float("nan")
+    for _ in every_backend() if ops.isas() else [None]:
+        out, grad_x, *_ = forward_and_backward(x, weights, biases, grad, "relu")
+        assert out[4].isnan().all() and not out[:4].isnan().any() and not out[5:].isnan().any()
+        assert grad_x[:4].isfinite().all()
+
+
+def test_two_passes_before_a_backward_keep_apart() -> None:
+    """Activations lie on pages that are used again: never while a graph still needs them."""
+    x, weights, biases, grad = mlp_inputs(3000, (13, 64, 32))
+    alone = forward_and_backward(x, weights, biases, grad, "linear")
+    leaves = [weight.clone().requires_grad_() for weight in weights]
+    first = ops.mlp(x, leaves, biases, last="linear")
+    ops.mlp(2 * x, leaves, biases, last="linear")
+    ops.mlp(-x, leaves, biases, last="linear")
+    first.backward(grad)
+    assert torch.equal(first.detach(), alone[0])
+    for leaf, expected in zip(leaves, alone[2:], strict=False):
+        assert torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias"),
+    [
+        (torch.zeros(2, 3), torch.zeros(4, 2), torch.zeros(4)),
+        (torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(3)),
+        (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(4, 3), torch.zeros(4)),
+        (torch.zeros(2, 3), torch.zeros(4, 3, dtype=torch.bfloat16), torch.zeros(4)),
+    ],
+)
+def test_mlp_refuses_what_does_not_fit(x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"layer 0: .*; pass float32 \[B, I\], \[O, I\] and \[O\]"):
+        ops.mlp(x, [weight], [bias], last="linear")
