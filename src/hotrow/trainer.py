@@ -100,7 +100,7 @@ def build_optimizers(
     dense, sparse = config.dense, config.sparse
     options = sparse.model_dump(include={"eps", "initial_accumulator_value"}, exclude_none=True)
     return (
-        _DENSE_OPTIMIZERS[dense.name](model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay),
+        _DENSE_OPTIMIZERS[dense.name](model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=True),
         _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, **options),
     )
 

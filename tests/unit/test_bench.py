@@ -125,8 +125,7 @@ def test_quick_bench_reports_every_promised_field(capfd: pytest.CaptureFixture[s
     assert [cell["name"] for cell in report["cells"]] == ["lookup_8x50_zipf", "interaction_26_dim16"]
     for cell in report["cells"]:
         assert {"name", "ours_ms", "peer", "peer_ms", "ratio", "limit_ms", "share_of_limit", "spread"} <= set(cell)
-        assert cell["ratio"] == pytest.approx(cell["peer_ms"] / cell["ours_ms"])
-        assert cell["spread"][0] <= cell["spread"][1]
+        assert cell["spread"][0] <= cell["ratio"] <= cell["spread"][1]
     assert report["machine"]["cpu"] and report["versions"]["torch"] and report["threads"] == 1
     assert "lookup_8x50_zipf" in capfd.readouterr().err  # progress, on the other stream
 
