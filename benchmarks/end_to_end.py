@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -141,21 +140,6 @@ def make_peer(setting: Setting, model: DLRM, emb: EmbeddingCollection) -> Step:
     return Step(setting.batches, forward, [torch.optim.SGD(parameters, lr=LR)])
 
 
-def mlp_limit_s(widths: Sequence[int], batch_size: int, *, gradient_of_inputs: bool) -> float:
-    """Sum of the torch.mm(out=) times of an MLP's forward and backward, down to its inputs or to its first weights."""
-    seconds = 0.0
-    for i, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
-        x, w, g = (
-            torch.ones(batch_size, num_inputs),
-            torch.ones(num_inputs, num_outputs),
-            torch.ones(batch_size, num_outputs),
-        )
-        for a, b in [(x, w), (x.t(), g), *([(g, w.t())] if i or gradient_of_inputs else [])]:
-            out = torch.empty(a.shape[0], b.shape[1])
-            seconds += min(cells.timed(partial(torch.mm, a, b, out=out)) for _ in range(7))
-    return seconds
-
-
 def step_limit_s(setting: Setting, threads: int) -> float | None:
     """What the rows, the interaction and the matrix products of one step cost by themselves on this machine."""
     starts = torch.tensor([0, *setting.rows[:-1]]).cumsum(0)
@@ -168,8 +152,8 @@ def step_limit_s(setting: Setting, threads: int) -> float | None:
     if embedding is None or interaction is None:
         return None
     top_inputs = DIM + num_tables * (num_tables + 1) // 2
-    bottom = mlp_limit_s((NUM_DENSE, *BOTTOM, DIM), batch_size, gradient_of_inputs=False)
-    top = mlp_limit_s((top_inputs, *TOP, 1), batch_size, gradient_of_inputs=True)
+    bottom = cells.mlp_limit_s((NUM_DENSE, *BOTTOM, DIM), batch_size, gradient_of_inputs=False)
+    top = cells.mlp_limit_s((top_inputs, *TOP, 1), batch_size, gradient_of_inputs=True)
     return embedding + interaction + bottom + top
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels --out docs/benchmarks.json [--quick] [CELL ...]
 
-FBGEMM's one parallel CPU optimizer is row-wise Adagrad, so that is what it is compared in, on the pooled shape.
+FBGEMM's one parallel CPU optimizer is row-wise Adagrad, so that is what it is compared in on the pooled shape.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch import Tensor
 from benchmarks.results import run_as_script
 from hotrow import cells
 
+FBGEMM_OPTIMIZERS: tuple[cells.Optimizer, ...] = ("sgd", "adagrad", "rowwise_adagrad")
+
 
 class Fbgemm:
-    """SplitTableBatchedEmbeddingBagsCodegen on the host with exact row-wise Adagrad, from the rows of `ours`."""
+    """SplitTableBatchedEmbeddingBagsCodegen on the host with its exact `optimizer`, from the rows of `ours`."""
 
-    def __init__(self, shape: cells.Shape, ours: cells.Ours) -> None:
+    def __init__(self, shape: cells.Shape, optimizer: cells.Optimizer, ours: cells.Ours) -> None:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -32,7 +34,7 @@ class Fbgemm:
         spec = (shape.num_embeddings, shape.embedding_dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
         self.module = SplitTableBatchedEmbeddingBagsCodegen(
             [spec] * shape.num_tables,
-            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            optimizer=EmbOptimType[f"EXACT_{optimizer.upper()}"],
             learning_rate=cells.LR,
             eps=cells.EPS,
         )
@@ -58,22 +60,25 @@ class Fbgemm:
         return [self.pooled.detach(), *self.module.split_embedding_weights()]
 
 
+def fbgemm_cell(name: str, shape: cells.Shape, optimizer: cells.Optimizer) -> cells.Cell:
+    """Lookup, backward and update against FBGEMM."""
+
+    def build() -> tuple[cells.Contender, cells.Contender]:
+        ours = cells.Ours(shape, "step", optimizer)
+        return ours, Fbgemm(shape, optimizer, ours)
+
+    limit = partial(cells.embedding_limit_s, shape, "step", optimizer)
+    return cells.Cell(name=name, peer=f"FBGEMM CPU, EXACT_{optimizer.upper()}", build=build, limit_s=limit)
+
+
 def fbgemm_cells(*, quick: bool) -> list[cells.Cell]:
-    """Row-wise Adagrad steps on the pooled shape, uniform and skewed."""
+    """Row-wise Adagrad on the pooled shape, uniform and skewed; every optimizer FBGEMM has on the one-hot shape."""
     pooled = replace(cells.POOLED, num_embeddings=10_000, batch_size=64) if quick else cells.POOLED
-
-    def build(shape: cells.Shape) -> tuple[cells.Contender, cells.Contender]:
-        ours = cells.Ours(shape, "step", "rowwise_adagrad")
-        return ours, Fbgemm(shape, ours)
-
+    one_hot = replace(cells.ONE_HOT, embedding_dim=64, **({"num_embeddings": 2_000} if quick else {}))
     return [
-        cells.Cell(
-            name=f"step_rowwise_adagrad_8x50_{skew}",
-            peer="FBGEMM CPU exact row-wise Adagrad",
-            build=partial(build, shape),
-            limit_s=partial(cells.embedding_limit_s, shape, "step", "rowwise_adagrad"),
-        )
-        for skew, shape in {"uniform": pooled, "zipf": replace(pooled, zipf=1.05)}.items()
+        fbgemm_cell("fbgemm_rowwise_adagrad_8x50_uniform", pooled, "rowwise_adagrad"),
+        fbgemm_cell("fbgemm_rowwise_adagrad_8x50_zipf", replace(pooled, zipf=1.05), "rowwise_adagrad"),
+        *(fbgemm_cell(f"fbgemm_{o}_26x1_dim64", one_hot, o) for o in FBGEMM_OPTIMIZERS),
     ]
 
 

@@ -276,7 +276,7 @@ void apply_all(const std::vector<TablePlan>& plans, float* row_scratch, int64_t 
     const TablePlan& plan = plans[range.owner];
     const Occurrences occurrences{plan.keys + range.first, range.last - range.first, plan.sources.data(),
                                   plan.row_shift, plan.source_shift};
-    set.update(plan.table->rule, plan.table->table, plan.table->state, occurrences, row_scratch + worker * row_floats);
+    set.update(plan.table->rule, plan.table->table, plan.table->states, occurrences, row_scratch + worker * row_floats);
   });
 }
 

@@ -58,8 +58,8 @@ void bind_linear_backward(ConstFloats grad, ConstFloats x, ConstFloats weight, F
   require(size(grad_weight) == size(weight) && size(grad_bias) == layer.num_outputs, "gradients differ from weights");
   require(!grad_x || size(*grad_x) == size(x), "grad_x must be [B, I]");
   nb::gil_scoped_release release;
-  linear_backward(layer, x.data(), grad.data(), grad_weight.data(), grad_bias.data(),
-                  grad_x ? grad_x->data() : nullptr, gated, num_threads);
+  linear_backward(layer, x.data(), grad.data(), grad_weight.data(), grad_bias.data(), grad_x ? grad_x->data() : nullptr,
+                  gated, num_threads);
 }
 
 }  // namespace

@@ -121,24 +121,39 @@ bool bind_weight_gradient(const Layout& layout, const Arrays& weights, const Bat
   return weight_gradient(features, grad.data(), stride, out.data(), num_threads);
 }
 
-float* state_of(const Arrays* states, size_t table, Algorithm algorithm, const Rows& rows) {
-  if (algorithm == Algorithm::sgd) return nullptr;
-  require(states && table < states->arrays.size(), "no state for this table");
-  const int64_t wanted = algorithm == Algorithm::adagrad ? rows.num_rows * rows.dim : rows.num_rows;
-  require(size(states->arrays[table]) == wanted, "state does not fit its table");
-  return states->arrays[table].data();
+// (algorithm, lr, eps, beta1, rest1, beta2, rest2, beta, l1, l2)
+using RuleNumbers = std::tuple<int, float, float, float, float, float, float, float, float, float>;
+
+Rule rule_of(const RuleNumbers& numbers) {
+  const auto [algorithm, lr, eps, beta1, rest1, beta2, rest2, beta, l1, l2] = numbers;
+  require(0 <= algorithm && algorithm <= static_cast<int>(Algorithm::ftrl), "no such algorithm");
+  return {static_cast<Algorithm>(algorithm), lr, eps, beta1, rest1, beta2, rest2, beta, l1, l2};
+}
+
+States states_of(const std::vector<const Arrays*>& states, size_t table, Algorithm algorithm, const Rows& rows) {
+  States found{};
+  const size_t count = static_cast<size_t>(num_states(algorithm));
+  require(states.size() >= count, "too few states");
+  for (size_t s = 0; s < count; ++s) {
+    require(table < states[s]->arrays.size(), "no state for this table");
+    const Floats& array = states[s]->arrays[table];
+    require(size(array) == rows.num_rows * state_dim(algorithm, rows.dim), "state does not fit its table");
+    found.data[s] = array.data();
+  }
+  return found;
 }
 
 using Pending = std::vector<std::pair<const Batch*, GradMatrix>>;
 
-std::vector<TableUpdate> plan_update(const Layout& layout, const Arrays& weights, const Arrays* states,
-                                     const Pending& pending, Algorithm algorithm, const std::vector<float>& lr,
-                                     const std::vector<float>& eps) {
-  require(lr.size() == weights.arrays.size() && eps.size() == lr.size(), "one lr and eps per table");
+std::vector<TableUpdate> plan_update(const Layout& layout, const Arrays& weights,
+                                     const std::vector<const Arrays*>& states, const Pending& pending,
+                                     const std::vector<RuleNumbers>& rules) {
+  require(rules.size() == weights.arrays.size(), "one rule per table");
   std::vector<TableUpdate> tables;
   for (size_t t = 0; t < weights.arrays.size(); ++t) {
     const Rows rows = weights.rows(t);
-    tables.push_back({rows, state_of(states, t, algorithm, rows), {algorithm, lr[t], eps[t]}, {}});
+    const Rule rule = rule_of(rules[t]);
+    tables.push_back({rows, states_of(states, t, rule.algorithm, rows), rule, {}});
   }
   for (size_t f = 0; f < layout.features.size(); ++f) {
     const Feature& feature = layout.features[f];
@@ -154,10 +169,9 @@ std::vector<TableUpdate> plan_update(const Layout& layout, const Arrays& weights
   return tables;
 }
 
-int bind_update(const Layout& layout, const Arrays& weights, const Arrays* states, const Pending& pending,
-                int algorithm, const std::vector<float>& lr, const std::vector<float>& eps, int num_threads) {
-  require(0 <= algorithm && algorithm <= 2, "no such algorithm");
-  const auto tables = plan_update(layout, weights, states, pending, static_cast<Algorithm>(algorithm), lr, eps);
+int bind_update(const Layout& layout, const Arrays& weights, const std::vector<const Arrays*>& states,
+                const Pending& pending, const std::vector<RuleNumbers>& rules, int num_threads) {
+  const auto tables = plan_update(layout, weights, states, pending, rules);
   nb::gil_scoped_release release;
   return static_cast<int>(update(tables, num_threads));
 }
@@ -231,8 +245,7 @@ NB_MODULE(_native, m) {
            nb::arg("num_bags"));
   m.def("lookup", bind_lookup);
   m.def("weight_gradient", bind_weight_gradient);
-  m.def("update", bind_update, nb::arg("layout"), nb::arg("weights"), nb::arg("states").none(), nb::arg("pending"),
-        nb::arg("algorithm"), nb::arg("lr"), nb::arg("eps"), nb::arg("num_threads"));
+  m.def("update", bind_update);
   m.def("fill_uniform", bind_fill_uniform);
   m.def("allocate", bind_allocate);
   m.def("take", bind_take);

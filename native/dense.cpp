@@ -1,5 +1,5 @@
-// Interaction and MLP layers of a whole batch, cut into tasks for the leaf kernels; see hotrow/dense.h. Compiled once, for
-// the baseline.
+// Interaction and MLP layers of a whole batch, cut into tasks for the leaf kernels; see hotrow/dense.h. Compiled once,
+// for the baseline.
 #include <hotrow/cut.h>
 #include <hotrow/dense.h>
 #include <hotrow/memory.h>
@@ -134,13 +134,13 @@ void linear_backward(const Layer& layer, const float* x, const float* g, float* 
   const KeptPages panels = floats(std::max(inputs.packed_floats(), grad_x ? weights.packed_floats() : 0));
   const KeptPages tiles = floats(num_threads * rows_per_task * kMostDepth);
   pack(inputs, panels.floats(), num_threads);
-  const Product of_weight{nullptr, 0,       panels.floats(), num_samples, num_inputs, grad_weight,
-                          false,   nullptr, false,           nullptr};
+  const Product of_weight{nullptr,     0,     panels.floats(), num_samples, num_inputs,
+                          grad_weight, false, nullptr,         false,       nullptr};
   multiply_transposed(of_weight, g, num_outputs, grad_bias, tiles.floats(), rows_per_task, num_threads);
   if (!grad_x) return;
   pack(weights, panels.floats(), num_threads);
-  const Product of_x{g,     num_outputs, panels.floats(), num_outputs,        num_inputs, grad_x,
-                     false, nullptr,     false,           gated ? x : nullptr};
+  const Product of_x{g,      num_outputs, panels.floats(), num_outputs, num_inputs,
+                     grad_x, false,       nullptr,         false,       gated ? x : nullptr};
   multiply_rows(of_x, num_samples, num_threads);
 }
 

@@ -20,7 +20,8 @@ struct Cursor {
   // By value: a store to a row could, for all the compiler knows, change what a reference refers to.
   const Rows table;
   const Occurrences all;
-  const float* state;
+  const States states;
+  int num_states;
   int64_t state_dim;
 
   uint64_t row(int64_t i) const { return all.keys[i] >> all.row_shift; }
@@ -34,7 +35,10 @@ struct Cursor {
   }
   [[gnu::always_inline]] void fetch_row(int64_t i) const {
     prefetch_row<true>(table.data, row(i), table.dim);
-    if (state_dim) prefetch_row<true>(state, row(i), state_dim);
+#pragma GCC unroll 2
+    for (int s = 0; s < kMostStates; ++s) {
+      if (s < num_states) prefetch_row<true>(states.data[s], row(i), state_dim);
+    }
   }
   // Called once per occurrence, in order.
   [[gnu::always_inline]] void fetch_ahead(int64_t i) const {
@@ -87,6 +91,28 @@ inline void row_wise_adagrad(const Rule& rule, int64_t dim, const float* __restr
   for (int64_t j = 0; j < dim; ++j) w[j] = w[j] - step * g[j];
 }
 
+inline void adam(const Rule& rule, int64_t dim, const float* __restrict g, float* __restrict m, float* __restrict v,
+                 float* __restrict w) {
+  for (int64_t j = 0; j < dim; ++j) {
+    m[j] = rule.beta1 * m[j] + rule.rest1 * g[j];
+    v[j] = rule.beta2 * v[j] + rule.rest2 * (g[j] * g[j]);
+    w[j] = w[j] - rule.lr * (m[j] / (__builtin_sqrtf(v[j]) + rule.eps));
+  }
+}
+
+inline void ftrl(const Rule& rule, int64_t dim, const float* __restrict g, float* __restrict z, float* __restrict n,
+                 float* __restrict w) {
+  for (int64_t j = 0; j < dim; ++j) {
+    const float before = __builtin_sqrtf(n[j]);
+    n[j] = n[j] + g[j] * g[j];
+    const float after = __builtin_sqrtf(n[j]);
+    z[j] = z[j] + (g[j] - (after - before) / rule.lr * w[j]);
+    // Written so that NaN is not within l1 and goes on to the weight.
+    const float shrunk = __builtin_fabsf(z[j]) <= rule.l1 ? 0.0f : z[j] - __builtin_copysignf(rule.l1, z[j]);
+    w[j] = -(shrunk / ((rule.beta + after) / rule.lr + rule.l2));
+  }
+}
+
 template <int kDim>
 void sgd_rows(const Rule& rule, const Cursor& cursor) {
   for (int64_t i = 0; i < cursor.all.num_keys;) {
@@ -103,8 +129,26 @@ void sgd_rows(const Rule& rule, const Cursor& cursor) {
   }
 }
 
+// One step of the row from its summed gradient.
+inline void step(const Rule& rule, int64_t dim, const float* g, const States& states, uint64_t row, float* w) {
+  const uint64_t at = row * static_cast<uint64_t>(state_dim(rule.algorithm, dim));
+  float* first = states.data[0] + at;
+  switch (rule.algorithm) {
+    case Algorithm::adagrad:
+      return adagrad(rule, dim, g, first, w);
+    case Algorithm::row_wise_adagrad:
+      return row_wise_adagrad(rule, dim, g, first, w);
+    case Algorithm::adam:
+      return adam(rule, dim, g, first, states.data[1] + at, w);
+    case Algorithm::ftrl:
+      return ftrl(rule, dim, g, first, states.data[1] + at, w);
+    case Algorithm::sgd:
+      return;
+  }
+}
+
 template <int kDim>
-void adaptive_rows(const Rule& rule, const Cursor& cursor, float* state, float* g) {
+void adaptive_rows(const Rule& rule, const Cursor& cursor, float* g) {
   for (int64_t i = 0; i < cursor.all.num_keys;) {
     const uint64_t row = cursor.row(i);
     if constexpr (kDim) {
@@ -116,46 +160,41 @@ void adaptive_rows(const Rule& rule, const Cursor& cursor, float* state, float* 
       i = sum_gradients(sum, cursor, i);
     }
     const int64_t dim = kDim ? kDim : cursor.table.dim;
-    float* w = cursor.table.data + row * static_cast<uint64_t>(dim);
-    if (rule.algorithm == Algorithm::adagrad) {
-      adagrad(rule, dim, g, state + row * static_cast<uint64_t>(dim), w);
-    } else {
-      row_wise_adagrad(rule, dim, g, state + row, w);
-    }
+    step(rule, dim, g, cursor.states, row, cursor.table.data + row * static_cast<uint64_t>(dim));
   }
 }
 
 template <int kDim>
-void update_rows(const Rule& rule, const Rows& table, float* state, const Occurrences& all, float* scratch) {
+void update_rows(const Rule& rule, const Rows& table, const States& states, const Occurrences& all, float* scratch) {
   const int64_t dim = kDim ? kDim : table.dim;
-  const int64_t state_dim = rule.algorithm == Algorithm::adagrad ? dim : rule.algorithm == Algorithm::sgd ? 0 : 1;
-  const Cursor cursor{{table.data, table.num_rows, dim}, all, state, state_dim};
+  const Cursor cursor{
+      {table.data, table.num_rows, dim}, all, states, num_states(rule.algorithm), state_dim(rule.algorithm, dim)};
   cursor.fetch_first();
   if (rule.algorithm == Algorithm::sgd) {
     sgd_rows<kDim>(rule, cursor);
   } else {
-    adaptive_rows<kDim>(rule, cursor, state, scratch);
+    adaptive_rows<kDim>(rule, cursor, scratch);
   }
 }
 
 }  // namespace
 
-void update(const Rule& rule, const Rows& table, float* state, const Occurrences& occurrences, float* scratch) {
+void update(const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch) {
   switch (table.dim) {
     case 4:
-      return update_rows<4>(rule, table, state, occurrences, scratch);
+      return update_rows<4>(rule, table, states, occurrences, scratch);
     case 8:
-      return update_rows<8>(rule, table, state, occurrences, scratch);
+      return update_rows<8>(rule, table, states, occurrences, scratch);
     case 16:
-      return update_rows<16>(rule, table, state, occurrences, scratch);
+      return update_rows<16>(rule, table, states, occurrences, scratch);
     case 32:
-      return update_rows<32>(rule, table, state, occurrences, scratch);
+      return update_rows<32>(rule, table, states, occurrences, scratch);
     case 64:
-      return update_rows<64>(rule, table, state, occurrences, scratch);
+      return update_rows<64>(rule, table, states, occurrences, scratch);
     case 128:
-      return update_rows<128>(rule, table, state, occurrences, scratch);
+      return update_rows<128>(rule, table, states, occurrences, scratch);
     default:
-      return update_rows<0>(rule, table, state, occurrences, scratch);
+      return update_rows<0>(rule, table, states, occurrences, scratch);
   }
 }
 

@@ -9,12 +9,14 @@ from hotrow.config import Config, load_config
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.optim import SGD, Adagrad, RowWiseAdagrad
+from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig, Uniform
 
 __all__ = [
+    "FTRL",
     "SGD",
     "Adagrad",
+    "Adam",
     "Batch",
     "Config",
     "EmbeddingCollection",

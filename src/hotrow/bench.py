@@ -27,7 +27,6 @@ from hotrow import ops
 from hotrow.cells import Cell, Contender, cells, timed
 from hotrow.host import host_facts, versions
 
-
 NUM_ROUNDS = 31
 """Enough that a neighbour's burst on the same memory, which nothing here can see, does not become the median."""
 

@@ -8,9 +8,10 @@ the same classes. hotrow.bench runs the cells.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Literal, Protocol
 
 import numpy as np
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
-from hotrow.optim import SGD, Adagrad, RowWiseAdagrad
+from hotrow.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig
 
 LR, EPS, ACCUMULATOR = 0.01, 1e-8, 0.1  # the accumulator starts above zero: at zero the first step is sign(g), a cliff
 NUM_BATCHES = 4  # distinct batches that rounds walk through, so that no row is warm from the round before by luck
 PREFETCH_DISTANCES = (4, 8, 16, 32)
 FLOATS_PER_LINE = 16
-Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad"]
+Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 Part = Literal["lookup", "update", "step"]
 
 
@@ -102,11 +103,13 @@ class Ours:
     def __init__(self, shape: Shape, part: Part, optimizer: Optimizer) -> None:
         self.part = part
         self.emb = EmbeddingCollection(table_configs(shape), seed=1)
-        options = {} if optimizer == "sgd" else {"eps": EPS, "initial_accumulator_value": ACCUMULATOR}
         kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-            "sgd": SGD, "adagrad": Adagrad, "rowwise_adagrad": RowWiseAdagrad,
-        }  # fmt: skip
-        self.optimizer = kinds[optimizer](self.emb, LR, **options)
+            "sgd": SGD,
+            "adagrad": partial(Adagrad, eps=EPS, initial_accumulator_value=ACCUMULATOR),
+            "rowwise_adagrad": partial(RowWiseAdagrad, eps=EPS, initial_accumulator_value=ACCUMULATOR),
+            "adam": Adam,
+        }
+        self.optimizer = kinds[optimizer](self.emb, LR)
         self.gradient = upstream_gradient(shape)
         self.batches = [self._batch(shape, seed) for seed in range(NUM_BATCHES)]
 
@@ -173,6 +176,7 @@ class Torch:
             "sgd": partial(torch.optim.SGD, lr=LR),
             "adagrad": partial(torch.optim.Adagrad, lr=LR, eps=EPS, initial_accumulator_value=ACCUMULATOR),
             "rowwise_adagrad": RowWiseAdagradInTorch,
+            "adam": partial(torch.optim.SparseAdam, lr=LR),
         }
         self.optimizer = kinds[optimizer]([bag.weight for bag in self.bags])
         self.gradients = [g.contiguous() for g in upstream_gradient(shape).chunk(shape.num_tables, dim=1)]
@@ -246,6 +250,43 @@ def interact_in_torch(num_features: int) -> Callable[[Tensor, Tensor], Tensor]:
     return interact
 
 
+class Dense:
+    """An MLP, forward and backward, by `function` of its input and its weights and biases in turn."""
+
+    def __init__(self, function: Callable[..., Tensor], batch_size: int, widths: Sequence[int]) -> None:
+        generator = torch.Generator().manual_seed(6)
+        self.function = function
+        self.x = torch.randn(batch_size, widths[0], generator=generator, requires_grad=True)
+        self.parameters: list[Tensor] = []
+        for num_inputs, num_outputs in pairwise(widths):
+            weight = torch.randn(num_outputs, num_inputs, generator=generator) / num_inputs**0.5
+            self.parameters += [weight.requires_grad_(), torch.randn(num_outputs, generator=generator).requires_grad_()]
+        self.gradient = torch.randn(batch_size, widths[-1], generator=generator)
+
+    def prepare(self, batch: int) -> None:
+        """Every batch is the same one."""
+        self.x.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def run(self) -> None:
+        """Forward and backward."""
+        self.out = self.function(self.x, *self.parameters)
+        torch.autograd.backward(self.out, self.gradient)
+
+    def outputs(self) -> Iterable[Tensor]:
+        """The output and all gradients."""
+        grads = [tensor.grad for tensor in (self.x, *self.parameters)]
+        return [self.out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def mlp_in_torch(x: Tensor, *parameters: Tensor) -> Tensor:
+    """torch's linear and relu, none after the last layer."""
+    for weight, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
+        x = torch.relu(nn.functional.linear(x, weight, bias))
+    return nn.functional.linear(x, *parameters[-2:])
+
+
 # ---- limits
 
 
@@ -274,7 +315,8 @@ def rows_limit_s(
     """Seconds to move the rows `ids` (of `num_rows`) of one batch and nothing else; None without the native module.
 
     A lookup reads the row of every id in order. An update reads and writes each distinct row once, in order, as if
-    finding and summing its ids were free, and as much again for Adagrad's sums (a float per row for row-wise Adagrad).
+    finding and summing its ids were free, and as much again for each state of the optimizer (a float per row for
+    row-wise Adagrad).
     """
     if ops.backend().name != "native":
         return None
@@ -287,7 +329,7 @@ def rows_limit_s(
     if optimizer == "rowwise_adagrad":
         lines = torch.from_numpy(np.unique(distinct.numpy() // FLOATS_PER_LINE))
         update += touch(num_rows // FLOATS_PER_LINE + 1, FLOATS_PER_LINE, lines, write=True)
-    return seconds + (2 * update if optimizer == "adagrad" else update)
+    return seconds + {"adagrad": 2, "adam": 3}.get(optimizer, 1) * update
 
 
 def embedding_limit_s(shape: Shape, part: Part, optimizer: Optimizer, threads: int) -> float | None:
@@ -332,6 +374,21 @@ def matmul_flops_per_s(n: int = 1024) -> float:
     return 2 * n**3 / best
 
 
+def mlp_limit_s(widths: Sequence[int], batch_size: int, *, gradient_of_inputs: bool) -> float:
+    """Sum of the torch.mm(out=) times of an MLP's forward and backward, down to its inputs or to its first weights."""
+    seconds = 0.0
+    for i, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
+        x, w, g = (
+            torch.ones(batch_size, num_inputs),
+            torch.ones(num_inputs, num_outputs),
+            torch.ones(batch_size, num_outputs),
+        )
+        for a, b in [(x, w), (x.t(), g), *([(g, w.t())] if i or gradient_of_inputs else [])]:
+            out = torch.empty(a.shape[0], b.shape[1])
+            seconds += min(timed(partial(torch.mm, a, b, out=out)) for _ in range(7))
+    return seconds
+
+
 # ---- cells
 
 
@@ -358,6 +415,7 @@ def embedding_cell(name: str, shape: Shape, part: Part, optimizer: Optimizer) ->
         "sgd": " + torch.optim.SGD",
         "adagrad": " + torch.optim.Adagrad",
         "rowwise_adagrad": " + row-wise Adagrad in torch",
+        "adam": " + torch.optim.SparseAdam",
     }
     peer = "torch.nn.EmbeddingBag(sparse)" + ("" if part == "lookup" else peers[optimizer])
     return Cell(name=name, peer=peer, build=build, limit_s=partial(embedding_limit_s, shape, part, optimizer))
@@ -374,6 +432,19 @@ def interaction_cell(name: str, batch_size: int, num_features: int, dim: int) ->
     return Cell(name=name, peer="torch cat + bmm + index_select", build=build, limit_s=limit)
 
 
+def mlp_cell(name: str, batch_size: int, widths: Sequence[int]) -> Cell:
+    """A cell of an MLP, forward and backward, against torch's linear and relu."""
+
+    def build() -> tuple[Contender, Contender]:
+        side = partial(Dense, batch_size=batch_size, widths=widths)
+        return side(lambda x, *p: ops.mlp(x, p[::2], p[1::2], last="linear")), side(mlp_in_torch)
+
+    def limit(threads: int) -> float:
+        return mlp_limit_s(widths, batch_size, gradient_of_inputs=True)
+
+    return Cell(name=name, peer="torch linear + relu", build=build, limit_s=limit)
+
+
 def cells(*, quick: bool = False) -> tuple[Cell, ...]:
     """Every cell; `quick` shrinks the tables so that all of them run in seconds and in little memory."""
     pooled = replace(POOLED, num_embeddings=10_000, batch_size=64) if quick else POOLED
@@ -386,9 +457,10 @@ def cells(*, quick: bool = False) -> tuple[Cell, ...]:
     ]
     found += [
         embedding_cell(f"step_{optimizer}_26x1_dim{dim}", replace(one_hot, embedding_dim=dim), "step", optimizer)
-        for optimizer in ("sgd", "adagrad", "rowwise_adagrad")
+        for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam")
         for dim in (16, 64)
     ]
     batch_size = 128 if quick else 2048
     found += [interaction_cell(f"interaction_26_dim{dim}", batch_size, 26, dim) for dim in (16, 64, 128)]
+    found.append(mlp_cell("mlp_367_512_256_1", batch_size, (367, 512, 256, 1)))
     return tuple(found)

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Width = Annotated[int, Field(ge=1, le=65536)]
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -63,20 +64,39 @@ class DenseOptimizerConfig(_Section):
 class SparseOptimizerConfig(_Section):
     """The fused optimizer of the embedding tables."""
 
-    name: Literal["sgd", "adagrad", "row_wise_adagrad"] = "row_wise_adagrad"
-    """`adagrad` keeps one sum of squares per weight, `row_wise_adagrad` one per row, `sgd` none."""
+    name: Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "ftrl"] = "row_wise_adagrad"
+    """`adagrad` keeps one sum of squares per weight, `row_wise_adagrad` one per row, `adam` (row-lazy) and `ftrl` two
+    numbers per weight, `sgd` none."""
     lr: Positive = 0.05
     """Learning rate before the schedule."""
     eps: Positive | None = None
-    """Added to the root of the sum of squares; null means 1e-10. Only for the Adagrads."""
+    """Added to the root of the sum of squares; null means 1e-10, for adam 1e-8. Only for the Adagrads and adam."""
     initial_accumulator_value: NotNegative | None = None
     """Where the sums of squares start; null means 0. Only for the Adagrads."""
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
+    """Decay of the means of gradients and of their squares; null means [0.9, 0.999]. Only for adam."""
+    beta: Positive | None = None
+    """Smooths the first steps; null means 1. Only for ftrl."""
+    l1: NotNegative | None = None
+    """Pulls weights to exactly 0; null means 0. Only for ftrl."""
+    l2: NotNegative | None = None
+    """Pulls weights towards 0; null means 0. Only for ftrl."""
 
     @model_validator(mode="after")
     def _only_what_acts(self) -> SparseOptimizerConfig:
-        for field in ("eps", "initial_accumulator_value"):
-            if self.name == "sgd" and (value := getattr(self, field)) is not None:
-                raise ValueError(f"{field} is {value}, but sgd has no sums of squares; remove it or choose an Adagrad")
+        acts = {
+            "sgd": (),
+            "adagrad": ("eps", "initial_accumulator_value"),
+            "row_wise_adagrad": ("eps", "initial_accumulator_value"),
+            "adam": ("eps", "betas"),
+            "ftrl": ("beta", "l1", "l2"),
+        }[self.name]
+        for field, value in self:
+            if field not in ("name", "lr", *acts) and value is not None:
+                raise ValueError(
+                    f"{field} is {value}, but {self.name} has no such number; remove it or choose another optimizer "
+                    f"({self.name} has lr{''.join(f', {name}' for name in acts)})"
+                )
         return self
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from hotrow import reference
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.reference import ALGORITHMS, Activation, Algorithm, Layout
+from hotrow.reference import ALGORITHMS, Activation, Layout, Rule
 
 KEPT_FLOATS = 1 << 16
 """From here up `empty` keeps pages: below, malloc does by itself."""
@@ -211,32 +211,26 @@ class Kernels:
     def update(
         self,
         weights: Arrays,
-        states: Arrays | None,
+        states: Sequence[Arrays],
         pending: Sequence[tuple[KeyedJaggedTensor, Tensor]],
-        *,
-        algorithm: Algorithm,
-        lr: Sequence[float],
-        eps: Sequence[float],
+        rules: Sequence[Rule],
     ) -> None:
         """Fused backward and update of all tables: `reference.update`, in place.
 
-        pending: batches and their gradients [B, width], rows contiguous, in forward order. states: None for "sgd".
-        lr, eps: one per table. Raises ValueError for an id outside its table; then no row of any table has changed.
+        pending: batches and their gradients [B, width], rows contiguous, in forward order. states: NUM_STATES of the
+        algorithm. rules: one per table. Raises ValueError for an id outside its table; then no row has changed.
         """
         if _native() is None:
             for sparse, _ in pending:
                 self._check_ids(weights, sparse)
-            tensors = None if states is None else states.tensors
-            reference.update(self.layout, weights.tensors, tensors, pending, algorithm=algorithm, lr=lr, eps=eps)
+            reference.update(self.layout, weights.tensors, [state.tensors for state in states], pending, rules)
             return
         result = _native().update(
             self._native_layout,
             weights.native,
-            None if states is None else states.native,
+            [state.native for state in states],
             [(self._batch(sparse), grad) for sparse, grad in pending],
-            ALGORITHMS.index(algorithm),
-            lr,
-            eps,
+            [_numbers(rule) for rule in rules],
             torch.get_num_threads(),
         )
         if result == 1:
@@ -258,6 +252,22 @@ class Kernels:
         for sparse in batches:
             self._check_ids(weights, sparse)
         raise ValueError("the batch's offsets have changed since it was made and point outside its values; rebuild it")
+
+
+def _numbers(rule: Rule) -> tuple[float, ...]:
+    """The rule as the native module takes it; 1 - beta is formed before rounding."""
+    return (
+        ALGORITHMS.index(rule.algorithm),
+        rule.lr,
+        rule.eps,
+        rule.beta1,
+        1 - rule.beta1,
+        rule.beta2,
+        1 - rule.beta2,
+        rule.beta,
+        rule.l1,
+        rule.l2,
+    )
 
 
 def fill_uniform(out: Tensor, *, key: int, bound: float, zero_rows: int = 0, first_row: int = 0) -> None:

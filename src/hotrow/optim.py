@@ -17,20 +17,22 @@ from torch import Tensor
 
 from hotrow import ops
 from hotrow.embedding import EmbeddingCollection
-from hotrow.reference import Algorithm
+from hotrow.reference import Algorithm, Rule
 
 
 class _SparseOptimizer(torch.optim.Optimizer):
-    """What the three share. Each param group is one table: `name`, `params` ([its weight]), `lr`, `lr_scale`.
+    """What they share. Each param group is one table: `name`, `params` ([its weight]), `lr`, `lr_scale`.
 
     The rate of a table is `lr * lr_scale`, rounded to float32. `step()` consumes the pending gradients;
     `zero_grad()` drops them. State tensors keep their place in memory for life, also through `load_state_dict`.
     """
 
     algorithm: Algorithm
+    state_names: tuple[str, ...] = ()
+    """Names of the state tensors, as in torch.optim: `state[weight][name]`."""
 
     def __init__(self, emb: EmbeddingCollection, **defaults: float) -> None:
-        positive = {"lr"}
+        positive = {"lr", "beta"}
         for name, value in defaults.items():
             if not (0 < value < math.inf or (value == 0 and name not in positive)):
                 allowed = "a positive number" if name in positive else "0 or a positive number"
@@ -43,20 +45,23 @@ class _SparseOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         for group in self.param_groups:
             (weight,) = group["params"]
-            shape = self._state_shape(weight)
-            if shape is not None:
-                self.state[weight]["sum"] = _filled(shape, group["initial_accumulator_value"])
-        sums = self._sums()
-        self._states = ops.Arrays(sums) if sums else None
+            for name in self.state_names:
+                self.state[weight][name] = _filled(self._state_shape(weight), self._initial(group, name))
+        self._arrays = [ops.Arrays(self._states(name)) for name in self.state_names]
 
-    def _state_shape(self, weight: Tensor) -> torch.Size | None:
-        return {"sgd": None, "adagrad": weight.shape, "row_wise_adagrad": weight.shape[:1]}[self.algorithm]
+    def _state_shape(self, weight: Tensor) -> torch.Size:
+        return weight.shape
 
-    def _weights(self) -> list[Tensor]:
-        return [group["params"][0] for group in self.param_groups]
+    def _initial(self, group: dict[str, Any], name: str) -> float:
+        return 0.0
 
-    def _sums(self) -> list[Tensor]:
-        return [self.state[weight]["sum"] for weight in self._weights() if weight in self.state]
+    def _states(self, name: str) -> list[Tensor]:
+        return [self.state[group["params"][0]][name] for group in self.param_groups]
+
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        """What this step does to the rows of the group's table."""
+        numbers = {name: group[name] for name in ("eps", "beta", "l1", "l2") if name in group}
+        return Rule(algorithm=self.algorithm, lr=_rate(group), **numbers)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -68,25 +73,22 @@ class _SparseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        pending = self.emb.pending
-        if pending:
-            self.emb.kernels.update(
-                self.emb.arrays,
-                self._states,
-                pending,
-                algorithm=self.algorithm,
-                lr=[float(group["lr"]) * group["lr_scale"] for group in self.param_groups],
-                eps=[group.get("eps", 0.0) for group in self.param_groups],
-            )
+        if pending := self.emb.pending:
+            rules = [self._rule(group) for group in self.param_groups]
+            self.emb.kernels.update(self.emb.arrays, self._arrays, pending, rules)
+            self._count_step()
             self.emb.clear_pending()
         return loss
+
+    def _count_step(self) -> None:
+        """After a step that did something."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         """Drops the pending gradients (`set_to_none` is torch's; there is no tensor that could be zeroed instead)."""
         self.emb.clear_pending()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict()` returned: rates and sums.
+        """Restores what `state_dict()` returned: rates and state tensors.
 
         Raises ValueError where it is of other tables or another optimizer; then nothing has changed.
         """
@@ -94,24 +96,35 @@ class _SparseOptimizer(torch.optim.Optimizer):
         given = [group.get("name") for group in state_dict["param_groups"]]
         if own != given:
             raise ValueError(f"the state is of tables {given}, this optimizer's are {own}; load it into the same model")
-        shapes = {i: tuple(state["sum"].shape) for i, state in state_dict["state"].items()}
-        wanted = {i: tuple(own_sum.shape) for i, own_sum in enumerate(self._sums())}
+        shapes = {i: _shapes(state) for i, state in state_dict["state"].items()}
+        wanted = {i: _shapes(self.state[w]) for i, w in enumerate(self._weights()) if w in self.state}
         if shapes != wanted:
             raise ValueError(
-                f"the state's sums have shapes {shapes}, {type(self).__name__} keeps {wanted}; "
-                "load it into the optimizer that wrote it"
+                f"the state is {shapes}, {type(self).__name__} keeps {wanted}; load it into the optimizer that wrote it"
             )
-        sums = self._sums()
+        kept = {weight: dict(self.state[weight]) for weight in self._weights() if weight in self.state}
         super().load_state_dict(state_dict)
-        for weight, own_sum in zip(self._weights(), sums, strict=False):
-            own_sum.copy_(self.state[weight]["sum"])
-            self.state[weight]["sum"] = own_sum
+        for weight, tensors in kept.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(self.state[weight][name])
+                self.state[weight][name] = tensor
+
+    def _weights(self) -> list[Tensor]:
+        return [group["params"][0] for group in self.param_groups]
+
+
+def _rate(group: dict[str, Any]) -> float:
+    return float(group["lr"]) * float(group["lr_scale"])
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _filled(shape: torch.Size, value: float) -> Tensor:
     # Zero pages are not touched: rows that never train cost no memory.
-    sums = ops.allocate(*shape)
-    return sums.fill_(value) if value else sums
+    tensor = ops.allocate(*shape)
+    return tensor.fill_(value) if value else tensor
 
 
 class SGD(_SparseOptimizer):
@@ -126,26 +139,95 @@ class SGD(_SparseOptimizer):
         super().__init__(emb, lr=lr)
 
 
-class _Adaptive(_SparseOptimizer):
-    def __init__(
-        self, emb: EmbeddingCollection, lr: float, *, eps: float = 1e-10, initial_accumulator_value: float = 0.0
-    ) -> None:
-        super().__init__(emb, lr=lr, eps=eps, initial_accumulator_value=initial_accumulator_value)
-
-
-class Adagrad(_Adaptive):
+class Adagrad(_SparseOptimizer):
     """`h = h + g * g; w = w - lr * (g / (sqrt(h) + eps))` once per row, g the ordered sum of its gradients.
 
     `state[weight]["sum"]` is h, [N, D]. Raises ValueError unless lr > 0, eps >= 0 and initial_accumulator_value >= 0.
     """
 
-    algorithm = "adagrad"
+    algorithm: Algorithm = "adagrad"
+    state_names = ("sum",)
+
+    def __init__(
+        self, emb: EmbeddingCollection, lr: float, *, eps: float = 1e-10, initial_accumulator_value: float = 0.0
+    ) -> None:
+        super().__init__(emb, lr=lr, eps=eps, initial_accumulator_value=initial_accumulator_value)
+
+    def _initial(self, group: dict[str, Any], name: str) -> float:
+        return float(group["initial_accumulator_value"])
 
 
-class RowWiseAdagrad(_Adaptive):
+class RowWiseAdagrad(Adagrad):
     """`h = h + mean(g * g); w = w - (lr / (sqrt(h) + eps)) * g` once per row, g the ordered sum of its gradients.
 
     One accumulator per row: `state[weight]["sum"]` is h, [N]. Raises ValueError as Adagrad.
     """
 
     algorithm = "row_wise_adagrad"
+
+    def _state_shape(self, weight: Tensor) -> torch.Size:
+        return weight.shape[:1]
+
+
+class Adam(_SparseOptimizer):
+    """Row-lazy Adam, as torch.optim.SparseAdam: a row's moments and weights move only when a batch looks it up.
+
+        m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g * g
+        w = w - lr * (sqrt(1 - beta2^t) / (1 - beta1^t)) * m / (sqrt(v) + eps)
+
+    once per row, g the ordered sum of its gradients, t the number of steps that found pending batches, this one
+    included (`param_group["steps"]` holds those before). `state[weight]`: "exp_avg" m and "exp_avg_sq" v, [N, D].
+    Raises ValueError unless lr > 0, eps >= 0 and both betas lie in [0, 1).
+    """
+
+    algorithm = "adam"
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        emb: EmbeddingCollection,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        for beta in betas:
+            if not 0 <= beta < 1:
+                raise ValueError(f"Adam: betas are {betas}; both must lie in [0, 1)")
+        super().__init__(emb, lr=lr, eps=eps)
+        for group in self.param_groups:
+            group["betas"], group["steps"] = tuple(betas), 0
+
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        (beta1, beta2), t = group["betas"], group["steps"] + 1
+        corrected = _rate(group) * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+        return Rule(algorithm="adam", lr=corrected, eps=group["eps"], beta1=beta1, beta2=beta2)
+
+    def _count_step(self) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+
+
+class FTRL(_SparseOptimizer):
+    """FTRL-proximal (McMahan et al., KDD'13), once per row and element, g the ordered sum of the row's gradients:
+
+        z = z + g - (sqrt(n + g * g) - sqrt(n)) / lr * w;  n = n + g * g
+        w = 0 if |z| <= l1 else -(z - sign(z) * l1) / ((beta + sqrt(n)) / lr + l2)
+
+    `state[weight]`: "z" and "n", [N, D]. z starts at the value from which the line above gives the row's initial w;
+    from 0, as in other implementations, the first step would forget it. Raises ValueError unless lr and beta are
+    positive and l1 and l2 not negative.
+    """
+
+    algorithm = "ftrl"
+    state_names = ("z", "n")
+
+    def __init__(
+        self, emb: EmbeddingCollection, lr: float, *, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0
+    ) -> None:
+        super().__init__(emb, lr=lr, beta=beta, l1=l1, l2=l2)
+        for group in self.param_groups:
+            (weight,) = group["params"]
+            if weight.any():  # else its pages stay untouched
+                z = torch.mul(weight, -(beta / _rate(group) + l2), out=self.state[weight]["z"])
+                z.sub_(weight.sign(), alpha=l1)

@@ -8,7 +8,7 @@ slower, same results. Shape legend: B batch, F features, D embedding dim, N rows
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,9 +19,29 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.tables import Pooling, TableConfig
 
-Algorithm = Literal["sgd", "adagrad", "row_wise_adagrad"]
+Algorithm = Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "ftrl"]
 Activation = Literal["relu", "linear"]
-ALGORITHMS: tuple[Algorithm, ...] = ("sgd", "adagrad", "row_wise_adagrad")
+ALGORITHMS: tuple[Algorithm, ...] = ("sgd", "adagrad", "row_wise_adagrad", "adam", "ftrl")
+NUM_STATES: dict[Algorithm, int] = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 1, "adam": 2, "ftrl": 2}
+"""Arrays of optimizer state beside the weights: of their shape [N, D], for "row_wise_adagrad" [N]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What an optimizer does to a row of one table; each number is rounded to float32 where it is used."""
+
+    algorithm: Algorithm
+    lr: float
+    """Learning rate; for "adam" with the bias correction of its step."""
+    eps: float = 0.0
+    """The Adagrads and "adam"."""
+    beta1: float = 0.0
+    beta2: float = 0.0
+    """"adam"."""
+    beta: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+    """"ftrl"."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +163,17 @@ def first_bad_id(layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedT
 def update(
     layout: Layout,
     weights: Sequence[Tensor],
-    states: Sequence[Tensor] | None,
-    pending: Sequence[tuple[KeyedJaggedTensor, Tensor]],
-    *,
-    algorithm: Algorithm,
-    lr: Sequence[float],
-    eps: Sequence[float],
+    states: Sequence[Sequence[Tensor]],
+    pending: Iterable[tuple[KeyedJaggedTensor, Tensor]],
+    rules: Sequence[Rule],
 ) -> None:
     """Applies the optimizer to every row that `pending` batches looked up. Weights and states change in place.
 
     The occurrences of a table's rows count in the order (feature, forward pass, bag, position). Occurrence i receives
     `g_i = s_i * grad[b, columns]` with s_i its weight w_i (1 if none), for "mean" w_i / float(length of the bag).
-    lr, eps: one per table, rounded to float32. states: [N, D] for "adagrad", [N] for "row_wise_adagrad", else None.
+    states: NUM_STATES lists with an array per table. rules: one per table.
     """
+    pending = list(pending)
     for t, weight in enumerate(weights):
         rows, grads = [], []
         for feature in (f for f in layout.features if f.table == t):
@@ -164,11 +182,10 @@ def update(
                 rows.append(row)
                 grads.append(g)
         row_n, g_nD = torch.cat(rows), torch.cat(grads)
-        if algorithm == "sgd":
-            _sgd(weight, row_n, g_nD, _float32(lr[t]))
+        if rules[t].algorithm == "sgd":
+            _sgd(weight, row_n, g_nD, _float32(rules[t].lr))
         else:
-            assert states is not None
-            _adaptive(weight, states[t], row_n, g_nD, _float32(lr[t]), _float32(eps[t]))
+            _adaptive(weight, [state[t] for state in states], row_n, g_nD, rules[t])
 
 
 def _occurrences(feature: Feature, sparse: KeyedJaggedTensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,12 +212,8 @@ def _sgd(weight: Tensor, row_n: Tensor, g_nD: Tensor, lr: Tensor) -> None:
         weight[row] = weight[row] - lr * g_nD[occurrence]
 
 
-def _adaptive(weight: Tensor, state: Tensor, row_n: Tensor, g_nD: Tensor, lr: Tensor, eps: Tensor) -> None:
-    """`g = g_1 + g_2 + ...` in order, then one step per row.
-
-    State [N, D] (Adagrad):   `h += g * g;               w -= lr * (g / (sqrt(h) + eps))`
-    State [N] (row-wise):     `h += fold16(g * g) / D;   w -= (lr / (sqrt(h) + eps)) * g`
-    """
+def _adaptive(weight: Tensor, states: Sequence[Tensor], row_n: Tensor, g_nD: Tensor, rule: Rule) -> None:
+    """`g = g_1 + g_2 + ...` in order, then one step of the rule per row."""
     ranks = _by_rank(row_n)
     if not ranks:
         return
@@ -209,14 +222,53 @@ def _adaptive(weight: Tensor, state: Tensor, row_n: Tensor, g_nD: Tensor, lr: Te
     for occurrence in ranks[1:]:
         at = torch.searchsorted(row, row_n[occurrence])
         total[at] = total[at] + g_nD[occurrence]
-    if state.dim() == 2:
-        h = state[row] + total * total
-        step = lr * (total / (_sqrt(h) + eps))
-    else:
-        h = state[row] + fold16(total * total) / float(total.shape[1])
-        step = (lr / (_sqrt(h) + eps))[:, None] * total
-    state[row] = h
-    weight[row] = weight[row] - step
+    weight[row], *changed = _STEPS[rule.algorithm](rule, total, weight[row], *(state[row] for state in states))
+    for state, rows in zip(states, changed, strict=True):
+        state[row] = rows
+
+
+def _adagrad(rule: Rule, g: Tensor, w: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    """`h += g * g;  w -= lr * (g / (sqrt(h) + eps))`."""
+    h = h + g * g
+    return w - _float32(rule.lr) * (g / (_sqrt(h) + _float32(rule.eps))), h
+
+
+def _row_wise_adagrad(rule: Rule, g: Tensor, w: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    """`h += fold16(g * g) / D;  w -= (lr / (sqrt(h) + eps)) * g`, one h per row."""
+    h = h + fold16(g * g) / float(g.shape[1])
+    return w - (_float32(rule.lr) / (_sqrt(h) + _float32(rule.eps)))[:, None] * g, h
+
+
+def _adam(rule: Rule, g: Tensor, w: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """`m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * (g * g);  w -= lr * (m / (sqrt(v) + eps))`.
+
+    Row-lazy: rows that no batch looked up keep m, v and w.
+    """
+    m = _float32(rule.beta1) * m + _float32(1 - rule.beta1) * g
+    v = _float32(rule.beta2) * v + _float32(1 - rule.beta2) * (g * g)
+    return w - _float32(rule.lr) * (m / (_sqrt(v) + _float32(rule.eps))), m, v
+
+
+def _ftrl(rule: Rule, g: Tensor, w: Tensor, z: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+    """FTRL-proximal (McMahan et al., KDD'13), per element:
+
+    `n' = n + g * g;  z += g - ((sqrt(n') - sqrt(n)) / lr) * w`
+    `w = 0 if |z| <= l1 else -((z - sign(z) * l1) / ((beta + sqrt(n')) / lr + l2))`
+    """
+    lr, l1 = _float32(rule.lr), _float32(rule.l1)
+    before, n = _sqrt(n), n + g * g
+    after = _sqrt(n)
+    z = z + (g - (after - before) / lr * w)
+    shrunk = torch.where(z.abs() <= l1, torch.zeros_like(z), z - torch.copysign(l1, z))
+    return -(shrunk / ((_float32(rule.beta) + after) / lr + _float32(rule.l2))), z, n
+
+
+_STEPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "adagrad": _adagrad,
+    "row_wise_adagrad": _row_wise_adagrad,
+    "adam": _adam,
+    "ftrl": _ftrl,
+}
 
 
 def _bag_of(offsets: Tensor) -> Tensor:

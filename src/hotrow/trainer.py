@@ -38,6 +38,7 @@ from hotrow.files import available_memory_bytes
 from hotrow.metrics import BinaryMetrics
 from hotrow.models import build_model
 from hotrow.progress import ProgressLine, duration, rate
+from hotrow.reference import NUM_STATES
 from hotrow.run_folder import CONFIG, RunFolder
 from hotrow.schedule import Schedule
 from hotrow.session import Interrupt, StepClock, threads
@@ -52,6 +53,8 @@ _SPARSE_OPTIMIZERS: dict[str, Any] = {
     "sgd": optim.SGD,
     "adagrad": optim.Adagrad,
     "row_wise_adagrad": optim.RowWiseAdagrad,
+    "adam": optim.Adam,
+    "ftrl": optim.FTRL,
 }
 
 
@@ -98,7 +101,7 @@ def build_optimizers(
 ) -> tuple[Optimizer, Optimizer]:
     """The torch optimizer of `model` and the fused one of `embedding`."""
     dense, sparse = config.dense, config.sparse
-    options = sparse.model_dump(include={"eps", "initial_accumulator_value"}, exclude_none=True)
+    options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
     return (
         _DENSE_OPTIMIZERS[dense.name](model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=True),
         _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, **options),
@@ -373,8 +376,9 @@ def scores(metrics: Mapping[str, Any]) -> str:
 
 def required_bytes(config: Config, tables: Sequence[TableConfig]) -> int:
     """Bytes of the tables and their optimizer state."""
-    per_row = {"sgd": 0, "row_wise_adagrad": 4, "adagrad": 4 * config.model.embedding_dim}
-    return sum(table.num_bytes + table.num_embeddings * per_row[config.optimizer.sparse.name] for table in tables)
+    name = config.optimizer.sparse.name
+    floats_per_row = NUM_STATES[name] * (1 if name == "row_wise_adagrad" else config.model.embedding_dim)
+    return sum(table.num_bytes + 4 * floats_per_row * table.num_embeddings for table in tables)
 
 
 def check_memory(config: Config, tables: Sequence[TableConfig]) -> None:

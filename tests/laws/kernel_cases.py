@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hotrow import KeyedJaggedTensor, TableConfig, ops
-from hotrow.reference import Layout
+from hotrow.reference import NUM_STATES, Algorithm, Layout, Rule
 
 DIMS = (1, 3, 8, 16, 17, 33, 64, 100, 128)
 GUARD = 64
@@ -72,15 +72,22 @@ class Case:
     batches: list[KeyedJaggedTensor]
     grads: list[Tensor]
 
-    def states(self, algorithm: str, seed: int = 7) -> list[Tensor]:
-        """Accumulators as they stand in the middle of training; none for SGD."""
+    def states(self, algorithm: Algorithm, seed: int = 7) -> list[list[Tensor]]:
+        """State as it stands in the middle of training, an array per table; none for SGD."""
         g = torch.Generator().manual_seed(seed)
-        shapes = {
-            "sgd": [],
-            "adagrad": [w.shape for w in self.weights],
-            "row_wise_adagrad": [w.shape[:1] for w in self.weights],
-        }[algorithm]
-        return [torch.rand(shape, generator=g) for shape in shapes]
+        shapes = [w.shape[:1] if algorithm == "row_wise_adagrad" else w.shape for w in self.weights]
+        return [[torch.rand(shape, generator=g) for shape in shapes] for _ in range(NUM_STATES[algorithm])]
+
+
+RATES = (0.1, 0.03, 1.7)
+
+
+def rules(algorithm: Algorithm) -> list[Rule]:
+    """Different numbers for each of the three tables."""
+    return [
+        Rule(algorithm=algorithm, lr=lr, eps=eps, beta1=0.9, beta2=0.97, beta=0.5, l1=l1, l2=0.1)
+        for lr, eps, l1 in zip(RATES, (1e-8, 1e-3, 0.5), (0.0, 0.3, 0.05), strict=True)
+    ]
 
 
 def make_case(

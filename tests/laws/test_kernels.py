@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from itertools import chain
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DIMS, SENTINEL, Case, Guarded, assert_same_bits, every_backend, make_case
+from kernel_cases import DIMS, SENTINEL, Case, Guarded, assert_same_bits, every_backend, make_case, rules
 
 from hotrow import KeyedJaggedTensor, ops, reference
-from hotrow.reference import ALGORITHMS
+from hotrow.reference import ALGORITHMS, Algorithm, Rule
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
 
@@ -51,18 +52,17 @@ def check_weight_gradient(case: Case, what: str, threads: tuple[int, ...] = (1, 
         assert_same_bits(kernels.weight_gradient(weights, batch, grad), expected, (what, where))
 
 
-def check_update(case: Case, algorithm: str, what: str, threads: tuple[int, ...] = (1, 2)) -> None:
+def check_update(case: Case, algorithm: Algorithm, what: str, threads: tuple[int, ...] = (1, 2)) -> None:
     pending = list(zip(case.batches, case.grads, strict=True))
-    rule = {"algorithm": algorithm, "lr": [0.1, 0.03, 1.7], "eps": [1e-8, 1e-3, 0.5]}
     expected, expected_states = [w.clone() for w in case.weights], case.states(algorithm)
-    reference.update(case.layout, expected, expected_states, pending, **rule)
+    reference.update(case.layout, expected, expected_states, pending, rules(algorithm))
     kernels = ops.Kernels(case.layout)
     for where in every_backend(threads):
         weights = [Guarded(w) for w in case.weights]
-        states = [Guarded(s) for s in case.states(algorithm)]
-        arrays = ops.Arrays([s.tensor for s in states]) if states else None
-        kernels.update(ops.Arrays([w.tensor for w in weights]), arrays, pending, **rule)
-        for ours, theirs in zip(weights + states, expected + expected_states, strict=True):
+        states = [[Guarded(s) for s in state] for state in case.states(algorithm)]
+        arrays = [ops.Arrays([s.tensor for s in state]) for state in states]
+        kernels.update(ops.Arrays([w.tensor for w in weights]), arrays, pending, rules(algorithm))
+        for ours, theirs in zip(chain(weights, *states), chain(expected, *expected_states), strict=True):
             ours.check()
             assert_same_bits(ours.tensor, theirs, (what, algorithm, where))
 
@@ -172,7 +172,7 @@ def test_signed_zeros_and_infinities() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["sgd", "adagrad", "row_wise_adagrad"])
 def test_rows_beyond_32_bits(algorithm: str) -> None:
     """Only the pages that are touched take memory, so a table of 16 GiB costs next to nothing."""
     num_rows = 2**32 + 2
@@ -187,9 +187,10 @@ def test_rows_beyond_32_bits(algorithm: str) -> None:
     kernels, arrays = ops.Kernels(layout), ops.Arrays([weight])
     pooled = kernels.lookup(arrays, batch)
     assert pooled[:6, 0].tolist() == [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
-    states = None if algorithm == "sgd" else ops.Arrays([state[:, None] if algorithm == "adagrad" else state])
-    kernels.update(arrays, states, [(batch, -pooled)], algorithm=algorithm, lr=[0.5], eps=[0.0])
-    # SGD adds 0.5 * w twice; the adaptive rules take one step of 0.5 whatever the gradient's size.
+    shaped = state if algorithm == "row_wise_adagrad" else state[:, None]
+    states = [ops.Arrays([shaped])] * (algorithm != "sgd")
+    kernels.update(arrays, states, [(batch, -pooled)], [Rule(algorithm=algorithm, lr=0.5)])
+    # SGD adds 0.5 * w twice; the Adagrads take one step of 0.5 whatever the gradient's size.
     expected = 2 * torch.arange(1.0, 7.0) if algorithm == "sgd" else torch.arange(1.0, 7.0) + 0.5
     assert weight[rows, 0].tolist() == expected.tolist()
 
@@ -208,17 +209,16 @@ def test_bad_ids_are_named_and_change_nothing(bad: int, id_dtype: torch.dtype, a
     batch.values[int(batch.offsets[5]) + 1] = bad
     kernels = ops.Kernels(case.layout)
     message = f"feature 'c', sample 5, position 1: id {bad} is outside its table of 9 rows"
-    rule = {"algorithm": algorithm, "lr": [1.0] * 3, "eps": [0.1] * 3}
     for where in every_backend():
         weights, states = [w.clone() for w in case.weights], case.states(algorithm)
-        arrays, state_arrays = ops.Arrays(weights), ops.Arrays(states) if states else None
+        arrays, state_arrays = ops.Arrays(weights), [ops.Arrays(state) for state in states]
         with pytest.raises(ValueError, match=message):
             kernels.lookup(arrays, batch)
         with pytest.raises(ValueError, match=message):
             kernels.weight_gradient(arrays, batch, grad)
         with pytest.raises(ValueError, match=message):
-            kernels.update(arrays, state_arrays, [(batch, grad)], **rule)
-        for ours, before in zip(weights + states, case.weights + case.states(algorithm), strict=True):
+            kernels.update(arrays, state_arrays, [(batch, grad)], rules(algorithm))
+        for ours, before in zip(chain(weights, *states), chain(case.weights, *case.states(algorithm)), strict=True):
             assert_same_bits(ours, before, where)
 
 
@@ -237,7 +237,7 @@ def test_altered_offsets_are_refused(bad: str) -> None:
         with pytest.raises(ValueError, match="offsets have changed"):
             kernels.weight_gradient(arrays, batch, case.grads[0])
         with pytest.raises(ValueError, match="offsets have changed"):
-            kernels.update(arrays, None, [(batch, case.grads[0])], algorithm="sgd", lr=[1.0] * 3, eps=[0.0] * 3)
+            kernels.update(arrays, [], [(batch, case.grads[0])], rules("sgd"))
 
 
 # Published with Random123 (kat_vectors, "philox4x32 10"): counter, key, output.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import DIMS, Case, make_case
+from kernel_cases import DIMS, Case, make_case, rules
 from torch import Tensor, nn
 
 from hotrow import KeyedJaggedTensor, ops, reference
+from hotrow.reference import Rule
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}  # docs/numerics.md, "float64 truth"
 
@@ -48,18 +49,33 @@ def test_against_float64_algebra(dim: int, pooling: str, weighted: bool, algorit
     weight_grad = kernels.weight_gradient(arrays, batch, grad)
     torch.testing.assert_close(weight_grad, sample_weights.grad.float(), rtol=1e-4, atol=1e-4)
 
-    expected = []
-    for t, w in enumerate(truth):
-        g = w.grad
-        if algorithm == "adagrad":
-            g = g / ((states[t].double() + g * g).sqrt() + 1e-3)
-        elif algorithm == "row_wise_adagrad":
-            g = g / ((states[t].double() + (g * g).mean(1)).sqrt() + 1e-3)[:, None]
-        expected.append((w.detach() - 0.1 * g).float())
-    rule = {"algorithm": algorithm, "lr": [0.1] * 3, "eps": [1e-3] * 3}
-    kernels.update(arrays, ops.Arrays(states) if states else None, [(batch, grad)], **rule)
-    for ours, theirs in zip(case.weights, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    expected = [
+        float64_step(rule, w.grad, w.detach(), *(state[t].double() for state in states)).float()
+        for t, (w, rule) in enumerate(zip(truth, rules(algorithm), strict=True))
+    ]
+    touched = [w.grad.any(1) for w in truth]
+    kernels.update(arrays, [ops.Arrays(state) for state in states], [(batch, grad)], rules(algorithm))
+    for ours, theirs, rows, before in zip(case.weights, expected, touched, truth, strict=True):
+        torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-4, atol=2e-5)
+        assert torch.equal(ours[~rows], before.detach()[~rows].float())
+
+
+def float64_step(rule: Rule, g: Tensor, w: Tensor, *states: Tensor) -> Tensor:
+    """The published formula of each optimizer, for rows whose gradients sum to g."""
+    if rule.algorithm == "sgd":
+        return w - rule.lr * g
+    if rule.algorithm == "adagrad":
+        return w - rule.lr * g / ((states[0] + g * g).sqrt() + rule.eps)
+    if rule.algorithm == "row_wise_adagrad":
+        return w - rule.lr * g / ((states[0] + (g * g).mean(1)).sqrt() + rule.eps)[:, None]
+    if rule.algorithm == "adam":
+        m, v = rule.beta1 * states[0] + (1 - rule.beta1) * g, rule.beta2 * states[1] + (1 - rule.beta2) * g * g
+        return w - rule.lr * m / (v.sqrt() + rule.eps)
+    z, n = states
+    sigma = ((n + g * g).sqrt() - n.sqrt()) / rule.lr
+    z, n = z + g - sigma * w, n + g * g
+    rate = (rule.beta + n.sqrt()) / rule.lr + rule.l2
+    return torch.where(z.abs() <= rule.l1, 0.0, -(z - z.sign() * rule.l1) / rate)
 
 
 @pytest.mark.parametrize("algorithm", ["sgd", "adagrad"])
@@ -71,7 +87,7 @@ def test_against_torch_embedding_bag(mode: str, algorithm: str) -> None:
     bag = nn.EmbeddingBag(200, 24, mode=mode, sparse=True, include_last_offset=True, _weight=weight.clone())
     optimizer = (torch.optim.SGD if algorithm == "sgd" else torch.optim.Adagrad)(bag.parameters(), lr=0.1)
     kernels, arrays = ops.Kernels(layout), ops.Arrays([weight])
-    states = None if algorithm == "sgd" else ops.Arrays([torch.zeros(200, 24)])
+    states = [] if algorithm == "sgd" else [ops.Arrays([torch.zeros(200, 24)])]
     for step in range(5):
         batch = make_case(100 + step, dim=24, num_samples=50).batches[0]
         values, offsets, _ = batch.bags("a")
@@ -81,5 +97,5 @@ def test_against_torch_embedding_bag(mode: str, algorithm: str) -> None:
         torch.testing.assert_close(kernels.lookup(arrays, batch), out.detach(), **TOLERANCE)
         out.backward(grad)
         optimizer.step()
-        kernels.update(arrays, states, [(batch, grad)], algorithm=algorithm, lr=[0.1], eps=[1e-10])
+        kernels.update(arrays, states, [(batch, grad)], [Rule(algorithm=algorithm, lr=0.1, eps=1e-10)])
         torch.testing.assert_close(weight, bag.weight.detach(), **TOLERANCE)

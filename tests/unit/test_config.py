@@ -38,6 +38,10 @@ optimizer.sparse.name row_wise_adagrad
 optimizer.sparse.lr 0.05
 optimizer.sparse.eps None
 optimizer.sparse.initial_accumulator_value None
+optimizer.sparse.betas None
+optimizer.sparse.beta None
+optimizer.sparse.l1 None
+optimizer.sparse.l2 None
 optimizer.schedule.warmup_steps 0
 optimizer.schedule.decay_start_step None
 optimizer.schedule.decay_steps 0
@@ -104,7 +108,7 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (
             {"data": "d", "optimizer": {"sparse": {"name": "sgd", "eps": 1e-8}}},
-            r"optimizer\.sparse: eps is 1e-08, but sgd has no sums of squares",
+            r"optimizer\.sparse: eps is 1e-08, but sgd has no such number",
         ),
         ({"data": "d", "optimizer": {"schedule": {"decay_start_step": 9}}}, "decay_start_step is 9, but decay_steps"),
         (

@@ -9,9 +9,9 @@ import torch
 
 from hotrow import TableConfig
 from hotrow.embedding import EmbeddingCollection
-from hotrow.optim import SGD, Adagrad, RowWiseAdagrad
+from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 
-ALL = [SGD, Adagrad, RowWiseAdagrad]
+ALL = [SGD, Adagrad, RowWiseAdagrad, Adam, FTRL]
 ADAPTIVE = [Adagrad, RowWiseAdagrad]
 
 
@@ -140,25 +140,25 @@ def test_resume_from_state_dicts_is_bit_equal(optimizer_class: type) -> None:
         assert torch.equal(resumed.weights[name], straight.weights[name])
 
 
-@pytest.mark.parametrize("optimizer_class", ADAPTIVE)
-def test_loading_keeps_the_sums_in_place(optimizer_class: type) -> None:
+@pytest.mark.parametrize(("optimizer_class", "name"), [(Adagrad, "sum"), (RowWiseAdagrad, "sum"), (Adam, "exp_avg_sq")])
+def test_loading_keeps_the_state_in_place(optimizer_class: type, name: str) -> None:
     emb = make()
     optimizer = optimizer_class(emb, lr=0.1)
-    total = optimizer.state[emb.weights["a"]]["sum"]
+    total = optimizer.state[emb.weights["a"]][name]
     train(emb, optimizer, range(2))
     state = copy.deepcopy(optimizer.state_dict())
     train(emb, optimizer, range(2, 3))
     optimizer.load_state_dict(state)
-    assert optimizer.state[emb.weights["a"]]["sum"] is total
-    assert torch.equal(total, state["state"][0]["sum"])
+    assert optimizer.state[emb.weights["a"]][name] is total
+    assert torch.equal(total, state["state"][0][name])
 
 
 def test_load_refuses_another_optimizers_state() -> None:
     emb = make()
     total = Adagrad(emb, lr=0.1)
-    with pytest.raises(ValueError, match=r"sums have shapes {0: \(10,\), 1: \(20,\)}, Adagrad keeps {0: \(10, 3\)"):
+    with pytest.raises(ValueError, match=r"the state is {0: {'sum': \(10,\)}.*, Adagrad keeps {0: {'sum': \(10, 3\)"):
         total.load_state_dict(RowWiseAdagrad(emb, lr=0.1).state_dict())
-    with pytest.raises(ValueError, match=r"sums have shapes {}, Adagrad keeps"):
+    with pytest.raises(ValueError, match=r"the state is {}, Adagrad keeps"):
         total.load_state_dict(SGD(emb, lr=0.1).state_dict())
     renamed = SGD(emb, lr=0.1).state_dict()
     renamed["param_groups"][0]["name"] = "z"
@@ -178,6 +178,55 @@ def test_lr_must_be_positive(optimizer_class: type, lr: float) -> None:
 def test_eps_and_initial_value_must_not_be_negative(optimizer_class: type, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is -1; it must be 0 or a positive number"):
         optimizer_class(make(), lr=0.1, **{name: -1})
+
+
+def test_adam_against_torch_sparse_adam() -> None:
+    """Row-lazy, bias-corrected by the number of steps: ids repeat within and across steps, some steps skip a row."""
+    emb = make()
+    twins = {name: torch.nn.EmbeddingBag.from_pretrained(w.clone(), freeze=False, mode="sum", sparse=True)
+             for name, w in emb.weights.items()}  # fmt: skip
+    ours = Adam(emb, lr=0.05, betas=(0.8, 0.95))
+    theirs = torch.optim.SparseAdam([twin.weight for twin in twins.values()], lr=0.05, betas=(0.8, 0.95))
+    for step in range(12):
+        ids = torch.randint(0, 10, (6, 2), generator=torch.Generator().manual_seed(step))
+        (emb(ids) ** 2).sum().backward()
+        ours.step()
+        theirs.zero_grad()
+        pooled = [twin(column[:, None]) for twin, column in zip(twins.values(), ids.T, strict=True)]
+        (torch.cat(pooled, 1) ** 2).sum().backward()
+        theirs.step()
+        for name, twin in twins.items():
+            torch.testing.assert_close(emb.weights[name], twin.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_ftrl_starts_from_the_initial_rows_and_l1_makes_zeros() -> None:
+    emb = make()
+    before = emb.weights["a"].clone()
+    (0.0 * emb(torch.tensor([[1, 2], [3, 4]]))).sum().backward()
+    optimizer = FTRL(emb, lr=0.5, l1=0.01, l2=0.1)
+    optimizer.step()
+    torch.testing.assert_close(emb.weights["a"], before, rtol=1e-6, atol=0)
+    strong = FTRL(emb, lr=0.5, l1=100.0)
+    strong.state[emb.weights["a"]]["z"].zero_()
+    emb(torch.tensor([[1, 2]])).sum().backward()
+    strong.step()
+    assert emb.weights["a"][1].tolist() == [0.0, 0.0, 0.0] and emb.weights["a"][3].all()
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (float("nan"), 0.9)])
+def test_betas_must_be_shares(betas: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match=r"Adam: betas are .*; both must lie in \[0, 1\)"):
+        Adam(make(), betas=betas)
+
+
+def test_a_refused_step_does_not_count() -> None:
+    emb = make()
+    optimizer = Adam(emb, lr=0.1)
+    emb(torch.tensor([[1, 2]])).sum().backward()
+    emb.pending[0].sparse.values[0] = -1
+    with pytest.raises(ValueError, match="id -1"):
+        optimizer.step()
+    assert [group["steps"] for group in optimizer.param_groups] == [0, 0]
 
 
 def test_an_altered_batch_is_refused_and_changes_nothing() -> None:

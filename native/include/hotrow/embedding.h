@@ -32,7 +32,7 @@ struct Segment {
 
 struct TableUpdate {
   Rows table;
-  float* state;  // null for sgd
+  States states;
   Rule rule;
   std::vector<Segment> segments;  // in the order in which their occurrences count
 };

@@ -25,9 +25,13 @@
 //     sgd:               w = w - lr * g_i   for i = 1..n
 //     adagrad:           g = g_1 + g_2 + ... in order;  h = h + g * g;  w = w - lr * (g / (sqrt(h) + eps))
 //     row_wise_adagrad:  g as above;  h = h + fold16(g * g) / float(dim);  w = w - (lr / (sqrt(h) + eps)) * g
-//   h is state[num_rows, dim] or, row-wise, state[num_rows]; null for sgd. Rows are in range and no other thread holds
-//   keys of the same row. Keys of one row stand in order; but for sgd they must also be neighbours. scratch: dim
-//   floats.
+//     adam:              g as above;  m = beta1 * m + rest1 * g;  v = beta2 * v + rest2 * (g * g)
+//                        w = w - lr * (m / (sqrt(v) + eps))          (lr holds the bias correction)
+//     ftrl:              g as above;  n' = n + g * g;  z = z + (g - ((sqrt(n') - sqrt(n)) / lr) * w);  n = n'
+//                        w = |z| <= l1 ? 0 : -((z - copysign(l1, z)) / ((beta + sqrt(n)) / lr + l2))
+//   states: h [num_rows, dim] or, row-wise, [num_rows];  m, v or z, n [num_rows, dim];  none for sgd. Rows are in range
+//   and no other thread holds keys of the same row. Keys of one row stand in order; but for sgd they must also be
+//   neighbours. scratch: dim floats.
 //
 // fill_uniform: rows [first, first + count) of a table, written to out[count, dim]; x = the Philox4x32-10 block of
 //     counter (row mod 2^32, row / 2^32, column / 4, 0) and the key;  out = ((x[column mod 4] >> 8) * 2^-23 - 1) *
@@ -54,7 +58,7 @@
          (const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad, int64_t stride,         \
           float* out))                                                                                                 \
   KERNEL(void, update,                                                                                                 \
-         (const Rule& rule, const Rows& table, float* state, const Occurrences& occurrences, float* scratch))          \
+         (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch))  \
   KERNEL(void, fill_uniform,                                                                                           \
          (uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out))        \
   KERNEL(void, interact,                                                                                               \

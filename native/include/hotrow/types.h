@@ -8,7 +8,7 @@
 namespace hotrow {
 
 enum class Pooling : int32_t { sum = 0, mean = 1 };
-enum class Algorithm : int32_t { sgd = 0, adagrad = 1, row_wise_adagrad = 2 };
+enum class Algorithm : int32_t { sgd = 0, adagrad = 1, row_wise_adagrad = 2, adam = 3, ftrl = 4 };
 
 // The rows of one table that lie in fast memory. An id is a slot of this array: the kernels do not know whether the
 // array is the whole table or a cache in front of a slower tier.
@@ -70,10 +70,25 @@ struct Product {
   const float* gate;  // [rows, columns] or null: C = gate <= 0 ? 0 : C, the gradient through a ReLU whose output it is
 };
 
+// What an optimizer does to a row; kernels.h has the formulas.
 struct Rule {
   Algorithm algorithm;
   float lr;
-  float eps;
+  float eps;                         // the Adagrads and adam
+  float beta1, rest1, beta2, rest2;  // adam; rest = 1 - beta, each rounded once
+  float beta, l1, l2;                // ftrl
 };
+
+// Optimizer state of a table: as many arrays as its algorithm keeps, each [num_rows, state_dim].
+inline constexpr int kMostStates = 2;
+struct States {
+  float* data[kMostStates];
+};
+constexpr int num_states(Algorithm algorithm) {
+  return algorithm == Algorithm::sgd ? 0 : algorithm == Algorithm::adam || algorithm == Algorithm::ftrl ? 2 : 1;
+}
+constexpr int64_t state_dim(Algorithm algorithm, int64_t dim) {
+  return algorithm == Algorithm::row_wise_adagrad ? 1 : dim;
+}
 
 }  // namespace hotrow
