@@ -35,12 +35,18 @@ struct Feature {
   Pooling pooling;
 };
 
+// The features of a collection that a lookup serves, each in its place among all of them; none: left out.
 struct Layout {
-  std::vector<Feature> features;
-  explicit Layout(const std::vector<std::tuple<size_t, int64_t, bool>>& specs) {
-    for (const auto& [table, column, mean] : specs) {
+  std::vector<std::optional<Feature>> features;
+  explicit Layout(const std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>& specs) {
+    for (const auto& spec : specs) {
+      if (!spec) {
+        features.emplace_back();
+        continue;
+      }
+      const auto& [table, column, mean] = *spec;
       require(column >= 0, "negative column");
-      features.push_back({table, column, mean ? Pooling::mean : Pooling::sum});
+      features.push_back(Feature{table, column, mean ? Pooling::mean : Pooling::sum});
     }
   }
 };
@@ -55,7 +61,8 @@ struct Arrays {
   }
 };
 
-// The bags of a batch as the kernels see them: feature f of the layout owns bags starts[f] .. starts[f] + num_bags.
+// The bags of a batch as the kernels see them: feature f of the layout owns bags starts[f] .. starts[f] + num_bags; a
+// feature that the layout leaves out starts at 0.
 struct Batch {
   Ids ids;
   std::optional<Offsets> offsets;
@@ -91,7 +98,8 @@ std::vector<FeatureBags> join(const Layout& layout, const Arrays& weights, const
   require(batch.starts.size() == layout.features.size(), "batch and layout differ in features");
   std::vector<FeatureBags> features;
   for (size_t f = 0; f < layout.features.size(); ++f) {
-    const Feature& feature = layout.features[f];
+    if (!layout.features[f]) continue;
+    const Feature& feature = *layout.features[f];
     const Rows rows = weights.rows(feature.table);
     require(feature.column + rows.dim <= width, "feature columns beyond the matrix");
     features.push_back({rows, batch.bags(f, feature.pooling), feature.column});
@@ -143,9 +151,10 @@ States states_of(const std::vector<const Arrays*>& states, size_t table, Algorit
   return found;
 }
 
-using Pending = std::vector<std::pair<const Batch*, GradMatrix>>;
+// Lookups whose gradients have come, in forward order.
+using Pending = std::vector<std::tuple<const Layout*, const Batch*, GradMatrix>>;
 
-std::vector<TableUpdate> plan_update(const Layout& layout, const Arrays& weights,
+std::vector<TableUpdate> plan_update(size_t num_features, const Arrays& weights,
                                      const std::vector<const Arrays*>& states, const Pending& pending,
                                      const std::vector<RuleNumbers>& rules) {
   require(rules.size() == weights.arrays.size(), "one rule per table");
@@ -155,23 +164,24 @@ std::vector<TableUpdate> plan_update(const Layout& layout, const Arrays& weights
     const Rule rule = rule_of(rules[t]);
     tables.push_back({rows, states_of(states, t, rule.algorithm, rows), rule, {}});
   }
-  for (size_t f = 0; f < layout.features.size(); ++f) {
-    const Feature& feature = layout.features[f];
-    require(feature.table < tables.size(), "no such table");
-    TableUpdate& table = tables[feature.table];
-    for (const auto& [batch, grad] : pending) {
-      require(batch->starts.size() == layout.features.size(), "batch and layout differ in features");
-      require(feature.column + table.table.dim <= extent(grad, 1), "feature columns beyond grad");
-      table.segments.push_back(
-          {batch->bags(f, feature.pooling), grad.data() + feature.column, row_stride(grad, batch->num_bags)});
+  for (size_t f = 0; f < num_features; ++f) {
+    for (const auto& [layout, batch, grad] : pending) {
+      require(layout->features.size() == num_features && batch->starts.size() == num_features,
+              "batch and layout differ in features");
+      if (!layout->features[f]) continue;
+      const auto [table, column, pooling] = *layout->features[f];
+      require(table < tables.size(), "no such table");
+      require(column + tables[table].table.dim <= extent(grad, 1), "feature columns beyond grad");
+      tables[table].segments.push_back(
+          {batch->bags(f, pooling), grad.data() + column, row_stride(grad, batch->num_bags)});
     }
   }
   return tables;
 }
 
-int bind_update(const Layout& layout, const Arrays& weights, const std::vector<const Arrays*>& states,
+int bind_update(size_t num_features, const Arrays& weights, const std::vector<const Arrays*>& states,
                 const Pending& pending, const std::vector<RuleNumbers>& rules, int num_threads) {
-  const auto tables = plan_update(layout, weights, states, pending, rules);
+  const auto tables = plan_update(num_features, weights, states, pending, rules);
   nb::gil_scoped_release release;
   return static_cast<int>(update(tables, num_threads));
 }
@@ -234,8 +244,10 @@ uint64_t bind_touch_rows(FloatMatrix rows, Offsets ids, int64_t distance, bool w
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // What still lives when the interpreter ends (a collection in a script's globals) is no leak of ours.
+  nb::set_leak_warnings(false);
   m.doc() = "hotrow's kernels; call them through hotrow.ops and hotrow.data.native";
-  nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::tuple<size_t, int64_t, bool>>>());
+  nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>>());
   nb::class_<Arrays>(m, "Arrays").def("__init__", [](Arrays* self, std::vector<Floats> arrays) {
     new (self) Arrays{std::move(arrays)};
   });

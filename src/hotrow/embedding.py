@@ -20,11 +20,13 @@ from hotrow.tables import TableConfig, check_tables
 
 
 class Pending(NamedTuple):
-    """A batch and the gradient of its pooled output, waiting for the optimizer."""
+    """A lookup and the gradient of its output, waiting for the optimizer."""
 
+    kernels: ops.Kernels
+    """What looked the rows up: those of the collection, or of one feature's sequences."""
     sparse: KeyedJaggedTensor
     grad: Tensor
-    """[B, output_dim] float32."""
+    """[B, output_dim], of a sequence [L, D]; float32."""
 
 
 class EmbeddingCollection(nn.Module):
@@ -38,8 +40,9 @@ class EmbeddingCollection(nn.Module):
     tables: one TableConfig each. memory: None or "dram": all rows in DRAM. seed: of the initial rows, each a function
     of (seed, table name, row, column) alone. `parameters()` is empty; `state_dict()` holds `<table>.weight`.
 
-    Several forward passes before one optimizer step count as one batch whose bags stand in forward order; a forward
-    under torch.no_grad leaves nothing behind. Raises ValueError for repeated names and for an unknown `memory`.
+    `sequence(sparse)` gives rows without pooling. Several forward passes before one optimizer step, sequences among
+    them, count as one batch whose bags stand in forward order; a forward under torch.no_grad leaves nothing behind.
+    Raises ValueError for repeated names and for an unknown `memory`.
     """
 
     def __init__(self, tables: Iterable[TableConfig], *, memory: str | None = None, seed: int = 0) -> None:
@@ -56,6 +59,9 @@ class EmbeddingCollection(nn.Module):
         self.feature_names = tuple(feature.name for feature in layout.features)
         self.output_dim = layout.width
         self.kernels = ops.Kernels(layout)
+        self.sequence_kernels = {
+            feature.name: ops.Kernels(layout.sequence_of(feature.name), among=layout) for feature in layout.features
+        }
         self.arrays = ops.Arrays(list(self.weights.values()))
         self._pending: list[tuple[int, Pending]] = []
         self._num_forwards = 0
@@ -72,8 +78,27 @@ class EmbeddingCollection(nn.Module):
         """
         if isinstance(sparse, Tensor):
             sparse = self._from_matrix(sparse)
+        return self._look_up(self.kernels, sparse, blame=sparse)
+
+    def sequence(self, sparse: KeyedJaggedTensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """The row of every id, not pooled: feature -> (values [L, D] float32, offsets int64 [B + 1]).
+
+            values[offsets[b]:offsets[b + 1]] = rows of the ids of the feature in sample b, in their order
+
+        For each feature of this collection among `sparse.keys`; per-sample weights play no part. Gradients go the way
+        of `forward`'s, into the same `step()`. Raises ValueError for an id outside its table.
+        """
+        found = {}
+        for name in self.feature_names:
+            if name in sparse.keys:
+                values, offsets, _ = sparse.bags(name)
+                single = KeyedJaggedTensor((name,), values)
+                found[name] = self._look_up(self.sequence_kernels[name], single, blame=sparse), offsets
+        return found
+
+    def _look_up(self, kernels: ops.Kernels, sparse: KeyedJaggedTensor, *, blame: KeyedJaggedTensor) -> Tensor:
         self._num_forwards += 1
-        return _Lookup.apply(self._leaf, sparse.weights, sparse, self, self._num_forwards)  # type: ignore[no-any-return, no-untyped-call]
+        return _Lookup.apply(self._leaf, sparse.weights, sparse, blame, self, kernels, self._num_forwards)  # type: ignore[no-any-return, no-untyped-call]
 
     def _from_matrix(self, ids_BF: Tensor) -> KeyedJaggedTensor:
         if ids_BF.dim() != 2 or ids_BF.shape[1] != len(self.feature_names):
@@ -119,7 +144,7 @@ class EmbeddingCollection(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: all but native handles and what belongs to steps under way."""
-        made = ("kernels", "arrays", "_pending", "_num_forwards", "_leaf")
+        made = ("kernels", "sequence_kernels", "arrays", "_pending", "_num_forwards", "_leaf")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,14 +177,16 @@ class _Lookup(torch.autograd.Function):
         leaf: Tensor,
         sample_weights: Tensor | None,
         sparse: KeyedJaggedTensor,
+        blame: KeyedJaggedTensor,
         emb: EmbeddingCollection,
+        kernels: ops.Kernels,
         number: int,
     ) -> Tensor:
-        ctx.sparse, ctx.emb, ctx.number = sparse, emb, number
-        return emb.kernels.lookup(emb.arrays, sparse)
+        ctx.sparse, ctx.emb, ctx.kernels, ctx.number = sparse, emb, kernels, number
+        return kernels.lookup(emb.arrays, sparse, blame=blame)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "EmbeddingCollection cannot be differentiated twice: call backward without create_graph=True"
@@ -168,8 +195,8 @@ class _Lookup(torch.autograd.Function):
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
         emb: EmbeddingCollection = ctx.emb
-        emb._pending.append((ctx.number, Pending(ctx.sparse, grad)))
+        emb._pending.append((ctx.number, Pending(ctx.kernels, ctx.sparse, grad)))
         weight_grad = None
         if ctx.needs_input_grad[1]:
-            weight_grad = emb.kernels.weight_gradient(emb.arrays, ctx.sparse, grad)
-        return None, weight_grad, None, None, None
+            weight_grad = ctx.kernels.weight_gradient(emb.arrays, ctx.sparse, grad)
+        return None, weight_grad, None, None, None, None, None

@@ -24,6 +24,7 @@ from hotrow import reference
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.reference import ALGORITHMS, Activation, Layout, Rule
 
+ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
 KEPT_FLOATS = 1 << 16
 """From here up `empty` keeps pages: below, malloc does by itself."""
 
@@ -141,17 +142,20 @@ class Arrays:
 
 
 class Kernels:
-    """The ops of one collection: its layout and what a step would otherwise prepare anew.
+    """The ops of one collection, or of some of its features: their layout and what a step would else prepare anew.
 
+    layout: the features a lookup serves. among: that of the whole collection, where `layout` is a part of it.
     Stateless in its results: only the places of features among a batch's keys are kept.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, among: Layout | None = None) -> None:
         self.layout = layout
+        served = {feature.name: feature for feature in layout.features}
+        self._features = [served.get(feature.name) for feature in (among or layout).features]
         self._positions: dict[tuple[str, ...], list[int]] = {}
         module = _native()
         if module is not None:
-            specs = [(f.table, f.columns.start, f.pooling == "mean") for f in layout.features]
+            specs = [f and (f.table, f.columns.start, f.pooling == "mean") for f in self._features]
             self._native_layout = module.Layout(specs)
 
     def _batch(self, sparse: KeyedJaggedTensor) -> Any:
@@ -165,7 +169,10 @@ class Kernels:
         )
 
     def positions(self, keys: tuple[str, ...]) -> list[int]:
-        """Where each feature of the layout stands among `keys`. Raises ValueError naming a feature that does not."""
+        """Where each feature of the collection stands among `keys`; 0 for those not served.
+
+        Raises ValueError naming a feature of the layout that is missing.
+        """
         found = self._positions.get(keys)
         if found is None:
             for feature in self.layout.features:
@@ -174,23 +181,31 @@ class Kernels:
                         f"feature {feature.name!r} is missing from the batch, whose keys are {', '.join(keys) or '-'}; "
                         "every feature of the tables must be among them (others are left to other collections)"
                     )
-            found = self._positions[keys] = [keys.index(f.name) for f in self.layout.features]
+            found = self._positions[keys] = [keys.index(f.name) if f else 0 for f in self._features]
         return found
 
-    def lookup(self, weights: Arrays, sparse: KeyedJaggedTensor, out: Tensor | None = None) -> Tensor:
+    def lookup(
+        self,
+        weights: Arrays,
+        sparse: KeyedJaggedTensor,
+        out: Tensor | None = None,
+        *,
+        blame: KeyedJaggedTensor | None = None,
+    ) -> Tensor:
         """Pooled rows of every feature: [B, width] float32, columns in the layout's order (`reference.lookup`).
 
+        blame: the batch in whose samples and positions an error is told; None means `sparse`.
         Raises ValueError for a missing feature and for an id outside its table.
         """
         if out is None:
             out = empty(sparse.stride, self.layout.width)
         if _native() is None:
-            self._check_ids(weights, sparse)
+            self._check_ids(weights, blame or sparse)
             reference.lookup(self.layout, weights.tensors, sparse, out)
         elif not _native().lookup(
             self._native_layout, weights.native, self._batch(sparse), out, torch.get_num_threads()
         ):
-            self._raise_bad_ids(weights, sparse)
+            self._raise_bad_ids(weights, blame or sparse)
         return out
 
     def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
@@ -212,29 +227,33 @@ class Kernels:
         self,
         weights: Arrays,
         states: Sequence[Arrays],
-        pending: Sequence[tuple[KeyedJaggedTensor, Tensor]],
+        pending: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
         rules: Sequence[Rule],
     ) -> None:
         """Fused backward and update of all tables: `reference.update`, in place.
 
-        pending: batches and their gradients [B, width], rows contiguous, in forward order. states: NUM_STATES of the
-        algorithm. rules: one per table. Raises ValueError for an id outside its table; then no row has changed.
+        pending: lookups in forward order, by the kernels that made them (these, or kernels for some of its features):
+        the batch and the gradient of the output [B, width], rows contiguous. states: NUM_STATES of the algorithm.
+        rules: one per table. Raises ValueError for an id outside its table; then no row has changed.
         """
         if _native() is None:
-            for sparse, _ in pending:
-                self._check_ids(weights, sparse)
-            reference.update(self.layout, weights.tensors, [state.tensors for state in states], pending, rules)
+            for kernels, sparse, _ in pending:
+                kernels._check_ids(weights, sparse)
+            lookups = [(kernels.layout, sparse, grad) for kernels, sparse, grad in pending]
+            reference.update(self.layout, weights.tensors, [state.tensors for state in states], lookups, rules)
             return
         result = _native().update(
-            self._native_layout,
+            len(self._features),
             weights.native,
             [state.native for state in states],
-            [(self._batch(sparse), grad) for sparse, grad in pending],
+            [(kernels._native_layout, kernels._batch(sparse), grad) for kernels, sparse, grad in pending],
             [_numbers(rule) for rule in rules],
             torch.get_num_threads(),
         )
         if result == 1:
-            self._raise_bad_ids(weights, *(sparse for sparse, _ in pending))
+            for kernels, sparse, _ in pending:
+                kernels._check_ids(weights, sparse)
+            raise ValueError(ALTERED)
         assert result == 0, f"update failed with code {result}"
 
     def _check_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
@@ -248,10 +267,9 @@ class Kernels:
                 "map unknown ids to a row of their own"
             )
 
-    def _raise_bad_ids(self, weights: Arrays, *batches: KeyedJaggedTensor) -> None:
-        for sparse in batches:
-            self._check_ids(weights, sparse)
-        raise ValueError("the batch's offsets have changed since it was made and point outside its values; rebuild it")
+    def _raise_bad_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
+        self._check_ids(weights, sparse)
+        raise ValueError(ALTERED)
 
 
 def _numbers(rule: Rule) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -72,6 +72,12 @@ class Layout:
                 features.append(Feature(name, t, slice(width, width + table.embedding_dim), table.pooling))
                 width += table.embedding_dim
         return Layout(tuple(features), width)
+
+    def sequence_of(self, name: str) -> Layout:
+        """The layout of a lookup that serves the feature `name` alone, whose bags are its single ids: [L, D]."""
+        (feature,) = (f for f in self.features if f.name == name)
+        dim = feature.columns.stop - feature.columns.start
+        return Layout((replace(feature, columns=slice(0, dim), pooling="sum"),), dim)
 
 
 # Lookup
@@ -164,23 +170,25 @@ def update(
     layout: Layout,
     weights: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    pending: Iterable[tuple[KeyedJaggedTensor, Tensor]],
+    pending: Iterable[tuple[Layout, KeyedJaggedTensor, Tensor]],
     rules: Sequence[Rule],
 ) -> None:
-    """Applies the optimizer to every row that `pending` batches looked up. Weights and states change in place.
+    """Applies the optimizer to every row that `pending` lookups read. Weights and states change in place.
 
     The occurrences of a table's rows count in the order (feature, forward pass, bag, position). Occurrence i receives
     `g_i = s_i * grad[b, columns]` with s_i its weight w_i (1 if none), for "mean" w_i / float(length of the bag).
-    states: NUM_STATES lists with an array per table. rules: one per table.
+    pending: in forward order, the layout of a lookup (`layout`, or some of its features with columns of their own), its
+    batch and the gradient of its output. states: NUM_STATES lists with an array per table. rules: one per table.
     """
     pending = list(pending)
     for t, weight in enumerate(weights):
-        rows, grads = [], []
-        for feature in (f for f in layout.features if f.table == t):
-            for sparse, grad in pending:
-                row, g = _occurrences(feature, sparse, grad)
-                rows.append(row)
-                grads.append(g)
+        rows, grads = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, weight.shape[1])]
+        for name in (f.name for f in layout.features if f.table == t):
+            for served, sparse, grad in pending:
+                for feature in (f for f in served.features if f.name == name):
+                    row, g = _occurrences(feature, sparse, grad)
+                    rows.append(row)
+                    grads.append(g)
         row_n, g_nD = torch.cat(rows), torch.cat(grads)
         if rules[t].algorithm == "sgd":
             _sgd(weight, row_n, g_nD, _float32(rules[t].lr))

@@ -53,10 +53,11 @@ def check_weight_gradient(case: Case, what: str, threads: tuple[int, ...] = (1, 
 
 
 def check_update(case: Case, algorithm: Algorithm, what: str, threads: tuple[int, ...] = (1, 2)) -> None:
-    pending = list(zip(case.batches, case.grads, strict=True))
+    lookups = [(case.layout, batch, grad) for batch, grad in zip(case.batches, case.grads, strict=True)]
     expected, expected_states = [w.clone() for w in case.weights], case.states(algorithm)
-    reference.update(case.layout, expected, expected_states, pending, rules(algorithm))
+    reference.update(case.layout, expected, expected_states, lookups, rules(algorithm))
     kernels = ops.Kernels(case.layout)
+    pending = [(kernels, batch, grad) for _, batch, grad in lookups]
     for where in every_backend(threads):
         weights = [Guarded(w) for w in case.weights]
         states = [[Guarded(s) for s in state] for state in case.states(algorithm)]
@@ -189,7 +190,7 @@ def test_rows_beyond_32_bits(algorithm: str) -> None:
     assert pooled[:6, 0].tolist() == [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
     shaped = state if algorithm == "row_wise_adagrad" else state[:, None]
     states = [ops.Arrays([shaped])] * (algorithm != "sgd")
-    kernels.update(arrays, states, [(batch, -pooled)], [Rule(algorithm=algorithm, lr=0.5)])
+    kernels.update(arrays, states, [(kernels, batch, -pooled)], [Rule(algorithm=algorithm, lr=0.5)])
     # SGD adds 0.5 * w twice; the Adagrads take one step of 0.5 whatever the gradient's size.
     expected = 2 * torch.arange(1.0, 7.0) if algorithm == "sgd" else torch.arange(1.0, 7.0) + 0.5
     assert weight[rows, 0].tolist() == expected.tolist()
@@ -217,7 +218,7 @@ def test_bad_ids_are_named_and_change_nothing(bad: int, id_dtype: torch.dtype, a
         with pytest.raises(ValueError, match=message):
             kernels.weight_gradient(arrays, batch, grad)
         with pytest.raises(ValueError, match=message):
-            kernels.update(arrays, state_arrays, [(batch, grad)], rules(algorithm))
+            kernels.update(arrays, state_arrays, [(kernels, batch, grad)], rules(algorithm))
         for ours, before in zip(chain(weights, *states), chain(case.weights, *case.states(algorithm)), strict=True):
             assert_same_bits(ours, before, where)
 
@@ -237,7 +238,7 @@ def test_altered_offsets_are_refused(bad: str) -> None:
         with pytest.raises(ValueError, match="offsets have changed"):
             kernels.weight_gradient(arrays, batch, case.grads[0])
         with pytest.raises(ValueError, match="offsets have changed"):
-            kernels.update(arrays, [], [(batch, case.grads[0])], rules("sgd"))
+            kernels.update(arrays, [], [(kernels, batch, case.grads[0])], rules("sgd"))
 
 
 # Published with Random123 (kat_vectors, "philox4x32 10"): counter, key, output.

@@ -54,7 +54,7 @@ def test_against_float64_algebra(dim: int, pooling: str, weighted: bool, algorit
         for t, (w, rule) in enumerate(zip(truth, rules(algorithm), strict=True))
     ]
     touched = [w.grad.any(1) for w in truth]
-    kernels.update(arrays, [ops.Arrays(state) for state in states], [(batch, grad)], rules(algorithm))
+    kernels.update(arrays, [ops.Arrays(state) for state in states], [(kernels, batch, grad)], rules(algorithm))
     for ours, theirs, rows, before in zip(case.weights, expected, touched, truth, strict=True):
         torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-4, atol=2e-5)
         assert torch.equal(ours[~rows], before.detach()[~rows].float())
@@ -97,5 +97,5 @@ def test_against_torch_embedding_bag(mode: str, algorithm: str) -> None:
         torch.testing.assert_close(kernels.lookup(arrays, batch), out.detach(), **TOLERANCE)
         out.backward(grad)
         optimizer.step()
-        kernels.update(arrays, states, [(batch, grad)], [Rule(algorithm=algorithm, lr=0.1, eps=1e-10)])
+        kernels.update(arrays, states, [(kernels, batch, grad)], [Rule(algorithm=algorithm, lr=0.1, eps=1e-10)])
         torch.testing.assert_close(weight, bag.weight.detach(), **TOLERANCE)
