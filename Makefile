@@ -16,7 +16,7 @@ CLANG_FORMAT := $(BIN)/python -c 'from clang_format import clang_format; clang_f
 PYTHON_FILES := src tests benchmarks scripts examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench docs build size clean preflight
+.PHONY: help demo test test-all sanitize lint format bench docs build size clean preflight
 
 help: ## this list
 	@echo 'hotrow: recommendation models whose tables are larger than memory. Targets:'
@@ -32,6 +32,9 @@ test: $(VENV)/.test $(CORE) ## the tests, but for the slow ones
 
 test-all: $(VENV)/.test $(CORE) ## all tests
 	@$(PYTEST) $(ARGS)
+
+sanitize: $(VENV)/.test $(VENV)/.core-1 ## the tests of the native code under address and undefined-behaviour sanitizers
+	@$(BIN)/python scripts/sanitize.py $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, clang-format; changes nothing
 	@$(RUFF) check $(wildcard $(PYTHON_FILES))
