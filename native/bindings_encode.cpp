@@ -53,9 +53,9 @@ const T* data_or_null(const Maybe<T>& array) {
   return array ? array->data() : nullptr;
 }
 
-const uint8_t* mask_data(const Maybe<bool>& mask, size_t num_keys, const char* message) {
-  require(!mask || mask->shape(0) == num_keys, message);
-  return reinterpret_cast<const uint8_t*>(data_or_null(mask));
+const uint8_t* valid_data_or_null(const Maybe<bool>& valid, size_t num_keys) {
+  require(!valid || valid->shape(0) == num_keys, "valid must have one entry per key");
+  return reinterpret_cast<const uint8_t*>(data_or_null(valid));
 }
 
 void check_strings(const In<uint8_t>& bytes, const In<int64_t>& offsets) {
@@ -110,14 +110,14 @@ void hash_strings(In<uint8_t> bytes, In<int64_t> offsets, uint64_t cap, Out<uint
   hash_keys(bytes.data(), offsets.data(), out.shape(0), cap, out.data());
 }
 
-void counter_add(Counter& counter, In<uint64_t> hashes, Maybe<bool> valid, Maybe<bool> mask, Maybe<uint8_t> bytes,
+void counter_add(Counter& counter, In<uint64_t> hashes, Maybe<bool> valid, Maybe<uint32_t> counts, Maybe<uint8_t> bytes,
                  Maybe<int64_t> offsets) {
   const size_t n = hashes.shape(0);
   check_keys(n, counter.has_bytes(), bytes, offsets);
-  const uint8_t* valid_data = mask_data(valid, n, "valid must have one entry per key");
-  const uint8_t* mask_begin = mask_data(mask, n, "mask must have one entry per key");
+  const uint8_t* valid_data = valid_data_or_null(valid, n);
+  require(!counts || counts->shape(0) == n, "counts must have one entry per key");
   nb::gil_scoped_release unlocked;
-  counter.add(hashes.data(), n, valid_data, mask_begin, data_or_null(bytes), data_or_null(offsets));
+  counter.add(hashes.data(), n, valid_data, data_or_null(counts), data_or_null(bytes), data_or_null(offsets));
 }
 
 void counter_drain(Counter& counter, int fd) {
@@ -188,7 +188,7 @@ void lookup(In<uint64_t> hashes, Maybe<bool> valid, Maybe<uint8_t> bytes, Maybe<
   require(key_offsets.has_value() == key_bytes.has_value() &&
               (!key_offsets || key_offsets->shape(0) == table_hashes.shape(0) + 1),
           "key_offsets and key_bytes do not fit the hashes");
-  const uint8_t* valid_data = mask_data(valid, n, "valid must have one entry per key");
+  const uint8_t* valid_data = valid_data_or_null(valid, n);
   const LookupTable<Index> table{directory_bits,      first_bucket, directory.shape(0) - 1,    directory.data(),
                                  table_hashes.data(), rows.data(),  data_or_null(key_offsets), data_or_null(key_bytes)};
   nb::gil_scoped_release unlocked;
@@ -221,7 +221,7 @@ void bind_encode(nb::module_& m) {
   m.def("merge_runs", &merge, "run_fds"_a, "out_fd"_a, "memory_bytes"_a);
   nb::class_<Counter>(m, "Counter")
       .def(nb::init<bool, uint64_t>(), "has_bytes"_a, "order"_a)
-      .def("add", &counter_add, "hashes"_a.noconvert(), "valid"_a.noconvert().none(), "mask"_a.noconvert().none(),
+      .def("add", &counter_add, "hashes"_a.noconvert(), "valid"_a.noconvert().none(), "counts"_a.noconvert().none(),
            "bytes"_a.noconvert().none(), "offsets"_a.noconvert().none())
       .def("drain", &counter_drain, "fd"_a)
       .def("num_bytes_after", &Counter::num_bytes_after, "num_keys"_a, "num_key_bytes"_a)

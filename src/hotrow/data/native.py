@@ -160,14 +160,13 @@ class Counter:
         self._bytes = stores_bytes(kind, hash_cap)
         self._counter = backend().Counter(self._bytes, order)
 
-    def add(self, keys: Keys, row_mask: NDArray[np.bool_] | None = None) -> None:
-        """Count the keys of all rows, or of those whose mask [num_rows] is set."""
+    def add(self, keys: Keys, counts: NDArray[np.uint32] | None = None) -> None:
+        """Count key i as if it came counts[i] times in a row; 0: it did not come, None: each came once."""
         if keys.kind != self.kind:
             raise ValueError(f"keys are of kind {keys.kind!r}, this counter counts {self.kind!r}")
-        mask = None if row_mask is None else keys.key_mask(row_mask)
         hashes = hash_keys(keys, hash_cap=self.hash_cap)
         data, offsets = (keys.values, keys.offsets) if self._bytes else (None, None)
-        self._counter.add(hashes, keys.valid, mask, data, offsets)
+        self._counter.add(hashes, keys.valid, counts, data, offsets)
 
     def drain(self, path: Path) -> None:
         """Write all counts to `path` as a run, whole or absent, and start afresh. Raises OSError as given."""

@@ -237,20 +237,21 @@ class Counter:
         self,
         hashes: NDArray[np.uint64],
         valid: NDArray[np.bool_] | None,
-        mask: NDArray[np.bool_] | None,
+        counts: NDArray[np.uint32] | None,
         data: NDArray[np.uint8] | None,
         offsets: NDArray[np.int64] | None,
     ) -> None:
-        """Counts keys whose mask is set."""
+        """Counts key i as if it came counts[i] times in a row; None: once each."""
         raw = b"" if data is None else data.tobytes()
         for i, h in enumerate(hashes.tolist()):
-            if mask is not None and not mask[i]:
+            count = 1 if counts is None else int(counts[i])
+            if count == 0:
                 continue
             if valid is not None and not valid[i]:
-                self._missing = [self._missing[0] + 1, min(self._missing[1], self.order)]
+                self._missing = [self._missing[0] + count, min(self._missing[1], self.order)]
                 continue
             key = b"" if offsets is None else raw[int(offsets[i]) : int(offsets[i + 1])]
-            self._counts.setdefault((h, key), [0, self.order])[0] += 1
+            self._counts.setdefault((h, key), [0, self.order])[0] += count
 
     def drain(self, fd: int) -> None:
         """Writes a run and empties the counter."""

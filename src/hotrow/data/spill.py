@@ -126,7 +126,7 @@ class CounterPool:
                 break
             self._spill(largest)
             self.num_spills += 1
-        counter.add(keys, row_mask)
+        counter.add(keys, None if row_mask is None else keys.key_mask(row_mask).astype(np.uint32))
 
     @property
     def num_bytes(self) -> int:
