@@ -90,7 +90,7 @@ def build_vocabularies(folder: Path, sizes: list[int]) -> dict[str, Vocabulary]:
             counters.declare(name, "int")
             for first in range(0, size, 1 << 20):
                 ids = np.arange(first, min(first + (1 << 20), size))
-                counters.add(name, Keys(ids_to_keys(ids, c)))
+                counters.add({name: [Keys(ids_to_keys(ids, c))]})
             counters.build(name, folder / name, folder / f"{name}.counts")
     return {name: Vocabulary.open(folder / name, verify="header").load() for name in CATEGORY_NAMES}
 

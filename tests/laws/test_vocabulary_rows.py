@@ -82,7 +82,7 @@ class Case:
         with CounterPool(folder / "tmp", memory_bytes=memory_bytes) as counters:
             counters.declare("t", self.kind, hash_cap=self.hash_cap)  # type: ignore[arg-type]
             for chunk in self.chunks:
-                counters.add("t", self.keys(chunk), np.array([counted for _, counted in chunk], np.bool_))
+                counters.add({"t": [self.keys(chunk)]}, np.array([counted for _, counted in chunk], np.bool_))
             counters.build("t", folder / "v", folder / "c", min_count=self.min_count, max_rows=self.max_rows)
             self.num_spills = counters.num_spills
         rows, first = [], 0
@@ -247,7 +247,7 @@ def test_lists_are_counted_by_row(tmp_path: Path) -> None:
     keys = Keys(np.array([1, 2, 2, 3, 3, 3]), row_splits=np.array([0, 2, 2, 5, 6]))
     with CounterPool(tmp_path / "tmp", memory_bytes=1 << 20) as counters:
         counters.declare("t", "int")
-        counters.add("t", keys, np.array([True, True, False, True]))
+        counters.add({"t": [keys]}, np.array([True, True, False, True]))
         counters.build("t", tmp_path / "v", tmp_path / "c")
     assert Vocabulary.open(tmp_path / "v").lookup(keys).tolist() == [1, 2, 2, 3, 3, 3]
     assert open_counts(tmp_path / "c").tolist() == [0, 1, 1, 1]
@@ -263,7 +263,7 @@ def test_against_a_dict_on_real_rows(real_data: object, tmp_path: Path) -> None:
         for n, chunk in enumerate(CriteoSource([path]).chunks(rows_per_chunk=10_000)):
             for name in ("C3", "C12"):
                 keys = chunk.keys[name]
-                counters.add("shared", keys, np.full(chunk.num_rows, n < 6))
+                counters.add({"shared": [keys]}, np.full(chunk.num_rows, n < 6))
                 valid = [True] * chunk.num_rows if keys.valid is None else keys.valid.tolist()
                 seen.append([i if ok else None for i, ok in zip(keys.values.tolist(), valid, strict=True)])
                 for i in seen[-1] if n < 6 else []:

@@ -37,6 +37,18 @@ class CodedKeys(NamedTuple):
         keys = take_keys(self.entries, self.codes)
         return replace(keys, valid=None) if keys.valid is None or keys.valid.all() else keys
 
+    def distinct(self, row_mask: NDArray[np.bool_] | None = None) -> tuple[Keys, NDArray[np.uint32]]:
+        """The keys of all rows, or of rows whose mask [num_rows] is set, by first appearance; and how often each comes.
+
+        Entries that are equal stay apart.
+        """
+        codes = self.codes if row_mask is None else self.codes[row_mask]
+        rows = np.arange(len(codes))
+        first_row = np.empty(self.entries.num_keys, np.int64)
+        first_row[codes[::-1]] = rows[::-1]  # where a code repeats, its first row is written last
+        appeared = codes[first_row[codes] == rows]
+        return take_keys(self.entries, appeared), np.bincount(codes)[appeared].astype(np.uint32)
+
 
 class KeyColumns(Mapping[str, Keys]):
     """Keys by feature, some of them coded."""
@@ -44,10 +56,9 @@ class KeyColumns(Mapping[str, Keys]):
     def __init__(self, columns: Mapping[str, Keys | CodedKeys]) -> None:
         self._columns = columns
 
-    def coded(self, name: str) -> CodedKeys | None:
-        """The column as entries and codes, where it came so."""
-        column = self._columns[name]
-        return column if isinstance(column, CodedKeys) else None
+    def as_read(self, name: str) -> Keys | CodedKeys:
+        """The column as it came."""
+        return self._columns[name]
 
     def __getitem__(self, name: str) -> Keys:
         """The column's keys, written out."""
@@ -69,6 +80,11 @@ class _Seen:
 
     dictionary: pa.Array
     entries: Keys
+
+
+def column_of(keys: Mapping[str, Keys], name: str) -> Keys | CodedKeys:
+    """One feature's keys as they came."""
+    return keys.as_read(name) if isinstance(keys, KeyColumns) else keys[name]
 
 
 class DictionaryReader:
