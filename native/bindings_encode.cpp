@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <optional>
 #include <stdexcept>
@@ -53,9 +54,9 @@ const T* data_or_null(const Maybe<T>& array) {
   return array ? array->data() : nullptr;
 }
 
-const uint8_t* valid_data_or_null(const Maybe<bool>& valid, size_t num_keys) {
-  require(!valid || valid->shape(0) == num_keys, "valid must have one entry per key");
-  return reinterpret_cast<const uint8_t*>(data_or_null(valid));
+const uint8_t* mask_data(const Maybe<bool>& mask, size_t size, const char* message) {
+  require(!mask || mask->shape(0) == size, message);
+  return reinterpret_cast<const uint8_t*>(data_or_null(mask));
 }
 
 void check_strings(const In<uint8_t>& bytes, const In<int64_t>& offsets) {
@@ -110,11 +111,22 @@ void hash_strings(In<uint8_t> bytes, In<int64_t> offsets, uint64_t cap, Out<uint
   hash_keys(bytes.data(), offsets.data(), out.shape(0), cap, out.data());
 }
 
+size_t codes_count(In<int64_t> codes, Maybe<bool> mask, Out<uint32_t> counts, Out<int64_t> appeared) {
+  const size_t num_entries = counts.shape(0);
+  const uint8_t* mask_begin = mask_data(mask, codes.shape(0), "mask must have one entry per code");
+  require(appeared.shape(0) >= std::min(codes.shape(0), num_entries), "appeared is too small");
+  nb::gil_scoped_release unlocked;
+  bool inside = true;
+  for (size_t i = 0; i < codes.shape(0); ++i) inside &= static_cast<uint64_t>(codes.data()[i]) < num_entries;
+  require(inside, "codes must be at least 0 and below the number of counts");
+  return count_codes(codes.data(), codes.shape(0), mask_begin, counts.data(), appeared.data());
+}
+
 void counter_add(Counter& counter, In<uint64_t> hashes, Maybe<bool> valid, Maybe<uint32_t> counts, Maybe<uint8_t> bytes,
                  Maybe<int64_t> offsets) {
   const size_t n = hashes.shape(0);
   check_keys(n, counter.has_bytes(), bytes, offsets);
-  const uint8_t* valid_data = valid_data_or_null(valid, n);
+  const uint8_t* valid_data = mask_data(valid, n, "valid must have one entry per key");
   require(!counts || counts->shape(0) == n, "counts must have one entry per key");
   nb::gil_scoped_release unlocked;
   counter.add(hashes.data(), n, valid_data, data_or_null(counts), data_or_null(bytes), data_or_null(offsets));
@@ -188,7 +200,7 @@ void lookup(In<uint64_t> hashes, Maybe<bool> valid, Maybe<uint8_t> bytes, Maybe<
   require(key_offsets.has_value() == key_bytes.has_value() &&
               (!key_offsets || key_offsets->shape(0) == table_hashes.shape(0) + 1),
           "key_offsets and key_bytes do not fit the hashes");
-  const uint8_t* valid_data = valid_data_or_null(valid, n);
+  const uint8_t* valid_data = mask_data(valid, n, "valid must have one entry per key");
   const LookupTable<Index> table{directory_bits,      first_bucket, directory.shape(0) - 1,    directory.data(),
                                  table_hashes.data(), rows.data(),  data_or_null(key_offsets), data_or_null(key_bytes)};
   nb::gil_scoped_release unlocked;
@@ -219,6 +231,8 @@ void bind_encode(nb::module_& m) {
   m.def("hash_keys", &hash_numbers<int64_t>, "keys"_a.noconvert(), "cap"_a, "out"_a.noconvert());
   m.def("hash_strings", &hash_strings, "bytes"_a.noconvert(), "offsets"_a.noconvert(), "cap"_a, "out"_a.noconvert());
   m.def("merge_runs", &merge, "run_fds"_a, "out_fd"_a, "memory_bytes"_a);
+  m.def("count_codes", &codes_count, "codes"_a.noconvert(), "mask"_a.noconvert().none(), "counts"_a.noconvert(),
+        "appeared"_a.noconvert());
   nb::class_<Counter>(m, "Counter")
       .def(nb::init<bool, uint64_t>(), "has_bytes"_a, "order"_a)
       .def("add", &counter_add, "hashes"_a.noconvert(), "valid"_a.noconvert().none(), "counts"_a.noconvert().none(),

@@ -76,6 +76,15 @@ int write_run_header(int fd, RunHeader header) {
   return out.flush();
 }
 
+size_t count_codes(const int64_t* codes, size_t num_rows, const uint8_t* mask, uint32_t* counts, int64_t* appeared) {
+  size_t num_appeared = 0;
+  for (size_t i = 0; i < num_rows; ++i) {
+    if (mask != nullptr && !mask[i]) continue;
+    if (counts[codes[i]]++ == 0) appeared[num_appeared++] = codes[i];
+  }
+  return num_appeared;
+}
+
 size_t Counter::slots_for(size_t num_keys) {
   return num_keys == 0 ? 0 : std::bit_ceil(std::max<size_t>(64, num_keys + num_keys / 3 + 1));  // at most 3/4 full
 }

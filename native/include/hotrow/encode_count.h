@@ -80,6 +80,11 @@ class GrowArray {
   size_t capacity_ = 0;
 };
 
+// Rows by dictionary code, before their keys are counted:
+//   for each row i with mask[i] (null: all): if counts[codes[i]]++ == 0: append codes[i] to appeared
+// counts is all zero at first and has an entry per code; returns how many codes appeared.
+size_t count_codes(const int64_t* codes, size_t num_rows, const uint8_t* mask, uint32_t* counts, int64_t* appeared);
+
 class Counter {
  public:
   explicit Counter(bool has_bytes, uint64_t first_order) : has_bytes_(has_bytes), order_(first_order) {}

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from hotrow.data.chunk import Keys
 from hotrow.data.convert import is_text, plain, text_keys
 from hotrow.data.jagged import take_keys
+from hotrow.data.native import count_codes
 
 MAX_ENTRIES_PER_ROW = 4
 """A dictionary larger than this many times its rows is written out: most of it is of no use to them."""
@@ -42,12 +43,8 @@ class CodedKeys(NamedTuple):
 
         Entries that are equal stay apart.
         """
-        codes = self.codes if row_mask is None else self.codes[row_mask]
-        rows = np.arange(len(codes))
-        first_row = np.empty(self.entries.num_keys, np.int64)
-        first_row[codes[::-1]] = rows[::-1]  # where a code repeats, its first row is written last
-        appeared = codes[first_row[codes] == rows]
-        return take_keys(self.entries, appeared), np.bincount(codes)[appeared].astype(np.uint32)
+        appeared, counts = count_codes(self.codes, row_mask, num_codes=self.entries.num_keys)
+        return take_keys(self.entries, appeared), counts
 
 
 class KeyColumns(Mapping[str, Keys]):

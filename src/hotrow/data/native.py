@@ -148,6 +148,16 @@ def stores_bytes(kind: KeyKind, hash_cap: int) -> bool:
     return kind == "bytes" and hash_cap == 0
 
 
+def count_codes(
+    codes: NDArray[np.int64], row_mask: NDArray[np.bool_] | None, *, num_codes: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """Which codes the rows have (all, or those whose mask is set), by first appearance; and how many rows each has."""
+    counts = np.zeros(num_codes, np.uint32)
+    appeared = np.empty(min(len(codes), num_codes), np.int64)
+    appeared = appeared[: backend().count_codes(np.ascontiguousarray(codes), row_mask, counts, appeared)]
+    return appeared, counts[appeared]
+
+
 class Counter:
     """count[key] += 1, in order of first appearance; keys of one kind, missing ones counted apart.
 

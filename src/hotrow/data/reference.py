@@ -225,6 +225,19 @@ def merge_runs(run_fds: list[int], out_fd: int, memory_bytes: int) -> None:
     _write_run(out_fd, has_bytes, *_merged(run_fds, has_bytes))
 
 
+def count_codes(
+    codes: NDArray[np.int64], mask: NDArray[np.bool_] | None, counts: NDArray[np.uint32], appeared: NDArray[np.int64]
+) -> int:
+    """Codes of rows whose mask is set, by first appearance, and how often each comes; how many appeared."""
+    num_appeared = 0
+    for code in codes.tolist() if mask is None else codes[mask].tolist():
+        if counts[code] == 0:
+            appeared[num_appeared] = code
+            num_appeared += 1
+        counts[code] += 1
+    return num_appeared
+
+
 class Counter:
     """Counts by key, in order of first appearance."""
 
