@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import Keys
-from hotrow.data.convert import is_text, plain, text_keys
+from hotrow.data.convert import filled, is_text, plain, text_keys
 from hotrow.data.jagged import take_keys
 from hotrow.data.native import count_codes
 
@@ -100,8 +100,7 @@ class DictionaryReader:
         if seen is None or _addresses(seen.dictionary) != _addresses(dictionary):
             keys = text_keys(pa.concat_arrays([dictionary, pa.nulls(1, dictionary.type)]))
             self._seen[name] = seen = _Seen(dictionary, keys)
-        codes = array.indices.cast(pa.int64()).fill_null(len(dictionary))
-        return CodedKeys(seen.entries, codes.to_numpy())
+        return CodedKeys(seen.entries, filled(array.indices.cast(pa.int64()), len(dictionary)))
 
 
 def _addresses(array: pa.Array) -> tuple[int, ...]:
