@@ -89,7 +89,7 @@ class Options:
     memory_bytes: int | None = None
     """For counters, vocabularies and rows in flight; None: half of what this process may use."""
     threads: int | None = None
-    """Tables encoded at a time; None: as many as this process may use, at most 8."""
+    """Tables counted or encoded at a time; None: as many as this process may use, at most 8."""
     rows_per_chunk: int = ROWS_PER_CHUNK
     snapshot_every_s: float = SNAPSHOT_EVERY_S
     overwrite: bool = False
