@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from hotrow.data import encoder, native, spill
+from hotrow.data import encoder, native, reference, spill
 from hotrow.data.chunk import Keys
 from hotrow.data.convert import text_keys
 from hotrow.data.dictionary import CodedKeys
@@ -49,6 +50,8 @@ def two_threads() -> Iterator[Executor]:
 
 
 TABLES = ("a", "b", "c")
+PART_BYTES = native.Counter("int").num_bytes_after(chunk(0))
+"""Of one table's keys of a chunk, at most."""
 
 
 def count_tables(pool: CounterPool, *, most_bytes: int) -> None:
@@ -60,7 +63,7 @@ def count_tables(pool: CounterPool, *, most_bytes: int) -> None:
         assert pool.num_bytes <= most_bytes
 
 
-@pytest.mark.parametrize("memory_bytes", [400_000, 80_000], ids=["a chunk fits", "a table's part of a chunk fits"])
+@pytest.mark.parametrize("memory_bytes", [4 * PART_BYTES, 2 * PART_BYTES], ids=["a chunk fits", "a table's part fits"])
 def test_the_budget_is_kept(tmp_path: Path, two_threads: Executor, memory_bytes: int) -> None:
     with CounterPool(tmp_path / "tmp", memory_bytes=memory_bytes, executor=two_threads) as pool:
         count_tables(pool, most_bytes=memory_bytes)
@@ -68,7 +71,7 @@ def test_the_budget_is_kept(tmp_path: Path, two_threads: Executor, memory_bytes:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("memory_bytes", [1 << 30, 400_000, 80_000])
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 4 * PART_BYTES, 2 * PART_BYTES])
 def test_threads_move_no_byte(tmp_path: Path, two_threads: Executor, memory_bytes: int) -> None:
     files = []
     for name, executor in (("caller", None), ("two", two_threads)):
@@ -123,7 +126,9 @@ def test_codes_count_as_the_text_they_stand_for(
     assert files[0] == files[1]
 
 
-def test_codes_against_a_dict() -> None:
+@pytest.mark.parametrize("module", [native.backend(), reference], ids=["backend", "reference"])
+def test_codes_against_a_dict(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "backend", lambda: module)
     for keys, mask in coded_chunks():
         text, places = keys.entries.values.tobytes(), keys.entries.offsets
         assert places is not None
@@ -212,6 +217,13 @@ def test_a_full_disk_while_counting_says_what_is_kept(tmp_path: Path, monkeypatc
             pool.snapshot(3)
     assert e.value.errno == errno.ENOSPC
     assert CounterPool(tmp_path, memory_bytes=1).progress == 2
+
+
+@pytest.mark.skipif(native.backend() is reference, reason="the native module checks what Python cannot overrun")
+def test_codes_without_an_entry_are_refused() -> None:
+    for code in (-1, 3):
+        with pytest.raises(ValueError, match="codes must be at least 0 and below the number of counts"):
+            native.count_codes(np.array([0, code]), None, num_codes=3)
 
 
 def vocabulary(folder: Path) -> Path:
