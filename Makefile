@@ -47,9 +47,11 @@ format: $(VENV)/.dev ## ruff and clang-format, in place
 	@$(RUFF) format $(wildcard $(PYTHON_FILES))
 	@$(CLANG_FORMAT) -i $$(git ls-files 'native/*.cpp' 'native/*.h')
 
-bench: $(VENV)/.bench $(CORE) ## measure against torch here (10 GB of RAM, 10 min), and rewrite the figures of README and docs
+bench: $(VENV)/.bench $(CORE) ## measure against torch, pyarrow and polars here (10 GB of RAM, 15 min), and rewrite the figures of README and docs
 	@$(BIN)/python -m benchmarks.kernels --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.end_to_end --out docs/benchmarks.json
+	@$(BIN)/python -m benchmarks.parse --out docs/benchmarks.json
+	@$(BIN)/python -m benchmarks.parquet_encode --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.claims
 
 docs: $(VENV)/.dev ## the documentation as one folder of HTML, site/; fails on a dead link

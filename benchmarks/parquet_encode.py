@@ -25,8 +25,8 @@ from torch import Tensor
 from benchmarks.results import run_as_script
 from hotrow import cells
 from hotrow.data.columns import ColumnsSource
+from hotrow.data.dictionary import column_of
 from hotrow.data.encoder import EncoderPool
-from hotrow.data.jagged import interleave
 from hotrow.data.rowencoder import RowEncoder
 from hotrow.data.schema import parse_schema
 from hotrow.data.spill import CounterPool
@@ -97,6 +97,7 @@ class Counting:
 
     def __init__(self, path: Path) -> None:
         self.path, self.folder = path, path.parent / "counts"
+        self.executor = ThreadPoolExecutor(torch.get_num_threads())
 
     def prepare(self, batch: int) -> None:
         """Nothing."""
@@ -104,12 +105,11 @@ class Counting:
     def run(self) -> None:
         """Read and count."""
         source = ColumnsSource(self.path, SCHEMA)
-        with CounterPool(self.folder, memory_bytes=4 << 30) as counters:
+        with CounterPool(self.folder, memory_bytes=4 << 30, executor=self.executor) as counters:
             for name in IDS:
                 counters.declare(name, source.key_kinds[name])
             for chunk in source.chunks():
-                for name in IDS:
-                    counters.add(name, interleave([chunk.keys[name]]))
+                counters.add({name: [column_of(chunk.keys, name)] for name in IDS})
             self.build(counters)
 
     def build(self, counters: CounterPool) -> None:
@@ -128,7 +128,6 @@ class Encoding(Counting):
         super().run()
         paths = {name: path.parent / name for name in IDS}
         self.tables = EncoderPool(paths, path.parent / "encode", memory_bytes=4 << 30)
-        self.executor = ThreadPoolExecutor(torch.get_num_threads())
 
     def build(self, counters: CounterPool) -> None:
         """Writes the vocabularies."""

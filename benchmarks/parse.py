@@ -1,27 +1,26 @@
 """Raw Criteo rows to columns and to row numbers: ours beside pyarrow's and polars' CSV readers, in one interleaved run.
 
-    python benchmarks/parse.py --rows 1000000 --keys 34000000 --rounds 5 --json out.json
+    python -m benchmarks.parse --out docs/benchmarks.json [--rows 1000000] [--keys 33762577] [--rounds 5]
 
 Makes a file of Criteo's shape (13 integers, 26 categories, Zipf-distributed ids over Kaggle's cardinalities scaled to
 --keys in all, about a tenth of the fields empty), compares what the readers give, then times them in turn:
 
-    parse            ours: text -> float32 and uint32 columns
-    parse+encode     ours: the same, then every category to its row number by vocabularies of --keys ids
-    arrow            pyarrow.csv.read_csv with the columns' types given (categories as strings)
-    arrow+dictionary the same, then dictionary_encode of every category
-    polars           polars.read_csv with the schema given
+    parse               ours: text -> float32 and uint32 columns
+    parse+encode        ours: the same, then every category to its row number by vocabularies of --keys ids
+    pyarrow             pyarrow.csv.read_csv with the columns' types given (categories as strings)
+    pyarrow+dictionary  the same, then dictionary_encode of every category
+    polars              polars.read_csv with the schema given
 
 Single-threaded cells run with one thread on either side; the others may use two: ours then parses in one thread while
-another encodes. Every cell reads the file from the page cache. Medians, ratios to ours, and spreads go to --json; rows
-per CPU second, over all threads, is the figure per core, which a busy machine disturbs least.
+another encodes. Every cell reads the file from the page cache. Medians, ratios of peer to ours with their spread, and
+rows per CPU second go to --out, or are printed; rows per CPU second, over all threads, is the figure per core, which a
+busy machine disturbs least.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,12 +28,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from benchmarks.results import record
+from hotrow import bench
 from hotrow.data.chunk import Chunk, Keys
 from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.spill import CounterPool
@@ -90,7 +92,7 @@ def build_vocabularies(folder: Path, sizes: list[int]) -> dict[str, Vocabulary]:
             counters.declare(name, "int")
             for first in range(0, size, 1 << 20):
                 ids = np.arange(first, min(first + (1 << 20), size))
-                counters.add(name, Keys(ids_to_keys(ids, c)))
+                counters.add({name: [Keys(ids_to_keys(ids, c))]})
             counters.build(name, folder / name, folder / f"{name}.counts")
     return {name: Vocabulary.open(folder / name, verify="header").load() for name in CATEGORY_NAMES}
 
@@ -148,29 +150,38 @@ def check(path: Path, vocabularies: dict[str, Vocabulary]) -> None:
 
 
 Times = dict[str, tuple[float, float]]
-"""Cell -> seconds by the clock, seconds of CPU over all threads."""
+"""Contender -> seconds by the clock, seconds of CPU over all threads."""
+PEERS = {
+    "pyarrow/1": "parse/1",
+    "pyarrow/2": "parse/2",
+    "polars/1": "parse/1",
+    "polars/2": "parse/2",
+    "pyarrow+dictionary/1": "parse+encode/1",
+    "pyarrow+dictionary/2": "parse+encode/2",
+}
+"""Peer -> what of ours does the same work on as many threads."""
 
 
-def timed(cell: Callable[[], object]) -> tuple[float, float]:
+def timed(run: Callable[[], object]) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
-    cell()
+    run()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def one_round(path: Path, vocabularies: dict[str, Vocabulary], polars_threads: int) -> Times:
-    """Every cell once, in turn."""
-    cells: dict[str, Callable[[], object]] = {
+def one_round(path: Path, vocabularies: dict[str, Vocabulary]) -> Times:
+    """Every contender once, in turn."""
+    contenders: dict[str, Callable[[], object]] = {
         "parse/1": lambda: read_ours(path, threads=1),
-        "arrow/1": lambda: read_arrow(path, threads=1),
+        "pyarrow/1": lambda: read_arrow(path, threads=1),
         "parse+encode/1": lambda: encode_ours(path, vocabularies, threads=1),
-        "arrow+dictionary/1": lambda: read_arrow(path, threads=1, dictionary=True),
+        "pyarrow+dictionary/1": lambda: read_arrow(path, threads=1, dictionary=True),
         "parse/2": lambda: read_ours(path, threads=2),
-        "arrow/2": lambda: read_arrow(path, threads=2),
+        "pyarrow/2": lambda: read_arrow(path, threads=2),
         "parse+encode/2": lambda: encode_ours(path, vocabularies, threads=2),
-        "arrow+dictionary/2": lambda: read_arrow(path, threads=2, dictionary=True),
-        f"polars/{polars_threads}": lambda: read_polars(path),
+        "pyarrow+dictionary/2": lambda: read_arrow(path, threads=2, dictionary=True),
+        "polars/2": lambda: read_polars(path),
     }
-    return {name: timed(cell) for name, cell in cells.items()}
+    return {name: timed(run) for name, run in contenders.items()} | {"polars/1": polars_alone(path, 1)}
 
 
 def polars_alone(path: Path, threads: int) -> tuple[float, float]:
@@ -192,7 +203,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--keys", type=int, default=sum(KAGGLE_ROWS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     args = parser.parse_args()
     pa.set_cpu_count(2)
     with tempfile.TemporaryDirectory() as name:
@@ -200,41 +211,35 @@ def main() -> None:
         write_rows(path, args.rows, sizes, np.random.default_rng(1))
         vocabularies = build_vocabularies(Path(name), sizes)
         check(path, vocabularies)
-        rounds = []
-        for _ in range(args.rounds):
-            rounds.append(one_round(path, vocabularies, 2) | {"polars/1": polars_alone(path, 1)})
-        result = report(rounds, args.rows, path.stat().st_size, sizes)
-    print(json.dumps(result, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(result))
+        rounds, num_stolen = bench.clean_rounds(lambda _: one_round(path, vocabularies), args.rounds)
+        facts = {"rows": args.rows, "text_bytes": path.stat().st_size, "vocabulary_keys": sum(sizes)}
+    cells = [compared(rounds, ours, peer, args.rows, num_stolen) for peer, ours in PEERS.items()]
+    for cell in cells:
+        rows_per_cpu_s = f"{cell['ours_rows_per_cpu_s']:,} rows/CPU s, peer {cell['peer_rows_per_cpu_s']:,}"
+        print(f"{bench.format_row(cell)}  {rows_per_cpu_s}", file=sys.stderr)
+    record("parse", {"cells": cells, **facts, **bench.circumstances()}, args.out)
 
 
-def report(rounds: list[Times], num_rows: int, num_bytes: int, sizes: list[int]) -> dict[str, object]:
-    cells = []
-    for name in rounds[0]:
-        peer_of = "parse+encode" if "dictionary" in name else "parse"
-        ours = f"{peer_of}/{name.split('/')[1]}"
-        seconds = [one[name][0] for one in rounds]
-        cpu_seconds = [one[name][1] for one in rounds]
-        ratios = [one[name][0] / one[ours][0] for one in rounds]
-        cells.append({
-            "name": name,
-            "ms": round(statistics.median(seconds) * 1e3, 1),
-            "min_ms": round(min(seconds) * 1e3, 1),
-            "max_ms": round(max(seconds) * 1e3, 1),
-            "rows_per_s": round(num_rows / statistics.median(seconds)),
-            "rows_per_cpu_s": round(num_rows / statistics.median(cpu_seconds)),
-            "ours": ours,
-            "ratio": round(statistics.median(ratios), 2),
-            "ratio_spread": [round(min(ratios), 2), round(max(ratios), 2)],
-        })  # fmt: skip
+def compared(rounds: list[Times], ours: str, peer: str, num_rows: int, num_stolen: int) -> dict[str, Any]:
+    """One cell of docs/benchmarks.json, and rows per second of CPU."""
+
+    def median(name: str, clock: int) -> float:
+        return statistics.median(one[name][clock] for one in rounds)
+
+    ratios = [one[peer][0] / one[ours][0] for one in rounds]
     return {
-        "rows": num_rows,
-        "text_bytes": num_bytes,
-        "vocabulary_keys": sum(sizes),
-        "machine": f"{platform.machine()} {platform.processor()}, {os.cpu_count()} cores",
-        "command": " ".join(sys.argv),
-        "cells": cells,
+        "name": f"criteo.{ours}.{peer.split('/')[0]}",
+        "ours_ms": median(ours, 0) * 1e3,
+        "peer": f"{peer.split('/')[0]}, threads: {peer.split('/')[1]}",
+        "peer_ms": median(peer, 0) * 1e3,
+        "ratio": statistics.median(ratios),
+        "spread": [min(ratios), max(ratios)],
+        "limit_ms": None,
+        "share_of_limit": None,
+        "rounds": len(ratios),
+        "stolen_rounds": num_stolen,
+        "ours_rows_per_cpu_s": round(num_rows / median(ours, 1)),
+        "peer_rows_per_cpu_s": round(num_rows / median(peer, 1)),
     }
 
 

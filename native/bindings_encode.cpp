@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <optional>
 #include <stdexcept>
@@ -53,8 +54,8 @@ const T* data_or_null(const Maybe<T>& array) {
   return array ? array->data() : nullptr;
 }
 
-const uint8_t* mask_data(const Maybe<bool>& mask, size_t num_keys, const char* message) {
-  require(!mask || mask->shape(0) == num_keys, message);
+const uint8_t* mask_data(const Maybe<bool>& mask, size_t size, const char* message) {
+  require(!mask || mask->shape(0) == size, message);
   return reinterpret_cast<const uint8_t*>(data_or_null(mask));
 }
 
@@ -110,14 +111,25 @@ void hash_strings(In<uint8_t> bytes, In<int64_t> offsets, uint64_t cap, Out<uint
   hash_keys(bytes.data(), offsets.data(), out.shape(0), cap, out.data());
 }
 
-void counter_add(Counter& counter, In<uint64_t> hashes, Maybe<bool> valid, Maybe<bool> mask, Maybe<uint8_t> bytes,
+size_t codes_count(In<int64_t> codes, Maybe<bool> mask, Out<uint32_t> counts, Out<int64_t> appeared) {
+  const size_t num_entries = counts.shape(0);
+  const uint8_t* mask_begin = mask_data(mask, codes.shape(0), "mask must have one entry per code");
+  require(appeared.shape(0) >= std::min(codes.shape(0), num_entries), "appeared is too small");
+  nb::gil_scoped_release unlocked;
+  bool inside = true;
+  for (size_t i = 0; i < codes.shape(0); ++i) inside &= static_cast<uint64_t>(codes.data()[i]) < num_entries;
+  require(inside, "codes must be at least 0 and below the number of counts");
+  return count_codes(codes.data(), codes.shape(0), mask_begin, counts.data(), appeared.data());
+}
+
+void counter_add(Counter& counter, In<uint64_t> hashes, Maybe<bool> valid, Maybe<uint32_t> counts, Maybe<uint8_t> bytes,
                  Maybe<int64_t> offsets) {
   const size_t n = hashes.shape(0);
   check_keys(n, counter.has_bytes(), bytes, offsets);
   const uint8_t* valid_data = mask_data(valid, n, "valid must have one entry per key");
-  const uint8_t* mask_begin = mask_data(mask, n, "mask must have one entry per key");
+  require(!counts || counts->shape(0) == n, "counts must have one entry per key");
   nb::gil_scoped_release unlocked;
-  counter.add(hashes.data(), n, valid_data, mask_begin, data_or_null(bytes), data_or_null(offsets));
+  counter.add(hashes.data(), n, valid_data, data_or_null(counts), data_or_null(bytes), data_or_null(offsets));
 }
 
 void counter_drain(Counter& counter, int fd) {
@@ -219,9 +231,11 @@ void bind_encode(nb::module_& m) {
   m.def("hash_keys", &hash_numbers<int64_t>, "keys"_a.noconvert(), "cap"_a, "out"_a.noconvert());
   m.def("hash_strings", &hash_strings, "bytes"_a.noconvert(), "offsets"_a.noconvert(), "cap"_a, "out"_a.noconvert());
   m.def("merge_runs", &merge, "run_fds"_a, "out_fd"_a, "memory_bytes"_a);
+  m.def("count_codes", &codes_count, "codes"_a.noconvert(), "mask"_a.noconvert().none(), "counts"_a.noconvert(),
+        "appeared"_a.noconvert());
   nb::class_<Counter>(m, "Counter")
       .def(nb::init<bool, uint64_t>(), "has_bytes"_a, "order"_a)
-      .def("add", &counter_add, "hashes"_a.noconvert(), "valid"_a.noconvert().none(), "mask"_a.noconvert().none(),
+      .def("add", &counter_add, "hashes"_a.noconvert(), "valid"_a.noconvert().none(), "counts"_a.noconvert().none(),
            "bytes"_a.noconvert().none(), "offsets"_a.noconvert().none())
       .def("drain", &counter_drain, "fd"_a)
       .def("num_bytes_after", &Counter::num_bytes_after, "num_keys"_a, "num_key_bytes"_a)

@@ -76,6 +76,15 @@ int write_run_header(int fd, RunHeader header) {
   return out.flush();
 }
 
+size_t count_codes(const int64_t* codes, size_t num_rows, const uint8_t* mask, uint32_t* counts, int64_t* appeared) {
+  size_t num_appeared = 0;
+  for (size_t i = 0; i < num_rows; ++i) {
+    if (mask != nullptr && !mask[i]) continue;
+    if (counts[codes[i]]++ == 0) appeared[num_appeared++] = codes[i];
+  }
+  return num_appeared;
+}
+
 size_t Counter::slots_for(size_t num_keys) {
   return num_keys == 0 ? 0 : std::bit_ceil(std::max<size_t>(64, num_keys + num_keys / 3 + 1));  // at most 3/4 full
 }
@@ -128,7 +137,7 @@ void Counter::reserve(size_t num_more) {
   if (slots_for(n) > num_slots_) rebuild(slots_for(n));
 }
 
-void Counter::add(const uint64_t* hashes, size_t num_keys, const uint8_t* valid, const uint8_t* mask,
+void Counter::add(const uint64_t* hashes, size_t num_keys, const uint8_t* valid, const uint32_t* counts,
                   const uint8_t* bytes, const int64_t* offsets) {
   for (size_t base = 0; base < num_keys; base += kBatch) {
     const size_t n = std::min(kBatch, num_keys - base);
@@ -140,9 +149,11 @@ void Counter::add(const uint64_t* hashes, size_t num_keys, const uint8_t* valid,
       if (slot != 0) __builtin_prefetch(entries_.data() + slot_entry(slot), 1);
     }
     for (size_t i = base; i < base + n; ++i) {
-      if (mask != nullptr && !mask[i]) continue;
+      const uint64_t count = counts == nullptr ? 1 : counts[i];
+      if (count == 0) continue;
       if (valid != nullptr && !valid[i]) {
-        if (missing_count_++ == 0) missing_first_ = order();
+        if (missing_count_ == 0) missing_first_ = order();
+        missing_count_ += count;
         continue;
       }
       const uint64_t h = hashes[i];
@@ -152,7 +163,7 @@ void Counter::add(const uint64_t* hashes, size_t num_keys, const uint8_t* valid,
       while (slots_[s] != 0 && !(same_tag(slots_[s], h) && same_key(slot_entry(slots_[s]), h, key, key_bytes)))
         s = (s + 1) & wrap;
       if (slots_[s] != 0) {
-        ++entries_[slot_entry(slots_[s])].count;
+        entries_[slot_entry(slots_[s])].count += count;
         continue;
       }
       if (has_bytes_) {
@@ -162,7 +173,7 @@ void Counter::add(const uint64_t* hashes, size_t num_keys, const uint8_t* valid,
         key_ends_.append(&end, 1);
       }
       slots_[s] = make_slot(h, entries_.size());
-      const Entry entry{h, 1};
+      const Entry entry{h, count};
       entries_.append(&entry, 1);
     }
   }

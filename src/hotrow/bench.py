@@ -16,10 +16,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from hotrow.host import host_facts, versions
 
 NUM_ROUNDS = 31
 """Enough that a neighbour's burst on the same memory, which nothing here can see, does not become the median."""
+T = TypeVar("T")
 
 
 def stolen_s() -> float:
@@ -64,26 +65,35 @@ class Rounds:
     num_stolen: int
 
 
-def interleave(ours: Contender, peer: Contender, num_rounds: int) -> Rounds:
-    """Alternate the two, swapping who goes first, until `num_rounds` rounds passed without stolen time.
+def clean_rounds(one_round: Callable[[int], T], num_rounds: int) -> tuple[list[T], int]:
+    """What `num_rounds` rounds without stolen time returned, and how many had some; a round is given its number.
 
     Gives up after four times as many. With fewer than three clean rounds by then, all count: better than none.
     """
-    clean: list[tuple[float, float]] = []
-    stolen: list[tuple[float, float]] = []
+    clean: list[T] = []
+    stolen: list[T] = []
     for number in range(4 * num_rounds):
-        sides = (ours, peer) if number % 2 == 0 else (peer, ours)
-        seconds = {}
         before, start = stolen_s(), time.perf_counter()
-        for side in sides:
-            side.prepare(number)
-            seconds[side is ours] = timed(side.run)
+        result = one_round(number)
         is_stolen = stolen_s() - before > 0.01 * (time.perf_counter() - start)
-        (stolen if is_stolen else clean).append((seconds[True], seconds[False]))
+        (stolen if is_stolen else clean).append(result)
         if len(clean) == num_rounds:
             break
-    kept = clean if len(clean) >= 3 else clean + stolen
-    return Rounds([a for a, _ in kept], [b for _, b in kept], len(stolen))
+    return clean if len(clean) >= 3 else clean + stolen, len(stolen)
+
+
+def interleave(ours: Contender, peer: Contender, num_rounds: int) -> Rounds:
+    """Alternate the two, swapping who goes first, until `num_rounds` rounds passed without stolen time."""
+
+    def one_round(number: int) -> tuple[float, float]:
+        seconds = {}
+        for side in (ours, peer) if number % 2 == 0 else (peer, ours):
+            side.prepare(number)
+            seconds[side is ours] = timed(side.run)
+        return seconds[True], seconds[False]
+
+    kept, num_stolen = clean_rounds(one_round, num_rounds)
+    return Rounds([a for a, _ in kept], [b for _, b in kept], num_stolen)
 
 
 def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]:

@@ -31,8 +31,8 @@ def count_and_encode(folder: Path, num_ids: int) -> None:
     with CounterPool(folder / "spill", memory_bytes=MEMORY_BYTES) as counters:
         counters.declare("ids", "int")
         for first in range(0, num_ids, CHUNK):
-            counters.add("ids", keys_of(first, min(first + CHUNK, num_ids)))
-        counters.add("ids", keys_of(num_ids - HOT, num_ids))
+            counters.add({"ids": [keys_of(first, min(first + CHUNK, num_ids))]})
+        counters.add({"ids": [keys_of(num_ids - HOT, num_ids)]})
         summary = counters.build("ids", folder / "vocab", folder / "counts")
         assert counters.num_spills > 3
     assert summary.num_embeddings == num_ids + 1

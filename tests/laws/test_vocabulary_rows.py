@@ -21,7 +21,7 @@ from hotrow.data.chunk import Keys
 from hotrow.data.criteo import CriteoSource
 from hotrow.data.encoder import EncoderPool
 from hotrow.data.spill import CounterPool
-from hotrow.data.vocabulary import Vocabulary, open_counts
+from hotrow.data.vocabulary import Vocabulary, build_vocabulary, open_counts
 
 try:
     NATIVE: ModuleType | None = importlib.import_module("hotrow._native")
@@ -82,7 +82,7 @@ class Case:
         with CounterPool(folder / "tmp", memory_bytes=memory_bytes) as counters:
             counters.declare("t", self.kind, hash_cap=self.hash_cap)  # type: ignore[arg-type]
             for chunk in self.chunks:
-                counters.add("t", self.keys(chunk), np.array([counted for _, counted in chunk], np.bool_))
+                counters.add({"t": [self.keys(chunk)]}, np.array([counted for _, counted in chunk], np.bool_))
             counters.build("t", folder / "v", folder / "c", min_count=self.min_count, max_rows=self.max_rows)
             self.num_spills = counters.num_spills
         rows, first = [], 0
@@ -216,11 +216,38 @@ def test_uint32_and_int64_ids_are_the_same_ids(
     )
 
 
+@pytest.mark.parametrize("module", BACKENDS)
+@pytest.mark.parametrize("kind", ["int", "bytes"])
+def test_counts_stand_for_repetitions_against_a_dict(
+    module: ModuleType, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, module)
+    rng = np.random.default_rng(3)
+    numbers, counts = rng.integers(-1, 40, 300), rng.integers(0, 4, 300).astype(np.uint32)
+    ids = [None if n < 0 else int(n) if kind == "int" else f"id {n}".encode() for n in numbers]
+    expected: dict[int | bytes | None, int] = {}
+    for i in np.repeat(np.arange(300), counts):
+        expected[ids[i]] = expected.get(ids[i], 0) + 1
+    assert len(expected) == 41 and counts.tolist().count(0) > 0, "some keys did not come"
+    counter = native.Counter(kind)  # type: ignore[arg-type]
+    for part in (slice(0, 120), slice(120, 300)):
+        counter.add(Case([[(i, True) for i in ids]]).keys([(i, True) for i in ids[part]]), counts[part])
+    assert (counter.num_keys, counter.num_missing) == (40, expected[None])
+    counter.drain(tmp_path / "run")
+    build_vocabulary(
+        [tmp_path / "run"], tmp_path / "v", tmp_path / "c", key_kind=kind, memory_bytes=1 << 20, tmp_dir=tmp_path
+    )  # type: ignore[arg-type]
+    ranked = sorted(expected, key=lambda i: -expected[i])
+    found = Vocabulary.open(tmp_path / "v").lookup(Case([[(i, True) for i in ids]]).keys([(i, True) for i in ranked]))
+    assert found.tolist() == list(range(1, 42))
+    assert open_counts(tmp_path / "c").tolist() == [0, *(expected[i] for i in ranked)]
+
+
 def test_lists_are_counted_by_row(tmp_path: Path) -> None:
     keys = Keys(np.array([1, 2, 2, 3, 3, 3]), row_splits=np.array([0, 2, 2, 5, 6]))
     with CounterPool(tmp_path / "tmp", memory_bytes=1 << 20) as counters:
         counters.declare("t", "int")
-        counters.add("t", keys, np.array([True, True, False, True]))
+        counters.add({"t": [keys]}, np.array([True, True, False, True]))
         counters.build("t", tmp_path / "v", tmp_path / "c")
     assert Vocabulary.open(tmp_path / "v").lookup(keys).tolist() == [1, 2, 2, 3, 3, 3]
     assert open_counts(tmp_path / "c").tolist() == [0, 1, 1, 1]
@@ -236,7 +263,7 @@ def test_against_a_dict_on_real_rows(real_data: object, tmp_path: Path) -> None:
         for n, chunk in enumerate(CriteoSource([path]).chunks(rows_per_chunk=10_000)):
             for name in ("C3", "C12"):
                 keys = chunk.keys[name]
-                counters.add("shared", keys, np.full(chunk.num_rows, n < 6))
+                counters.add({"shared": [keys]}, np.full(chunk.num_rows, n < 6))
                 valid = [True] * chunk.num_rows if keys.valid is None else keys.valid.tolist()
                 seen.append([i if ok else None for i, ok in zip(keys.values.tolist(), valid, strict=True)])
                 for i in seen[-1] if n < 6 else []:

@@ -14,6 +14,7 @@ import pytest
 
 from hotrow.data.chunk import RowError
 from hotrow.data.columns import ColumnsSource
+from hotrow.data.dictionary import CodedKeys, column_of
 from hotrow.data.inputs import find_files
 from hotrow.data.schema import Schema, parse_schema
 from raw_rows import read
@@ -454,6 +455,6 @@ def test_dictionaries_give_the_keys_they_stand_for(tmp_path: Path) -> None:
     assert rows["b"] == ["d0", "d127", None] * 100
     assert read(ColumnsSource(tmp_path / "x.parquet", schema_of("c")), rows_per_chunk=50)["c"] == texts
     chunks = list(ColumnsSource(table, schema_of("a")).chunks(rows_per_chunk=50))
-    coded = [chunk.keys.coded("a") for chunk in chunks]  # type: ignore[attr-defined]
-    assert all(c is not None for c in coded)
+    coded = [column_of(chunk.keys, "a") for chunk in chunks]
+    assert all(isinstance(c, CodedKeys) for c in coded)
     assert coded[0].entries is coded[1].entries and coded[0].entries is not coded[-1].entries

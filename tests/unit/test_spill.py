@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from hotrow.data import encoder, native, spill
+from hotrow.data import encoder, native, reference, spill
 from hotrow.data.chunk import Keys
+from hotrow.data.convert import text_keys
+from hotrow.data.dictionary import CodedKeys
 from hotrow.data.encoder import EncoderPool, TableEncoder
 from hotrow.data.spill import CounterPool
 from hotrow.data.vocabulary import Vocabulary
@@ -25,26 +33,115 @@ def count(folder: Path, chunks: range, *, memory_bytes: int = 1 << 20) -> Counte
     pool = CounterPool(folder, memory_bytes=memory_bytes)
     pool.declare("t", "int")
     for seed in chunks:
-        pool.add("t", chunk(seed))
+        pool.add({"t": [chunk(seed)]})
     return pool
 
 
-def files_of(pool: CounterPool, folder: Path, **options: int) -> tuple[bytes, bytes]:
+def files_of(pool: CounterPool, folder: Path, *, table: str = "t") -> tuple[bytes, bytes]:
     folder.mkdir()
-    pool.build("t", folder / "v", folder / "c", **options)
+    pool.build(table, folder / "v", folder / "c")
     return (folder / "v").read_bytes(), (folder / "c").read_bytes()
 
 
-def test_the_budget_is_kept(tmp_path: Path) -> None:
-    with CounterPool(tmp_path / "tmp", memory_bytes=400_000) as pool:
-        for table in ("a", "b", "c"):
-            pool.declare(table, "int")
-        for seed in range(20):
-            for table in ("a", "b", "c"):
-                pool.add(table, chunk(seed, num_ids=10**6))
-                assert pool.num_bytes <= 400_000
+@pytest.fixture
+def two_threads() -> Iterator[Executor]:
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+TABLES = ("a", "b", "c")
+PART_BYTES = native.Counter("int").num_bytes_after(chunk(0))
+"""Of one table's keys of a chunk, at most."""
+
+
+def count_tables(pool: CounterPool, *, most_bytes: int) -> None:
+    """Twenty chunks of three tables; after each, the counters hold at most `most_bytes`."""
+    for table in TABLES:
+        pool.declare(table, "int")
+    for seed in range(20):
+        pool.add({table: [chunk(seed + 100 * i, num_ids=10**6)] for i, table in enumerate(TABLES)})
+        assert pool.num_bytes <= most_bytes
+
+
+@pytest.mark.parametrize("memory_bytes", [4 * PART_BYTES, 2 * PART_BYTES], ids=["a chunk fits", "a table's part fits"])
+def test_the_budget_is_kept(tmp_path: Path, two_threads: Executor, memory_bytes: int) -> None:
+    with CounterPool(tmp_path / "tmp", memory_bytes=memory_bytes, executor=two_threads) as pool:
+        count_tables(pool, most_bytes=memory_bytes)
         assert pool.num_spills > 0
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 4 * PART_BYTES, 2 * PART_BYTES])
+def test_threads_move_no_byte(tmp_path: Path, two_threads: Executor, memory_bytes: int) -> None:
+    files = []
+    for name, executor in (("caller", None), ("two", two_threads)):
+        with CounterPool(tmp_path / f"{name}.tmp", memory_bytes=memory_bytes, executor=executor) as pool:
+            count_tables(pool, most_bytes=memory_bytes)
+            files.append([files_of(pool, tmp_path / f"{name}.{table}", table=table) for table in TABLES])
+    assert files[0] == files[1]
+    assert len(set(files[0])) == len(TABLES)
+
+
+def test_tables_are_counted_at_the_same_time(
+    tmp_path: Path, two_threads: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, add = threading.Barrier(2), native.Counter.add
+    monkeypatch.setattr(native.Counter, "add", lambda *args: (together.wait(timeout=60), add(*args)))
+    with CounterPool(tmp_path, memory_bytes=1 << 30, executor=two_threads) as pool:
+        for table in ("a", "b"):
+            pool.declare(table, "int")
+        pool.add({"a": [chunk(1)], "b": [chunk(2)]})
+        assert pool.num_bytes > 0
+
+
+def coded_chunks() -> list[tuple[CodedKeys, np.ndarray]]:
+    """Chunks of 400 rows, each with a dictionary of its own that holds "twice" at two places, and a mask of rows."""
+    rng, chunks = np.random.default_rng(8), []
+    for seed in range(4):
+        texts = [f"id {i}" for i in rng.permutation(150)] + ["twice"]
+        texts.insert(int(rng.integers(100)), "twice")
+        entries = text_keys(pa.array([*texts, None]))
+        mask = np.ones(400, np.bool_) if seed == 0 else rng.random(400) < 0.7
+        chunks.append((CodedKeys(entries, rng.integers(0, entries.num_keys, 400)), mask))
+    return chunks
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 20, 1])
+@pytest.mark.parametrize("hash_cap", [0, 50])
+@pytest.mark.parametrize("num_features", [1, 2])
+def test_codes_count_as_the_text_they_stand_for(
+    tmp_path: Path, num_features: int, hash_cap: int, memory_bytes: int
+) -> None:
+    """Order, counts and ties of a table, of one feature and shared by two."""
+    files = []
+    for name in ("coded", "written_out"):
+        with CounterPool(tmp_path / f"{name}.tmp", memory_bytes=memory_bytes) as pool:
+            pool.declare("t", "bytes", hash_cap=hash_cap)
+            for keys, mask in coded_chunks():
+                turned = CodedKeys(keys.entries, keys.codes[::-1])
+                features = [keys, turned][:num_features]
+                columns = features if name == "coded" else [f.written_out() for f in features]
+                pool.add({"t": columns}, None if mask.all() else mask)
+            files.append(files_of(pool, tmp_path / name))
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("module", [native.backend(), reference], ids=["backend", "reference"])
+def test_codes_against_a_dict(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "backend", lambda: module)
+    for keys, mask in coded_chunks():
+        text, places = keys.entries.values.tobytes(), keys.entries.offsets
+        assert places is not None
+        names = [text[a:b] for a, b in itertools.pairwise(places.tolist())]
+        expected: dict[int, int] = {}
+        for code in keys.codes[mask].tolist():
+            expected[code] = expected.get(code, 0) + 1
+        distinct, counts = keys.distinct(mask)
+        found = [bytes(distinct.values[a:b]) for a, b in itertools.pairwise(distinct.offsets.tolist())]  # type: ignore[union-attr]
+        assert found == [names[code] for code in expected]
+        assert counts.tolist() == list(expected.values())
+        assert distinct.valid is not None
+        assert distinct.valid.tolist() == [code != keys.entries.num_keys - 1 for code in expected]
 
 
 def test_resume_from_a_snapshot_gives_the_same_files(tmp_path: Path) -> None:
@@ -53,14 +150,14 @@ def test_resume_from_a_snapshot_gives_the_same_files(tmp_path: Path) -> None:
         folder = tmp_path / f"tmp{memory_bytes}"
         with pytest.raises(KeyboardInterrupt), count(folder, range(3), memory_bytes=memory_bytes) as pool:
             pool.snapshot({"chunks": 3})
-            pool.add("t", chunk(99))  # after the snapshot: to be forgotten
+            pool.add({"t": [chunk(99)]})  # after the snapshot: to be forgotten
             pool._spill(pool._tables["t"])
             raise KeyboardInterrupt
         resumed = CounterPool(folder, memory_bytes=memory_bytes)
         assert resumed.progress == {"chunks": 3}
         resumed.declare("t", "int")
         for seed in range(3, 6):
-            resumed.add("t", chunk(seed))
+            resumed.add({"t": [chunk(seed)]})
         resumed.snapshot({"chunks": 6})
         assert files_of(resumed, tmp_path / f"b{memory_bytes}") == whole
         resumed.close()
@@ -74,7 +171,7 @@ def test_runs_are_merged_when_there_are_many(tmp_path: Path, monkeypatch: pytest
     pool.snapshot("here")
     kept = sorted(path.name for path in (tmp_path / "tmp").iterdir())
     for seed in range(4, 9):
-        pool.add("t", chunk(seed))
+        pool.add({"t": [chunk(seed)]})
     assert set(kept) <= {path.name for path in (tmp_path / "tmp").iterdir()}, "a snapshot's runs must outlive a merge"
     assert len(pool._tables["t"].runs) <= 3
     assert files_of(pool, tmp_path / "b") == whole
@@ -115,11 +212,18 @@ def test_a_full_disk_while_counting_says_what_is_kept(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match=r"disk full while writing out counts of table 't' .*last snapshot are kept") as e:  # noqa: SIM117
         with count(tmp_path, range(2)) as pool:
             pool.snapshot(2)
-            pool.add("t", chunk(2))
+            pool.add({"t": [chunk(2)]})
             monkeypatch.setattr(native.Counter, "drain", full_disk)
             pool.snapshot(3)
     assert e.value.errno == errno.ENOSPC
     assert CounterPool(tmp_path, memory_bytes=1).progress == 2
+
+
+@pytest.mark.skipif(native.backend() is reference, reason="the native module checks what Python cannot overrun")
+def test_codes_without_an_entry_are_refused() -> None:
+    for code in (-1, 3):
+        with pytest.raises(ValueError, match="codes must be at least 0 and below the number of counts"):
+            native.count_codes(np.array([0, code]), None, num_codes=3)
 
 
 def vocabulary(folder: Path) -> Path:
@@ -153,7 +257,7 @@ def test_small_vocabularies_are_loaded_first(tmp_path: Path) -> None:
     large = vocabulary(tmp_path)
     with CounterPool(tmp_path / "count", memory_bytes=1 << 20) as pool:
         pool.declare("small", "int")
-        pool.add("small", Keys(np.arange(10)))
+        pool.add({"small": [Keys(np.arange(10))]})
         pool.build("small", tmp_path / "w", tmp_path / "d")
     paths = {"large": large, "small": tmp_path / "w"}
     with EncoderPool(paths, tmp_path / "tmp", memory_bytes=30_000) as encoders:

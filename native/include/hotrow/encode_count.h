@@ -80,6 +80,11 @@ class GrowArray {
   size_t capacity_ = 0;
 };
 
+// Rows by dictionary code, before their keys are counted:
+//   for each row i with mask[i] (null: all): if counts[codes[i]]++ == 0: append codes[i] to appeared
+// counts is all zero at first and has an entry per code; returns how many codes appeared.
+size_t count_codes(const int64_t* codes, size_t num_rows, const uint8_t* mask, uint32_t* counts, int64_t* appeared);
+
 class Counter {
  public:
   explicit Counter(bool has_bytes, uint64_t first_order) : has_bytes_(has_bytes), order_(first_order) {}
@@ -87,10 +92,10 @@ class Counter {
   Counter& operator=(const Counter&) = delete;
   ~Counter() { std::free(slots_); }
 
-  // Counts keys i with mask[i] != 0 (mask may be null: all). valid[i] == 0 counts as the missing value (null: none is).
-  // bytes and offsets give the keys of a counter that has bytes, else null. May throw std::bad_alloc, leaving what was
-  // counted so far.
-  void add(const uint64_t* hashes, size_t num_keys, const uint8_t* valid, const uint8_t* mask, const uint8_t* bytes,
+  // Counts key i as if it came counts[i] times in a row (0: it did not come; counts null: once each). valid[i] == 0 is
+  // the missing value (null: none is). bytes and offsets give the keys of a counter that has bytes, else null. May
+  // throw std::bad_alloc, leaving what was counted so far.
+  void add(const uint64_t* hashes, size_t num_keys, const uint8_t* valid, const uint32_t* counts, const uint8_t* bytes,
            const int64_t* offsets);
 
   // Writes everything as one run from the start of `fd` and empties the counter; returns 0, or the errno of a failed

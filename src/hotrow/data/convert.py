@@ -84,7 +84,7 @@ def to_numbers(array: pa.Array, column: str) -> tuple[NDArray[np.float64], Fault
         array, bad = _parse_numbers(array)
     else:
         array, bad = _as_float64(array, column), np.zeros(0, np.bool_)
-    values = array.fill_null(np.nan).to_numpy(zero_copy_only=False)
+    values = filled(array, np.nan)
     with np.errstate(over="ignore"):
         infinite = ~np.isfinite(values.astype(np.float32))
     if infinite.any():
@@ -171,7 +171,7 @@ class TimeReader:
         if is_text(array.type):
             array = self._parse(array)
         if pa.types.is_floating(array.type) or pa.types.is_decimal(array.type):
-            seconds = array.cast(pa.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False)
+            seconds = filled(array.cast(pa.float64()), np.nan)
             good = np.abs(seconds) < 2**62 / 1e6
             return np.floor(np.where(good, seconds, 0) * 1e6).astype(np.int64), self._fault(column, ~good, source)
         if pa.types.is_date32(array.type):
@@ -183,7 +183,7 @@ class TimeReader:
                 f"time column {column!r} has type {array.type}; it must be a timestamp, date, number or text"
             )
         missing = mask_of(array.is_null())
-        values = array.cast(pa.int64(), safe=False).fill_null(0).to_numpy(zero_copy_only=False)
+        values = filled(array.cast(pa.int64(), safe=False), 0)
         return values, self._fault(column, missing, source)
 
     def _parse(self, array: pa.Array) -> pa.Array:
@@ -213,7 +213,7 @@ def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tup
         raise ValueError(f"column {spec.column!r} has type {array.type}, which does not fit kind {spec.kind}; {cure}")
     if spec.kind == "one_hot":
         return _flat_keys(array, spec.column, encoding)
-    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+    lengths = filled(pc.list_value_length(array), 0)
     row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     keys, fault = _flat_keys(plain(pc.list_flatten(array)), spec.column, encoding)
     keys = Keys(keys.values, keys.offsets, keys.valid, row_splits)
@@ -286,8 +286,7 @@ def _integers(array: pa.Array) -> NDArray[Any]:
         array = array.cast(pa.uint8())
     elif pa.types.is_temporal(array.type):
         array = array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())
-    integers: NDArray[Any] = array.fill_null(0).to_numpy(zero_copy_only=False)
-    return integers
+    return filled(array, 0)
 
 
 def text_keys(array: pa.Array) -> Keys:
@@ -320,7 +319,7 @@ def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     """Floats as int64 where exact, NaN as missing (pandas writes missing integers so), and which are not exact."""
-    values = array.fill_null(np.nan).to_numpy(zero_copy_only=False).astype(np.float64)
+    values = filled(array, np.nan).astype(np.float64)
     missing = np.isnan(values)
     bad = ~missing & ~((np.floor(values) == values) & (np.abs(values) < MAX_EXACT_FLOAT))
     whole = np.where(missing | bad, 0, values).astype(np.int64)
@@ -340,6 +339,12 @@ def _castable(array: pa.Array, target: pa.DataType) -> bool:
     except pa.ArrowInvalid:
         return False
     return True
+
+
+def filled(array: pa.Array, value: float) -> NDArray[Any]:
+    """Numbers as NumPy, null as `value`; without a null in the array's own memory, where `fill_null` would copy."""
+    numbers: NDArray[Any] = (array.fill_null(value) if array.null_count else array).to_numpy(zero_copy_only=False)
+    return numbers
 
 
 def mask_of(array: Any) -> NDArray[np.bool_]:

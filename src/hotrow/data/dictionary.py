@@ -17,8 +17,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import Keys
-from hotrow.data.convert import is_text, plain, text_keys
+from hotrow.data.convert import filled, is_text, plain, text_keys
 from hotrow.data.jagged import take_keys
+from hotrow.data.native import count_codes
 
 MAX_ENTRIES_PER_ROW = 4
 """A dictionary larger than this many times its rows is written out: most of it is of no use to them."""
@@ -37,6 +38,14 @@ class CodedKeys(NamedTuple):
         keys = take_keys(self.entries, self.codes)
         return replace(keys, valid=None) if keys.valid is None or keys.valid.all() else keys
 
+    def distinct(self, row_mask: NDArray[np.bool_] | None = None) -> tuple[Keys, NDArray[np.uint32]]:
+        """The keys of all rows, or of rows whose mask [num_rows] is set, by first appearance; and how often each comes.
+
+        Entries that are equal stay apart.
+        """
+        appeared, counts = count_codes(self.codes, row_mask, num_codes=self.entries.num_keys)
+        return take_keys(self.entries, appeared), counts
+
 
 class KeyColumns(Mapping[str, Keys]):
     """Keys by feature, some of them coded."""
@@ -44,10 +53,9 @@ class KeyColumns(Mapping[str, Keys]):
     def __init__(self, columns: Mapping[str, Keys | CodedKeys]) -> None:
         self._columns = columns
 
-    def coded(self, name: str) -> CodedKeys | None:
-        """The column as entries and codes, where it came so."""
-        column = self._columns[name]
-        return column if isinstance(column, CodedKeys) else None
+    def as_read(self, name: str) -> Keys | CodedKeys:
+        """The column as it came."""
+        return self._columns[name]
 
     def __getitem__(self, name: str) -> Keys:
         """The column's keys, written out."""
@@ -71,6 +79,11 @@ class _Seen:
     entries: Keys
 
 
+def column_of(keys: Mapping[str, Keys], name: str) -> Keys | CodedKeys:
+    """One feature's keys as they came."""
+    return keys.as_read(name) if isinstance(keys, KeyColumns) else keys[name]
+
+
 class DictionaryReader:
     """Coded keys from dictionary arrays; consecutive arrays that share a dictionary share one `entries` object."""
 
@@ -87,8 +100,7 @@ class DictionaryReader:
         if seen is None or _addresses(seen.dictionary) != _addresses(dictionary):
             keys = text_keys(pa.concat_arrays([dictionary, pa.nulls(1, dictionary.type)]))
             self._seen[name] = seen = _Seen(dictionary, keys)
-        codes = array.indices.cast(pa.int64()).fill_null(len(dictionary))
-        return CodedKeys(seen.entries, codes.to_numpy())
+        return CodedKeys(seen.entries, filled(array.indices.cast(pa.int64()), len(dictionary)))
 
 
 def _addresses(array: pa.Array) -> tuple[int, ...]:

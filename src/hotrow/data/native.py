@@ -148,6 +148,16 @@ def stores_bytes(kind: KeyKind, hash_cap: int) -> bool:
     return kind == "bytes" and hash_cap == 0
 
 
+def count_codes(
+    codes: NDArray[np.int64], row_mask: NDArray[np.bool_] | None, *, num_codes: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """Which codes the rows have (all, or those whose mask is set), by first appearance; and how many rows each has."""
+    counts = np.zeros(num_codes, np.uint32)
+    appeared = np.empty(min(len(codes), num_codes), np.int64)
+    appeared = appeared[: backend().count_codes(np.ascontiguousarray(codes), row_mask, counts, appeared)]
+    return appeared, counts[appeared]
+
+
 class Counter:
     """count[key] += 1, in order of first appearance; keys of one kind, missing ones counted apart.
 
@@ -160,14 +170,13 @@ class Counter:
         self._bytes = stores_bytes(kind, hash_cap)
         self._counter = backend().Counter(self._bytes, order)
 
-    def add(self, keys: Keys, row_mask: NDArray[np.bool_] | None = None) -> None:
-        """Count the keys of all rows, or of those whose mask [num_rows] is set."""
+    def add(self, keys: Keys, counts: NDArray[np.uint32] | None = None) -> None:
+        """Count key i as if it came counts[i] times in a row; 0: it did not come, None: each came once."""
         if keys.kind != self.kind:
             raise ValueError(f"keys are of kind {keys.kind!r}, this counter counts {self.kind!r}")
-        mask = None if row_mask is None else keys.key_mask(row_mask)
         hashes = hash_keys(keys, hash_cap=self.hash_cap)
         data, offsets = (keys.values, keys.offsets) if self._bytes else (None, None)
-        self._counter.add(hashes, keys.valid, mask, data, offsets)
+        self._counter.add(hashes, keys.valid, counts, data, offsets)
 
     def drain(self, path: Path) -> None:
         """Write all counts to `path` as a run, whole or absent, and start afresh. Raises OSError as given."""

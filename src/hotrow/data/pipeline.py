@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 
 from hotrow.data.chunk import Chunk, Position, SourceInfo
 from hotrow.data.columns import ColumnsSource
+from hotrow.data.dictionary import column_of
 from hotrow.data.encoder import EncoderPool
 from hotrow.data.estimate import estimate_work
-from hotrow.data.jagged import interleave, select_ids, select_rows
+from hotrow.data.jagged import select_ids, select_rows
 from hotrow.data.packed import (
     ROWS_PER_BLOCK,
     DatasetInfo,
@@ -88,7 +89,7 @@ class Options:
     memory_bytes: int | None = None
     """For counters, vocabularies and rows in flight; None: half of what this process may use."""
     threads: int | None = None
-    """Tables encoded at a time; None: as many as this process may use, at most 8."""
+    """Tables counted or encoded at a time; None: as many as this process may use, at most 8."""
     rows_per_chunk: int = ROWS_PER_CHUNK
     snapshot_every_s: float = SNAPSHOT_EVERY_S
     overwrite: bool = False
@@ -265,9 +266,13 @@ class _Stages:
 
     def _count(self, plan: SplitPlan, executor: Executor) -> None:
         """Counts the training rows and writes vocabularies, counts and transforms."""
-        checksums = executor.submit(_checksums, [f.path for f in self._info.files], self._stop)
         folder = self._work.folder / "counts"
-        with CounterPool(folder, memory_bytes=self._memory_bytes) as counters:
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="hotrow-checksum") as beside,
+            CounterPool(folder, memory_bytes=self._memory_bytes, executor=executor) as counters,
+        ):
+            # In a thread of its own: in the executor's only one it would hold up the counting.
+            checksums = beside.submit(_checksums, [f.path for f in self._info.files], self._stop)
             for table in self._schema.table_names:
                 for feature in self._schema.features_of(table):
                     cap = self._schema.table(table).hash_cap or 0
@@ -330,8 +335,9 @@ class _Stages:
         if not is_train.any():
             return
         mask = None if is_train.all() else is_train
-        for table in self._schema.table_names:
-            counters.add(table, interleave([chunk.keys[f] for f in self._schema.features_of(table)]), mask)
+        schema = self._schema
+        columns = {t: [column_of(chunk.keys, f) for f in schema.features_of(t)] for t in schema.table_names}
+        counters.add(columns, mask)
 
     def _build(self, counters: CounterPool, table: str) -> dict[str, Any]:
         """Writes one table's vocabulary and counts; returns its record for dataset.json."""

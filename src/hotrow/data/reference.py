@@ -225,6 +225,19 @@ def merge_runs(run_fds: list[int], out_fd: int, memory_bytes: int) -> None:
     _write_run(out_fd, has_bytes, *_merged(run_fds, has_bytes))
 
 
+def count_codes(
+    codes: NDArray[np.int64], mask: NDArray[np.bool_] | None, counts: NDArray[np.uint32], appeared: NDArray[np.int64]
+) -> int:
+    """Codes of rows whose mask is set, by first appearance, and how often each comes; how many appeared."""
+    num_appeared = 0
+    for code in codes.tolist() if mask is None else codes[mask].tolist():
+        if counts[code] == 0:
+            appeared[num_appeared] = code
+            num_appeared += 1
+        counts[code] += 1
+    return num_appeared
+
+
 class Counter:
     """Counts by key, in order of first appearance."""
 
@@ -237,20 +250,21 @@ class Counter:
         self,
         hashes: NDArray[np.uint64],
         valid: NDArray[np.bool_] | None,
-        mask: NDArray[np.bool_] | None,
+        counts: NDArray[np.uint32] | None,
         data: NDArray[np.uint8] | None,
         offsets: NDArray[np.int64] | None,
     ) -> None:
-        """Counts keys whose mask is set."""
+        """Counts key i as if it came counts[i] times in a row; None: once each."""
         raw = b"" if data is None else data.tobytes()
         for i, h in enumerate(hashes.tolist()):
-            if mask is not None and not mask[i]:
+            count = 1 if counts is None else int(counts[i])
+            if count == 0:
                 continue
             if valid is not None and not valid[i]:
-                self._missing = [self._missing[0] + 1, min(self._missing[1], self.order)]
+                self._missing = [self._missing[0] + count, min(self._missing[1], self.order)]
                 continue
             key = b"" if offsets is None else raw[int(offsets[i]) : int(offsets[i + 1])]
-            self._counts.setdefault((h, key), [0, self.order])[0] += 1
+            self._counts.setdefault((h, key), [0, self.order])[0] += count
 
     def drain(self, fd: int) -> None:
         """Writes a run and empties the counter."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import Chunk, Keys
-from hotrow.data.dictionary import CodedKeys, KeyColumns
+from hotrow.data.dictionary import CodedKeys, column_of
 from hotrow.data.packed import Ids, Ragged
 from hotrow.data.schema import Schema
 from hotrow.data.transforms import DenseTransform
@@ -59,9 +59,9 @@ class RowEncoder:
         encoder = self._tables[table]
         columns: dict[str, Ids] = {}
         for name in self._schema.features_of(table):
-            coded = chunk.keys.coded(name) if isinstance(chunk.keys, KeyColumns) else None
-            if coded is not None and not encoder.needs_occurrences:
-                columns[name] = self._coded_rows(name, encoder.vocabulary, coded)
+            column = column_of(chunk.keys, name)
+            if isinstance(column, CodedKeys) and not encoder.needs_occurrences:
+                columns[name] = self._coded_rows(name, encoder.vocabulary, column)
                 continue
             keys = chunk.keys[name]
             values = encoder.encode(name, keys, first_key=self._num_keys[name])

@@ -1,13 +1,14 @@
 """Counting under a memory budget: what does not fit goes to disk, and the vocabularies are the same to the bit.
 
-    with CounterPool(folder, memory_bytes=2 << 30) as counters:     # resumes where counters.progress says, if not None
-        for feature, table in tables.items():
-            counters.declare(table, source.key_kinds[feature])
+    with CounterPool(folder, memory_bytes=2 << 30, executor=executor) as counters:
+        # resumes where counters.progress says, if not None
+        for table, features in tables.items():
+            counters.declare(table, source.key_kinds[features[0]])
         for chunk in source.chunks(start):
-            for feature, table in tables.items():
-                counters.add(table, chunk.keys[feature], is_training_row)
+            columns = {table: [column_of(chunk.keys, f) for f in features] for table, features in tables.items()}
+            counters.add(columns, is_training_row)
             counters.snapshot(chunk.position.to_json())             # now and then, and at the end
-        for table in set(tables.values()):
+        for table in tables:
             counters.build(table, out / "vocab" / table, out / "counts" / table, min_count=2)
 
 When the counters together would exceed the budget, the largest is written out as a sorted run of partial counts and
@@ -18,16 +19,20 @@ encoding, `hotrow.data.encoder`.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import KeyKind, Keys
+from hotrow.data.dictionary import CodedKeys
+from hotrow.data.jagged import interleave
 from hotrow.data.native import Counter, merge_runs
 from hotrow.data.vocabulary import TableSummary, build_vocabulary
 from hotrow.files import check_name, disk_free_bytes, read_json, write_json
@@ -86,16 +91,40 @@ class _TableCounts:
         return folder / f"{self.name}.{self.next_run}{RUN_SUFFIX}"
 
 
+class _Add(NamedTuple):
+    """What one table's counter is to count of a chunk."""
+
+    counter: Counter
+    keys: Keys
+    counts: NDArray[np.uint32] | None
+
+    def run(self) -> None:
+        self.counter.add(self.keys, self.counts)
+
+
+def _occurrences(
+    features: Sequence[Keys | CodedKeys], row_mask: NDArray[np.bool_] | None
+) -> tuple[Keys, NDArray[np.uint32] | None]:
+    """The keys of a table's features and how often each comes (None: once), as reading row by row meets them."""
+    if len(features) == 1 and isinstance(features[0], CodedKeys):
+        return features[0].distinct(row_mask)
+    keys = interleave([f.written_out() if isinstance(f, CodedKeys) else f for f in features])
+    return keys, None if row_mask is None else keys.key_mask(row_mask).astype(np.uint32)
+
+
 class CounterPool:
     """Counts the keys of many tables within `memory_bytes` together, in `folder` beyond it.
 
     A folder with a snapshot is resumed: `progress` is what the last `snapshot` was given, else None. Leaving the `with`
     block normally removes everything from the folder; leaving it by an exception keeps the last snapshot.
+
+    executor: where tables are counted, each by one thread at a time; None: in the caller's. The counts are the same.
     """
 
-    def __init__(self, folder: Path, *, memory_bytes: int) -> None:
+    def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder, self.memory_bytes = folder, memory_bytes
+        self._map: Callable[..., Iterable[Any]] = map if executor is None else executor.map
         self.progress: Any = None
         self.num_spills = 0
         """Counters written out because the budget was reached; for the report."""
@@ -117,16 +146,33 @@ class CounterPool:
                 f"and {known.hash_cap}; features that share a table need the same"
             )
 
-    def add(self, table: str, keys: Keys, row_mask: NDArray[np.bool_] | None = None) -> None:
-        """Count the keys of all rows of a chunk, or of those whose mask [num_rows] is set (the training rows)."""
-        counter = self._tables[table].counter
-        while self.num_bytes - counter.num_bytes + counter.num_bytes_after(keys) > self.memory_bytes:
+    def add(self, columns: Mapping[str, Sequence[Keys | CodedKeys]], row_mask: NDArray[np.bool_] | None = None) -> None:
+        """Count the keys of all rows of a chunk, or of those whose mask [num_rows] is set (the training rows).
+
+        columns: by table, its features' keys in the schema's order.
+        """
+        occurrences = self._map(partial(_occurrences, row_mask=row_mask), columns.values())
+        adds = [_Add(self._tables[table].counter, *some) for table, some in zip(columns, occurrences, strict=True)]
+        if self._num_bytes_after(adds) <= self.memory_bytes:
+            list(self._map(_Add.run, adds))
+            return
+        # One by one, room is made for what a single table may need at most, beside what the others turned out to need.
+        for add in adds:
+            self._make_room(add)
+            add.run()
+
+    def _make_room(self, add: _Add) -> None:
+        """Write out the largest counter until `add` fits the budget."""
+        while self._num_bytes_after([add]) > self.memory_bytes:
             largest = max(self._tables.values(), key=lambda counts: counts.counter.num_bytes)
             if largest.counter.num_keys == 0:
                 break
             self._spill(largest)
             self.num_spills += 1
-        counter.add(keys, row_mask)
+
+    def _num_bytes_after(self, adds: Sequence[_Add]) -> int:
+        """Memory all counters would hold at most after `adds`."""
+        return self.num_bytes + sum(add.counter.num_bytes_after(add.keys) - add.counter.num_bytes for add in adds)
 
     @property
     def num_bytes(self) -> int:
