@@ -3,6 +3,9 @@
 import datetime
 import decimal
 import gzip
+import io
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hotrow.data import tabular
 from hotrow.data.chunk import RowError
 from hotrow.data.columns import ColumnsSource
-from hotrow.data.inputs import find_files
-from hotrow.data.schema import Schema, parse_schema
+from hotrow.data.inputs import InputFile, find_files
+from hotrow.data.schema import CsvSpec, Schema, parse_schema
 from raw_rows import read
 
 
@@ -300,6 +304,37 @@ def test_bad_lines_after_the_last_good_row_count_too(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "z.csv", "y,a\n0,k,k\n1,k,k\n")
     source = ColumnsSource(path, schema_of("a"), skip_bad_rows=2)
     assert read(source)["label"] == [] and source.skipped.num_rows == 2
+
+
+class SlowFile(io.BytesIO):
+    """A file whose every read takes a while."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        time.sleep(0.02)
+        return super().read(size)
+
+
+@pytest.mark.parametrize("text", ["y,a\n", "y,a\n" + "0,1\n" * 1000], ids=["header alone", "four blocks"])
+def test_reading_broken_off_leaves_no_callback_with_arrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Arrow's thread would need Python to let go of it, and abort the process where Python is shutting down."""
+    noted: list[weakref.ref[Any]] = []
+
+    class Places(tabular._LinePlaces):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            noted.append(weakref.ref(self))
+
+    path = tmp_path / "rows.csv"
+    path.write_text("y,a\n")
+    reader = tabular.TextReader(find_files([path], matches=bool, wanted="any"), CsvSpec(delimiter=","))
+    monkeypatch.setattr(tabular, "_LinePlaces", Places)
+    monkeypatch.setattr(InputFile, "open_stream", lambda self: pa.PythonFile(SlowFile(text.encode()), "r"))
+    monkeypatch.setattr(tabular, "CSV_BLOCK_BYTES", 1024)
+    for _ in range(5):  # without the wait, Arrow's thread is the later one most times
+        next(reader.read(0, 0, ["y"], 10), None)
+    assert [places() for places in noted] == [None] * 5
 
 
 def test_unreadable_files_are_named_with_the_cure(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import csv
 import re
+import threading
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -315,7 +317,7 @@ class TextReader:
         header_lines = int(self._spec.column_names is None)
         places = _LinePlaces(file.name, header_lines)
         with _naming(file), file.open_stream() as stream:
-            for block in pa.csv.open_csv(stream, **self._csv_options(file_index, columns, places.collect)):
+            for block in self._blocks(stream, file_index, columns, places):
                 lines = places.lines_of(len(block))
                 keep = int(np.searchsorted(lines, first + header_lines, side="right"))
                 block, lines = block.select(list(columns)).slice(keep), lines[keep:]
@@ -326,6 +328,26 @@ class TextReader:
             if bad := places.take_bad(None, after=first + header_lines):
                 nothing = pa.RecordBatch.from_pylist([], pa.schema([(name, pa.string()) for name in columns]))
                 yield Rows(nothing, np.arange(0), bad[-1].line - header_lines, bad)
+
+    def _blocks(
+        self, stream: Any, file_index: int, columns: Sequence[str], places: _LinePlaces
+    ) -> Iterator[pa.RecordBatch]:
+        """A file as Arrow cuts it, bad lines noted in `places`; ends only when Arrow's reading thread has too.
+
+        That thread drops the reader, and the callback with it, after its last read: later than the caller, who may
+        have broken off. Were Python shutting down by then, the process would be aborted.
+        """
+
+        def on_bad_line(row: Any) -> str:
+            return places.collect(row)
+
+        dropped = threading.Event()
+        weakref.finalize(on_bad_line, dropped.set).atexit = False
+        try:
+            yield from pa.csv.open_csv(stream, **self._csv_options(file_index, columns, on_bad_line))
+        finally:
+            del on_bad_line
+            dropped.wait()
 
     def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
         delimiter, _ = self._head(file_index)
