@@ -405,7 +405,7 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     SIGINT and SIGTERM finish the step, save a checkpoint and return; a second one aborts. Raises ValueError for what
     the config or the data has wrong, before the folder is made where it can be known by then.
     """
-    dataset = PackedDataset.open(config.data)
+    dataset = PackedDataset.open(config.data, verify="sizes")
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
     check_memory(config, tables_of(config.model, dataset))
     name = f"{dataset.path.resolve().name}-{config.model.name}"
@@ -435,7 +435,7 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
         return folder
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
-    dataset = PackedDataset.open(config.data)
+    dataset = PackedDataset.open(config.data, verify="sizes")
     check_memory(config, tables_of(config.model, dataset))
     return _run(config, dataset, folder, newest, quiet=quiet)
 
