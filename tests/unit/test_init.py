@@ -45,6 +45,16 @@ def clicks(**more: object) -> pa.Table:
     )
 
 
+def test_folders_that_name_a_column_are_all_looked_at(tmp_path: Path) -> None:
+    for region in ("north", "south"):
+        folder = tmp_path / f"region={region}" / "country=x"
+        folder.mkdir(parents=True)
+        pq.write_table(clicks(), folder / "part.parquet")
+    guess = guess_columns(tmp_path)
+    assert "text, 2 values" in {g.column: g.reason for g in guess.of("categorical")}["region"]
+    assert "the same value" in {g.column: g.reason for g in guess.of("")}["country"]
+
+
 def test_each_sort_of_column_is_taken_for_what_it_is() -> None:
     schema = guess_schema(clicks())
     assert schema.label.column == "click"

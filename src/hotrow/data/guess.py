@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from hotrow.data.columns import input_files
 from hotrow.data.convert import INTEGER, NUMBER, is_list, is_text, plain
 from hotrow.data.schema import CsvSpec, Schema, SplitKind, nearest, parse_schema
-from hotrow.data.tabular import TableReader, TextReader, open_reader
+from hotrow.data.tabular import ParquetReader, TableReader, TextReader, open_reader
 
 SAMPLE_ROWS = 20_000
 LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
@@ -177,7 +177,7 @@ def _open(source: Any) -> tuple[TableReader, dict[str, Any]]:
 
 
 def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
-    """The first rows of the first file; values that no rule reads may be bad here and are found in preparation."""
+    """The first rows of the first file, and what folders say of all; values that no rule reads may be bad here and are found in preparation."""
     batches, num_rows = [], 0
     for rows in reader.read(0, 0, names, SAMPLE_ROWS):
         batches.append(rows.batch)
@@ -186,7 +186,13 @@ def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
             break
     if num_rows == 0:
         raise ValueError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
-    return pa.Table.from_batches(batches).slice(0, SAMPLE_ROWS)
+    sample = pa.Table.from_batches(batches).slice(0, SAMPLE_ROWS)
+    if isinstance(reader, ParquetReader):
+        # What is the same in all of one file differs between files.
+        for name, values in reader.partition_values().items():
+            spread = values.take(pa.array(np.arange(len(sample)) % len(values)))
+            sample = sample.set_column(sample.schema.get_field_index(name), name, spread)
+    return sample
 
 
 def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:

@@ -170,6 +170,16 @@ class ParquetReader:
                 schema = schema.append(pa.field(name, kind))
         return schema
 
+    def partition_values(self) -> dict[str, pa.Array]:
+        """Columns that folders name: their value in each file."""
+        stored = self._opened(0).schema_arrow.names
+        values = [dict(file.partition) for file in self._files]
+        return {
+            name: pa.array([row.get(name) for row in values], pa.string()).cast(kind)
+            for name, kind in self._partition_types.items()
+            if name not in stored
+        }
+
     def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming file and column where a file lacks a column or holds it in another type."""
         for index in range(len(self._files)):
