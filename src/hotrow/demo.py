@@ -14,6 +14,7 @@ from hotrow.data.prepare import run_prepare
 from hotrow.data.progress import progress_bar
 from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
+from hotrow.run_folder import RunFolder
 from hotrow.trainer import train
 
 NUM_ROWS = 600_000
@@ -48,7 +49,8 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
         with progress_bar() as progress:
             run_prepare("criteo", raw, packed, progress=progress)
     say("3/3  training a DLRM")
-    run = Run(train(make_config({"data": str(packed), **CONFIG}, origin="demo")).path)
+    config = make_config({"data": str(packed), **CONFIG}, origin="demo")
+    run = Run(train(config, folder=RunFolder.create(None, name=f"demo-{config.model.name}")).path)
     next_command = "hotrow demo --data YOUR_LOGS --label CLICK_COLUMN   (make demo DATA=YOUR_LOGS LABEL=CLICK_COLUMN)"
     return _result(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, next_command)
 

@@ -27,21 +27,17 @@ class StepClock:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.num_steps = 0
         self._last = time.perf_counter()
-        self._step_seconds = 0.0
 
     def lap(self, phase: str | None) -> None:
         """Book the time since the last lap under `phase`; None: it is nobody's (evaluations, checkpoints)."""
         now = time.perf_counter()
         if phase is not None:
             self.seconds[phase] += now - self._last
-            self._step_seconds += now - self._last
         self._last = now
 
-    def end_step(self) -> float:
-        """Count a step; returns the seconds booked in it."""
-        seconds, self._step_seconds = self._step_seconds, 0.0
+    def end_step(self) -> None:
+        """Count a step."""
         self.num_steps += 1
-        return seconds
 
     def step_ms(self) -> dict[str, float]:
         """Mean milliseconds per step and phase."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from hotrow.progress import ProgressLine, duration, rate
 from hotrow.reference import NUM_STATES
 from hotrow.run_folder import CONFIG, RunFolder
 from hotrow.schedule import Schedule
-from hotrow.session import Interrupt, StepClock, threads
+from hotrow.session import PHASES, Interrupt, StepClock, threads
 from hotrow.tables import TableConfig
 
 EVAL_BATCH_SIZE = 4096
@@ -155,8 +155,13 @@ class State:
     ended: str | None = None
     """Why training is over, once it is."""
     num_samples: int = 0
-    seconds: float = 0.0
-    """Spent in steps, over all sessions of the run."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """Spent in steps, by phase, over all sessions of the run."""
+
+    @property
+    def train_s(self) -> float:
+        """The sum over the phases."""
+        return sum(self.seconds.values())
 
 
 class Training:
@@ -224,7 +229,8 @@ class Training:
             state.epoch, state.batch = state.epoch + 1, 0
         state.window_loss, state.window_steps = state.window_loss + loss, state.window_steps + 1
         state.num_samples += num_samples
-        state.seconds += self.clock.end_step()
+        self.clock.end_step()
+        state.seconds = dict(self.clock.seconds)
         if state.step >= self.num_steps:
             state.ended = ALL_DONE
 
@@ -247,7 +253,7 @@ class Training:
             "dense": self.parts.dense_optimizer.param_groups[0]["lr"],
             "sparse": self.parts.sparse_optimizer.param_groups[0]["lr"],
         }
-        speed = {"samples_per_s": round(state.num_samples / state.seconds, 1), "step_ms": self.clock.step_ms()}
+        speed = {"samples_per_s": round(state.num_samples / state.train_s, 1), "step_ms": self.clock.step_ms()}
         self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed)
         state.window_loss, state.window_steps = 0.0, 0
 
@@ -317,6 +323,7 @@ class Training:
                     "results agree within docs/numerics.md, not to the bit",
                 )
         self.state = State(**extra["state"])
+        self.clock.seconds, self.clock.num_steps = dict(self.state.seconds), self.state.step
         if self.state.ended == ALL_DONE and self.state.step < self.num_steps:
             self.state.ended = None
 
@@ -344,9 +351,9 @@ class Training:
         return {
             "steps": self.state.step,
             "epochs": self.epochs,
-            "samples_per_s": round(self.state.num_samples / max(self.state.seconds, 1e-9), 1),
+            "samples_per_s": round(self.state.num_samples / max(self.state.train_s, 1e-9), 1),
             "step_ms": self.clock.step_ms(),
-            "train_s": round(self.state.seconds, 3),
+            "train_s": round(self.state.train_s, 3),
             "best_step": self.state.best_step if self.state.best else None,
         }
 
@@ -359,12 +366,12 @@ class Training:
         state, times = self.state, self.clock.seconds
         total = sum(times.values()) or 1.0
         shares = " ".join(f"{phase} {100 * s / total:.0f}%" for phase, s in times.items())
-        left = duration((self.num_steps - state.step) * state.seconds / state.step)
+        left = duration((self.num_steps - state.step) * state.train_s / state.step)
         loss = f"loss {state.window_loss / state.window_steps:.4f}" if state.window_steps else ""
         val = f"val {scores(state.val)}" if state.val else "not evaluated yet"
         epoch = f"epoch {self.epochs:.2f}/{self.config.train.epochs}  step {state.step}/{self.num_steps}"
         return (
-            f"{epoch}  {rate(state.num_samples / state.seconds)} samples/s  {loss}  {val}  |  {shares}  |  {left} left"
+            f"{epoch}  {rate(state.num_samples / state.train_s)} samples/s  {loss}  {val}  |  {shares}  |  {left} left"
         )
 
 
@@ -402,12 +409,11 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     SIGINT and SIGTERM finish the step, save a checkpoint and return; a second one aborts. Raises ValueError for what
     the config or the data has wrong, before the folder is made where it can be known by then.
     """
-    dataset = PackedDataset.open(config.data)
+    dataset = PackedDataset.open(config.data, verify="sizes")
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
     check_memory(config, tables_of(config.model, dataset))
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
-    folder.write_config(config.to_yaml())
     folder.keep_vocabulary(dataset.path)
     return _run(config, dataset, folder, None, quiet=quiet)
 
@@ -429,12 +435,11 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
                 f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
             )
     config = make_config(apply_overrides(raw, overrides), origin=str(folder.path / CONFIG))
-    folder.write_config(config.to_yaml())
     if folder.record["status"] == "finished" and not overrides:
         return folder
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
-    dataset = PackedDataset.open(config.data)
+    dataset = PackedDataset.open(config.data, verify="sizes")
     check_memory(config, tables_of(config.model, dataset))
     return _run(config, dataset, folder, newest, quiet=quiet)
 
@@ -458,6 +463,7 @@ def _run(
 
 def _begin(training: Training) -> None:
     folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
+    folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)
     if backend.reason is not None:

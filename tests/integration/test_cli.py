@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hotrow import cli
+from hotrow import cli, demo
 from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
 
@@ -85,6 +85,17 @@ def test_people_get_lines(work: Path, capsys: pytest.CaptureFixture[str], monkey
             cli.main()
         assert not ended.value.code
         assert shown in capsys.readouterr().out
+
+
+def test_demo_repeats_and_is_named_for_people(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "NUM_ROWS", 3000)
+    monkeypatch.setattr(demo, "TABLE_SCALE", 0.001)
+    results = [hotrow("demo", "--json", capsys=capsys, monkeypatch=monkeypatch) for _ in range(2)]
+    assert [result["run_dir"] for result in results] == ["runs/demo-dlrm-001", "runs/demo-dlrm-002"]
+    assert results[0]["auc"] == results[1]["auc"]
+    assert "(a constant rate: 0.5000)" in results[0]["text"] and "next: hotrow demo --data" in results[0]["text"]
 
 
 def test_inspect_says_what_is_hot(

@@ -236,13 +236,31 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path) -> None:
     schema = parse_schema({"label": "click", "categorical": ["user"]}, where="test")
     with pytest.raises(RowError, match=rf"{path}:42: 3 columns instead of 2|{path}:32 \(click\): '2' is no label"):
         run_prepare("csv", path, tmp_path / "out", schema=schema)
-    assert not (tmp_path / "out" / "dataset.json").exists()
+    assert not (tmp_path / "out").exists()
     said: list[str] = []
     options: dict[str, Any] = {"schema": schema, "skip_bad_rows": 2, "announce": said.append}
     dataset = run_prepare("csv", path, tmp_path / "out", **options)
     assert dataset.info.summary == {"rows_read": 58, "rows_skipped": 2}
     assert any("skipped 2 bad rows" in line and "x.csv:32" in line for line in said)
     assert any("columns are cut at ','" in line for line in said)
+
+
+def test_a_bad_row_found_late_leaves_what_can_be_gone_on_from_and_nothing_else(tmp_path: Path) -> None:
+    path, out = tmp_path / "x.csv", tmp_path / "out"
+    lines = [f"{i % 2},u{i % 9}" for i in range(3 * pipeline.ROWS_PER_CHUNK)]
+    text = "click,user\n" + "\n".join(lines) + "\n"
+    path.write_text(text + "2,u1\n")
+    schema = parse_schema({"label": "click", "categorical": ["user"], "csv": {"delimiter": ","}}, where="test")
+    said: list[str] = []
+    for snapshot_every_s, is_kept in ((120.0, False), (1e-9, True)):
+        options = Options(snapshot_every_s=snapshot_every_s)
+        with pytest.raises(RowError, match="'2' is no label"):
+            prepare(open_source("csv", path, schema=schema), out, options, announce=said.append)
+        assert (out / ".prepare").exists() == out.exists() == is_kept
+        assert any("the counts are kept" in line for line in said) == is_kept
+    dataset = run_prepare("csv", path, out, schema=schema, skip_bad_rows=1, announce=said.append)
+    assert any("continuing the work" in line for line in said)
+    assert dataset.info.summary == {"rows_read": len(lines), "rows_skipped": 1}
 
 
 def test_finished_and_foreign_folders_are_left_alone(tmp_path: Path) -> None:
@@ -353,6 +371,7 @@ def test_options_out_of_range_are_named(tmp_path: Path, arguments: dict[str, Any
     with pytest.raises(ValueError, match=message):
         run_prepare(**given)
     assert not (tmp_path / "out" / "dataset.json").exists()
+    assert "sample" in arguments or not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -147,3 +148,17 @@ def test_tensorboard_may_be_absent(dataset: PackedDataset, tmp_path: Path, monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     run = train(dataset, tmp_path / "run", "train.max_steps=1")
     assert "no TensorBoard events: tensorboard is not installed" in (run.path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("damage", ["absent", "cut"])
+def test_a_dataset_that_is_not_whole_is_refused_before_training(
+    dataset: PackedDataset, tmp_path: Path, damage: str
+) -> None:
+    """Not after the last epoch, when the test split is first read."""
+    copy = tmp_path / "data"
+    shutil.copytree(dataset.path, copy)
+    part = copy / "test" / dataset.info.splits["test"].parts[-1].file
+    part.write_bytes(part.read_bytes()[:-1]) if damage == "cut" else part.unlink()
+    with pytest.raises(ValueError, match=r"this file and it is missing|it was cut or altered"):
+        train(PackedDataset.open(copy), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -160,6 +160,18 @@ def test_more_epochs_equal_a_longer_run(data: Path, tmp_path: Path) -> None:
     assert "epochs: 3" in (run.path / "config.yaml").read_text()
 
 
+def test_step_times_are_those_of_all_sessions(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal_at(monkeypatch, 30, signal.SIGINT)
+    run = trainer.train(config(data, tmp_path / "run", ["train.epochs=20", "train.early_stopping=2"]))
+    run = trainer.resume(run.path)
+    spent = run.record["train_s"]
+    assert sum(run.record["step_ms"].values()) * run.record["steps"] / 1e3 == pytest.approx(spent, rel=0.01)
+    again = trainer.resume(run.path, ["train.epochs=21"])  # it had stopped early: not a step more
+    assert {name: again.record[name] for name in ("step_ms", "train_s", "steps")} == {
+        name: run.record[name] for name in ("step_ms", "train_s", "steps")
+    }
+
+
 def test_second_signal_aborts(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = trainer.train_step
 
@@ -193,6 +205,9 @@ def test_another_dataset_or_option_is_refused(
     other = make_dataset(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match=r"is not the dataset .* was trained on: its checksum differs"):
         trainer.resume(run.path, [f"data={other.path}"])
+    with pytest.raises(ValueError, match=r"no dataset\.json"):
+        trainer.resume(run.path, [f"data={tmp_path}"])
+    assert trainer.resume(run.path).record["status"] == "finished", "what was refused is not remembered"
 
 
 def test_a_damaged_checkpoint_is_named(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 import datetime
 import decimal
 import gzip
+import io
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hotrow.data import tabular
 from hotrow.data.chunk import RowError
 from hotrow.data.columns import ColumnsSource
 from hotrow.data.dictionary import CodedKeys, column_of
-from hotrow.data.inputs import find_files
-from hotrow.data.schema import Schema, parse_schema
+from hotrow.data.inputs import InputFile, find_files
+from hotrow.data.schema import CsvSpec, Schema, parse_schema
 from raw_rows import read
 
 
@@ -238,11 +242,37 @@ def test_frames_of_other_libraries_through_arrow() -> None:
         def arrow(self) -> pa.Table:
             return pa.table({"y": [1], "a": [5]})
 
-    assert read(ColumnsSource(Relation(), schema_of("a")))["a"] == [5]
+    class Result:
+        """As newer duckdb: the method returns a reader of the result."""
+
+        def arrow(self) -> pa.RecordBatchReader:
+            return pa.table({"y": [1], "a": [5]}).to_reader()
+
+    for older_or_newer in (Relation(), Result()):
+        assert read(ColumnsSource(older_or_newer, schema_of("a")))["a"] == [5]
     with pytest.raises(ValueError, match="read once, preparation reads twice"):
         ColumnsSource(pa.table({"y": [1], "a": [5]}).to_reader(), schema_of("a"))
     with pytest.raises(ValueError, match="dict is no path and no Arrow-capable frame"):
         ColumnsSource({"y": [1]}, schema_of("a"))
+    with pytest.raises(ValueError, match=r"LazyFrame is .* not computed yet: pass what its collect\(\) returns"):
+        ColumnsSource(frame.lazy(), schema_of("a"))
+    with pytest.raises(ValueError, match=r"Series cannot be read as an Arrow table: .*; convert it first"):
+        ColumnsSource(frame["l"], schema_of("a"))
+
+
+@pytest.mark.filterwarnings("ignore:Arrow output on a DB-API result")
+def test_frames_of_pandas_and_duckdb_themselves() -> None:
+    """Neither is a dependency; what others of their kind do is tested above."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"y": [0, 1], "a": ["x", None], "n": [7.0, None]}, index=[5, 6])
+    rows = read(ColumnsSource(frame, schema_of("a", "n")))
+    assert (rows["a"], rows["n"]) == (["x", None], [7, None])
+    with pytest.raises(ValueError, match=r"DataFrame cannot be read .* column mixed .*; convert it first"):
+        ColumnsSource(frame.assign(mixed=["x", 1]), schema_of("a"))
+    duckdb = pytest.importorskip("duckdb")
+    query = "select * from (values (0, 'x'), (1, null)) t(y, a)"
+    for result in (duckdb.connect().sql(query), duckdb.connect().execute(query)):
+        assert read(ColumnsSource(result, schema_of("a")))["a"] == ["x", None]
 
 
 def write_csv(path: Path, text: str) -> Path:
@@ -303,6 +333,37 @@ def test_bad_lines_after_the_last_good_row_count_too(tmp_path: Path) -> None:
     assert read(source)["label"] == [] and source.skipped.num_rows == 2
 
 
+class SlowFile(io.BytesIO):
+    """A file whose every read takes a while."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        time.sleep(0.02)
+        return super().read(size)
+
+
+@pytest.mark.parametrize("text", ["y,a\n", "y,a\n" + "0,1\n" * 1000], ids=["header alone", "four blocks"])
+def test_reading_broken_off_leaves_no_callback_with_arrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Arrow's thread would need Python to let go of it, and abort the process where Python is shutting down."""
+    noted: list[weakref.ref[Any]] = []
+
+    class Places(tabular._LinePlaces):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            noted.append(weakref.ref(self))
+
+    path = tmp_path / "rows.csv"
+    path.write_text("y,a\n")
+    reader = tabular.TextReader(find_files([path], matches=bool, wanted="any"), CsvSpec(delimiter=","))
+    monkeypatch.setattr(tabular, "_LinePlaces", Places)
+    monkeypatch.setattr(InputFile, "open_stream", lambda self: pa.PythonFile(SlowFile(text.encode()), "r"))
+    monkeypatch.setattr(tabular, "CSV_BLOCK_BYTES", 1024)
+    for _ in range(5):  # without the wait, Arrow's thread is the later one most times
+        next(reader.read(0, 0, ["y"], 10), None)
+    assert [places() for places in noted] == [None] * 5
+
+
 def test_unreadable_files_are_named_with_the_cure(tmp_path: Path) -> None:
     schema = schema_of("a")
     rng = np.random.default_rng(1)
@@ -316,6 +377,9 @@ def test_unreadable_files_are_named_with_the_cure(tmp_path: Path) -> None:
     (tmp_path / "latin.csv").write_bytes("y,a\n0,é\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.csv: byte 6 is not UTF-8; convert it"):
         ColumnsSource(tmp_path / "latin.csv", schema)
+    (tmp_path / "packed.csv").write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(ValueError, match=r"packed\.csv is a zip archive; unpack it"):
+        ColumnsSource(tmp_path / "packed.csv", schema)
     (tmp_path / "cut.parquet").write_bytes(b"PAR1xxxxxxxxxxxx")
     with pytest.raises(ValueError, match=r"cut\.parquet: .*write it again"):
         ColumnsSource(tmp_path / "cut.parquet", schema)

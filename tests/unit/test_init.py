@@ -45,6 +45,16 @@ def clicks(**more: object) -> pa.Table:
     )
 
 
+def test_folders_that_name_a_column_are_all_looked_at(tmp_path: Path) -> None:
+    for region in ("north", "south"):
+        folder = tmp_path / f"region={region}" / "country=x"
+        folder.mkdir(parents=True)
+        pq.write_table(clicks(), folder / "part.parquet")
+    guess = guess_columns(tmp_path)
+    assert "text, 2 values" in {g.column: g.reason for g in guess.of("categorical")}["region"]
+    assert "the same value" in {g.column: g.reason for g in guess.of("")}["country"]
+
+
 def test_each_sort_of_column_is_taken_for_what_it_is() -> None:
     schema = guess_schema(clicks())
     assert schema.label.column == "click"
@@ -116,6 +126,22 @@ def test_csv_without_header_gets_numbered_columns(tmp_path: Path) -> None:
     guess = guess_columns(path)
     assert guess.csv == {"delimiter": ";", "column_names": ["c0", "c1", "c2"]}
     assert guess.schema().label.column == "c0"
+
+
+def test_the_index_that_pandas_writes_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(",click,user\n" + "".join(f"{i},{i % 2},u{i % 7}\n" for i in range(200)))
+    guess = guess_columns(path)
+    assert "column_names" not in guess.csv
+    assert [g.column for g in guess.of("")] == [""]
+    assert guess.schema().feature_names == ("user",)
+
+
+def test_a_header_that_repeats_a_name_is_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("click,user,user\n0,a,b\n1,c,d\n")
+    with pytest.raises(ValueError, match=r"x\.csv:1: the header names column 'user' twice; rename one"):
+        guess_columns(path, label="click")
 
 
 def test_text_ids_keep_their_zeros(tmp_path: Path) -> None:

@@ -47,11 +47,13 @@ def test_set_isa_refuses_what_is_not_there() -> None:
 PROGRAM = """
 import warnings
 import torch
-from hotrow import KeyedJaggedTensor, TableConfig, ops
+from hotrow import TableConfig, ops
+from hotrow.data import native
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import Adagrad
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
+    native.backend()  # raw rows are read before anything is trained
     emb = EmbeddingCollection([TableConfig(name="t", num_embeddings=50, embedding_dim=5, feature_names=("f",))])
     optimizer = Adagrad(emb, lr=0.1)
     for step in range(3):

@@ -55,6 +55,7 @@ def test_json_round_trip_keeps_everything() -> None:
         ({"tables": {"usr": {}}}, "tables lists 'usr', which no feature uses; did you mean 'user'"),
         ({"label": {"column": "r", "positive": [1], "at_least": 4}}, "label: give either 'positive' or 'at_least'"),
         ({"split": {"fractions": [0.5, 0.1, 0.1]}}, r"split: fractions \[0.5, 0.1, 0.1\] must be .* sum 1"),
+        ({"split": {"kind": "time"}}, "split.kind is 'time', but no time column is named; name one under 'time'"),
         ({"split": {"kind": "chrono"}}, "split.kind is 'chrono': .*'random'"),
         ({"tables": {"user": {"min_count": 0}}}, r"tables\.user\.min_count is 0: .*greater than or equal to 1"),
         ({"tables": {"user": {"min_count": "2"}}}, r"tables\.user\.min_count is '2'"),

@@ -1,16 +1,14 @@
 """Parsing, counting, hashing and lookup of raw rows: typed doors to the native module, or to its readable twin.
 
 The only importer of the native module beside `hotrow.ops`. Without it (not built, or HOTROW_NATIVE=0) the functions of
-`hotrow.data.reference` serve, with one warning: the same results and file bytes, many times slower.
+`hotrow.data.reference` serve, announced by `hotrow.ops`: the same results and file bytes, many times slower.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import os
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,22 +19,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow import ops
 from hotrow.data.chunk import KeyKind, Keys
 from hotrow.files import atomic_write
 
 
 @functools.cache
 def backend() -> Any:
-    """The module that computes: `hotrow._native`, or `hotrow.data.reference` after one warning that says why."""
-    reason = "HOTROW_NATIVE=0 is set; unset it to use the native module"
-    if os.environ.get("HOTROW_NATIVE") != "0":
-        try:
-            return importlib.import_module("hotrow._native")
-        except ImportError as error:
-            reason = f"the native module cannot be imported ({error}); build it with `pip install .`"
+    """The module that computes: `hotrow._native`, or `hotrow.data.reference` where `hotrow.ops` says why, once."""
+    if ops.backend().reason is None:
+        return importlib.import_module("hotrow._native")
     from hotrow.data import reference
 
-    warnings.warn(f"raw rows are read and encoded by the slow reference code: {reason}", stacklevel=2)
     return reference
 
 

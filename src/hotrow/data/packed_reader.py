@@ -57,15 +57,17 @@ def _inside(folder: Path, *names: str) -> Path:
     return path
 
 
+def _check_size(path: Path, num_bytes: int) -> None:
+    if (size := path.stat().st_size) != num_bytes:
+        raise ValueError(f"{path} has {size} bytes, {MANIFEST} says {num_bytes}: it was cut or altered; {CURE}")
+
+
 class _MappedPart:
     """One part, mapped: size, header and footer are checked here, blocks when read."""
 
     def __init__(self, path: Path, part: Part, schema: pa.Schema) -> None:
         self._path, self._part, self._schema = path, part, schema
-        if (size := path.stat().st_size) != part.num_bytes:
-            raise ValueError(
-                f"{path} has {size} bytes, {MANIFEST} says {part.num_bytes}: it was cut or altered; {CURE}"
-            )
+        _check_size(path, part.num_bytes)
         self._bytes = pa.memory_map(str(path)).read_buffer()
         for index, what in ((0, "header"), (len(part.range_ends) - 1, "footer")):
             self._check_crc32(index, what)
@@ -174,6 +176,11 @@ class Split:
             self._verified[index] = True
         return block
 
+    def check_sizes(self) -> None:
+        """Check that every part is there and whole, by its size alone."""
+        for part in self._split.parts:
+            _check_size(_inside(self._folder, self.name, part.file), part.num_bytes)
+
     def verify(self) -> None:
         """Check every block that was not checked yet."""
         for index in range(self.num_blocks):
@@ -214,22 +221,22 @@ class PackedDataset:
         self.splits: dict[str, Split] = {name: Split(path, name, info) for name in info.splits}
 
     @classmethod
-    def open(cls, path: Path | str, *, verify: Literal["lazy", "full"] = "lazy") -> PackedDataset:
+    def open(cls, path: Path | str, *, verify: Literal["lazy", "sizes", "full"] = "lazy") -> PackedDataset:
         """Open the folder `path`.
 
-        verify: "lazy" checks each block, and each file beside the parts, when it is first read; "full" checks
-        everything now, at the speed of reading it all.
+        verify: "lazy" checks each block, and each file beside the parts, when it is first read; "sizes" also looks now
+        whether every file is there in its full size; "full" checks everything now, at the speed of reading it all.
 
         Raises ValueError naming the file (and block and byte range) that is absent, cut, altered or not allowed.
         """
-        if verify not in ("lazy", "full"):
-            raise ValueError(f"verify is {verify!r}; choose 'lazy' or 'full'")
+        if verify not in ("lazy", "sizes", "full"):
+            raise ValueError(f"verify is {verify!r}; choose 'lazy', 'sizes' or 'full'")
         dataset = cls(Path(path), read_info(Path(path)))
-        if verify == "full":
+        if verify != "lazy":
             for split in dataset.splits.values():
-                split.verify()
+                split.verify() if verify == "full" else split.check_sizes()
             for name in dataset.info.files:
-                dataset._side_file(name, check="crc32")
+                dataset._side_file(name, check="crc32" if verify == "full" else "size")
         return dataset
 
     @cached_property
@@ -279,8 +286,7 @@ class PackedDataset:
         if name not in self.info.files:
             raise ValueError(f"{self.path}: {MANIFEST} lists no file {name}; this dataset was made without it")
         record, path = self.info.files[name], _inside(self.path, *name.split("/"))
-        if (size := path.stat().st_size) != record.num_bytes:
-            raise ValueError(f"{path} has {size} bytes, {MANIFEST} says {record.num_bytes}; {CURE}")
+        _check_size(path, record.num_bytes)
         if check == "crc32" and crc32_of_file(path) != record.crc32:
             raise ValueError(f"{path}: the checksum differs from {MANIFEST}, so the file was altered; {CURE}")
         return path

@@ -43,7 +43,7 @@ from hotrow.data.packed import (
 from hotrow.data.progress import ProgressCallback, ProgressMeter
 from hotrow.data.rowencoder import RowEncoder
 from hotrow.data.schema import SPLITS
-from hotrow.data.sources import OpenedSource, rows_per_file
+from hotrow.data.sources import OpenedSource, check_split, rows_per_file
 from hotrow.data.spill import CounterPool
 from hotrow.data.split import (
     TRAIN,
@@ -58,7 +58,7 @@ from hotrow.data.split import (
 )
 from hotrow.data.transforms import DenseTransform, Moments
 from hotrow.data.vocabulary import Vocabulary
-from hotrow.data.workfolder import Mark, WorkFolder
+from hotrow.data.workfolder import COUNTS, Mark, WorkFolder
 from hotrow.files import available_memory_bytes
 from hotrow.host import usable_cores
 
@@ -133,10 +133,11 @@ def prepare(
     what it will take, what was resumed or skipped.
 
     Raises ValueError where the source has a bad row or file, where `out` holds a dataset or other work, or where the
-    disk is too small; OSError where it became full; Interrupted on Ctrl-C. Except after the first kind, the same call
-    goes on where it stopped.
+    disk is too small; OSError where it became full; Interrupted on Ctrl-C. After these two, and after a bad row that
+    was met later than a snapshot, the same call goes on where it stopped; else nothing is left behind.
     """
     options = options or Options()
+    check_split(opened)
     say = announce or (lambda line: None)
     source_info = opened.source.scout()
     work = WorkFolder(Path(out), _identity(opened, options, source_info), overwrite=options.overwrite)
@@ -150,7 +151,12 @@ def prepare(
         estimate.check_disk(Path(out))
         work.begin()
     stage = _Stages(opened, work, options, source_info, progress, say)
-    return _stoppable(stage.run, work)
+    try:
+        return _stoppable(stage.run, work)
+    except ValueError:
+        if not work.abandon():
+            say(f"the counts are kept in {work.folder}: the same command, also with --skip-bad-rows, goes on")
+        raise
 
 
 def _identity(opened: OpenedSource, options: Options, info: SourceInfo) -> dict[str, Any]:
@@ -228,8 +234,6 @@ class _Stages:
             return RandomPlan(split.seed, split.fractions)
         if kind == "reference":
             return reference_plan(_first_rows(rows_per_file(self._opened), self._options.rows))
-        if self._schema.time is None:
-            raise ValueError("split by time, but the source has no time column; name one, or use --split random")
         histogram, meter = TimeHistogram(), ProgressMeter(self._progress, "scan", self._rows_total)
         for times in _limited(self._times(), self._options.rows):
             histogram.add(times)
@@ -266,7 +270,7 @@ class _Stages:
 
     def _count(self, plan: SplitPlan, executor: Executor) -> None:
         """Counts the training rows and writes vocabularies, counts and transforms."""
-        folder = self._work.folder / "counts"
+        folder = self._work.folder / COUNTS
         with (
             ThreadPoolExecutor(1, thread_name_prefix="hotrow-checksum") as beside,
             CounterPool(folder, memory_bytes=self._memory_bytes, executor=executor) as counters,

@@ -164,6 +164,8 @@ class Schema(_Strict):
                 raise ValueError(
                     f"{kind} lists {self.label.column!r}, which is the label: the model would see the answer; remove it"
                 )
+        if self.split.kind == "time" and self.time is None:
+            raise ValueError("split.kind is 'time', but no time column is named; name one under 'time', or use random")
         for spec in self.categorical:
             check_name(spec.table_name, what=f"table name of feature {spec.column!r} (set with 'table:')")
         if unknown := sorted(set(self.tables) - set(self.table_names)):

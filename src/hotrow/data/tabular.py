@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import csv
 import re
+import threading
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -129,6 +131,15 @@ class FrameReader:
 
 def frame_to_arrow(frame: Any) -> pa.Table:
     """`frame` as an Arrow table. Raises ValueError for objects that do not speak Arrow, and for one-shot readers."""
+    try:
+        return _to_table(frame)
+    except (pa.ArrowException, TypeError) as error:
+        # pandas hands over columns of Python objects, which need not be of one type; Arrow then names the column.
+        text = "; ".join(str(argument) for argument in error.args)
+        raise ValueError(f"{type(frame).__name__} cannot be read as an Arrow table: {text}; convert it first") from None
+
+
+def _to_table(frame: Any) -> pa.Table:
     if isinstance(frame, pa.RecordBatchReader):
         raise ValueError("a RecordBatchReader can be read once, preparation reads twice; pass reader.read_all()")
     if isinstance(frame, pa.Table):
@@ -137,13 +148,15 @@ def frame_to_arrow(frame: Any) -> pa.Table:
         return pa.RecordBatchReader.from_stream(frame).read_all()
     for method in ("to_arrow_table", "to_arrow", "arrow"):
         if hasattr(frame, method):
-            return pa.table(getattr(frame, method)())
+            found = getattr(frame, method)()
+            # duckdb's results give a reader, its relations speak Arrow themselves.
+            return found.read_all() if isinstance(found, pa.RecordBatchReader) else pa.table(found)
     if type(frame).__module__.startswith("pandas."):
         return pa.Table.from_pandas(frame, preserve_index=False)
-    raise ValueError(
-        f"{type(frame).__name__} is no path and no Arrow-capable frame; pass paths, or a pandas, polars, "
-        "duckdb or pyarrow table"
-    )
+    cure = "pass paths, or a pandas, polars, duckdb or pyarrow table"
+    if hasattr(frame, "collect"):
+        cure = "it is not computed yet: pass what its collect() returns"
+    raise ValueError(f"{type(frame).__name__} is no path and no Arrow-capable frame; {cure}")
 
 
 class ParquetReader:
@@ -167,6 +180,16 @@ class ParquetReader:
             if name not in schema.names:
                 schema = schema.append(pa.field(name, kind))
         return schema
+
+    def partition_values(self) -> dict[str, pa.Array]:
+        """Columns that folders name: their value in each file."""
+        stored = self._opened(0).schema_arrow.names
+        values = [dict(file.partition) for file in self._files]
+        return {
+            name: pa.array([row.get(name) for row in values], pa.string()).cast(kind)
+            for name, kind in self._partition_types.items()
+            if name not in stored
+        }
 
     def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming file and column where a file lacks a column or holds it in another type."""
@@ -274,6 +297,8 @@ class TextReader:
             raw = stream.read(SNIFF_BYTES)
         # The sample may cut a character or line in two: only whole lines count.
         whole = raw if len(raw) < SNIFF_BYTES else raw[: raw.rfind(b"\n") + 1]
+        if raw.startswith(b"PK\x03\x04"):
+            raise ValueError(f"{file.name} is a zip archive; unpack it, or pack it with gzip or zstd instead")
         try:
             text = whole.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -315,7 +340,7 @@ class TextReader:
         header_lines = int(self._spec.column_names is None)
         places = _LinePlaces(file.name, header_lines)
         with _naming(file), file.open_stream() as stream:
-            for block in pa.csv.open_csv(stream, **self._csv_options(file_index, columns, places.collect)):
+            for block in self._blocks(stream, file_index, columns, places):
                 lines = places.lines_of(len(block))
                 keep = int(np.searchsorted(lines, first + header_lines, side="right"))
                 block, lines = block.select(list(columns)).slice(keep), lines[keep:]
@@ -326,6 +351,26 @@ class TextReader:
             if bad := places.take_bad(None, after=first + header_lines):
                 nothing = pa.RecordBatch.from_pylist([], pa.schema([(name, pa.string()) for name in columns]))
                 yield Rows(nothing, np.arange(0), bad[-1].line - header_lines, bad)
+
+    def _blocks(
+        self, stream: Any, file_index: int, columns: Sequence[str], places: _LinePlaces
+    ) -> Iterator[pa.RecordBatch]:
+        """A file as Arrow cuts it, bad lines noted in `places`; ends only when Arrow's reading thread has too.
+
+        That thread drops the reader, and the callback with it, after its last read: later than the caller, who may
+        have broken off. Were Python shutting down by then, the process would be aborted.
+        """
+
+        def on_bad_line(row: Any) -> str:
+            return places.collect(row)
+
+        dropped = threading.Event()
+        weakref.finalize(on_bad_line, dropped.set).atexit = False
+        try:
+            yield from pa.csv.open_csv(stream, **self._csv_options(file_index, columns, on_bad_line))
+        finally:
+            del on_bad_line
+            dropped.wait()
 
     def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
         delimiter, _ = self._head(file_index)

@@ -17,9 +17,11 @@ from typing import Any
 from hotrow.data.chunk import Position
 from hotrow.data.packed_format import MANIFEST, WORK_FOLDER
 from hotrow.data.schema import SPLITS
+from hotrow.data.spill import SNAPSHOT
 from hotrow.files import read_json, write_json
 
 STATE = "prepare.json"
+COUNTS = "counts"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class WorkFolder:
     def __init__(self, out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
         self.out, self.folder, self._identity, self._overwrite = out, out / WORK_FOLDER, identity, overwrite
         self._state: dict[str, Any] = {}
+        self._made_out = not out.exists()
         if not _is_ours(out):
             if out.exists() and (not out.is_dir() or any(out.iterdir())):
                 raise ValueError(f"{out} exists and is no dataset folder; it is never overwritten: choose another")
@@ -131,6 +134,15 @@ class WorkFolder:
         """The folder `name` for files of a stage, emptied of what an interrupted run left there."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         return self.folder / name
+
+    def abandon(self) -> bool:
+        """After a fault of the data: remove the folder, unless it keeps counts to go on from; says whether."""
+        if self.tables is not None or (self.folder / COUNTS / SNAPSHOT).exists():
+            return False
+        shutil.rmtree(self.folder)
+        if self._made_out and not any(self.out.iterdir()):
+            self.out.rmdir()
+        return True
 
     def remove(self) -> None:
         """Remove the folder; the dataset is complete."""
