@@ -48,6 +48,9 @@ class ModelConfig(_Section):
     """Widths of the top MLP's hidden layers; the last layer, one logit, follows by itself."""
     interaction: Literal["dot"] = "dot"
     """How features meet. `dot`: every pair of the F + 1 vectors, without the pair of a vector with itself."""
+    first_order: bool = False
+    """Whether the logit also gets the first column of every pooled row and a linear map of the dense inputs, as in a
+    logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP."""
 
 
 class DenseOptimizerConfig(_Section):

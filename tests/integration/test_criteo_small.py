@@ -74,7 +74,7 @@ def test_preparation_of_the_real_file(dataset: PackedDataset) -> None:
 
 
 class PlainDLRM(nn.Module):
-    """DLRM of torch modules only, with the weights of ours copied in."""
+    """DLRM with the first-order term, of torch modules only, with the weights of ours copied in."""
 
     def __init__(self, parts: trainer.Parts) -> None:
         super().__init__()
@@ -86,6 +86,8 @@ class PlainDLRM(nn.Module):
             for table in tables
         )
         self.bottom, self.top = self.copied(parts.model.bottom), self.copied(parts.model.top, last=nn.Identity)
+        self.linear = nn.Linear(13, 1, bias=False)
+        self.linear.weight.data.copy_(parts.model.first_order_I.detach())
         count = len(self.features) + 1
         self.pairs = torch.tril_indices(count, count, offset=-1)
 
@@ -106,7 +108,8 @@ class PlainDLRM(nn.Module):
             vectors.append(bag(values.long(), offsets[:-1]))
         stacked = torch.stack(vectors, dim=1)
         dots = stacked @ stacked.transpose(1, 2)
-        return self.top(torch.cat([x, dots[:, self.pairs[0], self.pairs[1]]], dim=1)).squeeze(1)
+        first_order = self.linear(dense).squeeze(1) + stacked[:, 1:, 0].sum(dim=1)
+        return self.top(torch.cat([x, dots[:, self.pairs[0], self.pairs[1]]], dim=1)).squeeze(1) + first_order
 
 
 def test_against_plain_pytorch(dataset: PackedDataset) -> None:

@@ -31,6 +31,7 @@ model.embedding_init None
 model.bottom_mlp [512, 256, 64]
 model.top_mlp [512, 256]
 model.interaction dot
+model.first_order False
 optimizer.dense.name sgd
 optimizer.dense.lr 0.1
 optimizer.dense.weight_decay 0.0

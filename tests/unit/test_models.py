@@ -76,6 +76,54 @@ def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
     torch.testing.assert_close(pooled.grad, twin.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("num_dense", [0, 1, 4])
+def test_first_order_against_plain_torch(num_dense: int) -> None:
+    model, without = (
+        build_model(
+            ModelConfig(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6], first_order=first_order),
+            num_dense=num_dense,
+            num_features=5,
+            seed=3,
+        )
+        for first_order in (True, False)
+    )
+    assert model.load_state_dict(without.state_dict(), strict=False).missing_keys == ["first_order_I"]
+    dense = torch.randn(7, num_dense, generator=seeded(1))
+    pooled = torch.randn(7, 5, 8, generator=seeded(2), requires_grad=True)
+    twin = pooled.detach().clone().requires_grad_()
+    weights = torch.randn(num_dense, generator=seeded(4)).requires_grad_()
+    with torch.no_grad():
+        model.first_order_I.copy_(weights)
+    logits = model(dense, pooled.reshape(7, -1))
+    expected = plain_dlrm(model, dense, twin)
+    for f in range(5):
+        expected = expected + twin[:, f, 0]
+    for i in range(num_dense):
+        expected = expected + dense[:, i] * weights[i]
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(pooled.grad, twin.grad, rtol=1e-4, atol=1e-4)
+    if num_dense:
+        torch.testing.assert_close(model.first_order_I.grad, weights.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_first_order_at_the_start_is_the_logistic_regression_of_rows_at_zero() -> None:
+    """Rows at zero get a gradient in their first column, equal for all features, and no draw differs from without."""
+    configs = [ModelConfig(embedding_dim=4, bottom_mlp=[8], top_mlp=[6], first_order=on) for on in (False, True)]
+    without, model = (build_model(config, num_dense=3, num_features=5, seed=3) for config in configs)
+    dense = torch.randn(7, 3, generator=seeded(1))
+    grads = []
+    for network in (without, model):
+        pooled = torch.zeros(7, 5, 4, requires_grad=True)
+        network(dense, pooled.reshape(7, -1)).sum().backward()
+        grads.append(pooled.grad)
+    expected = torch.zeros(7, 5, 4)
+    expected[:, :, 0] = 1.0
+    torch.testing.assert_close(grads[1] - grads[0], expected)
+    assert torch.equal(model(dense, torch.zeros(7, 20)), without(dense, torch.zeros(7, 20)))
+
+
 def test_widths_follow_the_paper() -> None:
     model = build_model(ModelConfig(), num_dense=13, num_features=26, seed=0)
     widths = [

@@ -24,5 +24,6 @@ def build_model(config: ModelConfig, *, num_dense: int, num_features: int, seed:
         embedding_dim=config.embedding_dim,
         bottom_mlp=config.bottom_mlp,
         top_mlp=config.top_mlp,
+        first_order=config.first_order,
         generator=torch.Generator().manual_seed(seed),
     )

@@ -3,6 +3,10 @@
     dense_BI --bottom MLP--> x_BD --+-- dot products --> [x | dots of all pairs] --top MLP--> logits_B
     pooled_BP (P = F * D) ----------+
 
+With `first_order`, logits_B += sum_F pooled_BFD[:, :, 0] + dense_BI w_I: the logistic regression of the same inputs.
+Else an id reaches the logit only through products and the top MLP, where rows at zero stay small and learn slowly.
+It uses the rows that are there, so no second set of tables is looked up; w starts at zero and the top MLP has the bias.
+
 The tables are not part of it: it takes their pooled rows, so that lookups are timed, placed and sharded on their own.
 """
 
@@ -22,7 +26,8 @@ class DLRM(nn.Module):
 
     num_dense: I; with 0 a learned vector takes the place of the bottom MLP, so every feature keeps a linear term.
     num_features: F. bottom_mlp, top_mlp: hidden widths; D and 1 are appended.
-    generator: CPU generator from which all weights are drawn, bottom MLP first.
+    first_order: whether the first-order term above is added. generator: CPU generator from which all weights are drawn,
+    bottom MLP first.
     """
 
     def __init__(
@@ -33,6 +38,7 @@ class DLRM(nn.Module):
         embedding_dim: int,
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
+        first_order: bool,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
@@ -44,9 +50,13 @@ class DLRM(nn.Module):
         else:
             self.bottom = Constant(embedding_dim, generator=generator)
         self.top = MLP([embedding_dim + num_pairs, *top_mlp, 1], generator=generator, last="linear")
+        self.first_order_I = nn.Parameter(torch.zeros(num_dense)) if first_order else None
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
         """Logits [B]."""
         pooled_BFD = pooled_BP.view(-1, self.num_features, self.embedding_dim)
         logits_B1: Tensor = self.top(dot_interaction(self.bottom(dense_BI), pooled_BFD))
-        return logits_B1.squeeze(1)
+        logits_B = logits_B1.squeeze(1)
+        if self.first_order_I is not None:
+            logits_B = logits_B + pooled_BFD[:, :, 0].sum(1) + dense_BI @ self.first_order_I
+        return logits_B
