@@ -137,6 +137,8 @@ class Run:
             raise ValueError(f"scores file {out} ends in {out.suffix!r}; choose {' or '.join(_SCORE_WRITERS)}")
         if out.exists():
             raise ValueError(f"scores file {out} exists already; remove it or choose another name")
+        if not out.parent.is_dir():
+            raise ValueError(f"scores file {out}: there is no folder {out.parent}; make it or choose another")
         schema = pa.schema([pa.field("score", pa.float32(), nullable=False)])
         num_rows = 0
         with atomic_write(out) as file, _SCORE_WRITERS[out.suffix](file, schema) as writer:

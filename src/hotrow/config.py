@@ -259,7 +259,11 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"config {path} is no file; pass a YAML file such as recipes/criteo-small.yaml")
-    raw = parse_yaml(path.read_text(encoding="utf-8"), origin=f"config {path}")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config {path}: byte {error.start} is not UTF-8; pass a YAML file in UTF-8") from None
+    raw = parse_yaml(text, origin=f"config {path}")
     if not isinstance(raw, dict):
         raise ValueError(f"config {path} holds {reprlib.repr(raw)}; it must be a mapping such as `data: data/criteo`")
     return make_config(apply_overrides(raw, overrides), origin=f"config {path}")

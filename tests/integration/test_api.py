@@ -79,6 +79,8 @@ def test_scores_are_written(run: hotrow.Run, tmp_path: Path) -> None:
             run.write_scores(table, out)
     with pytest.raises(ValueError, match=r"ends in '\.txt'; choose \.parquet or \.csv"):
         run.write_scores(table, tmp_path / "scores.txt")
+    with pytest.raises(ValueError, match=r"there is no folder .*absent; make it"):
+        run.write_scores(table, tmp_path / "absent" / "scores.csv")
 
 
 def test_a_loaded_run_is_the_run(run: hotrow.Run) -> None:

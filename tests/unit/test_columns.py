@@ -241,11 +241,37 @@ def test_frames_of_other_libraries_through_arrow() -> None:
         def arrow(self) -> pa.Table:
             return pa.table({"y": [1], "a": [5]})
 
-    assert read(ColumnsSource(Relation(), schema_of("a")))["a"] == [5]
+    class Result:
+        """As newer duckdb: the method returns a reader of the result."""
+
+        def arrow(self) -> pa.RecordBatchReader:
+            return pa.table({"y": [1], "a": [5]}).to_reader()
+
+    for older_or_newer in (Relation(), Result()):
+        assert read(ColumnsSource(older_or_newer, schema_of("a")))["a"] == [5]
     with pytest.raises(ValueError, match="read once, preparation reads twice"):
         ColumnsSource(pa.table({"y": [1], "a": [5]}).to_reader(), schema_of("a"))
     with pytest.raises(ValueError, match="dict is no path and no Arrow-capable frame"):
         ColumnsSource({"y": [1]}, schema_of("a"))
+    with pytest.raises(ValueError, match=r"LazyFrame is .* not computed yet: pass what its collect\(\) returns"):
+        ColumnsSource(frame.lazy(), schema_of("a"))
+    with pytest.raises(ValueError, match=r"Series cannot be read as an Arrow table: .*; convert it first"):
+        ColumnsSource(frame["l"], schema_of("a"))
+
+
+@pytest.mark.filterwarnings("ignore:Arrow output on a DB-API result")
+def test_frames_of_pandas_and_duckdb_themselves() -> None:
+    """Neither is a dependency; what others of their kind do is tested above."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"y": [0, 1], "a": ["x", None], "n": [7.0, None]}, index=[5, 6])
+    rows = read(ColumnsSource(frame, schema_of("a", "n")))
+    assert (rows["a"], rows["n"]) == (["x", None], [7, None])
+    with pytest.raises(ValueError, match=r"DataFrame cannot be read .* column mixed .*; convert it first"):
+        ColumnsSource(frame.assign(mixed=["x", 1]), schema_of("a"))
+    duckdb = pytest.importorskip("duckdb")
+    query = "select * from (values (0, 'x'), (1, null)) t(y, a)"
+    for result in (duckdb.connect().sql(query), duckdb.connect().execute(query)):
+        assert read(ColumnsSource(result, schema_of("a")))["a"] == ["x", None]
 
 
 def write_csv(path: Path, text: str) -> Path:
@@ -350,6 +376,9 @@ def test_unreadable_files_are_named_with_the_cure(tmp_path: Path) -> None:
     (tmp_path / "latin.csv").write_bytes("y,a\n0,é\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.csv: byte 6 is not UTF-8; convert it"):
         ColumnsSource(tmp_path / "latin.csv", schema)
+    (tmp_path / "packed.csv").write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(ValueError, match=r"packed\.csv is a zip archive; unpack it"):
+        ColumnsSource(tmp_path / "packed.csv", schema)
     (tmp_path / "cut.parquet").write_bytes(b"PAR1xxxxxxxxxxxx")
     with pytest.raises(ValueError, match=r"cut\.parquet: .*write it again"):
         ColumnsSource(tmp_path / "cut.parquet", schema)

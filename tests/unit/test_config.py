@@ -187,6 +187,15 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
         load_config(tmp_path / "empty.yaml")
 
 
+def test_a_config_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes("data: é".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"config .*c\.yaml: byte 6 is not UTF-8"):
+        load_config(path)
+    path.write_bytes(b"\xef\xbb\xbfdata: x")
+    assert load_config(path).data == "x"
+
+
 def test_interval_steps() -> None:
     assert interval_steps(None, steps_per_epoch=100) is None
     assert interval_steps(0.1, steps_per_epoch=95) == 9.5

@@ -128,6 +128,22 @@ def test_csv_without_header_gets_numbered_columns(tmp_path: Path) -> None:
     assert guess.schema().label.column == "c0"
 
 
+def test_the_index_that_pandas_writes_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(",click,user\n" + "".join(f"{i},{i % 2},u{i % 7}\n" for i in range(200)))
+    guess = guess_columns(path)
+    assert "column_names" not in guess.csv
+    assert [g.column for g in guess.of("")] == [""]
+    assert guess.schema().feature_names == ("user",)
+
+
+def test_a_header_that_repeats_a_name_is_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("click,user,user\n0,a,b\n1,c,d\n")
+    with pytest.raises(ValueError, match=r"x\.csv:1: the header names column 'user' twice; rename one"):
+        guess_columns(path, label="click")
+
+
 def test_text_ids_keep_their_zeros(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("click,zip,when\n" + "".join(f"{i % 2},{i % 30:05},2024-01-{1 + i % 28:02}\n" for i in range(60)))

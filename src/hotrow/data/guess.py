@@ -146,7 +146,7 @@ def guess_schema(source: Any, label: str | None = None, time: str | None = None)
 
 def guess_columns(source: Any, *, label: str | None = None, time: str | None = None) -> SchemaGuess:
     """Every column's guess with its reason; `guess_schema` without the demand that a label be found."""
-    reader, csv = _open(source)
+    reader, csv = _open(source, told=(label, time))
     names = list(reader.schema.names)
     for what, name in (("label", label), ("time", time)):
         if name is not None and name not in names:
@@ -163,21 +163,28 @@ def guess_columns(source: Any, *, label: str | None = None, time: str | None = N
     )
 
 
-def _open(source: Any) -> tuple[TableReader, dict[str, Any]]:
+def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[str, Any]]:
+    """The reader, and of text files how lines are cut; `told` are column names known, which only a header can hold."""
     files = input_files(source)
     reader = open_reader(source, files, CsvSpec())
     if not isinstance(reader, TextReader) or files is None:
         return reader, {}
     csv: dict[str, Any] = {"delimiter": reader.delimiter}
     fields = reader.schema.names
-    # A header has distinct names, none of them empty or a number.
-    if len(set(fields)) < len(fields) or any(not f or re.match(NUMBER, f) for f in fields):
+    repeated = sorted({f for f in fields if fields.count(f) > 1})
+    if repeated and any(name in fields for name in told):
+        raise ValueError(f"{files[0].name}:1: the header names column {repeated[0]!r} twice; rename one of them")
+    # A header has distinct names, none of them a number or empty, but for the row index that pandas writes first.
+    if repeated or not any(fields) or any(re.match(NUMBER, f) for f in fields) or "" in fields[1:]:
         csv["column_names"] = [f"c{i}" for i in range(len(fields))]
     return open_reader(source, files, CsvSpec.model_validate_json(json.dumps(csv))), csv
 
 
 def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
-    """The first rows of the first file, and what folders say of all; values that no rule reads may be bad here and are found in preparation."""
+    """The first rows of the first file, and what folders say of all files.
+
+    Values that no rule reads may be bad here and are found in preparation.
+    """
     batches, num_rows = [], 0
     for rows in reader.read(0, 0, names, SAMPLE_ROWS):
         batches.append(rows.batch)

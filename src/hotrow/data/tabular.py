@@ -131,6 +131,15 @@ class FrameReader:
 
 def frame_to_arrow(frame: Any) -> pa.Table:
     """`frame` as an Arrow table. Raises ValueError for objects that do not speak Arrow, and for one-shot readers."""
+    try:
+        return _to_table(frame)
+    except (pa.ArrowException, TypeError) as error:
+        # pandas hands over columns of Python objects, which need not be of one type; Arrow then names the column.
+        text = "; ".join(str(argument) for argument in error.args)
+        raise ValueError(f"{type(frame).__name__} cannot be read as an Arrow table: {text}; convert it first") from None
+
+
+def _to_table(frame: Any) -> pa.Table:
     if isinstance(frame, pa.RecordBatchReader):
         raise ValueError("a RecordBatchReader can be read once, preparation reads twice; pass reader.read_all()")
     if isinstance(frame, pa.Table):
@@ -139,13 +148,15 @@ def frame_to_arrow(frame: Any) -> pa.Table:
         return pa.RecordBatchReader.from_stream(frame).read_all()
     for method in ("to_arrow_table", "to_arrow", "arrow"):
         if hasattr(frame, method):
-            return pa.table(getattr(frame, method)())
+            found = getattr(frame, method)()
+            # duckdb's results give a reader, its relations speak Arrow themselves.
+            return found.read_all() if isinstance(found, pa.RecordBatchReader) else pa.table(found)
     if type(frame).__module__.startswith("pandas."):
         return pa.Table.from_pandas(frame, preserve_index=False)
-    raise ValueError(
-        f"{type(frame).__name__} is no path and no Arrow-capable frame; pass paths, or a pandas, polars, "
-        "duckdb or pyarrow table"
-    )
+    cure = "pass paths, or a pandas, polars, duckdb or pyarrow table"
+    if hasattr(frame, "collect"):
+        cure = "it is not computed yet: pass what its collect() returns"
+    raise ValueError(f"{type(frame).__name__} is no path and no Arrow-capable frame; {cure}")
 
 
 class ParquetReader:
@@ -286,6 +297,8 @@ class TextReader:
             raw = stream.read(SNIFF_BYTES)
         # The sample may cut a character or line in two: only whole lines count.
         whole = raw if len(raw) < SNIFF_BYTES else raw[: raw.rfind(b"\n") + 1]
+        if raw.startswith(b"PK\x03\x04"):
+            raise ValueError(f"{file.name} is a zip archive; unpack it, or pack it with gzip or zstd instead")
         try:
             text = whole.decode("utf-8-sig")
         except UnicodeDecodeError as error:
