@@ -108,6 +108,7 @@ def make_ours(setting: Setting) -> tuple[Step, DLRM, EmbeddingCollection]:
         embedding_dim=DIM,
         bottom_mlp=BOTTOM,
         top_mlp=TOP,
+        first_order=False,
         generator=torch.Generator().manual_seed(1),
     )
     optimizers = [torch.optim.SGD(model.parameters(), lr=LR), SGD(emb, lr=LR)]
