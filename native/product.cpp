@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kRows = kLanes == 16 ? 8 : 4;  // of one piece: with kMaxParts vectors of columns it fills the registers
 constexpr int kMaxParts = 3;
+constexpr int64_t kAheadRows = 16;  // of G while it is packed
 constexpr int64_t kPiece = kMaxParts * kLanes;
 static_assert(kTileRows % kRows == 0 && kPanelColumns % kPiece == 0);
 
@@ -61,11 +62,26 @@ template <class Value, class Load, class Store>
   write(c, sum);
 }
 
+// Brings near what `finish` will read and write, while the sums are formed.
+template <int kParts>
+[[gnu::always_inline]] inline void fetch_piece(const Product& product, int64_t row, int64_t column) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t at = (row + r) * product.columns + column;
+#pragma GCC unroll 3
+    for (int p = 0; p < kParts; ++p) {
+      __builtin_prefetch(product.c + at + p * kLanes, 1, 3);
+      if (product.gate) __builtin_prefetch(product.gate + at + p * kLanes, 0, 3);
+    }
+  }
+}
+
 // C's rows [row, row + kRows) by kParts vectors of columns; beyond `num_rows` rows or C's columns nothing is stored.
 template <int kParts, class Left>
 void multiply_piece(const Product& product, const Left a, const float* panel, int64_t row, int64_t num_rows,
                     int64_t column) {
   Vec<kLanes> sum[kRows][kParts] = {};
+  if (num_rows >= kRows) fetch_piece<kParts>(product, row, column);
   add_products<kParts>(a, panel, product.depth, sum);
   if (num_rows >= kRows && column + kParts * kLanes <= product.columns) {
 #pragma GCC unroll 8
@@ -165,6 +181,7 @@ void pack_tiles(const float* from, int64_t stride, int64_t depth, int64_t rows, 
     Vec<8> sum{};
     for (int64_t k = 0; k < depth; ++k) {
       const float* at = from + k * stride + m;
+      __builtin_prefetch(at + kAheadRows * stride, 0, 3);  // rows lie too far apart for the machine to foresee
       Vec<8> column{};
       if (width == kTileRows) {
         column = load<8>(at);
