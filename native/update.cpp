@@ -7,7 +7,8 @@ HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 namespace hotrow::HOTROW_ISA {
 namespace {
 
-constexpr int64_t kAheadRows = 16;  // table rows come from DRAM
+// Table rows come from DRAM; of one cache line each, more of them must be in flight.
+inline int64_t rows_ahead(int64_t dim) { return dim <= 16 ? 32 : 16; }
 constexpr int64_t kAheadGrads = 6;  // a table's gradient columns mostly lie in L2 already
 
 // One gradient: where it lies and what it is multiplied by.
@@ -42,11 +43,12 @@ struct Cursor {
   }
   // Called once per occurrence, in order.
   [[gnu::always_inline]] void fetch_ahead(int64_t i) const {
-    if (i + kAheadRows < all.num_keys) fetch_row(i + kAheadRows);
+    const int64_t ahead = i + rows_ahead(table.dim);
+    if (ahead < all.num_keys) fetch_row(ahead);
     if (i + kAheadGrads < all.num_keys) prefetch_row<false>(gradient(i + kAheadGrads).at, 0, table.dim);
   }
   [[gnu::always_inline]] void fetch_first() const {
-    for (int64_t i = 0; i < kAheadRows && i < all.num_keys; ++i) fetch_row(i);
+    for (int64_t i = 0; i < rows_ahead(table.dim) && i < all.num_keys; ++i) fetch_row(i);
   }
 };
 
