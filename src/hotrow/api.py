@@ -41,9 +41,8 @@ from hotrow.tables import TableConfig
 from hotrow.trainer import EVAL_BATCH_SIZE, build_network, evaluate, train
 
 FIT_DEFAULTS = (
-    "train.epochs=5",
-    "train.eval_every=0.25",
     "train.early_stopping=4",
+    "model.first_order=true",
     "optimizer.dense.name=adagrad",
     "optimizer.dense.lr=0.01",
     "optimizer.sparse.name=adagrad",
@@ -51,6 +50,8 @@ FIT_DEFAULTS = (
     "optimizer.sparse.initial_accumulator_value=0.1",
 )
 """Where `fit` differs from the config's own defaults, which are the reference DLRM's: it stops by itself."""
+MOST_EPOCHS, LEAST_STEPS = 30, 5000
+"""Few rows are passed over more often, up to this, so that early stopping has something to choose from."""
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
 
@@ -199,7 +200,8 @@ def fit(
     (guessed where None; with a time the last rows are the test split). run: the run's folder (default: the next
     runs/NAME-MODEL-NNN). overrides: options of the config by their last name where that is unique (`epochs=3`) or in
     full (`**{"optimizer.dense.lr": 0.1}`); FIT_DEFAULTS holds otherwise, with a batch size of 1/200 of the training
-    rows between 64 and 2048. What was used is in the run's config.yaml.
+    rows between 64 and 2048, and as many epochs as make 5,000 steps, between 5 and 30. What was used is in the run's
+    config.yaml.
 
     Ctrl-C saves the run and returns it with the status "interrupted". Raises ValueError for what the data or an option
     has wrong.
@@ -239,9 +241,14 @@ def _is_paths(data: Any) -> bool:
 
 
 def _defaults(dataset: PackedDataset) -> list[str]:
-    batch_size = min(2048, max(64, dataset.split("train").num_rows // 200))
+    num_rows = dataset.split("train").num_rows
+    batch_size = min(2048, max(64, num_rows // 200))
+    steps_per_epoch = -(-num_rows // batch_size)
+    epochs = min(MOST_EPOCHS, max(5, LEAST_STEPS // max(1, steps_per_epoch)))
+    # A quarter of a short epoch is too little to judge progress by.
+    size = [f"train.batch_size={batch_size}", f"train.epochs={epochs}", f"train.eval_every={1 if epochs > 5 else 0.25}"]
     stops = "val" in dataset.splits and dataset.split("val").num_rows > 0
-    return [*FIT_DEFAULTS, f"train.batch_size={batch_size}", *([] if stops else ["train.early_stopping=null"])]
+    return [*FIT_DEFAULTS, *size, *([] if stops else ["train.early_stopping=null"])]
 
 
 def _option(name: str) -> str:

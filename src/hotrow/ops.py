@@ -359,7 +359,7 @@ class _MLP(torch.autograd.Function):
             grad = grad_BO.masked_fill(out_BO <= 0, 0.0)
         grads: list[Tensor | None] = []
         for k in reversed(range(num_layers)):
-            grad_weight, grad_bias = torch.empty_like(weights[k]), torch.empty(len(weights[k]))
+            grad_weight, grad_bias = empty(*weights[k].shape), empty(len(weights[k]))
             grad_x = empty(*inputs[k].shape) if k or ctx.needs_input_grad[0] else None
             _native().linear_backward(
                 grad, inputs[k], weights[k], grad_weight, grad_bias, grad_x, k > 0, torch.get_num_threads()

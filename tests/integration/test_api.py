@@ -45,6 +45,17 @@ def test_fit_on_a_frame_learns(run: hotrow.Run) -> None:
     assert run.summary()["auc"] == run.metrics["auc"]
 
 
+def test_fit_learns_from_few_rows_with_its_own_defaults(tmp_path: Path) -> None:
+    """3,200 training rows, an item's six or so: nobody would tune for these, so the defaults must find the effect."""
+    generator = np.random.default_rng(0)
+    chance = np.where(generator.random(500) < 0.5, 0.6, 0.2)
+    item, user = generator.integers(0, 500, 4000), generator.integers(0, 2000, 4000)
+    click = (generator.random(4000) < chance[item]).astype(np.int8)
+    logs = pa.table({"click": click, "item": pa.array([f"i{i}" for i in item]), "user": user})
+    run = hotrow.fit(logs, label="click", run=tmp_path / "run", quiet=True, threads=1)
+    assert run.metrics["auc"] > 0.6  # 0.70 with the true chances
+
+
 def test_predictions_of_the_test_rows_have_the_test_metrics(run: hotrow.Run) -> None:
     table = clicks(4000)
     last = table.slice(4000 - run.metrics["num_rows"])  # the split is by time
