@@ -38,7 +38,7 @@ class DLRM(nn.Module):
         embedding_dim: int,
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
-        first_order: bool,
+        first_order: bool = False,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
