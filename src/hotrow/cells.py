@@ -251,17 +251,24 @@ def interact_in_torch(num_features: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Dense:
-    """An MLP, forward and backward, by `function` of its input and its weights and biases in turn."""
+    """An MLP, forward and backward, by `function` of its input and its weights and biases in turn.
+
+    All numbers are small integers, so that every sum is exact in any order: a value next to 0 that rounding put on the
+    other side of a ReLU would give both sides different gradients, and neither would be wrong.
+    """
 
     def __init__(self, function: Callable[..., Tensor], batch_size: int, widths: Sequence[int]) -> None:
         generator = torch.Generator().manual_seed(6)
+
+        def small(*shape: int) -> Tensor:
+            return torch.randint(-1, 2, shape, generator=generator).float()
+
         self.function = function
-        self.x = torch.randn(batch_size, widths[0], generator=generator, requires_grad=True)
+        self.x = small(batch_size, widths[0]).requires_grad_()
         self.parameters: list[Tensor] = []
         for num_inputs, num_outputs in pairwise(widths):
-            weight = torch.randn(num_outputs, num_inputs, generator=generator) / num_inputs**0.5
-            self.parameters += [weight.requires_grad_(), torch.randn(num_outputs, generator=generator).requires_grad_()]
-        self.gradient = torch.randn(batch_size, widths[-1], generator=generator)
+            self.parameters += [small(num_outputs, num_inputs).requires_grad_(), small(num_outputs).requires_grad_()]
+        self.gradient = small(batch_size, widths[-1])
 
     def prepare(self, batch: int) -> None:
         """Every batch is the same one."""
