@@ -356,7 +356,7 @@ class _MLP(torch.autograd.Function):
         weights = ctx.saved_tensors[num_layers + 1 :]
         grad: Tensor | None = grad_BO.contiguous()
         if ctx.last == "relu":
-            grad = grad_BO.masked_fill(out_BO <= 0, 0.0)
+            grad = torch.ops.aten.threshold_backward(grad_BO, out_BO, 0)
         grads: list[Tensor | None] = []
         for k in reversed(range(num_layers)):
             grad_weight, grad_bias = empty(*weights[k].shape), empty(len(weights[k]))
