@@ -68,7 +68,7 @@ def machine_line(report: dict[str, Any]) -> str:
 def factor(cell: dict[str, Any]) -> str:
     """The ratio with its spread."""
     low, high = cell["spread"]
-    return f"{cell['ratio']:.1f}x ({low:.1f}-{high:.1f})"
+    return f"{cell['ratio']:.2f}x ({low:.2f}-{high:.2f})"
 
 
 def share(cell: dict[str, Any]) -> str:

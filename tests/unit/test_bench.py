@@ -163,5 +163,5 @@ def test_a_measured_claim_shows_figure_command_machine_and_date() -> None:
         "date": "2026-01-02",
     }
     row = claims.claim_row({"claim": "x", "figure": "not read", "ours": "c"}, claims.load_cells({"kernels": report}))
-    assert row == "| x | not read | 3.5x (3.0-4.0) over torch | `make it` | A CPU, 2 threads | 2026-01-02 |"
+    assert row == "| x | not read | 3.46x (3.00-4.00) over torch | `make it` | A CPU, 2 threads | 2026-01-02 |"
     assert "| not yet |" in claims.claim_row({"claim": "x", "figure": "110x", "ours": None}, {})
