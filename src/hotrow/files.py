@@ -6,6 +6,7 @@ cannot be mistaken for a whole one. Data is private: files are created readable 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -164,3 +165,18 @@ def _cgroup_folder_bytes(folder: Path, limit: str, use: str, cache: str) -> int 
         return None
     match = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
     return max(0, free + (int(match[1]) if match else 0))
+
+
+@contextmanager
+def explain_full_disk(folder: Path, doing: str, kept: str, cure: str = "run the same command again") -> Iterator[None]:
+    """Raise "no space" errors of the block again, saying what was being done, what is kept and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            error.errno,
+            f"disk full while {doing} in {folder} ({disk_free_bytes(folder):,} bytes free). {kept} "
+            f"Free some space, then {cure}",
+        ) from error

@@ -34,7 +34,7 @@ from hotrow.config import (
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.files import available_memory_bytes
+from hotrow.files import available_memory_bytes, explain_full_disk
 from hotrow.metrics import BinaryMetrics
 from hotrow.models import build_model
 from hotrow.progress import ProgressLine, duration, rate
@@ -447,7 +447,11 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
 def _run(
     config: Config, dataset: PackedDataset, folder: RunFolder, checkpoint: Path | None, *, quiet: bool
 ) -> RunFolder:
-    with folder, threads(config.train.threads), Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
+    full = explain_full_disk(
+        folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder)}"
+    )
+    # Outermost: on a full disk the folder cannot note the failure either.
+    with full, folder, threads(config.train.threads), Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
         training = Training(config, dataset, folder, interrupt, progress)
         if checkpoint is not None:
             training.restore(checkpoint)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import stat
 from collections.abc import Callable
@@ -162,3 +164,22 @@ def test_a_dataset_that_is_not_whole_is_refused_before_training(
     with pytest.raises(ValueError, match=r"this file and it is missing|it was cut or altered"):
         train(PackedDataset.open(copy), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_says_what_is_kept_and_how_to_go_on(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = trainer.save_checkpoint
+
+    def save_until_full(path: Path, *args: Any, **options: Any) -> Path:
+        if int(path.name.removeprefix("step-")) > 32:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return save(path, *args, **options)
+
+    monkeypatch.setattr(trainer, "save_checkpoint", save_until_full)
+    run = tmp_path / "run"
+    message = f"disk full while training in {run} .* checkpoints there are kept. .* hotrow train --resume {run}"
+    with pytest.raises(OSError, match=message):
+        train(dataset, run, "checkpoint.every=0.5")
+    monkeypatch.undo()
+    assert trainer.resume(run, quiet=True).record["steps"] == 128

@@ -33,9 +33,8 @@ from numpy.typing import NDArray
 
 from hotrow.data.chunk import Keys
 from hotrow.data.native import hash_keys, stores_bytes
-from hotrow.data.spill import explain_full_disk
 from hotrow.data.vocabulary import Vocabulary
-from hotrow.files import check_name, open_private
+from hotrow.files import check_name, explain_full_disk, open_private
 
 MAX_PARTS = 128
 """A part's number, and one more for "missing", fit a byte."""

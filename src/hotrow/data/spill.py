@@ -18,10 +18,9 @@ encoding, `hotrow.data.encoder`.
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,29 +34,13 @@ from hotrow.data.dictionary import CodedKeys
 from hotrow.data.jagged import interleave
 from hotrow.data.native import Counter, merge_runs
 from hotrow.data.vocabulary import TableSummary, build_vocabulary
-from hotrow.files import check_name, disk_free_bytes, read_json, write_json
+from hotrow.files import check_name, explain_full_disk, read_json, write_json
 
 MAX_RUNS = 64
 """A table with this many runs has them merged into one: a merge keeps every run open, and files are limited."""
 SNAPSHOT = "counters.json"
 SNAPSHOT_VERSION = 1
 RUN_SUFFIX = ".run"
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-@contextmanager
-def explain_full_disk(folder: Path, doing: str, kept: str) -> Iterator[None]:
-    """Raise "no space" errors of the block again, saying what was being done, what is kept and how to go on."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _DISK_FULL:
-            raise
-        raise OSError(
-            error.errno,
-            f"disk full while {doing} in {folder} ({disk_free_bytes(folder):,} bytes free). {kept} "
-            "Free some space, then run the same command again",
-        ) from error
 
 
 @dataclass
