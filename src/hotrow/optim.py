@@ -230,4 +230,5 @@ class FTRL(_SparseOptimizer):
             (weight,) = group["params"]
             if weight.any():  # else its pages stay untouched
                 z = torch.mul(weight, -(beta / _rate(group) + l2), out=self.state[weight]["z"])
-                z.sub_(weight.sign(), alpha=l1)
+                if l1:
+                    z.sub_(weight.sign(), alpha=l1)

@@ -164,3 +164,30 @@ def test_touch_rows_writes_one_word_of_each_line() -> None:
     assert words[3, 0] == 2 and words[7, 8] == 1
     with pytest.raises(ValueError, match="id out of range"):
         ops.touch_rows(rows, torch.tensor([10]), distance=2, write=False, threads=1)
+
+
+@needs_native
+def test_pages_of_a_step_are_used_again_but_never_twice_at_once() -> None:
+    first = ops.empty(1 << 18).fill_(1.0)
+    place = first.data_ptr()
+    second = ops.empty(1 << 18).fill_(2.0)
+    assert (first == 1.0).all() and (second == 2.0).all()
+    del first
+    third = ops.empty(1 << 18).fill_(3.0)
+    fourth = ops.empty(1 << 18).fill_(4.0)
+    assert third.data_ptr() == place
+    assert (second == 2.0).all() and (third == 3.0).all() and (fourth == 4.0).all()
+
+
+@needs_native
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc tells the resident memory here")
+def test_at_most_half_a_gibibyte_of_pages_is_kept() -> None:
+    def resident_bytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE")
+
+    before = resident_bytes()
+    arrays = [ops.empty(1 << 26).fill_(1.0) for _ in range(3)]  # 256 MiB each
+    assert resident_bytes() - before > 700 << 20
+    del arrays
+    assert resident_bytes() - before < 600 << 20
