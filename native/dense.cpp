@@ -77,7 +77,7 @@ Product stretch(Product product, int64_t k) {
     product.bias = product.gate = nullptr;
     product.relu = false;
   }
-  product.panels += k * round_up(product.columns, kPanelColumns);
+  product.b += k * (product.b_stride ? product.b_stride : round_up(product.columns, kPanelColumns));
   product.depth = depth;
   return product;
 }
@@ -122,25 +122,24 @@ void linear(const Layer& layer, const float* x, const float* bias, bool relu, fl
   const View b{weight, num_inputs, num_outputs, 1, num_inputs};
   const KeptPages panels = floats(b.packed_floats());
   pack(b, panels.floats(), num_threads);
-  const Product product{x, num_inputs, panels.floats(), num_inputs, num_outputs, y, false, bias, relu, nullptr};
+  const Product product{x, num_inputs, panels.floats(), 0, num_inputs, num_outputs, y, false, bias, relu, nullptr};
   multiply_rows(product, num_samples, num_threads);
 }
 
 void linear_backward(const Layer& layer, const float* x, const float* g, float* grad_weight, float* grad_bias,
                      float* grad_x, bool gated, int num_threads) {
   const auto [weight, num_samples, num_inputs, num_outputs] = layer;
-  const View inputs{x, num_samples, num_inputs, num_inputs, 1}, weights{weight, num_outputs, num_inputs, num_inputs, 1};
   const int64_t rows_per_task = round_up(std::max<int64_t>(1, num_outputs / (2 * num_threads)), kTileRows);
-  const KeptPages panels = floats(std::max(inputs.packed_floats(), grad_x ? weights.packed_floats() : 0));
   const KeptPages tiles = floats(num_threads * rows_per_task * kMostDepth);
-  pack(inputs, panels.floats(), num_threads);
-  const Product of_weight{nullptr,     0,     panels.floats(), num_samples, num_inputs,
-                          grad_weight, false, nullptr,         false,       nullptr};
+  const Product of_weight{nullptr,     0,     x,       num_inputs, num_samples, num_inputs,
+                          grad_weight, false, nullptr, false,      nullptr};
   multiply_transposed(of_weight, g, num_outputs, grad_bias, tiles.floats(), rows_per_task, num_threads);
   if (!grad_x) return;
+  const View weights{weight, num_outputs, num_inputs, num_inputs, 1};
+  const KeptPages panels = floats(weights.packed_floats());
   pack(weights, panels.floats(), num_threads);
-  const Product of_x{g,      num_outputs, panels.floats(), num_outputs, num_inputs,
-                     grad_x, false,       nullptr,         false,       gated ? x : nullptr};
+  const Product of_x{g,      num_outputs, panels.floats(), 0,     num_outputs,        num_inputs,
+                     grad_x, false,       nullptr,         false, gated ? x : nullptr};
   multiply_rows(of_x, num_samples, num_threads);
 }
 

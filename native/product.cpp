@@ -3,7 +3,8 @@
 //
 // A tile of C is kTileRows x kPanelColumns sums, 24 vectors of 16 floats beside 3 of B and one broadcast element of A:
 // what AVX-512 has registers for. Narrower sets take the tile in pieces. A panel of B is read in full for every tile of
-// rows, so it must fit the second-level cache: whoever packs cuts the depth.
+// rows, so it must fit the second-level cache: the caller cuts the depth. From where B lies as rows, the next panel is
+// brought near while the last tile of this one is formed: its lines are too far apart for the machine to foresee.
 #include <hotrow/kernels.h>
 #include <hotrow/vec.h>
 
@@ -33,14 +34,26 @@ struct Tile {
   Tile from(int64_t r) const { return {at + r}; }
 };
 
+// Columns of B from some column of a panel on, `stride` floats from row to row.
+struct Panel {
+  const float* at;
+  int64_t stride;
+  bool fetch_next;  // the panel that follows in the same rows
+  Panel from(int64_t column) const { return {at + column, stride, fetch_next}; }
+};
+
 // sum[r][:] += a(r, k) * panel[k][:] for k < depth.
-template <int kParts, class Left>
-[[gnu::always_inline]] inline void add_products(const Left a, const float* panel, int64_t depth,
+template <bool kFetchNext, int kParts, class Left>
+[[gnu::always_inline]] inline void add_products(const Left a, const Panel panel, int64_t depth,
                                                 Vec<kLanes> (&sum)[kRows][kParts]) {
   for (int64_t k = 0; k < depth; ++k) {
+    const float* at = panel.at + k * panel.stride;
     Vec<kLanes> row[kParts];
 #pragma GCC unroll 3
-    for (int p = 0; p < kParts; ++p) row[p] = load<kLanes>(panel + k * kPanelColumns + p * kLanes);
+    for (int p = 0; p < kParts; ++p) {
+      row[p] = load<kLanes>(at + p * kLanes);
+      if (kFetchNext) __builtin_prefetch(at + p * kLanes + kPanelColumns, 0, 3);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const float element = a(r, k);
@@ -78,11 +91,15 @@ template <int kParts>
 
 // C's rows [row, row + kRows) by kParts vectors of columns; beyond `num_rows` rows or C's columns nothing is stored.
 template <int kParts, class Left>
-void multiply_piece(const Product& product, const Left a, const float* panel, int64_t row, int64_t num_rows,
+void multiply_piece(const Product& product, const Left a, const Panel panel, int64_t row, int64_t num_rows,
                     int64_t column) {
   Vec<kLanes> sum[kRows][kParts] = {};
   if (num_rows >= kRows) fetch_piece<kParts>(product, row, column);
-  add_products<kParts>(a, panel, product.depth, sum);
+  if (panel.fetch_next) {
+    add_products<true>(a, panel, product.depth, sum);
+  } else {
+    add_products<false>(a, panel, product.depth, sum);
+  }
   if (num_rows >= kRows && column + kParts * kLanes <= product.columns) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -103,10 +120,11 @@ void multiply_piece(const Product& product, const Left a, const float* panel, in
 }
 
 template <class Left>
-void multiply_tile(const Product& product, const Left a, const float* panel, int64_t row, int64_t num_rows,
+void multiply_tile(const Product& product, const Left a, const Panel whole, int64_t row, int64_t num_rows,
                    int64_t column) {
   const int64_t end = at_most(column + kPanelColumns, product.columns);
-  for (int64_t at = column; at < end; at += kPiece, panel += kPiece) {
+  for (int64_t at = column; at < end; at += kPiece) {
+    const Panel panel = whole.from(at - column);
     for (int64_t r = 0; r < at_most(num_rows, kTileRows); r += kRows) {
       switch ((at_most(kPiece, end - at) + kLanes - 1) / kLanes) {
         case 1:
@@ -197,10 +215,19 @@ void pack_tiles(const float* from, int64_t stride, int64_t depth, int64_t rows, 
 
 void multiply(const Product& product, int64_t first, int64_t last) {
   float edge[kMostDepth * kTileRows];
+  float last_panel[kMostDepth * kPanelColumns];
   for (int64_t column = 0; column < product.columns; column += kPanelColumns) {
-    const float* panel = product.panels + column * product.depth;
+    const int64_t width = at_most(kPanelColumns, product.columns - column);
+    const bool packed = product.b_stride == 0;
+    Panel panel{product.b + (packed ? column * product.depth : column), packed ? kPanelColumns : product.b_stride,
+                false};
+    if (!packed && width % kLanes) {  // a vector would reach beyond the last row of B
+      copy_panel(panel.at, panel.stride, product.depth, width, last_panel);
+      panel = {last_panel, kPanelColumns, false};
+    }
     for (int64_t row = first; row < last; row += kTileRows) {
       const int64_t num_rows = last - row;
+      panel.fetch_next = !packed && num_rows <= kTileRows && column + kPanelColumns < product.columns;
       if (product.a_stride == 0) {
         multiply_tile(product, Tile{product.a + (row - first) * product.depth}, panel, row, num_rows, column);
         continue;

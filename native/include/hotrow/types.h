@@ -55,13 +55,14 @@ struct Occurrences {
 // How a matrix product C = A B is cut: tiles of rows of A and C by panels of columns of B and C.
 inline constexpr int64_t kTileRows = 8;
 inline constexpr int64_t kPanelColumns = 48;
-inline constexpr int64_t kMostDepth = 512;  // of one product: a panel then takes 96 KiB, within any L2
+inline constexpr int64_t kMostDepth = 512;  // of one product: a panel of B then takes 96 KiB, within any L2
 
 // Some rows of a product, and what a layer does to them while they are in registers.
 struct Product {
   const float* a;  // [rows, depth]; where its row stride is 0, tiles made by pack_tiles
   int64_t a_stride;
-  const float* panels;     // B [depth, columns], made by pack_panels
+  const float* b;  // [depth, columns]; where its row stride is 0, panels made by pack_panels
+  int64_t b_stride;
   int64_t depth, columns;  // depth at most kMostDepth
   float* c;                // [rows, columns]
   bool add;                // onto what C holds
