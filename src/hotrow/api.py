@@ -82,7 +82,8 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """One flat record of how the run went: what `hotrow train --json` prints."""
         record, metrics = self.record, self.metrics
-        names = ("status", "ended", "signal", "samples_per_s", "steps", "epochs", "step_ms", "train_s", "backend")
+        names = ("status", "ended", "signal", "samples_per_s", "steps", "steps_skipped", "epochs", "step_ms")
+        names += ("train_s", "backend")
         return {
             **{name: metrics.get(name) for name in ("auc", "logloss", "ne", "calibration", "base_logloss", "split")},
             **{name: record[name] for name in names if name in record},
