@@ -80,7 +80,7 @@ class EmbeddingCollection(nn.Module):
         Raises ValueError for a missing feature, and for an id outside its table (feature, sample, id, rows).
         """
         if isinstance(sparse, Tensor):
-            sparse = self._from_matrix(sparse)
+            sparse = KeyedJaggedTensor.from_dense(self.feature_names, sparse)
         return self._look_up(self.kernels, sparse, blame=sparse)
 
     def sequence(self, sparse: KeyedJaggedTensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -102,14 +102,6 @@ class EmbeddingCollection(nn.Module):
     def _look_up(self, kernels: ops.Kernels, sparse: KeyedJaggedTensor, *, blame: KeyedJaggedTensor) -> Tensor:
         number = next(self._forwards)
         return _Lookup.apply(self._leaf, sparse.weights, sparse, blame, self, kernels, number)  # type: ignore[no-any-return, no-untyped-call]
-
-    def _from_matrix(self, ids_BF: Tensor) -> KeyedJaggedTensor:
-        if ids_BF.dim() != 2 or ids_BF.shape[1] != len(self.feature_names):
-            raise ValueError(
-                f"ids have shape {tuple(ids_BF.shape)}; pass [B, {len(self.feature_names)}], one column for each of "
-                f"{', '.join(self.feature_names)}"
-            )
-        return KeyedJaggedTensor.from_dense(self.feature_names, ids_BF)
 
     @property
     def pending(self) -> list[Pending]:

@@ -140,7 +140,7 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
 def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
     """Raises NonFiniteError where `loss` or a gradient of either side is not finite, naming the first of each."""
     found = [nonfinite_parameter_gradient(parts.model), nonfinite_gradient(parts.embedding)]
-    if math.isfinite(loss) and not any(found):
+    if math.isfinite(float(loss)) and not any(found):
         return
     inputs = {"the dense input": batch.dense, "the label": batch.label}
     for what, values in inputs.items():
@@ -232,7 +232,7 @@ class Training:
             for batch in self.loader.epoch(self.state.epoch, self.state.batch):
                 self.clock.lap("data")
                 try:
-                    loss = float(train_step(self.parts, batch, self.state.step, self.clock))
+                    loss: float | None = float(train_step(self.parts, batch, self.state.step, self.clock))
                 except NonFiniteError as error:
                     self._skip(str(error))
                     loss = None

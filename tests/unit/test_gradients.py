@@ -86,8 +86,8 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(optimizer_
     before = snapshot(emb, optimizer)
     backward(emb, value)
     message = (
-        rf"{optimizer_class.__name__}: the gradient of feature 'y' \(table 'b'\), sample 1, column 1 is {value}; no row "
-        r"has changed: lower the learning rate, .*nonfinite='skip'"
+        rf"{optimizer_class.__name__}: the gradient of feature 'y' \(table 'b'\), sample 1, column 1 is {value}; "
+        r"no row has changed: lower the learning rate, .*nonfinite='skip'"
     )
     with pytest.raises(ValueError, match=message):
         optimizer.step()
