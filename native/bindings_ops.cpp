@@ -1,8 +1,11 @@
 // The embedding kernels as Python functions: checks shapes and pointers, releases the GIL, raises ValueError. Together
 // with bindings_dense.cpp and bindings_encode.cpp the only code that sees nanobind.
+#include <hotrow/dispatch.h>
 #include <hotrow/embedding.h>
+#include <hotrow/finite.h>
 #include <hotrow/limit.h>
 #include <hotrow/memory.h>
+#include <hotrow/parallel.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -109,7 +112,8 @@ std::vector<FeatureBags> join(const Layout& layout, const Arrays& weights, const
 
 int64_t row_stride(const GradMatrix& grad, int64_t num_bags) {
   require(extent(grad, 0) == num_bags, "grad must have one row per sample");
-  require(grad.shape(1) <= 1 || grad.stride(1) == 1, "grad rows must be contiguous");
+  // Strides of a matrix without values mean nothing.
+  require(grad.size() == 0 || grad.shape(1) <= 1 || grad.stride(1) == 1, "grad rows must be contiguous");
   return grad.stride(0);
 }
 
@@ -186,6 +190,12 @@ int bind_update(size_t num_features, const Arrays& weights, const std::vector<co
   return static_cast<int>(update(tables, num_threads));
 }
 
+int64_t bind_first_nonfinite(GradMatrix values, int num_threads) {
+  const int64_t stride = row_stride(values, extent(values, 0));
+  nb::gil_scoped_release release;
+  return first_nonfinite(values.data(), extent(values, 0), extent(values, 1), stride, num_threads);
+}
+
 void bind_fill_uniform(uint64_t key, int64_t first_row, FloatMatrix out, float bound, int64_t zero_rows,
                        int num_threads) {
   require(first_row >= 0, "negative row");
@@ -246,6 +256,7 @@ uint64_t bind_touch_rows(FloatMatrix rows, Offsets ids, int64_t distance, bool w
 NB_MODULE(_native, m) {
   // What still lives when the interpreter ends (a collection in a script's globals) is no leak of ours.
   nb::set_leak_warnings(false);
+  watch_forks();
   m.doc() = "hotrow's kernels; call them through hotrow.ops and hotrow.data.native";
   nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>>());
   nb::class_<Arrays>(m, "Arrays").def("__init__", [](Arrays* self, std::vector<Floats> arrays) {
@@ -258,11 +269,14 @@ NB_MODULE(_native, m) {
   m.def("lookup", bind_lookup);
   m.def("weight_gradient", bind_weight_gradient);
   m.def("update", bind_update);
+  m.def("first_nonfinite", bind_first_nonfinite);
   m.def("fill_uniform", bind_fill_uniform);
   m.def("allocate", bind_allocate);
   m.def("take", bind_take);
   m.def("touch_rows", bind_touch_rows);
   m.def("isas", isas);
+  m.def("num_runnable", num_runnable);
+  m.def("in_forked_child", in_forked_child);
   m.def("isa", [] { return std::string(kernels().isa); });
   m.def("use_isa", [](int index) {
     require(0 <= index && index < num_kernels(), "no such instruction set on this machine");

@@ -1,6 +1,8 @@
 // Chooses one set of kernels: the widest that this machine can run, unless told otherwise.
+#include <hotrow/dispatch.h>
 #include <hotrow/kernels.h>
 
+#include <algorithm>
 #include <atomic>
 
 #ifdef HOTROW_HAS_avx2
@@ -36,31 +38,48 @@ constexpr Kernels kSets[] = {
 #endif
 };
 
-// Every processor with AVX2, BMI2 and FMA has the rest of x86-64-v3 too; likewise for v4.
-int count_runnable() {
-  int count = 1;
+// What this processor has of the names that num_runnable asks for.
+std::vector<std::string> processor_features() {
+  std::vector<std::string> features;
+#define HOTROW_ASK(name) \
+  if (__builtin_cpu_supports(name)) features.emplace_back(name)
 #ifdef HOTROW_HAS_avx2
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("fma"))
-    return count;
-  ++count;
+  HOTROW_ASK("avx2");
+  HOTROW_ASK("bmi2");
+  HOTROW_ASK("fma");
 #endif
 #ifdef HOTROW_HAS_avx512
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512cd") || !__builtin_cpu_supports("avx512dq") ||
-      !__builtin_cpu_supports("avx512vl")) {
-    return count;
-  }
-  ++count;
+  HOTROW_ASK("avx512f");
+  HOTROW_ASK("avx512bw");
+  HOTROW_ASK("avx512cd");
+  HOTROW_ASK("avx512dq");
+  HOTROW_ASK("avx512vl");
 #endif
-  return count;
+  return features;
 }
 
 std::atomic<int> chosen{-1};
 
 }  // namespace
 
+int num_runnable(const std::vector<std::string>& features) {
+  [[maybe_unused]] const auto has = [&](const char* name) {
+    return std::find(features.begin(), features.end(), name) != features.end();
+  };
+  int count = 1;
+#ifdef HOTROW_HAS_avx2
+  if (!has("avx2") || !has("bmi2") || !has("fma")) return count;
+  ++count;
+#endif
+#ifdef HOTROW_HAS_avx512
+  if (!has("avx512f") || !has("avx512bw") || !has("avx512cd") || !has("avx512dq") || !has("avx512vl")) return count;
+  ++count;
+#endif
+  return count;
+}
+
 int num_kernels() {
-  static const int count = count_runnable();
+  static const int count = num_runnable(processor_features());
   return count;
 }
 

@@ -89,6 +89,9 @@ void give_back_pages(const Pages& pages) {
   }
 }
 
+void lock_kept_pages() { kept_mutex().lock(); }
+void unlock_kept_pages() { kept_mutex().unlock(); }
+
 KeptPages::KeptPages(size_t bytes) : pages_(take_pages(bytes)) {
   if (!pages_.data) throw std::bad_alloc();
 }

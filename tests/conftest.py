@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from hotrow import files
 from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +35,42 @@ def real_data() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+class _FullDisk:
+    """A file that takes `left` more bytes, counted together with those of its siblings."""
+
+    def __init__(self, file: Any, left: list[int]) -> None:
+        self._file, self._left = file, left
+
+    def write(self, data: Any) -> int:
+        self._left[0] -= memoryview(data).nbytes
+        if self._left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _FullDisk:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
+@pytest.fixture
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], AbstractContextManager[None]]:
+    """`with fill_disk(num_bytes):` the disk takes that many bytes through `files.atomic_write`, then is full."""
+
+    @contextmanager
+    def fill(num_bytes: int) -> Iterator[None]:
+        left, plain = [num_bytes], files.open_private
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "open_private", lambda path: _FullDisk(plain(path), left))
+            yield
+
+    return fill
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from hotrow.config import Config, load_config
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
+from hotrow.gradients import clip_grad_norm_
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig, Uniform
 
@@ -28,6 +29,7 @@ __all__ = [
     "TableConfig",
     "Uniform",
     "__version__",
+    "clip_grad_norm_",
     "fit",
     "load",
     "load_checkpoint",

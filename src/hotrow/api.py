@@ -35,7 +35,7 @@ from hotrow.data.packed_format import MANIFEST
 from hotrow.data.prepare import RawEncoder, run_prepare
 from hotrow.data.progress import progress_bar
 from hotrow.embedding import EmbeddingCollection
-from hotrow.files import atomic_write
+from hotrow.files import atomic_write, explain_full_disk
 from hotrow.run_folder import RunFolder
 from hotrow.tables import TableConfig
 from hotrow.trainer import EVAL_BATCH_SIZE, build_network, evaluate, train
@@ -82,7 +82,8 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """One flat record of how the run went: what `hotrow train --json` prints."""
         record, metrics = self.record, self.metrics
-        names = ("status", "ended", "signal", "samples_per_s", "steps", "epochs", "step_ms", "train_s", "backend")
+        speed = ("samples_per_s", "steps", "steps_skipped", "epochs", "step_ms", "train_s", "backend")
+        names = ("status", "ended", "signal", *speed)
         return {
             **{name: metrics.get(name) for name in ("auc", "logloss", "ne", "calibration", "base_logloss", "split")},
             **{name: record[name] for name in names if name in record},
@@ -131,7 +132,8 @@ class Run:
     def write_scores(self, data: Any, out: Path | str) -> int:
         """Write `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
 
-        The file appears when it is whole. Raises ValueError where it exists already or has another suffix.
+        The file appears when it is whole. Raises ValueError where it exists already or has another suffix, OSError
+        naming it where the disk is full.
         """
         out = Path(out)
         if out.suffix not in _SCORE_WRITERS:
@@ -142,7 +144,8 @@ class Run:
             raise ValueError(f"scores file {out}: there is no folder {out.parent}; make it or choose another")
         schema = pa.schema([pa.field("score", pa.float32(), nullable=False)])
         num_rows = 0
-        with atomic_write(out) as file, _SCORE_WRITERS[out.suffix](file, schema) as writer:
+        full = explain_full_disk(out.parent, "writing scores", "No scores are kept; the run is as it was.")
+        with full, atomic_write(out) as file, _SCORE_WRITERS[out.suffix](file, schema) as writer:
             for scores in self.predict_batches(data):
                 writer.write_batch(pa.record_batch([pa.array(scores)], schema=schema))
                 num_rows += len(scores)

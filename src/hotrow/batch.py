@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 class KeyedJaggedTensor:
     """Bags of ids by feature and sample; torchrec's layout and argument names.
@@ -26,7 +28,8 @@ class KeyedJaggedTensor:
     lengths: int [F * B], or offsets: int [F * B + 1]. With neither, every bag holds exactly one id (values is [F * B]),
     the common case of one-hot features, for which kernels skip the offsets altogether.
 
-    Raises ValueError where shapes and dtypes do not fit together.
+    Where both are given they must agree. Raises ValueError where shapes, dtypes and numbers do not fit together, naming
+    the argument, or the feature and sample.
     """
 
     __slots__ = ("_offsets", "keys", "stride", "values", "weights")
@@ -39,40 +42,85 @@ class KeyedJaggedTensor:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
+        if isinstance(keys, str):
+            raise ValueError(f"keys is the text {keys!r}; pass a list of feature names, such as [{keys!r}]")
         self.keys = tuple(keys)
         if len(set(self.keys)) != len(self.keys):
             raise ValueError(f"keys {self.keys} repeat a feature name; each feature appears once")
         if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
             raise ValueError(
-                f"values is {values.dtype} with shape {tuple(values.shape)}; pass a 1-D int32 or int64 tensor"
+                f"values is {values.dtype} with shape {tuple(values.shape)}; pass a 1-D int32 or int64 tensor of ids"
             )
+        if values.device.type != "cpu":
+            raise ValueError(f"values is on {values.device}; this version computes on the CPU: pass values.cpu()")
         if weights is not None and (weights.shape != values.shape or weights.dtype != torch.float32):
             raise ValueError(
                 f"weights is {weights.dtype} {tuple(weights.shape)}; pass float32 of the shape of values "
                 f"{tuple(values.shape)}"
             )
-        if lengths is not None and offsets is None:
-            offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
-            torch.cumsum(lengths, 0, out=offsets[1:])
+        offsets = self._checked_offsets(lengths, offsets, values.numel())
         num_bags = values.numel() if offsets is None else offsets.numel() - 1
-        if num_bags % max(len(self.keys), 1) or num_bags < 0:
-            raise ValueError(f"{num_bags} bags do not divide among {len(self.keys)} keys; lengths must be [F * B]")
-        if offsets is not None:
-            offsets = offsets.to(torch.int64).contiguous()
-            if int(offsets[0]) != 0 or int(offsets[-1]) != values.numel() or bool((offsets.diff() < 0).any()):
-                raise ValueError(
-                    f"offsets must rise from 0 to the number of values ({values.numel()}); "
-                    f"got {int(offsets[0])} .. {int(offsets[-1])}"
-                )
+        self._check_bags(num_bags)
         self.values = values.contiguous()
         self.weights = None if weights is None else weights.contiguous()
         self._offsets = offsets
         self.stride = num_bags // max(len(self.keys), 1)
         """Samples B in the batch."""
 
+    def _checked_offsets(self, lengths: Tensor | None, offsets: Tensor | None, num_values: int) -> Tensor | None:
+        """Int64 offsets that rise from 0 to `num_values`, from either; both must then say the same."""
+        for name, given in (("lengths", lengths), ("offsets", offsets)):
+            if given is None:
+                continue
+            if given.dtype not in _INTEGERS or given.dim() != 1 or (name == "offsets" and not given.numel()):
+                wanted = "[F * B]" if name == "lengths" else "[F * B + 1]"
+                raise ValueError(f"{name} is {given.dtype} {tuple(given.shape)}; pass a 1-D integer tensor {wanted}")
+        if lengths is not None:
+            self._check_bags(lengths.numel())
+            lengths = lengths.to(torch.int64)
+            if bool((lengths < 0).any()):
+                raise ValueError(self._explain_bag("length", lengths, lengths < 0, "it must be 0 or more"))
+            summed = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+            torch.cumsum(lengths, 0, out=summed[1:])
+            if int(summed[-1]) != num_values:
+                raise ValueError(f"lengths sum to {int(summed[-1])}, but there are {num_values} values")
+            if offsets is not None and not torch.equal(summed, offsets.to(torch.int64)):
+                raise ValueError("lengths and offsets disagree about where bags start; pass one of them")
+            return summed
+        if offsets is None:
+            return None
+        offsets = offsets.to(torch.int64).contiguous()
+        self._check_bags(offsets.numel() - 1)
+        if int(offsets[0]) != 0 or int(offsets[-1]) != num_values:
+            raise ValueError(
+                f"offsets must rise from 0 to the number of values ({num_values}); "
+                f"got {int(offsets[0])} .. {int(offsets[-1])}"
+            )
+        if bool((offsets.diff() < 0).any()):
+            falls = offsets.diff()
+            raise ValueError(self._explain_bag("length by the offsets", falls, falls < 0, "offsets must rise"))
+        return offsets
+
+    def _check_bags(self, num_bags: int) -> None:
+        if num_bags % max(len(self.keys), 1) or (num_bags and not self.keys):
+            raise ValueError(
+                f"{num_bags} bags do not divide among {len(self.keys)} keys; lengths must be [F * B], offsets one "
+                "more, and without them values [F * B]"
+            )
+
+    def _explain_bag(self, what: str, lengths: Tensor, bad: Tensor, cure: str) -> str:
+        bag = int(bad.nonzero()[0])
+        feature, sample = divmod(bag, lengths.numel() // len(self.keys))
+        return f"feature {self.keys[feature]!r}, sample {sample}: the {what} is {int(lengths[bag])}; {cure}"
+
     @classmethod
     def from_dense(cls, keys: Sequence[str], ids_BF: Tensor) -> KeyedJaggedTensor:
-        """One id per bag from an integer matrix [B, F] (column f belongs to keys[f])."""
+        """One id per bag from an integer matrix [B, F] (column f belongs to keys[f]); ValueError where it is none."""
+        if ids_BF.dim() != 2 or ids_BF.shape[1] != len(keys) or ids_BF.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"ids are {ids_BF.dtype} with shape {tuple(ids_BF.shape)}; pass int32 or int64 [B, {len(keys)}], one "
+                f"column for each of {', '.join(keys)}"
+            )
         return cls(keys, ids_BF.t().reshape(-1))
 
     @property

@@ -152,6 +152,9 @@ class TrainConfig(_Section):
     """Threads of torch and the kernels. `auto`: as many as this process may use (affinity and cgroup limit)."""
     precision: Literal["fp32"] = "fp32"
     """Number format of weights and activations."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What a step does whose loss or gradients, of MLPs or tables, are NaN or infinite. `raise`: end the run with what
+    was found and where. `skip`: leave the step out for both, count it (`steps_skipped` in run.json) and go on."""
     log_every: Count = 50
     """Steps between two lines of metrics.jsonl, each the mean over its steps."""
 

@@ -7,6 +7,7 @@ Next: optim.py for the step, reference.py for the arithmetic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ class EmbeddingCollection(nn.Module):
 
     `sequence(sparse)` gives rows without pooling. Several forward passes before one optimizer step, sequences among
     them, count as one batch whose bags stand in forward order; a forward under torch.no_grad leaves nothing behind.
+    Python threads may use different collections at once, and look up the same one; an optimizer step must be alone with
+    its collection. A forked child computes on one thread.
     Raises ValueError for repeated names and for an unknown `memory`.
     """
 
@@ -64,7 +67,7 @@ class EmbeddingCollection(nn.Module):
         }
         self.arrays = ops.Arrays(list(self.weights.values()))
         self._pending: list[tuple[int, Pending]] = []
-        self._num_forwards = 0
+        self._forwards = itertools.count()  # its next() is one step for Python's threads, += is not
         # Autograd calls backward only below an input that requires grad, and the tables are none.
         self._leaf = torch.zeros(0, requires_grad=True)
 
@@ -77,7 +80,7 @@ class EmbeddingCollection(nn.Module):
         Raises ValueError for a missing feature, and for an id outside its table (feature, sample, id, rows).
         """
         if isinstance(sparse, Tensor):
-            sparse = self._from_matrix(sparse)
+            sparse = KeyedJaggedTensor.from_dense(self.feature_names, sparse)
         return self._look_up(self.kernels, sparse, blame=sparse)
 
     def sequence(self, sparse: KeyedJaggedTensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -97,16 +100,8 @@ class EmbeddingCollection(nn.Module):
         return found
 
     def _look_up(self, kernels: ops.Kernels, sparse: KeyedJaggedTensor, *, blame: KeyedJaggedTensor) -> Tensor:
-        self._num_forwards += 1
-        return _Lookup.apply(self._leaf, sparse.weights, sparse, blame, self, kernels, self._num_forwards)  # type: ignore[no-any-return, no-untyped-call]
-
-    def _from_matrix(self, ids_BF: Tensor) -> KeyedJaggedTensor:
-        if ids_BF.dim() != 2 or ids_BF.shape[1] != len(self.feature_names):
-            raise ValueError(
-                f"ids have shape {tuple(ids_BF.shape)}; pass [B, {len(self.feature_names)}], one column for each of "
-                f"{', '.join(self.feature_names)}"
-            )
-        return KeyedJaggedTensor.from_dense(self.feature_names, ids_BF)
+        number = next(self._forwards)
+        return _Lookup.apply(self._leaf, sparse.weights, sparse, blame, self, kernels, number)  # type: ignore[no-any-return, no-untyped-call]
 
     @property
     def pending(self) -> list[Pending]:
@@ -116,6 +111,10 @@ class EmbeddingCollection(nn.Module):
     def clear_pending(self) -> None:
         """Drops the pending gradients: what `step()` and `zero_grad()` of the optimizer end with."""
         self._pending.clear()
+
+    def scale_pending(self, factor: float) -> None:
+        """Multiplies the pending gradients by `factor`; the tensors backward was given stay as they are."""
+        self._pending = [(number, p._replace(grad=p.grad * factor)) for number, p in self._pending]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
         for name, weight in self.weights.items():
@@ -144,7 +143,7 @@ class EmbeddingCollection(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: all but native handles and what belongs to steps under way."""
-        made = ("kernels", "sequence_kernels", "arrays", "_pending", "_num_forwards", "_leaf")
+        made = ("kernels", "sequence_kernels", "arrays", "_pending", "_forwards", "_leaf")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

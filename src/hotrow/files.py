@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PARTIAL_SUFFIX = ".partial"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_NAME_BYTES = 200
 """File names end at 255 bytes on every common file system; this leaves room for our own suffixes."""
 
@@ -41,7 +42,8 @@ def atomic_write(path: Path | str) -> Iterator[BinaryIO]:
     """Yield a binary file that becomes `path` when the block ends well, and vanishes when it raises.
 
     The bytes go to `<path>.partial` (mode 0600), are flushed to disk, then renamed over `path`, whose folder is synced
-    too. Raises OSError as the file system gives it (ENOSPC among them), with neither file changed or left behind.
+    too. Raises OSError as the file system gives it, with neither file changed or left behind; where the disk is full,
+    `filename` is `path`.
     """
     path = Path(path)
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
@@ -52,8 +54,10 @@ def atomic_write(path: Path | str) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            error.filename = str(path)  # a write does not know its file
         raise
     sync_folder(path.parent)
 
@@ -167,16 +171,26 @@ def _cgroup_folder_bytes(folder: Path, limit: str, use: str, cache: str) -> int 
     return max(0, free + (int(match[1]) if match else 0))
 
 
+class FullDiskError(OSError):
+    """No space on disk, with what is kept and how to go on already said."""
+
+
 @contextmanager
 def explain_full_disk(folder: Path, doing: str, kept: str, cure: str = "run the same command again") -> Iterator[None]:
-    """Raise "no space" errors of the block again, saying what was being done, what is kept and how to go on."""
+    """Raise "no space" errors of the block again, saying what was being done, what is kept and how to go on.
+
+    Those of an inner block have said so, and pass.
+    """
     try:
         yield
+    except FullDiskError:
+        raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _FULL:
             raise
-        raise OSError(
+        file = f", writing {error.filename}" if error.filename else ""
+        raise FullDiskError(
             error.errno,
-            f"disk full while {doing} in {folder} ({disk_free_bytes(folder):,} bytes free). {kept} "
+            f"disk full while {doing} in {folder}{file} ({disk_free_bytes(folder):,} bytes free). {kept} "
             f"Free some space, then {cure}",
         ) from error

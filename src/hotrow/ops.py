@@ -38,6 +38,7 @@ class Backend:
     isa: str
     """Instruction set of the native kernels ("baseline", "avx2", "avx512"); "torch" for the reference."""
     threads: int
+    """Of the kernels: torch's number, and 1 in a forked child."""
     reason: str | None
     """Why the reference runs; None when it does not."""
 
@@ -49,15 +50,31 @@ def _load() -> tuple[Any, str | None]:
         reason = "HOTROW_NATIVE=0 is set"
     else:
         try:
-            return importlib.import_module("hotrow._native"), None
+            module = importlib.import_module("hotrow._native")
         except ImportError as error:
             reason = f"the native module does not load ({error})"
+        else:
+            _announce_fork(module)
+            return module, None
     warnings.warn(
         f"hotrow runs on its reference kernels, many times slower, because {reason}; "
         "build the native ones with `pip install -e .` (needs a C++20 compiler) and leave HOTROW_NATIVE unset",
         stacklevel=3,
     )
     return None, reason
+
+
+def _announce_fork(module: Any) -> None:
+    """Warns in a forked child, once, that the kernels run on one thread there; elsewhere sees to it that one would."""
+    if not module.in_forked_child():
+        os.register_at_fork(after_in_child=_load.cache_clear)
+    elif torch.get_num_threads() > 1:
+        warnings.warn(
+            "this process was forked after hotrow's kernels were loaded: they run on one thread here, because the "
+            "threads of the process it came from are not in it; results are the same. Start it with "
+            "multiprocessing's 'spawn' or 'forkserver' for all threads, or call torch.set_num_threads(1) to agree",
+            stacklevel=4,
+        )
 
 
 def _native() -> Any:
@@ -68,7 +85,8 @@ def backend() -> Backend:
     """Which kernels run, on which instruction set and how many threads."""
     module, reason = _load()
     name, isa = ("reference", "torch") if module is None else ("native", module.isa())
-    return Backend(name, isa, torch.get_num_threads(), reason)
+    alone = module is not None and module.in_forked_child()
+    return Backend(name, isa, 1 if alone else torch.get_num_threads(), reason)
 
 
 def isas() -> tuple[str, ...]:
@@ -286,6 +304,25 @@ def _numbers(rule: Rule) -> tuple[float, ...]:
         rule.l1,
         rule.l2,
     )
+
+
+def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
+    """The index of the first NaN or infinity in `values`, in row-major order; None where all are finite."""
+    matrix = values.detach()
+    if matrix.dim() != 2 or matrix.stride(1) != 1:
+        matrix = matrix.reshape(1, -1)
+    if _native() is None or matrix.dtype != torch.float32 or matrix.device.type != "cpu":
+        bad = (~torch.isfinite(matrix)).view(-1).nonzero()
+        flat = int(bad[0]) if len(bad) else -1
+    else:
+        flat = _native().first_nonfinite(matrix, torch.get_num_threads())
+    if flat < 0:
+        return None
+    index: list[int] = []
+    for size in reversed(values.shape):
+        flat, place = divmod(flat, size)
+        index.insert(0, place)
+    return tuple(index)
 
 
 def fill_uniform(out: Tensor, *, key: int, bound: float, zero_rows: int = 0, first_row: int = 0) -> None:

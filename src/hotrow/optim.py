@@ -9,15 +9,20 @@ sums and applies (ops.Kernels.update states the arithmetic). One param group per
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hotrow import ops
 from hotrow.embedding import EmbeddingCollection
+from hotrow.gradients import nonfinite_gradient
 from hotrow.reference import Algorithm, Rule
+
+OnNonfinite = Literal["raise", "skip"] | None
+"""What a step does on a gradient that is NaN or infinite; see `_SparseOptimizer`."""
 
 
 class _SparseOptimizer(torch.optim.Optimizer):
@@ -25,13 +30,22 @@ class _SparseOptimizer(torch.optim.Optimizer):
 
     The rate of a table is `lr * lr_scale`, rounded to float32. `step()` consumes the pending gradients;
     `zero_grad()` drops them. State tensors keep their place in memory for life, also through `load_state_dict`.
+
+    nonfinite: what a step does where a pooled gradient or a per-id weight is NaN or infinite, which would spread to
+    every row it reaches. "raise": ValueError; no row has changed, the gradients stay pending. "skip": the step is left
+    out whole, its gradients dropped, `skipped` counts it and the first is a warning. None: the caller has looked.
     """
 
     algorithm: Algorithm
     state_names: tuple[str, ...] = ()
     """Names of the state tensors, as in torch.optim: `state[weight][name]`."""
 
-    def __init__(self, emb: EmbeddingCollection, **defaults: float) -> None:
+    def __init__(self, emb: EmbeddingCollection, *, nonfinite: OnNonfinite = "raise", **defaults: float) -> None:
+        if nonfinite not in ("raise", "skip", None):
+            raise ValueError(f"{type(self).__name__}: nonfinite is {nonfinite!r}; choose 'raise', 'skip' or None")
+        self.nonfinite = nonfinite
+        self.skipped = 0
+        """Steps of this object left out because of gradients that were not finite."""
         positive = {"lr", "beta"}
         for name, value in defaults.items():
             if not (0 < value < math.inf or (value == 0 and name not in positive)):
@@ -67,18 +81,33 @@ class _SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every row that the pending batches looked up, once; returns the closure's loss, if one is given.
 
-        Raises ValueError, with no row changed, when a pending batch was altered and now holds an id out of range.
+        Raises ValueError, with no row changed, where a gradient is not finite (see `nonfinite`) and where a pending
+        batch was altered and now holds an id out of range.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if pending := self.emb.pending:
+        if (pending := self.emb.pending) and self._may_step():
             rules = [self._rule(group) for group in self.param_groups]
             self.emb.kernels.update(self.emb.arrays, self._arrays, pending, rules)
             self._count_step()
             self.emb.clear_pending()
         return loss
+
+    def _may_step(self) -> bool:
+        found = None if self.nonfinite is None else nonfinite_gradient(self.emb)
+        if found is None:
+            return True
+        text = f"{type(self).__name__}: {found}; no row has changed"
+        cure = "lower the learning rate, and look for NaN and infinity in dense inputs, labels and per-id weights"
+        if self.nonfinite == "raise":
+            raise ValueError(f"{text}: {cure}, or have such steps left out (nonfinite='skip')")
+        self.emb.clear_pending()
+        self.skipped += 1
+        if self.skipped == 1:
+            warnings.warn(f"{text}, the step is skipped: {cure}; .skipped counts such steps", stacklevel=4)
+        return False
 
     def _count_step(self) -> None:
         """After a step that did something."""
@@ -135,8 +164,8 @@ class SGD(_SparseOptimizer):
 
     algorithm = "sgd"
 
-    def __init__(self, emb: EmbeddingCollection, lr: float) -> None:
-        super().__init__(emb, lr=lr)
+    def __init__(self, emb: EmbeddingCollection, lr: float, *, nonfinite: OnNonfinite = "raise") -> None:
+        super().__init__(emb, nonfinite=nonfinite, lr=lr)
 
 
 class Adagrad(_SparseOptimizer):
@@ -149,9 +178,16 @@ class Adagrad(_SparseOptimizer):
     state_names = ("sum",)
 
     def __init__(
-        self, emb: EmbeddingCollection, lr: float, *, eps: float = 1e-10, initial_accumulator_value: float = 0.0
+        self,
+        emb: EmbeddingCollection,
+        lr: float,
+        *,
+        eps: float = 1e-10,
+        initial_accumulator_value: float = 0.0,
+        nonfinite: OnNonfinite = "raise",
     ) -> None:
-        super().__init__(emb, lr=lr, eps=eps, initial_accumulator_value=initial_accumulator_value)
+        start = initial_accumulator_value
+        super().__init__(emb, nonfinite=nonfinite, lr=lr, eps=eps, initial_accumulator_value=start)
 
     def _initial(self, group: dict[str, Any], name: str) -> float:
         return float(group["initial_accumulator_value"])
@@ -190,11 +226,12 @@ class Adam(_SparseOptimizer):
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        nonfinite: OnNonfinite = "raise",
     ) -> None:
         for beta in betas:
             if not 0 <= beta < 1:
                 raise ValueError(f"Adam: betas are {betas}; both must lie in [0, 1)")
-        super().__init__(emb, lr=lr, eps=eps)
+        super().__init__(emb, nonfinite=nonfinite, lr=lr, eps=eps)
         for group in self.param_groups:
             group["betas"], group["steps"] = tuple(betas), 0
 
@@ -223,9 +260,16 @@ class FTRL(_SparseOptimizer):
     state_names = ("z", "n")
 
     def __init__(
-        self, emb: EmbeddingCollection, lr: float, *, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0
+        self,
+        emb: EmbeddingCollection,
+        lr: float,
+        *,
+        beta: float = 1.0,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        nonfinite: OnNonfinite = "raise",
     ) -> None:
-        super().__init__(emb, lr=lr, beta=beta, l1=l1, l2=l2)
+        super().__init__(emb, nonfinite=nonfinite, lr=lr, beta=beta, l1=l1, l2=l2)
         for group in self.param_groups:
             (weight,) = group["params"]
             if weight.any():  # else its pages stay untouched

@@ -97,11 +97,14 @@ class RunFolder:
         self.record.update(values)
         write_json(self.path / RUN, self.record)
 
-    def warn(self, code: str, text: str) -> None:
-        """Count one more occurrence of the warning `code` in run.json; the first is logged in full."""
-        self._warnings[code] += 1
-        if self._warnings[code] == 1:
+    def warn(self, code: str, text: str, *, count: int | None = None) -> None:
+        """Count one more occurrence of the warning `code` in run.json; the first is logged in full.
+
+        count: how many there are now, where a resumed run may meet the same ones again; None: one more.
+        """
+        if not self._warnings[code]:
             self.log(f"warning ({code}): {text}")
+        self._warnings[code] = self._warnings[code] + 1 if count is None else count
         entries = self.record["warnings"]
         entries[code] = {"count": self._warnings[code], "text": entries.get(code, {}).get("text", text)}
         self.update()

@@ -35,6 +35,7 @@ from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import available_memory_bytes, explain_full_disk
+from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.metrics import BinaryMetrics
 from hotrow.models import build_model
 from hotrow.progress import ProgressLine, duration, rate
@@ -46,6 +47,8 @@ from hotrow.tables import TableConfig
 
 EVAL_BATCH_SIZE = 4096
 ALL_DONE = "all steps are done"
+MOST_SKIPPED = 100
+"""Steps skipped one after another; after so many a run ends, because weights that overflow mend in none."""
 MEMORY_SHARE = {"auto": 0.6, "dram": 1.0}
 """Share of the memory this process may use that tables and their optimizer state may take, by config `memory`."""
 _DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
@@ -104,12 +107,20 @@ def build_optimizers(
     options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
     return (
         _DENSE_OPTIMIZERS[dense.name](model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=True),
-        _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, **options),
+        # train_step looks at both sides itself, before either is changed.
+        _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
     )
 
 
+class NonFiniteError(ValueError):
+    """A step met NaN or infinity, and changed nothing; the text says where."""
+
+
 def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tensor:
-    """Step number `step` (from 0) on `batch`; returns the mean binary cross-entropy before the update, 0-dim."""
+    """Step number `step` (from 0) on `batch`; returns the mean binary cross-entropy before the update, 0-dim.
+
+    Raises NonFiniteError where the loss or a gradient is NaN or infinite; no weight and no row has changed then.
+    """
     parts.schedule.apply(step)
     parts.dense_optimizer.zero_grad()
     parts.sparse_optimizer.zero_grad()
@@ -118,11 +129,25 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     logits_B = parts.model(batch.dense, pooled_BP)
     loss = binary_cross_entropy_with_logits(logits_B, batch.label)
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    check_finite(parts, batch, loss.detach())
     parts.dense_optimizer.step()
     clock.lap("dense")
     parts.sparse_optimizer.step()
     clock.lap("update")
     return loss.detach()
+
+
+def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
+    """Raises NonFiniteError where `loss` or a gradient of either side is not finite, naming the first of each."""
+    found = [nonfinite_parameter_gradient(parts.model), nonfinite_gradient(parts.embedding)]
+    if math.isfinite(float(loss)) and not any(found):
+        return
+    inputs = {"the dense input": batch.dense, "the label": batch.label}
+    for what, values in inputs.items():
+        if (place := ops.first_nonfinite(values)) is not None:
+            column = "".join(f", column {c}" for c in place[1:])
+            found.append(f"{what} of sample {place[0]}{column} is {float(values[place])}, so look at the data first")
+    raise NonFiniteError("; ".join([f"the loss is {float(loss)}", *(text for text in found if text)]))
 
 
 @torch.no_grad()
@@ -154,6 +179,9 @@ class State:
     evals_since_best: int = 0
     ended: str | None = None
     """Why training is over, once it is."""
+    skipped: int = 0
+    """Steps that changed nothing, because their loss or gradients were not finite; `step` counts them too."""
+    skipped_in_a_row: int = 0
     num_samples: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Spent in steps, by phase, over all sessions of the run."""
@@ -203,8 +231,11 @@ class Training:
             self.clock.lap(None)
             for batch in self.loader.epoch(self.state.epoch, self.state.batch):
                 self.clock.lap("data")
-                loss = float(train_step(self.parts, batch, self.state.step, self.clock))
-                self._check_loss(loss)
+                try:
+                    loss: float | None = float(train_step(self.parts, batch, self.state.step, self.clock))
+                except NonFiniteError as error:
+                    self._skip(str(error))
+                    loss = None
                 self._count(len(batch), loss)
                 stop = self.interrupt.signal is not None
                 self._do_what_is_due(stop=stop)
@@ -212,22 +243,36 @@ class Training:
                     return
                 self.clock.lap(None)
 
-    def _check_loss(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            optimizer = self.config.optimizer
-            raise ValueError(
-                f"the loss is {loss} at step {self.state.step + 1} (epoch {self.state.epoch + 1}, batch "
-                f"{self.state.batch + 1}): training diverged; lower optimizer.dense.lr ({optimizer.dense.lr}) and "
-                f"optimizer.sparse.lr ({optimizer.sparse.lr}), or raise optimizer.schedule.warmup_steps "
-                f"({optimizer.schedule.warmup_steps}), and start again"
-            )
+    def _skip(self, found: str) -> None:
+        """Drop the gradients of a step that is not to be taken and count it; ValueError where that is not allowed."""
+        state, optimizer = self.state, self.config.optimizer
+        text = (
+            f"{found} (step {state.step + 1}, epoch {state.epoch + 1}, batch {state.batch + 1}); nothing was changed "
+            "by this step"
+        )
+        cure = (
+            f"lower optimizer.dense.lr ({optimizer.dense.lr}) and optimizer.sparse.lr ({optimizer.sparse.lr}), or "
+            f"raise optimizer.schedule.warmup_steps ({optimizer.schedule.warmup_steps}), and start again"
+        )
+        if self.config.train.nonfinite == "raise":
+            left_out = f"{resume_command(self.folder)} --set train.nonfinite=skip"
+            raise ValueError(f"{text}. Training diverged: {cure}; or leave such steps out: {left_out}")
+        if state.skipped_in_a_row == MOST_SKIPPED:
+            raise ValueError(f"{text}, nor by the {MOST_SKIPPED} before it, all skipped. Training diverged: {cure}")
+        self.parts.dense_optimizer.zero_grad()
+        self.parts.sparse_optimizer.zero_grad()
+        state.skipped, state.skipped_in_a_row = state.skipped + 1, state.skipped_in_a_row + 1
+        self.folder.warn("nonfinite_step_skipped", text, count=state.skipped)
 
-    def _count(self, num_samples: int, loss: float) -> None:
+    def _count(self, num_samples: int, loss: float | None) -> None:
+        """Count a step of `num_samples`; loss: None where it was skipped."""
         state = self.state
         state.step, state.batch = state.step + 1, state.batch + 1
         if state.batch == self.steps_per_epoch:
             state.epoch, state.batch = state.epoch + 1, 0
-        state.window_loss, state.window_steps = state.window_loss + loss, state.window_steps + 1
+        if loss is not None:
+            state.window_loss, state.window_steps = state.window_loss + loss, state.window_steps + 1
+            state.skipped_in_a_row = 0
         state.num_samples += num_samples
         self.clock.end_step()
         state.seconds = dict(self.clock.seconds)
@@ -248,13 +293,14 @@ class Training:
 
     def _log_window(self) -> None:
         state = self.state
-        loss = state.window_loss / state.window_steps
+        loss = state.window_loss / state.window_steps if state.window_steps else None
         lr = {
             "dense": self.parts.dense_optimizer.param_groups[0]["lr"],
             "sparse": self.parts.sparse_optimizer.param_groups[0]["lr"],
         }
         speed = {"samples_per_s": round(state.num_samples / state.train_s, 1), "step_ms": self.clock.step_ms()}
-        self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed)
+        skipped = {"steps_skipped": state.skipped} if state.skipped else {}
+        self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed, **skipped)
         state.window_loss, state.window_steps = 0.0, 0
 
     def _evaluate(self) -> bool:
@@ -350,6 +396,7 @@ class Training:
         """How far and how fast, for run.json."""
         return {
             "steps": self.state.step,
+            "steps_skipped": self.state.skipped,
             "epochs": self.epochs,
             "samples_per_s": round(self.state.num_samples / max(self.state.train_s, 1e-9), 1),
             "step_ms": self.clock.step_ms(),
@@ -370,6 +417,7 @@ class Training:
         loss = f"loss {state.window_loss / state.window_steps:.4f}" if state.window_steps else ""
         val = f"val {scores(state.val)}" if state.val else "not evaluated yet"
         epoch = f"epoch {self.epochs:.2f}/{self.config.train.epochs}  step {state.step}/{self.num_steps}"
+        epoch += f" ({state.skipped} skipped)" if state.skipped else ""
         return (
             f"{epoch}  {rate(state.num_samples / state.train_s)} samples/s  {loss}  {val}  |  {shares}  |  {left} left"
         )
@@ -418,7 +466,15 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     return _run(config, dataset, folder, None, quiet=quiet)
 
 
-RESUMABLE = ("train.threads", "train.epochs", "train.max_steps", "checkpoint.every", "checkpoint.keep_last", "data")
+RESUMABLE = (
+    "train.threads",
+    "train.epochs",
+    "train.max_steps",
+    "train.nonfinite",
+    "checkpoint.every",
+    "checkpoint.keep_last",
+    "data",
+)
 """What may be changed when a run is resumed: anything else would make it another run."""
 
 
@@ -472,6 +528,8 @@ def _begin(training: Training) -> None:
     folder.open_tensorboard(step=training.state.step)
     if backend.reason is not None:
         folder.warn("reference_backend", backend.reason)
+    if backend.threads < torch.get_num_threads():
+        folder.warn("forked_process", "this process was forked after hotrow's kernels were loaded: they use one thread")
     folder.update(
         status="running",
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},

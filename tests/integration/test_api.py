@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -54,6 +56,19 @@ def test_fit_learns_from_few_rows_with_its_own_defaults(tmp_path: Path) -> None:
     logs = pa.table({"click": click, "item": pa.array([f"i{i}" for i in item]), "user": user})
     run = hotrow.fit(logs, label="click", run=tmp_path / "run", quiet=True, threads=1)
     assert run.metrics["auc"] > 0.6  # 0.70 with the true chances
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_full_disk_while_scoring_names_the_file_and_leaves_none(
+    run: hotrow.Run, tmp_path: Path, fill_disk: Callable[[int], Any], suffix: str
+) -> None:
+    out = tmp_path / f"scores{suffix}"
+    message = rf"disk full while writing scores in {tmp_path}, writing {out} \(.* No scores are kept; .*same command"
+    for room in (0, 500):
+        with fill_disk(room), pytest.raises(OSError, match=message):
+            run.write_scores(clicks(2000), out)
+        assert list(tmp_path.iterdir()) == []
+    assert run.write_scores(clicks(2000), out) == 2000
 
 
 def test_predictions_of_the_test_rows_have_the_test_metrics(run: hotrow.Run) -> None:

@@ -6,10 +6,12 @@ import errno
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -323,6 +325,30 @@ def test_a_disk_too_small_is_told_before_and_a_full_one_after(tmp_path: Path, mo
         with pytest.raises(OSError, match=r"disk is full.*4 finished part.*run the same command again"):
             prepare(opened, out, options)
     prepare(opened, out, options)
+    prepare(opened, tmp_path / "plain", options)
+    assert file_hashes(out) == file_hashes(tmp_path / "plain")
+
+
+def test_a_disk_that_is_full_at_any_write_names_the_file_and_what_is_kept(
+    tmp_path: Path, fill_disk: Callable[[int], Any]
+) -> None:
+    """Ever more room: plan, vocabularies, parts, marks and dataset.json are each the file that does not fit."""
+    logs, out = write_parquet(tmp_path / "logs", make_rows(3000)), tmp_path / "out"
+    opened, options = open_source("parquet", logs, schema=SCHEMA), Options(rows_per_block=128, rows_per_part=256)
+    named = set()
+    for attempt in range(1000):
+        try:
+            with fill_disk(0 if attempt == 0 else 3000 * attempt):
+                prepare(opened, out, options)
+            break
+        except OSError as error:
+            text = str(error)
+            assert re.search(r"full while .*kept.*run the same command again", text), text
+            found = re.search(r"writing (\S+?)(?: \(|:)", text)
+            assert found and str(out) in found[1], text
+            named.add(re.sub(r"\d+", "N", str(Path(found[1]).relative_to(out))))
+    assert {"train/part-N.arrow"} < named and any(name.startswith("vocab/") for name in named), named
+    assert any(".prepare" in name for name in named), named
     prepare(opened, tmp_path / "plain", options)
     assert file_hashes(out) == file_hashes(tmp_path / "plain")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from hotrow import trainer
+from hotrow import Run, trainer
 from hotrow.checkpoint import list_checkpoints
-from hotrow.config import Config, apply_overrides, make_config
+from hotrow.config import Config, ModelConfig, apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.run_folder import RunFolder
 
@@ -97,11 +98,109 @@ def test_a_run_is_never_overwritten_and_names_count_up(
 
 
 def test_divergence_names_step_and_cure(dataset: PackedDataset, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the loss is (nan|inf) at step \d+ .*lower optimizer\.dense\.lr \(1e\+20\)"):
+    message = (
+        r"the loss is .* \(step \d+, epoch 1, batch \d+\); nothing was changed .*lower optimizer\.dense\.lr \(1e\+20\)"
+    )
+    with pytest.raises(ValueError, match=message):
         train(dataset, tmp_path / "run", "optimizer.dense.name=sgd", "optimizer.dense.lr=1e20")
     record = RunFolder.open(tmp_path / "run").record
     assert record["status"] == "failed"
     assert "the loss is" in record["error"]
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], side: str) -> None:
+    """Makes a gradient (or the loss) of the steps numbered from 1 not finite, on one side alone."""
+    plain, number = trainer.check_finite, [0]
+
+    def check(parts: trainer.Parts, batch: Any, loss: torch.Tensor) -> None:
+        number[0] += 1
+        if number[0] in steps:
+            if side == "sparse":
+                parts.embedding.pending[0].grad[5, 9] = torch.inf
+            elif side == "dense":
+                next(iter(parts.model.parameters())).grad[1, 2] = torch.nan
+            else:
+                loss = torch.tensor(torch.nan)
+        plain(parts, batch, loss)
+
+    monkeypatch.setattr(trainer, "check_finite", check)
+
+
+@pytest.mark.parametrize(
+    ("side", "found"),
+    [
+        ("sparse", r"the gradient of feature 'bag' \(table 't0'\), sample 5, column 1 is inf"),
+        ("dense", r"the gradient of parameter 'bottom\..*' at \[1, 2\] is nan"),
+        ("loss", "the loss is nan"),
+    ],
+)
+def test_a_step_that_is_not_finite_stops_both_sides(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str, found: str
+) -> None:
+    with monkeypatch.context() as patch:
+        poison(patch, {5}, side)
+        with pytest.raises(ValueError, match=rf"{found}.* \(step 5, epoch 1, batch 5\); nothing was changed"):
+            train(dataset, tmp_path / "raise", "checkpoint.every=4")
+    assert list(list_checkpoints(tmp_path / "raise" / "checkpoints")) == [4]
+    resumed = trainer.resume(tmp_path / "raise", ["train.nonfinite=skip"], quiet=True)
+    assert (resumed.record["status"], resumed.record["steps_skipped"]) == ("finished", 0)
+
+    # Two rows in a row and a last one: skipped for both sides, for an optimizer that keeps state on both.
+    with monkeypatch.context() as patch:
+        poison(patch, {5, 6, 20}, side)
+        run = train(dataset, tmp_path / "skip", "train.nonfinite=skip", "train.max_steps=20", "train.log_every=5")
+    assert run.record["steps_skipped"] == 3
+    assert run.record["warnings"]["nonfinite_step_skipped"]["count"] == 3
+    assert re.search(found, run.record["warnings"]["nonfinite_step_skipped"]["text"])
+    assert [line.get("steps_skipped") for line in run.measurements() if line["kind"] == "train"] == [1, 2, 2, 3]
+    losses = [line["loss"] for line in run.measurements() if line["kind"] == "train"]
+    assert all(0 < loss < 10 for loss in losses)
+    assert Run(run.path).summary()["steps_skipped"] == 3
+
+
+def test_a_skipped_step_changes_no_byte(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step is skipped: all but its number is as one step before."""
+    changes = ["train.nonfinite=skip", "checkpoint.every=7", "checkpoint.keep_last=5"]
+    for side in ("sparse", "dense", "loss"):
+        with monkeypatch.context() as patch:
+            poison(patch, {8}, side)
+            run = train(dataset, tmp_path / side, *changes, "train.max_steps=8")
+        before, after = (run.checkpoints / f"step-{step}" for step in (7, 8))
+        for file in before.rglob("*.safetensors"):
+            assert file.read_bytes() == (after / file.relative_to(before)).read_bytes(), (side, file)
+
+
+def test_a_window_of_skipped_steps_has_no_loss(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, {1, 2}, "dense")
+    run = train(dataset, tmp_path / "run", "train.nonfinite=skip", "train.max_steps=3", "train.log_every=2")
+    losses = [line["loss"] for line in run.measurements() if line["kind"] == "train"]
+    assert losses[0] is None and losses[1] > 0
+
+
+def test_skipping_for_ever_is_refused(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "MOST_SKIPPED", 3)
+    poison(monkeypatch, {1, 2, 3, 5, 6, 7, 8}, "loss")
+    with pytest.raises(
+        ValueError, match=r"the loss is nan \(step 8, .* nor by the 3 before it, all skipped.*lower opt"
+    ):
+        train(dataset, tmp_path / "run", "train.nonfinite=skip")
+    assert RunFolder.open(tmp_path / "run").record["warnings"]["nonfinite_step_skipped"]["count"] == 6
+
+
+def test_data_that_is_not_finite_is_named(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
+    dataset = make_dataset(tmp_path / "data", rows={"train": 64})
+    loader = trainer.Loader(dataset.split("train"), 64, shuffle_seed=None)
+    batch = next(iter(loader.epoch(0)))
+    batch.dense[7, 2] = torch.inf
+    parts = trainer.build(
+        config(dataset, tmp_path / "run"), trainer.tables_of(ModelConfig(embedding_dim=8), dataset), num_dense=3
+    )
+    with pytest.raises(trainer.NonFiniteError, match="dense input of sample 7, column 2 is inf, so look at the data"):
+        trainer.train_step(parts, batch, 0, trainer.StepClock())
 
 
 def test_tables_beyond_memory_are_refused_with_the_shortfall(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,44 @@ def test_interrupted_at_any_step(
         assert run.record["status"] == "finished"
         assert set(run.record["warnings"]) <= {"reference_backend"}
         assert outcome(run) == expected, f"stopped after step {stop}"
+
+
+def test_interrupted_around_skipped_steps(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 5, 6 and 9 are not finite: stopped before, between and after them, and killed with some to take again."""
+    plain, skipped = trainer.check_finite, {5, 6, 9}
+
+    def check(parts: Any, batch: Any, loss: Any) -> None:
+        if parts.dense_optimizer.step_number in skipped:
+            parts.embedding.pending[0].grad[0, 0] = float("nan")
+        plain(parts, batch, loss)
+
+    def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
+        parts.dense_optimizer.step_number = step + 1
+        return plain_step(parts, batch, step, clock)
+
+    plain_step = trainer.train_step
+    monkeypatch.setattr(trainer, "check_finite", check)
+    monkeypatch.setattr(trainer, "train_step", step)
+    changes = ["train.nonfinite=skip", "optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.max_steps=17"]
+    whole = trainer.train(config(data, tmp_path / "whole", changes))
+    expected = outcome(whole)
+    assert expected["state"]["skipped"] == 3
+    for stop in (4, 5, 6, 9):
+        with monkeypatch.context() as patch:
+            signal_at(patch, stop, signal.SIGINT)
+            run = trainer.train(config(data, tmp_path / f"stopped-{stop}", changes))
+        run = trainer.resume(run.path)
+        assert outcome(run) == expected, f"stopped after step {stop}"
+        assert run.record["steps_skipped"] == 3
+        assert run.record["warnings"] == whole.record["warnings"]
+    kept = [*changes, "checkpoint.every=4", "checkpoint.keep_last=9"]
+    run = trainer.train(config(data, tmp_path / "killed", kept))
+    for path in list(list_checkpoints(run.checkpoints).values())[1:]:
+        shutil.rmtree(path)
+    run.update(status="running")
+    run = trainer.resume(run.path)
+    assert outcome(run)["tensors"] == expected["tensors"]
+    assert run.record["warnings"]["nonfinite_step_skipped"]["count"] == 3, "steps taken again are not counted twice"
 
 
 def test_interrupted_again_and_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ train.early_stopping None
 train.seed 1
 train.threads auto
 train.precision fp32
+train.nonfinite raise
 train.log_every 50
 checkpoint.every None
 checkpoint.keep_last 2

@@ -252,7 +252,7 @@ def test_bad_rows_are_skipped_up_to_the_limit(either: ModuleType, tmp_path: Path
     again = CriteoSource([path], skip_bad_rows=3)
     assert flat(list(again.chunks(chunks[1].position, rows_per_chunk=4))) == expected(ROWS[8:])
     assert again.skipped.num_rows == 3
-    with pytest.raises(RowError, match=r":14: .*2 bad rows were skipped before, as many as skip_bad_rows allows"):
+    with pytest.raises(RowError, match=r":14: .*2 bad rows were skipped before, as many as --skip-bad-rows allows"):
         list(CriteoSource([path], skip_bad_rows=2).chunks())
     with pytest.raises(ValueError, match="skip_bad_rows is -1"):
         CriteoSource([path], skip_bad_rows=-1)

@@ -57,7 +57,9 @@ def test_a_plain_matrix_is_one_id_per_feature(dtype: torch.dtype) -> None:
     emb = make()
     ids_BF = torch.tensor([[1, 4, 6], [2, 5, 4]], dtype=dtype)
     assert torch.equal(emb(ids_BF), emb(batch_of([[1], [2]], [[4], [5]], [[6], [4]])))
-    with pytest.raises(ValueError, match=r"shape \(2, 2\); pass \[B, 3\], one column for each of user, clicked, shown"):
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 2\); pass int32 or int64 \[B, 3\], one column for each of user, clicked, shown"
+    ):
         emb(ids_BF[:, :2])
 
 

@@ -22,6 +22,7 @@ LEVELS = {
     "ops": 1,
     "optim": 2,
     "embedding": 2,
+    "gradients": 2,
     "data": 2,
     "models": 2,
     "schedule": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -42,6 +43,24 @@ def test_backend_says_what_runs() -> None:
 def test_set_isa_refuses_what_is_not_there() -> None:
     with pytest.raises(ValueError, match="'sse9' is not available here; choose one of baseline"):
         ops.set_isa("sse9")
+
+
+V3 = ["avx2", "bmi2", "fma"]
+V4 = [*V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("features", "widest"),
+    [([], "baseline"), (V3, "avx2"), (V4, "avx512")]
+    + [([f for f in V3 if f != lacking], "baseline") for lacking in V3]
+    + [([f for f in V4 if f != lacking], "avx2" if lacking in V4[3:] else "baseline") for lacking in V4],
+)
+def test_each_processor_runs_the_widest_set_it_has_all_features_of(features: list[str], widest: str) -> None:
+    """What starts on a processor of these features: a set that lacks one would end in an illegal instruction."""
+    module = importlib.import_module("hotrow._native")
+    built = ["baseline", "avx2", "avx512"][: module.num_runnable(V4)]
+    assert built[module.num_runnable(features) - 1] == min(widest, built[-1], key=["baseline", "avx2", "avx512"].index)
 
 
 PROGRAM = """

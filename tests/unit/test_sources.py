@@ -7,7 +7,10 @@ import pytest
 from hotrow.data.avazu import COLUMNS as AVAZU_COLUMNS
 from hotrow.data.avazu import looks_like_avazu, open_avazu
 from hotrow.data.chunk import RowError
+from hotrow.data.columns import ColumnsSource
+from hotrow.data.criteo import CriteoSource
 from hotrow.data.movielens import movielens_layout, open_movielens
+from hotrow.data.schema import parse_schema
 from hotrow.data.taobao import looks_like_taobao, open_taobao
 from raw_rows import read
 
@@ -20,6 +23,57 @@ def test_taobao_events_are_labelled_by_behaviour(tmp_path: Path) -> None:
     assert rows["user"] == [1, 1, 100] and rows["item"][0] == 2268318 and rows["category"][1] == 2520771
     assert rows["time"] == [1511544070, 1511561733, 1511600000]
     assert looks_like_taobao("1,2268318,2520377,pv,1511544070") and not looks_like_taobao("a,b,c,d,e")
+
+
+def test_an_unknown_behaviour_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "UserBehavior.csv"
+    path.write_text("1,2,3,pv,1511544070\n1,2,3,share,1511561733\n2,2,3,,1511561734\n3,2,3,buy,1511561735\n")
+    message = (
+        r"UserBehavior.csv:2 \(behaviour\): 'share' is no label; it must be one of cart, fav, buy, pv; correct "
+        "the row, or let bad rows be left out \\(--skip-bad-rows N, in Python skip_bad_rows=N\\)"
+    )
+    with pytest.raises(RowError, match=message):
+        read(open_taobao(path))
+    source = open_taobao(path, skip_bad_rows=2)
+    assert read(source)["label"] == [0, 1]
+    assert source.skipped.num_rows == 2
+    assert "UserBehavior.csv:3" in source.skipped.examples[1]
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ({"negative": ["pv"]}, "'negative' needs 'positive'"),
+        ({"positive": ["buy", "pv"], "negative": ["pv"]}, "'pv' is both 'positive' and 'negative'"),
+        ({"positive": ["buy"], "negative": []}, "negative"),
+    ],
+)
+def test_values_of_a_label_fit_together(label: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_schema({"label": {"column": "x", **label}, "categorical": ["a"]}, where="s")
+
+
+def test_integer_labels_may_be_listed_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("x,a\n3,u\n0,v\n5,w\n")
+    schema = parse_schema({"label": {"column": "x", "positive": [3], "negative": [0]}, "categorical": ["a"]}, where="s")
+    with pytest.raises(RowError, match=r"x.csv:4 \(x\): '?5'? is no label; it must be one of 3, 0"):
+        read(ColumnsSource(path, schema))
+    assert read(ColumnsSource(path, schema, skip_bad_rows=1))["label"] == [1, 0]
+
+
+def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "UserBehavior.csv"
+    path.write_text("1,2,3,pv,1511544070\n")
+    (tmp_path / "link.csv").symlink_to(path)
+    with pytest.raises(ValueError, match=rf"{path}: this file is given twice; its rows would count double"):
+        open_taobao([path, path])
+    with pytest.raises(ValueError, match=rf"link.csv: this file is given twice, once as {path}; .* name it once"):
+        open_taobao([path, tmp_path / "link.csv"])
+    with pytest.raises(ValueError, match="given twice"):
+        open_taobao([tmp_path / "User*.csv", f"{tmp_path}/../{tmp_path.name}/UserBehavior.csv"])
+    with pytest.raises(ValueError, match="given twice"):
+        CriteoSource([path, path])
 
 
 def test_real_taobao_events(real_data) -> None:

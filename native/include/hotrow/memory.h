@@ -21,6 +21,10 @@ inline constexpr size_t kMostKeptBytes = size_t{1} << 29;
 Pages take_pages(size_t bytes);
 void give_back_pages(const Pages& pages);
 
+// While locked, no thread takes or gives back: around a fork.
+void lock_kept_pages();
+void unlock_kept_pages();
+
 // Kept pages for as long as this object lives. Throws std::bad_alloc.
 class KeptPages {
  public:

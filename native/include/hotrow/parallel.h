@@ -3,6 +3,9 @@
 //
 // OpenMP where the build has it (torch's own pool: its libgomp is already loaded), std::thread elsewhere. Always asks
 // for num_threads: libgomp ends and restarts threads whenever the team's size changes.
+//
+// In a forked child, everything runs on the calling thread: fork copies that thread alone, and libgomp would wait for
+// ever for the others of a team it believes to have. No result depends on it.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +20,15 @@
 
 namespace hotrow {
 
+// From here on forks are noticed. Called once, before any kernel.
+void watch_forks();
+
+// Whether this process, or one it descends from, was forked after watch_forks.
+bool in_forked_child();
+
 template <class Task>
 void parallel_for(int64_t num_tasks, int num_threads, const Task& task) {
-  if (num_threads <= 1 || num_tasks <= 1) {
+  if (num_threads <= 1 || num_tasks <= 1 || in_forked_child()) {
     for (int64_t i = 0; i < num_tasks; ++i) task(i, 0);
     return;
   }

@@ -23,6 +23,10 @@ KeyKind = Literal["int", "bytes"]
 KEY_KINDS: tuple[KeyKind, ...] = ("int", "bytes")
 
 
+SKIP_CURE = "let bad rows be left out (--skip-bad-rows N, in Python skip_bad_rows=N)"
+"""Ends the sentence about a bad row."""
+
+
 class RowError(ValueError):
     """A row that cannot be read, said as `file:line, column 5 (I4): what is wrong, and the cure`.
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import Chunk, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
+from hotrow.data.chunk import SKIP_CURE, Chunk, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
 from hotrow.data.convert import Fault, IdEncoding, TimeReader, default_encoding, kind_of, to_keys, to_label, to_numbers
 from hotrow.data.dictionary import CodedKeys, DictionaryReader, KeyColumns
 from hotrow.data.inputs import InputFile, find_files, prefetch
@@ -201,7 +201,8 @@ class ColumnsSource:
     def _skip(self, error: RowError) -> None:
         self.skipped.add(error)
         if self.skipped.num_rows > self._skip_bad_rows:
-            raise error
+            reason = f"{error.reason}; correct the row, or {SKIP_CURE}"
+            raise RowError(file=error.file, line=error.line, column=error.column, name=error.name, reason=reason)
 
 
 def open_table(data: Any, schema: Schema) -> TableReader:

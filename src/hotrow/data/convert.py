@@ -7,7 +7,7 @@ integers, text stays text, and a float is an id only where it is a whole number 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,14 +136,23 @@ def _label_by_value(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float3
     assert spec.positive is not None
     if not is_text(array.type) and not pa.types.is_integer(array.type):
         raise ValueError(f"label column {spec.column!r} has type {array.type}; 'positive' needs text or integers")
+    positive = _is_one_of(array, spec, "positive", spec.positive)
+    label = positive.astype(np.float32)
+    if spec.negative is not None:
+        known = positive | _is_one_of(array, spec, "negative", spec.negative)
+        allowed = ", ".join(str(value) for value in (*spec.positive, *spec.negative))
+        return label, _fault(spec.column, ~known, array, f"is no label; it must be one of {allowed}")
+    return label, _fault(spec.column, mask_of(array.is_null()), array, "is missing; every row needs a label")
+
+
+def _is_one_of(array: pa.Array, spec: LabelSpec, name: str, values: Sequence[str | int]) -> NDArray[np.bool_]:
     try:
-        wanted = pa.array([str(p) if is_text(array.type) else p for p in spec.positive], type=array.type)
+        wanted = pa.array([str(v) if is_text(array.type) else v for v in values], type=array.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
         raise ValueError(
-            f"label.positive {list(spec.positive)} cannot be compared with column {spec.column!r} of type {array.type}"
+            f"label.{name} {list(values)} cannot be compared with column {spec.column!r} of type {array.type}"
         ) from None
-    label = mask_of(pc.is_in(array, value_set=wanted)).astype(np.float32)
-    return label, _fault(spec.column, mask_of(array.is_null()), array, "is missing; every row needs a label")
+    return mask_of(pc.is_in(array, value_set=wanted))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import Chunk, FileInfo, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
+from hotrow.data.chunk import SKIP_CURE, Chunk, FileInfo, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
 from hotrow.data.inputs import ByteStream, InputFile, find_files, prefetch
 from hotrow.data.native import Fault, RowColumns, RowLayout, count_newlines, parse_rows
 
@@ -154,7 +154,7 @@ class CriteoSource:
                     column=error.column,
                     name=error.name,
                     reason=f"{error.reason} ({self.skipped.num_rows} bad rows were skipped before, as many as "
-                    f"skip_bad_rows allows; the first: {self.skipped.examples[:1]})",
+                    f"--skip-bad-rows allows; the first: {self.skipped.examples[:1]})",
                 )
             raise error
         self.skipped.add(error)
@@ -217,14 +217,14 @@ def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, fault:
         Fault.TOO_LONG: f"{shown} has more than 8 hex digits; a category has 1 to 8, or is empty",
         Fault.COLUMN_COUNT: "the line ends early",
     }
-    cure = "; correct the line, or let bad rows be skipped (skip_bad_rows)"
+    cure = f"; correct the line, or {SKIP_CURE}"
     return RowError(file=file.name, line=line, column=column + 1, name=names[column], reason=reasons[fault] + cure)
 
 
 def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
     """What to say of a line with the wrong number of columns."""
     if not raw:
-        return "the line is empty; delete it, or let bad rows be skipped (skip_bad_rows)"
+        return f"the line is empty; delete it, or {SKIP_CURE}"
     numbers = " or ".join(str(number) for number in wanted)
     num_columns = raw.count(delimiter.encode()) + 1
     columns = "1 column" if num_columns == 1 else f"{num_columns} columns"

@@ -7,6 +7,7 @@ bounded: bytes are produced only as they are asked for, whatever a file claims t
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import threading
@@ -87,12 +88,25 @@ def find_files(paths: Sequence[str | Path], *, matches: Callable[[str], bool], w
     paths: files, folders (with all below them), patterns (`*` and `?` within a name, `**` across folders), local or as
     URIs (s3://, gs://, hdfs://, file://). matches: whether a file of a folder, by its name, is meant; wanted: the same
     in words, for the error. Raises ValueError naming a path that does not exist or cannot be reached, a pattern without
-    a file, or a folder without a matching one.
+    a file, a folder without a matching one, or a file that is given twice.
     """
     found = [file for path in paths for file in _expand(str(path), matches, wanted)]
     if not found:
         raise ValueError("no input path given; name at least one file or folder")
+    _refuse_repeated(found)
     return tuple(found)
+
+
+def _refuse_repeated(files: Sequence[InputFile]) -> None:
+    """One file under two names would count its rows twice; local ones are compared with symbolic links followed."""
+    names: dict[tuple[str, str], str] = {}
+    for file in files:
+        local = isinstance(file.filesystem, fs.LocalFileSystem)
+        key = (file.filesystem.type_name, os.path.realpath(file.path) if local else file.path)
+        if key in names:
+            again = f", once as {names[key]}" if names[key] != file.name else ""
+            raise ValueError(f"{file.name}: this file is given twice{again}; its rows would count double: name it once")
+        names[key] = file.name
 
 
 def _expand(name: str, matches: Callable[[str], bool], wanted: str) -> list[InputFile]:

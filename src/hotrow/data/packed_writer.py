@@ -43,7 +43,7 @@ from hotrow.data.packed_format import (
     write_info,
 )
 from hotrow.data.packed_reader import PackedDataset, crc32_of_file
-from hotrow.files import atomic_write, check_name, read_json, write_json
+from hotrow.files import FullDiskError, atomic_write, check_name, read_json, write_json
 
 ROWS_PER_PART = 64 * ROWS_PER_BLOCK
 """About 0.7 GB at Criteo's 40 columns: what an interruption can cost, and an ordinary size for a file."""
@@ -377,9 +377,10 @@ class PackedWriter:
                 raise
             num_parts = sum(len(parts) for parts in self._finished.values())
             num_rows = sum(self.finished_rows(split) for split in self._finished)
-            raise OSError(
+            raise FullDiskError(
                 error.errno,
-                f"the disk is full while writing {self.path}: {num_parts} finished part(s) with {num_rows} rows are "
+                f"the disk is full while writing {error.filename or self.path}: {num_parts} finished part(s) with "
+                f"{num_rows} rows are "
                 "kept; free some space and run the same command again, it goes on from there",
             ) from error
 

@@ -59,7 +59,7 @@ from hotrow.data.split import (
 from hotrow.data.transforms import DenseTransform, Moments
 from hotrow.data.vocabulary import Vocabulary
 from hotrow.data.workfolder import COUNTS, Mark, WorkFolder
-from hotrow.files import available_memory_bytes
+from hotrow.files import available_memory_bytes, explain_full_disk
 from hotrow.host import usable_cores
 
 ROWS_PER_CHUNK = 65_536
@@ -149,10 +149,12 @@ def prepare(
         estimate = estimate_work(opened, source_info, Path(out), rows=options.rows, sample=options.sample)
         say(str(estimate))
         estimate.check_disk(Path(out))
-        work.begin()
+        with explain_full_disk(work.out, "beginning", "Nothing had been kept yet."):
+            work.begin()
     stage = _Stages(opened, work, options, source_info, progress, say)
     try:
-        return _stoppable(stage.run, work)
+        with explain_full_disk(work.out, "preparing", f"What was finished is kept in {work.folder}."):
+            return _stoppable(stage.run, work)
     except ValueError:
         if not work.abandon():
             say(f"the counts are kept in {work.folder}: the same command, also with --skip-bad-rows, goes on")

@@ -49,7 +49,9 @@ class LabelSpec(_Column):
     """The label: 0/1 or true/false as it is, or made from other values by one of `positive` and `at_least`."""
 
     positive: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
-    """Values that mean 1; every other value means 0."""
+    """Values that mean 1; every other value means 0, or, with `negative`, one of those."""
+    negative: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
+    """Values that mean 0: any but these and the positive ones is then a bad row."""
     at_least: float | None = None
     """Numbers from here up mean 1, numbers below mean 0."""
 
@@ -57,6 +59,11 @@ class LabelSpec(_Column):
     def _one_rule(self) -> LabelSpec:
         if self.positive is not None and self.at_least is not None:
             raise ValueError("give either 'positive' or 'at_least', not both")
+        if self.negative is not None:
+            if self.positive is None:
+                raise ValueError("'negative' needs 'positive': the values that mean 1")
+            if both := [value for value in self.negative if value in self.positive]:
+                raise ValueError(f"{both[0]!r} is both 'positive' and 'negative'; list each value once")
         return self
 
 

@@ -6,7 +6,8 @@ Layout of UserBehavior.csv: no header, comma-separated, five columns
 
 The file is sorted by user, and by time within a user. There are no impressions without a click, so the click task is
 made from the events themselves: an event is positive where the user did more than look (cart, fav, buy) and negative
-where it is a page view (pv). A schema with another `label.positive` changes that. The split is by time over all users.
+where it is a page view (pv); any other behaviour is a bad row. A schema with another `label.positive` changes that. The
+split is by time over all users.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LICENCE = "Alibaba Tianchi UserBehavior: terms of the Tianchi platform (not veri
 
 SCHEMA = parse_schema(
     {
-        "label": {"column": "behaviour", "positive": ["cart", "fav", "buy"]},
+        "label": {"column": "behaviour", "positive": ["cart", "fav", "buy"], "negative": ["pv"]},
         "time": "time",
         "categorical": [{"column": name, "type": "int"} for name in ("user", "item", "category")],
         "split": {"kind": "time"},

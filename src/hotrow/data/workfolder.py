@@ -87,7 +87,11 @@ class WorkFolder:
             for name in ("vocab", "counts", *SPLITS, WORK_FOLDER):
                 shutil.rmtree(self.out / name, ignore_errors=True)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.save()
+        try:
+            self.save()
+        except BaseException:
+            self.abandon()  # without its state the folder would be nobody's, and the same command refused
+            raise
 
     @property
     def plan(self) -> dict[str, Any] | None:

@@ -1,0 +1,146 @@
+"""KeyedJaggedTensor and what the tables make of it: everything a caller can get wrong, and the empty cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hotrow import FTRL, SGD, Adagrad, Adam, EmbeddingCollection, KeyedJaggedTensor, RowWiseAdagrad, TableConfig
+
+VALUES = torch.arange(5)
+KEYS = ("a", "b")
+
+
+def tensor(*numbers: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keys": "ab", "values": tensor(1, 2)}, r"keys is the text 'ab'; pass a list of feature names, such as"),
+        ({"keys": ("a", "b", "a"), "values": tensor(1, 2, 3)}, r"\('a', 'b', 'a'\) repeat a feature name"),
+        ({"values": VALUES.float()}, r"values is torch.float32 with shape \(5,\); pass a 1-D int32 or int64"),
+        ({"values": VALUES.to(torch.int16)}, "values is torch.int16"),
+        ({"values": VALUES.view(1, 5)}, r"shape \(1, 5\); pass a 1-D"),
+        ({"values": VALUES.to("meta")}, r"values is on meta; .* pass values.cpu\(\)"),
+        (
+            {"weights": torch.ones(5, dtype=torch.float64)},
+            r"weights is torch.float64 \(5,\); pass float32 of the shape",
+        ),
+        ({"weights": torch.ones(5, dtype=torch.bfloat16)}, r"weights is torch.bfloat16 \(5,\); pass float32"),
+        ({"weights": torch.ones(4)}, r"weights is torch.float32 \(4,\); .* shape of values \(5,\)"),
+        ({"values": tensor(1, 2, 3)}, "3 bags do not divide among 2 keys; lengths must be"),
+        ({"keys": (), "values": tensor(1)}, "1 bags do not divide among 0 keys"),
+        ({"lengths": tensor(1, 2, 2)}, "3 bags do not divide among 2 keys"),
+        ({"lengths": tensor(1, 3, -1, 2)}, "feature 'b', sample 0: the length is -1; it must be 0 or more"),
+        ({"lengths": tensor(1, 3, 0, 2)}, "lengths sum to 6, but there are 5 values"),
+        ({"lengths": tensor(1, 1, 1, 2, dtype=torch.float32)}, r"lengths is torch.float32 \(4,\); pass a 1-D integer"),
+        ({"lengths": tensor(1, 1, 1, 1, dtype=torch.bool)}, "lengths is torch.bool"),
+        ({"lengths": tensor(1, 1, 1, 2).view(2, 2)}, r"lengths is torch.int64 \(2, 2\); pass a 1-D integer tensor \[F"),
+        (
+            {"offsets": tensor(0.0, 1.5, 5.0, dtype=torch.float32)},
+            r"offsets is torch.float32 \(3,\); pass a 1-D integer",
+        ),
+        ({"offsets": tensor()}, r"offsets is torch.int64 \(0,\); pass a 1-D integer tensor \[F \* B \+ 1\]"),
+        ({"offsets": tensor(0, 2, 3, 5)}, "3 bags do not divide among 2 keys"),
+        ({"offsets": tensor(1, 2, 5)}, r"offsets must rise from 0 to the number of values \(5\); got 1 .. 5"),
+        ({"offsets": tensor(0, 2, 4)}, "got 0 .. 4"),
+        (
+            {"offsets": tensor(0, 4, 3, 4, 5)},
+            "feature 'a', sample 1: the length by the offsets is -1; offsets must rise",
+        ),
+        ({"lengths": tensor(2, 3), "offsets": tensor(0, 3, 5)}, "lengths and offsets disagree .*; pass one of them"),
+    ],
+)
+def test_what_does_not_fit_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KeyedJaggedTensor(**{"keys": KEYS, "values": VALUES, **arguments})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_lengths_and_offsets_of_any_integers_say_the_same(dtype: torch.dtype) -> None:
+    lengths, offsets = tensor(2, 0, 1, 2, dtype=dtype), tensor(0, 2, 2, 3, 5, dtype=dtype)
+    for arguments in ({"lengths": lengths}, {"offsets": offsets}, {"lengths": lengths, "offsets": offsets}):
+        batch = KeyedJaggedTensor(KEYS, VALUES, **arguments)
+        assert batch.offsets.dtype == torch.int64 and batch.offsets.tolist() == [0, 2, 2, 3, 5]
+        assert batch.lengths.tolist() == [2, 0, 1, 2] and batch.stride == 2 and not batch.one_hot
+
+
+def test_many_short_lengths_do_not_overflow_their_type() -> None:
+    batch = KeyedJaggedTensor(
+        ["a"], torch.zeros(300, dtype=torch.int64), lengths=torch.full((3,), 100, dtype=torch.uint8)
+    )
+    assert batch.offsets.tolist() == [0, 100, 200, 300]
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2,), (2, 2, 1)])
+def test_a_matrix_of_ids_has_a_column_per_key(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=r"ids are torch.int64 with shape .*; pass int32 or int64 \[B, 2\], one column"
+    ):
+        KeyedJaggedTensor.from_dense(KEYS, torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"ids are torch\.float32 with shape"):
+        KeyedJaggedTensor.from_dense(KEYS, torch.zeros(2, 2))
+
+
+EMPTY = {
+    "no sample, one-hot": KeyedJaggedTensor(KEYS, tensor()),
+    "no sample, bags": KeyedJaggedTensor(KEYS, tensor(), lengths=tensor()),
+    "no sample, offsets": KeyedJaggedTensor(KEYS, tensor(), offsets=tensor(0)),
+    "no id": KeyedJaggedTensor(KEYS, tensor(), lengths=tensor(0, 0, 0, 0, 0, 0)),
+    "no id, weights": KeyedJaggedTensor(KEYS, tensor(), torch.ones(0), lengths=tensor(0, 0, 0, 0)),
+    "int32": KeyedJaggedTensor(KEYS, tensor(dtype=torch.int32), lengths=tensor(0, 0)),
+}
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("optimizer_class", [SGD, Adagrad, RowWiseAdagrad, Adam, FTRL])
+@pytest.mark.parametrize("batch", EMPTY.values(), ids=EMPTY.keys())
+def test_batches_without_samples_or_ids_pool_to_zeros_and_train_nothing(
+    batch: KeyedJaggedTensor, optimizer_class: type, pooling: str
+) -> None:
+    emb = EmbeddingCollection(
+        [
+            TableConfig(name=name, num_embeddings=4, embedding_dim=3, feature_names=(name,), pooling=pooling)
+            for name in KEYS
+        ]
+    )
+    optimizer = optimizer_class(emb, lr=0.1)
+    before = {name: weight.clone() for name, weight in emb.weights.items()}
+    out = emb(batch)
+    assert out.shape == (batch.stride, 6) and (out == 0).all()
+    out.sum().backward()
+    values, offsets = emb.sequence(batch)["b"]
+    assert values.shape == (0, 3) and offsets.tolist() == [0] * (batch.stride + 1)
+    values.sum().backward()
+    optimizer.step()
+    assert emb.pending == []
+    for name, weight in emb.weights.items():
+        assert torch.equal(weight, before[name])
+
+
+def test_an_empty_matrix_has_no_samples() -> None:
+    emb = EmbeddingCollection([TableConfig(name="t", num_embeddings=4, embedding_dim=3, feature_names=KEYS)])
+    assert emb(torch.zeros(0, 2, dtype=torch.int64)).shape == (0, 6)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_table_has_columns(dim: int) -> None:
+    with pytest.raises(ValueError, match=f"table 't': embedding_dim is {dim}; it must be at least 1"):
+        TableConfig(name="t", num_embeddings=4, embedding_dim=dim, feature_names=("f",))
+
+
+@pytest.mark.parametrize("bad", [-1, 4, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_outside_the_table_are_named_wherever_they_stand(dtype: torch.dtype, bad: int) -> None:
+    emb = EmbeddingCollection([TableConfig(name="t", num_embeddings=4, embedding_dim=3, feature_names=KEYS)])
+    lengths = tensor(1, 2, 0, 3)
+    values = tensor(0, 1, 2, 3, 2, bad, dtype=dtype)
+    with pytest.raises(
+        ValueError, match=rf"feature 'b', sample 1, position 2: id {bad} is outside its table of 4 rows"
+    ):
+        emb(KeyedJaggedTensor(KEYS, values, lengths=lengths))
+    assert emb.pending == []
