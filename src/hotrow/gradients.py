@@ -77,8 +77,8 @@ def clip_grad_norm_(
 
     The sparse side's norm is that of the *pooled* gradients [B, output_dim], which are there before the step; the
     gradients of rows would have to be sorted and summed first. Where every bag holds one id and no id comes twice, they
-    are the same numbers; where a row occurs k times its own gradient may be up to k times as long. Both sides are
-    scaled by the same factor, and with the pooled gradients those of the rows.
+    are the same numbers; else a row's gradient is a sum over its bags, and the two norms differ. Both sides are scaled
+    by the same factor, and with the pooled gradients those of the rows.
 
     A norm that is NaN or infinite raises ValueError under `error_if_nonfinite`, naming what is not finite; else nothing
     is scaled, and the optimizers meet the gradients as they are. Raises ValueError unless max_norm >= 0.
