@@ -36,12 +36,14 @@ constexpr Kernels kSets[] = {
 #endif
 };
 
-// Every processor with AVX2, BMI2 and FMA has the rest of x86-64-v3 too; likewise for v4.
+// Every processor with AVX2, BMI2, F16C and FMA has the rest of x86-64-v3 too; likewise for v4.
 int count_runnable() {
   int count = 1;
 #ifdef HOTROW_HAS_avx2
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("fma"))
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("f16c") ||
+      !__builtin_cpu_supports("fma")) {
     return count;
+  }
   ++count;
 #endif
 #ifdef HOTROW_HAS_avx512

@@ -9,7 +9,7 @@ from hotrow.config import Config, load_config
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
+from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
 from hotrow.tables import TableConfig, Uniform
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "PackedDataset",
     "RowWiseAdagrad",
     "Run",
+    "SplitSGDBF16",
     "TableConfig",
     "Uniform",
     "__version__",
