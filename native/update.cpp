@@ -152,8 +152,9 @@ void sgd_rows(const Rule& rule, const Cursor<P>& cursor, float* room) {
   }
 }
 
-// One step of the row from its summed gradient.
-inline void step(const Rule& rule, int64_t dim, const float* g, const States& states, uint64_t row, float* w) {
+// One step of the row from its summed gradient. Inlined, that the loops of each algorithm see a constant dim.
+[[gnu::always_inline]] inline void step(const Rule& rule, int64_t dim, const float* g, const States& states,
+                                        uint64_t row, float* w) {
   const uint64_t at = row * static_cast<uint64_t>(state_dim(rule.algorithm, dim));
   float* first = states.data[0] + at;
   switch (rule.algorithm) {

@@ -229,7 +229,7 @@ def update(
                     row, g = _occurrences(feature, sparse, grad)
                     rows.append(row)
                     grads.append(g)
-        touched, row_n = torch.cat(rows).unique(return_inverse=True)
+        touched, row_n = torch.unique(torch.cat(rows), return_inverse=True)
         low_t = low[t] if low else None
         w = widen(weight[touched], None if low_t is None else low_t[touched])
         s = [state[t][touched] for state in states]

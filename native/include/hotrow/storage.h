@@ -95,6 +95,10 @@ inline Bits<N> narrow(Vec<N> v) {
   return half | (bits >> 16 & 0x8000);
 }
 
+#if defined(__AVX512F__)
+// All lanes: of the forms without a mask GCC 12 warns that they use what is uninitialized. The instruction is the same.
+constexpr __mmask16 kAll = 0xFFFF;
+#endif
 template <int N>
 inline Vec<N> load(const Half* p) {
   if constexpr (N > kLanes) {
@@ -104,7 +108,7 @@ inline Vec<N> load(const Half* p) {
     return v;
 #if defined(__AVX512F__)
   } else if constexpr (N == 16) {
-    return (Vec<N>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return (Vec<N>)_mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #endif
 #if defined(__F16C__)
   } else if constexpr (N == 8) {
@@ -120,7 +124,8 @@ template <int N>
 inline void store(Half* p, Vec<N> v) {
 #if defined(__AVX512F__)
   if constexpr (N == 16) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_maskz_cvtps_ph(kAll, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
     return;
   }
 #endif
