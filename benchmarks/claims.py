@@ -49,9 +49,9 @@ NOT_MEASURED = "Not measured yet: `make bench` fills this in.\n"
 def load_cells(reports: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Every measured cell by name, with the circumstances of its report beside its numbers."""
     return {
-        cell["name"]: {**cell, **{key: value for key, value in report.items() if key != "cells"}}
+        cell["name"]: {**cell, **{key: value for key, value in report.items() if key not in ("cells", "scores")}}
         for report in reports.values()
-        for cell in report["cells"]
+        for cell in (*report.get("cells", ()), *report.get("scores", ()))
     }
 
 
@@ -71,6 +71,22 @@ def factor(cell: dict[str, Any]) -> str:
     return f"{cell['ratio']:.2f}x ({low:.2f}-{high:.2f})"
 
 
+def score(row: dict[str, Any]) -> str:
+    """A mean over seeds with its standard deviation, and the paired difference to float32."""
+    text = f"{row['auc']:.4f} ± {row['sd']:.4f}"
+    if "difference" in row:
+        text += f" ({row['difference']:+.4f} ± {row['difference_sd']:.4f} beside float32)"
+    return text
+
+
+def scores_table(report: dict[str, Any]) -> list[str]:
+    """The rows of a study: what was varied, and the AUC over seeds."""
+    lines = ["| variant | validation AUC, mean ± sd over seeds (paired difference) | by seed |", "|---|---|---|"]
+    for row in report["scores"]:
+        lines.append(f"| {row['name']} | {score(row)} | {', '.join(f'{auc:.4f}' for auc in row['aucs'])} |")
+    return lines
+
+
 def share(cell: dict[str, Any]) -> str:
     """The share of the machine's limit."""
     return "" if cell["share_of_limit"] is None else f"{cell['share_of_limit']:.0%}"
@@ -86,6 +102,11 @@ def benchmarks_page(reports: dict[str, Any]) -> str:
             "",
             f"{report['date']}. {machine_line(report)}.",
             "",
+        ]
+        if "scores" in report:
+            lines += scores_table(report)
+            continue
+        lines += [
             "| cell | peer | peer / ours | share of limit | ours, ms | peer, ms | limit, ms | rounds | stolen |",
             "|---|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
@@ -104,8 +125,9 @@ def claim_row(claim: dict[str, Any], cells: dict[str, dict[str, Any]]) -> str:
     if cell is None:
         return f"| {claim['claim']} | {claim['figure']} | not yet | | | |"
     note = f"; {claim['note']}" if "note" in claim else ""
+    ours = f"validation AUC {score(cell)}" if "auc" in cell else f"{factor(cell)} over {cell['peer']}"
     return (
-        f"| {claim['claim']} | {claim['figure']} | {factor(cell)} over {cell['peer']}{note} | "
+        f"| {claim['claim']} | {claim['figure']} | {ours}{note} | "
         f"`{cell['command']}` | {cell['machine']['cpu']}, {cell['threads']} threads | {cell['date']} |"
     )
 

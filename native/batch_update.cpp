@@ -204,9 +204,11 @@ void sort_by_row(TablePlan& plan, int num_threads) {
   }
 }
 
-// SGD steps once per occurrence: it needs a row's occurrences in order, not side by side. One thread takes them as they
-// come. Several need them cut by row, for which one pass over the leading bits is enough, unless one range of rows
-// would then be more than `most_keys` (ids numbered by popularity crowd in the first): false, and nothing has moved.
+// SGD steps once per occurrence: it needs a row's occurrences in order, not side by side, unless the row is rounded
+// when it is written: then it must be written once, or results would depend on what lies between. One thread takes them
+// as they come. Several need them cut by row, for which one pass over the leading bits is enough, unless one range of
+// rows would then be more than `most_keys` (ids numbered by popularity crowd in the first): false, and nothing has
+// moved.
 bool order_for_sgd(TablePlan& plan, int64_t most_keys, int num_threads, bool cut) {
   plan.ordered_from = plan.row_shift + plan.row_bits;
   if (!cut || plan.row_bits == 0) return true;
@@ -226,7 +228,8 @@ void sort_all(std::vector<TablePlan>& plans, int num_threads) {
   for (const TablePlan& plan : plans) total += plan.num_keys;
   const auto sort = [&](TablePlan& plan, int threads) {
     const bool sgd = plan.table->rule.algorithm == Algorithm::sgd;
-    if (sgd && order_for_sgd(plan, total / (2 * num_threads), threads, num_threads > 1)) return;
+    const bool rounds = plan.table->table.storage == Storage::float16;
+    if (sgd && !rounds && order_for_sgd(plan, total / (2 * num_threads), threads, num_threads > 1)) return;
     sort_by_row(plan, threads);
   };
   std::vector<TablePlan*> alone;
@@ -291,7 +294,7 @@ UpdateResult update(const std::vector<TableUpdate>& tables, int num_threads) {
     }
     plans.push_back(plan_table(table));
     if (plans.back().row_bits + plans.back().row_shift > 63) return UpdateResult::too_large;
-    row_floats = std::max(row_floats, (table.table.dim + 15) / 16 * 16);
+    row_floats = std::max(row_floats, (2 * table.table.dim + 15) / 16 * 16);
   }
   const auto lay_out_all = [&](Arena arena) {
     for (TablePlan& plan : plans) lay_out(arena, plan);

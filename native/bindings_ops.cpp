@@ -29,6 +29,8 @@ namespace {
 
 using GradMatrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Ids = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using LowHalves = nb::ndarray<int16_t, nb::c_contig, nb::device::cpu>;
 using Offsets = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Which table a feature reads, which output columns it fills and how: the part of a lookup that never changes.
@@ -54,13 +56,37 @@ struct Layout {
   }
 };
 
-// Arrays of a collection, one per table: weights [N, D], or optimizer state. Keeps their memory alive.
+std::optional<Storage> storage_of(const Array& array) {
+  const nb::dlpack::dtype bfloat16{static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
+  const nb::dlpack::dtype float16{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+  if (array.dtype() == nb::dtype<float>()) return Storage::float32;
+  if (array.dtype() == float16) return Storage::float16;
+  if (array.dtype() == bfloat16) return Storage::split;
+  return std::nullopt;
+}
+
+// Arrays of a collection, one per table: weights [N, D] (float32, float16, or bfloat16 with their lower halves beside
+// them), or optimizer state, float32. Keeps their memory alive.
 struct Arrays {
-  std::vector<Floats> arrays;
+  std::vector<Array> arrays;
+  std::vector<std::optional<LowHalves>> low;
 
   Rows rows(size_t table) const {
     require(table < arrays.size() && arrays[table].ndim() == 2, "no [N, D] array for this table");
-    return {arrays[table].data(), extent(arrays[table], 0), extent(arrays[table], 1)};
+    const Array& array = arrays[table];
+    const std::optional<Storage> storage = storage_of(array);
+    require(storage.has_value(), "weights must be float32, float16 or bfloat16");
+    const LowHalves* halves = table < low.size() && low[table] ? &*low[table] : nullptr;
+    require((storage == Storage::split) == (halves != nullptr) && (!halves || size(*halves) == size(array)),
+            "bfloat16 weights, and only they, have as many lower halves");
+    return {array.data(), halves ? reinterpret_cast<uint16_t*>(halves->data()) : nullptr, extent(array, 0),
+            extent(array, 1), *storage};
+  }
+  float* state(size_t table, int64_t num_floats) const {
+    require(table < arrays.size(), "no state for this table");
+    require(storage_of(arrays[table]) == Storage::float32, "state must be float32");
+    require(size(arrays[table]) == num_floats, "state does not fit its table");
+    return static_cast<float*>(arrays[table].data());
   }
 };
 
@@ -147,10 +173,7 @@ States states_of(const std::vector<const Arrays*>& states, size_t table, Algorit
   const size_t count = static_cast<size_t>(num_states(algorithm));
   require(states.size() >= count, "too few states");
   for (size_t s = 0; s < count; ++s) {
-    require(table < states[s]->arrays.size(), "no state for this table");
-    const Floats& array = states[s]->arrays[table];
-    require(size(array) == rows.num_rows * state_dim(algorithm, rows.dim), "state does not fit its table");
-    found.data[s] = array.data();
+    found.data[s] = states[s]->state(table, rows.num_rows * state_dim(algorithm, rows.dim));
   }
   return found;
 }
@@ -259,9 +282,10 @@ NB_MODULE(_native, m) {
   watch_forks();
   m.doc() = "hotrow's kernels; call them through hotrow.ops and hotrow.data.native";
   nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>>());
-  nb::class_<Arrays>(m, "Arrays").def("__init__", [](Arrays* self, std::vector<Floats> arrays) {
-    new (self) Arrays{std::move(arrays)};
-  });
+  nb::class_<Arrays>(m, "Arrays")
+      .def("__init__", [](Arrays* self, std::vector<Array> arrays, std::vector<std::optional<LowHalves>> low) {
+        new (self) Arrays{std::move(arrays), std::move(low)};
+      });
   nb::class_<Batch>(m, "Batch")
       .def(nb::init<Ids, std::optional<Offsets>, std::optional<ConstFloats>, std::vector<int64_t>, int64_t>(),
            nb::arg("ids"), nb::arg("offsets").none(), nb::arg("weights").none(), nb::arg("starts"),

@@ -46,6 +46,7 @@ std::vector<std::string> processor_features() {
 #ifdef HOTROW_HAS_avx2
   HOTROW_ASK("avx2");
   HOTROW_ASK("bmi2");
+  HOTROW_ASK("f16c");
   HOTROW_ASK("fma");
 #endif
 #ifdef HOTROW_HAS_avx512
@@ -68,7 +69,7 @@ int num_runnable(const std::vector<std::string>& features) {
   };
   int count = 1;
 #ifdef HOTROW_HAS_avx2
-  if (!has("avx2") || !has("bmi2") || !has("fma")) return count;
+  if (!has("avx2") || !has("bmi2") || !has("f16c") || !has("fma")) return count;
   ++count;
 #endif
 #ifdef HOTROW_HAS_avx512

@@ -1,15 +1,31 @@
 // Apply an optimizer to sorted occurrences, row by row; contract in hotrow/kernels.h.
 #include <hotrow/kernels.h>
-#include <hotrow/vec.h>
+#include <hotrow/storage.h>
 
 HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 
 namespace hotrow::HOTROW_ISA {
 namespace {
 
-// Table rows come from DRAM; of one cache line each, more of them must be in flight.
-inline int64_t rows_ahead(int64_t dim) { return dim <= 16 ? 32 : 16; }
 constexpr int64_t kAheadGrads = 6;  // a table's gradient columns mostly lie in L2 already
+
+// The weights of a table from its element `at` on, as a P that `load` and `store` take.
+template <class P>
+P weights_from(const Rows& table, uint64_t at) {
+  return static_cast<P>(table.data) + at;
+}
+template <>
+inline Joined weights_from<Joined>(const Rows& table, uint64_t at) {
+  return {static_cast<Upper*>(table.data) + at, table.low + at};
+}
+template <class P>
+constexpr int64_t kWeightBytes = 2;  // in table.data
+template <>
+constexpr int64_t kWeightBytes<float*> = 4;
+template <class P>
+constexpr bool kInHalves = false;
+template <>
+constexpr bool kInHalves<Joined> = true;
 
 // One gradient: where it lies and what it is multiplied by.
 struct Gradient {
@@ -17,6 +33,7 @@ struct Gradient {
   float scale;
 };
 
+template <class P>
 struct Cursor {
   // By value: a store to a row could, for all the compiler knows, change what a reference refers to.
   const Rows table;
@@ -25,6 +42,8 @@ struct Cursor {
   int num_states;
   int64_t state_dim;
 
+  int64_t row_bytes() const { return table.dim * kWeightBytes<P>; }
+  P weights(uint64_t row) const { return weights_from<P>(table, row * static_cast<uint64_t>(table.dim)); }
   uint64_t row(int64_t i) const { return all.keys[i] >> all.row_shift; }
 
   Gradient gradient(int64_t i) const {
@@ -35,26 +54,27 @@ struct Cursor {
     return {source.grad + bag * source.stride, source.scale ? source.scale[index] : 1.0f};
   }
   [[gnu::always_inline]] void fetch_row(int64_t i) const {
-    prefetch_row<true>(table.data, row(i), table.dim);
+    prefetch_row<true>(table.data, row(i), row_bytes());
+    if constexpr (kInHalves<P>) prefetch_row<true>(table.low, row(i), row_bytes());
 #pragma GCC unroll 2
     for (int s = 0; s < kMostStates; ++s) {
-      if (s < num_states) prefetch_row<true>(states.data[s], row(i), state_dim);
+      if (s < num_states) prefetch_row<true>(states.data[s], row(i), state_dim * 4);
     }
   }
   // Called once per occurrence, in order.
   [[gnu::always_inline]] void fetch_ahead(int64_t i) const {
-    const int64_t ahead = i + rows_ahead(table.dim);
+    const int64_t ahead = i + rows_ahead(row_bytes());
     if (ahead < all.num_keys) fetch_row(ahead);
-    if (i + kAheadGrads < all.num_keys) prefetch_row<false>(gradient(i + kAheadGrads).at, 0, table.dim);
+    if (i + kAheadGrads < all.num_keys) prefetch_row<false>(gradient(i + kAheadGrads).at, 0, table.dim * 4);
   }
   [[gnu::always_inline]] void fetch_first() const {
-    for (int64_t i = 0; i < rows_ahead(table.dim) && i < all.num_keys; ++i) fetch_row(i);
+    for (int64_t i = 0; i < rows_ahead(row_bytes()) && i < all.num_keys; ++i) fetch_row(i);
   }
 };
 
 // Applies SGD to the occurrences from i on that share i's row; returns the first that does not.
-template <class Acc>
-inline int64_t descend(Acc& weight, float lr, const Cursor& cursor, int64_t i) {
+template <class Acc, class P>
+inline int64_t descend(Acc& weight, float lr, const Cursor<P>& cursor, int64_t i) {
   const uint64_t row = cursor.row(i);
   do {
     cursor.fetch_ahead(i);
@@ -64,8 +84,8 @@ inline int64_t descend(Acc& weight, float lr, const Cursor& cursor, int64_t i) {
   return i;
 }
 
-template <class Acc>
-inline int64_t sum_gradients(Acc& sum, const Cursor& cursor, int64_t i) {
+template <class Acc, class P>
+inline int64_t sum_gradients(Acc& sum, const Cursor<P>& cursor, int64_t i) {
   const uint64_t row = cursor.row(i);
   const Gradient first = cursor.gradient(i);
   cursor.fetch_ahead(i);
@@ -115,24 +135,26 @@ inline void ftrl(const Rule& rule, int64_t dim, const float* __restrict g, float
   }
 }
 
-template <int kDim>
-void sgd_rows(const Rule& rule, const Cursor& cursor) {
+template <int kDim, class P>
+void sgd_rows(const Rule& rule, const Cursor<P>& cursor, float* room) {
   for (int64_t i = 0; i < cursor.all.num_keys;) {
-    float* w = cursor.table.data + cursor.row(i) * static_cast<uint64_t>(cursor.table.dim);
+    const P w = cursor.weights(cursor.row(i));
     if constexpr (kDim) {
       Row<kDim> weight;
       weight.read(w);
       i = descend(weight, rule.lr, cursor, i);
       weight.write(w);
     } else {
-      AnyRow weight{w, cursor.table.dim};
+      AnyRow weight{as_floats(w, cursor.table.dim, room), cursor.table.dim};
       i = descend(weight, rule.lr, cursor, i);
+      put_back(weight.at, w, cursor.table.dim);
     }
   }
 }
 
-// One step of the row from its summed gradient.
-inline void step(const Rule& rule, int64_t dim, const float* g, const States& states, uint64_t row, float* w) {
+// One step of the row from its summed gradient. Inlined, that the loops of each algorithm see a constant dim.
+[[gnu::always_inline]] inline void step(const Rule& rule, int64_t dim, const float* g, const States& states,
+                                        uint64_t row, float* w) {
   const uint64_t at = row * static_cast<uint64_t>(state_dim(rule.algorithm, dim));
   float* first = states.data[0] + at;
   switch (rule.algorithm) {
@@ -149,8 +171,8 @@ inline void step(const Rule& rule, int64_t dim, const float* g, const States& st
   }
 }
 
-template <int kDim>
-void adaptive_rows(const Rule& rule, const Cursor& cursor, float* g) {
+template <int kDim, class P>
+void adaptive_rows(const Rule& rule, const Cursor<P>& cursor, float* g, float* room) {
   for (int64_t i = 0; i < cursor.all.num_keys;) {
     const uint64_t row = cursor.row(i);
     if constexpr (kDim) {
@@ -162,41 +184,57 @@ void adaptive_rows(const Rule& rule, const Cursor& cursor, float* g) {
       i = sum_gradients(sum, cursor, i);
     }
     const int64_t dim = kDim ? kDim : cursor.table.dim;
-    step(rule, dim, g, cursor.states, row, cursor.table.data + row * static_cast<uint64_t>(dim));
+    const P w = cursor.weights(row);
+    float* floats = as_floats(w, dim, room);
+    step(rule, dim, g, cursor.states, row, floats);
+    put_back(floats, w, dim);
   }
 }
 
-template <int kDim>
-void update_rows(const Rule& rule, const Rows& table, const States& states, const Occurrences& all, float* scratch) {
-  const int64_t dim = kDim ? kDim : table.dim;
-  const Cursor cursor{
-      {table.data, table.num_rows, dim}, all, states, num_states(rule.algorithm), state_dim(rule.algorithm, dim)};
+template <int kDim, class P>
+void update_rows(const Rule& rule, const Rows& any_table, const States& states, const Occurrences& all,
+                 float* scratch) {
+  Rows table = any_table;
+  if (kDim) table.dim = kDim;
+  const Cursor<P> cursor{table, all, states, num_states(rule.algorithm), state_dim(rule.algorithm, table.dim)};
   cursor.fetch_first();
   if (rule.algorithm == Algorithm::sgd) {
-    sgd_rows<kDim>(rule, cursor);
+    sgd_rows<kDim>(rule, cursor, scratch);
   } else {
-    adaptive_rows<kDim>(rule, cursor, scratch);
+    adaptive_rows<kDim>(rule, cursor, scratch, scratch + table.dim);
+  }
+}
+
+template <class P>
+void update_weights(const Rule& rule, const Rows& table, const States& states, const Occurrences& all, float* scratch) {
+  switch (table.dim) {
+    case 4:
+      return update_rows<4, P>(rule, table, states, all, scratch);
+    case 8:
+      return update_rows<8, P>(rule, table, states, all, scratch);
+    case 16:
+      return update_rows<16, P>(rule, table, states, all, scratch);
+    case 32:
+      return update_rows<32, P>(rule, table, states, all, scratch);
+    case 64:
+      return update_rows<64, P>(rule, table, states, all, scratch);
+    case 128:
+      return update_rows<128, P>(rule, table, states, all, scratch);
+    default:
+      return update_rows<0, P>(rule, table, states, all, scratch);
   }
 }
 
 }  // namespace
 
 void update(const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch) {
-  switch (table.dim) {
-    case 4:
-      return update_rows<4>(rule, table, states, occurrences, scratch);
-    case 8:
-      return update_rows<8>(rule, table, states, occurrences, scratch);
-    case 16:
-      return update_rows<16>(rule, table, states, occurrences, scratch);
-    case 32:
-      return update_rows<32>(rule, table, states, occurrences, scratch);
-    case 64:
-      return update_rows<64>(rule, table, states, occurrences, scratch);
-    case 128:
-      return update_rows<128>(rule, table, states, occurrences, scratch);
-    default:
-      return update_rows<0>(rule, table, states, occurrences, scratch);
+  switch (table.storage) {
+    case Storage::float32:
+      return update_weights<float*>(rule, table, states, occurrences, scratch);
+    case Storage::float16:
+      return update_weights<Half*>(rule, table, states, occurrences, scratch);
+    case Storage::split:
+      return update_weights<Joined>(rule, table, states, occurrences, scratch);
   }
 }
 

@@ -16,6 +16,7 @@ BUILD = Path("build/sanitize")
 TESTS = (
     "tests/laws/test_kernels.py",
     "tests/laws/test_kernels_truth.py",
+    "tests/laws/test_storage.py",
     "tests/laws/test_dense.py",
     "tests/laws/test_sequences.py",
     "tests/laws/test_vocabulary_rows.py",

@@ -10,7 +10,7 @@ from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import clip_grad_norm_
-from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
+from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
 from hotrow.tables import TableConfig, Uniform
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "PackedDataset",
     "RowWiseAdagrad",
     "Run",
+    "SplitSGDBF16",
     "TableConfig",
     "Uniform",
     "__version__",

@@ -7,7 +7,8 @@
 
 A checkpoint is made of named parts: an EmbeddingCollection, any nn.Module, any torch optimizer. Tensors are written
 from and read into the memory they live in, 16 MiB at a time, so that saving tables of any size needs no second copy.
-The files open with the safetensors library; nothing is pickled. What to save, and when, is for trainer.py to say.
+A table in split storage (bfloat16 and lower halves) is written joined: its file is that of a float32 table. The files
+open with the safetensors library; nothing is pickled. What to save, and when, is for trainer.py to say.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotrow.embedding import EmbeddingCollection
+from hotrow.embedding import EmbeddingCollection, StoredTable
 from hotrow.files import PARTIAL_SUFFIX, atomic_write, check_name, disk_free_bytes, read_json, sync_folder, write_json
 
 FORMAT_VERSION = 1
@@ -38,11 +39,14 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
+Stored: TypeAlias = Tensor | StoredTable
+"""What becomes a tensor of a file: itself, or a split table, joined on the way out and split on the way in."""
 
 
 def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None) -> Path:
@@ -161,16 +165,16 @@ def prune_checkpoints(folder: Path, *, keep_last: int, keep: int | None = None) 
     return removed
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> dict[str, Any]:
     """Write a safetensors file from the tensors' own memory; returns its size and crc32, as the manifest has them."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     # Wide elements first keeps every tensor aligned to its element, as the safetensors library lays files out.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = sorted(tensors.items(), key=lambda item: (-_dtype(item[1]).itemsize, item[0]))
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + _num_bytes(tensor)
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _DTYPES[_dtype(tensor)], "shape": _shape(tensor), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -184,7 +188,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"num_bytes": len(head) + end, "crc32": f"{checksum:08x}"}
 
 
-def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
+def read_tensors(path: Path, into: Mapping[str, Stored]) -> None:
     """Copy the tensors of a safetensors file into existing ones, in pieces; ValueError where names or shapes differ."""
     with _open(path) as file:
         if (found := sorted(file.keys())) != sorted(into):
@@ -192,27 +196,31 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
         for name, tensor in into.items():
             stored = file.get_slice(name)
             shape, dtype = list(stored.get_shape()), stored.get_dtype()
-            if shape != list(tensor.shape) or dtype != _DTYPES[tensor.dtype]:
-                raise ValueError(
-                    f"{path}: {name} is {dtype} {shape}; this model has {tensor.dtype} {list(tensor.shape)}"
-                )
+            if shape != _shape(tensor) or dtype != _DTYPES[_dtype(tensor)]:
+                raise ValueError(f"{path}: {name} is {dtype} {shape}; this model has {_dtype(tensor)} {_shape(tensor)}")
             if not shape:
+                assert isinstance(tensor, Tensor)
                 tensor.data.copy_(file.get_tensor(name))
                 continue
             rows = max(1, CHUNK_BYTES // max(1, _num_bytes(tensor) // max(1, shape[0])))
             for start in range(0, shape[0], rows):
-                tensor.data[start : start + rows] = stored[start : start + rows]
+                piece = slice(start, min(start + rows, shape[0]))
+                if isinstance(tensor, StoredTable):
+                    tensor.write(piece, stored[piece])
+                else:
+                    tensor.data[piece] = stored[piece]
 
 
-def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Stored]], dict[str, Any]]:
     """A part as `({file: {tensor name: tensor}}, JSON-ready rest)`."""
     check_name(name, what="checkpoint part")
     if isinstance(part, EmbeddingCollection):
         names = [check_name(table, what="table name") for table in part.weights]
-        return {f"{name}/{table}.safetensors": {"weight": part.weights[table]} for table in names}, {}
+        stored = {table: part.stored(table) if table in part.low else part.weights[table] for table in names}
+        return {f"{name}/{table}.safetensors": {"weight": stored[table]} for table in names}, {}
     if isinstance(part, Optimizer):
         tensors, rest = _flatten_optimizer(part)
-        return {f"{name}.safetensors": tensors}, rest
+        return {f"{name}.safetensors": {**tensors}}, rest
     return {f"{name}.safetensors": dict(part.state_dict())}, {}
 
 
@@ -259,11 +267,21 @@ def _check_room(path: Path, num_bytes: int) -> None:
         raise ValueError(f"checkpoint {path} needs {short} MiB more than the disk has free; free some or move the run")
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _dtype(tensor: Stored) -> torch.dtype:
+    return torch.float32 if isinstance(tensor, StoredTable) else tensor.dtype
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+def _shape(tensor: Stored) -> list[int]:
+    return list(tensor.weight.shape if isinstance(tensor, StoredTable) else tensor.shape)
+
+
+def _num_bytes(tensor: Stored) -> int:
+    return math.prod(_shape(tensor)) * _dtype(tensor).itemsize
+
+
+def _chunks(tensor: Stored) -> Iterator[memoryview]:
+    if isinstance(tensor, StoredTable):
+        return (chunk for rows in tensor.pieces() for chunk in _chunks(tensor.read(rows)))
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return (flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES))
 

@@ -150,8 +150,10 @@ class TrainConfig(_Section):
     """Decides initial weights, initial rows and the order of rows; nothing else does."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Threads of torch and the kernels. `auto`: as many as this process may use (affinity and cgroup limit)."""
-    precision: Literal["fp32"] = "fp32"
-    """Number format of weights and activations."""
+    precision: Literal["fp32", "fp16", "split_bf16"] = "fp32"
+    """How weights are stored; all arithmetic is float32. `fp16`: tables in float16, rounded at every update, in half
+    the memory. `split_bf16`: tables as float32 in two halves, of which lookups read the upper, a bfloat16; updates lose
+    nothing. So are the MLPs' weights with dense `sgd` (Split-SGD-BF16); with other dense optimizers they stay fp32."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What a step does whose loss or gradients, of MLPs or tables, are NaN or infinite. `raise`: end the run with what
     was found and where. `skip`: leave the step out for both, count it (`steps_skipped` in run.json) and go on."""

@@ -8,7 +8,7 @@ Next: optim.py for the step, reference.py for the arithmetic.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.reference import Layout, row_key
+from hotrow.reference import Layout, row_key, widen, write_rows
 from hotrow.tables import TableConfig, check_tables
+
+PIECE_FLOATS = 1 << 22
+"""A table that is converted from one storage into another goes through float32 in pieces of so many weights."""
 
 
 class Pending(NamedTuple):
@@ -30,6 +33,29 @@ class Pending(NamedTuple):
     """[B, output_dim], of a sequence [L, D]; float32."""
 
 
+class StoredTable(NamedTuple):
+    """The weights of one table as they lie in memory."""
+
+    weight: Tensor
+    """[N, D] float32, float16 or, of split weights, the upper halves as bfloat16: what lookups read."""
+    low: Tensor | None
+    """[N, D] int16: the lower halves of split weights, else None. Only updates read them."""
+
+    def pieces(self) -> Iterator[slice]:
+        """Ranges of rows that together are the table, each of about PIECE_FLOATS weights."""
+        num_rows, dim = self.weight.shape
+        step = max(1, PIECE_FLOATS // dim)
+        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+    def read(self, rows: slice) -> Tensor:
+        """These rows as float32, exactly."""
+        return widen(self.weight[rows], None if self.low is None else self.low[rows])
+
+    def write(self, rows: slice, values: Tensor) -> None:
+        """These rows from float32: exactly, but for float16, which rounds."""
+        write_rows(self.weight, self.low, rows, values)
+
+
 class EmbeddingCollection(nn.Module):
     """Tables of embedding rows, looked up and pooled together.
 
@@ -39,7 +65,8 @@ class EmbeddingCollection(nn.Module):
         output:  [ user 16 | clicked 8 | shown 8 ]     output_dim = 32
 
     tables: one TableConfig each. memory: None or "dram": all rows in DRAM. seed: of the initial rows, each a function
-    of (seed, table name, row, column) alone. `parameters()` is empty; `state_dict()` holds `<table>.weight`.
+    of (seed, table name, row, column) alone. `parameters()` is empty; `state_dict()` holds `<table>.weight`: float32
+    also of bfloat16 tables, whose halves it joins and loading splits again, without loss; float16 of float16 tables.
 
     `sequence(sparse)` gives rows without pooling. Several forward passes before one optimizer step, sequences among
     them, count as one batch whose bags stand in forward order; a forward under torch.no_grad leaves nothing behind.
@@ -53,8 +80,16 @@ class EmbeddingCollection(nn.Module):
         if memory not in (None, "dram"):
             raise ValueError(f"memory is {memory!r}; only None and 'dram' are implemented: all rows in DRAM")
         self.tables = check_tables(tables)
-        self.weights = {table.name: _initial_rows(table, seed) for table in self.tables}
-        """Rows of each table [N, D], float32, by table name; changed in place by the optimizer."""
+        shapes = {table: (table.num_embeddings, table.embedding_dim) for table in self.tables}
+        self.weights = {t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype)) for t, shape in shapes.items()}
+        """Rows of each table [N, D] in its dtype, by table name: what lookups read; updated in place."""
+        self.low = {
+            t.name: ops.allocate(*shape, dtype=torch.int16) for t, shape in shapes.items() if t.dtype == "bfloat16"
+        }
+        """Lower halves [N, D] int16 of the bfloat16 tables: with the upper ones in `weights`, float32 bit for bit. They
+        are here and not in an optimizer because initial rows and checkpoints are float32 before there is one."""
+        for table in self.tables:
+            _fill_initial_rows(self.stored(table.name), table, seed)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -65,7 +100,7 @@ class EmbeddingCollection(nn.Module):
         self.sequence_kernels = {
             feature.name: ops.Kernels(layout.sequence_of(feature.name), among=layout) for feature in layout.features
         }
-        self.arrays = ops.Arrays(list(self.weights.values()))
+        self.arrays = ops.Arrays(list(self.weights.values()), [self.low.get(name) for name in self.weights])
         self._pending: list[tuple[int, Pending]] = []
         self._forwards = itertools.count()  # its next() is one step for Python's threads, += is not
         # Autograd calls backward only below an input that requires grad, and the tables are none.
@@ -103,6 +138,20 @@ class EmbeddingCollection(nn.Module):
         number = next(self._forwards)
         return _Lookup.apply(self._leaf, sparse.weights, sparse, blame, self, kernels, number)  # type: ignore[no-any-return, no-untyped-call]
 
+    def stored(self, name: str) -> StoredTable:
+        """The table `name` as it lies in memory."""
+        return StoredTable(self.weights[name], self.low.get(name))
+
+    def float32(self, name: str) -> Tensor:
+        """The table `name` in float32, exactly: its own memory where that is its dtype, else a copy."""
+        table = self.stored(name)
+        if table.weight.dtype == torch.float32:
+            return table.weight
+        out = ops.allocate(*table.weight.shape)
+        for rows in table.pieces():
+            out[rows] = table.read(rows)
+        return out
+
     @property
     def pending(self) -> list[Pending]:
         """Batches whose gradients await `optimizer.step()`, in the order of their forward passes."""
@@ -118,7 +167,7 @@ class EmbeddingCollection(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
         for name, weight in self.weights.items():
-            destination[f"{prefix}{name}.weight"] = weight
+            destination[f"{prefix}{name}.weight"] = self.float32(name) if name in self.low else weight
 
     def _load_from_state_dict(
         self,
@@ -130,14 +179,16 @@ class EmbeddingCollection(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        wanted = {f"{prefix}{name}.weight": weight for name, weight in self.weights.items()}
-        for key, weight in wanted.items():
+        wanted = {f"{prefix}{name}.weight": self.stored(name) for name in self.weights}
+        for key, table in wanted.items():
+            shape = tuple(table.weight.shape)
             if key not in state_dict:
                 missing_keys.append(key)
-            elif state_dict[key].shape != weight.shape:
-                error_msgs.append(f"{key} has shape {tuple(state_dict[key].shape)}; the table is {tuple(weight.shape)}")
+            elif state_dict[key].shape != shape:
+                error_msgs.append(f"{key} has shape {tuple(state_dict[key].shape)}; the table is {shape}")
             else:
-                weight.copy_(state_dict[key])
+                for rows in table.pieces():
+                    table.write(rows, state_dict[key][rows].float())
         if strict:
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in wanted)
 
@@ -154,17 +205,21 @@ class EmbeddingCollection(nn.Module):
     def extra_repr(self) -> str:
         """One line per table."""
         return "\n".join(
-            f"{t.name}: [{t.num_embeddings}, {t.embedding_dim}] {t.pooling} of {', '.join(t.feature_names)}"
+            f"{t.name}: [{t.num_embeddings}, {t.embedding_dim}] {t.dtype} {t.pooling} of {', '.join(t.feature_names)}"
             for t in self.tables
         )
 
 
-def _initial_rows(table: TableConfig, seed: int) -> Tensor:
-    weight = ops.allocate(table.num_embeddings, table.embedding_dim)
-    bound = table.init.bound_for(table.num_embeddings)
-    if bound:
-        ops.fill_uniform(weight, key=row_key(seed, table.name), bound=bound, zero_rows=table.init.zero_rows)
-    return weight
+def _fill_initial_rows(stored: StoredTable, table: TableConfig, seed: int) -> None:
+    bound, key = table.init.bound_for(table.num_embeddings), row_key(seed, table.name)
+    if not bound:
+        return  # zero as allocated, and no page touched
+    for rows in stored.pieces():
+        plain = stored.weight.dtype == torch.float32
+        values = stored.weight[rows] if plain else torch.empty(stored.weight[rows].shape)
+        ops.fill_uniform(values, key=key, bound=bound, zero_rows=table.init.zero_rows, first_row=rows.start)
+        if not plain:
+            stored.write(rows, values)
 
 
 class _Lookup(torch.autograd.Function):

@@ -106,15 +106,20 @@ def set_isa(name: str) -> None:
     _native().use_isa(available.index(name))
 
 
-def allocate(*shape: int) -> Tensor:
-    """A zeroed float32 tensor; from 2 MiB up on huge pages where the system grants them (see `grants_huge_pages`).
+def allocate(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A zeroed tensor; from 2 MiB up on huge pages where the system grants them (see `grants_huge_pages`).
 
-    Pages cost nothing until they are touched. Raises MemoryError when there is no address space left.
+    dtype: of at most 4 bytes. Pages cost nothing until they are touched. Raises MemoryError when there is no address
+    space left.
     """
     module = _native()
     if module is None:
-        return torch.zeros(shape)
-    return torch.from_numpy(module.allocate(shape)[0])
+        return torch.zeros(shape, dtype=dtype)
+    if dtype == torch.float32:
+        return torch.from_numpy(module.allocate(shape)[0])
+    num_elements = math.prod(shape)
+    floats = torch.from_numpy(module.allocate((-(-num_elements * dtype.itemsize // 4),))[0])
+    return floats.view(dtype)[:num_elements].view(shape)
 
 
 def empty(*shape: int) -> Tensor:
@@ -141,22 +146,35 @@ def grants_huge_pages() -> bool:
 
 
 class Arrays:
-    """One float32 array per table: weights [N, D], or optimizer state [N, D] or [N]; rows addressed by slot.
+    """One array per table: weights [N, D], or optimizer state [N, D] or [N], float32; rows addressed by slot.
 
-    Keeps the tensors and, for the native kernels, their checked pointers, so that a step need not gather them again.
-    Raises ValueError where an array is not contiguous float32 on the CPU.
+    Weights may be float16, or bfloat16 with their lower halves in `low` (int16 [N, D]; None for other tables). Keeps
+    the tensors and, for the native kernels, their checked pointers, so that a step need not gather them again. Raises
+    ValueError where an array has another type, is not contiguous or not on the CPU.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        for t, tensor in enumerate(tensors):
-            if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+    def __init__(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> None:
+        self.tensors, self.low = tuple(tensors), tuple(low or [None] * len(tensors))
+        for t, (tensor, halves) in enumerate(zip(self.tensors, self.low, strict=True)):
+            _check_array(tensor, (torch.float32, torch.float16, torch.bfloat16), f"array {t}")
+            if halves is not None:
+                _check_array(halves, (torch.int16,), f"low half {t}")
+            if (tensor.dtype == torch.bfloat16) != (halves is not None and halves.shape == tensor.shape):
                 raise ValueError(
-                    f"array {t} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
-                    "pass contiguous float32 on the cpu"
+                    f"array {t} is {tensor.dtype} {tuple(tensor.shape)}, its lower halves are "
+                    f"{None if halves is None else tuple(halves.shape)}; bfloat16 needs as many, others none"
                 )
-        self.tensors = tuple(tensors)
         module = _native()
-        self.native = None if module is None else module.Arrays([tensor.detach() for tensor in tensors])
+        self.native = None if module is None else module.Arrays([t.detach() for t in self.tensors], self.low)
+
+
+def _check_array(tensor: Tensor, dtypes: Sequence[torch.dtype], what: str) -> None:
+    if tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{what} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
+            f"pass contiguous {allowed} on the cpu"
+        )
 
 
 class Kernels:
@@ -258,7 +276,8 @@ class Kernels:
             for kernels, sparse, _ in pending:
                 kernels._check_ids(weights, sparse)
             lookups = [(kernels.layout, sparse, grad) for kernels, sparse, grad in pending]
-            reference.update(self.layout, weights.tensors, [state.tensors for state in states], lookups, rules)
+            state_tensors = [state.tensors for state in states]
+            reference.update(self.layout, weights.tensors, state_tensors, lookups, rules, low=weights.low)
             return
         result = _native().update(
             len(self._features),

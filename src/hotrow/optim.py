@@ -3,14 +3,15 @@
     loss.backward(); dense_optimizer.step(); sparse_optimizer.step()
 
 `step()` hands the pending batches of an EmbeddingCollection and their pooled gradients to one native call that sorts,
-sums and applies (ops.Kernels.update states the arithmetic). One param group per table, so schedulers work as ever.
+sums and applies (ops.Kernels.update states the arithmetic). One param group per table, so schedulers work as ever. Each
+works with tables of any dtype; states and arithmetic are float32. `SplitSGDBF16` is for the dense layers beside them.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from hotrow import ops
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient
-from hotrow.reference import Algorithm, Rule
+from hotrow.reference import Algorithm, Rule, split, widen
 
 OnNonfinite = Literal["raise", "skip"] | None
 """What a step does on a gradient that is NaN or infinite; see `_SparseOptimizer`."""
@@ -131,12 +132,13 @@ class _SparseOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"the state is {shapes}, {type(self).__name__} keeps {wanted}; load it into the optimizer that wrote it"
             )
-        kept = {weight: dict(self.state[weight]) for weight in self._weights() if weight in self.state}
-        super().load_state_dict(state_dict)
-        for weight, tensors in kept.items():
+        kept = {i: self.state[weight] for i, weight in enumerate(self._weights()) if weight in self.state}
+        # Without the state: torch would cast it to the dtype of the weights.
+        super().load_state_dict({**state_dict, "state": {}})
+        for i, tensors in kept.items():
             for name, tensor in tensors.items():
-                tensor.copy_(self.state[weight][name])
-                self.state[weight][name] = tensor
+                tensor.copy_(state_dict["state"][i][name])
+            self.state[self._weights()[i]] = tensors
 
     def _weights(self) -> list[Tensor]:
         return [group["params"][0] for group in self.param_groups]
@@ -273,6 +275,93 @@ class FTRL(_SparseOptimizer):
         for group in self.param_groups:
             (weight,) = group["params"]
             if weight.any():  # else its pages stay untouched
-                z = torch.mul(weight, -(beta / _rate(group) + l2), out=self.state[weight]["z"])
+                initial = emb.float32(group["name"])
+                z = torch.mul(initial, -(beta / _rate(group) + l2), out=self.state[weight]["z"])
                 if l1:
-                    z.sub_(weight.sign(), alpha=l1)
+                    z.sub_(initial.sign(), alpha=l1)
+
+
+class SplitSGDBF16(torch.optim.SGD):
+    """Split-SGD-BF16 for dense layers: torch.optim.SGD on float32 weights kept in two halves.
+
+        between steps   parameter = upper 16 bits of w, the rest 0;   state[parameter]["low"] = lower 16 bits, int16
+        step            w = both joined;   w = w - lr * (grad + weight_decay * w);   split again
+
+    So forward and backward see bfloat16 values in float32 tensors and compute in float32, while w itself loses nothing:
+    it moves to the bits of torch.optim.SGD given the same gradients. The tables' counterpart is any optimizer above on
+    TableConfig(dtype="bfloat16").
+
+    params: float32 on the cpu; they are split when given. Load weights before, or with the state that belongs to them:
+    `load_state_dict` takes the halves of this optimizer, and of torch.optim.SGD's state splits the parameters as they
+    stand. `weights()` is w. Raises ValueError for other parameters.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, *, weight_decay: float = 0.0, fused: bool | None = None
+    ) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay, fused=fused)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; splits the new parameters."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+                raise ValueError(
+                    f"a parameter is {parameter.dtype} on {parameter.device}; SplitSGDBF16 takes float32 on the cpu"
+                )
+            self._split(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of torch.optim.SGD on the joined weights; returns the closure's loss, if one is given.
+
+        Raises ValueError where a parameter was changed since it was split.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter in self._parameters():
+            if (parameter.view(torch.int32) & 0xFFFF).any():
+                raise ValueError(
+                    f"a parameter {tuple(parameter.shape)} holds more than upper halves: it was loaded or changed "
+                    "after this optimizer split it; make the optimizer afterwards, or load its state too"
+                )
+        for parameter, weight in zip(self._parameters(), self.weights(), strict=True):
+            parameter.copy_(weight)
+        super().step()
+        for parameter in self._parameters():
+            self._split(parameter)
+        return loss
+
+    @torch.no_grad()
+    def weights(self) -> list[Tensor]:
+        """The weights in full, float32, in the order of the parameters: for export."""
+        return [widen(split(p)[0], self.state[p]["low"]) for p in self._parameters()]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores rates and lower halves; without halves (torch.optim.SGD's state) splits the parameters anew."""
+        given = {i: entries.get("low") for i, entries in state_dict["state"].items()}
+        for i, parameter in enumerate(self._parameters()):
+            low = given.get(i)
+            if low is not None and (low.dtype != torch.int16 or low.shape != parameter.shape):
+                raise ValueError(
+                    f"lower halves {i} are {low.dtype} {tuple(low.shape)}, the parameter is {tuple(parameter.shape)}; "
+                    "load the state into the model that wrote it"
+                )
+        # Without the state: torch would cast it to the dtype of the parameters.
+        super().load_state_dict({**state_dict, "state": {}})
+        for i, parameter in enumerate(self._parameters()):
+            low = given.get(i)
+            if low is None:
+                self._split(parameter)
+            else:
+                self.state[parameter]["low"] = low.clone()
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def _split(self, parameter: Tensor) -> None:
+        high, self.state[parameter]["low"] = split(parameter)
+        parameter.copy_(high)

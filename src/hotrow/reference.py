@@ -80,6 +80,40 @@ class Layout:
         return Layout((replace(feature, columns=slice(0, dim), pooling="sum"),), dim)
 
 
+# Storage: tables hold float32, float16, or float32 in two halves; all arithmetic is float32
+
+
+def widen(weight: Tensor, low: Tensor | None = None) -> Tensor:
+    """Stored weights as float32, exactly: of bfloat16 with its lower halves `low` (int16) the float32 that was split.
+
+    Without `low`, bfloat16 is read as lookups read it: the lower 16 bits are 0.
+    """
+    if low is None:
+        return weight.float()
+    return (weight.view(torch.int16).int() << 16 | low.int() & 0xFFFF).view(torch.float32)
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 bit by bit as (its upper halves, bfloat16 by truncation; its lower halves, int16): `widen` joins them."""
+    bits = x.contiguous().view(torch.int32)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def to_float16(x: Tensor) -> Tensor:
+    """float32 rounded to nearest, ties to even, from 65520 up to infinity; NaN quiet, with sign and leading payload."""
+    bits = x.contiguous().view(torch.int32)
+    nan = (bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF).to(torch.int16)
+    return torch.where(x.isnan(), nan, x.half().view(torch.int16)).view(torch.float16)
+
+
+def write_rows(weight: Tensor, low: Tensor | None, rows: Tensor | slice, x: Tensor) -> None:
+    """`rows` of a table become the float32 `x`, in its own storage."""
+    if low is not None:
+        weight[rows], low[rows] = split(x)
+    else:
+        weight[rows] = to_float16(x) if weight.dtype == torch.float16 else x
+
+
 # Lookup
 
 
@@ -101,7 +135,7 @@ def pool(weight_ND: Tensor, values: Tensor, offsets: Tensor, sample_weights: Ten
     for p in range(_largest(lengths)):
         bags = (lengths > p).nonzero().squeeze(1)
         at = offsets[bags] + p
-        rows = weight_ND[values[at].long()]
+        rows = widen(weight_ND[values[at].long()])
         acc_BD[bags] += rows if sample_weights is None else sample_weights[at, None] * rows
     if pooling == "mean":
         filled = lengths > 0
@@ -118,7 +152,7 @@ def weight_gradient(
         values, offsets, _ = sparse.bags(feature.name)
         start = int(sparse.offsets[sparse.keys.index(feature.name) * sparse.stride])
         bag_of = _bag_of(offsets)
-        d = fold16(grad[bag_of, feature.columns] * weights[feature.table][values.long()])
+        d = fold16(grad[bag_of, feature.columns] * widen(weights[feature.table][values.long()]))
         if feature.pooling == "mean":
             d = d / offsets.diff()[bag_of].float()
         out[start : start + values.numel()] = d
@@ -172,13 +206,19 @@ def update(
     states: Sequence[Sequence[Tensor]],
     pending: Iterable[tuple[Layout, KeyedJaggedTensor, Tensor]],
     rules: Sequence[Rule],
+    *,
+    low: Sequence[Tensor | None] | None = None,
 ) -> None:
     """Applies the optimizer to every row that `pending` lookups read. Weights and states change in place.
+
+    A row is read once, as float32, receives all its occurrences of the batch, and is written once: float16 rounds then,
+    and only then.
 
     The occurrences of a table's rows count in the order (feature, forward pass, bag, position). Occurrence i receives
     `g_i = s_i * grad[b, columns]` with s_i its weight w_i (1 if none), for "mean" w_i / float(length of the bag).
     pending: in forward order, the layout of a lookup (`layout`, or some of its features with columns of their own), its
-    batch and the gradient of its output. states: NUM_STATES lists with an array per table. rules: one per table.
+    batch and the gradient of its output. states: NUM_STATES lists with an array per table. rules: one per table. low:
+    the lower halves of bfloat16 tables, None for others.
     """
     pending = list(pending)
     for t, weight in enumerate(weights):
@@ -189,11 +229,17 @@ def update(
                     row, g = _occurrences(feature, sparse, grad)
                     rows.append(row)
                     grads.append(g)
-        row_n, g_nD = torch.cat(rows), torch.cat(grads)
+        touched, row_n = torch.unique(torch.cat(rows), return_inverse=True)
+        low_t = low[t] if low else None
+        w = widen(weight[touched], None if low_t is None else low_t[touched])
+        s = [state[t][touched] for state in states]
         if rules[t].algorithm == "sgd":
-            _sgd(weight, row_n, g_nD, _float32(rules[t].lr))
+            _sgd(w, row_n, torch.cat(grads), _float32(rules[t].lr))
         else:
-            _adaptive(weight, [state[t] for state in states], row_n, g_nD, rules[t])
+            _adaptive(w, s, row_n, torch.cat(grads), rules[t])
+        write_rows(weight, low_t, touched, w)
+        for state, changed in zip(states, s, strict=True):
+            state[t][touched] = changed
 
 
 def _occurrences(feature: Feature, sparse: KeyedJaggedTensor, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 Pooling = Literal["sum", "mean"]
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean")
+Dtype = Literal["float32", "float16", "bfloat16"]
+BYTES_PER_WEIGHT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 4}
+"""Memory by storage; of bfloat16, half is touched by lookups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,10 @@ class TableConfig:
     """Features that look rows up here; several features may share one table."""
     pooling: Pooling = "sum"
     """How the rows of one bag become one vector."""
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
+    """How weights are stored; lookups and updates compute in float32 whatever it is. "float16" takes half the memory
+    and rounds a row at every update. "bfloat16" is float32 split in halves: lookups read the upper one, a bfloat16,
+    half the bytes; updates join both and lose nothing (Split-SGD-BF16, for any optimizer)."""
     init: Uniform = Uniform()
     lr_scale: float = 1.0
     """Multiplies the optimizer's learning rate for this table."""
@@ -64,13 +70,15 @@ class TableConfig:
             raise ValueError(f"table {self.name!r}: feature_names is empty; name at least one feature")
         if self.pooling not in POOLINGS:
             raise ValueError(f"table {self.name!r}: pooling is {self.pooling!r}; choose one of {', '.join(POOLINGS)}")
-        if self.dtype != "float32":
-            raise ValueError(f"table {self.name!r}: dtype is {self.dtype!r}; only 'float32' is implemented")
+        if self.dtype not in BYTES_PER_WEIGHT:
+            raise ValueError(
+                f"table {self.name!r}: dtype is {self.dtype!r}; choose one of {', '.join(BYTES_PER_WEIGHT)}"
+            )
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights alone."""
-        return self.num_embeddings * self.embedding_dim * 4
+        """Bytes of the weights alone, both halves of split ones."""
+        return self.num_embeddings * self.embedding_dim * BYTES_PER_WEIGHT[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
         """This record as JSON-ready values; `from_json` is its inverse."""

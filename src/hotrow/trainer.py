@@ -23,8 +23,6 @@ from hotrow.batch import Batch
 from hotrow.checkpoint import Part, list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.config import (
     Config,
-    ModelConfig,
-    OptimizerConfig,
     apply_overrides,
     interval_steps,
     is_due,
@@ -43,7 +41,7 @@ from hotrow.reference import NUM_STATES
 from hotrow.run_folder import CONFIG, RunFolder
 from hotrow.schedule import Schedule
 from hotrow.session import PHASES, Interrupt, StepClock, threads
-from hotrow.tables import TableConfig
+from hotrow.tables import Dtype, TableConfig
 
 EVAL_BATCH_SIZE = 4096
 ALL_DONE = "all steps are done"
@@ -52,6 +50,7 @@ MOST_SKIPPED = 100
 MEMORY_SHARE = {"auto": 0.6, "dram": 1.0}
 """Share of the memory this process may use that tables and their optimizer state may take, by config `memory`."""
 _DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+_TABLE_DTYPES: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "split_bf16": "bfloat16"}
 _SPARSE_OPTIMIZERS: dict[str, Any] = {
     "sgd": optim.SGD,
     "adagrad": optim.Adagrad,
@@ -76,10 +75,11 @@ class Parts:
         return {name: part for name, part in vars(self).items() if name != "schedule"}
 
 
-def tables_of(config: ModelConfig, dataset: PackedDataset) -> tuple[TableConfig, ...]:
-    """The dataset's tables with the columns and the initial rows `config` says."""
-    tables = dataset.table_configs(config.embedding_dim)
-    return tuple(replace(table, init=replace(table.init, bound=config.embedding_init)) for table in tables)
+def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
+    """The dataset's tables with the columns, the initial rows and the storage `config` says."""
+    bound, dtype = config.model.embedding_init, _TABLE_DTYPES[config.train.precision]
+    tables = dataset.table_configs(config.model.embedding_dim)
+    return tuple(replace(table, init=replace(table.init, bound=bound), dtype=dtype) for table in tables)
 
 
 def build_network(
@@ -94,22 +94,33 @@ def build_network(
 def build(config: Config, tables: Sequence[TableConfig], *, num_dense: int) -> Parts:
     """The parts of a run over `tables` and `num_dense` dense inputs."""
     embedding, model = build_network(config, tables, num_dense=num_dense)
-    dense_optimizer, sparse_optimizer = build_optimizers(config.optimizer, embedding, model)
+    dense_optimizer, sparse_optimizer = build_optimizers(config, embedding, model)
     schedule = Schedule([dense_optimizer, sparse_optimizer], **config.optimizer.schedule.model_dump())
     return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule)
 
 
-def build_optimizers(
-    config: OptimizerConfig, embedding: EmbeddingCollection, model: nn.Module
-) -> tuple[Optimizer, Optimizer]:
+def build_optimizers(config: Config, embedding: EmbeddingCollection, model: nn.Module) -> tuple[Optimizer, Optimizer]:
     """The torch optimizer of `model` and the fused one of `embedding`."""
-    dense, sparse = config.dense, config.sparse
+    dense, sparse = config.optimizer.dense, config.optimizer.sparse
     options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
+    dense_optimizer = optim.SplitSGDBF16 if splits_dense(config) else _DENSE_OPTIMIZERS[dense.name]
     return (
-        _DENSE_OPTIMIZERS[dense.name](model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=True),
+        dense_optimizer(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=True),
         # train_step looks at both sides itself, before either is changed.
         _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
     )
+
+
+def splits_dense(config: Config) -> bool:
+    """Whether the MLPs' weights are kept in two halves."""
+    return config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd"
+
+
+def storage_line(config: Config) -> str:
+    """How weights are stored, for the user: asked-for bfloat16 does not mean bfloat16 arithmetic here."""
+    tables = {"fp32": "float32", "fp16": "float16", "split_bf16": "float32 in two halves, lookups read the upper"}
+    dense = "likewise" if splits_dense(config) else "float32"
+    return f"tables {tables[config.train.precision]}; MLPs {dense}; all arithmetic is float32"
 
 
 class NonFiniteError(ValueError):
@@ -201,7 +212,7 @@ class Training:
         options = config.train
         self.config, self.dataset, self.folder = config, dataset, folder
         self.interrupt, self.progress, self.clock, self.state = interrupt, progress, StepClock(), State()
-        tables = tables_of(config.model, dataset)
+        tables = tables_of(config, dataset)
         shuffle_seed = options.seed if options.shuffle else None
         self.loader = Loader(dataset.split("train"), options.batch_size, shuffle_seed=shuffle_seed)
         self.steps_per_epoch = self.loader.num_batches
@@ -445,7 +456,7 @@ def check_memory(config: Config, tables: Sequence[TableConfig]) -> None:
             f"memory is {config.memory!r}: tables and optimizer state need {needed / 2**30:.2f} GiB, "
             f"{(needed - allowed) / 2**30:.2f} GiB more than the {MEMORY_SHARE[config.memory]:.0%} of the "
             f"{available / 2**30:.2f} GiB this process may use; lower model.embedding_dim, use optimizer.sparse.name "
-            "row_wise_adagrad or sgd, or prepare the data with a higher --min-count"
+            "row_wise_adagrad or sgd, set train.precision to fp16, or prepare the data with a higher --min-count"
         )
 
 
@@ -459,7 +470,7 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     """
     dataset = PackedDataset.open(config.data, verify="sizes")
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
-    check_memory(config, tables_of(config.model, dataset))
+    check_memory(config, tables_of(config, dataset))
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
@@ -496,7 +507,7 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
     dataset = PackedDataset.open(config.data, verify="sizes")
-    check_memory(config, tables_of(config.model, dataset))
+    check_memory(config, tables_of(config, dataset))
     return _run(config, dataset, folder, newest, quiet=quiet)
 
 
@@ -540,6 +551,8 @@ def _begin(training: Training) -> None:
         batches_dropped=0,
     )
     verb = "resumed at" if training.state.step else "training from"
+    if config.train.precision != "fp32":
+        training.say(f"train.precision {config.train.precision}: {storage_line(config)}")
     training.say(
         f"{folder.path}: {verb} step {training.state.step} of {training.num_steps}, {backend.name} kernels "
         f"({backend.isa}, {backend.threads} threads)"

@@ -116,7 +116,7 @@ class PlainDLRM(nn.Module):
 def test_against_plain_pytorch(dataset: PackedDataset) -> None:
     changes = ["optimizer.dense={name: sgd, lr: 0.1}", "optimizer.sparse={name: sgd, lr: 0.1}", "data=unused"]
     config = load_config(RECIPE, [*changes, "model.embedding_init=null", "optimizer.schedule={}"])
-    parts = trainer.build(config, trainer.tables_of(config.model, dataset), num_dense=13)
+    parts = trainer.build(config, trainer.tables_of(config, dataset), num_dense=13)
     plain = PlainDLRM(parts)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     clock = StepClock()

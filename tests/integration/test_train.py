@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import hotrow
 from hotrow import Run, trainer
 from hotrow.checkpoint import list_checkpoints
 from hotrow.config import Config, ModelConfig, apply_overrides, make_config
@@ -61,6 +62,32 @@ def test_learns_and_fills_its_folder(dataset: PackedDataset, tmp_path: Path) -> 
     assert list((run.path / "tensorboard").iterdir())
     files = [path for path in run.path.rglob("*") if path.is_file() and "tensorboard" not in path.parts]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+
+
+PRECISIONS = {
+    "fp16": ("adagrad", "tables float16; MLPs float32; all arithmetic is float32", 0.5),
+    "split_bf16": ("adagrad", "tables float32 in two halves, lookups read the upper; MLPs float32; all ", 1.0),
+    "split_bf16 of all": ("sgd", "tables float32 in two halves, lookups read the upper; MLPs likewise; all ", 1.0),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_learns_and_evaluates_in_every_precision(dataset: PackedDataset, tmp_path: Path, name: str) -> None:
+    """As in float32, from float32 files; how weights are stored is said once."""
+    dense, words, share = PRECISIONS[name]
+    precision = name.split()[0]
+    changes = [f"optimizer.dense={{name: {dense}, lr: {0.3 if dense == 'sgd' else 0.05}}}", "train.epochs=6"]
+    run = train(dataset, tmp_path / "run", f"train.precision={precision}", *changes)
+    plain = train(dataset, tmp_path / "plain", *changes)
+    assert run.record["metrics"]["test"]["auc"] == pytest.approx(plain.record["metrics"]["test"]["auc"], abs=0.02)
+    assert run.record["metrics"]["test"]["auc"] > 0.7
+    assert run.record["tables_bytes"] == share * plain.record["tables_bytes"]
+    assert (run.path / "log.txt").read_text().count(f"train.precision {precision}: {words}") == 1
+    assert "train.precision" not in (plain.path / "log.txt").read_text()
+    assert hotrow.load(run.path).evaluate("test") == run.record["metrics"]["test"]
+    newest = [list_checkpoints(r.checkpoints)[384] for r in (run, plain)]
+    stored, expected = (sum(file.stat().st_size for file in path.glob("embedding/*")) for path in newest)
+    assert stored == expected if precision == "split_bf16" else stored < 0.6 * expected
 
 
 def test_same_seed_same_bits_other_seed_other_bits(dataset: PackedDataset, tmp_path: Path) -> None:

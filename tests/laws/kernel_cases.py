@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from hotrow import KeyedJaggedTensor, TableConfig, ops
-from hotrow.reference import NUM_STATES, Algorithm, Layout, Rule
+from hotrow.reference import NUM_STATES, Algorithm, Layout, Rule, split, to_float16
+from hotrow.tables import Dtype
 
 DIMS = (1, 3, 8, 16, 17, 33, 64, 100, 128)
+DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
 GUARD = 64
 SENTINEL = -12345.0
 
 
 def bits(x: Tensor) -> Tensor:
-    """A float32 tensor as integers: equality of these tells -0 from +0."""
-    return x.contiguous().view(torch.int32)
+    """A tensor as integers: equality of these tells -0 from +0."""
+    return x.contiguous().view({4: torch.int32, 2: torch.int16}[x.dtype.itemsize])
 
 
 def assert_same_bits(ours: Tensor, reference: Tensor, what: object = "") -> None:
@@ -54,13 +56,14 @@ class Guarded:
     """A tensor with guard words before and after it in memory."""
 
     def __init__(self, values: Tensor) -> None:
-        self._buffer = torch.full((values.numel() + 2 * GUARD,), SENTINEL)
+        self._buffer = torch.full((values.numel() + 2 * GUARD,), SENTINEL).to(values.dtype)
+        self._guard = self._buffer[:GUARD].clone()
         self.tensor = self._buffer[GUARD:-GUARD].view(values.shape)
         self.tensor.copy_(values)
 
     def check(self) -> None:
-        assert (self._buffer[:GUARD] == SENTINEL).all(), "words before the array were written"
-        assert (self._buffer[-GUARD:] == SENTINEL).all(), "words after the array were written"
+        assert torch.equal(self._buffer[:GUARD], self._guard), "words before the array were written"
+        assert torch.equal(self._buffer[-GUARD:], self._guard), "words after the array were written"
 
 
 @dataclass
@@ -69,6 +72,8 @@ class Case:
 
     layout: Layout
     weights: list[Tensor]
+    low: list[Tensor | None]
+    """Lower halves of bfloat16 weights."""
     batches: list[KeyedJaggedTensor]
     grads: list[Tensor]
 
@@ -103,6 +108,7 @@ def make_case(
     num_rows: int = 200,
     longest: int = 6,
     crowded: bool = False,
+    dtype: Dtype = "float32",
 ) -> Case:
     """A case with empty bags, ids repeated within and across bags, last rows, and keys in another order.
 
@@ -116,14 +122,26 @@ def make_case(
         TableConfig(name="one", num_embeddings=1, feature_names=("d",), **config),
     )
     layout = Layout.of(tables)
-    weights = [torch.randn(t.num_embeddings, dim, generator=g) for t in tables]
+    weights, low = stored([torch.randn(t.num_embeddings, dim, generator=g) for t in tables], dtype)
     sizes = {"c": 9, "elsewhere": 10**6, "a": num_rows, "d": 1, "b": 9}
     batches, grads = [], []
     for _ in range(num_batches):
         batches.append(_make_batch(g, sizes, num_samples, id_dtype, jagged, weighted, longest, crowded))
         # Rows further apart than they are wide, as autograd hands over slices of a concatenation.
         grads.append(torch.randn(num_samples, layout.width + 5, generator=g)[:, : layout.width])
-    return Case(layout, weights, batches, grads)
+    return Case(layout, weights, low, batches, grads)
+
+
+def stored(weights: Sequence[Tensor], dtype: Dtype) -> tuple[list[Tensor], list[Tensor | None]]:
+    """float32 weights in the storage `dtype`: (weights, lower halves of split ones)."""
+    if dtype == "bfloat16":
+        high, low = zip(*map(split, weights), strict=True)
+        return list(high), list(low)
+    return [to_float16(w) if dtype == "float16" else w for w in weights], [None] * len(weights)
+
+
+def clones(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.clone() for tensor in tensors]
 
 
 def _make_batch(

@@ -35,6 +35,9 @@ VARIANTS = {
     "adam, row-wise adagrad": ["optimizer.dense.name=adam", "optimizer.sparse.name=row_wise_adagrad"],
     "early stopping": ["train.early_stopping=2", "optimizer.dense.lr=0.3"],
     "stored order": ["train.shuffle=false"],
+    "float16 tables": ["train.precision=fp16"],
+    "split weights": ["train.precision=split_bf16", "optimizer.sparse.name=sgd"],
+    "split tables, adam": ["train.precision=split_bf16", "optimizer.dense.name=adam", "optimizer.sparse.name=adam"],
 }
 
 

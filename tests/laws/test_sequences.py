@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import assert_same_bits, every_backend, make_case, rules
+from kernel_cases import DTYPES, assert_same_bits, clones, every_backend, make_case, rules
 
 from hotrow import KeyedJaggedTensor, TableConfig, ops, reference
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD, RowWiseAdagrad
 from hotrow.reference import ALGORITHMS, Algorithm
+from hotrow.tables import Dtype
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
 
@@ -53,10 +54,11 @@ def test_only_features_of_the_batch_and_none_for_empty_bags() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_update_of_pooled_and_sequences_together(algorithm: Algorithm) -> None:
+def test_update_of_pooled_and_sequences_together(algorithm: Algorithm, dtype: Dtype) -> None:
     """Two pooled lookups with sequences of a shared table's feature before, between and after them."""
-    case = make_case(21, dim=12, num_batches=2)
+    case = make_case(21, dim=12, num_batches=2, dtype=dtype)
     single = case.layout.sequence_of("c")
     g = torch.Generator().manual_seed(5)
 
@@ -72,15 +74,18 @@ def test_update_of_pooled_and_sequences_together(algorithm: Algorithm) -> None:
         (case.layout, second, case.grads[1]),
         sequence(first),
     ]
-    expected, expected_states = [w.clone() for w in case.weights], case.states(algorithm)
-    reference.update(case.layout, expected, expected_states, lookups, rules(algorithm))
+    expected, expected_low = clones(case.weights), clones(case.low)
+    expected_states = case.states(algorithm)
+    reference.update(case.layout, expected, expected_states, lookups, rules(algorithm), low=expected_low)
     whole, part = ops.Kernels(case.layout), ops.Kernels(single, among=case.layout)
     pending = [(part if layout is single else whole, batch, grad) for layout, batch, grad in lookups]
     for where in every_backend((1, 2, 3)):
-        weights, states = [w.clone() for w in case.weights], case.states(algorithm)
-        whole.update(ops.Arrays(weights), [ops.Arrays(state) for state in states], pending, rules(algorithm))
-        for ours, theirs in zip(weights, expected, strict=True):
-            assert_same_bits(ours, theirs, (algorithm, where))
+        weights, low = clones(case.weights), clones(case.low)
+        states = [ops.Arrays(state) for state in case.states(algorithm)]
+        whole.update(ops.Arrays(weights, low), states, pending, rules(algorithm))
+        for ours, theirs in zip((*weights, *low), (*expected, *expected_low), strict=True):
+            if ours is not None:
+                assert_same_bits(ours, theirs, (algorithm, where))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "row_wise_adagrad"])

@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from benchmarks import claims, end_to_end, kernels
+from benchmarks import claims, end_to_end, kernels, precision
 from hotrow import bench, cells, ops
 
 
@@ -149,6 +149,7 @@ def test_generated_pages_are_up_to_date() -> None:
 
 def test_claims_and_readme_name_cells_that_exist() -> None:
     known = {cell.name for cell in [*cells.cells(), *kernels.fbgemm_cells(quick=True), end_to_end.cell(quick=True)]}
+    known |= {f"precision_{variant}" for variant in precision.VARIANTS}
     papers = yaml.safe_load((claims.ROOT / "docs" / "claims.yaml").read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
     assert named | set(claims.README_CELLS) <= known
@@ -165,3 +166,22 @@ def test_a_measured_claim_shows_figure_command_machine_and_date() -> None:
     row = claims.claim_row({"claim": "x", "figure": "not read", "ours": "c"}, claims.load_cells({"kernels": report}))
     assert row == "| x | not read | 3.46x (3.00-4.00) over torch | `make it` | A CPU, 2 threads | 2026-01-02 |"
     assert "| not yet |" in claims.claim_row({"claim": "x", "figure": "110x", "ours": None}, {})
+
+
+def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
+    row = {"name": "precision_fp16", "auc": 0.75, "sd": 0.01, "difference": -0.002, "difference_sd": 0.001}
+    report = {
+        "scores": [{**row, "aucs": [0.75]}],
+        "machine": {"cpu": "A CPU", "cores": 2, "memory_bytes": 2**30},
+        "versions": {"torch": "2"},
+        "backend": {"name": "native", "isa": "avx2"},
+        "threads": 2,
+        "commit": "abc",
+        "command": "make it",
+        "date": "2026-01-02",
+    }
+    page = claims.benchmarks_page({"precision": report})
+    assert "| precision_fp16 | 0.7500 ± 0.0100 (-0.0020 ± 0.0010 beside float32) | 0.7500 |" in page
+    claim = {"claim": "x", "figure": "not read", "ours": "precision_fp16"}
+    found = claims.claim_row(claim, claims.load_cells({"precision": report}))
+    assert "| validation AUC 0.7500 ± 0.0100 (-0.0020 ± 0.0010 beside float32) | `make it` |" in found

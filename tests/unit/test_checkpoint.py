@@ -32,6 +32,7 @@ DTYPES = [
     torch.bfloat16,
     torch.int64,
     torch.int32,
+    torch.int16,
     torch.uint8,
     torch.bool,
 ]
@@ -120,6 +121,30 @@ def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     back = torch.zeros(13, 3)
     read_tensors(tmp_path / "f.safetensors", {"x": back})
     assert torch.equal(back, values)
+
+
+def test_a_split_table_is_written_as_the_float32_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file has the bytes of a float32 table's, and each is read by the other without loss."""
+    monkeypatch.setattr("hotrow.checkpoint.CHUNK_BYTES", 40)
+    monkeypatch.setattr("hotrow.embedding.PIECE_FLOATS", 12)
+    make = {
+        dtype: EmbeddingCollection(
+            [TableConfig(name="a", num_embeddings=11, embedding_dim=4, feature_names=("a",), dtype=dtype)], seed=seed
+        )
+        for seed, dtype in enumerate(("float32", "bfloat16", "float16"))
+    }
+    make["bfloat16"].load_state_dict(make["float32"].state_dict())
+    paths = {dtype: save_checkpoint(tmp_path / dtype, {"embedding": emb}) for dtype, emb in make.items()}
+    files = {dtype: path / "embedding" / "a.safetensors" for dtype, path in paths.items()}
+    assert files["float32"].read_bytes() == files["bfloat16"].read_bytes()
+    assert load_file(files["float16"])["weight"].dtype == torch.float16
+    expected = make["float32"].weights["a"].clone()
+    for dtype, other in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        make[dtype].stored("a").write(slice(None), torch.zeros(11, 4))
+        load_checkpoint(paths[other], {"embedding": make[dtype]})
+        assert torch.equal(make[dtype].float32("a"), expected)
+    with pytest.raises(ValueError, match=r"weight is F16 \[11, 4\]; this model has torch.float32"):
+        load_checkpoint(paths["float16"], {"embedding": make["bfloat16"]})
 
 
 def test_nothing_is_pickled_and_files_are_private(tmp_path: Path) -> None:

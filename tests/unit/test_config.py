@@ -103,6 +103,7 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "train": {"threads": "many"}}, r"train\.threads is 'many'; allowed: auto or an integer >= 1"),
         ({"data": "d", "train": 3}, "train is 3; allowed: a mapping with batch_size, epochs"),
         ({"data": "d", "model": {"top_mlp": [8, 0]}}, r"model\.top_mlp is 0; allowed: a list of integers >= 1"),
+        ({"data": "d", "train": {"precision": "bf16"}}, r"train\.precision is 'bf16'; allowed: fp32, fp16, split_bf16"),
         ({"data": "d", "device": "cuda"}, "device is 'cuda'; allowed: auto, cpu"),
         ({"data": "d", "memory": {"dram": "2GiB"}}, "memory is {'dram': '2GiB'}; allowed: auto, dram"),
         ({"data": "d", "hot": {"schedule": "fae"}}, r"hot\.schedule is 'fae'; allowed: none"),

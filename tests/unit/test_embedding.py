@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from hotrow import KeyedJaggedTensor, TableConfig, Uniform
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD, RowWiseAdagrad
+from hotrow.reference import split, to_float16
+from hotrow.tables import Dtype
 
 TABLES = (
     TableConfig(name="user", num_embeddings=10, embedding_dim=3, feature_names=("user",)),
@@ -19,8 +22,8 @@ TABLES = (
 )
 
 
-def make(seed: int = 0) -> EmbeddingCollection:
-    return EmbeddingCollection(TABLES, seed=seed)
+def make(seed: int = 0, dtype: Dtype = "float32") -> EmbeddingCollection:
+    return EmbeddingCollection([replace(table, dtype=dtype) for table in TABLES], seed=seed)
 
 
 def batch_of(*bags: list[list[int]], keys: tuple[str, ...] = ("user", "clicked", "shown")) -> KeyedJaggedTensor:
@@ -181,6 +184,50 @@ def test_state_dict_round_trip() -> None:
     assert other[0].weights["user"].data_ptr() == place
 
 
+def test_initial_rows_of_every_storage_are_those_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.embedding.PIECE_FLOATS", 7)  # pieces of two or three rows
+    plain, rounded, halves = make(seed=1), make(seed=1, dtype="float16"), make(seed=1, dtype="bfloat16")
+    assert list(halves.low) == ["user", "item"] and rounded.low == plain.low == {}
+    for name, w in plain.weights.items():
+        assert torch.equal(rounded.weights[name].view(torch.int16), to_float16(w).view(torch.int16))
+        assert halves.weights[name].dtype == torch.bfloat16
+        assert torch.equal(halves.weights[name].float(), split(w)[0].float())
+        assert torch.equal(halves.float32(name), w)
+        assert torch.equal(rounded.float32(name), rounded.weights[name].float())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_pooled_rows_are_float32_sums_of_what_is_stored(dtype: Dtype) -> None:
+    emb = make(dtype=dtype)
+    stored = {name: w.float() for name, w in emb.weights.items()}
+    expected = torch.cat([stored["user"][1], (stored["item"][4] + stored["item"][5]) / 2, stored["item"][6]])
+    out = emb(BATCH)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out[0], expected)
+
+
+def test_split_tables_go_through_float32_state_dicts_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.embedding.PIECE_FLOATS", 7)
+    plain, halves = make(seed=1), make(seed=2, dtype="bfloat16")
+    places = [w.data_ptr() for w in (*halves.weights.values(), *halves.low.values())]
+    halves.load_state_dict(plain.state_dict())
+    assert [w.data_ptr() for w in (*halves.weights.values(), *halves.low.values())] == places
+    state = halves.state_dict()
+    assert {key: w.dtype for key, w in state.items()} == dict.fromkeys(("user.weight", "item.weight"), torch.float32)
+    back = make(seed=3)
+    back.load_state_dict(state)
+    assert all(torch.equal(back.weights[name], w) for name, w in plain.weights.items())
+
+
+def test_float16_state_dicts_are_float16() -> None:
+    emb, other = make(seed=1, dtype="float16"), make(seed=2)
+    assert emb.state_dict()["user.weight"] is emb.weights["user"]
+    other.load_state_dict(emb.state_dict())
+    assert torch.equal(other.weights["user"], emb.weights["user"].float())
+    emb.load_state_dict(make(seed=4).state_dict())
+    assert torch.equal(emb.weights["user"], make(seed=4).weights["user"].half())
+
+
 def test_load_state_dict_names_what_does_not_fit() -> None:
     emb = make()
     state = {"user.weight": torch.zeros(10, 4), "extra": torch.zeros(1)}
@@ -189,15 +236,16 @@ def test_load_state_dict_names_what_does_not_fit() -> None:
     assert "item.weight" in str(error.value) and "extra" in str(error.value)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda emb: pickle.loads(pickle.dumps(emb))])
-def test_copies_train_on_their_own(duplicate) -> None:
-    emb = make()
-    before = emb.weights["user"].clone()
+def test_copies_train_on_their_own(duplicate, dtype: Dtype) -> None:
+    emb = make(dtype=dtype)
+    before = emb.float32("user").clone()
     twin = duplicate(emb)
     twin(BATCH).sum().backward()
     SGD(twin, lr=1.0).step()
-    assert torch.equal(emb.weights["user"], before) and emb.pending == []
-    torch.testing.assert_close(twin.weights["user"][1], before[1] - 1.0)
+    assert torch.equal(emb.float32("user"), before) and emb.pending == []
+    torch.testing.assert_close(twin.float32("user")[1], before[1] - 1.0)
 
 
 def test_a_bad_id_in_forward_leaves_nothing_pending() -> None:
@@ -216,4 +264,4 @@ def test_memory_must_be_known() -> None:
 
 
 def test_repr_shows_the_tables() -> None:
-    assert "item: [20, 2] mean of clicked, shown" in repr(make())
+    assert "item: [20, 2] float32 mean of clicked, shown" in repr(make())

@@ -9,20 +9,19 @@ import torch
 
 from hotrow import TableConfig
 from hotrow.embedding import EmbeddingCollection
-from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
+from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
+from hotrow.tables import Dtype
 
 ALL = [SGD, Adagrad, RowWiseAdagrad, Adam, FTRL]
 ADAPTIVE = [Adagrad, RowWiseAdagrad]
 
 
-def make(seed: int = 0, lr_scale: float = 1.0) -> EmbeddingCollection:
-    return EmbeddingCollection(
-        [
-            TableConfig(name="a", num_embeddings=10, embedding_dim=3, feature_names=("a",)),
-            TableConfig(name="b", num_embeddings=20, embedding_dim=2, feature_names=("b",), lr_scale=lr_scale),
-        ],
-        seed=seed,
-    )
+def make(seed: int = 0, lr_scale: float = 1.0, dtype: Dtype = "float32") -> EmbeddingCollection:
+    tables = [
+        TableConfig(name="a", num_embeddings=10, embedding_dim=3, feature_names=("a",), dtype=dtype),
+        TableConfig(name="b", num_embeddings=20, embedding_dim=2, feature_names=("b",), dtype=dtype, lr_scale=lr_scale),
+    ]
+    return EmbeddingCollection(tables, seed=seed)
 
 
 def train(emb: EmbeddingCollection, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -121,15 +120,16 @@ def test_closure_is_called_with_gradients_on() -> None:
     torch.testing.assert_close(emb.weights["a"][1], before - 0.1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("optimizer_class", ALL)
-def test_resume_from_state_dicts_is_bit_equal(optimizer_class: type) -> None:
-    straight = make()
+def test_resume_from_state_dicts_is_bit_equal(optimizer_class: type, dtype: Dtype) -> None:
+    straight = make(dtype=dtype)
     optimizer = optimizer_class(straight, lr=0.1)
     train(straight, optimizer, range(3))
     saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict()))
     train(straight, optimizer, range(3, 6))
 
-    resumed = make(seed=9)
+    resumed = make(seed=9, dtype=dtype)
     other = optimizer_class(resumed, lr=0.7)
     train(resumed, other, range(2))
     resumed.load_state_dict(saved[0])
@@ -137,7 +137,9 @@ def test_resume_from_state_dicts_is_bit_equal(optimizer_class: type) -> None:
     assert other.param_groups[0]["lr"] == 0.1
     train(resumed, other, range(3, 6))
     for name in ("a", "b"):
-        assert torch.equal(resumed.weights[name], straight.weights[name])
+        assert torch.equal(resumed.float32(name), straight.float32(name))
+    for mine, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
+        assert all(state.dtype == torch.float32 and torch.equal(state, theirs[name]) for name, state in mine.items())
 
 
 @pytest.mark.parametrize(("optimizer_class", "name"), [(Adagrad, "sum"), (RowWiseAdagrad, "sum"), (Adam, "exp_avg_sq")])
@@ -240,3 +242,91 @@ def test_an_altered_batch_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="feature 'b', sample 1, position 0: id 20"):
         optimizer.step()
     assert all(torch.equal(before[name], emb.weights[name]) for name in before)
+
+
+def test_ftrl_starts_alike_in_every_storage() -> None:
+    plain, halves, rounded = (FTRL(make(dtype=d), lr=0.5, l1=0.01) for d in ("float32", "bfloat16", "float16"))
+    for ours, theirs in zip(halves.state.values(), plain.state.values(), strict=True):
+        assert torch.equal(ours["z"], theirs["z"])
+    for ours, theirs in zip(rounded.state.values(), plain.state.values(), strict=True):
+        torch.testing.assert_close(ours["z"], theirs["z"], rtol=1e-3, atol=1e-3)
+
+
+def dense(seed: int = 3) -> torch.nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return torch.nn.Linear(7, 5)
+
+
+def set_gradients(model: torch.nn.Module, seed: int) -> None:
+    for k, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * seed + k))
+
+
+def upper(x: torch.Tensor) -> torch.Tensor:
+    return (x.view(torch.int32) & -(2**16)).view(torch.float32)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_split_sgd_against_torch_sgd(weight_decay: float) -> None:
+    """The same gradients: w moves to the same bits, and the parameters are its upper halves."""
+    ours, theirs = dense(), dense()
+    split = SplitSGDBF16(ours.parameters(), lr=0.01, weight_decay=weight_decay, fused=True)
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.01, weight_decay=weight_decay, fused=True)
+    for seed in range(20):
+        for model, optimizer in ((ours, split), (theirs, plain)):
+            set_gradients(model, seed)
+            optimizer.step()
+        for parameter, w, expected in zip(ours.parameters(), split.weights(), theirs.parameters(), strict=True):
+            assert torch.equal(w, expected.detach())
+            assert torch.equal(parameter.detach(), upper(expected.detach()))
+
+
+def test_split_sgd_keeps_updates_that_bfloat16_would_lose() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = SplitSGDBF16([parameter], lr=2.0**-12)
+    for _ in range(1000):
+        parameter.grad = -torch.ones(3)
+        optimizer.step()
+    assert (optimizer.weights()[0] == 1 + 1000 * 2.0**-12).all()
+    assert torch.equal(parameter.detach(), upper(optimizer.weights()[0]))
+
+
+def test_split_sgd_resumes_and_takes_over_from_torch_sgd() -> None:
+    model = dense()
+    optimizer = SplitSGDBF16(model.parameters(), lr=0.3)
+    set_gradients(model, 0)
+    optimizer.step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    set_gradients(model, 1)
+    optimizer.step()
+    other = dense(seed=4)
+    resumed = SplitSGDBF16(other.parameters(), lr=0.1)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    assert resumed.param_groups[0]["lr"] == 0.3
+    assert all(state["low"].dtype == torch.int16 for state in resumed.state.values())
+    set_gradients(other, 1)
+    resumed.step()
+    assert all(torch.equal(a, b) for a, b in zip(resumed.weights(), optimizer.weights(), strict=True))
+
+    plain = dense(seed=5)
+    other.load_state_dict(plain.state_dict())
+    resumed.load_state_dict(torch.optim.SGD(plain.parameters(), lr=0.2).state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(resumed.weights(), plain.parameters(), strict=True))
+    assert torch.equal(other.weight.detach(), upper(plain.weight.detach()))
+
+
+def test_split_sgd_refuses_what_it_cannot_keep() -> None:
+    model = dense()
+    optimizer = SplitSGDBF16(model.parameters(), lr=0.1)
+    model.load_state_dict(dense(seed=4).state_dict())
+    set_gradients(model, 0)
+    with pytest.raises(ValueError, match=r"a parameter \(5, 7\) holds more than upper halves: it was loaded"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"a parameter is torch.float64 on cpu; SplitSGDBF16 takes float32 on the cpu"):
+        SplitSGDBF16([torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+    state = optimizer.state_dict()
+    state["state"][0]["low"] = torch.zeros(1, dtype=torch.int16)
+    with pytest.raises(ValueError, match=r"lower halves 0 are torch.int16 \(1,\), the parameter is \(5, 7\)"):
+        optimizer.load_state_dict(state)

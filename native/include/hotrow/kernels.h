@@ -6,6 +6,12 @@
 // alias inputs unless said. "fold16(x)" is the one way a vector is summed to a scalar:
 //   p[k] = +0 + x[k] + x[k + 16] + x[k + 32] + ...  for k = 0..15, in this order
 //   for h = 8, 4, 2, 1:  p[k] = p[k] + p[k + h]  for k = 0..h-1;      fold16 = p[0]
+//
+// row(r) and w are float32 whatever the storage of the table:
+//   float32  as it lies there.
+//   float16  widened when read; rounded to nearest even when written, once per update, a NaN to a quiet NaN.
+//   split    lookups and weight_gradient read the upper half, a bfloat16 by truncation, as float32 whose lower 16 bits
+//            are 0; updates join both halves, exactly the float32 that was split, and split the result.
 #pragma once
 
 #include <hotrow/types.h>
@@ -30,8 +36,8 @@
 //     ftrl:              g as above;  n' = n + g * g;  z = z + (g - ((sqrt(n') - sqrt(n)) / lr) * w);  n = n'
 //                        w = |z| <= l1 ? 0 : -((z - copysign(l1, z)) / ((beta + sqrt(n)) / lr + l2))
 //   states: h [num_rows, dim] or, row-wise, [num_rows];  m, v or z, n [num_rows, dim];  none for sgd. Rows are in range
-//   and no other thread holds keys of the same row. Keys of one row stand in order; but for sgd they must also be
-//   neighbours. scratch: dim floats.
+//   and no other thread holds keys of the same row. Keys of one row stand in order; they must also be neighbours, but
+//   for sgd on a storage that loses nothing (not float16). scratch: 2 * dim floats.
 //
 // fill_uniform: rows [first, first + count) of a table, written to out[count, dim]; x = the Philox4x32-10 block of
 //     counter (row mod 2^32, row / 2^32, column / 4, 0) and the key;  out = ((x[column mod 4] >> 8) * 2^-23 - 1) *

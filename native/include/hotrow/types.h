@@ -1,6 +1,7 @@
 // The nouns of the kernels: plain structs of raw pointers and sizes. No Python, no torch, no ownership.
 //
-// Legend: B bags (samples), D embedding dim, N rows. All matrices are row-major float32; sizes and offsets are 64-bit.
+// Legend: B bags (samples), D embedding dim, N rows. All matrices are row-major, float32 where nothing else is said;
+// sizes and offsets are 64-bit.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +9,19 @@
 namespace hotrow {
 
 enum class Pooling : int32_t { sum = 0, mean = 1 };
+// How the weights of a table are stored. Lookups and updates compute in float32 whatever it is; kernels.h has the
+// rules.
+enum class Storage : int32_t { float32 = 0, float16 = 1, split = 2 };
 enum class Algorithm : int32_t { sgd = 0, adagrad = 1, row_wise_adagrad = 2, adam = 3, ftrl = 4 };
 
 // The rows of one table that lie in fast memory. An id is a slot of this array: the kernels do not know whether the
 // array is the whole table or a cache in front of a slower tier.
 struct Rows {
-  float* data;  // [num_rows, dim]
+  void* data;     // [num_rows, dim]: float; binary16; or, where the storage is split, the upper halves of floats
+  uint16_t* low;  // [num_rows, dim], their lower halves; else null
   int64_t num_rows;
   int64_t dim;
+  Storage storage;
 };
 
 // The bags of one feature in one batch:  ids of bag b = ids[begin(b) .. begin(b + 1)).
