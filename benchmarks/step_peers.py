@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from benchmarks.step_shapes import LR, ROWWISE_LR, Setting
+from benchmarks.step_shapes import Setting
 from hotrow import cells
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
@@ -112,12 +112,14 @@ def make_ours(setting: Setting, sparse: cells.Optimizer) -> tuple[Step, Parts]:
         seed=1,
     )
     model = make_model(setting)
-    tables = SGD(emb, LR) if sparse == "sgd" else RowWiseAdagrad(emb, ROWWISE_LR, eps=cells.EPS)
+    tables: torch.optim.Optimizer = SGD(emb, shape.lr)
+    if sparse == "rowwise_adagrad":
+        tables = RowWiseAdagrad(emb, shape.lr, eps=cells.EPS, initial_accumulator_value=cells.ACCUMULATOR)
     step = Step(
         labelled(setting, lambda batch: (batch.dense, batch.sparse)),
         lambda entry: model(entry[0], emb(entry[1])),
         binary_cross_entropy_with_logits,
-        [torch.optim.SGD(model.parameters(), lr=LR), tables],
+        [torch.optim.SGD(model.parameters(), lr=shape.lr), tables],
     )
     return step, Parts(model, list(emb.weights.values()))
 
@@ -158,7 +160,7 @@ def make_plain(setting: Setting, parts: Parts, *, copy_rows: bool = True) -> Ste
         labelled(setting, lambda batch: (batch.dense, *split_ids(setting, batch))),
         forward,
         binary_cross_entropy_with_logits,
-        [torch.optim.SGD(parameters, lr=LR)],
+        [torch.optim.SGD(parameters, lr=setting.shape.lr)],
     )
 
 
@@ -202,7 +204,7 @@ def make_dlrm(setting: Setting, parts: Parts, *, folder: Path) -> Step:
         [(entry(batch), batch.label.unsqueeze(1)) for batch in setting.batches],
         lambda inputs: net(*inputs),
         net.loss_fn,
-        [torch.optim.SGD(net.parameters(), lr=LR)],
+        [torch.optim.SGD(net.parameters(), lr=shape.lr)],
     )
 
 
@@ -230,17 +232,24 @@ def make_torchrec(setting: Setting, parts: Parts, *, sparse: cells.Optimizer, pl
         models = importlib.import_module("torchrec.models.dlrm")
     names = setting.batches[0].sparse.keys
     configs = [
-        torchrec.EmbeddingBagConfig(name=name, num_embeddings=n, embedding_dim=shape.embedding_dim, feature_names=[name])
+        torchrec.EmbeddingBagConfig(
+            name=name, num_embeddings=n, embedding_dim=shape.embedding_dim, feature_names=[name]
+        )
         for name, n in zip(names, shape.rows, strict=True)
     ]
     optimizer: Any = torch.optim.SGD
-    settings: dict[str, float] = {"lr": LR}
+    settings: dict[str, float] = {"lr": shape.lr}
     if sparse == "rowwise_adagrad":
-        optimizer, settings = importlib.import_module("torchrec.optim").RowWiseAdagrad, {"lr": ROWWISE_LR, "eps": cells.EPS}
+        optimizer = importlib.import_module("torchrec.optim").RowWiseAdagrad
+        settings["eps"] = cells.EPS
     collection = fused.FusedEmbeddingBagCollection(configs, optimizer, settings, device=torch.device("cpu"))
     with torch.no_grad():
         for (_, theirs), mine in zip(collection.state_dict().items(), parts.weights, strict=True):
             theirs.copy_(mine)
+    if sparse == "rowwise_adagrad":
+        for state in collection.fused_optimizer().state.values():
+            for sums in state.values():
+                sums.fill_(cells.ACCUMULATOR)
 
     def entry(batch: Batch) -> tuple[Tensor, Any]:
         offsets = torch.arange(len(names) * shape.batch_size + 1) * shape.lookups
@@ -256,9 +265,7 @@ def make_torchrec(setting: Setting, parts: Parts, *, sparse: cells.Optimizer, pl
             pooled = collection(inputs[1]).values().view(-1, len(names), shape.embedding_dim)
             return top(interact(bottom(inputs[0]), pooled)).squeeze(1)
     else:
-        net = models.DLRM(
-            collection, shape.num_dense, [*shape.bottom_mlp, shape.embedding_dim], [*shape.top_mlp, 1]
-        )
+        net = models.DLRM(collection, shape.num_dense, [*shape.bottom_mlp, shape.embedding_dim], [*shape.top_mlp, 1])
         dense = [net.dense_arch, net.over_arch]
         copy_linears(parts.layers("bottom"), net.dense_arch)
         copy_linears(in_order_of_torchrec(parts.layers("top"), shape.embedding_dim, len(names)), net.over_arch)
@@ -268,7 +275,7 @@ def make_torchrec(setting: Setting, parts: Parts, *, sparse: cells.Optimizer, pl
 
     parameters = [p for module in dense for p in module.parameters()]
     return Step(
-        labelled(setting, entry), forward, binary_cross_entropy_with_logits, [torch.optim.SGD(parameters, lr=LR)]
+        labelled(setting, entry), forward, binary_cross_entropy_with_logits, [torch.optim.SGD(parameters, lr=shape.lr)]
     )
 
 
@@ -340,8 +347,8 @@ def peers(dlrm: Path | None) -> list[Peer]:
         ),
         Peer(
             name="torchrec-rowwise",
-            title="torchrec's fused EmbeddingBagCollection (FBGEMM CPU, row-wise Adagrad, its parallel optimizer) under "
-            "a plain torch DLRM; ours in row-wise Adagrad too",
+            title="torchrec's fused EmbeddingBagCollection (FBGEMM CPU, row-wise Adagrad, its one parallel optimizer) "
+            "under a plain torch DLRM; ours in row-wise Adagrad too",
             build=partial(make_torchrec, sparse="rowwise_adagrad", plain_dense=True),
             sparse="rowwise_adagrad",
             modules=torchrec,

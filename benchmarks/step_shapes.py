@@ -28,8 +28,6 @@ TERABYTE_ROWS = (
 )  # fmt: skip
 TERABYTE_CAP = 3_000_000
 CLICKS_ZIPF = 1.05  # stands for the skew of real clicks; the real columns differ from one another
-LR = 0.1
-ROWWISE_LR = 0.001  # row-wise Adagrad's first updates are lr * sqrt(dim) long, whatever the gradient
 NUM_BATCHES = 8
 STEP_OVER_FLOOR = 1.25
 """How far above its floor a step may lie, by our own promise."""
@@ -55,6 +53,8 @@ class StepShape:
     """Ids per bag, the same in every bag."""
     zipf: float | None = None
     """None: uniform ids."""
+    lr: float = 0.1
+    """Of SGD. Where updates are large, two right sides drift apart by rounding alone: too soon to be compared."""
     targets: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Peer -> least ratio peer / ours that hotrow promises."""
 
@@ -125,6 +125,7 @@ SHAPES = {
             bottom_mlp=(512,),
             top_mlp=(1024, 1024, 1024),
             lookups=50,
+            lr=0.01,
             targets={"dlrm": 1.6},
         ),
         StepShape(

@@ -413,6 +413,8 @@ class Cell:
     """Least ratio peer / ours that hotrow promises."""
     most_over_limit: float | None = None
     """Greatest ratio ours / limit that hotrow promises."""
+    note: Callable[[], str] | None = None
+    """What a reader must know of the peer, found out after the rounds."""
 
 
 def embedding_cell(name: str, shape: Shape, part: Part, optimizer: Optimizer) -> Cell:
