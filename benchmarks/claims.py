@@ -36,9 +36,12 @@ BEGIN, END = "<!-- figures: made by `python -m benchmarks.claims` -->\n", "<!-- 
 BENCHMARKS_HEAD = """\
 # Benchmarks
 
-Made by `make bench` from docs/benchmarks.json. Ours and the peer alternate in one process on the same ids, after their
-outputs were compared. Figures are medians over rounds; the ratio is the median of the rounds' peer / ours, beside it
-the range of four rounds in five; rounds in which the hypervisor took processor time away are dropped for both.
+Made by `make bench` from docs/benchmarks.json; `make bench DLRM=path` measures a checkout of facebookresearch/dlrm too,
+and torchrec is measured where it is installed. What is not there is skipped and named.
+
+Ours and the peer alternate in one process on the same ids, after their outputs were compared. Figures are medians over
+rounds; the ratio is the median of the rounds' peer / ours, beside it the range of four rounds in five; rounds in which
+the hypervisor took processor time away are dropped for both.
 
 The limit is a separate loop that only moves the same rows (native/limit.cpp); for the interaction the larger of moving
 its operands and of its arithmetic at the speed of a large matrix product; for a training step, where it is called its
@@ -202,16 +205,16 @@ TABLES = {"end_to_end": step_tables, "peak_memory": memory_table, "updates": upd
 
 
 def measured_elsewhere(report: dict[str, Any]) -> list[str]:
-    """A line for each cell that was measured under other circumstances than the report's others."""
-    return [
-        f"- {cell['name']}: "
-        + ", ".join(
-            f"{key} {cell['measured'][key]}" for key in ("date", "commit", "command") if key in cell["measured"]
-        )
-        + ("" if {"date", "commit", "command"} & set(cell["measured"]) else "another machine or setting")
-        for cell in report["cells"]
-        if "measured" in cell
-    ]
+    """A line for each run but the report's own, with the cells that come from it."""
+    runs: dict[str, list[str]] = {}
+    for cell in report["cells"]:
+        if "measured" in cell:
+            told = [f"`{cell['measured']['command']}`"] if "command" in cell["measured"] else []
+            told += [
+                f"{key} {cell['measured'][key]}" for key in ("date", "commit", "threads") if key in cell["measured"]
+            ]
+            runs.setdefault(", ".join(told) or "another machine or setting", []).append(cell["name"])
+    return [f"- {run}: {', '.join(names)}" for run, names in runs.items()]
 
 
 def benchmarks_page(reports: dict[str, Any]) -> str:

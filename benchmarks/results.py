@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def record(name: str, report: dict[str, Any], out: str | None) -> None:
 
     Cells of an earlier report that this one did not measure stay, each with the circumstances it was measured under.
     """
-    report["command"] = " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])
+    report["command"] = command_line(name, sys.argv[1:])
     if out is None:
         print(json.dumps(report))
         return
@@ -51,6 +53,15 @@ def record(name: str, report: dict[str, Any], out: str | None) -> None:
     reports = json.loads(path.read_text()) if path.exists() else {}
     reports[name] = merged(reports.get(name, {"cells": []}), rounded(report))
     path.write_text(json.dumps(reports, indent=1) + "\n")
+
+
+def command_line(name: str, arguments: Sequence[str]) -> str:
+    """What a reader would type; where a peer lies on this machine is nobody's business."""
+    words = [
+        "PATH" if before == "--dlrm" else re.sub("^--dlrm=.*", "--dlrm=PATH", word)
+        for before, word in pairwise(["", *arguments])
+    ]
+    return " ".join(["python -m", f"benchmarks.{name}", *words])
 
 
 def merged(before: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:

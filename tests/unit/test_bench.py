@@ -290,6 +290,17 @@ def test_cells_measured_before_stay_with_their_circumstances() -> None:
     assert (loaded["a"]["commit"], loaded["b"]["commit"], loaded["c"]["commit"]) == ("old", "new", "newest")
 
 
+def test_the_command_of_a_report_names_no_folder_of_this_machine() -> None:
+    for arguments in (["--quick", "--dlrm", "/home/me/dlrm"], ["--quick", "--dlrm=/home/me/dlrm"]):
+        line = results.command_line("end_to_end", arguments)
+        assert line.replace("=", " ") == "python -m benchmarks.end_to_end --quick --dlrm PATH"
+
+
+def test_pages_name_other_runs_once() -> None:
+    cells = [{"name": name, "measured": {"commit": "old", "command": "make it"}} for name in "ab"]
+    assert claims.measured_elsewhere({"cells": [*cells, {"name": "c"}]}) == ["- `make it`, commit old: a, b"]
+
+
 def test_pages_say_whether_a_promise_is_held() -> None:
     cell = {
         "name": "train_step_kaggle_vs_dlrm", "peer": "theirs", "ratio": 1.6, "spread": [1.5, 1.8], "target": 1.7,
