@@ -99,15 +99,21 @@ class KernelCell:
 
 
 def expand(group: Mapping[str, Any], axes: Mapping[str, Any], *, memory_bytes: int) -> list[KernelCell]:
-    """The cells of a group of the preset, with its `axes`; rows cut to fit where the group says so."""
-    found: dict[str, KernelCell] = {}
-    for values in product(*axes.values()):
-        cell = KernelCell(group=group["name"], **{**group["fixed"], **dict(zip(axes, values, strict=True))})
-        if group.get("fit") == "num_embeddings" and cell.table_bytes > memory_bytes:
-            rows = cell.num_embeddings * memory_bytes // cell.table_bytes
-            cell = replace(cell, num_embeddings=max(1, rows // 1000 * 1000))
-        found[cell.key] = cell
-    return list(found.values())
+    """The cells of a group of the preset, with its `axes`.
+
+    Where the group says `fit_gib`, the rows of all its cells are cut until the largest takes at most that and
+    `memory_bytes`: to one number, so that they share their tables.
+    """
+    cells_ = [
+        KernelCell(group=group["name"], **{**group["fixed"], **dict(zip(axes, values, strict=True))})
+        for values in product(*axes.values())
+    ]
+    if "fit_gib" in group:
+        allowed = min(memory_bytes, int(group["fit_gib"] * 2**30))
+        rows = min(cell.num_embeddings * allowed // cell.table_bytes for cell in cells_)
+        if rows < min(cell.num_embeddings for cell in cells_):
+            cells_ = [replace(cell, num_embeddings=max(1, rows // 1000 * 1000)) for cell in cells_]
+    return list({cell.key: cell for cell in cells_}.values())
 
 
 def setup_of(cell: KernelCell) -> tuple[int, int, int]:

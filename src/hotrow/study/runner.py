@@ -85,10 +85,11 @@ def run_study(
     """
     preset = preset or load_preset(name)
     folder = Path(out) if out is not None else Path("studies") / (f"{name}-quick" if quick else name)
-    if memory_bytes is None:
-        memory_bytes = int(MEMORY_SHARE * available_memory_bytes())
-    plan = make_plan(preset, quick=quick, memory_bytes=memory_bytes, cores=usable_cores())
     file = folder / f"{name}.json"
+    if memory_bytes is None:  # as before where this goes on: what fits must not change on the way
+        before = read_json(file)["memory_bytes"] if file.exists() else 0
+        memory_bytes = min(before, available_memory_bytes()) or int(MEMORY_SHARE * available_memory_bytes())
+    plan = make_plan(preset, quick=quick, memory_bytes=memory_bytes, cores=usable_cores())
     rows = _measured_before(file)
     left = [cell for cell in plan.cells if cell.key not in rows]
     seconds = kernels.estimate_s(left)
