@@ -21,7 +21,7 @@ PYTHON_FILES := src tests benchmarks scripts examples
 help: ## this list
 	@echo 'hotrow: recommendation models whose tables are larger than memory. Targets:'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
-	@echo 'Variables: NATIVE=0 (no compiler: reference kernels), PYTHON=python3.12, DATA= LABEL= TIME= (make demo on your own logs)'
+	@echo 'Variables: NATIVE=0 (no compiler: reference kernels), PYTHON=python3.12, DATA= LABEL= TIME= (make demo on your own logs), DLRM= (make bench)'
 
 demo: $(VENV)/.run $(CORE) ## train a DLRM on synthetic clicks; on your own logs: make demo DATA=path LABEL=column [TIME=column]
 	@$(BIN)/hotrow demo $(if $(DATA),--data '$(DATA)') $(if $(LABEL),--label '$(LABEL)') $(if $(TIME),--time '$(TIME)')
@@ -47,9 +47,11 @@ format: $(VENV)/.dev ## ruff and clang-format, in place
 	@$(RUFF) format $(wildcard $(PYTHON_FILES))
 	@$(CLANG_FORMAT) -i $$(git ls-files 'native/*.cpp' 'native/*.h')
 
-bench: $(VENV)/.bench $(CORE) ## measure against torch, pyarrow and polars here (10 GB of RAM, 15 min), and rewrite the figures of README and docs
+bench: $(VENV)/.bench $(CORE) ## measure against every peer here (14 GB of RAM, 25 min), and rewrite the figures of README and docs
 	@$(BIN)/python -m benchmarks.kernels --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.end_to_end --out docs/benchmarks.json
+	@$(BIN)/python -m benchmarks.updates --out docs/benchmarks.json
+	@$(BIN)/python -m benchmarks.end_to_end --out docs/benchmarks.json $(if $(DLRM),--dlrm '$(DLRM)')
+	@$(BIN)/python -m benchmarks.peak_memory --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.parse --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.parquet_encode --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.claims

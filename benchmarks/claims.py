@@ -17,26 +17,37 @@ from typing import Any
 
 import yaml
 
+from benchmarks.step_shapes import SHAPES
+
 ROOT = Path(__file__).resolve().parent.parent
 README_CELLS = {
     "step_sgd_8x50_uniform": "embedding forward + backward + SGD, 8 tables x 1M rows x 64, 50 ids per bag, uniform",
     "step_sgd_8x50_zipf": "the same, skewed ids (Zipf 1.05)",
     "step_adagrad_26x1_dim64": "26 tables, one id each, dim 64, Adagrad",
     "interaction_26_dim64": "dot interaction of 27 vectors, dim 64, forward + backward",
-    "train_step_criteo_kaggle": "whole DLRM training step, Criteo-Kaggle shape",
+    "train_step_kaggle_vs_torch": "whole DLRM training step, Criteo-Kaggle shape",
+    "train_step_kaggle_vs_dlrm": "the same",
+    "train_step_mlperf-like_vs_torchrec": "whole step, 26 tables of dim 128, large MLPs",
+    "train_step_sc20-small_vs_dlrm": "whole step, 8 tables, 50 ids per bag, large MLPs",
+    "train_step_embedding-bound_vs_torchrec": "whole step, 26 tables, 20 ids per bag, small MLPs",
+    "peak_memory_kaggle_vs_torch": "peak memory beyond tables, Criteo-Kaggle step",
 }
 BEGIN, END = "<!-- figures: made by `python -m benchmarks.claims` -->\n", "<!-- end of figures -->"
 BENCHMARKS_HEAD = """\
 # Benchmarks
 
-Made by `make bench` from docs/benchmarks.json. Ours and the peer alternate in one process on the same ids, after their
-outputs were compared. Figures are medians over rounds; the ratio is the median of the rounds' peer / ours, beside it
-the range of four rounds in five; rounds in which the hypervisor took processor time away are dropped for both.
+Made by `make bench` from docs/benchmarks.json; `make bench DLRM=path` measures a checkout of facebookresearch/dlrm too,
+and torchrec is measured where it is installed. What is not there is skipped and named.
+
+Ours and the peer alternate in one process on the same ids, after their outputs were compared. Figures are medians over
+rounds; the ratio is the median of the rounds' peer / ours, beside it the range of four rounds in five; rounds in which
+the hypervisor took processor time away are dropped for both.
 
 The limit is a separate loop that only moves the same rows (native/limit.cpp); for the interaction the larger of moving
-its operands and of its arithmetic at the speed of a large matrix product; for a training step the sum of these and of
-its matrix products. torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Milliseconds mean something only beside each
-other: compare ratios and shares between machines."""
+its operands and of its arithmetic at the speed of a large matrix product; for a training step, where it is called its
+floor, the sum of these and of its matrix products. Where hotrow promises a ratio it stands beside what was measured,
+and whether the median holds it. torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Milliseconds mean something only
+beside each other: compare ratios and shares between machines."""
 CLAIMS_HEAD = """\
 # Claims
 
@@ -49,7 +60,11 @@ NOT_MEASURED = "Not measured yet: `make bench` fills this in.\n"
 def load_cells(reports: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Every measured cell by name, with the circumstances of its report beside its numbers."""
     return {
-        cell["name"]: {**cell, **{key: value for key, value in report.items() if key not in ("cells", "scores")}}
+        cell["name"]: {
+            **{key: value for key, value in report.items() if key not in ("cells", "scores")},
+            **cell.get("measured", {}),
+            **cell,
+        }
         for report in reports.values()
         for cell in (*report.get("cells", ()), *report.get("scores", ()))
     }
@@ -89,33 +104,143 @@ def scores_table(report: dict[str, Any]) -> list[str]:
 
 def share(cell: dict[str, Any]) -> str:
     """The share of the machine's limit."""
-    return "" if cell["share_of_limit"] is None else f"{cell['share_of_limit']:.0%}"
+    return "" if cell.get("share_of_limit") is None else f"{cell['share_of_limit']:.0%}"
+
+
+def held(promise: str, *, holds: bool) -> str:
+    """A promise and what became of it."""
+    return f"{promise}: {'held' if holds else '**not held**'}"
+
+
+def promised(cell: dict[str, Any]) -> str:
+    """The least ratio that hotrow promises, if it promises one."""
+    if "target" not in cell:
+        return ""
+    return held(f"{cell['target']:.2f}x", holds=cell["ratio"] >= cell["target"])
+
+
+def over_floor(cell: dict[str, Any]) -> str:
+    """Our time over the floor, and whether that is within what is promised."""
+    if cell["limit_ms"] is None:
+        return ""
+    over = cell["ours_ms"] / cell["limit_ms"]
+    most = cell.get("most_over_limit")
+    return f"{over:.2f}x" + ("" if most is None else f" ({held(f'at most {most:.2f}x', holds=over <= most)})")
+
+
+def milliseconds(cell: dict[str, Any]) -> list[str]:
+    """Ours, the peer's and the limit's, in three digits; nothing for a limit that there is not."""
+    return ["" if cell[f"{who}_ms"] is None else f"{cell[f'{who}_ms']:.3g}" for who in ("ours", "peer", "limit")]
+
+
+def table(columns: dict[str, str], rows: list[list[Any]]) -> list[str]:
+    """Markdown lines; `columns` maps each head to "left" or "right"."""
+    rule = "|".join({"left": "---", "right": "---:"}[side] for side in columns.values())
+    return [
+        f"| {' | '.join(columns)} |",
+        f"|{rule}|",
+        *(f"| {' | '.join(str(value) for value in row)} |" for row in rows),
+    ]
+
+
+def cell_table(cells: list[dict[str, Any]]) -> list[str]:
+    """Cells of any kind, one line each."""
+    head = {"cell": "left", "peer": "left"} | dict.fromkeys(
+        ("peer / ours", "share of limit", "ours, ms", "peer, ms", "limit, ms", "rounds", "stolen"), "right"
+    )
+    return table(
+        head,
+        [[c["name"], c["peer"], factor(c), share(c), *milliseconds(c), c["rounds"], c["stolen_rounds"]] for c in cells],
+    )
+
+
+def step_tables(cells: list[dict[str, Any]]) -> list[str]:
+    """Whole training steps, a table for each shape."""
+    head = {"peer": "left", "peer / ours": "right", "promised": "left", "step / floor": "left"} | dict.fromkeys(
+        ("ours, ms", "peer, ms", "floor, ms", "rounds", "stolen"), "right"
+    )
+    lines = []
+    for shape in SHAPES.values():
+        own = [cell for cell in cells if cell["name"].startswith(f"train_step_{shape.name}_vs_")]
+        if own:
+            lines += ["", f"### {shape.name}", "", f"{shape.title}. Batches of {shape.batch_size:,}.", ""]
+            lines += table(
+                head,
+                [
+                    [
+                        c["peer"],
+                        factor(c),
+                        promised(c),
+                        over_floor(c),
+                        *milliseconds(c),
+                        c["rounds"],
+                        c["stolen_rounds"],
+                    ]
+                    for c in own
+                ],
+            )
+    return lines[1:]
+
+
+def memory_table(cells: list[dict[str, Any]]) -> list[str]:
+    """Peak memory."""
+    text = (
+        "Memory that training adds, at its peak, to what is resident before the first step: imports, batches, model, "
+        "tables and optimizer state. Each side in processes of its own; the range is that of all rounds."
+    )
+    head = {"cell": "left", "peer": "left", "peer / ours": "right", "promised": "left"} | dict.fromkeys(
+        ("ours, MB", "peer, MB", "tables, MB"), "right"
+    )
+    rows = [
+        [c["name"], c["peer"], factor(c), promised(c), *(f"{c[k]:,.0f}" for k in ("ours_mb", "peer_mb", "tables_mb"))]
+        for c in cells
+    ]
+    return [text, "", *table(head, rows)]
+
+
+def update_table(cells: list[dict[str, Any]]) -> list[str]:
+    """Other ways to apply the same SGD update: a line for each, skews side by side."""
+    skews = list(dict.fromkeys(cell["name"].rsplit("_", 1)[1] for cell in cells))
+    by_name = {cell["name"]: cell for cell in cells}
+    rows = []
+    for name in dict.fromkeys(cell["name"].rsplit("_", 1)[0] for cell in cells):
+        own = [by_name.get(f"{name}_{skew}") for skew in skews]
+        notes = [f"{skew}: {cell['note']}" for skew, cell in zip(skews, own, strict=True) if cell and "note" in cell]
+        peer = next(cell["peer"] for cell in own if cell)
+        rows.append([peer, *(factor(cell) if cell else "" for cell in own), "; ".join(notes) or "equal to ours"])
+    text = (
+        "How much longer other ways of applying the same gradients take than hotrow's backward and update, which sorts "
+        "the ids and gives each thread the rows it owns. 2 tables of 1M rows, dim 64, 2048 bags of 50 ids, SGD."
+    )
+    head = {"variant": "left", **{f"variant / ours, {skew}": "right" for skew in skews}, "tables": "left"}
+    return [text, "", *table(head, rows)]
+
+
+TABLES = {"end_to_end": step_tables, "peak_memory": memory_table, "updates": update_table}
+"""Of the reports that have a form of their own."""
+
+
+def measured_elsewhere(report: dict[str, Any]) -> list[str]:
+    """A line for each run but the report's own, with the cells that come from it."""
+    runs: dict[str, list[str]] = {}
+    for cell in report.get("cells", ()):
+        if "measured" in cell:
+            told = [f"`{cell['measured']['command']}`"] if "command" in cell["measured"] else []
+            told += [
+                f"{key} {cell['measured'][key]}" for key in ("date", "commit", "threads") if key in cell["measured"]
+            ]
+            runs.setdefault(", ".join(told) or "another machine or setting", []).append(cell["name"])
+    return [f"- {run}: {', '.join(names)}" for run, names in runs.items()]
 
 
 def benchmarks_page(reports: dict[str, Any]) -> str:
     """docs/benchmarks.md."""
     lines = [BENCHMARKS_HEAD]
-    for report in reports.values():
-        lines += [
-            "",
-            f"## `{report['command']}`",
-            "",
-            f"{report['date']}. {machine_line(report)}.",
-            "",
-        ]
-        if "scores" in report:
-            lines += scores_table(report)
-            continue
-        lines += [
-            "| cell | peer | peer / ours | share of limit | ours, ms | peer, ms | limit, ms | rounds | stolen |",
-            "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-        ]
-        for cell in report["cells"]:
-            limit = "" if cell["limit_ms"] is None else f"{cell['limit_ms']:.3g}"
-            lines.append(
-                f"| {cell['name']} | {cell['peer']} | {factor(cell)} | {share(cell)} | {cell['ours_ms']:.3g} | "
-                f"{cell['peer_ms']:.3g} | {limit} | {cell['rounds']} | {cell['stolen_rounds']} |"
-            )
+    for name, report in reports.items():
+        lines += ["", f"## `{report['command']}`", "", f"{report['date']}. {machine_line(report)}.", ""]
+        lines += scores_table(report) if "scores" in report else TABLES.get(name, cell_table)(report["cells"])
+        if elsewhere := measured_elsewhere(report):
+            lines += ["", "Measured in another run:", "", *elsewhere]
     return "\n".join(lines) + "\n" + ("" if reports else "\n" + NOT_MEASURED)
 
 

@@ -84,7 +84,7 @@ def fbgemm_cells(*, quick: bool) -> list[cells.Cell]:
 
 def main() -> None:
     """Measure in a fresh process and add the result to the file of results."""
-    run_as_script("kernels", lambda quick: [*cells.cells(quick=quick), *fbgemm_cells(quick=quick)], __doc__)
+    run_as_script("kernels", lambda o: [*cells.cells(quick=o.quick), *fbgemm_cells(quick=o.quick)], __doc__)
 
 
 if __name__ == "__main__":

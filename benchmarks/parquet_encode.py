@@ -10,6 +10,7 @@ memory; ours ranks ids by popularity over a training split, on vocabularies that
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -154,10 +155,10 @@ class Nothing(Arrow):
         return ()
 
 
-def parquet_cells(quick: bool) -> Sequence[cells.Cell]:  # noqa: FBT001 - the signature of run_as_script
+def parquet_cells(options: argparse.Namespace) -> Sequence[cells.Cell]:
     """Both passes against the same peer."""
     folder = tempfile.TemporaryDirectory(prefix="hotrow-bench-")
-    path = write_file(Path(folder.name), 200_000 if quick else 1_000_000)
+    path = write_file(Path(folder.name), 200_000 if options.quick else 1_000_000)
 
     def no_limit(threads: int) -> None:
         # Keeps the folder as long as the cells: it goes with the last of them.

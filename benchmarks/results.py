@@ -4,41 +4,78 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hotrow import bench, cells
 
 
-def run_as_script(name: str, cells: Callable[[bool], Sequence[cells.Cell]], description: str | None) -> None:
-    """The command line of benchmarks/`name`.py: measure `cells(quick)` in a fresh process and record the report."""
+def run_as_script(
+    name: str,
+    cells: Callable[[argparse.Namespace], Sequence[cells.Cell]],
+    description: str | None,
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> None:
+    """The command line of benchmarks/`name`.py: measure the cells of its options in a fresh process, record the report.
+
+    `add_options` adds the script's own; `cells` is given what was parsed, `quick` among it.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CELL", help="cells to measure; all where none is named")
     parser.add_argument("--quick", action="store_true", help="small tables: tries the cells, measures nothing of worth")
     parser.add_argument("--threads", type=int, help="default: torch's")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    add_options(parser)
     options = parser.parse_args()
     if options.here:
-        chosen = bench.choose(options.names or None, cells(options.quick))
+        chosen = bench.choose(options.names or None, cells(options))
         print(json.dumps(bench.measure(chosen, quick=options.quick)))
         return
-    arguments = ["--here", *options.names, *(["--quick"] if options.quick else [])]
-    record(name, bench.in_fresh_process(f"benchmarks.{name}", arguments, options.threads), options.out)
+    report = bench.in_fresh_process(f"benchmarks.{name}", [*sys.argv[1:], "--here"], options.threads)
+    record(name, report, options.out)
 
 
 def record(name: str, report: dict[str, Any], out: str | None) -> None:
-    """Put `report` under `name` into the JSON file `out`, with the command that made it; without `out`, print it."""
-    report["command"] = " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])
+    """Put `report` under `name` into the JSON file `out`, with the command that made it; without `out`, print it.
+
+    Cells of an earlier report that this one did not measure stay, each with the circumstances it was measured under.
+    """
+    report["command"] = command_line(name, sys.argv[1:])
     if out is None:
         print(json.dumps(report))
         return
     path = Path(out)
     reports = json.loads(path.read_text()) if path.exists() else {}
-    reports[name] = report
-    path.write_text(json.dumps(rounded(reports), indent=1) + "\n")
+    new = rounded(report)
+    reports[name] = merged(reports.get(name, {"cells": []}), new) if "cells" in new else new
+    path.write_text(json.dumps(reports, indent=1) + "\n")
+
+
+def command_line(name: str, arguments: Sequence[str]) -> str:
+    """What a reader would type; where a peer lies on this machine is nobody's business."""
+    words = [
+        "PATH" if before == "--dlrm" else re.sub("^--dlrm=.*", "--dlrm=PATH", word)
+        for before, word in pairwise(["", *arguments])
+    ]
+    return " ".join(["python -m", f"benchmarks.{name}", *words])
+
+
+def merged(before: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """`report` and, after its own, the cells that only `before` has: those say under "measured" what was different."""
+    names = {cell["name"] for cell in report["cells"]}
+    kept = []
+    for cell in before["cells"]:
+        under = {**{key: value for key, value in before.items() if key != "cells"}, **cell.get("measured", {})}
+        different = {key: value for key, value in under.items() if report.get(key) != value}
+        if cell["name"] not in names:
+            rest = {key: value for key, value in cell.items() if key != "measured"}
+            kept.append({**rest, **({"measured": different} if different else {})})
+    return {**report, "cells": [*report["cells"], *kept]}
 
 
 def rounded(value: Any) -> Any:

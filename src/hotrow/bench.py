@@ -114,6 +114,9 @@ def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]
         "spread": [tenths[0], tenths[-1]],
         "limit_ms": None if limit_s is None else limit_s * 1e3,
         "share_of_limit": None if limit_s is None else limit_s / ours_s,
+        **({} if cell.target is None else {"target": cell.target}),
+        **({} if cell.most_over_limit is None else {"most_over_limit": cell.most_over_limit}),
+        **({} if cell.note is None else {"note": cell.note()}),
         "rounds": len(ratios),
         "stolen_rounds": rounds.num_stolen,
     }

@@ -409,6 +409,12 @@ class Cell:
     """() -> (ours, peer), from the same rows."""
     limit_s: Callable[[int], float | None]
     """threads -> seconds."""
+    target: float | None = None
+    """Least ratio peer / ours that hotrow promises."""
+    most_over_limit: float | None = None
+    """Greatest ratio ours / limit that hotrow promises."""
+    note: Callable[[], str] | None = None
+    """What a reader must know of the peer, found out after the rounds."""
 
 
 def embedding_cell(name: str, shape: Shape, part: Part, optimizer: Optimizer) -> Cell:

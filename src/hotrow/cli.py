@@ -250,6 +250,32 @@ def bench(
     print_result(result, as_json=json_, human=lambda: print("\n".join(format_row(row) for row in result["cells"])))
 
 
+@verb("study", example="hotrow study kernels --quick   (what it would take: hotrow study kernels --estimate)")
+def study(
+    name: Annotated[str, typer.Argument(help="kernels: embedding kernels over shapes, skews and threads.")],
+    *,
+    out: Annotated[Path | None, typer.Option(help="Folder of results; default: studies/NAME. Goes on there.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first look in under a minute.")] = False,
+    memory: Annotated[str | None, typer.Option(help="Most that tables may take, e.g. 8GiB; default: 60 %.")] = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Only count the cells and estimate the time.")] = False,
+    json_: Json = False,
+) -> None:
+    """Repeat a published experiment here: JSON, CSV and one HTML page. Started again, it measures what is left."""
+    from hotrow.data.prepare import parse_bytes
+    from hotrow.study import run_study
+
+    with saying_interruptions():
+        result = run_study(
+            name,
+            out,
+            quick=quick,
+            memory_bytes=parse_bytes(memory),
+            estimate_only=estimate,
+            say=lambda line: print(line, file=sys.stderr),
+        )
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
 @verb("doctor", example="hotrow doctor")
 def doctor(
     *,

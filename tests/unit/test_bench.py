@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from benchmarks import claims, end_to_end, kernels, precision
+from benchmarks import claims, end_to_end, kernels, peak_memory, precision, results, step_peers, step_shapes, updates
 from hotrow import bench, cells, ops
 
 
@@ -131,7 +133,7 @@ def test_quick_bench_reports_every_promised_field(capfd: pytest.CaptureFixture[s
 
 
 def test_every_cell_agrees_with_its_peer_before_it_is_timed() -> None:
-    for cell in [*cells.cells(quick=True), end_to_end.cell(quick=True)]:
+    for cell in [*cells.cells(quick=True), *end_to_end.step_cells(chosen=["torch"], quick=True)]:
         ours, peer = cell.build()
         bench.check_agreement(cell.name, ours, peer, batch=1)
 
@@ -148,7 +150,9 @@ def test_generated_pages_are_up_to_date() -> None:
 
 
 def test_claims_and_readme_name_cells_that_exist() -> None:
-    known = {cell.name for cell in [*cells.cells(), *kernels.fbgemm_cells(quick=True), end_to_end.cell(quick=True)]}
+    found = [*cells.cells(), *kernels.fbgemm_cells(quick=True), *updates.update_cells(quick=True)]
+    found += [end_to_end.cell(shape, peer) for shape in step_shapes.SHAPES.values() for peer in step_peers.peers(None)]
+    known = {cell.name for cell in found} | {"peak_memory_kaggle_vs_torch"}
     known |= {f"precision_{variant}" for variant in precision.VARIANTS}
     papers = yaml.safe_load((claims.ROOT / "docs" / "claims.yaml").read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
@@ -185,3 +189,153 @@ def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
     claim = {"claim": "x", "figure": "not read", "ours": "precision_fp16"}
     found = claims.claim_row(claim, claims.load_cells({"precision": report}))
     assert "| validation AUC 0.7500 ± 0.0100 (-0.0020 ± 0.0010 beside float32) | `make it` |" in found
+
+
+# ---- whole steps
+
+
+def test_a_peer_that_is_not_here_is_skipped_aloud(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    names = [cell.name for cell in end_to_end.step_cells(["kaggle"], ["torch", "dlrm"], dlrm=tmp_path, quick=True)]
+    assert names == ["train_step_kaggle_vs_torch"]
+    assert re.search(r"skipped: peer dlrm: .*(holds no dlrm_s_pytorch.py|not installed here)", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("shape", "peer", "what"), [("kagle", "torch", "shape"), ("kaggle", "tosch", "peer")])
+def test_an_unknown_shape_or_peer_is_refused(shape: str, peer: str, what: str) -> None:
+    with pytest.raises(ValueError, match=f"no {what} is called '.*'; choose from "):
+        end_to_end.step_cells([shape], [peer], quick=True)
+
+
+def test_every_promise_names_a_peer() -> None:
+    names = {peer.name for peer in step_peers.peers(None)}
+    assert {name for shape in step_shapes.SHAPES.values() for name in shape.targets} <= names
+
+
+def test_two_sides_of_every_shape_fit_in_twelve_gib() -> None:
+    for shape in step_shapes.SHAPES.values():
+        assert 2 * shape.table_bytes < 12 * 2**30, shape.name
+
+
+def test_columns_in_torchrecs_order_give_the_same_products() -> None:
+    """Its pairs are (0, 1), (0, 2), ...; ours (1, 0), (2, 0), (2, 1), ..."""
+    dim, num_features, batch = 3, 4, 5
+    layer = torch.nn.Linear(dim + 10, 2)
+    vectors = torch.randn(batch, num_features + 1, dim, generator=torch.Generator().manual_seed(0))
+    dots = torch.bmm(vectors, vectors.transpose(1, 2))
+    rows, columns = torch.triu_indices(num_features + 1, num_features + 1, offset=1)
+    theirs = torch.cat([vectors[:, 0], dots[:, rows, columns]], 1)
+    ours = cells.interact_in_torch(num_features)(vectors[:, 0], vectors[:, 1:])
+    (moved,) = step_peers.in_order_of_torchrec([layer], dim, num_features)
+    torch.testing.assert_close(moved(theirs), layer(ours))
+    assert not torch.equal(moved.weight, layer.weight)
+
+
+def test_floor_counts_every_id_row_and_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = step_shapes.StepShape(
+        name="made_up", title="", rows=(7, 9), embedding_dim=4, num_dense=3, bottom_mlp=(5,), top_mlp=(6,),
+        batch_size=8, lookups=2,
+    )  # fmt: skip
+    seen: list[tuple[object, ...]] = []
+
+    def rows_limit(ids: Tensor, *, num_rows: int, dim: int, part: str, optimizer: str, threads: int) -> float:
+        assert int(ids[: 8 * 2].max()) < 7 <= int(ids[8 * 2 :].min()) and int(ids.max()) < 16
+        seen.append((len(ids), num_rows, dim, part))
+        return 1.0
+
+    def mlp_limit(widths: tuple[int, ...], batch_size: int, *, gradient_of_inputs: bool) -> float:
+        seen.append((widths, batch_size, gradient_of_inputs))
+        return 100.0
+
+    monkeypatch.setattr(cells, "rows_limit_s", rows_limit)
+    monkeypatch.setattr(cells, "interaction_limit_s", lambda *sizes: 10.0)
+    monkeypatch.setattr(cells, "mlp_limit_s", mlp_limit)
+    assert step_shapes.floor_s(shape, "sgd", 1) == 211.0
+    assert seen == [(32, 16, 4, "step"), ((3, 5, 4), 8, False), ((4 + 3, 6, 1), 8, True)]
+
+
+# ---- other ways to update
+
+
+@pytest.fixture(scope="module")
+def update_variants() -> list[cells.Cell]:
+    return updates.update_cells(quick=True)
+
+
+def test_every_way_to_update_that_is_right_agrees(update_variants: list[cells.Cell]) -> None:
+    for cell in update_variants:
+        bench.check_agreement(cell.name, *cell.build(), batch=1)
+    right = [cell for cell in update_variants if "unprotected" not in cell.name]
+    assert len(right) >= 8 and all(list(side.outputs()) for side in right[0].build())
+
+
+def test_update_variants_against_a_loop() -> None:
+    shape = cells.Shape(num_tables=1, num_embeddings=6, embedding_dim=3, batch_size=4, lookups=3)
+    ours = cells.Ours(shape, "update", "sgd")
+    side = updates.Variant(shape, updates.by_index_add, ours)
+    expected = [row.tolist() for row in side.tables[0]]
+    for i, row in enumerate(shape.ids(seed=0).tolist()):
+        for d in range(3):
+            expected[row][d] -= cells.LR * float(side.gradients[0][i // 3, d])
+    side.prepare(0)
+    side.run()
+    torch.testing.assert_close(side.tables[0], torch.tensor(expected))
+
+
+# ---- peak memory
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone resets the high-water mark")
+def test_peak_memory_counts_what_a_step_takes_and_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take_and_give_back() -> None:
+        for _ in range(2):  # one after the other: the peak holds one of them
+            torch.ones(16_000_000)
+
+    table = torch.ones(8_000_000)  # 32 MB that stay
+    monkeypatch.setattr(peak_memory, "build", lambda side, setting: (Side(1, take_and_give_back), [table]))
+    grown = peak_memory.grown_bytes("ours", step_shapes.SHAPES["kaggle"].small())
+    assert 60e6 < grown < 80e6
+
+
+# ---- results and pages
+
+
+def test_cells_measured_before_stay_with_their_circumstances() -> None:
+    before = {"cells": [{"name": "a", "x": 1}, {"name": "b", "x": 1}], "commit": "old", "threads": 2}
+    after = results.merged(before, {"cells": [{"name": "b", "x": 2}], "commit": "new", "threads": 2})
+    assert after["cells"] == [{"name": "b", "x": 2}, {"name": "a", "x": 1, "measured": {"commit": "old"}}]
+    again = results.merged(after, {"cells": [{"name": "c"}], "commit": "newest", "threads": 2})
+    assert [cell.get("measured") for cell in again["cells"]] == [None, {"commit": "new"}, {"commit": "old"}]
+    assert results.merged(again, {"cells": [{"name": "a"}], "commit": "old", "threads": 2})["cells"][0] == {"name": "a"}
+    loaded = claims.load_cells({"kernels": again})
+    assert (loaded["a"]["commit"], loaded["b"]["commit"], loaded["c"]["commit"]) == ("old", "new", "newest")
+
+
+def test_the_command_of_a_report_names_no_folder_of_this_machine() -> None:
+    for arguments in (["--quick", "--dlrm", "/home/me/dlrm"], ["--quick", "--dlrm=/home/me/dlrm"]):
+        line = results.command_line("end_to_end", arguments)
+        assert line.replace("=", " ") == "python -m benchmarks.end_to_end --quick --dlrm PATH"
+
+
+def test_pages_name_other_runs_once() -> None:
+    cells = [{"name": name, "measured": {"commit": "old", "command": "make it"}} for name in "ab"]
+    assert claims.measured_elsewhere({"cells": [*cells, {"name": "c"}]}) == ["- `make it`, commit old: a, b"]
+
+
+def test_pages_say_whether_a_promise_is_held() -> None:
+    cell = {
+        "name": "train_step_kaggle_vs_dlrm", "peer": "theirs", "ratio": 1.6, "spread": [1.5, 1.8], "target": 1.7,
+        "ours_ms": 12.0, "peer_ms": 19.2, "limit_ms": 10.0, "most_over_limit": 1.25, "rounds": 31, "stolen_rounds": 0,
+    }  # fmt: skip
+    page = "\n".join(claims.step_tables([cell, {**cell, "ratio": 1.71, "ours_ms": 12.6}]))
+    assert "### kaggle" in page
+    assert "| theirs | 1.60x (1.50-1.80) | 1.70x: **not held** | 1.20x (at most 1.25x: held) |" in page
+    assert "| 1.70x: held | 1.26x (at most 1.25x: **not held**) |" in page
+
+
+def test_update_table_sets_skews_side_by_side() -> None:
+    cell = {"peer": "locks", "ratio": 2.0, "spread": [1.0, 3.0]}
+    rows = [
+        {**cell, "name": "update_vs_locks_uniform"},
+        {**cell, "name": "update_vs_locks_zipf", "ratio": 4.0, "note": "3 rows wrong"},
+    ]
+    assert claims.update_table(rows)[-1] == "| locks | 2.00x (1.00-3.00) | 4.00x (1.00-3.00) | zipf: 3 rows wrong |"

@@ -34,6 +34,7 @@ LEVELS = {
     "trainer": 4,
     "cells": 4,
     "bench": 4,
+    "study": 4,
     "api": 5,
     "tools": 5,
     "demo": 5,

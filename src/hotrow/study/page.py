@@ -1,0 +1,136 @@
+"""The page of a study: one HTML file with its charts inside, from the preset and the measured rows. Text is escaped."""
+
+from __future__ import annotations
+
+import importlib.resources
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from hotrow.study.charts import heat_map, roofline
+
+Row = Mapping[str, Any]
+
+
+def study_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """The HTML; `report` is what the study's JSON file holds."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((importlib.resources.files("hotrow.study") / "page.html").read_text("utf-8"))
+    rows: Sequence[Row] = report["cells"]
+    threads = max((row["threads"] for row in rows), default=1)
+    widest = [row for row in rows if row["threads"] == threads]
+    return template.render(
+        title=preset["title"],
+        about=preset["about"],
+        machine=machine_line(report),
+        quick=report["quick"],
+        num_cells=len(rows),
+        num_stolen=sum(row["stolen_rounds"] for row in rows),
+        groups=[group_table(group, rows) for group in preset["groups"]],
+        maps=share_maps(widest),
+        map_threads=threads,
+        roofline=roofline(
+            {
+                part: [(r["flops_per_byte"], r["gflop_per_s"], r["key"]) for r in widest if r["part"] == part]
+                for part in ("lookup", "update")
+            },
+            gb_per_s=report["roofs"]["sequential_gb_per_s"],
+            gflop_per_s=report["roofs"]["matmul_gflop_per_s"],
+        ),
+        figures=[{**figure, "here": here(figure.get("ours"), widest)} for figure in preset["figures"]],
+        skipped=report["skipped"],
+        skipped_by_reason=by_reason(report["skipped"]),
+        rows=[shown(row) for row in sorted(rows, key=lambda row: str(row["key"]))],
+    )
+
+
+def machine_line(report: Mapping[str, Any]) -> str:
+    """Where and with what it was measured."""
+    machine, backend = report["machine"], report["backend"]
+    commits = sorted({str(row["commit"]) for row in report["cells"]})
+    dates = sorted({row["date"] for row in report["cells"]})
+    return (
+        f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB; kernels "
+        f"{backend['name']} ({backend['isa']}); torch {report['versions']['torch']}; commit {', '.join(commits)}; "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1]))) if dates else 'nothing measured'}."
+    )
+
+
+def shown(row: Row) -> dict[str, Any]:
+    """A row's numbers as text."""
+    limit = row["limit_ms"]
+    return {
+        "key": row["key"],
+        "part": row["part"],
+        "optimizer": row["optimizer"],
+        "zipf": f"{row['zipf']:g}" if row["zipf"] else "uniform",
+        "threads": row["threads"],
+        "ms": f"{row['ms']:.3g}",
+        "spread": f"{row['spread_ms'][0]:.3g}-{row['spread_ms'][1]:.3g}",
+        "gb_per_s": f"{row['gb_per_s']:.1f}",
+        "gflop_per_s": f"{row['gflop_per_s']:.2f}",
+        "limit_ms": "" if limit is None else f"{limit:.3g}",
+        "share": "" if limit is None else f"{row['share_of_limit']:.0%}",
+        "rounds": row["rounds"],
+        "stolen": row["stolen_rounds"],
+    }
+
+
+def group_table(group: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """A group's description, what was cut in it, and its rows, unless they are the many of a grid."""
+    own = [row for row in rows if row["group"] == group["name"]]
+    wanted = group["fixed"].get("num_embeddings")
+    cut = sorted({row["num_embeddings"] for row in own if wanted and row["num_embeddings"] < wanted})
+    lines = [f"Measured with {rows_here:,} rows a table instead of {wanted:,}." for rows_here in cut]
+    if not own:
+        lines.append("Nothing of it was measured.")
+    return {
+        "name": group["name"],
+        "about": group["about"],
+        "cut": lines,
+        "rows": [shown(row) for row in own] if wanted else [],
+    }
+
+
+def share_maps(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A heat map per part of the grid: the median share at each dim and number of lookups."""
+    grid = [row for row in rows if row["group"] == "grid" and row["share_of_limit"] is not None]
+    maps = []
+    for part in ("lookup", "update"):
+        own = [row for row in grid if row["part"] == part]
+        dims, lookups = (sorted({row[name] for row in own}) for name in ("embedding_dim", "lookups"))
+        values: dict[tuple[str, str], float | None] = {}
+        for dim in dims:
+            for count in lookups:
+                shares = [r["share_of_limit"] for r in own if (r["embedding_dim"], r["lookups"]) == (dim, count)]
+                values[str(dim), str(count)] = statistics.median(shares) if shares else None
+        if values:
+            drawn = heat_map(values, x_label="dim", y_label="ids per bag", label=f"share of the limit, {part}")
+            maps.append({"title": part, "svg": drawn})
+    return maps
+
+
+def here(wanted: Mapping[str, Any] | None, rows: Sequence[Row]) -> str:
+    """The milliseconds of the cells that a figure names: lookup and update, and their sum."""
+    if wanted is None:
+        return "see docs/claims.md"
+    fields = {name: value for name, value in wanted.items() if name != "optimizer"}
+    own = [row for row in rows if all(row[name] == value for name, value in fields.items())]
+    ms = {row["part"]: row["ms"] for row in own if row["optimizer"] in ("none", wanted["optimizer"])}
+    if set(ms) != {"lookup", "update"}:
+        return "not measured"
+    return (
+        f"{ms['lookup'] + ms['update']:.3g} ms (lookup {ms['lookup']:.3g}, update {ms['update']:.3g}), "
+        f"{own[0]['threads']} threads, embedding part alone"
+    )
+
+
+def by_reason(skipped: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """The reasons, with how many cells each holds and the first of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for cell in skipped:
+        line = found.setdefault(cell["reason"], {"reason": cell["reason"], "count": 0, "key": cell["key"]})
+        line["count"] += 1
+    return list(found.values())

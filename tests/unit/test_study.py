@@ -1,0 +1,300 @@
+"""`hotrow study`: sweeps that go on where they stopped, files that are what they say, figures that add up."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hotrow import ops
+from hotrow.study import charts, kernels, runner
+from hotrow.study.kernels import KernelCell
+from hotrow.study.page import study_page
+
+TINY: dict[str, Any] = {
+    "title": "Tiny <script>alert(1)</script>",
+    "about": "For tests.",
+    "groups": [
+        {
+            "name": "small",
+            "about": "Two tables.",
+            "fixed": {"num_tables": 2, "num_embeddings": 50, "embedding_dim": 4, "batch_size": 8, "lookups": 3},
+            "axes": {"zipf": [0], "part": ["lookup", "update"], "optimizer": ["sgd", "adagrad"], "threads": [1]},
+        },
+        {
+            "name": "grid",
+            "about": "One table.",
+            "fixed": {"num_tables": 1, "num_embeddings": 60, "batch_size": 8, "optimizer": "sgd", "threads": 1},
+            "axes": {"embedding_dim": [4, 8], "lookups": [1], "zipf": [1.05], "part": ["lookup", "update"]},
+        },
+    ],
+    "quick": {"leave_out": ["small"], "axes": {"grid": {"embedding_dim": [4]}}},
+    "figures": [
+        {
+            "what": "w",
+            "figure": "f",
+            "certainty": "seen",
+            "source": "s",
+            "ours": {"group": "small", "zipf": 0, "optimizer": "sgd"},
+        }
+    ],
+}
+CELL = KernelCell(
+    group="grid", part="update", optimizer="sgd", num_tables=2, num_embeddings=40, embedding_dim=8, batch_size=4,
+    lookups=5, zipf=1.05, threads=1,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Few batches and rounds, no roofs of the machine; the thread count is put back."""
+    monkeypatch.setattr(kernels, "MAX_BATCHES", 2)
+    monkeypatch.setattr(kernels, "MAX_ROUNDS", 3)
+    monkeypatch.setattr(kernels, "roofs", lambda threads: {"sequential_gb_per_s": 20.0, "matmul_gflop_per_s": 200.0})
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the cells that were measured."""
+    keys: list[str] = []
+    real = kernels.KernelRunner.run
+
+    def run(self: kernels.KernelRunner, cells: Sequence[KernelCell]) -> Iterator[tuple[KernelCell, dict[str, Any]]]:
+        for cell, row in real(self, cells):
+            keys.append(cell.key)
+            yield cell, row
+
+    monkeypatch.setattr(kernels.KernelRunner, "run", run)
+    return keys
+
+
+def run_tiny(out: Path, **changes: Any) -> dict[str, Any]:
+    return runner.run_study("kernels", out, preset={**TINY, **changes.pop("preset", {})}, **changes)
+
+
+def test_every_cell_is_measured_once_and_a_second_run_measures_none(tmp_path: Path, measured: list[str]) -> None:
+    result = run_tiny(tmp_path)
+    assert (result["cells"], result["measured"], result["skipped"]) == (7, 7, 0)
+    assert len(measured) == len(set(measured)) == 7
+    before = (tmp_path / "kernels.json").read_bytes()
+    assert run_tiny(tmp_path)["measured"] == 7
+    assert len(measured) == 7
+    assert json.loads(before)["cells"] == json.loads((tmp_path / "kernels.json").read_text())["cells"]
+
+
+def test_what_was_measured_before_an_interruption_is_kept(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = kernels.KernelRunner.run
+
+    def stop_after_three(
+        self: kernels.KernelRunner, cells: Sequence[KernelCell]
+    ) -> Iterator[tuple[KernelCell, dict[str, Any]]]:
+        for found in real(self, cells):
+            yield found
+            if len(measured) == 3:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels.KernelRunner, "run", stop_after_three)
+        with pytest.raises(
+            KeyboardInterrupt, match=r"stopped; 3 cells are in .*kernels.json, the same command measures"
+        ):
+            run_tiny(tmp_path)
+    assert [row["key"] for row in json.loads((tmp_path / "kernels.json").read_text())["cells"]] == measured
+    run_tiny(tmp_path)
+    assert len(measured) == len(set(measured)) == 7
+
+
+def test_cells_of_another_machine_are_not_mixed_in(tmp_path: Path) -> None:
+    run_tiny(tmp_path, quick=True)
+    file = tmp_path / "kernels.json"
+    report = json.loads(file.read_text())
+    file.write_text(json.dumps({**report, "machine": {**report["machine"], "cpu": "another"}}))
+    with pytest.raises(ValueError, match=r"was measured under another machine; pass another --out, or remove the file"):
+        run_tiny(tmp_path, quick=True)
+
+
+def test_files_hold_the_same_cells(tmp_path: Path) -> None:
+    result = run_tiny(tmp_path)
+    assert result["files"] == [str(tmp_path / f"kernels.{suffix}") for suffix in ("json", "csv", "html")]
+    report = json.loads((tmp_path / "kernels.json").read_text())
+    with (tmp_path / "kernels.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    assert [line["key"] for line in lines] == [row["key"] for row in report["cells"]]
+    for line, row in zip(lines, report["cells"], strict=True):
+        assert float(line["ms"]) == row["ms"] and float(line["least_ms"]) <= row["ms"] <= float(line["most_ms"])
+    page = (tmp_path / "kernels.html").read_text()
+    assert all(row["key"] in page for row in report["cells"])
+
+
+def test_the_page_stands_alone_and_escapes(tmp_path: Path) -> None:
+    run_tiny(tmp_path)
+    page = (tmp_path / "kernels.html").read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert not re.search(r"(src|href)\s*=|url\(|@import", page)
+    found = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(found) == (3 if ops.backend().name == "native" else 1)
+    for text in found:
+        ET.fromstring(text)
+    assert re.search(r"<td>f</td><td>seen</td><td>s</td><td>[\d.]+ ms \(lookup [\d.]+, update [\d.]+\)", page)
+
+
+def test_a_page_without_cells_says_so() -> None:
+    report = {
+        "cells": [], "skipped": [{"key": "k", "reason": "too large"}], "quick": False, "roofs": {
+            "sequential_gb_per_s": None, "matmul_gflop_per_s": 1.0},
+        "machine": {"cpu": "c", "usable_cores": 1, "memory_bytes": 1}, "backend": {"name": "n", "isa": "i"},
+        "versions": {"torch": "t"},
+    }  # fmt: skip
+    page = study_page(TINY, report)
+    assert "Nothing of it was measured." in page and "too large" in page and "not measured" in page
+
+
+# ---- the plan
+
+
+def test_the_study_as_it_is_shipped() -> None:
+    preset = runner.load_preset("kernels")
+    plan = runner.make_plan(preset, quick=False, memory_bytes=12 << 30, cores=2)
+    keys = [cell.key for cell in plan.cells]
+    assert len(keys) == len(set(keys)) == 750 and not plan.skipped
+    grid = [cell for cell in plan.cells if cell.group == "grid"]
+    assert len(grid) == 5 * 4 * 3 * 3 * 2 * 2
+    assert {cell.group for cell in plan.cells} >= {"sc20-small", "sc20-large", "sc20-mlperf"}
+    # Cells with the same tables lie side by side, so each table is made once.
+    setups = [setup for setup, _ in itertools.groupby(plan.cells, kernels.setup_of)]
+    assert len(setups) == len(set(setups))
+
+
+def test_quick_is_estimated_below_a_minute() -> None:
+    plan = runner.make_plan(runner.load_preset("kernels"), quick=True, memory_bytes=8 << 30, cores=2)
+    assert kernels.estimate_s(plan.cells) < 60
+
+
+def test_figures_of_others_are_read_or_run() -> None:
+    preset = runner.load_preset("kernels")
+    assert {figure["certainty"] for figure in preset["figures"]} <= {"seen", "ran"}
+    assert all(figure["source"] for figure in preset["figures"])
+    cells = runner.make_plan(preset, quick=False, memory_bytes=12 << 30, cores=2).cells
+    for figure in preset["figures"]:
+        wanted = figure.get("ours")
+        if wanted:
+            own = [c for c in cells if c.group == wanted["group"] and c.zipf == wanted["zipf"]]
+            assert {"lookup", "update"} == {c.part for c in own if c.optimizer in ("none", wanted["optimizer"])}
+
+
+def test_what_does_not_fit_is_skipped_with_the_reason_or_cut() -> None:
+    preset = runner.load_preset("kernels")
+    plan = runner.make_plan(preset, quick=False, memory_bytes=1 << 30, cores=1)
+    reasons = {cell["key"]: cell["reason"] for cell in plan.skipped}
+    assert reasons["grid/lookup/none/1x10000000x256/2048x1/zipf0/1t"] == (
+        "tables and state need 10.2 GB, --memory allows 1.1 GB"
+    )
+    assert reasons["grid/lookup/none/1x100000x16/2048x1/zipf0/2t"] == "2 threads, but this process may use 1 cores"
+    assert all(cell.table_bytes <= 1 << 30 and cell.threads == 1 for cell in plan.cells)
+    (rows,) = {cell.num_embeddings for cell in plan.cells if cell.group == "sc20-mlperf"}
+    assert 0.95 * (1 << 30) < rows * 26 * 129 * 4 <= 1 << 30
+
+
+def test_going_on_keeps_the_memory_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_tiny(tmp_path, memory_bytes=10_000_000)
+    monkeypatch.setattr(runner, "available_memory_bytes", lambda: 64 << 30)
+    run_tiny(tmp_path)
+    assert json.loads((tmp_path / "kernels.json").read_text())["memory_bytes"] == 10_000_000
+
+
+def test_an_unknown_study_and_a_wrong_cell_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no study is called 'kernel'; choose from kernels"):
+        runner.run_study("kernel")
+    with pytest.raises(ValueError, match="part is 'lookups'; it must be lookup or update"):
+        replace(CELL, part="lookups")
+    with pytest.raises(ValueError, match="optimizer is 'sdg'; it must be one of sgd, "):
+        replace(CELL, optimizer="sdg")
+
+
+# ---- figures against brute force
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("part", ["lookup", "update"])
+def test_bytes_against_counting_them_one_by_one(part: str, optimizer: str) -> None:
+    cell = replace(CELL, part=part, optimizer=optimizer)
+    ids = kernels.walk_ids(cell)[0].tolist()
+    per_table = len(ids) // cell.num_tables
+    rows_read, written = [], set()
+    for position, row in enumerate(ids):
+        rows_read.append((position // per_table, row))
+        written.add((position // per_table, row))
+    floats = cell.embedding_dim + {"adagrad": cell.embedding_dim, "rowwise_adagrad": 1}.get(optimizer, 0)
+    expected = (
+        sum(4 * cell.embedding_dim for _ in rows_read) if part == "lookup" else sum(2 * 4 * floats for _ in written)
+    )
+    for _bag in range(cell.num_tables * cell.batch_size):
+        expected += 4 * cell.embedding_dim  # a pooled row out, or its gradient in
+    expected += 8 * len(ids)
+    row = kernels.row_of(cell, seconds=0.5, limit_s=0.2, num_distinct=len(written))
+    assert row["gb_per_s"] == pytest.approx(expected / 0.5 / 1e9)
+    assert row["flops_per_byte"] * expected == pytest.approx(row["gflop_per_s"] * 1e9 * 0.5)
+    assert row["share_of_limit"] == 0.4 and row["ms"] == 500
+
+
+def test_limit_touches_each_row_that_the_kernel_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[tuple[list[int], bool]] = []
+
+    def touch(rows: torch.Tensor, ids: torch.Tensor, *, distance: int, write: bool, threads: int) -> None:
+        touched.append((ids.tolist(), write))
+
+    monkeypatch.setattr(ops, "touch_rows", touch)
+    rows = torch.zeros(CELL.num_tables * CELL.num_embeddings, CELL.embedding_dim)
+    batches = [ids.tolist() for ids in kernels.walk_ids(CELL)]
+    half = len(batches[0]) // 2
+    everything = [[*ids[:half], *(CELL.num_embeddings + i for i in ids[half:])] for ids in batches]
+    best, distinct = kernels.limits_s(rows, CELL)
+    assert set(best) == {1} and distinct == sum(len(set(ids)) for ids in everything) / len(everything)
+    assert touched[: len(everything)] == [(sorted(set(ids)), True) for ids in everything]
+    touched.clear()
+    kernels.limits_s(rows, replace(CELL, part="lookup"))
+    assert touched[: len(everything)] == [(ids, False) for ids in everything]
+
+
+def test_ids_are_those_of_the_bench() -> None:
+    for zipf in (None, 1.05):
+        shape = replace(CELL.shape, zipf=zipf)
+        assert torch.equal(kernels.ids_of(shape, 3), shape.ids(3))
+
+
+def test_log_axes_put_powers_of_ten_at_equal_distances() -> None:
+    plot = charts.LogLog([0.2, 50.0], [1.0, 900.0])
+    steps = [plot.x(10.0 ** (k + 1)) - plot.x(10.0**k) for k in range(-1, 2)]
+    assert steps == pytest.approx([steps[0]] * 3) and plot.x(0.1) == charts.LEFT
+    assert plot.y(1000.0) == charts.TOP
+
+
+# ---- the command
+
+
+def test_the_command_counts_and_estimates_without_measuring(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hotrow", "study", "kernels", "--estimate", "--memory", "2GiB", "--json"],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["cells"] > 500 and result["skipped"] > 0 and result["measured"] == 0
+    assert re.search(r"kernels: \d+ of \d+ cells to measure, about 0:\d\d:\d\d; \d+ skipped", done.stderr)
+    assert not list(tmp_path.iterdir())
