@@ -9,6 +9,15 @@
 namespace hotrow {
 namespace {
 
+// Pooled rows of a large batch leave the caches before they are read again; written past them, their lines need not be
+// read first. 26 tables x 2048 samples x dim 64 (14 MB): lookup takes 0.7 of the time, with the interaction after it
+// 0.8 to 1. Up to half as many bytes the interaction loses what the lookup wins.
+constexpr int64_t kStreamedFloats = 1 << 21;
+
+bool on_whole_lines(const float* rows, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(rows) % (kFloatsPerLine * sizeof(float)) == 0 && stride % kFloatsPerLine == 0;
+}
+
 std::pair<const Bags*, int64_t> view_feature(const FeatureBags& feature) { return {&feature.bags, feature.table.dim}; }
 
 // Runs kernel(feature, range) over all bags of all features; false when any call says so.
@@ -30,8 +39,11 @@ bool for_all_bags(const std::vector<FeatureBags>& features, int num_threads, con
 
 bool lookup(const std::vector<FeatureBags>& features, float* out, int64_t stride, int num_threads) {
   const Kernels& set = kernels();
+  const bool large = !features.empty() && features[0].bags.num_bags * stride > kStreamedFloats;
   return for_all_bags(features, num_threads, [&](const FeatureBags& feature, const Range& range) {
-    return set.lookup(feature.table, feature.bags, range.first, range.last, out + feature.column, stride);
+    float* columns = out + feature.column;
+    const bool streamed = large && on_whole_lines(columns, stride);
+    return set.lookup(feature.table, feature.bags, range.first, range.last, columns, stride, streamed);
   });
 }
 

@@ -7,6 +7,10 @@ HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 namespace hotrow::HOTROW_ISA {
 namespace {
 
+// Output rows to fetch ahead, which lie too far apart for the machine to foresee: with one id a sample and dim 16 the
+// lookup takes 0.7 of the time.
+constexpr int64_t kAheadOut = 16;
+
 // The ids of a range of bags as one stream with look-ahead, across bag borders; T is what the table holds.
 template <class Id, class T>
 struct IdStream {
@@ -62,7 +66,8 @@ inline bool pool(Acc& acc, const IdStream<Id, T>& stream, const Bags& bags, int6
 
 // kDim 0: any dim, summed in the output row.
 template <int kDim, class Id, class T>
-bool lookup_bags(const Rows& any_table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride) {
+bool lookup_bags(const Rows& any_table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride,
+                 bool streamed) {
   Rows table = any_table;
   if (kDim) table.dim = kDim;
   const IdStream<Id, T> stream(table, bags, first, last);
@@ -70,35 +75,42 @@ bool lookup_bags(const Rows& any_table, const Bags& bags, int64_t first, int64_t
     const int64_t begin = bags.begin(b), end = bags.begin(b + 1);
     if (!bag_in_range(bags, begin, end)) return false;
     float* out_row = out + b * stride;
+    if (!streamed && b + kAheadOut < last) prefetch_row<true>(out_row + kAheadOut * stride, 0, table.dim * 4);
     if constexpr (kDim) {
       Row<kDim> acc;
       if (!pool(acc, stream, bags, begin, end)) return false;
-      acc.write(out_row);
+      if (kDim % kFloatsPerLine == 0 && streamed) {
+        acc.write_streamed(out_row);
+      } else {
+        acc.write(out_row);
+      }
     } else {
       AnyRow acc{out_row, table.dim};
       if (!pool(acc, stream, bags, begin, end)) return false;
     }
   }
+  if (streamed) finish_streams();
   return true;
 }
 
 template <class Id, class T>
-bool lookup_rows(const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride) {
+bool lookup_rows(const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride,
+                 bool streamed) {
   switch (table.dim) {
     case 4:
-      return lookup_bags<4, Id, T>(table, bags, first, last, out, stride);
+      return lookup_bags<4, Id, T>(table, bags, first, last, out, stride, streamed);
     case 8:
-      return lookup_bags<8, Id, T>(table, bags, first, last, out, stride);
+      return lookup_bags<8, Id, T>(table, bags, first, last, out, stride, streamed);
     case 16:
-      return lookup_bags<16, Id, T>(table, bags, first, last, out, stride);
+      return lookup_bags<16, Id, T>(table, bags, first, last, out, stride, streamed);
     case 32:
-      return lookup_bags<32, Id, T>(table, bags, first, last, out, stride);
+      return lookup_bags<32, Id, T>(table, bags, first, last, out, stride, streamed);
     case 64:
-      return lookup_bags<64, Id, T>(table, bags, first, last, out, stride);
+      return lookup_bags<64, Id, T>(table, bags, first, last, out, stride, streamed);
     case 128:
-      return lookup_bags<128, Id, T>(table, bags, first, last, out, stride);
+      return lookup_bags<128, Id, T>(table, bags, first, last, out, stride, streamed);
     default:
-      return lookup_bags<0, Id, T>(table, bags, first, last, out, stride);
+      return lookup_bags<0, Id, T>(table, bags, first, last, out, stride, streamed);
   }
 }
 
@@ -120,16 +132,17 @@ bool weight_gradient_rows(const Rows& table, const Bags& bags, int64_t first, in
 }
 
 template <class Id>
-bool lookup_ids(const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride) {
+bool lookup_ids(const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride,
+                bool streamed) {
   switch (table.storage) {
     case Storage::float16:
-      return lookup_rows<Id, Half>(table, bags, first, last, out, stride);
+      return lookup_rows<Id, Half>(table, bags, first, last, out, stride, streamed);
     case Storage::split:
-      return lookup_rows<Id, Upper>(table, bags, first, last, out, stride);
+      return lookup_rows<Id, Upper>(table, bags, first, last, out, stride, streamed);
     case Storage::float32:
       break;
   }
-  return lookup_rows<Id, float>(table, bags, first, last, out, stride);
+  return lookup_rows<Id, float>(table, bags, first, last, out, stride, streamed);
 }
 
 template <class Id>
@@ -148,9 +161,10 @@ bool weight_gradient_ids(const Rows& table, const Bags& bags, int64_t first, int
 
 }  // namespace
 
-bool lookup(const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride) {
-  return bags.wide ? lookup_ids<int64_t>(table, bags, first, last, out, stride)
-                   : lookup_ids<int32_t>(table, bags, first, last, out, stride);
+bool lookup(const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride,
+            bool streamed) {
+  return bags.wide ? lookup_ids<int64_t>(table, bags, first, last, out, stride, streamed)
+                   : lookup_ids<int32_t>(table, bags, first, last, out, stride, streamed);
 }
 
 bool weight_gradient(const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad,

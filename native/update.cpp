@@ -7,7 +7,9 @@ HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 namespace hotrow::HOTROW_ISA {
 namespace {
 
-constexpr int64_t kAheadGrads = 6;  // a table's gradient columns mostly lie in L2 already
+// A table's gradient columns mostly lie in L2 already, but where samples have one id each. At one line a row more of
+// them must be in flight then: 20 ahead take 0.8 of the time of 6.
+inline int64_t grads_ahead(int64_t dim) { return dim <= kFloatsPerLine ? 20 : 6; }
 
 // The weights of a table from its element `at` on, as a P that `load` and `store` take.
 template <class P>
@@ -65,7 +67,8 @@ struct Cursor {
   [[gnu::always_inline]] void fetch_ahead(int64_t i) const {
     const int64_t ahead = i + rows_ahead(row_bytes());
     if (ahead < all.num_keys) fetch_row(ahead);
-    if (i + kAheadGrads < all.num_keys) prefetch_row<false>(gradient(i + kAheadGrads).at, 0, table.dim * 4);
+    const int64_t grad = i + grads_ahead(table.dim);
+    if (grad < all.num_keys) prefetch_row<false>(gradient(grad).at, 0, table.dim * 4);
   }
   [[gnu::always_inline]] void fetch_first() const {
     for (int64_t i = 0; i < rows_ahead(row_bytes()) && i < all.num_keys; ++i) fetch_row(i);

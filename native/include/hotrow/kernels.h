@@ -21,7 +21,8 @@
 //     if mean and the bag is not empty:  acc = acc / float(length)
 //     out[b * stride .. + dim) = acc
 //   False when an id lies outside [0, num_rows) or an offset outside [begin, num_ids]; then the rows written mean
-//   nothing.
+//   nothing. streamed: rows of whole cache lines are written past the caches; `out` and stride are then multiples of a
+//   line.
 //
 // weight_gradient: for every position i of bags [first, last):
 //     d = fold16(grad[b, :] * row(ids[i]));  out[i] = mean ? d / float(length of bag b) : d
@@ -58,24 +59,26 @@
 //     sums[m] = sums[m] + (A(m, 0) + A(m, 1) + ...)
 // multiply: rows [first, last) of C = A B as `product` says; where A is tiles, the first of them is row `first`.
 //   The sum over k runs upward from +0, contracted where the set has fma; then C, bias, relu, gate in this order.
-#define HOTROW_KERNEL_LIST(KERNEL)                                                                                     \
-  KERNEL(bool, lookup, (const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride)) \
-  KERNEL(bool, weight_gradient,                                                                                        \
-         (const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad, int64_t stride,         \
-          float* out))                                                                                                 \
-  KERNEL(void, update,                                                                                                 \
-         (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch))  \
-  KERNEL(void, fill_uniform,                                                                                           \
-         (uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out))        \
-  KERNEL(void, interact,                                                                                               \
-         (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,     \
-          float* out, float* scratch))                                                                                 \
-  KERNEL(void, interact_backward,                                                                                      \
-         (const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,               \
-          int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch))                         \
-  KERNEL(void, pack_panels,                                                                                            \
-         (const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns, float* to))  \
-  KERNEL(void, pack_tiles, (const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums))   \
+#define HOTROW_KERNEL_LIST(KERNEL)                                                                                    \
+  KERNEL(                                                                                                             \
+      bool, lookup,                                                                                                   \
+      (const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride, bool streamed))  \
+  KERNEL(bool, weight_gradient,                                                                                       \
+         (const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad, int64_t stride,        \
+          float* out))                                                                                                \
+  KERNEL(void, update,                                                                                                \
+         (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch)) \
+  KERNEL(void, fill_uniform,                                                                                          \
+         (uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out))       \
+  KERNEL(void, interact,                                                                                              \
+         (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,    \
+          float* out, float* scratch))                                                                                \
+  KERNEL(void, interact_backward,                                                                                     \
+         (const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,              \
+          int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch))                        \
+  KERNEL(void, pack_panels,                                                                                           \
+         (const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns, float* to)) \
+  KERNEL(void, pack_tiles, (const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums))  \
   KERNEL(void, multiply, (const Product& product, int64_t first, int64_t last))
 
 namespace hotrow {

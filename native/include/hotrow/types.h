@@ -8,6 +8,8 @@
 
 namespace hotrow {
 
+inline constexpr int64_t kFloatsPerLine = 16;  // of cache
+
 enum class Pooling : int32_t { sum = 0, mean = 1 };
 // How the weights of a table are stored. Lookups and updates compute in float32 whatever it is; kernels.h has the
 // rules.

@@ -4,6 +4,10 @@
 
 #include <cstdint>
 
+#if defined(__SSE__)
+#include <immintrin.h>
+#endif
+
 namespace hotrow::HOTROW_ISA {
 
 #if defined(__AVX512F__)
@@ -32,6 +36,25 @@ inline void store(float* p, Vec<N> v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
 
+// `store` past the caches, to an address that is a multiple of the vector: a line that is written whole need not be
+// read first. finish_streams makes what was written visible to other threads, as plain stores are.
+inline void stream(float* p, Vec<kLanes> v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX__)
+  _mm256_stream_ps(p, (__m256)v);
+#elif defined(__SSE__)
+  _mm_stream_ps(p, (__m128)v);
+#else
+  store<kLanes>(p, v);
+#endif
+}
+inline void finish_streams() {
+#if defined(__SSE__)
+  _mm_sfence();
+#endif
+}
+
 // D floats in registers; D is a power of two of at least 4. A P is a float* or what storage.h has beside it.
 template <int D>
 struct Row {
@@ -52,6 +75,12 @@ struct Row {
   void write(P p) const {
 #pragma GCC unroll 32
     for (int k = 0; k < kParts; ++k) store<kWidth>(p + k * kWidth, part[k]);
+  }
+  void write_streamed(float* p) const {
+    if constexpr (kWidth == kLanes) {
+#pragma GCC unroll 32
+      for (int k = 0; k < kParts; ++k) stream(p + k * kWidth, part[k]);
+    }
   }
   template <class P>
   void add(P p) {
