@@ -29,9 +29,10 @@ BEGIN, END = "<!-- figures: made by `python -m benchmarks.claims` -->\n", "<!-- 
 BENCHMARKS_HEAD = """\
 # Benchmarks
 
-Made by `make bench` from docs/benchmarks.json. Ours and the peer alternate in one process on the same ids, after their
-outputs were compared. Figures are medians over rounds; the ratio is the median of the rounds' peer / ours, beside it
-the range of four rounds in five; rounds in which the hypervisor took processor time away are dropped for both.
+Made from docs/benchmarks.json, which `make bench` fills; studies of accuracy by the command above them. Ours and the
+peer alternate in one process on the same ids, after their outputs were compared. Figures are medians over rounds; the
+ratio is the median of the rounds' peer / ours, beside it the range of four rounds in five; rounds in which the
+hypervisor took processor time away are dropped for both.
 
 The limit is a separate loop that only moves the same rows (native/limit.cpp); for the interaction the larger of moving
 its operands and of its arithmetic at the speed of a large matrix product; for a training step the sum of these and of
