@@ -36,8 +36,9 @@ BEGIN, END = "<!-- figures: made by `python -m benchmarks.claims` -->\n", "<!-- 
 BENCHMARKS_HEAD = """\
 # Benchmarks
 
-Made by `make bench` from docs/benchmarks.json; `make bench DLRM=path` measures a checkout of facebookresearch/dlrm too,
-and torchrec is measured where it is installed. What is not there is skipped and named.
+Made from docs/benchmarks.json, which `make bench` fills; studies of accuracy by the command above them. `make bench
+DLRM=path` measures a checkout of facebookresearch/dlrm too, and torchrec is measured where it is installed. What is not
+there is skipped and named.
 
 Ours and the peer alternate in one process on the same ids, after their outputs were compared. Figures are medians over
 rounds; the ratio is the median of the rounds' peer / ours, beside it the range of four rounds in five; rounds in which

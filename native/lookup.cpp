@@ -68,8 +68,8 @@ inline bool pool(Acc& acc, const IdStream<Id, T>& stream, const Bags& bags, int6
 template <int kDim, class Id, class T>
 bool lookup_bags(const Rows& any_table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride,
                  bool streamed) {
-  Rows table = any_table;
-  if (kDim) table.dim = kDim;
+  const int64_t dim = kDim ? kDim : any_table.dim;
+  const Rows table{any_table.data, any_table.low, any_table.num_rows, dim, any_table.storage};
   const IdStream<Id, T> stream(table, bags, first, last);
   for (int64_t b = first; b < last; ++b) {
     const int64_t begin = bags.begin(b), end = bags.begin(b + 1);

@@ -23,8 +23,8 @@ from kernel_cases import (
 )
 
 from hotrow import KeyedJaggedTensor, ops, reference
-from hotrow.reference import ALGORITHMS, Algorithm, Rule
-from hotrow.tables import Dtype
+from hotrow.reference import ALGORITHMS, Algorithm, Layout, Rule
+from hotrow.tables import Dtype, TableConfig
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
 
@@ -57,6 +57,29 @@ def check_lookup(case: Case, what: str, threads: tuple[int, ...] = (1, 2)) -> No
         kernels.lookup(weights, batch, out.tensor)
         out.check()
         assert_same_bits(out.tensor, expected, (what, where))
+
+
+@needs_native
+@pytest.mark.parametrize("dims", [(64, 16, 32, 64), (64, 8, 64, 40)], ids=["on whole cache lines", "partly"])
+def test_outputs_too_large_for_the_caches(dims: tuple[int, ...]) -> None:
+    """From 8 MiB on, rows that are whole cache lines are written past the caches."""
+    names, num_rows, batch_size = tuple("abcd"), 50, 13_000
+    configs = [
+        TableConfig(name=n, num_embeddings=num_rows, embedding_dim=d, feature_names=(n,))
+        for n, d in zip(names, dims, strict=True)
+    ]
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(num_rows, d, generator=generator) for d in dims]
+    ids = torch.randint(num_rows, (4, batch_size), generator=generator)
+    expected = torch.cat([weight[column] for weight, column in zip(weights, ids, strict=True)], 1)
+    kernels, batch = ops.Kernels(Layout.of(configs)), KeyedJaggedTensor(names, ids.flatten())
+    for where in every_backend():
+        out = ops.empty(*expected.shape).fill_(SENTINEL)  # on pages of its own, so the first column is on a line
+        assert_same_bits(kernels.lookup(ops.Arrays(weights), batch, out), expected, where)
+        beside = Guarded(torch.full(expected.shape, SENTINEL))
+        kernels.lookup(ops.Arrays(weights), batch, beside.tensor)
+        beside.check()
+        assert_same_bits(beside.tensor, expected, where)
 
 
 def check_weight_gradient(case: Case, what: str, threads: tuple[int, ...] = (1, 2)) -> None:
