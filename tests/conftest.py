@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -71,6 +72,30 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], AbstractContex
             yield
 
     return fill
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
+    """A folder that is a disk of its own, and a function that sets its size in KiB; skips where mounting is refused."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(*options: str) -> subprocess.CompletedProcess[str]:
+        line = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    try:
+        made = mount("size=64k")
+    except OSError as error:
+        pytest.skip(f"no small disk can be made here: {error}")
+    if made.returncode:
+        pytest.skip(f"no small disk can be made here: {made.stderr.strip()}")
+
+    def resize(kib: int) -> None:
+        assert mount("remount", f"size={kib}k").returncode == 0
+
+    yield folder, resize
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -188,7 +188,8 @@ def explain_full_disk(folder: Path, doing: str, kept: str, cure: str = "run the 
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        file = f", writing {error.filename}" if error.filename else ""
+        path = error.filename if isinstance(error.filename, (str, Path)) and os.sep in str(error.filename) else None
+        file = f", writing {path}" if path else ""  # native code that was given a descriptor knows no path
         raise FullDiskError(
             error.errno,
             f"disk full while {doing} in {folder}{file} ({disk_free_bytes(folder):,} bytes free). {kept} "

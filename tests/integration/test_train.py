@@ -18,7 +18,7 @@ import torch
 import hotrow
 from hotrow import Run, trainer
 from hotrow.checkpoint import list_checkpoints
-from hotrow.config import Config, ModelConfig, apply_overrides, make_config
+from hotrow.config import Config, apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.run_folder import RunFolder
 
@@ -223,9 +223,8 @@ def test_data_that_is_not_finite_is_named(tmp_path: Path, make_dataset: Callable
     loader = trainer.Loader(dataset.split("train"), 64, shuffle_seed=None)
     batch = next(iter(loader.epoch(0)))
     batch.dense[7, 2] = torch.inf
-    parts = trainer.build(
-        config(dataset, tmp_path / "run"), trainer.tables_of(ModelConfig(embedding_dim=8), dataset), num_dense=3
-    )
+    run = config(dataset, tmp_path / "run")
+    parts = trainer.build(run, trainer.tables_of(run, dataset), num_dense=3)
     with pytest.raises(trainer.NonFiniteError, match="dense input of sample 7, column 2 is inf, so look at the data"):
         trainer.train_step(parts, batch, 0, trainer.StepClock())
 
