@@ -206,9 +206,9 @@ void sort_by_row(TablePlan& plan, int num_threads) {
 
 // SGD steps once per occurrence: it needs a row's occurrences in order, not side by side, unless the row is rounded
 // when it is written: then it must be written once, or results would depend on what lies between. One thread takes them
-// as they come. Several need them cut by row, for which one pass over the leading bits is enough, unless one range of
-// rows would then be more than `most_keys` (ids numbered by popularity crowd in the first): false, and nothing has
-// moved.
+// as they come. Several at one table need them cut by row, for which one pass over the leading bits is enough, unless
+// one range of rows would then be more than `most_keys` (ids numbered by popularity crowd in the first): false, and
+// nothing has moved.
 bool order_for_sgd(TablePlan& plan, int64_t most_keys, int num_threads, bool cut) {
   plan.ordered_from = plan.row_shift + plan.row_bits;
   if (!cut || plan.row_bits == 0) return true;
@@ -220,16 +220,30 @@ bool order_for_sgd(TablePlan& plan, int64_t most_keys, int num_threads, bool cut
   return true;
 }
 
+// Whether a thread to each table keeps all of them busy to the end. Then SGD needs no order at all and reads gradients
+// one after another: of the time of tables cut by row the update takes 0.77 (26 tables x 2048 ids, dim 16), 0.86
+// (dim 64), 0.93 (20 ids a bag) to 0.95 (8 tables x 50 ids a bag).
+bool whole_tables_do(const std::vector<TablePlan>& plans, int num_threads) {
+  int64_t largest = 0, total = 0;
+  for (const TablePlan& plan : plans) {
+    const int64_t floats = plan.num_keys * plan.table->table.dim;
+    largest = std::max(largest, floats);
+    total += floats;
+  }
+  return largest * 4 * num_threads <= total;
+}
+
 // Brings the keys of every table into the order its rule needs. Large tables are sorted by all threads together, the
 // rest each by one.
 void sort_all(std::vector<TablePlan>& plans, int num_threads) {
   constexpr int64_t kWorthSharing = 1 << 15;
   int64_t total = 0;
   for (const TablePlan& plan : plans) total += plan.num_keys;
+  const bool cut = num_threads > 1 && !whole_tables_do(plans, num_threads);
   const auto sort = [&](TablePlan& plan, int threads) {
     const bool sgd = plan.table->rule.algorithm == Algorithm::sgd;
     const bool rounds = plan.table->table.storage == Storage::float16;
-    if (sgd && !rounds && order_for_sgd(plan, total / (2 * num_threads), threads, num_threads > 1)) return;
+    if (sgd && !rounds && order_for_sgd(plan, total / (2 * num_threads), threads, cut)) return;
     sort_by_row(plan, threads);
   };
   std::vector<TablePlan*> alone;

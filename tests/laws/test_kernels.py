@@ -82,6 +82,28 @@ def test_outputs_too_large_for_the_caches(dims: tuple[int, ...]) -> None:
         assert_same_bits(beside.tensor, expected, where)
 
 
+@needs_native
+def test_sgd_on_many_tables_takes_each_as_a_whole() -> None:
+    """From four tables a thread on, none is cut by row; rows that repeat still take their gradients in order."""
+    names, num_rows, dim, batch_size, lookups = tuple("abcdefghijkl"), 300, 16, 200, 7
+    configs = [TableConfig(name=n, num_embeddings=num_rows, embedding_dim=dim, feature_names=(n,)) for n in names]
+    layout, generator = Layout.of(configs), torch.Generator().manual_seed(4)
+    weights = [torch.randn(num_rows, dim, generator=generator) for _ in names]
+    ids = torch.randint(num_rows, (len(names) * batch_size * lookups,), generator=generator)
+    lengths = torch.full((len(names) * batch_size,), lookups)
+    batch = KeyedJaggedTensor(names, ids, lengths=lengths)
+    grad = torch.randn(batch_size, layout.width, generator=generator)
+    rule = Rule(algorithm="sgd", lr=0.1)
+    expected = clones(weights)
+    reference.update(layout, expected, [], [(layout, batch, grad)], [rule] * len(names))
+    for where in every_backend((1, 2, 3, 4)):
+        found = clones(weights)
+        kernels = ops.Kernels(layout)
+        kernels.update(ops.Arrays(found), [], [(kernels, batch, grad)], [rule] * len(names))
+        for table, wanted in zip(found, expected, strict=True):
+            assert_same_bits(table, wanted, where)
+
+
 def check_weight_gradient(case: Case, what: str, threads: tuple[int, ...] = (1, 2)) -> None:
     batch, grad = case.batches[0], case.grads[0]
     expected = torch.zeros(batch.values.numel())
