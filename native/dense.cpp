@@ -33,10 +33,12 @@ void interact(const float* dense, const float* pooled, int64_t num_samples, int6
 void interact_backward(const float* grad, const float* dense, const float* pooled, int64_t num_samples,
                        int64_t num_features, int64_t dim, float* grad_dense, float* grad_pooled, int num_threads) {
   const Kernels& set = kernels();
+  const int64_t stride = num_features * dim;
+  const bool streamed = num_samples * stride > kStreamedFloats && on_whole_lines(grad_pooled, stride);
   for_all_samples(num_samples, interact_scratch_floats(num_features, dim), num_threads,
                   [&](int64_t first, int64_t last, float* scratch) {
                     set.interact_backward(grad, dense, pooled, num_features, dim, first, last, grad_dense, grad_pooled,
-                                          scratch);
+                                          scratch, streamed);
                   });
 }
 

@@ -9,15 +9,6 @@
 namespace hotrow {
 namespace {
 
-// Pooled rows of a large batch leave the caches before they are read again; written past them, their lines need not be
-// read first. 26 tables x 2048 samples x dim 64 (14 MB): lookup takes 0.7 of the time, with the interaction after it
-// 0.8 to 1. Up to half as many bytes the interaction loses what the lookup wins.
-constexpr int64_t kStreamedFloats = 1 << 21;
-
-bool on_whole_lines(const float* rows, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(rows) % (kFloatsPerLine * sizeof(float)) == 0 && stride % kFloatsPerLine == 0;
-}
-
 std::pair<const Bags*, int64_t> view_feature(const FeatureBags& feature) { return {&feature.bags, feature.table.dim}; }
 
 // Runs kernel(feature, range) over all bags of all features; false when any call says so.

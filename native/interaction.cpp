@@ -92,12 +92,60 @@ inline void dot_triangle(const float* pooled, int64_t num_features, int64_t dim,
   }
 }
 
-// The symmetric matrix with a zero diagonal whose packed lower triangle is given.
-inline void unpack_symmetric(const float* triangle, int64_t n, float* full) {
-  for (int64_t i = 0; i < n; ++i) {
-    full[i * n + i] = 0.0f;
-    for (int64_t j = 0; j < i; ++j) full[i * n + j] = full[j * n + i] = *triangle++;
+// Rows [top, top + kRows) of Z T, and their part of the rows before them, in kParts vectors of columns. Each pair's
+// gradient is read once and serves both of its rows: out_i += z_ij T_j, out_j += z_ij T_i. `triangle` holds z by rows.
+template <int kRows, int kParts>
+inline void add_pairs(const float* triangle, const float* vectors, int64_t top, int64_t stride, float* out) {
+  Vec<kLanes> own[kRows][kParts], sum[kRows][kParts] = {};
+  const float* z[kRows];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    z[r] = triangle + (top + r) * (top + r - 1) / 2;
+#pragma GCC unroll 2
+    for (int p = 0; p < kParts; ++p) own[r][p] = load<kLanes>(vectors + (top + r) * stride + p * kLanes);
   }
+  for (int64_t j = 0; j < top; ++j) {
+#pragma GCC unroll 2
+    for (int p = 0; p < kParts; ++p) {
+      const int64_t at = j * stride + p * kLanes;
+      const Vec<kLanes> other = load<kLanes>(vectors + at);
+      Vec<kLanes> before = load<kLanes>(out + at);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        sum[r][p] += z[r][j] * other;
+        before += z[r][j] * own[r][p];
+      }
+      store<kLanes>(out + at, before);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int q = 0; q < r; ++q) {
+#pragma GCC unroll 2
+      for (int p = 0; p < kParts; ++p) {
+        sum[r][p] += z[r][top + q] * own[q][p];
+        sum[q][p] += z[r][top + q] * own[r][p];
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int p = 0; p < kParts; ++p) store<kLanes>(out + (top + r) * stride + p * kLanes, sum[r][p]);
+  }
+}
+
+// out = Z T for n rows of `vectors`, stride a multiple of kLanes; all of out is written.
+template <int kParts>
+inline void multiply_symmetric(const float* triangle, const float* vectors, int64_t n, int64_t stride, float* out) {
+  int64_t top = 0;
+  for (; top + 4 <= n; top += 4) add_pairs<4, kParts>(triangle, vectors, top, stride, out);
+  for (; top < n; ++top) add_pairs<1, kParts>(triangle, vectors, top, stride, out);
+}
+
+inline void copy_streamed(const float* from, int64_t count, float* to) {
+  for (int64_t j = 0; j < count; j += kLanes) stream(to + j, load<kLanes>(from + j));
 }
 
 }  // namespace
@@ -121,28 +169,29 @@ void interact(const float* dense, const float* pooled, int64_t num_features, int
 }
 
 void interact_backward(const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,
-                       int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch) {
+                       int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch,
+                       bool streamed) {
   const int64_t n = num_features + 1, pairs = num_features * n / 2, stride = round_up(dim);
   float* vectors = scratch;
-  float* symmetric = vectors + n * stride;
-  float* product = symmetric + n * n;
+  float* product = vectors + n * stride;
   clear(vectors, n * stride);
   for (int64_t b = first; b < last; ++b) {
     const float* grad_row = grad + b * (dim + pairs);
     copy(dense + b * dim, dim, vectors);
     for (int64_t i = 1; i < n; ++i) copy(pooled + (b * num_features + i - 1) * dim, dim, vectors + i * stride);
-    unpack_symmetric(grad_row + dim, n, symmetric);
-    for (int64_t top = 0; top < n; top += kTileRows) {
-      const float* rows[kTileRows];
-      for (int r = 0; r < kTileRows; ++r) rows[r] = symmetric + (top + r < n ? top + r : n - 1) * n;
-      multiply_rows(rows, vectors, n, dim, stride, product);
-      for (int64_t i = top; i < top + kTileRows && i < n; ++i) {
-        float* put = i ? grad_pooled + (b * num_features + i - 1) * dim : grad_dense + b * dim;
-        copy(product + (i - top) * stride, dim, put);
-      }
+    int64_t j = 0;
+    for (; j + kLanes < stride; j += 2 * kLanes)
+      multiply_symmetric<2>(grad_row + dim, vectors + j, n, stride, product + j);
+    for (; j < stride; j += kLanes) multiply_symmetric<1>(grad_row + dim, vectors + j, n, stride, product + j);
+    for (int64_t d = 0; d < dim; ++d) grad_dense[b * dim + d] = product[d] + grad_row[d];
+    float* put = grad_pooled + b * num_features * dim;
+    if (streamed && dim == stride) {
+      copy_streamed(product + stride, num_features * dim, put);
+    } else {
+      for (int64_t i = 1; i < n; ++i) copy(product + i * stride, dim, put + (i - 1) * dim);
     }
-    for (int64_t d = 0; d < dim; ++d) grad_dense[b * dim + d] += grad_row[d];
   }
+  if (streamed) finish_streams();
 }
 
 }  // namespace hotrow::HOTROW_ISA

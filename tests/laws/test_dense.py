@@ -15,6 +15,8 @@ from hotrow import ops, reference
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
 
 SHAPES = [(1, 0, 4), (3, 1, 1), (5, 2, 3), (7, 26, 16), (4, 26, 128), (9, 3, 17), (2, 40, 33), (33, 8, 64), (0, 3, 8)]
+BEYOND_CACHES = [(4100, 8, 64), (4100, 16, 33)]
+"""Gradients of more than 8 MiB, which are written past the caches where their rows are whole lines."""
 
 
 def interaction_inputs(samples: int, features: int, dim: int, seed: int = 13) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +29,7 @@ def interaction_inputs(samples: int, features: int, dim: int, seed: int = 13) ->
     )
 
 
-@pytest.mark.parametrize(("samples", "features", "dim"), SHAPES)
+@pytest.mark.parametrize(("samples", "features", "dim"), SHAPES + BEYOND_CACHES)
 def test_interaction_against_float64_bmm(samples: int, features: int, dim: int) -> None:
     """Within rounding of the terms summed: sqrt(D) of them for the outputs, sqrt(F) for the gradients."""
     dense, pooled, grad = interaction_inputs(samples, features, dim)
@@ -87,7 +89,7 @@ def test_interaction_gradient_against_finite_steps() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize(("samples", "features", "dim"), SHAPES)
+@pytest.mark.parametrize(("samples", "features", "dim"), SHAPES + BEYOND_CACHES[1:])
 def test_interaction_writes_its_outputs_and_no_more(samples: int, features: int, dim: int) -> None:
     native = pytest.importorskip("hotrow._native")
     dense, pooled, grad = interaction_inputs(samples, features, dim)
