@@ -37,7 +37,7 @@ struct Gradient {
 
 template <class P>
 struct Cursor {
-  // By value: a store to a row could, for all the compiler knows, change what a reference refers to.
+  // By value, as the cursor itself is passed.
   const Rows table;
   const Occurrences all;
   const States states;
@@ -139,8 +139,10 @@ inline void ftrl(const Rule& rule, int64_t dim, const float* __restrict g, float
   }
 }
 
+// Rule and cursor by value, so that they live in registers whether or not these two are inlined: a store to a row
+// could, for all the compiler knows, change what a reference refers to.
 template <int kDim, class P>
-void sgd_rows(const Rule& rule, const Cursor<P>& cursor, float* room) {
+void sgd_rows(const Rule rule, const Cursor<P> cursor, float* room) {
   for (int64_t i = 0; i < cursor.all.num_keys;) {
     const P w = cursor.weights(cursor.row(i));
     if constexpr (kDim) {
@@ -176,7 +178,7 @@ void sgd_rows(const Rule& rule, const Cursor<P>& cursor, float* room) {
 }
 
 template <int kDim, class P>
-void adaptive_rows(const Rule& rule, const Cursor<P>& cursor, float* g, float* room) {
+void adaptive_rows(const Rule rule, const Cursor<P> cursor, float* g, float* room) {
   for (int64_t i = 0; i < cursor.all.num_keys;) {
     const uint64_t row = cursor.row(i);
     if constexpr (kDim) {
