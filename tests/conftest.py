@@ -95,7 +95,8 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
         assert mount("remount", f"size={kib}k").returncode == 0
 
     yield folder, resize
-    subprocess.run(["umount", str(folder)], check=True)
+    # Lazy: a dataset that was opened there may still be mapped.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")
