@@ -15,14 +15,10 @@ import torch
 
 from hotrow import cells
 from hotrow.batch import Batch, KeyedJaggedTensor
+from hotrow.data.synthetic_config import KAGGLE_ROWS
 
-# Distinct values per categorical column of the Criteo-Kaggle training set, as public DLRM code states them.
-KAGGLE_ROWS = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
-    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
-# The same of Criteo Terabyte with ids taken modulo ten million, as the reference DLRM's tools state them.
-TERABYTE_ROWS = (
+# Distinct ids per column of Criteo Terabyte, taken modulo ten million, as the reference DLRM's tools state them.
+TERABYTE_MODULO_ROWS = (
     9980333, 36084, 17217, 7378, 20134, 3, 7112, 1442, 61, 9758201, 1333352, 313829, 10,
     2208, 11156, 122, 4, 970, 14, 9994222, 7267859, 9946608, 415421, 12420, 101, 36,
 )  # fmt: skip
@@ -97,7 +93,7 @@ SHAPES = {
             name="terabyte",
             title="26 tables at the cardinalities of Criteo Terabyte (ids modulo 10M), each capped at 3M rows so that "
             "two sides fit in 12 GiB (17.2M rows), dim 64, Zipf 1.05",
-            rows=tuple(min(n, TERABYTE_CAP) for n in TERABYTE_ROWS),
+            rows=tuple(min(n, TERABYTE_CAP) for n in TERABYTE_MODULO_ROWS),
             embedding_dim=64,
             num_dense=13,
             bottom_mlp=(512, 256),

@@ -131,32 +131,34 @@ bool weight_gradient_rows(const Rows& table, const Bags& bags, int64_t first, in
   return true;
 }
 
-template <class Id>
-bool lookup_ids(const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride,
-                bool streamed) {
+// work(an element of what lookups read of the table)
+template <class Work>
+inline bool with_element(const Rows& table, const Work& work) {
   switch (table.storage) {
     case Storage::float16:
-      return lookup_rows<Id, Half>(table, bags, first, last, out, stride, streamed);
+      return work(Half{});
     case Storage::split:
-      return lookup_rows<Id, Upper>(table, bags, first, last, out, stride, streamed);
+      return work(Upper{});
     case Storage::float32:
       break;
   }
-  return lookup_rows<Id, float>(table, bags, first, last, out, stride, streamed);
+  return work(float{});
+}
+
+template <class Id>
+bool lookup_ids(const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride,
+                bool streamed) {
+  return with_element(table, [&](auto element) {
+    return lookup_rows<Id, decltype(element)>(table, bags, first, last, out, stride, streamed);
+  });
 }
 
 template <class Id>
 bool weight_gradient_ids(const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad,
                          int64_t stride, float* out) {
-  switch (table.storage) {
-    case Storage::float16:
-      return weight_gradient_rows<Id, Half>(table, bags, first, last, grad, stride, out);
-    case Storage::split:
-      return weight_gradient_rows<Id, Upper>(table, bags, first, last, grad, stride, out);
-    case Storage::float32:
-      break;
-  }
-  return weight_gradient_rows<Id, float>(table, bags, first, last, grad, stride, out);
+  return with_element(table, [&](auto element) {
+    return weight_gradient_rows<Id, decltype(element)>(table, bags, first, last, grad, stride, out);
+  });
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -176,8 +176,12 @@ class FullDiskError(OSError):
 
 
 @contextmanager
-def explain_full_disk(folder: Path, doing: str, kept: str, cure: str = "run the same command again") -> Iterator[None]:
+def explain_full_disk(
+    folder: Path, doing: str, kept: str | Callable[[], str], cure: str = "run the same command again"
+) -> Iterator[None]:
     """Raise "no space" errors of the block again, saying what was being done, what is kept and how to go on.
+
+    kept: a function where it is known only once the disk is full.
 
     Those of an inner block have said so, and pass.
     """
@@ -190,8 +194,9 @@ def explain_full_disk(folder: Path, doing: str, kept: str, cure: str = "run the 
             raise
         path = error.filename if isinstance(error.filename, (str, Path)) and os.sep in str(error.filename) else None
         file = f", writing {path}" if path else ""  # native code that was given a descriptor knows no path
+        told = kept if isinstance(kept, str) else kept()
         raise FullDiskError(
             error.errno,
-            f"disk full while {doing} in {folder}{file} ({disk_free_bytes(folder):,} bytes free). {kept} "
+            f"disk full while {doing} in {folder}{file} ({disk_free_bytes(folder):,} bytes free). {told} "
             f"Free some space, then {cure}",
         ) from error

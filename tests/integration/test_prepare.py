@@ -322,7 +322,7 @@ def test_a_disk_too_small_is_told_before_and_a_full_one_after(tmp_path: Path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(packed_writer._PartWriter, "finish", full)
-        with pytest.raises(OSError, match=r"disk is full.*4 finished part.*run the same command again"):
+        with pytest.raises(OSError, match=r"disk full.*4 finished part.*run the same command again"):
             prepare(opened, out, options)
     prepare(opened, out, options)
     prepare(opened, tmp_path / "plain", options)

@@ -16,7 +16,7 @@ from hotrow import ops
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 
 COMMON = """
-import os, sys, threading, warnings
+import os, sys, threading, warnings, zlib
 import torch
 from hotrow import Adagrad, EmbeddingCollection, KeyedJaggedTensor, TableConfig, ops
 
@@ -39,6 +39,17 @@ def train(seed, steps=3):
 def checksum(emb):
     return [int(w.view(torch.int32).to(torch.int64).mul(torch.arange(w.numel()).view_as(w) % 1009).sum())
             for w in emb.weights.values()]
+
+# Torch's own parallel regions would hang in a forked child; of these operations none opens one.
+gradient = torch.rand(2048, 48, generator=torch.Generator().manual_seed(1))
+
+def digest(seed=0):
+    emb = make(seed)
+    optimizer = Adagrad(emb, lr=0.1)
+    for step in range(3):
+        emb(ids_of(step)).backward(gradient)
+        optimizer.step()
+    return zlib.crc32(emb(ids_of(9)).detach().numpy().tobytes())
 """
 
 
@@ -50,20 +61,8 @@ def run(program: str, timeout: float = 60) -> list[str]:
     return done.stdout.splitlines()
 
 
-# Torch's own parallel regions would hang in the child; of these operations none opens one.
 FORK = """
-import zlib
 torch.set_num_threads(2)
-
-def digest():
-    emb = make()
-    optimizer = Adagrad(emb, lr=0.1)
-    for step in range(3):
-        emb(ids_of(step)).backward(gradient)
-        optimizer.step()
-    return zlib.crc32(emb(ids_of(9)).detach().numpy().tobytes())
-
-gradient = torch.rand(2048, 48, generator=torch.Generator().manual_seed(1))
 expected = digest()
 read, write = os.pipe()
 if (child := os.fork()) == 0:
@@ -96,11 +95,10 @@ MULTIPROCESSING = """
 import multiprocessing
 
 def work(seed):
-    torch.set_num_threads(1)  # torch's own operators hang in a forked child else
-    return train(seed), ops.backend().threads
+    return digest(seed), ops.backend().threads
 
 torch.set_num_threads(2)
-expected = [train(seed) for seed in range(3)]
+expected = [digest(seed) for seed in range(3)]
 with multiprocessing.get_context("fork").Pool(2) as pool:
     found = pool.map(work, range(3))
 print([result for result, _ in found] == expected, {threads for _, threads in found})

@@ -23,17 +23,9 @@ struct Joined {
 };
 
 template <int N>
-struct BitsType {
-  typedef uint32_t type __attribute__((vector_size(N * sizeof(uint32_t))));
-};
+using Bits = typename VectorOf<uint32_t, N>::type;
 template <int N>
-using Bits = typename BitsType<N>::type;
-template <int N>
-struct HalvesType {
-  typedef uint16_t type __attribute__((vector_size(N * sizeof(uint16_t))));
-};
-template <int N>
-using Halves = typename HalvesType<N>::type;
+using Halves = typename VectorOf<uint16_t, N>::type;
 
 template <int N>
 inline Bits<N> load_halves(const void* p) {

@@ -18,12 +18,12 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
-template <int N>
-struct VecType {
-  typedef float type __attribute__((vector_size(N * sizeof(float))));
+template <class T, int N>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(N * sizeof(T))));
 };
 template <int N>
-using Vec = typename VecType<N>::type;
+using Vec = typename VectorOf<float, N>::type;
 
 template <int N>
 inline Vec<N> load(const float* p) {

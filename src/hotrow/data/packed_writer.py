@@ -7,10 +7,9 @@ last.
 
 from __future__ import annotations
 
-import errno
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +42,7 @@ from hotrow.data.packed_format import (
     write_info,
 )
 from hotrow.data.packed_reader import PackedDataset, crc32_of_file
-from hotrow.files import FullDiskError, atomic_write, check_name, read_json, write_json
+from hotrow.files import atomic_write, check_name, explain_full_disk, read_json, write_json
 
 ROWS_PER_PART = 64 * ROWS_PER_BLOCK
 """About 0.7 GB at Criteo's 40 columns: what an interruption can cost, and an ordinary size for a file."""
@@ -368,21 +367,13 @@ class PackedWriter:
         records = {name: FileRecord(path.stat().st_size, crc32_of_file(path)) for name, path in files.items()}
         write_info(self.path, replace(self.info, splits=splits, files=records, summary=dict(summary)))
 
-    @contextmanager
-    def _explain_full_disk(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+    def _explain_full_disk(self) -> AbstractContextManager[None]:
+        def kept() -> str:
             num_parts = sum(len(parts) for parts in self._finished.values())
             num_rows = sum(self.finished_rows(split) for split in self._finished)
-            raise FullDiskError(
-                error.errno,
-                f"the disk is full while writing {error.filename or self.path}: {num_parts} finished part(s) with "
-                f"{num_rows} rows are "
-                "kept; free some space and run the same command again, it goes on from there",
-            ) from error
+            return f"{num_parts} finished part(s) with {num_rows} rows are kept."
+
+        return explain_full_disk(self.path, "writing parts", kept)
 
     def _read_finished(self) -> dict[str, list[Part]]:
         if not self._parts_path.exists():
