@@ -262,7 +262,7 @@ def test_a_full_disk_keeps_finished_parts(tmp_path: Path, rows: Rows, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         put(sink, view)
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is full") as error:
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full while writing parts") as error:
         patch.setattr(packed_writer._ChecksumSink, "_put", put_until_full)
         write_dataset(tmp_path / "data", rows)
     assert error.value.errno == errno.ENOSPC
