@@ -266,9 +266,8 @@ def test_a_full_disk_keeps_finished_parts(tmp_path: Path, rows: Rows, monkeypatc
         patch.setattr(packed_writer._ChecksumSink, "_put", put_until_full)
         write_dataset(tmp_path / "data", rows)
     assert error.value.errno == errno.ENOSPC
-    assert "2 finished part(s) with 600 rows are kept; free some space and run the same command again" in str(
-        error.value
-    )
+    cure = "2 finished part(s) with 600 rows are kept. Free some space, then run the same command again"
+    assert cure in str(error.value)
     assert sorted(path.name for path in (tmp_path / "data" / "train").iterdir()) == [
         "part-00000.arrow",
         "part-00001.arrow",
