@@ -217,7 +217,20 @@ def update_table(cells: list[dict[str, Any]]) -> list[str]:
     return [text, "", *table(head, rows)]
 
 
-TABLES = {"end_to_end": step_tables, "peak_memory": memory_table, "updates": update_table}
+def overlap_table(cells: list[dict[str, Any]]) -> list[str]:
+    """What could run ahead of a step."""
+    text = (
+        "What could be taken out of a step, and what happens when it is: above 1 the plain step is faster. Ids are "
+        "ordered for the update of row-wise Adagrad; where a second thread does it, the step still orders its own, so "
+        "the saving would be at most what the note says. Nothing of it pays where every core computes: hotrow orders "
+        "ids inline, makes batches inline, and pins threads only on machines of several NUMA nodes (`train.pin`)."
+    )
+    head = {"cell": "left", "beside": "left", "that / plain": "right", "plain, ms": "right", "note": "left"}
+    rows = [[c["name"], c["peer"], factor(c), f"{c['ours_ms']:.3g}", c.get("note", "")] for c in cells]
+    return [text, "", *table(head, rows)]
+
+
+TABLES = {"overlap": overlap_table, "end_to_end": step_tables, "peak_memory": memory_table, "updates": update_table}
 """Of the reports that have a form of their own."""
 
 

@@ -11,21 +11,16 @@ for the unprotected variant, which loses updates: its note says how many rows ca
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.compiled import compiled
 from benchmarks.results import run_as_script
 from hotrow import cells
 
@@ -39,22 +34,7 @@ NATIVE = {  # number in updates.cpp and what it does
 }
 
 
-@functools.cache
-def native() -> ctypes.CDLL:
-    """updates.cpp, compiled into a temporary folder. Raises ValueError with the reason where it cannot be."""
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if not compiler:
-        raise ValueError("no C++ compiler is on the path: set CXX")
-    source = Path(__file__).with_suffix(".cpp")
-    with tempfile.TemporaryDirectory(prefix="hotrow-updates-") as folder:
-        library = Path(folder) / "updates.so"
-        flags = ["-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
-        done = subprocess.run(
-            [compiler, *flags, str(source), "-o", str(library)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise ValueError(f"{compiler} does not compile {source.name}: {done.stderr.strip().splitlines()[-1]}")
-        return ctypes.CDLL(str(library))
+native = partial(compiled, "updates.cpp")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ separate loop (native/limit.cpp) that only moves the same rows. What is compared
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -129,6 +130,7 @@ def measure(chosen: Sequence[Cell], *, quick: bool) -> dict[str, Any]:
         row = measure_cell(cell, threads=torch.get_num_threads(), num_rounds=3 if quick else NUM_ROUNDS)
         print(format_row(row), file=sys.stderr, flush=True)
         rows.append(row)
+        gc.collect()  # gigabytes of tables hang on cycles of a few small objects: too few to be collected by themselves
     return {"cells": rows, "quick": quick, **circumstances()}
 
 

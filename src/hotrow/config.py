@@ -150,6 +150,9 @@ class TrainConfig(_Section):
     """Decides initial weights, initial rows and the order of rows; nothing else does."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Threads of torch and the kernels. `auto`: as many as this process may use (affinity and cgroup limit)."""
+    pin: Literal["auto", "cores", "off"] = "auto"
+    """Whether threads stay on their cores. `cores`: one core each, NUMA node after node. `auto`: so on a machine of
+    several NUMA nodes, else off, because another process on a pinned core holds the whole step back."""
     precision: Literal["fp32", "fp16", "split_bf16"] = "fp32"
     """How weights are stored; all arithmetic is float32. `fp16`: tables in float16, rounded at every update, in half
     the memory. `split_bf16`: tables as float32 in two halves, of which lookups read the upper, a bfloat16; updates lose

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,48 @@ def host_facts() -> dict[str, Any]:
 
 def usable_cores() -> int:
     """Cores this process may use: its affinity, cut by a cgroup's CPU quota (v1 or v2) where there is one."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = len(process_cores())
     quota = _cgroup_quota(Path("/sys/fs/cgroup"))
     return affinity if quota is None else max(1, min(affinity, int(quota)))
+
+
+@functools.cache
+def process_cores() -> frozenset[int]:
+    """The cores this process may use, as it was started: asked once, because pinned threads know only their own."""
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset(range(os.cpu_count() or 1))
+    return frozenset(os.sched_getaffinity(0))
+
+
+def numa_nodes() -> list[list[int]]:
+    """The cores this process may use, by NUMA node; within a node each core's second hardware threads come last."""
+    return nodes_of(process_cores(), Path("/sys/devices/system"))
+
+
+def nodes_of(mine: Set[int], system: Path) -> list[list[int]]:
+    """`numa_nodes` of the cores `mine`, as the folder `system` describes the machine; one node where it does not."""
+    folders = sorted((system / "node").glob("node[0-9]*"), key=lambda folder: int(folder.name.removeprefix("node")))
+    nodes = [mine & _core_list(folder / "cpulist") for folder in folders]
+    if set().union(*nodes) != mine:
+        nodes = [set(mine)]
+    return [_siblings_last(node, system) for node in nodes if node]
+
+
+def _siblings_last(cores: Set[int], system: Path) -> list[int]:
+    def place(core: int) -> tuple[int, int]:
+        siblings = _core_list(system / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list") | {core}
+        return sorted(siblings & cores).index(core), core
+
+    return sorted(cores, key=place)
+
+
+def _core_list(path: Path) -> set[int]:
+    """A list such as "0-3,8" as a set; empty where there is none."""
+    try:
+        parts = [part.split("-") for part in path.read_text().strip().split(",") if part]
+    except OSError:
+        return set()
+    return {core for part in parts for core in range(int(part[0]), int(part[-1]) + 1)}
 
 
 def _cgroup_quota(root: Path) -> float | None:

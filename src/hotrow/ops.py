@@ -106,6 +106,16 @@ def set_isa(name: str) -> None:
     _native().use_isa(available.index(name))
 
 
+def pin_threads(cores: Sequence[Sequence[int]]) -> int:
+    """Binds thread i of the team that torch and the kernels share to the cores `cores[i]`; returns how many moved.
+
+    Thread 0 is the caller, and threads it starts later inherit its cores. Fewer than `len(cores)` move where the system
+    or the build cannot; none without the native module.
+    """
+    module = _native()
+    return 0 if module is None else int(module.pin_threads([list(each) for each in cores]))
+
+
 def allocate(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A zeroed tensor; from 2 MiB up on huge pages where the system grants them (see `grants_huge_pages`).
 

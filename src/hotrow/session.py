@@ -6,14 +6,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
 import torch
 
-from hotrow.host import usable_cores
+from hotrow import ops
+from hotrow.host import numa_nodes, usable_cores
 
 PHASES = ("data", "lookup", "dense", "update")
 """Where a step's time goes: waiting for the batch; the pooled lookup; MLPs and interaction forward and backward (the
@@ -44,15 +46,49 @@ class StepClock:
         return {phase: round(1e3 * seconds / max(1, self.num_steps), 4) for phase, seconds in self.seconds.items()}
 
 
+Pin = Literal["auto", "cores", "off"]
+
+
 @contextmanager
-def threads(number: int | Literal["auto"]) -> Iterator[int]:
-    """Torch and the kernels use `number` threads inside the block; "auto": as many cores as this process may use."""
+def threads(number: int | Literal["auto"], *, pin: Pin = "off") -> Iterator[int]:
+    """Torch and the kernels use `number` threads inside the block; "auto": as many cores as this process may use.
+
+    pin: see `cores_to_pin`; where the system refuses, a warning says so. Afterwards all is as it was.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(usable_cores() if number == "auto" else number)
+    used = torch.get_num_threads()
+    nodes = numa_nodes()
+    cores, free = cores_to_pin(pin, used, nodes), sorted(core for node in nodes for core in node)
+    if cores and ops.pin_threads([[core] for core in cores]) < used:
+        warnings.warn(
+            f"the system did not pin all {used} threads to cores {cores}; they run where it puts them", stacklevel=3
+        )
     try:
-        yield torch.get_num_threads()
+        yield used
     finally:
+        if cores:
+            ops.pin_threads([free] * used)
         torch.set_num_threads(before)
+
+
+def cores_to_pin(pin: Pin, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int] | None:
+    """The core of each thread, or None where threads stay free.
+
+    nodes: `numa_nodes()`. "off": free. "cores": one core each, node after node, so that neighbours share a memory.
+    "auto": as "cores" where there are several nodes, whose memory a moved thread would leave behind, and a core for
+    each thread; free elsewhere, where pinning gains nothing and harms as soon as another process wants the core.
+    Raises ValueError for "cores" with more threads than cores.
+    """
+    cores = [core for node in nodes for core in node]
+    if pin == "off" or (pin == "auto" and (len(nodes) == 1 or num_threads > len(cores))):
+        return None
+    if num_threads > len(cores):
+        raise ValueError(
+            f"train.pin is 'cores', but {num_threads} threads have {len(cores)} cores; lower train.threads or set "
+            "train.pin to off"
+        )
+    return cores[:num_threads]
 
 
 class Interrupt:

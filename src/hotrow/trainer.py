@@ -479,6 +479,7 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
 
 RESUMABLE = (
     "train.threads",
+    "train.pin",
     "train.epochs",
     "train.max_steps",
     "train.nonfinite",
@@ -518,7 +519,8 @@ def _run(
         folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder)}"
     )
     # Outermost: on a full disk the folder cannot note the failure either.
-    with full, folder, threads(config.train.threads), Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
+    team = threads(config.train.threads, pin=config.train.pin)
+    with full, folder, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
         training = Training(config, dataset, folder, interrupt, progress)
         if checkpoint is not None:
             training.restore(checkpoint)

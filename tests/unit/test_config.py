@@ -54,6 +54,7 @@ train.eval_every 1.0
 train.early_stopping None
 train.seed 1
 train.threads auto
+train.pin auto
 train.precision fp32
 train.nonfinite raise
 train.log_every 50

@@ -1,0 +1,216 @@
+"""What could run ahead of a training step, and what it gains: ordering ids for the update, the loader, pinned threads.
+
+    python -m benchmarks.overlap --out docs/benchmarks.json [--quick] [CELL ...]
+
+`ids_ahead_*`: a step with row-wise Adagrad, whose update sorts its ids, beside the same step while a second thread
+orders the ids of the next batch. That step still orders its own: its note says how long that takes by itself, which is
+all that running ahead could save. `loader_ahead_*`: a step whose batch comes from a shuffled packed dataset, made
+inline, beside the same with the next batch made in a second thread. `pinned_*`: a step with threads where the system
+puts them beside one with a core for each. A ratio above 1 says that the plain way, ours, is the faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.compiled import compiled
+from benchmarks.results import run_as_script
+from benchmarks.step_peers import Step, make_ours
+from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
+from hotrow import cells, ops
+from hotrow.batch import Batch
+from hotrow.data.loader import Loader
+from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+from hotrow.host import numa_nodes
+from hotrow.reference import ALGORITHMS
+
+IDS_SHAPES = ("kaggle", "sc20-small", "mlperf-like", "embedding-bound")
+LOADER_BATCHES = 64
+
+
+def order_keys(shape: StepShape, ids: Tensor, num_threads: int) -> None:
+    """What row-wise Adagrad's update does with the ids of a batch before it touches a row."""
+    rows = np.array(shape.rows, np.int64)
+    library = compiled("overlap.cpp", f"-I{Path(__file__).parents[1] / 'native/include'}")
+    done = library.order_keys(
+        ctypes.c_void_p(ids.data_ptr()), ctypes.c_int64(len(rows)), ctypes.c_void_p(rows.ctypes.data),
+        ctypes.c_int64(shape.batch_size), ctypes.c_int64(shape.lookups),
+        ALGORITHMS.index("row_wise_adagrad"), num_threads,
+    )  # fmt: skip
+    assert done == 1, "an id is out of range"
+
+
+class Silent:
+    """A step of which nothing is compared: both sides are hotrow's own, and train on."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def prepare(self, batch: int) -> None:
+        """Choose the batch."""
+        self.batch = batch
+        self.step.prepare(batch)
+
+    def run(self) -> None:
+        """Train on it."""
+        self.step.run()
+
+    def outputs(self) -> Iterable[Tensor]:
+        """None."""
+        return ()
+
+
+class IdsAhead(Silent):
+    """The step, while a second thread orders the ids of the next batch."""
+
+    def __init__(self, step: Step, setting: Setting) -> None:
+        super().__init__(step)
+        self.setting, self.pool = setting, ThreadPoolExecutor(1)
+
+    def run(self) -> None:
+        """Train on the batch and order the next one's ids."""
+        batches = self.setting.batches
+        following = batches[(self.batch + 1) % len(batches)].sparse.values
+        ahead = self.pool.submit(order_keys, self.setting.shape, following, 1)
+        super().run()
+        ahead.result()
+
+
+def ids_note(shape: StepShape) -> str:
+    """How long ordering ids takes by itself."""
+    ids = make_setting(shape).batches[0].sparse.values
+    seconds = [cells.timed(partial(order_keys, shape, ids, torch.get_num_threads())) for _ in range(20)]
+    return f"ordering the ids inline takes {1e3 * statistics.median(seconds):.2f} ms of a step: the most to be saved"
+
+
+def ids_cell(shape: StepShape) -> cells.Cell:
+    """The step beside the step with ids ordered ahead."""
+
+    def build() -> tuple[cells.Contender, cells.Contender]:
+        setting = make_setting(shape)
+        step, _ = make_ours(setting, "rowwise_adagrad")
+        return Silent(step), IdsAhead(step, setting)
+
+    return cells.Cell(
+        name=f"ids_ahead_{shape.name}",
+        peer="the same step while a second thread orders the next batch's ids",
+        build=build,
+        limit_s=lambda threads: None,
+        note=partial(ids_note, shape),
+    )
+
+
+class Placed(Silent):
+    """The step with its threads on given cores, moved there beforehand."""
+
+    def __init__(self, step: Step, cores: Sequence[Sequence[int]]) -> None:
+        super().__init__(step)
+        self.cores = cores
+
+    def prepare(self, batch: int) -> None:
+        """Choose the batch, and move the threads."""
+        super().prepare(batch)
+        assert ops.pin_threads(self.cores) == len(self.cores), "the system does not pin threads"
+
+
+def pinned_cell(shape: StepShape) -> cells.Cell:
+    """The step with free threads beside the step with pinned ones."""
+
+    def build() -> tuple[cells.Contender, cells.Contender]:
+        step, _ = make_ours(make_setting(shape), "sgd")
+        number, every = torch.get_num_threads(), [core for node in numa_nodes() for core in node]
+        return Placed(step, [every] * number), Placed(step, [[core] for core in every[:number]])
+
+    return cells.Cell(
+        name=f"pinned_{shape.name}", peer="the same step, a core for each thread", build=build,
+        limit_s=lambda threads: None,
+    )  # fmt: skip
+
+
+class FromDataset(Silent):
+    """A step whose batch a loader makes within the time of the step."""
+
+    def __init__(self, step: Step, dataset: PackedDataset, batch_size: int, *, prefetch: bool) -> None:
+        super().__init__(step)
+        self.loader = Loader(
+            dataset.split("train"), batch_size, shuffle_seed=1, prefetch=prefetch, window_rows=8 * batch_size
+        )
+        self.batches = self._endless()
+
+    def _endless(self) -> Iterator[Batch]:
+        while True:
+            yield from self.loader
+
+    def prepare(self, batch: int) -> None:
+        """Nothing is made beforehand."""
+
+    def run(self) -> None:
+        """Take the next batch and train on it."""
+        batch: Any = next(self.batches)
+        self.step.input, self.step.label = (batch.dense, batch.sparse), batch.label
+        self.step.run()
+
+
+def write_dataset(folder: Path, shape: StepShape) -> PackedDataset:
+    """The shape's batches, over and over, as a packed dataset."""
+    setting = make_setting(shape)
+    names = setting.batches[0].sparse.keys
+    info = DatasetInfo(
+        name="overlap",
+        dense=tuple(DenseColumn(f"I{j}") for j in range(shape.num_dense)),
+        features=tuple(Feature(name, name) for name in names),
+        tables=tuple(Table(name, rows) for name, rows in zip(names, shape.rows, strict=True)),
+    )
+    with PackedWriter(folder, info) as writer:
+        for k in range(LOADER_BATCHES):
+            batch = setting.batches[k % len(setting.batches)]
+            columns = batch.sparse.values.view(len(names), -1).numpy().astype(np.int32)
+            writer.append("train", batch.label.numpy(), batch.dense.numpy(), dict(zip(names, columns, strict=True)))
+        return writer.close()
+
+
+def loader_cell(shape: StepShape) -> cells.Cell:
+    """The step with its loader inline beside the step with it one batch ahead."""
+    folder = tempfile.TemporaryDirectory(prefix="hotrow-overlap-")
+
+    def build() -> tuple[cells.Contender, cells.Contender]:
+        dataset = write_dataset(Path(folder.name), shape)
+        step, _ = make_ours(make_setting(shape), "sgd")
+        inline, ahead = (FromDataset(step, dataset, shape.batch_size, prefetch=ahead) for ahead in (False, True))
+        return inline, ahead
+
+    return cells.Cell(
+        name=f"loader_ahead_{shape.name}", peer="the same, the next batch made in a second thread", build=build,
+        limit_s=lambda threads: None,
+    )  # fmt: skip
+
+
+def overlap_cells(options: argparse.Namespace) -> list[cells.Cell]:
+    """All of them."""
+    shapes = {name: shape.small() if options.quick else shape for name, shape in SHAPES.items()}
+    return [
+        *(ids_cell(shapes[name]) for name in IDS_SHAPES),
+        loader_cell(shapes["kaggle"]),
+        *(pinned_cell(shapes[name]) for name in ("kaggle", "embedding-bound")),
+    ]
+
+
+def main() -> None:
+    """Measure in a fresh process and add the result to the file of results."""
+    run_as_script("overlap", overlap_cells, __doc__)
+
+
+if __name__ == "__main__":
+    main()
