@@ -175,9 +175,9 @@ def make_setting(shape: StepShape) -> Setting:
 def floor_s(shape: StepShape, sparse: cells.Optimizer, threads: int) -> float | None:
     """What the rows, the interaction and the matrix products of one step cost by themselves on this machine."""
     starts = torch.tensor([0, *shape.rows[:-1]]).cumsum(0)
-    ids = make_setting(shape).batches[0].sparse.values
+    starts = starts.repeat_interleave(shape.batch_size * shape.lookups)
     embedding = cells.rows_limit_s(
-        ids + starts.repeat_interleave(shape.batch_size * shape.lookups),
+        [starts + batch.sparse.values for batch in make_setting(shape).batches],
         num_rows=sum(shape.rows),
         dim=shape.embedding_dim,
         part="step",

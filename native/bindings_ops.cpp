@@ -264,13 +264,13 @@ std::vector<std::string> isas() {
   return names;
 }
 
-uint64_t bind_touch_rows(FloatMatrix rows, Offsets ids, int64_t distance, bool write, int num_threads) {
+double bind_touch_rows(FloatMatrix rows, Offsets ids, int64_t distance, bool into_l2, bool write, int num_threads) {
   const int64_t row_bytes = extent(rows, 1) * static_cast<int64_t>(sizeof(float));
   require(row_bytes % 8 == 0, "rows must be a multiple of 8 bytes");
   for (int64_t i = 0; i < size(ids); ++i) {
     require(0 <= ids.data()[i] && ids.data()[i] < extent(rows, 0), "id out of range");
   }
-  const RowPass pass{reinterpret_cast<char*>(rows.data()), row_bytes, ids.data(), size(ids), distance, write};
+  const RowPass pass{reinterpret_cast<char*>(rows.data()), row_bytes, ids.data(), size(ids), distance, into_l2, write};
   nb::gil_scoped_release release;
   return touch_rows(pass, num_threads);
 }

@@ -19,26 +19,24 @@ struct IdStream {
   const Id* ids;
   int64_t end;
   int64_t row_bytes;
-  int64_t ahead;
 
   IdStream(const Rows& t, const Bags& bags, int64_t first, int64_t last)
       : table(t),
         data(static_cast<const T*>(t.data)),
         ids(static_cast<const Id*>(bags.ids)),
         end(bags.begin(last)),
-        row_bytes(t.dim * static_cast<int64_t>(sizeof(T))),
-        ahead(rows_ahead(row_bytes)) {
+        row_bytes(t.dim * static_cast<int64_t>(sizeof(T))) {
     if (end > bags.num_ids) end = bags.num_ids;
     const int64_t begin = bags.begin(first);
-    for (int64_t i = begin; i >= 0 && i < begin + ahead && i < end; ++i) fetch(i);
+    for (int64_t i = begin; i >= 0 && i < begin + kRowsAhead && i < end; ++i) fetch(i);
   }
   [[gnu::always_inline]] void fetch(int64_t i) const {
-    prefetch_row<false>(data, static_cast<uint64_t>(ids[i]), row_bytes);
+    prefetch_row<Into::l2>(data, static_cast<uint64_t>(ids[i]), row_bytes);
   }
 
   // The row of position i, or null when its id is out of range.
   const T* row(int64_t i) const {
-    if (i + ahead < end) fetch(i + ahead);
+    if (i + kRowsAhead < end) fetch(i + kRowsAhead);
     const uint64_t id = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
     return id < static_cast<uint64_t>(table.num_rows) ? data + id * static_cast<uint64_t>(table.dim) : nullptr;
   }
@@ -75,7 +73,8 @@ bool lookup_bags(const Rows& any_table, const Bags& bags, int64_t first, int64_t
     const int64_t begin = bags.begin(b), end = bags.begin(b + 1);
     if (!bag_in_range(bags, begin, end)) return false;
     float* out_row = out + b * stride;
-    if (!streamed && b + kAheadOut < last) prefetch_row<true>(out_row + kAheadOut * stride, 0, table.dim * 4);
+    if (!streamed && b + kAheadOut < last)
+      prefetch_row<Into::l1_to_write>(out_row + kAheadOut * stride, 0, table.dim * 4);
     if constexpr (kDim) {
       Row<kDim> acc;
       if (!pool(acc, stream, bags, begin, end)) return false;

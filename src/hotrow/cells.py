@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Literal, Protocol
 
 import numpy as np
@@ -26,7 +26,8 @@ from hotrow.tables import TableConfig
 
 LR, EPS, ACCUMULATOR = 0.01, 1e-8, 0.1  # the accumulator starts above zero: at zero the first step is sign(g), a cliff
 NUM_BATCHES = 4  # distinct batches that rounds walk through, so that no row is warm from the round before by luck
-PREFETCH_DISTANCES = (4, 8, 16, 32)
+PREFETCHES: tuple[tuple[int, Literal["l1", "l2"]], ...] = ((8, "l1"), (32, "l1"), (16, "l2"), (32, "l2"), (64, "l2"))
+"""Distances in rows and the cache prefetched into, of which the row limit is the best."""
 FLOATS_PER_LINE = 16
 Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 Part = Literal["lookup", "update", "step"]
@@ -304,22 +305,26 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def touch_limit_s(num_rows: int, row_floats: int, ids: Tensor, *, write: bool, threads: int) -> float:
-    """Least seconds in which this machine touches the rows `ids`, over prefetch distances and numbers of threads."""
+def touch_limit_s(num_rows: int, row_floats: int, walks: Sequence[Tensor], *, write: bool, threads: int) -> float:
+    """Least seconds in which this machine touches the rows of a walk, over prefetches and numbers of threads.
+
+    walks: ids, walked through in turn, as the kernels are given batches, so that what is warm for them is warm here.
+    """
     rows = ops.allocate(num_rows, row_floats)
     rows.fill_(0)  # every page exists before it is timed
+    turns = cycle(walks)
     return min(
-        timed(partial(ops.touch_rows, rows, ids, distance=distance, write=write, threads=t))
+        ops.touch_rows(rows, next(turns), distance=distance, into=into, write=write, threads=t)
         for t in range(1, threads + 1)
-        for distance in PREFETCH_DISTANCES
-        for _ in range(3)
+        for distance, into in PREFETCHES
+        for _ in range(4)
     )
 
 
 def rows_limit_s(
-    ids: Tensor, *, num_rows: int, dim: int, part: Part, optimizer: Optimizer, threads: int
+    batches: Sequence[Tensor], *, num_rows: int, dim: int, part: Part, optimizer: Optimizer, threads: int
 ) -> float | None:
-    """Seconds to move the rows `ids` (of `num_rows`) of one batch and nothing else; None without the native module.
+    """Seconds to move the rows (of `num_rows`) of one batch of ids and nothing else; None without the native module.
 
     A lookup reads the row of every id in order. An update reads and writes each distinct row once, in order, as if
     finding and summing its ids were free, and as much again for each state of the optimizer (a float per row for
@@ -328,34 +333,39 @@ def rows_limit_s(
     if ops.backend().name != "native":
         return None
     touch = partial(touch_limit_s, threads=threads)
-    seconds = touch(num_rows, dim, ids, write=False) if part != "update" else 0.0
+    seconds = touch(num_rows, dim, batches, write=False) if part != "update" else 0.0
     if part == "lookup":
         return seconds
-    distinct = torch.from_numpy(np.unique(ids.numpy()))
+    distinct = [torch.from_numpy(np.unique(ids.numpy())) for ids in batches]
     update = touch(num_rows, dim, distinct, write=True)
     if optimizer == "rowwise_adagrad":
-        lines = torch.from_numpy(np.unique(distinct.numpy() // FLOATS_PER_LINE))
+        lines = [torch.from_numpy(np.unique(rows.numpy() // FLOATS_PER_LINE)) for rows in distinct]
         update += touch(num_rows // FLOATS_PER_LINE + 1, FLOATS_PER_LINE, lines, write=True)
     return seconds + {"adagrad": 2, "adam": 3}.get(optimizer, 1) * update
 
 
 def embedding_limit_s(shape: Shape, part: Part, optimizer: Optimizer, threads: int) -> float | None:
-    """`rows_limit_s` of one batch of `shape`."""
+    """`rows_limit_s` of a batch of `shape`, and the pooled rows written, their gradient read, once each in order."""
     tables = torch.arange(shape.num_tables).repeat_interleave(shape.batch_size * shape.lookups)
-    return rows_limit_s(
-        tables * shape.num_embeddings + shape.ids(seed=0),
+    rows = rows_limit_s(
+        [tables * shape.num_embeddings + shape.ids(seed) for seed in range(NUM_BATCHES)],
         num_rows=shape.num_tables * shape.num_embeddings,
         dim=shape.embedding_dim,
         part=part,
         optimizer=optimizer,
         threads=threads,
     )
+    if rows is None:
+        return None
+    pooled = shape.batch_size * shape.num_tables * shape.embedding_dim
+    writes = {"lookup": [True], "update": [False], "step": [True, False]}[part]
+    return rows + sum(sequential_limit_s(pooled, write=write, threads=threads) for write in writes)
 
 
 def sequential_limit_s(num_floats: int, *, write: bool, threads: int) -> float:
     """Least seconds in which this machine touches `num_floats` floats in a row."""
     num_lines = num_floats // FLOATS_PER_LINE + 1
-    return touch_limit_s(num_lines, FLOATS_PER_LINE, torch.arange(num_lines), write=write, threads=threads)
+    return touch_limit_s(num_lines, FLOATS_PER_LINE, [torch.arange(num_lines)], write=write, threads=threads)
 
 
 def interaction_limit_s(batch_size: int, num_features: int, dim: int, threads: int) -> float | None:

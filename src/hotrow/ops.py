@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -455,13 +455,15 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
     return _MLP.apply(x_BI, last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def touch_rows(rows: Tensor, ids: Tensor, *, distance: int, write: bool, threads: int) -> None:
-    """The machine's limit on row access, for benchmarks: loads (and stores) a word of every cache line of `rows[ids]`.
+def touch_rows(
+    rows: Tensor, ids: Tensor, *, distance: int, write: bool, threads: int, into: Literal["l1", "l2"] = "l2"
+) -> float:
+    """Seconds to load (and store) a word of every cache line of `rows[ids]`: the machine's limit, for benchmarks.
 
-    rows: float32 [N, D], D even; its contents change when `write`. ids: int64, in range, cut evenly among threads.
-    distance: rows prefetched ahead. Needs the native module: raises RuntimeError without it.
+    rows: float32 [N, D], D even; its contents change when `write`. ids: int64, in range, in pieces among the threads.
+    distance: rows prefetched ahead, and `into` which cache. Needs the native module: raises RuntimeError without it.
     """
     module = _native()
     if module is None:
         raise RuntimeError(f"touch_rows needs the native module, but {backend().reason}")
-    module.touch_rows(rows, ids, distance, write, threads)
+    return float(module.touch_rows(rows, ids, distance, into == "l2", write, threads))

@@ -103,18 +103,20 @@ def test_more_rows_take_longer_to_move() -> None:
     """A limit loop that the compiler emptied would take no time, whatever the number of rows."""
     few, many = torch.arange(500), torch.arange(50_000).repeat(10)
     for write in (False, True):
-        seconds = [cells.touch_limit_s(50_000, 64, ids, write=write, threads=1) for ids in (few, many)]
+        seconds = [cells.touch_limit_s(50_000, 64, [ids], write=write, threads=1) for ids in (few, many)]
         assert seconds[1] > 20 * seconds[0]
 
 
 def test_limits_add_up_to_what_an_optimizer_must_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in cache lines: reads per id, reads and writes per distinct row, sums beside them."""
     monkeypatch.setattr(ops, "backend", lambda: ops.Backend("native", "baseline", 1, None))
-    monkeypatch.setattr(
-        cells, "touch_limit_s", lambda rows, floats, ids, write, threads: len(ids) * floats * (1000 if write else 1)
-    )
+
+    def touch(rows: int, floats: int, walks: list[Tensor], *, write: bool, threads: int) -> float:
+        return len(walks[0]) * floats * (1000 if write else 1)
+
+    monkeypatch.setattr(cells, "touch_limit_s", touch)
     ids = torch.tensor([5, 5, 70, 2])
-    limit = partial(cells.rows_limit_s, ids, num_rows=100, dim=32, threads=1)
+    limit = partial(cells.rows_limit_s, [ids], num_rows=100, dim=32, threads=1)
     assert limit(part="lookup", optimizer="sgd") == 4 * 32
     assert limit(part="update", optimizer="sgd") == 3 * 32 * 1000
     assert limit(part="step", optimizer="sgd") == 4 * 32 + 3 * 32 * 1000
@@ -237,7 +239,8 @@ def test_floor_counts_every_id_row_and_product(monkeypatch: pytest.MonkeyPatch) 
     )  # fmt: skip
     seen: list[tuple[object, ...]] = []
 
-    def rows_limit(ids: Tensor, *, num_rows: int, dim: int, part: str, optimizer: str, threads: int) -> float:
+    def rows_limit(walks: list[Tensor], *, num_rows: int, dim: int, part: str, optimizer: str, threads: int) -> float:
+        ids = walks[0]
         assert int(ids[: 8 * 2].max()) < 7 <= int(ids[8 * 2 :].min()) and int(ids.max()) < 16
         seen.append((len(ids), num_rows, dim, part))
         return 1.0

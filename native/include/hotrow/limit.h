@@ -11,11 +11,12 @@ struct RowPass {
   const int64_t* ids;  // in range: not checked
   int64_t num_ids;
   int64_t distance;  // rows to prefetch ahead; 0: none
+  bool into_l2;      // where to; else into L1
   bool write;        // also writes one word of every cache line back, incremented
 };
 
-// Loads one word of every cache line of rows[ids[i]] for all i, the ids cut evenly among the threads; returns their
-// sum.
-uint64_t touch_rows(const RowPass& pass, int num_threads);
+// Loads one word of every cache line of rows[ids[i]] for all i, the ids in pieces among the threads; returns the
+// seconds it took.
+double touch_rows(const RowPass& pass, int num_threads);
 
 }  // namespace hotrow

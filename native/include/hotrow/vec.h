@@ -173,24 +173,28 @@ inline void store_transposed(Vec<4> a0, Vec<4> a1, Vec<4> a2, Vec<4> a3, float* 
 #endif
 }
 
+// Where a prefetch puts a line. Few reads into L1 can be under way at once, more into L2: rows fetched far ahead into
+// L2 take 0.6 of the time of rows fetched into L1 (2048 bags of 50, dim 64), and 0.7 to 0.9 in an update.
+enum class Into { l1, l1_to_write, l2 };
+
 // Brings a row's cache lines near. The address may lie anywhere: a bad id is found later, where it is used. A row that
 // starts inside a line may reach one line more; rows of whole lines, as tables have them, do not.
 //
 // This and every function around it must be always inlined: GCC 12 takes a function that only prefetches for one
 // without effect and drops the calls before it would inline them.
-template <bool kForWriting>
+template <Into kInto>
 [[gnu::always_inline]] inline void prefetch_row(const void* base, uint64_t row, int64_t bytes) {
+  constexpr int kWrite = kInto == Into::l1_to_write, kLocality = kInto == Into::l2 ? 2 : 3;
   const uint64_t address = reinterpret_cast<uint64_t>(base) + row * static_cast<uint64_t>(bytes);
 #pragma GCC unroll 8
   for (int64_t at = 0; at < bytes; at += 64) {
-    __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<uint64_t>(at)), kForWriting, 3);
+    __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<uint64_t>(at)), kWrite, kLocality);
   }
-  if (bytes % 64) __builtin_prefetch(reinterpret_cast<const void*>(address + bytes - 1), kForWriting, 3);
+  if (bytes % 64) __builtin_prefetch(reinterpret_cast<const void*>(address + bytes - 1), kWrite, kLocality);
 }
 
-// Rows of `bytes` to fetch ahead of their use: each is one or more random DRAM reads. At 256 bytes anything from 4 to
-// 32 is within 5 %; rows of one cache line keep too few reads in flight at 16.
-inline int64_t rows_ahead(int64_t bytes) { return bytes <= 64 ? 32 : 16; }
+// Rows to fetch ahead of their use: each is one or more random reads of memory. 16 to 64 are within 10 %.
+inline constexpr int64_t kRowsAhead = 32;
 
 // v[k] + v[k + N / 2] for the first half of the lanes.
 template <int N>

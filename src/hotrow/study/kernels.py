@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -229,27 +229,26 @@ def distinct_rows(rows: Tensor) -> Tensor:
 def limits_s(rows: Tensor, cell: KernelCell) -> tuple[dict[int, float], float]:
     """Threads -> least seconds in which that many threads touch a batch's rows; and its mean number of distinct rows.
 
-    rows: all tables end to end. Mean over the batches of a walk, best over prefetch distances and walks. The rows of an
+    rows: all tables end to end. Mean over the batches of a walk, best over prefetches and walks. The rows of an
     update are distinct and in order, and are written; adaptive state counts as in cells.rows_limit_s.
     """
     batches = [rows_of(cell, ids) for ids in walk_ids(cell)]
     distinct = [distinct_rows(ids) for ids in batches] if cell.part == "update" else []
     touched = distinct or batches
 
-    def walk(threads: int, distance: int) -> float:
-        return sum(
-            cells.timed(
-                functools.partial(ops.touch_rows, rows, ids, distance=distance, write=bool(distinct), threads=threads)
-            )
-            for ids in touched
+    def walk(threads: int, distance: int, into: Literal["l1", "l2"]) -> float:
+        touch = functools.partial(
+            ops.touch_rows, rows, distance=distance, into=into, write=bool(distinct), threads=threads
         )
+        return sum(touch(ids) for ids in touched)
 
     factor = 2.0 if cell.optimizer == "adagrad" else 1.0
     best = {}
     for threads in range(1, cell.threads + 1):
-        first = walk(threads, 16)
-        others = [walk(threads, distance) for distance in ((8, 16, 32) if first < ROUND_SECONDS else (8,))]
-        best[threads] = factor * min(first, *others) / len(touched)
+        first, *others = cells.PREFETCHES[::-1]
+        seconds = walk(threads, *first)
+        rest = [walk(threads, *prefetch) for prefetch in (others if seconds < ROUND_SECONDS else others[:1])]
+        best[threads] = factor * min(seconds, *rest) / len(touched)
     return best, statistics.mean(len(ids) for ids in distinct) if distinct else 0.0
 
 
