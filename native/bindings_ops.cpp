@@ -1,5 +1,5 @@
 // The embedding kernels as Python functions: checks shapes and pointers, releases the GIL, raises ValueError. Together
-// with bindings_dense.cpp and bindings_encode.cpp the only code that sees nanobind.
+// with the other bindings_*.cpp the only code that sees nanobind.
 #include <hotrow/dispatch.h>
 #include <hotrow/embedding.h>
 #include <hotrow/finite.h>
@@ -25,6 +25,7 @@ using namespace hotrow;
 
 void bind_encode(nb::module_& m);
 void bind_dense(nb::module_& m);
+void bind_memory(nb::module_& m);
 
 namespace {
 
@@ -310,4 +311,5 @@ NB_MODULE(_native, m) {
   });
   bind_dense(m);
   bind_encode(m);
+  bind_memory(m);
 }

@@ -117,6 +117,21 @@ def disk_free_bytes(path: Path | str) -> int:
     return shutil.disk_usage(path).free
 
 
+def file_system(path: Path | str) -> str | None:
+    """The type of the file system `path` lies on ("ext4", "tmpfs", ...); None where the system does not tell."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    found, longest, resolved = None, -1, Path(path).resolve()
+    for line in lines:
+        before, after = line.split(" - ", 1)
+        point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4])
+        if resolved.is_relative_to(point) and len(point) >= longest:  # of two on one point, the later covers the other
+            found, longest = after.split()[0], len(point)
+    return found
+
+
 def available_memory_bytes() -> int:
     """Memory this process may still take without swapping: min(the machine's, each enclosing cgroup's), in bytes."""
     cgroup = _cgroup_available_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))

@@ -24,6 +24,7 @@ LEVELS = {
     "embedding": 2,
     "gradients": 2,
     "data": 2,
+    "memory": 2,
     "models": 2,
     "schedule": 2,
     "metrics": 4,
@@ -40,7 +41,7 @@ LEVELS = {
     "demo": 5,
     "cli": 5,
 }
-MAY_IMPORT_NATIVE = {"ops.py", "data/native.py"}
+MAY_IMPORT_NATIVE = {"ops.py", "data/native.py", "memory/native.py"}
 MODULES = sorted(
     path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in ("__init__.py", "__main__.py")
 )

@@ -1,0 +1,209 @@
+// Stores as Python objects, and what decides whether a block store runs here; see bindings_ops.cpp for the rules.
+#include <hotrow/block_store.h>
+#include <hotrow/io_queue.h>
+#include <hotrow/memory_store.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#ifdef __linux__
+#include <fcntl.h>
+#include <linux/stat.h>
+#include <sys/syscall.h>
+#endif
+
+#include <cerrno>
+#include <cstdlib>
+#include <optional>
+#include <utility>
+
+#include "bindings.h"
+#include "engine.h"
+
+using namespace hotrow;
+
+namespace {
+
+using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Memory = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+// Arrays of slots, one per part of a record: [num_slots, ...]. Keeps their memory alive.
+struct Records {
+  std::vector<Memory> arrays;
+  Slots slots;
+  int64_t num_slots = 0;
+
+  explicit Records(std::vector<Memory> given) : arrays(std::move(given)) {
+    require(!arrays.empty(), "no arrays of slots");
+    num_slots = extent(arrays[0], 0);
+    for (const Memory& array : arrays) {
+      require(array.ndim() >= 1 && extent(array, 0) == num_slots, "arrays of slots differ in their number of slots");
+      const int64_t bytes = num_slots ? static_cast<int64_t>(array.nbytes()) / num_slots : 0;
+      slots.parts.push_back({static_cast<std::byte*>(array.data()), bytes});
+    }
+  }
+};
+
+std::vector<Move> moves_of(const Store& store, const Records& records, const Numbers& rows, const Numbers& slots) {
+  require(size(rows) == size(slots), "rows and slots differ in number");
+  require(size(rows) == 0 || records.slots.record_bytes() == store.record_bytes(),
+          "the arrays' parts together are not as long as a record");
+  std::vector<Move> moves(rows.size());
+  const int64_t num_rows = store.num_rows();
+  for (size_t i = 0; i < moves.size(); ++i) {
+    moves[i] = {rows.data()[i], slots.data()[i]};
+    require(0 <= moves[i].row && moves[i].row < num_rows, "row out of range");
+    require(0 <= moves[i].slot && moves[i].slot < records.num_slots, "slot out of range");
+  }
+  return moves;
+}
+
+// A read that was started: holds what it writes into.
+struct Reading {
+  Reading(std::shared_ptr<Store> s, std::shared_ptr<Records> r) : store(std::move(s)), records(std::move(r)) {}
+  ~Reading() {
+    nb::gil_scoped_release release;
+    ticket.wait();
+  }
+  std::shared_ptr<Store> store;
+  std::shared_ptr<Records> records;
+  Ticket ticket;
+};
+
+std::unique_ptr<Reading> bind_read(std::shared_ptr<Store> store, const Numbers& rows, const Numbers& slots,
+                                   std::shared_ptr<Records> records) {
+  const std::vector<Move> moves = moves_of(*store, *records, rows, slots);
+  auto reading = std::make_unique<Reading>(store, std::move(records));
+  nb::gil_scoped_release release;
+  store->read(moves, reading->records->slots, reading->ticket);
+  return reading;
+}
+
+void bind_write(Store& store, const Numbers& rows, const Numbers& slots, const Records& records) {
+  const std::vector<Move> moves = moves_of(store, records, rows, slots);
+  nb::gil_scoped_release release;
+  store.write(moves, records.slots);
+}
+
+nb::dict counters_of(const Store& store) {
+  const StoreCounters c = store.counters();
+  nb::dict d;
+  d["reads"] = c.reads;
+  d["read_rows"] = c.read_rows;
+  d["read_bytes"] = c.read_bytes;
+  d["writes"] = c.writes;
+  d["written_rows"] = c.written_rows;
+  d["written_bytes"] = c.written_bytes;
+  d["served_from_queue"] = c.served_from_queue;
+  d["read_modify_writes"] = c.read_modify_writes;
+  d["blocked_ns"] = c.blocked_ns;
+  d["waiting_bytes"] = c.waiting_bytes;
+  d["io_cpu_ns"] = c.io_cpu_ns;
+  return d;
+}
+
+// The engine, or None and the reason.
+std::pair<std::shared_ptr<Engine>, std::string> bind_start_engine(bool ring, int depth, int num_threads,
+                                                                  int64_t most_waiting_bytes) {
+  require(1 <= depth && depth <= 4096, "depth must be in [1, 4096]");
+  require(1 <= num_threads && num_threads <= 1024, "num_threads must be in [1, 1024]");
+  require(most_waiting_bytes >= 0, "negative most_waiting_bytes");
+  std::string reason;
+  nb::gil_scoped_release release;
+  auto engine = start_engine({ring, depth, num_threads, most_waiting_bytes}, reason);
+  return {std::move(engine), std::move(reason)};
+}
+
+// Refuses tables whose bytes do not fit 63 bits, with room for rounding.
+void check_sizes(int64_t record_bytes, int64_t num_rows) {
+  require(record_bytes >= 1 && record_bytes <= (1 << 30), "record_bytes must be in [1, 2^30]");
+  require(num_rows >= 0 && num_rows <= (int64_t{1} << 50) / record_bytes, "num_rows is negative or beyond 2^50 bytes");
+}
+
+std::shared_ptr<BlockStore> bind_open_block(std::shared_ptr<Engine> engine, int fd, int64_t record_bytes,
+                                            int64_t sector, int64_t num_rows, std::string table, std::string path) {
+  require(512 <= sector && sector <= kPageBytes && (sector & (sector - 1)) == 0, "sector must be 512 to 4096 bytes");
+  check_sizes(record_bytes, num_rows);
+  nb::gil_scoped_release release;
+  return open_block_store(std::move(engine),
+                          {fd, BlockLayout::of(record_bytes, sector), num_rows, std::move(table), std::move(path)});
+}
+
+std::shared_ptr<Store> bind_open_mapped(int fd, int64_t record_bytes, int64_t num_rows, std::string table,
+                                        std::string path) {
+  check_sizes(record_bytes, num_rows);
+  auto store = open_mapped_store({fd, record_bytes, num_rows, std::move(table), std::move(path)});
+  if (!store) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  return store;
+}
+
+std::shared_ptr<Store> bind_open_dram(int64_t record_bytes, int64_t num_rows, std::string table) {
+  check_sizes(record_bytes, num_rows);
+  auto store = open_dram_store(record_bytes, num_rows, std::move(table));
+  if (!store) throw std::bad_alloc();
+  return store;
+}
+
+// (unit_bytes, unit_rows, page_bytes, page_units, file_bytes) of a block store's file.
+auto bind_block_layout(int64_t record_bytes, int64_t sector, int64_t num_rows) {
+  const BlockLayout layout = BlockLayout::of(record_bytes, sector);
+  return std::vector<int64_t>{layout.unit_bytes, layout.unit_rows, layout.page_bytes, layout.page_units,
+                              layout.file_bytes(num_rows)};
+}
+
+// The sector that direct I/O on this file asks for: 0 where the file system refuses it, -1 where it does not say.
+int direct_sector(int fd) {
+#if defined(__linux__) && defined(STATX_DIOALIGN)
+  struct statx facts{};
+  if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &facts) == 0 && (facts.stx_mask & STATX_DIOALIGN)) {
+    return static_cast<int>(facts.stx_dio_offset_align);
+  }
+#endif
+  (void)fd;
+  return -1;
+}
+
+// One real read of `bytes` at the start of the file, into memory aligned to a page: 0, or an errno.
+int try_read(int fd, int64_t bytes) {
+  void* page = std::aligned_alloc(kPageBytes, kPageBytes);
+  if (!page) return ENOMEM;
+  const ssize_t moved = pread(fd, page, static_cast<size_t>(std::min(bytes, kPageBytes)), 0);
+  const int error = moved < 0 ? errno : 0;
+  std::free(page);
+  return error;
+}
+
+}  // namespace
+
+void bind_memory(nb::module_& m) {
+  nb::class_<Engine>(m, "Engine");
+  nb::class_<Records>(m, "Records").def(nb::init<std::vector<Memory>>());
+  nb::class_<Reading>(m, "Reading")
+      .def("finished", [](const Reading& reading) { return reading.ticket.finished(); })
+      .def("wait", [](Reading& reading) { return reading.ticket.wait(); }, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Store>(m, "Store")
+      .def("read", bind_read)
+      .def("write", bind_write)
+      .def("flush", &Store::flush, nb::call_guard<nb::gil_scoped_release>())
+      .def("grow", &Store::grow, nb::call_guard<nb::gil_scoped_release>())
+      .def("failure", [](const Store& store) { return store.failure() ? store.failure()->what : std::string(); })
+      .def("counters", counters_of)
+      .def("record_bytes", &Store::record_bytes)
+      .def("num_rows", &Store::num_rows);
+  nb::class_<BlockStore, Store>(m, "BlockStore").def("inject", &BlockStore::inject);
+  m.def("start_engine", bind_start_engine);
+  m.def("open_block_store", bind_open_block);
+  m.def("open_mapped_store", bind_open_mapped);
+  m.def("open_dram_store", bind_open_dram);
+  m.def("mapped_file_bytes", mapped_file_bytes);
+  m.def("block_layout", bind_block_layout);
+  m.def("direct_sector", direct_sector);
+  m.def("try_read", try_read);
+}

@@ -1,0 +1,115 @@
+// The door to the engine: copies what a call needs and hands it over; see hotrow/block_store.h.
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "engine.h"
+
+namespace hotrow {
+namespace {
+
+class Door final : public BlockStore {
+ public:
+  Door(std::shared_ptr<Engine> engine, TableFile file)
+      : engine_(std::move(engine)), table_(std::make_unique<Table>(std::move(file))) {
+    ask(Call::Kind::attach);
+  }
+
+  ~Door() override {
+    if (engine_->is_of_this_process()) {
+      flush();
+      ask(Call::Kind::detach);
+    }
+    close(table_->file.fd);
+  }
+
+  void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
+    if (moves.empty()) return;
+    const auto count = static_cast<int64_t>(moves.size());
+    ticket.add(count);
+    if (!is_usable()) return ticket.fail(count);
+    engine_->push({Call::Kind::read, table_.get(), {moves.begin(), moves.end()}, slots, nullptr, &ticket});
+  }
+
+  void write(std::span<const Move> moves, const Slots& slots) override {
+    if (moves.empty() || !is_usable()) return;
+    engine_->wait_for_room(*table_);
+    const auto record_bytes = static_cast<size_t>(table_->file.layout.record_bytes);
+    auto records = std::make_unique_for_overwrite<std::byte[]>(moves.size() * record_bytes);
+    std::vector<Move> places;
+    places.reserve(moves.size());
+    for (size_t i = 0; i < moves.size(); ++i) {
+      slots.gather(moves[i].slot, records.get() + i * record_bytes);
+      places.push_back({moves[i].row, static_cast<int64_t>(i)});
+    }
+    engine_->add_waiting(*table_, static_cast<int64_t>(moves.size() * record_bytes));
+    engine_->push({Call::Kind::write, table_.get(), std::move(places), {}, std::move(records), nullptr});
+  }
+
+  bool flush() override { return is_usable() && ask(Call::Kind::flush); }
+
+  bool grow(int64_t num_rows) override {
+    if (!is_usable()) return false;
+    const TableFile& file = table_->file;
+    if (num_rows <= table_->num_rows.load()) return true;
+    if (ftruncate(file.fd, static_cast<off_t>(file.layout.file_bytes(num_rows))) != 0) {
+      table_->failure.set("growing table '" + file.table + "' to " + std::to_string(num_rows) + " rows in " +
+                          file.path + ": " + std::strerror(errno) + "; use a disk and file system that hold files of " +
+                          std::to_string(file.layout.file_bytes(num_rows)) + " bytes");
+      return false;
+    }
+    table_->num_rows.store(num_rows);
+    return true;
+  }
+
+  const Failure* failure() const override { return table_->failure.get(); }
+  int64_t record_bytes() const override { return table_->file.layout.record_bytes; }
+  int64_t num_rows() const override { return table_->num_rows.load(); }
+
+  StoreCounters counters() const override {
+    const Counted& c = table_->counted;
+    const int64_t own = c.reads + c.writes, all = engine_->num_ios();
+    const bool here = engine_->is_of_this_process();
+    const double share = all && here ? static_cast<double>(own) / static_cast<double>(all) : 0.0;
+    const auto cpu_ns = here ? static_cast<int64_t>(share * static_cast<double>(engine_->cpu_ns())) : 0;
+    return {c.reads,         c.read_rows,         c.read_bytes,         c.writes,     c.written_rows,
+            c.written_bytes, c.served_from_queue, c.read_modify_writes, c.blocked_ns, c.waiting_bytes,
+            cpu_ns};
+  }
+
+  void inject(bool write, int64_t after, int error) override {
+    table_->inject_write = write;
+    table_->inject_error = error;
+    table_->inject_after.store(after);
+  }
+
+ private:
+  bool ask(Call::Kind kind) {
+    Ticket ticket;
+    ticket.add(1);
+    engine_->push({kind, table_.get(), {}, {}, nullptr, &ticket});
+    return ticket.wait();
+  }
+
+  // A failed store takes no calls; nor does one whose thread stayed in the process that this one was forked from.
+  bool is_usable() {
+    if (!engine_->is_of_this_process()) {
+      table_->failure.set("table '" + table_->file.table + "' (" + table_->file.path +
+                          ") was opened before this process was forked, and its I/O runs in the process that opened "
+                          "it: use the table there, or start workers with multiprocessing's 'spawn'");
+    }
+    return table_->failure.get() == nullptr;
+  }
+
+  std::shared_ptr<Engine> engine_;
+  std::unique_ptr<Table> table_;
+};
+
+}  // namespace
+
+std::unique_ptr<BlockStore> open_block_store(std::shared_ptr<Engine> engine, TableFile file) {
+  return std::make_unique<Door>(std::move(engine), std::move(file));
+}
+
+}  // namespace hotrow

@@ -1,0 +1,45 @@
+// Where records lie in a file that is read and written in whole sectors.
+//
+//   unit   the least that is written: one sector that several records share, or the whole sectors of one record
+//   page   the most that is read at once: 4 KiB of units, or one larger unit; no unit crosses a page
+//
+//   file:  header | page 0: unit 0, unit 1, ..., padding | page 1: ...
+//   Records of less than half a sector share sectors, which they never cross: writing one means reading its neighbours.
+//   Larger ones own sectors, so that no write has to read first.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace hotrow {
+
+inline constexpr int64_t kPageBytes = 4096;
+inline constexpr int64_t kHeaderBytes = 4096;
+
+struct BlockLayout {
+  int64_t record_bytes;
+  int64_t unit_bytes;
+  int64_t unit_rows;
+  int64_t page_bytes;
+  int64_t page_units;
+
+  // sector: a power of two, of at most a page.
+  static BlockLayout of(int64_t record_bytes, int64_t sector) {
+    const bool shared = 2 * record_bytes < sector;
+    const int64_t unit = shared ? sector : (record_bytes + sector - 1) / sector * sector;
+    const int64_t page = std::max(unit, kPageBytes);
+    return {record_bytes, unit, shared ? sector / record_bytes : 1, page, page / unit};
+  }
+  int64_t unit_of(int64_t row) const { return row / unit_rows; }
+  int64_t page_of(int64_t unit) const { return unit / page_units; }
+  int64_t place_in_unit(int64_t row) const { return row % unit_rows * record_bytes; }
+  int64_t offset_of(int64_t unit) const {
+    return kHeaderBytes + unit / page_units * page_bytes + unit % page_units * unit_bytes;
+  }
+  int64_t page_rows() const { return page_units * unit_rows; }
+  int64_t file_bytes(int64_t num_rows) const {
+    return kHeaderBytes + (num_rows + page_rows() - 1) / page_rows() * page_bytes;
+  }
+};
+
+}  // namespace hotrow

@@ -1,0 +1,44 @@
+// Tables in files that are read and written past the page cache, in whole sectors, many at a time.
+#pragma once
+
+#include <hotrow/block_layout.h>
+#include <hotrow/store.h>
+
+#include <memory>
+#include <string>
+
+namespace hotrow {
+
+struct EngineOptions {
+  bool ring;                   // io_uring; else a pool of threads
+  int depth;                   // I/Os under way together
+  int num_threads;             // of the pool
+  int64_t most_waiting_bytes;  // to be written, all tables together; beyond, Store::write waits
+};
+
+// What does the I/O of any number of tables: one thread that sleeps in the kernel when there is nothing to do, and
+// runs no OpenMP region. It lives as long as somebody, or a store, holds it.
+class Engine;
+
+// Null, and the reason, where io_uring is refused.
+std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason);
+
+// A file of layout.file_bytes(num_rows), open for reading and writing, aligned as the layout's sectors where it
+// was opened with O_DIRECT. The store takes the descriptor and closes it.
+struct TableFile {
+  int fd;
+  BlockLayout layout;
+  int64_t num_rows;
+  std::string table, path;  // for messages
+};
+
+// A store whose I/Os can be made to fail, for tests: the `after`-th write (or read) from now ends with -error.
+class BlockStore : public Store {
+ public:
+  virtual void inject(bool write, int64_t after, int error) = 0;
+};
+
+// A forked child has no engine: there, every call fails.
+std::unique_ptr<BlockStore> open_block_store(std::shared_ptr<Engine> engine, TableFile file);
+
+}  // namespace hotrow

@@ -1,0 +1,145 @@
+// The rows of one table that lie behind a cache: a store takes records out of slots of fast memory and brings them
+// back. It knows nothing of which rows exist: what was never written reads as zeros.
+//
+// Any thread may call. Of calls in order, a read sees the writes before it; while a row is being read it must not be
+// written. After an error of the medium a store does no more: every ticket and flush says so, and `failure` tells why.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace hotrow {
+
+// Where the parts of a record lie in fast memory: part p of slot s at parts[p].base + s * parts[p].bytes. A record is
+// its parts one after another (weights, low halves, optimizer states).
+struct Part {
+  std::byte* base;
+  int64_t bytes;
+};
+struct Slots {
+  std::vector<Part> parts;
+
+  int64_t record_bytes() const {
+    int64_t bytes = 0;
+    for (const Part& part : parts) bytes += part.bytes;
+    return bytes;
+  }
+  void gather(int64_t slot, std::byte* record) const {
+    for (const Part& part : parts) {
+      std::memcpy(record, part.base + slot * part.bytes, static_cast<size_t>(part.bytes));
+      record += part.bytes;
+    }
+  }
+  void scatter(const std::byte* record, int64_t slot) const {
+    for (const Part& part : parts) {
+      std::memcpy(part.base + slot * part.bytes, record, static_cast<size_t>(part.bytes));
+      record += part.bytes;
+    }
+  }
+};
+
+struct Move {
+  int64_t row;
+  int64_t slot;
+};
+
+// Reads under way for one waiter, on any number of stores. It must live until it is finished.
+class Ticket {
+ public:
+  void add(int64_t n) {
+    const std::lock_guard lock(mutex_);
+    remaining_ += n;
+  }
+  void done(int64_t n) { end(n, true); }
+  // n of them ended without their records.
+  void fail(int64_t n) { end(n, false); }
+  // Sleeps until all are done; false when a store failed.
+  bool wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return remaining_ == 0; });
+    return good_;
+  }
+  bool finished() const {
+    const std::lock_guard lock(mutex_);
+    return remaining_ == 0;
+  }
+
+ private:
+  // Notifies under the lock: the waiter may destroy the ticket as soon as it can take it.
+  void end(int64_t n, bool good) {
+    const std::lock_guard lock(mutex_);
+    remaining_ -= n;
+    good_ = good_ && good;
+    if (remaining_ == 0) changed_.notify_all();
+  }
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  int64_t remaining_ = 0;
+  bool good_ = true;
+};
+
+// Names operation, table, rows, file, the system's words and the cure.
+struct Failure {
+  std::string what;
+};
+
+// Where the first failure is kept for ever.
+class FailureSlot {
+ public:
+  ~FailureSlot() { delete first_.load(); }
+  const Failure* get() const { return first_.load(std::memory_order_acquire); }
+  void set(std::string what) {
+    const Failure* none = nullptr;
+    auto failure = std::make_unique<const Failure>(Failure{std::move(what)});
+    if (first_.compare_exchange_strong(none, failure.get())) failure.release();
+  }
+
+ private:
+  std::atomic<const Failure*> first_{nullptr};
+};
+
+// Since the store was opened. reads and writes are I/Os; bytes are those that the medium was asked for.
+struct StoreCounters {
+  int64_t reads = 0;
+  int64_t read_rows = 0;
+  int64_t read_bytes = 0;
+  int64_t writes = 0;
+  int64_t written_rows = 0;
+  int64_t written_bytes = 0;
+  int64_t served_from_queue = 0;   // rows read out of a write that was waiting or under way
+  int64_t read_modify_writes = 0;  // reads, counted above, for writing a part of a sector
+  int64_t blocked_ns = 0;          // writers waited for room among the bytes to be written
+  int64_t waiting_bytes = 0;       // to be written, now
+  int64_t io_cpu_ns = 0;           // of the engine's threads, by this store's share of its I/Os
+};
+
+class Store {
+ public:
+  virtual ~Store() = default;
+  // Starts to read; `ticket` is done once every record lies in its slot. A row whose write is queued or under way is
+  // served from that write. The memory of `slots` must outlive the ticket.
+  virtual void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) = 0;
+  // Copies the records out of their slots before it returns; they are on disk later (flush). Of a row given twice the
+  // last counts. Blocks only while more than a stated number of bytes wait to be written.
+  virtual void write(std::span<const Move> moves, const Slots& slots) = 0;
+  // Everything written so far is on the medium (fdatasync); false when the store failed.
+  virtual bool flush() = 0;
+  // Makes room for rows up to num_rows, which read as zeros; false when the store failed.
+  virtual bool grow(int64_t num_rows) = 0;
+  // Sticky; null while all is well.
+  virtual const Failure* failure() const = 0;
+  virtual StoreCounters counters() const = 0;
+  virtual int64_t record_bytes() const = 0;
+  virtual int64_t num_rows() const = 0;
+};
+
+}  // namespace hotrow

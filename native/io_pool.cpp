@@ -1,0 +1,130 @@
+// pread and pwrite on a pool of threads, where io_uring is refused; see hotrow/io_queue.h.
+#include <hotrow/block_layout.h>
+#include <hotrow/io_queue.h>
+#include <hotrow/memory.h>
+#include <pthread.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <new>
+#include <thread>
+
+namespace hotrow {
+namespace {
+
+constexpr size_t kMostTaken = 2;  // by a thread at once: each takes the lock for several I/Os
+
+int64_t perform(const Io& io) {
+  const auto bytes = static_cast<size_t>(io.bytes);
+  ssize_t moved;
+  do {
+#ifdef __APPLE__
+    if (io.kind == Io::Kind::sync) moved = fsync(io.fd);
+#else
+    if (io.kind == Io::Kind::sync) moved = fdatasync(io.fd);
+#endif
+    else if (io.kind == Io::Kind::write)
+      moved = pwrite(io.fd, io.data, bytes, io.offset);
+    else
+      moved = pread(io.fd, io.data, bytes, io.offset);
+  } while (moved < 0 && errno == EINTR);
+  return moved < 0 ? -errno : moved;
+}
+
+class Pool final : public IoQueue {
+ public:
+  Pool(int depth, int num_threads) : frames_(allocate_pages(static_cast<size_t>(depth * kPageBytes))) {
+    if (!frames_.data) throw std::bad_alloc();
+    for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
+  }
+  ~Pool() override {
+    {
+      const std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    more_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+    free_pages(frames_);
+  }
+
+  std::byte* frames() override { return static_cast<std::byte*>(frames_.data); }
+  int add_file(int) override { return -1; }
+  void remove_file(int) override {}
+  void submit(Io* io) override { submitted_.push_back(io); }
+
+  void wait(int64_t at_least, std::vector<Io*>& ended) override {
+    std::unique_lock lock(mutex_);
+    queue_.insert(queue_.end(), submitted_.begin(), submitted_.end());
+    wanted_ = static_cast<size_t>(std::max<int64_t>(at_least, 1));
+    const size_t news = std::min(submitted_.size(), idle_);
+    submitted_.clear();
+    for (size_t i = 0; i < news; ++i) more_.notify_one();
+    some_.wait(lock, [&] { return woken_ || ended_.size() >= wanted_; });
+    woken_ = false;
+    ended.insert(ended.end(), ended_.begin(), ended_.end());
+    ended_.clear();
+  }
+
+  void wake() override {
+    const std::lock_guard lock(mutex_);
+    woken_ = true;
+    some_.notify_one();
+  }
+
+  int64_t cpu_ns() override {
+    int64_t total = 0;
+#ifndef __APPLE__
+    for (std::thread& thread : threads_) {
+      clockid_t clock;
+      timespec time{};
+      if (pthread_getcpuclockid(thread.native_handle(), &clock) == 0) clock_gettime(clock, &time);
+      total += time.tv_sec * 1'000'000'000 + time.tv_nsec;
+    }
+#endif
+    return total;
+  }
+
+ private:
+  void serve() {
+    std::vector<Io*> mine;
+    std::unique_lock lock(mutex_);
+    while (true) {
+      ++idle_;
+      more_.wait(lock, [&] { return ending_ || !queue_.empty(); });
+      --idle_;
+      if (queue_.empty()) return;
+      const size_t share = (queue_.size() + threads_.size() - 1) / threads_.size();
+      for (size_t i = std::min(share, kMostTaken); i > 0; --i) {
+        mine.push_back(queue_.front());
+        queue_.pop_front();
+      }
+      lock.unlock();
+      for (Io* io : mine) io->result = perform(*io);
+      lock.lock();
+      ended_.insert(ended_.end(), mine.begin(), mine.end());
+      mine.clear();
+      if (ended_.size() >= wanted_) some_.notify_one();
+    }
+  }
+
+  Pages frames_;
+  std::vector<Io*> submitted_;  // of the engine's thread alone; the rest under the lock
+  std::mutex mutex_;
+  std::condition_variable more_, some_;
+  std::deque<Io*> queue_;
+  std::vector<Io*> ended_;
+  size_t wanted_ = 1, idle_ = 0;
+  bool woken_ = false, ending_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<IoQueue> make_pool(int depth, int num_threads) { return std::make_unique<Pool>(depth, num_threads); }
+
+}  // namespace hotrow

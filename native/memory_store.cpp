@@ -1,0 +1,292 @@
+// See hotrow/memory_store.h.
+#include <fcntl.h>
+#include <hotrow/block_layout.h>
+#include <hotrow/memory_store.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <shared_mutex>
+
+namespace hotrow {
+namespace {
+
+constexpr int64_t kChunkBytes = 1 << 16;  // of a file, claimed at once: one call per 16 pages, and still sparse
+
+struct Counted {
+  std::atomic<int64_t> read_rows{0}, written_rows{0};
+
+  StoreCounters counters(int64_t record_bytes) const {
+    StoreCounters c;
+    c.read_rows = read_rows;
+    c.read_bytes = c.read_rows * record_bytes;
+    c.written_rows = written_rows;
+    c.written_bytes = c.written_rows * record_bytes;
+    return c;
+  }
+};
+
+// The check and the loop that both stores share; `transfer(move)` is false on an error it has told.
+template <class Transfer>
+bool for_each_move(std::span<const Move> moves, int64_t num_rows, const std::string& table, FailureSlot& failure,
+                   const Transfer& transfer) {
+  for (const Move& move : moves) {
+    if (failure.get()) return false;
+    if (move.row < 0 || move.row >= num_rows) {
+      failure.set("table '" + table + "': row " + std::to_string(move.row) + " was asked for, but it has " +
+                  std::to_string(num_rows) + " rows; grow it first");
+      return false;
+    }
+    if (!transfer(move)) return false;
+  }
+  return true;
+}
+
+void tell(Ticket& ticket, std::span<const Move> moves, bool good) {
+  const auto count = static_cast<int64_t>(moves.size());
+  ticket.add(count);
+  good ? ticket.done(count) : ticket.fail(count);
+}
+
+class Dram final : public Store {
+ public:
+  Dram(int64_t record_bytes, std::string table) : record_bytes_(record_bytes), table_(std::move(table)) {}
+  ~Dram() override {
+    if (base_) munmap(base_, static_cast<size_t>(bytes_));
+  }
+
+  void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
+    const std::shared_lock lock(growing_);
+    const bool good = for_each_move(moves, num_rows_, table_, failure_, [&](const Move& move) {
+      slots.scatter(base_ + move.row * record_bytes_, move.slot);
+      return true;
+    });
+    counted_.read_rows += static_cast<int64_t>(moves.size());
+    tell(ticket, moves, good);
+  }
+
+  void write(std::span<const Move> moves, const Slots& slots) override {
+    const std::shared_lock lock(growing_);
+    for_each_move(moves, num_rows_, table_, failure_, [&](const Move& move) {
+      slots.gather(move.slot, base_ + move.row * record_bytes_);
+      return true;
+    });
+    counted_.written_rows += static_cast<int64_t>(moves.size());
+  }
+
+  bool flush() override { return failure_.get() == nullptr; }
+
+  // The rows move to a larger mapping: Linux moves the pages, elsewhere they are copied.
+  bool grow(int64_t num_rows) override {
+    const std::unique_lock lock(growing_);
+    if (num_rows <= num_rows_) return failure_.get() == nullptr;
+    const int64_t bytes = num_rows * record_bytes_;
+#ifdef __linux__
+    void* map = base_ ? mremap(base_, static_cast<size_t>(bytes_), static_cast<size_t>(bytes), MREMAP_MAYMOVE)
+                      : new_pages(bytes);
+#else
+    void* map = new_pages(bytes);
+    if (map != MAP_FAILED && base_) {
+      std::memcpy(map, base_, static_cast<size_t>(bytes_));
+      munmap(base_, static_cast<size_t>(bytes_));
+    }
+#endif
+    if (map == MAP_FAILED) {
+      failure_.set("table '" + table_ + "' cannot grow to " + std::to_string(num_rows) + " rows, " +
+                   std::to_string(bytes) + " bytes of address space: " + std::strerror(errno) +
+                   "; raise ulimit -v, or keep the table in a file");
+      return false;
+    }
+    base_ = static_cast<std::byte*>(map);
+    bytes_ = bytes;
+    num_rows_ = num_rows;
+    return true;
+  }
+
+  const Failure* failure() const override { return failure_.get(); }
+  StoreCounters counters() const override { return counted_.counters(record_bytes_); }
+  int64_t record_bytes() const override { return record_bytes_; }
+  int64_t num_rows() const override { return num_rows_; }
+
+ private:
+  static void* new_pages(int64_t bytes) {
+    return mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
+                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  }
+
+  int64_t record_bytes_;
+  std::string table_;
+  std::shared_mutex growing_;
+  std::byte* base_ = nullptr;
+  int64_t bytes_ = 0;
+  std::atomic<int64_t> num_rows_{0};
+  FailureSlot failure_;
+  Counted counted_;
+};
+
+// Rows in chunks known to have space are read and written in memory; others through the descriptor, which tells a full
+// or failing disk as an error, and reads a hole without filling it.
+class Mapped final : public Store {
+ public:
+  explicit Mapped(MappedFile file) : file_(std::move(file)), process_(getpid()) {}
+  ~Mapped() override {
+    if (base_) munmap(base_, static_cast<size_t>(bytes_));
+    close(file_.fd);
+  }
+
+  bool map(int64_t num_rows) {
+    const int64_t bytes = mapped_file_bytes(file_.record_bytes, num_rows);
+    void* map = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file_.fd, 0);
+    if (map == MAP_FAILED) return false;
+    madvise(map, static_cast<size_t>(bytes), MADV_RANDOM);
+    auto claimed = std::make_unique<std::atomic<uint8_t>[]>(static_cast<size_t>(bytes / kChunkBytes + 1));
+    if (base_) {
+      for (int64_t i = 0; i <= bytes_ / kChunkBytes; ++i) claimed[i] = claimed_[i].load();
+      munmap(base_, static_cast<size_t>(bytes_));
+    }
+    claimed_ = std::move(claimed);
+    base_ = static_cast<std::byte*>(map);
+    bytes_ = bytes;
+    num_rows_ = num_rows;
+    return true;
+  }
+
+  void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
+    const std::shared_lock lock(growing_);
+    const bool good = is_here() && for_each_move(moves, num_rows_, file_.table, failure_,
+                                                 [&](const Move& move) { return read_row(move, slots); });
+    counted_.read_rows += static_cast<int64_t>(moves.size());
+    tell(ticket, moves, good);
+  }
+
+  void write(std::span<const Move> moves, const Slots& slots) override {
+    const std::shared_lock lock(growing_);
+    if (!is_here()) return;
+    for_each_move(moves, num_rows_, file_.table, failure_, [&](const Move& move) { return write_row(move, slots); });
+    counted_.written_rows += static_cast<int64_t>(moves.size());
+  }
+
+  bool flush() override {
+    const std::shared_lock lock(growing_);
+    if (!is_here() || failure_.get()) return false;
+    return msync(base_, static_cast<size_t>(bytes_), MS_SYNC) == 0 || fail("syncing", -1);
+  }
+
+  bool grow(int64_t num_rows) override {
+    const std::unique_lock lock(growing_);
+    if (!is_here() || failure_.get()) return false;
+    if (num_rows <= num_rows_) return true;
+    const int64_t bytes = mapped_file_bytes(file_.record_bytes, num_rows);
+    if (ftruncate(file_.fd, static_cast<off_t>(bytes)) == 0 && map(num_rows)) return true;
+    return fail("growing", num_rows);
+  }
+
+  const Failure* failure() const override { return failure_.get(); }
+  StoreCounters counters() const override { return counted_.counters(file_.record_bytes); }
+  int64_t record_bytes() const override { return file_.record_bytes; }
+  int64_t num_rows() const override { return num_rows_; }
+
+ private:
+  int64_t place(int64_t row) const { return kHeaderBytes + row * file_.record_bytes; }
+
+  bool is_here() {
+    if (getpid() == process_) return true;
+    failure_.set("table '" + file_.table + "' (" + file_.path +
+                 ") was opened before this process was forked: use it in the process that opened it, or start workers "
+                 "with multiprocessing's 'spawn'");
+    return false;
+  }
+
+  bool fail(const char* operation, int64_t row) {
+    const int error = errno;
+    const bool full = error == ENOSPC || error == EDQUOT;
+    const std::string rows = row < 0 ? "" : " row " + std::to_string(row) + " of";
+    failure_.set(std::string(operation) + rows + " table '" + file_.table + "' in " + file_.path + ": " +
+                 (error ? std::strerror(error) : "the file ends before it; something truncated it") + "; " +
+                 (full ? "free some space on that disk" : "look into the kernel's log (dmesg)") +
+                 ", then resume from the last checkpoint");
+    return false;
+  }
+
+  bool is_claimed(int64_t row) const {
+    const int64_t first = place(row) / kChunkBytes, last = (place(row + 1) - 1) / kChunkBytes;
+    for (int64_t chunk = first; chunk <= last; ++chunk) {
+      if (!claimed_[chunk].load(std::memory_order_relaxed)) return false;
+    }
+    return true;
+  }
+
+  // Whether the row's chunks have space now; where the file system cannot promise it, they never have.
+  bool claim(int64_t row) {
+#ifdef __linux__
+    const int64_t first = place(row) / kChunkBytes, last = (place(row + 1) - 1) / kChunkBytes;
+    for (int64_t chunk = first; chunk <= last; ++chunk) {
+      const int64_t start = chunk * kChunkBytes, bytes = std::min(kChunkBytes, bytes_ - start);
+      int failed;
+      do failed = fallocate(file_.fd, 0, static_cast<off_t>(start), static_cast<off_t>(bytes));
+      while (failed && errno == EINTR);
+      if (failed) return false;
+      claimed_[chunk].store(1, std::memory_order_relaxed);
+    }
+    return true;
+#else
+    (void)row;
+    return false;
+#endif
+  }
+
+  bool read_row(const Move& move, const Slots& slots) {
+    if (is_claimed(move.row)) {
+      slots.scatter(base_ + place(move.row), move.slot);
+      return true;
+    }
+    std::vector<std::byte> record(static_cast<size_t>(file_.record_bytes));
+    errno = 0;
+    if (pread(file_.fd, record.data(), record.size(), static_cast<off_t>(place(move.row))) != file_.record_bytes) {
+      return fail("reading", move.row);
+    }
+    slots.scatter(record.data(), move.slot);
+    return true;
+  }
+
+  bool write_row(const Move& move, const Slots& slots) {
+    if (is_claimed(move.row) || claim(move.row)) {
+      slots.gather(move.slot, base_ + place(move.row));
+      return true;
+    }
+    std::vector<std::byte> record(static_cast<size_t>(file_.record_bytes));
+    slots.gather(move.slot, record.data());
+    const ssize_t written = pwrite(file_.fd, record.data(), record.size(), static_cast<off_t>(place(move.row)));
+    if (written >= 0 && written != file_.record_bytes) errno = ENOSPC;
+    return written == file_.record_bytes || fail("writing", move.row);
+  }
+
+  MappedFile file_;
+  pid_t process_;
+  std::shared_mutex growing_;
+  std::byte* base_ = nullptr;
+  int64_t bytes_ = 0;
+  std::atomic<int64_t> num_rows_{0};
+  std::unique_ptr<std::atomic<uint8_t>[]> claimed_;  // per chunk
+  FailureSlot failure_;
+  Counted counted_;
+};
+
+}  // namespace
+
+std::unique_ptr<Store> open_dram_store(int64_t record_bytes, int64_t num_rows, std::string table) {
+  auto store = std::make_unique<Dram>(record_bytes, std::move(table));
+  if (num_rows > 0 && !store->grow(num_rows)) return nullptr;
+  return store;
+}
+
+int64_t mapped_file_bytes(int64_t record_bytes, int64_t num_rows) { return kHeaderBytes + num_rows * record_bytes; }
+
+std::unique_ptr<Store> open_mapped_store(MappedFile file) {
+  const int64_t num_rows = file.num_rows;
+  auto store = std::make_unique<Mapped>(std::move(file));
+  if (!store->map(num_rows)) return nullptr;
+  return store;
+}
+
+}  // namespace hotrow

@@ -1,0 +1,1 @@
+"""Where the rows of tables lie when they are more than memory holds."""

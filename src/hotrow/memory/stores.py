@@ -1,0 +1,251 @@
+"""Stores: where the rows of a table lie when a cache stands in front of them.
+
+    slots of fast memory  <- read -  store  (dram | mapped file | block file past the page cache)
+                          - write ->
+
+A store moves whole records (a row's weights and optimizer states) between its medium and slots of fast arrays, and
+knows nothing of which rows exist: what was never written reads as zeros. Contract: native/include/hotrow/store.h. The
+native cache holds the same objects (`Store.native`); the methods here are the door for Python.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hotrow.memory import store_file
+from hotrow.memory.native import backend
+from hotrow.memory.store_file import Kind, OpenFile, TableRows
+
+DEPTH = 128
+"""I/Os under way together: what an SSD needs for all of its channels, in 512 KiB of locked memory."""
+NUM_THREADS = 64
+"""One for two I/Os of the queue: of io_uring's reads 32 reach 75 % on two cores, 64 85 to 95 %, 128 65 to 75 %."""
+MOST_WAITING_BYTES = 64 << 20
+
+
+class StoreError(OSError):
+    """A store's medium has failed: which operation, table, rows and file, why, and the cure. Nothing works after it."""
+
+
+class Engines:
+    """What does the I/O of any number of block stores: one background thread, started when a store first needs it.
+
+    depth: I/Os under way together. most_waiting_bytes: writers wait while more are to be written. io: "io_uring",
+    "threads" (a pool of num_threads that read and write), or "auto": io_uring where system and file allow it.
+    """
+
+    def __init__(
+        self,
+        *,
+        io: Literal["auto", "io_uring", "threads"] = "auto",
+        depth: int = DEPTH,
+        num_threads: int = NUM_THREADS,
+        most_waiting_bytes: int = MOST_WAITING_BYTES,
+    ) -> None:
+        self.io, self.depth, self.num_threads, self.most_waiting_bytes = io, depth, num_threads, most_waiting_bytes
+        self.fallbacks: dict[str, str] = {}
+        """Files that are served by threads though io_uring was wanted, and why: for the run's report."""
+        self._started: dict[bool, tuple[Any, str]] = {}
+
+    def _start(self, *, ring: bool) -> tuple[Any, str]:
+        if ring not in self._started:
+            sizes = (self.depth, self.num_threads, self.most_waiting_bytes)
+            self._started[ring] = backend().start_engine(ring, *sizes)
+        return self._started[ring]
+
+    def open(self, path: Path, sector: int) -> tuple[Any, int, str | None]:
+        """(engine, descriptor, None), or threads, a descriptor they can use, and why it is not io_uring."""
+        descriptor, reason = store_file.open_direct(path, sector)
+        engine = None
+        if descriptor is not None and self.io != "threads":
+            engine, reason = self._start(ring=True)
+        if engine is None:
+            if self.io == "io_uring":
+                if descriptor is not None:
+                    os.close(descriptor)
+                raise ValueError(f'io="io_uring", but {reason}; or choose io="auto"')
+            engine = self._start(ring=False)[0]
+        if descriptor is None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if self.io == "auto" and reason:
+            self.fallbacks[str(path)] = reason
+        return engine, descriptor, reason or None
+
+
+class Reading:
+    """A read under way. The arrays must not be resized until it is over; dropping it waits for that."""
+
+    def __init__(self, native: Any, store: Store) -> None:
+        self._native, self._store = native, store
+
+    def finished(self) -> bool:
+        """Whether every row lies in its slot, or never will."""
+        return bool(self._native.finished())
+
+    def wait(self) -> None:
+        """Sleep until every row lies in its slot. Raises StoreError where one could not be read."""
+        if not self._native.wait():
+            self._store.raise_failure()
+
+
+class Store:
+    """One open store; made by `open_store`. A context manager that closes."""
+
+    def __init__(self, native: Any, rows: TableRows, kind: Kind, file: OpenFile | None, fallback: str | None) -> None:
+        self.native: Any = native
+        self.rows, self.kind = rows, kind
+        self.fallback = fallback
+        """Why a block store runs on threads; None when it does not, or was asked to."""
+        self._file, self._process = file, os.getpid()
+
+    @property
+    def path(self) -> Path | None:
+        """Its file; None for dram."""
+        return None if self._file is None else self._file.path
+
+    @property
+    def padded_record_bytes(self) -> float:
+        """What a record takes on its medium, padding included."""
+        return store_file.padded_record_bytes(self.rows, None if self._file is None else self._file.sector)
+
+    def start_read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> Reading:
+        """Start to read row rows[i] into slot slots[i] of `arrays`.
+
+        arrays: one per part of a record, [num_slots, ...], contiguous, numpy or torch on the CPU, without gradient.
+        Rows whose write waits come from that write. Raises ValueError for rows and slots out of range.
+        """
+        native = self._open().read(_ids(rows), _ids(slots), backend().Records(list(arrays)))
+        return Reading(native, self)
+
+    def read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
+        """`start_read` and wait. Raises StoreError where a row could not be read."""
+        self.start_read(rows, slots, arrays).wait()
+
+    def write(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
+        """Write slot slots[i] of `arrays` as row rows[i]: copied now, on the medium after `flush`.
+
+        Waits only while more than Engines.most_waiting_bytes are to be written. Of a row given twice the last counts.
+        Raises ValueError as `start_read`, and StoreError where the store has failed.
+        """
+        self._open().write(_ids(rows), _ids(slots), backend().Records(list(arrays)))
+        self.raise_failure(only_if_failed=True)
+
+    def flush(self) -> None:
+        """Wait until everything written is on the medium. Raises StoreError where it cannot be."""
+        if not self._open().flush():
+            self.raise_failure()
+
+    def grow(self, num_rows: int) -> None:
+        """Make room for rows up to `num_rows`, which read as zeros. Raises StoreError where there is none."""
+        if not self._open().grow(num_rows):
+            self.raise_failure()
+        self.rows = replace(self.rows, num_rows=max(num_rows, self.rows.num_rows))
+        if self._file is not None:
+            store_file.write_header(self._file.descriptor, self.rows, self.kind, self._file.sector)
+            os.fsync(self._file.descriptor)
+
+    def counters(self) -> dict[str, int]:
+        """I/Os, rows, bytes and times since it was opened: StoreCounters in store.h."""
+        return dict(self._open().counters())
+
+    def failure(self) -> str | None:
+        """What went wrong; None while all is well."""
+        return self._open().failure() or None
+
+    def raise_failure(self, *, only_if_failed: bool = False) -> None:
+        """Raise StoreError with what went wrong."""
+        what = self.failure()
+        if what or not only_if_failed:
+            raise StoreError(what or f"table {self.rows.table!r}: the store failed without saying why")
+
+    def close(self) -> None:
+        """Write what waits, and give file and lock back. Raises StoreError where something was not written.
+
+        In a forked child it only lets go: the store is the other process's.
+        """
+        if self.native is None:
+            return
+        here = self._process == os.getpid()
+        what = None if not here or self.native.flush() else self.failure()
+        self.native = None
+        if self._file is not None and here:
+            self._file.close()
+        if what:
+            raise StoreError(what)
+
+    def _open(self) -> Any:
+        if self.native is None:
+            raise ValueError(f"the store of table {self.rows.table!r} is closed")
+        return self.native
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ids(values: ArrayLike) -> np.ndarray[Any, np.dtype[np.int64]]:
+    ids = np.asarray(values)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"rows and slots are {ids.dtype} {ids.shape}; pass integers, one axis")
+    return np.ascontiguousarray(ids, np.int64)
+
+
+def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, engines: Engines | None = None) -> Store:
+    """The store of `rows`: "dram" (no path), "mapped" (a file as memory) or "block" (a file past the page cache).
+
+    path: the store's file, made where there is none (sparse, so at once, whatever its size), else checked and opened;
+    a file with fewer rows grows. engines: shared by block stores; None: one of its own. A block store that cannot have
+    io_uring or direct I/O runs on threads, with a warning that says why (`Store.fallback`, `Engines.fallbacks`).
+    Raises ValueError where the file is truncated or another's, BlockingIOError where it is open elsewhere, OSError as
+    the file system gives it.
+    """
+    if kind == "dram":
+        native = backend().open_dram_store(rows.record_bytes, rows.num_rows, rows.table)
+        return Store(native, rows, kind, None, None)
+    if path is None:
+        raise ValueError(f"table {rows.table!r}: a {kind} store needs the path of its file")
+    file = store_file.open_file(Path(path), rows, kind)
+    try:
+        return _open_mapped(rows, file) if kind == "mapped" else _open_block(rows, file, engines or Engines())
+    except BaseException:
+        file.close()
+        raise
+
+
+def _open_mapped(rows: TableRows, file: OpenFile) -> Store:
+    descriptor = os.dup(file.descriptor)
+    native = backend().open_mapped_store(descriptor, rows.record_bytes, rows.num_rows, rows.table, str(file.path))
+    return Store(native, rows, "mapped", file, None)
+
+
+def _open_block(rows: TableRows, file: OpenFile, engines: Engines) -> Store:
+    assert file.sector is not None
+    engine, descriptor, reason = engines.open(file.path, file.sector)
+    if reason and engines.io == "auto":
+        warnings.warn(
+            f"table {rows.table!r} is read and written by {engines.num_threads} threads, which takes more of the "
+            f"processor than io_uring: {reason}",
+            stacklevel=4,
+        )
+    native = backend().open_block_store(
+        engine, descriptor, rows.record_bytes, file.sector, rows.num_rows, rows.table, str(file.path)
+    )
+    return Store(native, rows, "block", file, reason)
+
+
+def io_uring_refused() -> str | None:
+    """Why io_uring cannot be used here; None where it can."""
+    return Engines(depth=1, num_threads=1, most_waiting_bytes=0)._start(ring=True)[1] or None
