@@ -35,8 +35,9 @@ class ProgressMeter:
         self._first_row, self._started = rows_done, time.monotonic()
         self._reported = 0.0
 
-    def update(self, rows_done: int) -> None:
-        """Report if the last report is long enough ago."""
+    def update(self, rows_done: int, *, rows_total: int | None = None) -> None:
+        """Report if the last report is long enough ago; `rows_total` mends the estimate."""
+        self._total = rows_total if rows_total is not None else self._total
         if time.monotonic() - self._reported >= REPORT_EVERY_S:
             self._report(rows_done)
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.data import reference_reuse
 from hotrow.data.native import backend
 
 MAX_GAP = 128
@@ -24,6 +25,7 @@ OVERLAP_BATCHES = (1, 10, 100)
 POINTS_PER_OCTAVE = 16
 """Of a curve in a file: neighbouring capacities then differ by at most 4.5 %."""
 Access = Literal["lookup", "row"]
+ACCESSES: tuple[Access, ...] = ("lookup", "row")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class MissRatioCurve:
         ratios = np.minimum(misses / max(rate * num_accesses, 1e-300), 1.0)
         return cls(np.concatenate([[0], capacities]), np.concatenate([[1.0], ratios]))
 
+    @property
+    def first(self) -> float:
+        """Share of first accesses, which a cache of any size misses; 0 where there are no accesses."""
+        return float(self.ratios[-1]) if len(self.ratios) > 1 else 0.0
+
     def miss_ratio(self, capacity_rows: int | NDArray[np.integer[Any]]) -> Any:
         """m(capacity_rows), a float or an array like the argument. Raises ValueError below 0."""
         if np.min(capacity_rows, initial=0) < 0:
@@ -76,6 +83,16 @@ class MissRatioCurve:
         return cls(np.array(value["capacity_rows"], np.int64), np.array(value["miss_ratio"], np.float64))
 
 
+def threshold_of(rate: float) -> int:
+    """The highest hash of a row that is followed."""
+    return min(int(rate * 2.0**64), 2**64 - 1)
+
+
+def is_sampled(ids: NDArray[Any], rate: float, seed: int) -> NDArray[np.bool_]:
+    """Which of `ids` are of rows that a profile with this rate and seed follows."""
+    return reference_reuse.is_sampled(ids, threshold_of(rate), seed)
+
+
 class ReuseProfile:
     """Distances of one table's accesses, fed batch by batch; memory about 40 bytes per row followed.
 
@@ -88,7 +105,7 @@ class ReuseProfile:
         if not 0 < rate <= 1:
             raise ValueError(f"rate is {rate}; the share of rows to follow is above 0 and at most 1")
         self.access, self.rate = access, rate
-        self._distances = backend().StackDistances(min(int(rate * 2.0**64), 2**64 - 1), seed)
+        self._distances = backend().StackDistances(threshold_of(rate), seed)
         self.num_batches = self.num_accesses = 0
         """Batches and accesses so far, those of rows not followed included."""
         self._starts: dict[int, tuple[int, int]] = {}
