@@ -120,8 +120,9 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
     if demand["gini"] is not None:
         lines.insert(
             2,
-            f"Half of these fall on {demand['bytes_of_half_the_demand']:.1%} of the tables' bytes; Gini {demand['gini']:.2f} "
-            f"(0: uniform); the densest table has {demand['max_over_median']:.3g} times the median density.",
+            f"Half of these fall on {demand['bytes_of_half_the_demand']:.1%} of the tables' bytes; Gini "
+            f"{demand['gini']:.2f} (0: uniform); the densest table has {demand['max_over_median']:.3g} times the "
+            "median density.",
         )
     if not locality["exact"]:
         lines.append("Reuse and overlap of large tables are estimates from a sample of their rows (--sample).")

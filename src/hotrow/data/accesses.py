@@ -25,6 +25,8 @@ from hotrow.data.rowcounts import RowCounts
 
 PIECE_BYTES = 1 << 22
 """Of text parsed at a time."""
+LONGEST_LINE_BYTES = 1 << 12
+"""Far above any integer; a longer line is no trace's, and is not gathered in memory to say so."""
 INTEGER = re.compile(rb"-?[0-9]{1,19}")
 BatchIds = Iterator[NDArray[Any]]
 
@@ -176,7 +178,7 @@ def _parse(stream: ByteStream, name: str) -> BatchIds:
             lines = text.split(b"\n")
             yield _to_ids(lines, name, first_line)
             first_line += len(lines)
-        elif len(rest) > PIECE_BYTES:
+        elif len(rest) > LONGEST_LINE_BYTES:
             _refuse(rest, name, first_line)
     if rest:
         yield _to_ids([rest], name, first_line)
