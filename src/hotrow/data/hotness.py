@@ -117,9 +117,13 @@ class Hotness:
 
     def miss_ratio_of_share(self, share: float, *, per: Access) -> float:
         """Over all tables together, each with an LRU cache of that share of its rows, at least one row."""
-        weights = [own.locality.num_lookups * (own.locality.unique_ratio if per == "row" else 1) for own in self.tables]
-        misses = [own.locality.curve(per).miss_ratio(own.rows_of(share)) for own in self.tables]
-        return weighted_mean(misses, weights)
+        weights = [own.locality.num_accesses(per) for own in self.tables]
+        return weighted_mean([own.locality.curve(per).miss_ratio(own.rows_of(share)) for own in self.tables], weights)
+
+    def first(self, *, per: Access) -> float:
+        """Share of first accesses over all tables together: missed by caches of any size."""
+        weights = [own.locality.num_accesses(per) for own in self.tables]
+        return weighted_mean([own.locality.curve(per).first for own in self.tables], weights)
 
     def coverage(self, shares: Sequence[float]) -> list[float]:
         """Over all tables together, the hottest `shares` of each table's rows."""
@@ -180,6 +184,7 @@ class Hotness:
                 f"per_{per}": [[share, self.miss_ratio_of_share(share, per=per)] for share in CURVE_SHARES]
                 for per in ACCESSES
             },
+            "first": {f"per_{per}": self.first(per=per) for per in ACCESSES},
             "windows": self.windows(),
             "exact": all(own.locality.rate == 1 for own in self.tables),
         }

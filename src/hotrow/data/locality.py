@@ -43,6 +43,8 @@ class Locality:
 
     num_batches: int
     num_lookups: int
+    num_rows_read: int
+    """Different rows of each batch, summed over all batches: the accesses of `by_row`."""
     lookups_per_batch: float
     rows_per_batch: float
     """Different rows of a batch."""
@@ -59,6 +61,10 @@ class Locality:
     def unique_ratio(self) -> float:
         """Different rows of a batch over its lookups."""
         return self.rows_per_batch / self.lookups_per_batch if self.lookups_per_batch else 0.0
+
+    def num_accesses(self, per: Access) -> int:
+        """Of that curve."""
+        return self.num_lookups if per == "lookup" else self.num_rows_read
 
     def curve(self, per: Access) -> MissRatioCurve:
         """Per lookup, or per different row of a batch."""
@@ -104,6 +110,7 @@ def measure_locality(
     return Locality(
         num_batches=num_batches,
         num_lookups=by_lookup.num_accesses,
+        num_rows_read=by_row.num_accesses,
         lookups_per_batch=lookups_full / num_full,
         rows_per_batch=rows_full / num_full,
         rate=rate,
