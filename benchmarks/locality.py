@@ -250,6 +250,7 @@ def make(found: Mapping[str, Accesses]) -> dict[str, str]:
             misses,
             x_label="cache, as a share of each table's rows",
             y_label="share of the lookups missed",
+            dashed=[name for name in misses if name.endswith("shuffled")],
             label="miss ratios in stored and in random order",
         ),
     }

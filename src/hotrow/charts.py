@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Literal
 
@@ -105,12 +105,13 @@ def line_chart(
     y_label: str,
     x_scale: Literal["linear", "log"] = "log",
     shape: Literal["line", "stairs"] = "line",
+    dashed: Collection[str] = (),
     label: str,
 ) -> str:
     """Shares (y, 0 to 1) against x, one line per name; nothing where there is no point.
 
     The first six are coloured and named below the plot; those after them are thin and grey. "stairs": a value holds
-    until the next point. Hover says the name.
+    until the next point. dashed: names of lines drawn so. Hover says the name.
     """
     points = [point for line in lines.values() for point in line if x_scale == "linear" or point[0] > 0]
     if not points:
@@ -120,8 +121,10 @@ def line_chart(
     height = HEIGHT - 60
     plot = Shares([x for x, _ in points], x_scale=x_scale, width=WIDTH, height=height)
     body = plot.axes(x_label, y_label)
-    for i, (name, line) in reversed(list(enumerate(lines.items()))):  # the named ones above the grey
+    drawn = sorted(enumerate(lines.items()), key=lambda item: (item[1][0] in dashed, -item[0]))
+    for i, (name, line) in drawn:  # the named ones above the grey, dashes on top, so that what lies under them shows
         colour, stroke = (COLOURS[i], 2.2) if i < len(COLOURS) else ("#bbb", 1.0)
+        dashes = ' stroke-dasharray="7 5"' if name in dashed else ""
         pixels: list[tuple[float, float]] = []
         for x, y in line:
             if shape == "stairs" and pixels:
@@ -129,12 +132,13 @@ def line_chart(
             pixels.append((plot.x(x), plot.y(y)))
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
         body.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}">'
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}"{dashes}>'
             f"<title>{escape(name)}</title></polyline>"
         )
     for i, name in enumerate(named):
         x, y = LEFT + (WIDTH - LEFT - RIGHT) / per_row * (i % per_row), height + 16 + 18 * (i // per_row)
-        body.append(f'<line x1="{x}" y1="{y - 4}" x2="{x + 22}" y2="{y - 4}" stroke="{COLOURS[i]}" stroke-width="3"/>')
+        ink = f'stroke="{COLOURS[i]}" stroke-width="3"' + (' stroke-dasharray="5 3"' if name in dashed else "")
+        body.append(f'<line x1="{x}" y1="{y - 4}" x2="{x + 22}" y2="{y - 4}" {ink}/>')
         body.append(f'<text x="{x + 28}" y="{y}">{escape(name)}</text>')
     return svg(body, height=height + 26 + 18 * ((len(named) - 1) // per_row), label=label)
 

@@ -169,7 +169,7 @@ def charts_of(report: Mapping[str, Any]) -> dict[str, str]:
     windows = locality["windows"]
     return {
         "density": bar_chart(
-            {table["table"]: table["demand"]["density"] for table in tables},
+            {table["table"]: table["demand"]["density"] for table in tables} if len(tables) > 1 else {},
             y_label="bytes per step / table bytes",
             label="bandwidth density of the tables, densest first",
         ),
