@@ -215,6 +215,9 @@ def inspect(
     split: Annotated[str, typer.Option(help="Whose accesses to read, of a packed dataset.")] = "train",
     batch_size: Annotated[int, typer.Option(help="Samples per step; of a trace, lookups.")] = 2048,
     dim: Annotated[int, typer.Option(help="Columns of every table, float32, for the bytes.")] = 16,
+    batches: Annotated[
+        int | None, typer.Option(help="Read only so many, the first: a quick look at much data.")
+    ] = None,
     sample: Annotated[
         float | None,
         typer.Option(help="Share of each table's rows to follow, at least 8,192; default: all, up to 2^20 of a table."),
@@ -234,6 +237,7 @@ def inspect(
             split=split,
             batch_size=batch_size,
             embedding_dim=dim,
+            batches=batches,
             sample=sample,
             seed=seed,
             out=out,

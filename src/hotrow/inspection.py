@@ -118,11 +118,11 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
         order_note(report),
     ]
     if demand["gini"] is not None:
+        ratio = demand["max_over_median"]
+        densest = "" if ratio is None else f"; the densest table has {ratio:.3g} times the median density"
+        half = f"{demand['bytes_of_half_the_demand']:.1%}"
         lines.insert(
-            2,
-            f"Half of these fall on {demand['bytes_of_half_the_demand']:.1%} of the tables' bytes; Gini "
-            f"{demand['gini']:.2f} (0: uniform); the densest table has {demand['max_over_median']:.3g} times the "
-            "median density.",
+            2, f"Half of that falls on {half} of the tables' bytes; Gini {demand['gini']:.2f} (0: uniform){densest}."
         )
     if not locality["exact"]:
         lines.append("Reuse and overlap of large tables are estimates from a sample of their rows (--sample).")

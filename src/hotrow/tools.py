@@ -14,7 +14,7 @@ import torch
 
 from hotrow import ops
 from hotrow.checkpoint import MANIFEST, list_checkpoints, prune_checkpoints, verify
-from hotrow.data.accesses import open_accesses
+from hotrow.data.accesses import first_batches, open_accesses
 from hotrow.data.hotness import measure_hotness
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_reader import crc32_of_file
@@ -31,6 +31,7 @@ def inspect(
     split: str = "train",
     batch_size: int = 2048,
     embedding_dim: int = 16,
+    batches: int | None = None,
     sample: float | None = None,
     seed: int = 0,
     out: Path | str | None = None,
@@ -38,13 +39,16 @@ def inspect(
 ) -> dict[str, Any]:
     """The hotness report of a packed dataset (a folder) or of a trace (a file of row ids, one per line).
 
-    The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset. With `out`
-    the report is also written there, as JSON, CSV and HTML, and `files` names them.
+    The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
+    read only so many, the first. With `out` the report is also written there, as JSON, CSV and HTML, and `files` names
+    them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is no hot row.
     """
     found = open_accesses(path, split=split, progress=progress)
+    if batches is not None:
+        found = first_batches(found, batches, batch_size=batch_size)
     hotness = measure_hotness(
         found, batch_size=batch_size, embedding_dim=embedding_dim, sample=sample, seed=seed, progress=progress
     )

@@ -15,12 +15,12 @@ import pytest
 from numpy.typing import NDArray
 
 from hotrow import charts, tools
-from hotrow.data.accesses import Accesses, TableAccesses, trace_accesses
+from hotrow.data.accesses import Accesses, TableAccesses, first_batches, trace_accesses
 from hotrow.data.demand import Demand, spread
 from hotrow.data.hotness import Hotness, measure_hotness
 from hotrow.data.locality import measure_locality, sampling_rate
 from hotrow.data.reuse import MissRatioCurve
-from hotrow.inspection import inspection_page, sentences
+from hotrow.inspection import inspection_page, print_inspection, sentences
 
 GENERATOR = np.random.default_rng(5)
 IDS = {
@@ -173,6 +173,31 @@ def test_a_sample_says_so_and_repeats() -> None:
     found = runs[0]["tables"][0]["locality"]
     assert found["rate"] == 0.05 and 400 < found["rows_followed"] < 800  # of 11,650 different rows
     assert any("estimates from a sample" in line for line in sentences({**runs[0], "path": "x"}))
+
+
+def test_the_first_batches_alone() -> None:
+    report = measure_hotness(first_batches(accesses(), 3, batch_size=BATCH), batch_size=BATCH).to_json()
+    assert (report["batches"], report["samples"], report["accesses"]) == (3, 3 * BATCH, 21_000)
+    for row in report["tables"]:
+        ids = IDS[row["table"]][: 3 * BATCH * LOOKUPS[row["table"]]]
+        assert row["locality"]["rows_followed"] == len(np.unique(ids))
+    with pytest.raises(ValueError, match="batches is 0; read at least 1"):
+        first_batches(accesses(), 0, batch_size=BATCH)
+
+
+def test_tables_nobody_looks_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lists may be empty throughout; every figure, page and sentence holds without them."""
+    nothing = np.empty(0, np.int64)
+    empty = [
+        TableAccesses(name, 10, (name,), lambda n: iter([nothing] * -(-SAMPLES // n)), np.zeros(9, np.uint32))
+        for name in ("a", "b", "c", "d")
+    ]
+    for tables in ([*empty, *accesses().tables], empty):
+        found = Accesses("x", "packed dataset", SAMPLES, tuple(tables))
+        report = {**measure_hotness(found, batch_size=BATCH).to_json(), "split": "train", "path": "x"}
+        assert "nan" not in json.dumps(report, allow_nan=False) and "nan" not in inspection_page(report)
+        print_inspection(report)
+    assert "x: 3,000 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

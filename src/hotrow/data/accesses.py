@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,18 @@ def open_accesses(path: Path | str, *, split: str = "train", progress: ProgressC
     if Path(path).is_dir():
         return split_accesses(PackedDataset.open(path), split)
     return trace_accesses(path, progress=progress)
+
+
+def first_batches(accesses: Accesses, num_batches: int, *, batch_size: int) -> Accesses:
+    """Only the first `num_batches` of every table; counts stay those of everything. Raises ValueError below 1."""
+    if num_batches < 1:
+        raise ValueError(f"batches is {num_batches}; read at least 1")
+
+    def shorter(table: TableAccesses) -> TableAccesses:
+        return replace(table, batches=lambda size: islice(table.batches(size), num_batches))
+
+    num_samples = min(accesses.num_samples, num_batches * batch_size)
+    return replace(accesses, num_samples=num_samples, tables=tuple(map(shorter, accesses.tables)))
 
 
 # ---- packed datasets
