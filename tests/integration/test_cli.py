@@ -135,6 +135,9 @@ def test_inspect_takes_a_trace(work: Path, capsys: pytest.CaptureFixture[str], m
     assert (looked["kind"], table["num_embeddings"], table["hottest"]) == ("trace", 8, 0.75)
     assert table["locality"]["miss_ratio"]["per_lookup"] == {"capacity_rows": [0, 1, 2], "miss_ratio": [1.0, 0.75, 0.5]}
     assert table["locality"]["miss_ratio"]["per_row"]["miss_ratio"][-1] == pytest.approx(2 / 3)
+    Path("trace.txt").write_text("7\nseven\n")
+    err = hotrow("inspect", "trace.txt", code=2, **tools)
+    assert err.startswith("hotrow: trace.txt:2: 'seven' is no row id") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -69,13 +69,17 @@ def progress_bar() -> Iterator[ProgressCallback]:
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows, {task.fields[rate]:,.0f} rows/s"),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=Console(stderr=True)) as bars:
+    bars = Bars(*columns, console=Console(stderr=True))
 
-        def show(report: Progress) -> None:
-            if report.stage not in tasks:
-                tasks[report.stage] = bars.add_task(report.stage, rate=0.0)
-            bars.update(
-                tasks[report.stage], completed=report.rows_done, total=report.rows_total, rate=report.rows_per_s
-            )
+    def show(report: Progress) -> None:
+        if report.stage not in tasks:
+            if not tasks:
+                bars.start()  # not before: without a bar there is nothing to draw, and an error stays one line
+            tasks[report.stage] = bars.add_task(report.stage, rate=0.0)
+        bars.update(tasks[report.stage], completed=report.rows_done, total=report.rows_total, rate=report.rows_per_s)
 
+    try:
         yield show
+    finally:
+        if tasks:
+            bars.stop()
