@@ -262,7 +262,7 @@ def claim_row(claim: dict[str, Any], cells: dict[str, dict[str, Any]]) -> str:
     """One line of the table of claims."""
     cell = cells.get(claim["ours"])
     if cell is None:
-        return f"| {claim['claim']} | {claim['figure']} | not yet | | | |"
+        return f"| {claim['claim']} | {claim['figure']} | {claim.get('page', 'not yet')} | | | |"
     note = f"; {claim['note']}" if "note" in claim else ""
     ours = f"validation AUC {score(cell)}" if "auc" in cell else f"{factor(cell)} over {cell['peer']}"
     return (

@@ -26,6 +26,7 @@ using namespace hotrow;
 void bind_encode(nb::module_& m);
 void bind_dense(nb::module_& m);
 void bind_memory(nb::module_& m);
+void bind_reuse(nb::module_& m);
 
 namespace {
 
@@ -310,6 +311,7 @@ NB_MODULE(_native, m) {
     use_kernels(index);
   });
   bind_dense(m);
+  bind_reuse(m);
   bind_encode(m);
   bind_memory(m);
 }

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -210,17 +208,42 @@ def predict(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("inspect", example="hotrow inspect data/criteo")
+@verb("inspect", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A packed dataset.")],
+    path: Annotated[Path, typer.Argument(help="A packed dataset, or a trace: a text file of one row id per line.")],
     *,
+    split: Annotated[str, typer.Option(help="Whose accesses to read, of a packed dataset.")] = "train",
+    batch_size: Annotated[int, typer.Option(help="Samples per step; of a trace, lookups.")] = 2048,
+    dim: Annotated[int, typer.Option(help="Columns of every table, float32, for the bytes.")] = 16,
+    batches: Annotated[
+        int | None, typer.Option(help="Read only so many, the first: a quick look at much data.")
+    ] = None,
+    sample: Annotated[
+        float | None,
+        typer.Option(help="Share of each table's rows to follow, at least 8,192; default: all, up to 2^20 of a table."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of rows to follow.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
     json_: Json = False,
 ) -> None:
-    """Rows, table sizes, and how few rows take most accesses."""
+    """The hotness report: bytes demanded per table, how few rows take most accesses, how soon rows come again."""
     from hotrow import tools
+    from hotrow.data.progress import progress_bar
+    from hotrow.inspection import print_inspection
 
-    result = tools.inspect(path)
-    print_result(result, as_json=json_, human=lambda: _print_inspection(result))
+    with saying_interruptions(), progress_bar() as progress:
+        result = tools.inspect(
+            path,
+            split=split,
+            batch_size=batch_size,
+            embedding_dim=dim,
+            batches=batches,
+            sample=sample,
+            seed=seed,
+            out=out,
+            progress=progress,
+        )
+    print_result(result, as_json=json_, human=lambda: print_inspection(result))
 
 
 @verb("check", example="hotrow check data/criteo")
@@ -342,15 +365,6 @@ def _short(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return ", ".join(_short(item) for item in value) if isinstance(value, list) else str(value)
-
-
-def _print_inspection(result: Mapping[str, Any]) -> None:
-    table = Table("table", "rows", "ids dropped", "accesses", "rare", "top 1 %", "top 10 %", title=result["path"])
-    for row in result["tables"]:
-        shares = (f"{row[name]:.1%}" for name in ("rare", "top_1%", "top_10%"))
-        table.add_row(row["table"], *(f"{row[n]:,}" for n in ("num_embeddings", "num_dropped", "accesses")), *shares)
-    Console().print(table)
-    _print_fields({name: result[name] for name in ("rows", "num_embeddings", "accesses", "coverage", "checksum")})
 
 
 def main() -> None:

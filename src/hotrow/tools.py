@@ -10,69 +10,68 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hotrow import ops
 from hotrow.checkpoint import MANIFEST, list_checkpoints, prune_checkpoints, verify
+from hotrow.data.accesses import first_batches, open_accesses
+from hotrow.data.hotness import measure_hotness
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_reader import crc32_of_file
+from hotrow.data.progress import ProgressCallback
 from hotrow.files import available_memory_bytes, disk_free_bytes, file_system
 from hotrow.host import host_facts, versions
+from hotrow.inspection import write_inspection
 from hotrow.memory.store_file import direct_io
 from hotrow.memory.stores import io_uring_refused
 from hotrow.run_folder import RUN, RunFolder
 
-COVERAGE_SHARES = (0.01, 0.1)
 
+def inspect(
+    path: Path | str,
+    *,
+    split: str = "train",
+    batch_size: int = 2048,
+    embedding_dim: int = 16,
+    batches: int | None = None,
+    sample: float | None = None,
+    seed: int = 0,
+    out: Path | str | None = None,
+    progress: ProgressCallback | None = None,
+) -> dict[str, Any]:
+    """The hotness report of a packed dataset (a folder) or of a trace (a file of row ids, one per line).
 
-def inspect(path: Path | str) -> dict[str, Any]:
-    """Rows, and per table its size and which share of the training accesses its top 1 % and 10 % of rows take.
+    The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
+    read only so many, the first. With `out` the report is also written there, as JSON, CSV and HTML, and `files` names
+    them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is no hot row.
     """
-    dataset = PackedDataset.open(path)
-    tables = [_table_facts(dataset, table.name) for table in dataset.info.tables]
-    total = sum(table["accesses"] for table in tables)
-    shares = {
-        f"top_{share:.0%}": sum(table[f"top_{share:.0%}"] * table["accesses"] for table in tables) / total
-        if total
-        else 0.0
-        for share in COVERAGE_SHARES
-    }
+    found = open_accesses(path, split=split, progress=progress)
+    if batches is not None:
+        found = first_batches(found, batches, batch_size=batch_size)
+    hotness = measure_hotness(
+        found, batch_size=batch_size, embedding_dim=embedding_dim, sample=sample, seed=seed, progress=progress
+    )
+    report = {"path": str(path), **hotness.to_json()}
+    if found.kind == "packed dataset":
+        report |= _dataset_facts(PackedDataset.open(path), report["tables"], split)
+    return {**report, "files": write_inspection(out, report)} if out is not None else report
+
+
+def _dataset_facts(dataset: PackedDataset, tables: list[dict[str, Any]], split: str) -> dict[str, Any]:
+    """What a trace does not have."""
+    dropped = {name: table.num_dropped for name, table in dataset.info.table_by_name.items()}
     return {
-        "path": str(dataset.path),
-        "name": dataset.info.name,
         "checksum": dataset.checksum,
-        "rows": {name: split.num_rows for name, split in dataset.splits.items()},
+        "split": split,
+        "rows": {name: rows.num_rows for name, rows in dataset.splits.items()},
         "dense": list(dataset.info.dense_names),
-        "features": len(dataset.info.features),
-        "num_embeddings": sum(table["num_embeddings"] for table in tables),
-        "accesses": total,
-        "coverage": shares,
-        "tables": tables,
         "licence": dataset.info.licence,
+        "features": len(dataset.info.features),
+        "tables": [{**table, "num_dropped": dropped[table["table"]]} for table in tables],
     }
-
-
-def _table_facts(dataset: PackedDataset, name: str) -> dict[str, Any]:
-    table = dataset.info.table_by_name[name]
-    counts = dataset.counts(name)
-    accesses = int(counts.sum(dtype=np.uint64))
-    facts: dict[str, Any] = {
-        "table": name,
-        "features": [feature.name for feature in dataset.info.features if feature.table == name],
-        "num_embeddings": table.num_embeddings,
-        "num_dropped": table.num_dropped,
-        "accesses": accesses,
-        "rare": float(counts[0]) / accesses if accesses else 0.0,
-    }
-    for share in COVERAGE_SHARES:
-        num_rows = max(1, round(share * table.num_embeddings))
-        hot = int(counts[1 : 1 + num_rows].sum(dtype=np.uint64))
-        facts[f"top_{share:.0%}"] = hot / accesses if accesses else 0.0
-    return facts
 
 
 def check(path: Path | str) -> dict[str, Any]:

@@ -109,6 +109,37 @@ def test_inspect_says_what_is_hot(
     assert 0 < looked["coverage"]["top_1%"] <= looked["coverage"]["top_10%"] <= 1
 
 
+def test_inspect_writes_its_report_and_shows_it(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    options = ["--batch-size", "100", "--dim", "32", "--split", "val"]
+    looked = hotrow("inspect", "packed", *options, "--out", "report", "--json", **tools)
+    assert [Path(file).name for file in looked["files"]] == ["hotness.json", "hotness.csv", "hotness.html"]
+    assert looked["demand"]["gross_bytes"] == 100 * 26 * 32 * 4
+    assert (looked["split"], looked["samples"], looked["batch_size"]) == ("val", looked["rows"]["val"], 100)
+    assert len(looked["tables"]) == 26 and looked["tables"][0]["num_dropped"] == 0
+    monkeypatch.setattr(sys, "argv", ["hotrow", "inspect", "packed", *options])
+    with pytest.raises(SystemExit):
+        cli.main()
+    shown = capsys.readouterr().out
+    assert "C26" in shown and "stored order of the split 'val'" in shown
+
+
+def test_inspect_takes_a_trace(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    Path("trace.txt").write_text("7\n3\n7\n7\n")
+    looked = hotrow("inspect", "trace.txt", "--batch-size", "2", "--json", **tools)
+    (table,) = looked["tables"]
+    assert (looked["kind"], table["num_embeddings"], table["hottest"]) == ("trace", 8, 0.75)
+    assert table["locality"]["miss_ratio"]["per_lookup"] == {"capacity_rows": [0, 1, 2], "miss_ratio": [1.0, 0.75, 0.5]}
+    assert table["locality"]["miss_ratio"]["per_row"]["miss_ratio"][-1] == pytest.approx(2 / 3)
+    Path("trace.txt").write_text("7\nseven\n")
+    err = hotrow("inspect", "trace.txt", code=2, **tools)
+    assert err.startswith("hotrow: trace.txt:2: 'seven' is no row id") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_has_an_example(verb: str) -> None:
     shown = CliRunner().invoke(cli.app, [verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
@@ -128,6 +159,8 @@ def test_help_has_an_example(verb: str) -> None:
         (["prepare", "criteo", "clicks.txt", "--out", "x", "--fractions", "a,b"], "is no list of numbers; write it as"),
         (["check", "."], "is nothing hotrow wrote"),
         (["inspect", "."], r"no dataset\.json"),
+        (["inspect", "absent.txt"], r"absent\.txt: no such file or folder"),
+        (["inspect", "small.yaml"], r"small\.yaml:1: 'data: packed' is no row id"),
         (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is no run"),
         (["clean", "."], "is no run"),
     ],

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from hotrow import ops
-from hotrow.study import charts, kernels, runner
+from hotrow import charts, ops
+from hotrow.study import kernels, runner
 from hotrow.study.kernels import KernelCell
 from hotrow.study.page import study_page
 

@@ -35,8 +35,9 @@ class ProgressMeter:
         self._first_row, self._started = rows_done, time.monotonic()
         self._reported = 0.0
 
-    def update(self, rows_done: int) -> None:
-        """Report if the last report is long enough ago."""
+    def update(self, rows_done: int, *, rows_total: int | None = None) -> None:
+        """Report if the last report is long enough ago; `rows_total` mends the estimate."""
+        self._total = rows_total if rows_total is not None else self._total
         if time.monotonic() - self._reported >= REPORT_EVERY_S:
             self._report(rows_done)
 
@@ -68,13 +69,17 @@ def progress_bar() -> Iterator[ProgressCallback]:
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows, {task.fields[rate]:,.0f} rows/s"),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=Console(stderr=True)) as bars:
+    bars = Bars(*columns, console=Console(stderr=True))
 
-        def show(report: Progress) -> None:
-            if report.stage not in tasks:
-                tasks[report.stage] = bars.add_task(report.stage, rate=0.0)
-            bars.update(
-                tasks[report.stage], completed=report.rows_done, total=report.rows_total, rate=report.rows_per_s
-            )
+    def show(report: Progress) -> None:
+        if report.stage not in tasks:
+            if not tasks:
+                bars.start()  # not before: without a bar there is nothing to draw, and an error stays one line
+            tasks[report.stage] = bars.add_task(report.stage, rate=0.0)
+        bars.update(tasks[report.stage], completed=report.rows_done, total=report.rows_total, rate=report.rows_per_s)
 
+    try:
         yield show
+    finally:
+        if tasks:
+            bars.stop()

@@ -1,4 +1,4 @@
-"""Readable twins of native/{parse,count,vocabulary}.cpp: what they compute, in Python; and their announced fallback.
+"""Readable twins of native/{parse,count,vocabulary,reuse}.cpp: what they compute, in Python; the fallback.
 
 Same names, arguments, results and file bytes as the native module's (native/include/hotrow/encode_*.h has the contracts
 and the layouts), at a small fraction of the speed, and with everything in memory. Called through `hotrow.data.native`.
@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hotrow.data.reference_reuse import StackDistances as StackDistances
 
 NUMBER = re.compile(rb"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 INTEGER = re.compile(rb"-?\d+")

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from hotrow.study.charts import heat_map, roofline
+from hotrow.charts import heat_map, roofline
 
 Row = Mapping[str, Any]
 

@@ -1,0 +1,298 @@
+"""The page docs/locality.md and its plots: two observations about embedding accesses, on real data.
+
+    python -m benchmarks.locality [--data FOLDER] [--check] [--speed]
+
+Prepares the data sets into a temporary folder (FOLDER, $HOTROW_DATA or ../shared/data holds them), measures them as
+`hotrow inspect` does, and again in a random order of their samples, and writes every number of the page. With --check
+nothing is written, and the exit status says whether the page is what the data makes. --speed prints how many accesses a
+second are followed, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotrow.charts import line_chart
+from hotrow.data.accesses import Accesses, TableAccesses, open_accesses
+from hotrow.data.hotness import CURVE_SHARES, Hotness, measure_hotness
+from hotrow.data.prepare import run_prepare
+from hotrow.data.reuse import ReuseProfile
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH_SIZE, DIM, SEED = 2048, 16, 0
+FILES = {
+    "Criteo 80k": ("criteo", "criteo_terabyte_80k.tsv.gz"),
+    "Taobao 110k": ("taobao", "taobao_userbehavior_110k.csv.gz"),
+    "access trace": (None, "embedding_trace_500k_medium.txt.gz"),
+}
+RATES = (0.3, 0.1, 0.03)
+HEAD = """\
+# Locality
+
+Two observations that tiered memory for embedding tables rests on, as the abstract of MTrainS (arXiv 2305.01515) states
+them: the bandwidth demanded differs between tables, and temporal locality is high. The paper's own figures were not
+read, so none stand here. Every number and plot of this page is made by `python -m benchmarks.locality` from three real
+files; how each is defined: [Inspect](inspect.md).
+
+| data | what | order |
+|---|---|---|
+| Criteo 80k | a random sample of Criteo's 1TB click logs: 26 tables, training split | none: its lines are not in time |
+| Taobao 110k | two hours of UserBehavior: users, items, categories, training split | time |
+| access trace | lookups in one table of 500,000 rows | as they were made |
+"""
+
+
+def prepared(data: Path, work: Path) -> dict[str, Accesses]:
+    """The accesses of each data set, by the name it has on the page."""
+    found = {}
+    for name, (source, file) in FILES.items():
+        if not (data / file).is_file():
+            raise SystemExit(f"{data / file} is absent; name the folder that holds it: --data FOLDER")
+        if source is not None:
+            run_prepare(source, str(data / file), work / source)
+        found[name] = open_accesses(work / source if source is not None else data / file)
+    return found
+
+
+def shuffled(accesses: Accesses) -> Accesses:
+    """The same samples in a random order: what popularity alone explains, with no time in it."""
+    order = np.random.default_rng(SEED).permutation(accesses.num_samples)
+
+    def table(own: TableAccesses) -> TableAccesses:
+        ids = np.concatenate([*own.batches(1 << 16)])
+        assert len(ids) == accesses.num_samples, "one lookup per sample in each table"
+        ids = ids[order]
+        return replace(own, batches=lambda size: (ids[start : start + size] for start in range(0, len(ids), size)))
+
+    return replace(accesses, tables=tuple(map(table, accesses.tables)))
+
+
+def measure(accesses: Accesses) -> Hotness:
+    return measure_hotness(accesses, batch_size=BATCH_SIZE, embedding_dim=DIM, seed=SEED)
+
+
+# ---- the page
+
+
+def lines_of(header: str, rows: list[list[str]]) -> str:
+    """A Markdown table; the first column is text."""
+    columns = header.split(" | ")
+    rule = "|---|" + "---:|" * (len(columns) - 1)
+    return "\n".join([f"| {header} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
+def share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def demand_section(reports: Mapping[str, Any]) -> str:
+    rows = []
+    for name, report in reports.items():
+        demand, densities = report["demand"], [table["demand"]["density"] for table in report["tables"]]
+        if demand["gini"] is None:
+            continue
+        tops = [f"{share(top['demand'])} on {share(top['bytes'])}" for top in demand["top_tables"]]
+        figures = [f"{max(densities) / min(densities):.1f}", f"{demand['max_over_median']:.1f}"]
+        figures += [share(demand["bytes_of_half_the_demand"]), f"{demand['gini']:.2f}", tops[1]]
+        rows.append([name, str(len(densities)), *figures])
+    header = "data | tables | density, max / min | max / median | bytes of half the demand | Gini | densest tenth"
+    return f"""
+## 1. The bandwidth demanded is not uniform
+
+Density: training bytes per step of {BATCH_SIZE:,} samples at dim {DIM}, over the bytes of the table. Half of all bytes
+demanded fall on that share of the tables' bytes. Densest tenth: which share of the demand falls on the densest tables
+that together have at most a tenth of the bytes.
+
+{lines_of(header, rows)}
+[![Share of demand against share of bytes](locality-demand.svg)](locality-demand.svg)
+
+So few samples leave large tables small (Criteo's largest has {largest_rows(reports["Criteo 80k"]):,} rows here; in the
+full set it has millions) and the small ones as they are: the spread of the full set must be wider than this.
+"""
+
+
+def largest_rows(report: Mapping[str, Any]) -> int:
+    return int(max(table["num_embeddings"] for table in report["tables"]))
+
+
+def locality_row(name: str, order: str, hotness: Hotness) -> list[str]:
+    report = hotness.to_json()["locality"]
+    misses = [hotness.miss_ratio_of_share(at, per=per) for per in ("lookup", "row") for at in (0.01, 0.1)]
+    overlaps = [share(report["overlap"][str(k)]) for k in (1, 10, 100)]
+    firsts = [hotness.first(per=per) for per in ("lookup", "row")]
+    return [name, order, share(report["unique_ratio"]), *overlaps, *map(share, [*misses, *firsts])]
+
+
+def locality_section(stored: Mapping[str, Hotness], random: Mapping[str, Hotness]) -> str:
+    rows = []
+    for name in stored:
+        rows += [locality_row(name, "stored", stored[name]), locality_row("", "shuffled", random[name])]
+    header = (
+        "data | order | unique | last 1 | last 10 | last 100 | miss/lookup, 1 % | 10 % | miss/row, 1 % | 10 % | "
+        "first/lookup | first/row"
+    )
+    differences = {
+        name: max(
+            abs(stored[name].miss_ratio_of_share(at, per="lookup") - random[name].miss_ratio_of_share(at, per="lookup"))
+            for at in CURVE_SHARES
+        )
+        for name in stored
+    }
+    told = "; ".join(f"{name} {difference:.1%}" for name, difference in differences.items())
+    return f"""
+## 2. Temporal locality
+
+Batches of {BATCH_SIZE:,}; all tables of a data set together. unique: different rows of a batch over its lookups.
+last k: share of a batch's different rows that were in one of the k batches before it. miss: by LRU caches of 1 % and
+10 % of each table's rows, per lookup, and per different row of a batch, which is what in-batch deduplication leaves to
+a cache. first: the part of the misses that are first accesses, which no cache avoids: large, as the files are short.
+
+{lines_of(header, rows)}
+The second line of each is the same samples in a random order: what popularity alone gives. What the first differs
+from it is what the order adds. Largest difference of the two miss ratios per lookup, over caches of 0.01 % to 100 %
+of the rows: {told}.
+
+The lines of the Criteo sample are in no order of time, so their reuse distances are those of a shuffle, and the
+difference is noise: they show the locality that popularity makes, and say nothing of time. What time adds is in the
+other two.
+
+[![Share of lookups missed against cache size](locality-misses.svg)](locality-misses.svg)
+"""
+
+
+def coverage_section(stored: Mapping[str, Hotness]) -> str:
+    rows = []
+    for name, hotness in stored.items():
+        report = hotness.to_json()
+        tops = [share(report["coverage"][f"top_{at}"]) for at in ("0.1%", "1%", "10%")]
+        windows = report["locality"]["windows"]
+        mean_own = sum(w["own_hot_set"] for w in windows[1:]) / len(windows[1:])
+        mean_first = sum(w["first_hot_set"] for w in windows[1:]) / len(windows[1:])
+        rows.append([name, *tops, share(windows[0]["own_hot_set"]), share(mean_first), share(mean_own)])
+    header = "data | top 0.1 % of rows | top 1 % | top 10 % | hot set, first tenth | later tenths | their own hot sets"
+    return f"""
+## Coverage and drift
+
+Which share of the accesses the hottest rows of each table take; and the hottest 1 % of the rows of the first tenth of
+the batches: what they take of that tenth, of the nine later ones (mean), and what as many rows chosen anew in each
+would take. Where the last two are far apart, the hot rows change, and a set pinned once grows stale.
+
+{lines_of(header, rows)}"""
+
+
+def sampling_section(trace: Accesses) -> str:
+    ids = [*trace.tables[0].batches(BATCH_SIZE)]
+    sizes = np.unique(np.geomspace(100, trace.tables[0].num_embeddings, 200).astype(np.int64))
+    exact = {per: followed(ids, per, rate=1.0).curve().miss_ratio(sizes) for per in ("lookup", "row")}
+    rows = []
+    for rate in RATES:
+        row = [f"{rate:g}"]
+        for per in ("lookup", "row"):
+            curves = [followed(ids, per, rate=rate, seed=seed).curve() for seed in range(5)]
+            errors = [np.abs(curve.miss_ratio(sizes) - exact[per]) for curve in curves]
+            row += [f"{np.mean(errors):.4f}", f"{np.max(errors):.4f}"]
+        rows.append([f"{followed(ids, 'lookup', rate=rate).num_rows:,}", *row])
+    header = "rows followed | rate | mean error, per lookup | largest | mean error, per row | largest"
+    return f"""
+## What sampling costs
+
+The access trace again: the absolute error of the miss ratio from a sample of its rows, against the exact curve, at 200
+cache sizes from 100 rows up, over five seeds. Unless `--sample` says otherwise, tables of up to 1,048,576 rows are
+followed exactly.
+
+{lines_of(header, rows)}"""
+
+
+def followed(ids: list[np.ndarray], per: Any, *, rate: float, seed: int = 0) -> ReuseProfile:
+    profile = ReuseProfile(per, rate=rate, seed=seed)
+    for batch in ids:
+        profile.add(batch)
+    return profile
+
+
+def make(found: Mapping[str, Accesses]) -> dict[str, str]:
+    """The page and its plots, by file name."""
+    stored = {name: measure(accesses) for name, accesses in found.items()}
+    random = {name: measure(shuffled(accesses)) for name, accesses in found.items()}
+    reports = {name: hotness.to_json() for name, hotness in stored.items()}
+    curves = {name: report["demand"]["curve"] for name, report in reports.items() if report["demand"]["curve"]}
+    misses = {}
+    for name in found:
+        for order, of in (("stored", stored), ("shuffled", random)):
+            misses[f"{name}, {order}"] = [(at, of[name].miss_ratio_of_share(at, per="lookup")) for at in CURVE_SHARES]
+    page = (
+        HEAD
+        + demand_section(reports)
+        + locality_section(stored, random)
+        + coverage_section(stored)
+        + sampling_section(found["access trace"])
+    )
+    return {
+        "locality.md": page,
+        "locality-demand.svg": line_chart(
+            {**curves, "if demand were uniform": [(0.0, 0.0), (1.0, 1.0)]},
+            x_label="share of all table bytes, densest tables first",
+            y_label="share of the bytes demanded",
+            x_scale="linear",
+            label="share of demand against share of bytes",
+        ),
+        "locality-misses.svg": line_chart(
+            misses,
+            x_label="cache, as a share of each table's rows",
+            y_label="share of the lookups missed",
+            dashed=[name for name in misses if name.endswith("shuffled")],
+            label="miss ratios in stored and in random order",
+        ),
+    }
+
+
+def print_speed(trace: Accesses) -> None:
+    """Best of five passes over the trace, in millions of accesses a second."""
+    ids = [*trace.tables[0].batches(BATCH_SIZE)]
+    for rate in (1.0, 0.1, 0.01):
+        for per in ("lookup", "row"):
+            times = []
+            for _ in range(5):
+                start = time.perf_counter()
+                followed(ids, per, rate=rate)
+                times.append(time.perf_counter() - start)
+            print(f"rate {rate:g}, per {per}: {trace.num_samples / min(times) / 1e6:.1f} M accesses/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=os.environ.get("HOTROW_DATA", ROOT.parent / "shared" / "data"), type=Path)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--speed", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as work:
+        found = prepared(options.data, Path(work))
+        if options.speed:
+            print_speed(found["access trace"])
+            return
+        files = make(found)
+    stale = [name for name, text in files.items() if not _same(ROOT / "docs" / name, text)]
+    if options.check:
+        print(f"not what the data makes: {', '.join(stale)}" if stale else "docs/locality.md is what the data makes")
+        sys.exit(bool(stale))
+    for name, text in files.items():
+        (ROOT / "docs" / name).write_text(text, encoding="utf-8")
+        print(f"wrote docs/{name}")
+
+
+def _same(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == text
+
+
+if __name__ == "__main__":
+    main()

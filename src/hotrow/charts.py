@@ -1,0 +1,239 @@
+"""Charts as SVG text, drawn without a library: lines, a roofline, a heat map, in colours that anyone tells apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from html import escape
+from typing import Literal
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito's palette
+WIDTH, HEIGHT = 720, 420
+LEFT, RIGHT, TOP, BOTTOM = 70, 20, 20, 50
+
+
+class LogLog:
+    """Maps positive numbers to a plot area whose axes are logarithmic, ends at whole powers of ten."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self.x0, self.x1 = math.floor(math.log10(min(xs))), math.ceil(math.log10(max(xs)) + 1e-9)
+        self.y0, self.y1 = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)) + 1e-9)
+
+    def x(self, value: float) -> float:
+        """Pixels from the left."""
+        return LEFT + (WIDTH - LEFT - RIGHT) * (math.log10(value) - self.x0) / (self.x1 - self.x0)
+
+    def y(self, value: float) -> float:
+        """Pixels from the top."""
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (math.log10(value) - self.y0) / (self.y1 - self.y0)
+
+    def axes(self, x_label: str, y_label: str) -> list[str]:
+        """Grid lines and labels."""
+        lines = []
+        for power in range(self.x0, self.x1 + 1):
+            x = self.x(10.0**power)
+            lines.append(f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}" stroke="#ddd"/>')
+            lines.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{10.0**power:g}</text>')
+        for power in range(self.y0, self.y1 + 1):
+            y = self.y(10.0**power)
+            lines.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
+            lines.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
+        middle = (HEIGHT - BOTTOM + TOP) / 2
+        lines.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(x_label)}</text>')
+        turned = f'text-anchor="middle" transform="rotate(-90 16 {middle})"'
+        lines.append(f'<text x="16" y="{middle}" {turned}>{escape(y_label)}</text>')
+        return lines
+
+
+def svg(body: Sequence[str], *, width: int = WIDTH, height: int = HEIGHT, label: str) -> str:
+    """The element, self-contained."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(label)}" font-family="sans-serif" font-size="12">'
+        f'<rect width="{width}" height="{height}" fill="#fff"/>{"".join(body)}</svg>'
+    )
+
+
+class Shares:
+    """Maps to a plot area whose y is a share from 0 to 1 and whose x is linear from 0, or logarithmic."""
+
+    def __init__(self, xs: Sequence[float], *, x_scale: Literal["linear", "log"], width: int, height: int) -> None:
+        self._scale, self._width, self._height = x_scale, width, height
+        self._x0 = math.floor(math.log10(min(xs))) if x_scale == "log" else 0.0
+        self._x1 = math.ceil(math.log10(max(xs)) - 1e-9) if x_scale == "log" else max(xs)
+        self._x1 += self._x1 == self._x0
+
+    def x(self, value: float) -> float:
+        """Pixels from the left; a value below the first power of ten lies on the edge."""
+        if self._scale == "log":
+            value = max(math.log10(value), self._x0) if value > 0 else self._x0
+        return LEFT + (self._width - LEFT - RIGHT) * (value - self._x0) / (self._x1 - self._x0)
+
+    def y(self, share: float) -> float:
+        """Pixels from the top."""
+        return self._height - BOTTOM - (self._height - TOP - BOTTOM) * share
+
+    def axes(self, x_label: str, y_label: str) -> list[str]:
+        """Grid lines and labels."""
+        lines = []
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+            y = self.y(share)
+            lines.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{self._width - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
+            lines.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{share:.0%}</text>')
+        for value in self._ticks():
+            x, bottom = self.x(value), self._height - BOTTOM
+            lines.append(f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{bottom}" stroke="#ddd"/>')
+            shown = f"{value:.6g}" if value < 1e6 else f"{value:.0e}".replace("e+0", "e")
+            lines.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{shown}</text>')
+        middle = (self._height - BOTTOM + TOP) / 2
+        at = f'x="{(LEFT + self._width - RIGHT) / 2}" y="{self._height - 10}"'
+        lines.append(f'<text {at} text-anchor="middle">{escape(x_label)}</text>')
+        turned = f'text-anchor="middle" transform="rotate(-90 16 {middle})"'
+        lines.append(f'<text x="16" y="{middle}" {turned}>{escape(y_label)}</text>')
+        return lines
+
+    def _ticks(self) -> list[float]:
+        if self._scale == "log":
+            return [10.0**power for power in range(int(self._x0), int(self._x1) + 1)]
+        return [self._x1 * k / 5 for k in range(6)]
+
+
+def line_chart(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    x_label: str,
+    y_label: str,
+    x_scale: Literal["linear", "log"] = "log",
+    shape: Literal["line", "stairs"] = "line",
+    dashed: Collection[str] = (),
+    label: str,
+) -> str:
+    """Shares (y, 0 to 1) against x, one line per name; nothing where there is no point.
+
+    The first six are coloured and named below the plot; those after them are thin and grey. "stairs": a value holds
+    until the next point. dashed: names of lines drawn so. Hover says the name.
+    """
+    points = [point for line in lines.values() for point in line if x_scale == "linear" or point[0] > 0]
+    if not points:
+        return ""
+    named = list(lines)[: len(COLOURS)]
+    per_row = 3
+    height = HEIGHT - 60
+    plot = Shares([x for x, _ in points], x_scale=x_scale, width=WIDTH, height=height)
+    body = plot.axes(x_label, y_label)
+    drawn = sorted(enumerate(lines.items()), key=lambda item: (item[1][0] in dashed, -item[0]))
+    for i, (name, line) in drawn:  # the named ones above the grey, dashes on top, so that what lies under them shows
+        colour, stroke = (COLOURS[i], 2.2) if i < len(COLOURS) else ("#bbb", 1.0)
+        dashes = ' stroke-dasharray="7 5"' if name in dashed else ""
+        pixels: list[tuple[float, float]] = []
+        for x, y in line:
+            if shape == "stairs" and pixels:
+                pixels.append((plot.x(x), pixels[-1][1]))
+            pixels.append((plot.x(x), plot.y(y)))
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+        body.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}"{dashes}>'
+            f"<title>{escape(name)}</title></polyline>"
+        )
+    for i, name in enumerate(named):
+        x, y = LEFT + (WIDTH - LEFT - RIGHT) / per_row * (i % per_row), height + 16 + 18 * (i // per_row)
+        ink = f'stroke="{COLOURS[i]}" stroke-width="3"' + (' stroke-dasharray="5 3"' if name in dashed else "")
+        body.append(f'<line x1="{x}" y1="{y - 4}" x2="{x + 22}" y2="{y - 4}" {ink}/>')
+        body.append(f'<text x="{x + 28}" y="{y}">{escape(name)}</text>')
+    return svg(body, height=height + 26 + 18 * ((len(named) - 1) // per_row), label=label)
+
+
+def bar_chart(values: Mapping[str, float], *, y_label: str, label: str) -> str:
+    """Positive values as bars on a logarithmic axis, in the order given; nothing where there is none."""
+    shown = {name: value for name, value in values.items() if value > 0}
+    if not shown:
+        return ""
+    low = math.floor(math.log10(min(shown.values())) - 1e-9)
+    high = max(math.ceil(math.log10(max(shown.values()))), low + 1)
+    bottom = HEIGHT - 120
+    area = bottom - TOP
+    body = []
+    for power in range(low, high + 1):
+        y = bottom - area * (power - low) / (high - low)
+        body.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
+        body.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
+    step = (WIDTH - LEFT - RIGHT) / len(shown)
+    every = math.ceil(14 / step)  # names are left out where they would lie on one another
+    for i, (name, value) in enumerate(shown.items()):
+        x, high_px = LEFT + step * i, area * (math.log10(value) - low) / (high - low)
+        body.append(
+            f'<rect x="{x + step * 0.1:.1f}" y="{bottom - high_px:.1f}" width="{step * 0.8:.1f}" '
+            f'height="{high_px:.1f}" fill="{COLOURS[0]}"><title>{escape(name)}: {value:.3g}</title></rect>'
+        )
+        if i % every == 0:
+            at = f'x="{x + step / 2:.1f}" y="{bottom + 12}"'
+            turned = f'transform="rotate(-45 {x + step / 2:.1f} {bottom + 12})"'
+            body.append(f'<text {at} text-anchor="end" {turned}>{escape(name[:16])}</text>')
+    middle = (bottom + TOP) / 2
+    turned = f'text-anchor="middle" transform="rotate(-90 14 {middle})"'
+    body.append(f'<text x="14" y="{middle}" {turned}>{escape(y_label)}</text>')
+    return svg(body, height=bottom + 80, label=label)
+
+
+def roofline(
+    points: Mapping[str, Sequence[tuple[float, float, str]]], *, gb_per_s: float | None, gflop_per_s: float
+) -> str:
+    """Arithmetic against its intensity, under what memory and arithmetic allow.
+
+    points: series -> (flops per byte, GFLOP/s, what it is); gb_per_s: of memory, no slanted roof where None.
+    """
+    everything = [point for series in points.values() for point in series]
+    if not everything:
+        return ""
+    xs = [x for x, _, _ in everything]
+    plot = LogLog([*xs, 10.0], [*(y for _, y, _ in everything), gflop_per_s])
+    body = plot.axes("flops per byte moved", "GFLOP/s")
+    left, right = 10.0**plot.x0, 10.0**plot.x1
+    if gb_per_s is not None:
+        ridge = min(max(gflop_per_s / gb_per_s, left), right)
+        floor = max(left, 10.0**plot.y0 / gb_per_s)
+        roof = [(floor, floor * gb_per_s), (ridge, min(gflop_per_s, ridge * gb_per_s)), (right, gflop_per_s)]
+        path = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in roof)
+        body.append(f'<polyline points="{path}" fill="none" stroke="#444" stroke-width="2"/>')
+        what = f"matrix product {gflop_per_s:.0f} GFLOP/s; memory {gb_per_s:.1f} GB/s in order"
+        at = f'x="{plot.x(right) - 6:.1f}" y="{plot.y(gflop_per_s) - 8:.1f}"'
+        body.append(f'<text {at} text-anchor="end">{what}</text>')
+    for i, (name, series) in enumerate(points.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        for x, y, what in series:
+            body.append(
+                f'<circle cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="3.5" fill="{colour}" fill-opacity="0.6">'
+                f"<title>{escape(what)}</title></circle>"
+            )
+        y = HEIGHT - BOTTOM - 14 - 18 * (len(points) - 1 - i)
+        body.append(f'<circle cx="{WIDTH - RIGHT - 190}" cy="{y - 4}" r="5" fill="{colour}"/>')
+        body.append(f'<text x="{WIDTH - RIGHT - 178}" y="{y}">{escape(name)}</text>')
+    return svg(body, label="roofline")
+
+
+def heat_map(values: Mapping[tuple[str, str], float | None], *, x_label: str, y_label: str, label: str) -> str:
+    """(column, row) -> a share, written in its cell and shown as its shade; nothing is drawn where there is none."""
+    columns = list(dict.fromkeys(column for column, _ in values))
+    lines = list(dict.fromkeys(line for _, line in values))
+    side, high, left, top = 68, 34, 84, 30
+    width, height = left + side * len(columns) + 10, top + high * len(lines) + 34
+    body = [f'<text x="{left}" y="14">{escape(y_label)} down, {escape(x_label)} across</text>']
+    for i, column in enumerate(columns):
+        x = left + side * (i + 0.5)
+        body.append(f'<text x="{x}" y="{top + high * len(lines) + 18}" text-anchor="middle">{escape(column)}</text>')
+    for j, line in enumerate(lines):
+        y = top + high * (j + 0.5)
+        body.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{escape(line)}</text>')
+        for i, column in enumerate(columns):
+            value = values.get((column, line))
+            if value is None:
+                continue
+            shade = min(1.0, max(0.0, value))
+            body.append(
+                f'<rect x="{left + side * i}" y="{top + high * j}" width="{side - 2}" height="{high - 2}" '
+                f'fill="#0072b2" fill-opacity="{0.08 + 0.82 * shade:.2f}"/>'
+            )
+            ink = "#fff" if shade > 0.55 else "#000"
+            at = f'x="{left + side * (i + 0.5) - 1}" y="{y + 4}" text-anchor="middle"'
+            body.append(f'<text {at} fill="{ink}">{value:.0%}</text>')
+    return svg(body, width=width, height=height, label=label)
