@@ -26,6 +26,7 @@ using namespace hotrow;
 void bind_encode(nb::module_& m);
 void bind_dense(nb::module_& m);
 void bind_memory(nb::module_& m);
+void bind_cache(nb::module_& m);
 void bind_reuse(nb::module_& m);
 
 namespace {
@@ -250,8 +251,9 @@ nb::ndarray<nb::numpy, float> array_on(const Pages& pages, const std::vector<siz
 }
 
 // A zeroed array, and whether the system took the request for huge pages.
-std::pair<nb::ndarray<nb::numpy, float>, bool> bind_allocate(const std::vector<size_t>& shape) {
-  const Pages pages = allocate_pages(num_bytes(shape));
+// sparse: most of it will never be touched, so it may be more than memory.
+std::pair<nb::ndarray<nb::numpy, float>, bool> bind_allocate(const std::vector<size_t>& shape, bool sparse) {
+  const Pages pages = allocate_pages(num_bytes(shape), sparse);
   return {array_on<free_pages>(pages, shape), pages.huge};
 }
 
@@ -298,7 +300,7 @@ NB_MODULE(_native, m) {
   m.def("update", bind_update);
   m.def("first_nonfinite", bind_first_nonfinite);
   m.def("fill_uniform", bind_fill_uniform);
-  m.def("allocate", bind_allocate);
+  m.def("allocate", bind_allocate, nb::arg("shape"), nb::arg("sparse") = false);
   m.def("take", bind_take);
   m.def("touch_rows", bind_touch_rows);
   m.def("isas", isas);
@@ -314,4 +316,5 @@ NB_MODULE(_native, m) {
   bind_reuse(m);
   bind_encode(m);
   bind_memory(m);
+  bind_cache(m);
 }

@@ -22,6 +22,7 @@ namespace {
    isa::weight_gradient,   \
    isa::update,            \
    isa::fill_uniform,      \
+   isa::store_row,         \
    isa::interact,          \
    isa::interact_backward, \
    isa::pack_panels,       \

@@ -17,13 +17,18 @@ size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 }  // namespace
 
-Pages allocate_pages(size_t bytes) {
+Pages allocate_pages(size_t bytes, bool sparse) {
   // Under one huge page there is nothing to win: a rounded-up tiny table would only waste memory.
   const bool large = bytes >= kHugePage;
   const size_t unit = large ? kHugePage : static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t size = round_up(bytes ? bytes : 1, unit);
   const size_t slack = large ? kHugePage : 0;
-  void* map = mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+#ifdef MAP_NORESERVE
+  const int reserve = sparse ? MAP_NORESERVE : 0;
+#else
+  const int reserve = 0;
+#endif
+  void* map = mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | reserve, -1, 0);
   if (map == MAP_FAILED) return {nullptr, 0, false};
   std::byte* start = static_cast<std::byte*>(map);
   std::byte* aligned = start + (round_up(reinterpret_cast<size_t>(start), unit) - reinterpret_cast<size_t>(start));

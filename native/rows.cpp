@@ -3,6 +3,7 @@
 // Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC'11). The multipliers and
 // key increments are the paper's.
 #include <hotrow/kernels.h>
+#include <hotrow/storage.h>
 #include <hotrow/vec.h>
 
 HOTROW_DECLARE_KERNELS(HOTROW_ISA)
@@ -86,6 +87,21 @@ void fill_uniform(uint64_t key, int64_t first, int64_t count, int64_t dim, float
   }
   const int64_t zeros = zero_rows - first < count ? zero_rows - first : count;
   for (int64_t j = 0; j < zeros * dim; ++j) out[j] = 0.0f;
+}
+
+void store_row(float* row, int64_t dim, Storage storage, void* to, uint16_t* low) {
+  switch (storage) {
+    case Storage::float32:
+      __builtin_memcpy(to, row, static_cast<size_t>(dim) * sizeof(float));
+      break;
+    case Storage::float16:
+      put_back(row, static_cast<Half*>(to), dim);
+      as_floats(static_cast<Half*>(to), dim, row);
+      break;
+    case Storage::split:
+      put_back(row, Joined{static_cast<Upper*>(to), low}, dim);
+      break;
+  }
 }
 
 }  // namespace hotrow::HOTROW_ISA

@@ -10,6 +10,8 @@ from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import clip_grad_norm_
+from hotrow.memory.budget import Memory
+from hotrow.memory.lookahead import lookahead
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
 from hotrow.tables import TableConfig, Uniform
 
@@ -23,6 +25,7 @@ __all__ = [
     "EmbeddingCollection",
     "KeyedJaggedTensor",
     "Loader",
+    "Memory",
     "PackedDataset",
     "RowWiseAdagrad",
     "Run",
@@ -35,5 +38,6 @@ __all__ = [
     "load",
     "load_checkpoint",
     "load_config",
+    "lookahead",
     "save_checkpoint",
 ]

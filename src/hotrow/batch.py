@@ -140,6 +140,14 @@ class KeyedJaggedTensor:
         """Int64 bag lengths [F * B]."""
         return self.offsets.diff()
 
+    def with_values(self, values: Tensor) -> KeyedJaggedTensor:
+        """The same bags with other ids: int32 or int64, as many."""
+        assert values.shape == self.values.shape
+        changed = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
+        changed.keys, changed.weights, changed.stride = self.keys, self.weights, self.stride
+        changed.values, changed._offsets = values, self._offsets
+        return changed
+
     def bags(self, key: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(values, offsets [B + 1], weights)` of one feature, as views, offsets starting at 0."""
         f = self.keys.index(key)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
+from hotrow.memory.budget import Memory
+from hotrow.memory.tiers import Flight, Tiers
 from hotrow.reference import Layout, row_key, widen, write_rows
 from hotrow.tables import TableConfig, check_tables
 
@@ -31,6 +33,8 @@ class Pending(NamedTuple):
     sparse: KeyedJaggedTensor
     grad: Tensor
     """[B, output_dim], of a sequence [L, D]; float32."""
+    flight: Flight | None = None
+    """In tiers: what keeps the rows in their slots, which stand in `sparse` for ids."""
 
 
 class StoredTable(NamedTuple):
@@ -64,7 +68,8 @@ class EmbeddingCollection(nn.Module):
         tables:  user [N_u, 16]: features (user,)      item [N_i, 8]: features (clicked, shown)
         output:  [ user 16 | clicked 8 | shown 8 ]     output_dim = 32
 
-    tables: one TableConfig each. memory: None or "dram": all rows in DRAM. seed: of the initial rows, each a function
+    tables: one TableConfig each. memory: None or "dram": all rows in DRAM; a `Memory`: part of them, the rest on disk,
+    with the same bits in every result, but for `state_dict` and copies, which such a collection refuses. seed: of the initial rows, each a function
     of (seed, table name, row, column) alone. `parameters()` is empty; `state_dict()` holds `<table>.weight`: float32
     also of bfloat16 tables, whose halves it joins and loading splits again, without loss; float16 of float16 tables.
 
@@ -75,14 +80,21 @@ class EmbeddingCollection(nn.Module):
     Raises ValueError for repeated names and for an unknown `memory`.
     """
 
-    def __init__(self, tables: Iterable[TableConfig], *, memory: str | None = None, seed: int = 0) -> None:
+    def __init__(self, tables: Iterable[TableConfig], *, memory: Memory | str | None = None, seed: int = 0) -> None:
         super().__init__()
-        if memory not in (None, "dram"):
-            raise ValueError(f"memory is {memory!r}; only None and 'dram' are implemented: all rows in DRAM")
+        if not isinstance(memory, Memory) and memory not in (None, "dram"):
+            raise ValueError(f"memory is {memory!r}; pass None or 'dram' (all rows in DRAM) or a hotrow.Memory")
         self.tables = check_tables(tables)
+        self.tiers: Tiers | None = None
+        if isinstance(memory, Memory):
+            self.tiers = Tiers(self.tables, Layout.of(self.tables), memory, seed=seed)
+            self.weights, self.low = self.tiers.weights, self.tiers.low
+            self._prepare()
+            return
         shapes = {table: (table.num_embeddings, table.embedding_dim) for table in self.tables}
         self.weights = {t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype)) for t, shape in shapes.items()}
-        """Rows of each table [N, D] in its dtype, by table name: what lookups read; updated in place."""
+        """Rows of each table [N, D] in its dtype, by table name: what lookups read; updated in place. In tiers they are
+        indexed by slot, not by row, and only slots in use mean anything."""
         self.low = {
             t.name: ops.allocate(*shape, dtype=torch.int16) for t, shape in shapes.items() if t.dtype == "bfloat16"
         }
@@ -116,7 +128,13 @@ class EmbeddingCollection(nn.Module):
         """
         if isinstance(sparse, Tensor):
             sparse = KeyedJaggedTensor.from_dense(self.feature_names, sparse)
-        return self._look_up(self.kernels, sparse, blame=sparse)
+        if self.tiers is None:
+            return self._look_up(self.kernels, sparse, blame=sparse)
+        flight, slots = self.tiers.take(sparse, training=torch.is_grad_enabled())
+        out = self._look_up(self.kernels, slots, blame=sparse, flight=flight)
+        if not torch.is_grad_enabled():
+            flight.release(updated=False)
+        return out
 
     def sequence(self, sparse: KeyedJaggedTensor) -> dict[str, tuple[Tensor, Tensor]]:
         """The row of every id, not pooled: feature -> (values [L, D] float32, offsets int64 [B + 1]).
@@ -126,17 +144,29 @@ class EmbeddingCollection(nn.Module):
         For each feature of this collection among `sparse.keys`; per-sample weights play no part. Gradients go the way
         of `forward`'s, into the same `step()`. Raises ValueError for an id outside its table.
         """
-        found = {}
+        found, flight, slots = {}, None, sparse
+        if self.tiers is not None:
+            flight, slots = self.tiers.take(sparse, training=torch.is_grad_enabled())
         for name in self.feature_names:
             if name in sparse.keys:
-                values, offsets, _ = sparse.bags(name)
+                values, offsets, _ = slots.bags(name)
                 single = KeyedJaggedTensor((name,), values)
-                found[name] = self._look_up(self.sequence_kernels[name], single, blame=sparse), offsets
+                found[name] = self._look_up(self.sequence_kernels[name], single, blame=sparse, flight=flight), offsets
+        if flight is not None and not torch.is_grad_enabled():
+            flight.release(updated=False)
         return found
 
-    def _look_up(self, kernels: ops.Kernels, sparse: KeyedJaggedTensor, *, blame: KeyedJaggedTensor) -> Tensor:
+    def _look_up(
+        self, kernels: ops.Kernels, sparse: KeyedJaggedTensor, *, blame: KeyedJaggedTensor, flight: Flight | None = None
+    ) -> Tensor:
         number = next(self._forwards)
-        return _Lookup.apply(self._leaf, sparse.weights, sparse, blame, self, kernels, number)  # type: ignore[no-any-return, no-untyped-call]
+        return _Lookup.apply(self._leaf, sparse.weights, sparse, blame, self, kernels, number, flight)  # type: ignore[no-any-return, no-untyped-call]
+
+    def new_state(self, shape: torch.Size, value: float) -> Tensor:
+        """An optimizer state of every row at `value`; in tiers address space for it, filled row by row when needed."""
+        tensor = ops.allocate(*shape, sparse=self.tiers is not None)
+        # Zero pages are not touched: rows that never train cost no memory.
+        return tensor.fill_(value) if value and self.tiers is None else tensor
 
     def stored(self, name: str) -> StoredTable:
         """The table `name` as it lies in memory."""
@@ -144,6 +174,8 @@ class EmbeddingCollection(nn.Module):
 
     def float32(self, name: str) -> Tensor:
         """The table `name` in float32, exactly: its own memory where that is its dtype, else a copy."""
+        if self.tiers is not None:
+            return self.read_rows(name, slice(0, self._table(name).num_embeddings))
         table = self.stored(name)
         if table.weight.dtype == torch.float32:
             return table.weight
@@ -152,13 +184,28 @@ class EmbeddingCollection(nn.Module):
             out[rows] = table.read(rows)
         return out
 
+    def _table(self, name: str) -> TableConfig:
+        return next(table for table in self.tables if table.name == name)
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Rows of the table `name` as float32 [n, D], a copy, wherever they lie."""
+        if self.tiers is None:
+            return self.stored(name).read(rows).clone()
+        ids = torch.arange(rows.start or 0, rows.stop)
+        with self.tiers.rows(list(self.weights).index(name), ids) as slots:
+            low = self.low[name][slots] if name in self.low else None
+            return widen(self.weights[name][slots], low)
+
     @property
     def pending(self) -> list[Pending]:
         """Batches whose gradients await `optimizer.step()`, in the order of their forward passes."""
         return [pending for _, pending in sorted(self._pending, key=lambda entry: entry[0])]
 
-    def clear_pending(self) -> None:
-        """Drops the pending gradients: what `step()` and `zero_grad()` of the optimizer end with."""
+    def clear_pending(self, *, updated: bool = False) -> None:
+        """Drops the pending gradients: what `step()` (updated: it changed their rows) and `zero_grad()` end with."""
+        for _, pending in self._pending:
+            if pending.flight is not None:
+                pending.flight.release(updated=updated)
         self._pending.clear()
 
     def scale_pending(self, factor: float) -> None:
@@ -166,6 +213,11 @@ class EmbeddingCollection(nn.Module):
         self._pending = [(number, p._replace(grad=p.grad * factor)) for number, p in self._pending]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        if self.tiers is not None:
+            raise ValueError(
+                "a collection in tiers has no state_dict, since its tables may be larger than memory; read_rows() gives "
+                "a table piece by piece"
+            )
         for name, weight in self.weights.items():
             destination[f"{prefix}{name}.weight"] = self.float32(name) if name in self.low else weight
 
@@ -179,6 +231,8 @@ class EmbeddingCollection(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if self.tiers is not None:
+            raise ValueError("a collection in tiers takes no state_dict; train it from its seed")
         wanted = {f"{prefix}{name}.weight": self.stored(name) for name in self.weights}
         for key, table in wanted.items():
             shape = tuple(table.weight.shape)
@@ -194,6 +248,8 @@ class EmbeddingCollection(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: all but native handles and what belongs to steps under way."""
+        if self.tiers is not None:
+            raise TypeError("a collection in tiers cannot be copied or pickled: its files belong to it alone")
         made = ("kernels", "sequence_kernels", "arrays", "_pending", "_forwards", "_leaf")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
@@ -235,8 +291,9 @@ class _Lookup(torch.autograd.Function):
         emb: EmbeddingCollection,
         kernels: ops.Kernels,
         number: int,
+        flight: Flight | None,
     ) -> Tensor:
-        ctx.sparse, ctx.emb, ctx.kernels, ctx.number = sparse, emb, kernels, number
+        ctx.sparse, ctx.emb, ctx.kernels, ctx.number, ctx.flight = sparse, emb, kernels, number, flight
         return kernels.lookup(emb.arrays, sparse, blame=blame)
 
     @staticmethod
@@ -245,12 +302,17 @@ class _Lookup(torch.autograd.Function):
             raise RuntimeError(
                 "EmbeddingCollection cannot be differentiated twice: call backward without create_graph=True"
             )
+        if ctx.flight is not None and ctx.flight.released:
+            raise RuntimeError(
+                "the rows of this lookup have left their slots: an optimizer step or zero_grad() came between its "
+                "forward and this backward; call them in the order forward, backward, step"
+            )
         grad = grad.detach()
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
         emb: EmbeddingCollection = ctx.emb
-        emb._pending.append((ctx.number, Pending(ctx.kernels, ctx.sparse, grad)))
+        emb._pending.append((ctx.number, Pending(ctx.kernels, ctx.sparse, grad, ctx.flight)))
         weight_grad = None
         if ctx.needs_input_grad[1]:
             weight_grad = ctx.kernels.weight_gradient(emb.arrays, ctx.sparse, grad)
-        return None, weight_grad, None, None, None, None, None
+        return None, weight_grad, None, None, None, None, None, None

@@ -116,19 +116,19 @@ def pin_threads(cores: Sequence[Sequence[int]]) -> int:
     return 0 if module is None else int(module.pin_threads([list(each) for each in cores]))
 
 
-def allocate(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = False) -> Tensor:
     """A zeroed tensor; from 2 MiB up on huge pages where the system grants them (see `grants_huge_pages`).
 
-    dtype: of at most 4 bytes. Pages cost nothing until they are touched. Raises MemoryError when there is no address
-    space left.
+    dtype: of at most 4 bytes. sparse: most of it will never be touched, so that it may be more than memory. Pages cost
+    nothing until they are touched. Raises MemoryError when there is no address space left.
     """
     module = _native()
     if module is None:
         return torch.zeros(shape, dtype=dtype)
     if dtype == torch.float32:
-        return torch.from_numpy(module.allocate(shape)[0])
+        return torch.from_numpy(module.allocate(shape, sparse)[0])
     num_elements = math.prod(shape)
-    floats = torch.from_numpy(module.allocate((-(-num_elements * dtype.itemsize // 4),))[0])
+    floats = torch.from_numpy(module.allocate((-(-num_elements * dtype.itemsize // 4),), sparse)[0])
     return floats.view(dtype)[:num_elements].view(shape)
 
 

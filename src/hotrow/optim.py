@@ -20,6 +20,7 @@ from torch import Tensor
 from hotrow import ops
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient
+from hotrow.memory.tiers import State
 from hotrow.reference import Algorithm, Rule, split, widen
 
 OnNonfinite = Literal["raise", "skip"] | None
@@ -61,7 +62,9 @@ class _SparseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             (weight,) = group["params"]
             for name in self.state_names:
-                self.state[weight][name] = _filled(self._state_shape(weight), self._initial(group, name))
+                self.state[weight][name] = emb.new_state(self._state_shape(weight), self._initial(group, name))
+        if emb.tiers is not None:
+            emb.tiers.attach({group["name"]: self._untouched(group) for group in self.param_groups})
         self._arrays = [ops.Arrays(self._states(name)) for name in self.state_names]
 
     def _state_shape(self, weight: Tensor) -> torch.Size:
@@ -69,6 +72,11 @@ class _SparseOptimizer(torch.optim.Optimizer):
 
     def _initial(self, group: dict[str, Any], name: str) -> float:
         return 0.0
+
+    def _untouched(self, group: dict[str, Any]) -> list[State]:
+        """The states of the group's table and what they are for a row that was never touched, for tables in tiers."""
+        (weight,) = group["params"]
+        return [State(name, self.state[weight][name], self._initial(group, name)) for name in self.state_names]
 
     def _states(self, name: str) -> list[Tensor]:
         return [self.state[group["params"][0]][name] for group in self.param_groups]
@@ -91,9 +99,10 @@ class _SparseOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if (pending := self.emb.pending) and self._may_step():
             rules = [self._rule(group) for group in self.param_groups]
-            self.emb.kernels.update(self.emb.arrays, self._arrays, pending, rules)
+            lookups = [(p.kernels, p.sparse, p.grad) for p in pending]
+            self.emb.kernels.update(self.emb.arrays, self._arrays, lookups, rules)
             self._count_step()
-            self.emb.clear_pending()
+            self.emb.clear_pending(updated=True)
         return loss
 
     def _may_step(self) -> bool:
@@ -150,12 +159,6 @@ def _rate(group: dict[str, Any]) -> float:
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def _filled(shape: torch.Size, value: float) -> Tensor:
-    # Zero pages are not touched: rows that never train cost no memory.
-    tensor = ops.allocate(*shape)
-    return tensor.fill_(value) if value else tensor
 
 
 class SGD(_SparseOptimizer):
@@ -272,6 +275,8 @@ class FTRL(_SparseOptimizer):
         nonfinite: OnNonfinite = "raise",
     ) -> None:
         super().__init__(emb, nonfinite=nonfinite, lr=lr, beta=beta, l1=l1, l2=l2)
+        if emb.tiers is not None:
+            return  # rows get theirs as they are touched
         for group in self.param_groups:
             (weight,) = group["params"]
             if weight.any():  # else its pages stay untouched
@@ -279,6 +284,14 @@ class FTRL(_SparseOptimizer):
                 z = torch.mul(initial, -(beta / _rate(group) + l2), out=self.state[weight]["z"])
                 if l1:
                     z.sub_(initial.sign(), alpha=l1)
+
+
+    def _untouched(self, group: dict[str, Any]) -> list[State]:
+        z, n = super()._untouched(group)
+        table = next(table for table in self.emb.tables if table.name == group["name"])
+        if not table.init.bound_for(table.num_embeddings):
+            return [z, n]
+        return [z._replace(of_weight=-(group["beta"] / _rate(group) + group["l2"]), of_sign=-group["l1"]), n]
 
 
 class SplitSGDBF16(torch.optim.SGD):

@@ -98,7 +98,7 @@ def test_initial_rows_can_be_zero() -> None:
 def test_pending_holds_the_batch_and_its_gradient() -> None:
     emb = make()
     emb(BATCH).sum().backward()
-    ((_, sparse, grad),) = emb.pending
+    ((_, sparse, grad, _),) = emb.pending
     assert sparse is BATCH and torch.equal(grad, torch.ones(2, 7))
 
 

@@ -45,6 +45,9 @@
 //     bound
 //   Rows below zero_rows are 0.
 //
+// store_row: one row of floats into a table's storage, as update writes it; it becomes what was stored (rounded, in
+// float16). low: of split storage, else null.
+//
 // interact: samples [first, last); T = [dense; pooled] is [F + 1, D]
 //     out[b] = dense[b], then T_i . T_j for i = 1..F, j = 0..i-1   (D + (F + 1) F / 2 floats)
 //   The sum over D runs upward, contracted where the set has fma.
@@ -71,6 +74,7 @@
          (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch)) \
   KERNEL(void, fill_uniform,                                                                                          \
          (uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out))       \
+  KERNEL(void, store_row, (float* row, int64_t dim, Storage storage, void* to, uint16_t* low))                        \
   KERNEL(void, interact,                                                                                              \
          (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,    \
           float* out, float* scratch))                                                                                \

@@ -5,13 +5,14 @@
 
 namespace hotrow {
 
-// Zeroed memory in whole pages; from 2 MiB up it is aligned to 2 MiB and asked to lie on huge pages.
+// Zeroed memory in whole pages; from 2 MiB up it is aligned to 2 MiB and asked to lie on huge pages. sparse: address
+// space of which only a part will be touched; the system is not asked whether it has memory for all of it.
 struct Pages {
   void* data;  // null: no memory
   size_t bytes;
   bool huge;  // the system took the request for huge pages
 };
-Pages allocate_pages(size_t bytes);
+Pages allocate_pages(size_t bytes, bool sparse = false);
 void free_pages(const Pages& pages);
 
 // Memory whose contents mean nothing, for what lives no longer than a step: pages given back are kept and handed out

@@ -1,0 +1,238 @@
+// The caches of a collection's tables as one Python object, and the batches in flight through them; see
+// bindings_ops.cpp for the rules.
+#include <hotrow/parallel.h>
+#include <hotrow/row_cache.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <tuple>
+
+#include "bindings.h"
+
+using namespace hotrow;
+
+namespace {
+
+using Ids = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using SlotIds = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Memory = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+// Positions [first, last) of a batch's ids look rows up in `table`.
+struct Span {
+  size_t table;
+  int64_t first, last;
+};
+
+bool is_wide(const Ids& ids) {
+  const bool wide = ids.dtype() == nb::dtype<int64_t>();
+  require(wide || ids.dtype() == nb::dtype<int32_t>(), "ids must be int32 or int64");
+  return wide;
+}
+
+class Caches;
+
+// A batch on its way: its rows are pinned until it is released. Its memory is the tables', so it keeps them alive.
+class Flight {
+ public:
+  Flight(std::shared_ptr<Caches> caches, size_t num_tables)
+      : caches_(std::move(caches)), pins_(num_tables), ticket_(std::make_shared<Ticket>()) {}
+  ~Flight() {
+    nb::gil_scoped_release release_gil;
+    release(false);
+  }
+
+  // Sleeps until every row lies in its slot, those among them that batches before it brought; false when a store
+  // failed.
+  bool wait() {
+    for (const auto& earlier : earlier_) good_ = earlier->wait() && good_;
+    earlier_.clear();
+    good_ = ticket_->wait() && good_;
+    return good_;
+  }
+  void release(bool dirty);
+
+ private:
+  friend class Caches;
+  std::shared_ptr<Caches> caches_;
+  std::vector<Pins> pins_;
+  std::vector<Span> spans_;
+  std::shared_ptr<Ticket> ticket_;
+  std::vector<std::shared_ptr<Ticket>> earlier_;
+  bool good_ = true, released_ = false;
+};
+
+class Caches : public std::enable_shared_from_this<Caches> {
+ public:
+  void add(const std::tuple<int64_t, int64_t, int64_t>& sizes, int policy,
+           const std::tuple<uint64_t, float, int64_t, int64_t, int>& initial,
+           const std::vector<std::tuple<int64_t, float, float, float>>& states, std::shared_ptr<Store> store,
+           std::vector<Memory> arrays) {
+    const auto [num_rows, pinned, cached] = sizes;
+    require(0 <= pinned && 0 <= cached && pinned + cached <= num_rows && num_rows < 0x7FFFFFFF,
+            "pinned + cached slots must be within the table's rows, and these below 2^31");
+    const auto [key, bound, zero_rows, dim, storage] = initial;
+    InitialRow first{key, bound, zero_rows, dim, static_cast<Storage>(storage), {}};
+    for (const auto& [state_dim, constant, of_weight, of_sign] : states) {
+      require(of_weight == 0 || state_dim == dim, "a state made of weights must be as long");
+      first.states.push_back({state_dim, constant, of_weight, of_sign});
+    }
+    require(arrays.size() == 1 + (first.storage == Storage::split) + states.size(), "an array for each part");
+    Slots slots;
+    for (const Memory& array : arrays) {
+      require(extent(array, 0) == num_rows, "arrays must have num_rows slots");
+      slots.parts.push_back({static_cast<std::byte*>(array.data()), static_cast<int64_t>(array.nbytes()) / num_rows});
+    }
+    require(store->record_bytes() == slots.record_bytes(), "the arrays' parts together are not as long as a record");
+    require(store->num_rows() >= num_rows, "the store has fewer rows than the table");
+    arrays_.push_back(std::move(arrays));
+    stores_.push_back(store);
+    nb::gil_scoped_release release;
+    caches_.push_back(std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, static_cast<Policy>(policy),
+                                                 std::move(first), std::move(store), std::move(slots)));
+  }
+
+  // (flight, slots); no flight where an id is out of range.
+  std::pair<std::unique_ptr<Flight>, nb::ndarray<nb::numpy, int32_t>> admit(
+      const Ids& ids, const std::vector<std::tuple<size_t, int64_t, int64_t>>& spans, bool keep, int num_threads) {
+    auto flight = std::make_unique<Flight>(shared_from_this(), caches_.size());
+    flight->spans_ = checked(spans, size(ids));
+    auto* values = new int32_t[ids.size()]();
+    nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
+    const size_t length = ids.size();
+    nb::ndarray<nb::numpy, int32_t> slots(values, 1, &length, owner);
+    const bool wide = is_wide(ids);
+    bool good;
+    {
+      nb::gil_scoped_release release;
+      const std::lock_guard lock(mutex_);
+      good = admit_all(ids.data(), wide, values, *flight, keep, num_threads);
+    }
+    if (!good) flight.reset();
+    return {std::move(flight), std::move(slots)};
+  }
+
+  bool holds(const Ids& ids, const SlotIds& slots, const Flight& flight) {
+    require(size(ids) == size(slots), "ids and slots differ in number");
+    const bool wide = is_wide(ids);
+    nb::gil_scoped_release release;
+    const std::lock_guard lock(mutex_);
+    return std::all_of(flight.spans_.begin(), flight.spans_.end(), [&](const Span& span) {
+      const RowCache& cache = *caches_[span.table];
+      const int64_t n = span.last - span.first;
+      return wide ? cache.holds(static_cast<const int64_t*>(ids.data()) + span.first, n, slots.data() + span.first)
+                  : cache.holds(static_cast<const int32_t*>(ids.data()) + span.first, n, slots.data() + span.first);
+    });
+  }
+
+  void release(std::vector<Pins>& pins, bool dirty) {
+    const std::lock_guard lock(mutex_);
+    for (size_t t = 0; t < pins.size(); ++t) caches_[t]->release(pins[t], dirty);
+  }
+
+  bool write_back() {
+    const std::lock_guard lock(mutex_);
+    bool good = true;
+    for (const auto& cache : caches_) cache->write_back();
+    for (const auto& store : stores_) good = store->flush() && good;
+    return good;
+  }
+
+  std::string failure() const {
+    for (const auto& store : stores_) {
+      if (store->failure()) return store->failure()->what;
+    }
+    return {};
+  }
+
+  nb::dict counters(size_t table) {
+    require(table < caches_.size(), "no such table");
+    const std::lock_guard lock(mutex_);
+    const CacheCounters c = caches_[table]->counters();
+    nb::dict d;
+    d["lookups"] = c.lookups;
+    d["pinned_lookups"] = c.pinned_lookups;
+    d["hit_lookups"] = c.hit_lookups;
+    d["rows"] = c.rows;
+    d["hit_rows"] = c.hit_rows;
+    d["read_rows"] = c.read_rows;
+    d["created_rows"] = c.created_rows;
+    d["evicted_rows"] = c.evicted_rows;
+    d["written_rows"] = c.written_rows;
+    d["overflow_rows"] = c.overflow_rows;
+    d["num_bytes"] = caches_[table]->num_bytes();
+    d["map_bytes"] = caches_[table]->map_bytes();
+    return d;
+  }
+
+ private:
+  std::vector<Span> checked(const std::vector<std::tuple<size_t, int64_t, int64_t>>& given, int64_t num_ids) const {
+    std::vector<Span> spans;
+    for (const auto& [table, first, last] : given) {
+      require(table < caches_.size() && 0 <= first && first <= last && last <= num_ids, "span outside the batch");
+      require(spans.empty() || spans.back().table <= table, "spans must be in the order of their tables");
+      spans.push_back({table, first, last});
+    }
+    return spans;
+  }
+
+  bool admit_all(const void* ids, bool wide, int32_t* slots, Flight& flight, bool keep, int num_threads) {
+    const uint32_t number = ++last_flight_;
+    std::vector<size_t> starts;  // of the spans of each table
+    for (size_t s = 0; s < flight.spans_.size(); ++s) {
+      if (s == 0 || flight.spans_[s].table != flight.spans_[s - 1].table) starts.push_back(s);
+    }
+    starts.push_back(flight.spans_.size());
+    std::erase_if(under_way_, [](const auto& ticket) { return ticket->finished(); });
+    flight.earlier_ = under_way_;
+    std::atomic<bool> good{true};
+    parallel_for(static_cast<int64_t>(starts.size()) - 1, num_threads, [&](int64_t task, int) {
+      for (size_t s = starts[static_cast<size_t>(task)]; s < starts[static_cast<size_t>(task) + 1]; ++s) {
+        const Span& span = flight.spans_[s];
+        const auto into = [&](const auto* all) {
+          return caches_[span.table]->admit(all + span.first, span.last - span.first, slots + span.first, number, keep,
+                                            flight.pins_[span.table], *flight.ticket_);
+        };
+        if (!(wide ? into(static_cast<const int64_t*>(ids)) : into(static_cast<const int32_t*>(ids)))) good = false;
+      }
+    });
+    under_way_.push_back(flight.ticket_);
+    return good;
+  }
+
+  std::mutex mutex_;
+  std::vector<std::vector<Memory>> arrays_;
+  std::vector<std::shared_ptr<Store>> stores_;
+  std::vector<std::unique_ptr<RowCache>> caches_;
+  std::vector<std::shared_ptr<Ticket>> under_way_;
+  uint32_t last_flight_ = 0;
+};
+
+void Flight::release(bool dirty) {
+  if (std::exchange(released_, true)) return;
+  wait();  // a slot may be handed on only when nothing is on its way into it
+  caches_->release(pins_, dirty);
+}
+
+}  // namespace
+
+void bind_cache(nb::module_& m) {
+  nb::class_<Flight>(m, "Flight")
+      .def("wait", &Flight::wait, nb::call_guard<nb::gil_scoped_release>())
+      .def("release", &Flight::release, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Caches>(m, "Caches")
+      .def("__init__", [](Caches*) { throw nb::type_error("use make_caches()"); })
+      .def("add", &Caches::add)
+      .def("admit", &Caches::admit)
+      .def("holds", &Caches::holds)
+      .def("write_back", &Caches::write_back, nb::call_guard<nb::gil_scoped_release>())
+      .def("failure", &Caches::failure)
+      .def("counters", &Caches::counters);
+  m.def("make_caches", [] { return std::make_shared<Caches>(); });
+}

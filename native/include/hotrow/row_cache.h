@@ -1,0 +1,141 @@
+// Which rows of a table lie in its slots: the map from ids to slots, and the moves between slots and store that keep it
+// true. The kernels see slots alone, so that no result can depend on what is decided here.
+//
+//   slots [0, pinned)                    rows [0, pinned), always
+//   slots [pinned, pinned + cached)      rows of the tail, as the policy keeps them
+//   slots [pinned + cached, num_rows)    overflow: rows of a batch for which no other slot was free, and those read for
+//                                        an evaluation; given back when the batch is released
+//
+// The arrays of slots have num_rows slots of address space, of which only those in use have memory.
+#pragma once
+
+#include <hotrow/store.h>
+#include <hotrow/types.h>
+
+#include <vector>
+
+namespace hotrow {
+
+// Which row of the tail goes first. A row in use by a batch never goes.
+//   clock: one that was not used since the hand last passed.
+//   lfu:   the same, but each use (up to 15) makes the hand pass once more; a new row starts with none, so that a row
+//          seen once leaves before one seen twice (frequency admission).
+//   lru:   the one used longest ago.
+enum class Policy : int32_t { clock = 0, lfu = 1, lru = 2 };
+
+// What a row is before it is first written: weights as fill_uniform has them, stored as the table stores weights; then
+// each state, element by element:  (of_weight ? of_weight * w : constant) + of_sign * sign(w), w the weight there
+struct InitialState {
+  int64_t dim;
+  float constant, of_weight, of_sign;
+};
+struct InitialRow {
+  uint64_t key;
+  float bound;
+  int64_t zero_rows;
+  int64_t dim;
+  Storage storage;
+  std::vector<InitialState> states;
+};
+
+struct CacheSizes {
+  int64_t num_rows;  // below 2^32 - 1
+  int64_t pinned;
+  int64_t cached;
+};
+
+// Counted since the cache was made. "Rows": once per batch, however often the batch names them.
+struct CacheCounters {
+  int64_t lookups = 0;
+  int64_t pinned_lookups = 0;  // of rows [0, pinned)
+  int64_t hit_lookups = 0;     // of tail rows that were resident
+  int64_t rows = 0;            // tail rows
+  int64_t hit_rows = 0;
+  int64_t read_rows = 0;      // brought from the store
+  int64_t created_rows = 0;   // given their initial values
+  int64_t evicted_rows = 0;
+  int64_t written_rows = 0;   // given to the store
+  int64_t overflow_rows = 0;  // of a training batch, for which every slot was in use
+};
+
+// The tail rows of one batch, each pinned to its slot until it is released.
+struct Pins {
+  std::vector<int32_t> slots;
+};
+
+// Calls of one cache come one at a time; different caches may work side by side.
+class RowCache {
+ public:
+  // Fills the pinned rows with their initial values. `slots` has a part for the weights, for split ones another for
+  // their lower halves, and one for each state.
+  RowCache(const CacheSizes& sizes, Policy policy, InitialRow initial, std::shared_ptr<Store> store, Slots slots);
+
+  // slot_of[i] = slot of row ids[i]; every tail row among them is pinned, once per batch, and on its way to its slot
+  // until `ticket` is done. keep: the policy may keep the rows; else those that were not resident go to overflow slots.
+  // False where an id is out of range; what was pinned until then is in `pins`. batch: its number, never 0, larger than
+  // that of any before; several calls may belong to one.
+  template <class Id>
+  bool admit(const Id* ids, int64_t n, int32_t* slot_of, uint32_t batch, bool keep, Pins& pins, Ticket& ticket);
+
+  // Whether slot_of is still the answer to ids, whose rows are pinned.
+  template <class Id>
+  bool holds(const Id* ids, int64_t n, const int32_t* slot_of) const;
+
+  // The batch is over. dirty: its rows were written to.
+  void release(Pins& pins, bool dirty);
+
+  // Gives the store every row that differs from it, the pinned ones included; flush it for durability.
+  void write_back();
+
+  CacheCounters counters() const { return counters_; }
+  // Bytes of everything here but slots: the map, a bit for each row, and what is known of each slot.
+  int64_t num_bytes() const;
+  // Of it, the map from ids to slots alone.
+  int64_t map_bytes() const { return static_cast<int64_t>(map_.size() * sizeof(map_[0])); }
+
+ private:
+  static constexpr int32_t kNone = -1;
+  static constexpr uint32_t kNoRow = 0xFFFFFFFF;
+  struct Entry {  // of a slot of the tail
+    uint32_t row = kNoRow;
+    uint32_t batch = 0;  // the last that pinned it
+    int32_t pins = 0;
+    uint8_t uses = 0;  // passes of the hand that it survives
+    bool dirty = false;
+  };
+
+  size_t home(uint32_t row) const {
+    return static_cast<size_t>((uint64_t{row} * 0x9E3779B97F4A7C15u >> 32) * map_.size() >> 32);
+  }
+  int32_t find(uint32_t row) const;
+  void insert(uint32_t row, int32_t place);
+  void erase(uint32_t row);
+  void grow_map();
+  int32_t place_for(uint32_t row, bool keep, std::vector<Move>& evicted);
+  int32_t victim();
+  int32_t overflow_place();
+  void pin(int32_t place, uint32_t batch, bool keep, Pins& pins);
+  void touch(int32_t place);
+  void link_first(int32_t place);
+  void unlink(int32_t place);
+  void evict(int32_t place, std::vector<Move>& moves);
+  void create(uint32_t row, int64_t slot);
+  bool exists(uint32_t row) const { return exists_[row / 64] >> (row % 64) & 1; }
+  int64_t slot_of_place(int32_t place) const { return sizes_.pinned + place; }
+
+  CacheSizes sizes_;
+  Policy policy_;
+  InitialRow initial_;
+  std::shared_ptr<Store> store_;
+  Slots slots_;
+  std::vector<int32_t> map_;     // place + 1 of a row, or 0; linear probing
+  std::vector<uint64_t> exists_;  // a bit per row: the store has it
+  std::vector<Entry> places_;    // of slots [pinned, ...)
+  std::vector<int32_t> free_overflow_;
+  std::vector<int32_t> before_, after_;  // lru: neighbours of a cached place; `cached` is the ring's head
+  int64_t num_mapped_ = 0, num_used_ = 0, num_pinned_places_ = 0, hand_ = 0;
+  std::vector<float> row_;  // scratch
+  CacheCounters counters_;
+};
+
+}  // namespace hotrow

@@ -1,0 +1,303 @@
+// The map and the policies; contract in hotrow/row_cache.h.
+#include <hotrow/kernels.h>
+#include <hotrow/row_cache.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace hotrow {
+namespace {
+
+constexpr uint8_t kMostUses = 15;
+constexpr int64_t kAhead = 12;  // ids whose place in the map is fetched before it is needed
+
+}  // namespace
+
+RowCache::RowCache(const CacheSizes& sizes, Policy policy, InitialRow initial, std::shared_ptr<Store> store,
+                   Slots slots)
+    : sizes_(sizes), policy_(policy), initial_(std::move(initial)), store_(std::move(store)), slots_(std::move(slots)) {
+  // Two entries of four bytes for each resident row.
+  map_.resize(static_cast<size_t>(std::max<int64_t>(2 * sizes_.cached, 16)));
+  exists_.resize(static_cast<size_t>(sizes_.num_rows + 63) / 64);
+  places_.resize(static_cast<size_t>(sizes_.cached));
+  row_.resize(static_cast<size_t>(initial_.dim));
+  if (policy_ == Policy::lru) {
+    before_.resize(static_cast<size_t>(sizes_.cached + 1));
+    after_.resize(before_.size());
+    before_.back() = after_.back() = static_cast<int32_t>(sizes_.cached);
+  }
+  for (int64_t row = 0; row < sizes_.pinned; ++row) create(static_cast<uint32_t>(row), row);
+}
+
+int64_t RowCache::num_bytes() const {
+  const size_t bytes = places_.capacity() * sizeof(Entry) + exists_.size() * 8 + free_overflow_.capacity() * 4 +
+                       (before_.size() + after_.size()) * 4;
+  return map_bytes() + static_cast<int64_t>(bytes);
+}
+
+// ---- the map
+
+int32_t RowCache::find(uint32_t row) const {
+  for (size_t at = home(row); map_[at] != 0; at = at + 1 == map_.size() ? 0 : at + 1) {
+    const int32_t place = map_[at] - 1;
+    if (places_[static_cast<size_t>(place)].row == row) return place;
+  }
+  return kNone;
+}
+
+void RowCache::insert(uint32_t row, int32_t place) {
+  if (4 * (num_mapped_ + 1) > 3 * static_cast<int64_t>(map_.size())) grow_map();
+  size_t at = home(row);
+  while (map_[at] != 0) at = at + 1 == map_.size() ? 0 : at + 1;
+  map_[at] = place + 1;
+  ++num_mapped_;
+}
+
+// Overflow has filled it.
+void RowCache::grow_map() {
+  const std::vector<int32_t> old = std::exchange(map_, std::vector<int32_t>(map_.size() * 2));
+  for (const int32_t entry : old) {
+    if (entry == 0) continue;
+    size_t at = home(places_[static_cast<size_t>(entry - 1)].row);
+    while (map_[at] != 0) at = at + 1 == map_.size() ? 0 : at + 1;
+    map_[at] = entry;
+  }
+}
+
+// Entries behind the hole move into it where their search would else end there.
+void RowCache::erase(uint32_t row) {
+  const size_t size = map_.size();
+  size_t hole = home(row);
+  while (places_[static_cast<size_t>(map_[hole] - 1)].row != row) hole = hole + 1 == size ? 0 : hole + 1;
+  for (size_t at = hole;;) {
+    at = at + 1 == size ? 0 : at + 1;
+    if (map_[at] == 0) break;
+    const size_t wanted = home(places_[static_cast<size_t>(map_[at] - 1)].row);
+    const bool reaches = hole <= at ? hole < wanted && wanted <= at : hole < wanted || wanted <= at;
+    if (reaches) continue;
+    map_[hole] = map_[at];
+    hole = at;
+  }
+  map_[hole] = 0;
+  --num_mapped_;
+}
+
+// ---- the policy
+
+void RowCache::unlink(int32_t place) {
+  const auto p = static_cast<size_t>(place);
+  after_[static_cast<size_t>(before_[p])] = after_[p];
+  before_[static_cast<size_t>(after_[p])] = before_[p];
+}
+
+void RowCache::link_first(int32_t place) {
+  const auto p = static_cast<size_t>(place), head = static_cast<size_t>(sizes_.cached);
+  before_[p] = static_cast<int32_t>(head);
+  after_[p] = after_[head];
+  before_[static_cast<size_t>(after_[head])] = place;
+  after_[head] = place;
+}
+
+// A resident row is used again.
+void RowCache::touch(int32_t place) {
+  if (place >= sizes_.cached) return;
+  Entry& entry = places_[static_cast<size_t>(place)];
+  switch (policy_) {
+    case Policy::clock:
+      entry.uses = 1;
+      break;
+    case Policy::lfu:
+      entry.uses = std::min<uint8_t>(kMostUses, static_cast<uint8_t>(entry.uses + 1));
+      break;
+    case Policy::lru:
+      unlink(place);
+      link_first(place);
+      break;
+  }
+}
+
+// A cached place that holds nothing, or whose row goes; kNone when all are in use.
+int32_t RowCache::victim() {
+  if (num_used_ < sizes_.cached) return static_cast<int32_t>(num_used_++);
+  if (num_pinned_places_ >= sizes_.cached) return kNone;
+  if (policy_ == Policy::lru) {
+    int32_t place = before_[static_cast<size_t>(sizes_.cached)];
+    while (places_[static_cast<size_t>(place)].pins != 0) place = before_[static_cast<size_t>(place)];
+    unlink(place);
+    return place;
+  }
+  for (;; hand_ = hand_ + 1 == sizes_.cached ? 0 : hand_ + 1) {
+    Entry& entry = places_[static_cast<size_t>(hand_)];
+    if (entry.pins != 0) continue;
+    if (entry.uses == 0) break;
+    --entry.uses;
+  }
+  const auto place = static_cast<int32_t>(hand_);
+  hand_ = hand_ + 1 == sizes_.cached ? 0 : hand_ + 1;
+  return place;
+}
+
+int32_t RowCache::overflow_place() {
+  if (!free_overflow_.empty()) {
+    const int32_t place = free_overflow_.back();
+    free_overflow_.pop_back();
+    return place;
+  }
+  places_.emplace_back();
+  return static_cast<int32_t>(places_.size() - 1);
+}
+
+// ---- rows come and go
+
+void RowCache::create(uint32_t row, int64_t slot) {
+  const InitialRow& first = initial_;
+  kernels().fill_uniform(first.key, row, 1, first.dim, first.bound, first.zero_rows, row_.data());
+  const auto at = [&](size_t part) { return slots_.parts[part].base + slot * slots_.parts[part].bytes; };
+  size_t part = 0;
+  kernels().store_row(row_.data(), first.dim, first.storage, at(0),
+                      first.storage == Storage::split ? reinterpret_cast<uint16_t*>(at(++part)) : nullptr);
+  for (const InitialState& state : first.states) {
+    float* to = reinterpret_cast<float*>(at(++part));
+    for (int64_t j = 0; j < state.dim; ++j) {
+      const float w = state.dim == first.dim ? row_[static_cast<size_t>(j)] : 0.0f;
+      const float sign = static_cast<float>((w > 0) - (w < 0));
+      // Without a needless + 0, which would make +0 of -0.
+      to[j] = state.of_weight == 0 ? state.constant : state.of_weight * w;
+      if (state.of_sign != 0) to[j] = to[j] + state.of_sign * sign;
+    }
+  }
+}
+
+void RowCache::evict(int32_t place, std::vector<Move>& moves) {
+  Entry& entry = places_[static_cast<size_t>(place)];
+  if (entry.row == kNoRow) return;
+  if (entry.dirty) {
+    moves.push_back({entry.row, slot_of_place(place)});
+    exists_[entry.row / 64] |= uint64_t{1} << (entry.row % 64);
+    ++counters_.written_rows;
+  }
+  erase(entry.row);
+  entry = {};
+}
+
+int32_t RowCache::place_for(uint32_t row, bool keep, std::vector<Move>& evicted) {
+  // An empty place is no other row's: without it the slots of a table would not be enough for all of its rows.
+  int32_t place = keep || num_used_ < sizes_.cached ? victim() : kNone;
+  if (place == kNone) {
+    place = overflow_place();
+    counters_.overflow_rows += keep;
+  } else {
+    counters_.evicted_rows += places_[static_cast<size_t>(place)].row != kNoRow;
+    evict(place, evicted);
+    if (policy_ == Policy::lru) link_first(place);
+    places_[static_cast<size_t>(place)].uses = policy_ == Policy::clock;
+  }
+  places_[static_cast<size_t>(place)].row = row;
+  insert(row, place);
+  return place;
+}
+
+void RowCache::pin(int32_t place, uint32_t batch, bool keep, Pins& pins) {
+  Entry& entry = places_[static_cast<size_t>(place)];
+  if (entry.batch == batch) return;
+  if (keep && entry.batch != 0) touch(place);
+  entry.batch = batch;
+  num_pinned_places_ += entry.pins++ == 0 && place < sizes_.cached;
+  pins.slots.push_back(place);
+  ++counters_.rows;
+}
+
+template <class Id>
+bool RowCache::admit(const Id* ids, int64_t n, int32_t* slot_of, uint32_t batch, bool keep, Pins& pins,
+                     Ticket& ticket) {
+  std::vector<int64_t> missing;
+  const auto num_rows = static_cast<uint64_t>(sizes_.num_rows), pinned = static_cast<uint64_t>(sizes_.pinned);
+  counters_.lookups += n;
+  for (int64_t i = 0; i < n; ++i) {
+    // Only a hint: an id that is out of range is found below.
+    if (i + kAhead < n) __builtin_prefetch(&map_[home(static_cast<uint32_t>(ids[i + kAhead]))]);
+    const auto id = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
+    if (id >= num_rows) return false;
+    if (id < pinned) {
+      slot_of[i] = static_cast<int32_t>(id);
+      ++counters_.pinned_lookups;
+      continue;
+    }
+    const int32_t place = find(static_cast<uint32_t>(id));
+    if (place == kNone) {
+      missing.push_back(i);
+      continue;
+    }
+    const int64_t before = counters_.rows;
+    pin(place, batch, keep, pins);
+    counters_.hit_rows += counters_.rows - before;
+    ++counters_.hit_lookups;
+    slot_of[i] = static_cast<int32_t>(slot_of_place(place));
+  }
+  // Only now, when all that is resident is pinned: no row of this batch makes room for another.
+  std::vector<Move> evicted, arriving, fresh;
+  for (const int64_t i : missing) {
+    const auto row = static_cast<uint32_t>(ids[i]);
+    int32_t place = find(row);
+    if (place == kNone) {
+      place = place_for(row, keep, evicted);
+      pin(place, batch, keep, pins);
+      (exists(row) ? arriving : fresh).push_back({row, slot_of_place(place)});
+    }
+    slot_of[i] = static_cast<int32_t>(slot_of_place(place));
+  }
+  // In this order: what leaves a slot is copied before anything is laid into it.
+  if (!evicted.empty()) store_->write(evicted, slots_);
+  for (const Move& move : fresh) create(static_cast<uint32_t>(move.row), move.slot);
+  if (!arriving.empty()) store_->read(arriving, slots_, ticket);
+  counters_.created_rows += static_cast<int64_t>(fresh.size());
+  counters_.read_rows += static_cast<int64_t>(arriving.size());
+  return true;
+}
+
+template <class Id>
+bool RowCache::holds(const Id* ids, int64_t n, const int32_t* slot_of) const {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t place = slot_of[i] - sizes_.pinned;
+    const int64_t row = place < 0 ? slot_of[i] : int64_t{places_[static_cast<size_t>(place)].row};
+    if (row != static_cast<int64_t>(ids[i])) return false;
+  }
+  return true;
+}
+
+void RowCache::release(Pins& pins, bool dirty) {
+  std::vector<Move> leaving;
+  for (const int32_t place : std::exchange(pins.slots, {})) {
+    Entry& entry = places_[static_cast<size_t>(place)];
+    entry.dirty = entry.dirty || dirty;
+    if (--entry.pins != 0) continue;
+    if (place < sizes_.cached) {
+      --num_pinned_places_;
+    } else {
+      evict(place, leaving);
+      free_overflow_.push_back(place);
+    }
+  }
+  if (!leaving.empty()) store_->write(leaving, slots_);
+}
+
+void RowCache::write_back() {
+  std::vector<Move> moves;
+  for (int64_t row = 0; row < sizes_.pinned; ++row) moves.push_back({row, row});
+  for (size_t place = 0; place < places_.size(); ++place) {
+    Entry& entry = places_[place];
+    if (entry.row == kNoRow || !entry.dirty) continue;
+    moves.push_back({entry.row, slot_of_place(static_cast<int32_t>(place))});
+    entry.dirty = false;
+  }
+  for (const Move& move : moves) exists_[static_cast<size_t>(move.row) / 64] |= uint64_t{1} << (move.row % 64);
+  counters_.written_rows += static_cast<int64_t>(moves.size());
+  store_->write(moves, slots_);
+}
+
+template bool RowCache::admit(const int32_t*, int64_t, int32_t*, uint32_t, bool, Pins&, Ticket&);
+template bool RowCache::admit(const int64_t*, int64_t, int32_t*, uint32_t, bool, Pins&, Ticket&);
+template bool RowCache::holds(const int32_t*, int64_t, const int32_t*) const;
+template bool RowCache::holds(const int64_t*, int64_t, const int32_t*) const;
+
+}  // namespace hotrow

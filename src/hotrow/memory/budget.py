@@ -1,0 +1,126 @@
+"""How much memory tables may take, and how it is shared: bytes in, slots per table out. Plain numbers, no I/O."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+Policy = Literal["clock", "lfu", "lru"]
+POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
+"""In the order of the native module's numbers."""
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+METADATA_BYTES = 32
+"""Of a cached row beside its record, at most: 8 of the map from ids to slots, 16 of the slot's own, 8 of lru's ring."""
+SMALL_TABLES_SHARE = 0.5
+"""Of the budget, given to whole tables, smallest first: every lookup of one saves an I/O that its few rows would cost
+over and over."""
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from a number or from text such as "2GiB", "500 MB" or "4g". Raises ValueError for anything else."""
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())
+    if not found or found[2] not in _UNITS:
+        raise ValueError(f"size {size!r} is not understood; write a number and a unit, such as 2GiB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Where the rows of a collection lie: some in DRAM, the rest on disk.
+
+        emb = hotrow.EmbeddingCollection(tables, memory=hotrow.Memory(dram="2GiB", ssd="/nvme/emb"))
+
+    dram: bytes for slots (weights and optimizer states), what is known of them, and buffers. Exactly one of
+    ssd: a folder for block files, read and written past the page cache; file: a folder for files that are used as
+    memory (DAX, CXL, tmpfs, or plain). Files are made there and removed with the collection.
+    policy: which row of the tail makes room: "clock", "lfu" or "lru"; it changes speed, no result.
+    """
+
+    dram: int | str
+    ssd: str | Path | None = None
+    file: str | Path | None = None
+    policy: Policy = "clock"
+
+    def __post_init__(self) -> None:
+        if self.dram_bytes <= 0:
+            raise ValueError(f"Memory: dram is {self.dram!r}; it must be a positive number of bytes")
+        if (self.ssd is None) == (self.file is None):
+            raise ValueError(f"Memory: ssd is {self.ssd!r} and file is {self.file!r}; name exactly one folder")
+        if self.policy not in POLICIES:
+            raise ValueError(f"Memory: policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
+
+    @property
+    def dram_bytes(self) -> int:
+        """`dram` as a number."""
+        return parse_bytes(self.dram)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files go."""
+        return Path(self.ssd if self.ssd is not None else self.file or "")
+
+
+class TableDemand(NamedTuple):
+    """What a table would need."""
+
+    name: str
+    num_rows: int
+    record_bytes: int
+    """Of a slot: weights and states."""
+
+
+class TableSlots(NamedTuple):
+    """What a table gets: slots that hold its first rows for good, and slots for whichever rows are in use."""
+
+    pinned: int
+    cached: int
+
+
+def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
+    """Slots for each table within `budget_bytes`, everything counted.
+
+    Small tables lie in DRAM whole, smallest first, as long as they take up to SMALL_TABLES_SHARE of the budget; what is
+    left is cut so that the others get as many cached rows each, since each is looked up as often. A bit for each row of
+    theirs is counted too. Raises ValueError where the bits alone, or a hundred rows a table, are over the budget.
+    """
+    left = float(budget_bytes)
+    slots = [TableSlots(0, 0)] * len(tables)
+    sizes = sorted(range(len(tables)), key=lambda t: tables[t].num_rows * tables[t].record_bytes)
+    whole = 0.0
+    fits_all = sum(table.num_rows * table.record_bytes for table in tables) <= budget_bytes
+    for t in sizes:
+        num_bytes = tables[t].num_rows * tables[t].record_bytes
+        if whole + num_bytes > budget_bytes * (1.0 if fits_all else SMALL_TABLES_SHARE):
+            break
+        whole += num_bytes
+        slots[t] = TableSlots(tables[t].num_rows, 0)
+    rest = [t for t in sizes if slots[t].pinned == 0]
+    left -= whole + sum(tables[t].num_rows / 8 for t in rest)
+    shares = _level(tables, rest, left)
+    for t, cached in shares.items():
+        slots[t] = TableSlots(0, cached)
+    return slots
+
+
+def _level(tables: Sequence[TableDemand], rest: Sequence[int], left: float) -> dict[int, int]:
+    """As many slots for each table of `rest`, smallest first, as their bytes allow; a table takes no more than it has."""
+    shares = {}
+    for k, t in enumerate(rest):
+        per_level = sum(tables[u].record_bytes + METADATA_BYTES for u in rest[k:])
+        cached = min(tables[t].num_rows, int(left / per_level))
+        if cached < min(100, tables[t].num_rows):
+            needed = sum((tables[u].record_bytes + METADATA_BYTES) * 100 + tables[u].num_rows / 8 for u in rest)
+            raise ValueError(
+                f"the memory for tables is too small: table {tables[t].name!r} would keep {max(cached, 0)} of its "
+                f"{tables[t].num_rows:,} rows. About {needed / 2**20:,.1f} MiB more than the tables that lie in memory "
+                "whole are the least; raise Memory(dram=...)"
+            )
+        shares[t] = cached
+        left -= cached * (tables[t].record_bytes + METADATA_BYTES)
+    return shares

@@ -1,0 +1,76 @@
+"""Look-ahead: batches are announced to the tables before they are needed, so that a step does not wait for its rows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from hotrow.batch import Batch, KeyedJaggedTensor
+from hotrow.embedding import EmbeddingCollection
+from hotrow.memory.tiers import Tiers
+
+Item = TypeVar("Item", Batch, KeyedJaggedTensor)
+
+
+class Lookahead(Generic[Item]):
+    """The batches of `batches`, each after the rows of the `depth` that follow it were asked for; see `lookahead`."""
+
+    def __init__(self, batches: Iterable[Item], module: nn.Module, *, depth: int) -> None:
+        if depth < 0:
+            raise ValueError(f"depth is {depth}; it must be 0 (rows are read when they are needed) or more")
+        self.batches, self.depth = batches, depth
+        self.tiers: list[Tiers] = [
+            part.tiers for part in module.modules() if isinstance(part, EmbeddingCollection) and part.tiers is not None
+        ]
+        self._state: Any = None
+
+    def state(self) -> Any:
+        """The loader's `state()` as of the last batch handed out here, not of the last one taken from it."""
+        return self.batches.state() if self._state is None else self._state  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Iterator[Item]:
+        """Announce, hand out, and forget what was not used; also when the loop is left early."""
+        waiting: deque[tuple[Item, Any]] = deque()
+        source, more = iter(self.batches), True
+        state_of = getattr(self.batches, "state", lambda: None)
+        item = None
+        try:
+            while True:
+                while more and len(waiting) <= self.depth:
+                    following = next(source, None)
+                    more = following is not None
+                    if following is not None:
+                        if self.depth:
+                            self._each("announce", following)
+                        waiting.append((following, state_of()))
+                if not waiting:
+                    return
+                item, self._state = waiting.popleft()
+                yield item
+                self._each("forget", item)
+        finally:
+            for left, _ in waiting:
+                self._each("forget", left)
+            if item is not None:
+                self._each("forget", item)
+
+    def _each(self, verb: str, item: Item) -> None:
+        sparse = item.sparse if isinstance(item, Batch) else item
+        for tiers in self.tiers:
+            getattr(tiers, verb)(sparse)
+
+
+def lookahead(batches: Iterable[Item], module: nn.Module, *, depth: int = 4) -> Lookahead[Item]:
+    """Iterates over `batches`; the rows of the next `depth` are on their way while one is trained on.
+
+        for batch in hotrow.lookahead(loader, emb, depth=4): ...
+
+    batches: of `Batch` or `KeyedJaggedTensor`. module: an EmbeddingCollection or a module that holds some; those
+    without Memory need no look-ahead. A batch that is skipped, changed, or looked up twice is exact all the same.
+    depth 0: rows are read when they are looked up. Leaving the loop lets go of what was announced.
+    Raises ValueError for a negative depth.
+    """
+    return Lookahead(batches, module, depth=depth)

@@ -1,0 +1,273 @@
+"""Tables in tiers: slots of fast arrays in front of a store, batches in flight between them.
+
+    ids of a batch --admit--> slots, pinned; rows on their way --wait--> lookup, update --release--> rows may leave
+
+The kernels are given slots instead of ids and cannot tell the difference; nothing here can change a bit of a result.
+Native: row_cache.h (which row lies where) and store.h (how rows move). Next: lookahead.py, which admits batches before
+they are needed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow import ops
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.memory.budget import POLICIES, Memory, TableDemand, TableSlots, plan_slots
+from hotrow.memory.native import backend
+from hotrow.memory.store_file import TableRows
+from hotrow.memory.stores import Engines, Store, StoreError, open_store
+from hotrow.reference import Layout, row_key
+from hotrow.tables import TableConfig
+
+_STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+MOST_WAITING_SHARE = 8
+"""Rows that wait to be written take up to this part of the budget, 64 MiB at most."""
+
+
+class State(NamedTuple):
+    """An optimizer state of one table, by slot, and what it is for a row that was never touched:
+
+    `(of_weight * w if of_weight else constant) + of_sign * sign(w)` for each element of the row.
+    """
+
+    name: str
+    array: Tensor
+    """float32 [N, D] or [N]: address space for every row, of which the slots in use have memory."""
+    constant: float = 0.0
+    of_weight: float = 0.0
+    of_sign: float = 0.0
+
+
+class Flight:
+    """A batch whose rows lie in slots, or are on their way there, until it is released."""
+
+    def __init__(self, native: Any, tiers: Tiers, spans: list[tuple[int, int, int]], slots: Tensor) -> None:
+        self._native, self._tiers, self._spans, self.slots = native, tiers, spans, slots
+        self.released = False
+
+    def wait(self) -> None:
+        """Sleep until every row is there. Raises StoreError where one could not be read."""
+        if not self._native.wait():
+            self._tiers.raise_failure()
+
+    def is_of(self, ids: Tensor, spans: list[tuple[int, int, int]]) -> bool:
+        """Whether these are still the ids whose rows lie in the slots, looked up in the same tables."""
+        same_bags = ids.shape == self.slots.shape and spans == self._spans
+        return same_bags and bool(self._tiers.caches.holds(ids.numpy(), self.slots.numpy(), self._native))
+
+    def release(self, *, updated: bool) -> None:
+        """The batch is over; updated: its rows have changed. Later calls do nothing."""
+        self.released = True
+        self._native.release(updated)
+
+
+class Tiers:
+    """The tables of one collection, part in DRAM and part in a folder's files."""
+
+    def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: Memory, *, seed: int) -> None:
+        if ops.backend().reason is not None:
+            raise ValueError(f"Memory needs the native module, but {ops.backend().reason}; build it, or use memory=None")
+        self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
+        memory.folder.mkdir(parents=True, exist_ok=True)
+        shapes = {t: (t.num_embeddings, t.embedding_dim) for t in tables}
+        self.weights = {
+            t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype), sparse=True) for t, shape in shapes.items()
+        }
+        self.low = {
+            t.name: ops.allocate(*shape, dtype=torch.int16, sparse=True)
+            for t, shape in shapes.items()
+            if t.dtype == "bfloat16"
+        }
+        self.states: dict[str, Sequence[State]] = {}
+        """By table; what lies in a record beside the weights."""
+        self.slots: list[TableSlots] = []
+        """Of each table, once it is laid out."""
+        self.caches: Any = None
+        self.stores: list[Store] = []
+        self._announced: dict[int, tuple[KeyedJaggedTensor, Flight]] = {}
+        self.altered = self.unannounced = self.foreseen = 0
+        """Training batches that were changed after they were announced, that never were, and that were as announced."""
+
+    # ---- where rows lie
+
+    def attach(self, states: dict[str, Sequence[State]]) -> None:
+        """An optimizer's states become parts of the records. Raises ValueError where the records are laid out already."""
+        if self.caches is not None:
+            raise ValueError(
+                "the tables' records are laid out on disk already, by the first lookup or another optimizer: make the "
+                "optimizer right after the EmbeddingCollection, and only one"
+            )
+        self.states = states
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        demands = [
+            TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t))) for t in self.tables
+        ]
+        waiting = min(64 << 20, self.memory.dram_bytes // MOST_WAITING_SHARE)
+        self.slots = plan_slots(demands, self.memory.dram_bytes - waiting)
+        folder = Path(tempfile.mkdtemp(prefix="hotrow-", dir=self.memory.folder))
+        engines = Engines(most_waiting_bytes=waiting)
+        self.caches = backend().make_caches()
+        weakref.finalize(self, _remove, self.stores, folder)
+        for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
+            rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
+            whole = slots.pinned == table.num_embeddings
+            kind = "dram" if whole else "block" if self.memory.ssd is not None else "mapped"
+            path = None if whole else folder / f"{t:04d}.rows"
+            self.stores.append(open_store(rows, kind=kind, path=path, engines=engines))  # type: ignore[arg-type]
+            self._add_cache(table, slots, self.stores[-1])
+
+    def _parts(self, table: TableConfig) -> tuple[tuple[str, int], ...]:
+        return tuple((name, array[:1].nbytes) for name, array in self._arrays(table))
+
+    def _arrays(self, table: TableConfig) -> list[tuple[str, Tensor]]:
+        low = [("low", self.low[table.name])] if table.name in self.low else []
+        states = [(state.name, state.array) for state in self.states.get(table.name, ())]
+        return [("weight", self.weights[table.name]), *low, *states]
+
+    def _add_cache(self, table: TableConfig, slots: TableSlots, store: Store) -> None:
+        bound, weight = table.init.bound_for(table.num_embeddings), self.weights[table.name]
+        states = [
+            (state.array[:1].numel(), state.constant, state.of_weight, state.of_sign)
+            for state in self.states.get(table.name, ())
+        ]
+        self.caches.add(
+            (table.num_embeddings, slots.pinned, slots.cached),
+            POLICIES.index(self.memory.policy),
+            (row_key(self.seed, table.name), bound, table.init.zero_rows, table.embedding_dim, _STORAGES[weight.dtype]),
+            states,
+            store.native,
+            [_plain(array) for _, array in self._arrays(table)],
+        )
+
+    # ---- batches in flight
+
+    def announce(self, sparse: KeyedJaggedTensor) -> None:
+        """Bring the rows of a training batch that comes later, and keep them until it has been."""
+        if id(sparse) not in self._announced:
+            self._announced[id(sparse)] = (sparse, self._admit(sparse, keep=True))
+
+    def forget(self, sparse: KeyedJaggedTensor) -> None:
+        """A batch that was announced will not come, or has been."""
+        found = self._announced.pop(id(sparse), None)
+        if found is not None:
+            found[1].release(updated=False)
+
+    def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Flight, KeyedJaggedTensor]:
+        """The flight of this batch, arrived, and the batch with slots for ids.
+
+        Not training: rows that are not resident are read beside the cache, which stays as it is.
+        """
+        _, flight = self._announced.pop(id(sparse), (None, None))
+        if flight is not None and not flight.is_of(sparse.values, self._spans(sparse)):
+            self.altered += training
+            flight.release(updated=False)
+            flight = None
+        elif training:
+            self.unannounced += flight is None
+            self.foreseen += flight is not None
+        if flight is None:
+            flight = self._admit(sparse, keep=training)
+        flight.wait()
+        return flight, sparse.with_values(flight.slots)
+
+    def _admit(self, sparse: KeyedJaggedTensor, *, keep: bool) -> Flight:
+        if self.caches is None:
+            self._lay_out()
+        self.raise_failure(only_if_failed=True)
+        spans = self._spans(sparse)
+        native, slots = self.caches.admit(sparse.values.numpy(), spans, keep, torch.get_num_threads())
+        if native is None:
+            raise ValueError(self._bad_id(sparse))
+        return Flight(native, self, spans, torch.from_numpy(slots))
+
+    def _spans(self, sparse: KeyedJaggedTensor) -> list[tuple[int, int, int]]:
+        stride = sparse.stride
+        spans = []
+        for feature in self.layout.features:  # in the order of their tables
+            if feature.name in sparse.keys:
+                start = sparse.keys.index(feature.name) * stride
+                ends = (start, start + stride)
+                if not sparse.one_hot:
+                    ends = (int(sparse.offsets[ends[0]]), int(sparse.offsets[ends[1]]))
+                spans.append((feature.table, *ends))
+        return spans
+
+    def _bad_id(self, sparse: KeyedJaggedTensor) -> str:
+        for feature in self.layout.features:
+            if feature.name not in sparse.keys:
+                continue
+            values, offsets, _ = sparse.bags(feature.name)
+            num_rows = self.tables[feature.table].num_embeddings
+            bad = ((values < 0) | (values >= num_rows)).nonzero()
+            if len(bad):
+                at = int(bad[0])
+                sample = int(torch.searchsorted(offsets, at, right=True)) - 1
+                return (
+                    f"feature {feature.name!r}, sample {sample}, position {at - int(offsets[sample])}: id "
+                    f"{int(values[at])} is outside its table of {num_rows} rows; ids must be in [0, {num_rows}): raise "
+                    "num_embeddings or map unknown ids to a row of their own"
+                )
+        return "an id of the batch is outside its table, and was not when it was looked at again: it is being changed"
+
+    # ---- rows by their ids
+
+    @contextmanager
+    def rows(self, table: int, ids: Tensor, *, write: bool = False) -> Iterator[Tensor]:
+        """Slots [n] in which the rows `ids` of a table lie inside the block; write: they are changed there."""
+        if self.caches is None:
+            self._lay_out()
+        spans = [(table, 0, len(ids))]
+        native, slots = self.caches.admit(ids.numpy(), spans, False, 1)
+        assert native is not None, "ids out of range"
+        flight = Flight(native, self, spans, torch.from_numpy(slots))
+        flight.wait()
+        try:
+            yield flight.slots.long()
+        finally:
+            flight.release(updated=write)
+
+    def flush(self) -> None:
+        """Everything on the medium. Raises StoreError where it cannot be."""
+        if self.caches is not None and not self.caches.write_back():
+            self.raise_failure()
+
+    def raise_failure(self, *, only_if_failed: bool = False) -> None:
+        """Raise StoreError with what went wrong."""
+        what = self.caches.failure()
+        if what or not only_if_failed:
+            raise StoreError(what or "a store failed without saying why")
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """By table: what its cache and its store have counted (row_cache.h, store.h)."""
+        if self.caches is None:
+            return {}
+        return {
+            table.name: {**self.caches.counters(t), **self.stores[t].counters()} for t, table in enumerate(self.tables)
+        }
+
+
+def _plain(array: Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of `array` [N, ...] as numpy, whatever its type."""
+    return array.detach().view(torch.int16 if array.dtype == torch.bfloat16 else array.dtype).numpy()
+
+
+def _remove(stores: list[Store], folder: Path) -> None:
+    for store in stores:
+        try:
+            store.close()
+        except StoreError:  # the rows are going away
+            continue
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,224 @@
+"""Law 2: placement is invisible. Whatever lies where, tables, states and outputs are those of one plain array, to the bit.
+
+Schedules are drawn at random: batches announced or not, altered after, skipped, looked up twice, evaluated in between,
+several to a step, loops left early, steps dropped; over optimizers, storages, policies, stores and cache sizes. The
+truth is the same schedule on a collection whose rows all lie in DRAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import hotrow
+from hotrow import ops
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.embedding import EmbeddingCollection
+from hotrow.memory.budget import METADATA_BYTES
+from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
+from hotrow.tables import TableConfig, Uniform
+
+pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
+
+OPTIMIZERS = {
+    "sgd": lambda emb: SGD(emb, lr=0.1),
+    "adagrad": lambda emb: Adagrad(emb, lr=0.1, initial_accumulator_value=0.25),
+    "row_wise_adagrad": lambda emb: RowWiseAdagrad(emb, lr=0.1),
+    "adam": lambda emb: Adam(emb, lr=0.01),
+    "ftrl": lambda emb: FTRL(emb, lr=0.1, l1=0.01, l2=0.02),
+}
+FEATURES = ("a", "b", "c", "d")
+ROWS = {"t": 400, "u": 700, "v": 5}
+
+
+def tables(dtype: str) -> list[TableConfig]:
+    init = Uniform(zero_rows=1)
+    return [
+        TableConfig(name="t", num_embeddings=ROWS["t"], embedding_dim=8, feature_names=("a",), dtype=dtype, init=init),  # type: ignore[arg-type]
+        TableConfig(
+            name="u", num_embeddings=ROWS["u"], embedding_dim=19, feature_names=("b", "d"), pooling="mean", dtype=dtype  # type: ignore[arg-type]
+        ),
+        TableConfig(name="v", num_embeddings=ROWS["v"], embedding_dim=4, feature_names=("c",), dtype=dtype),  # type: ignore[arg-type]
+    ]
+
+
+def make_batch(rng: np.random.Generator, *, wide: bool) -> KeyedJaggedTensor:
+    """1 to 9 samples with bags of 0 to 4 skewed ids, or one-hot; weighted at times."""
+    size = int(rng.integers(1, 10))
+    limits = [ROWS["t"], ROWS["u"], ROWS["v"], ROWS["u"]]
+    lengths = np.ones(4 * size, np.int64) if rng.random() < 0.4 else rng.integers(0, 5, 4 * size)
+    ids = np.concatenate(
+        [
+            np.minimum(rng.zipf(1.3, int(lengths[f * size : (f + 1) * size].sum())) - 1, limit - 1)
+            if rng.random() < 0.5
+            else rng.integers(0, limit, int(lengths[f * size : (f + 1) * size].sum()))
+            for f, limit in enumerate(limits)
+        ]
+    )
+    values = torch.from_numpy(ids.astype(np.int64 if wide else np.int32))
+    weights = torch.from_numpy(rng.random(len(ids)).astype(np.float32)) if rng.random() < 0.2 else None
+    one_hot = bool((lengths == 1).all()) and rng.random() < 0.5
+    return KeyedJaggedTensor(FEATURES, values, weights, lengths=None if one_hot else torch.from_numpy(lengths))
+
+
+def altered(batch: KeyedJaggedTensor, rng: np.random.Generator) -> None:
+    """Other ids in the same tensor."""
+    if batch.values.numel():
+        at = int(rng.integers(batch.values.numel()))
+        batch.values[at] = int(rng.integers(0, 5))
+
+
+class Side:
+    """A collection and its optimizer, driven step by step; `seen` is all it ever returned."""
+
+    def __init__(self, emb: EmbeddingCollection, optimizer: str) -> None:
+        self.emb, self.optimizer = emb, OPTIMIZERS[optimizer](emb)
+        self.seen: list[Tensor] = []
+
+    def forward(self, batch: KeyedJaggedTensor, upstream: Tensor) -> None:
+        out = self.emb(batch)
+        self.seen.append(out.detach().clone())
+        out.backward(upstream[: len(out)])
+
+    def sequence(self, batch: KeyedJaggedTensor) -> None:
+        parts = self.emb.sequence(batch)
+        self.seen.extend(values.detach().clone() for values, _ in parts.values())
+        sum((values * values).sum() for values, _ in parts.values()).backward()  # type: ignore[union-attr]
+
+    def evaluate(self, batch: KeyedJaggedTensor) -> None:
+        with torch.no_grad():
+            self.seen.append(self.emb(batch).clone())
+
+    def tables(self) -> list[Tensor]:
+        """Weights, low halves and states of every row."""
+        emb, found = self.emb, []
+        for t, table in enumerate(emb.tables):
+            weight = emb.weights[table.name]
+            arrays = [weight, *([emb.low[table.name]] if table.name in emb.low else [])]
+            arrays += [self.optimizer.state[weight][name] for name in self.optimizer.state_names]
+            ids = torch.arange(table.num_embeddings)
+            if emb.tiers is None:
+                found += [array.clone() for array in arrays]
+            else:
+                with emb.tiers.rows(t, ids) as slots:
+                    found += [array[slots] for array in arrays]
+        return found
+
+
+def drive(sides: list[Side], seed: int, *, depth: int, num_batches: int) -> None:
+    """The same random schedule on every side."""
+    width = sum(table.embedding_dim * len(table.feature_names) for table in tables("float32"))
+    for side in sides:
+        rng = np.random.default_rng(seed)
+        upstream = torch.from_numpy(rng.standard_normal((16, width)).astype(np.float32))
+        batches = [make_batch(rng, wide=bool(rng.random() < 0.5)) for _ in range(num_batches)]
+        copies = [batch.values.clone() for batch in batches]
+        stray = make_batch(rng, wide=True)
+        done = 0
+        while done < num_batches:
+            for batch in hotrow.lookahead(batches[done:], side.emb, depth=depth):
+                done += 1
+                what = rng.random(6)
+                if what[0] < 0.08:
+                    continue  # skipped
+                if what[1] < 0.15:
+                    altered(batch, rng)
+                if what[2] < 0.15:
+                    side.evaluate(stray)
+                if what[2] > 0.9:
+                    side.evaluate(batch)
+                if what[3] < 0.1:
+                    side.sequence(batch)
+                side.forward(batch, upstream)
+                if what[3] > 0.9:
+                    side.forward(batch, upstream)
+                if what[4] < 0.1:
+                    side.forward(stray, upstream)
+                if what[4] > 0.9:
+                    continue  # several batches to a step
+                if what[5] < 0.05:
+                    side.optimizer.zero_grad()
+                side.optimizer.step()
+                if what[5] > 0.93:
+                    break
+        side.optimizer.step()
+        for batch, ids in zip(batches, copies, strict=True):
+            batch.values.copy_(ids)
+
+
+def budget(dtype: str, optimizer: str, slots: int) -> int:
+    """Bytes that give the two large tables about so many cached rows."""
+    per_weight = {"float32": 4, "float16": 2, "bfloat16": 4}[dtype]
+    states = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 0, "adam": 2, "ftrl": 2}[optimizer]
+    dims = 8 + 19
+    row_wise = 8 if optimizer == "row_wise_adagrad" else 0
+    level = dims * (per_weight + 4 * states) + row_wise + 2 * METADATA_BYTES
+    small = 5 * 4 * (per_weight + 4 * states) + 20
+    return int((slots * level + small + 150) * 8 / 7) + 16
+
+
+def make_sides(
+    folder: Path, *, dtype: str = "float32", optimizer: str = "sgd", policy: str = "clock", slots: int = 120, kind: str = "ssd"
+) -> list[Side]:
+    place: dict[str, Any] = {kind: folder}
+    memory = hotrow.Memory(dram=budget(dtype, optimizer, slots), policy=policy, **place)  # type: ignore[arg-type]
+    return [
+        Side(EmbeddingCollection(tables(dtype), memory=where, seed=3), optimizer) for where in (None, memory)
+    ]
+
+
+def check(plain: Side, tiered: Side) -> None:
+    assert len(plain.seen) == len(tiered.seen)
+    for number, (a, b) in enumerate(zip(plain.seen, tiered.seen, strict=True)):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32)), f"output {number}"
+    for number, (a, b) in enumerate(zip(plain.tables(), tiered.tables(), strict=True)):
+        assert a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes() if a.dtype != torch.bfloat16 else torch.equal(
+            a.view(torch.int16), b.view(torch.int16)
+        ), f"array {number}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == [], "files were left behind"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_optimizer_and_storage(folder: Path, optimizer: str, dtype: str) -> None:
+    sides = make_sides(folder, dtype=dtype, optimizer=optimizer)
+    drive(sides, seed=1, depth=3, num_batches=60)
+    check(*sides)
+    counters = sides[1].emb.tiers.counters()["u"]  # type: ignore[union-attr]
+    assert counters["read_rows"] > 20 and counters["written_rows"] > 20, "the schedule did not exercise the store"
+
+
+@pytest.mark.parametrize("policy", ["clock", "lfu", "lru"])
+@pytest.mark.parametrize("kind", ["ssd", "file"])
+@pytest.mark.parametrize("depth", [0, 1, 4, 9])
+@pytest.mark.parametrize("slots", [100, 350])
+def test_every_policy_store_depth_and_size(folder: Path, policy: str, kind: str, depth: int, slots: int) -> None:
+    sides = make_sides(folder, optimizer="adagrad", policy=policy, kind=kind, slots=slots)
+    drive(sides, seed=depth * 1000 + slots, depth=depth, num_batches=50)
+    check(*sides)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_schedules(folder: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sides = make_sides(
+        folder,
+        dtype=str(rng.choice(["float32", "float16", "bfloat16"])),
+        optimizer=str(rng.choice(list(OPTIMIZERS))),
+        policy=str(rng.choice(["clock", "lfu", "lru"])),
+        slots=int(rng.integers(100, 500)),
+        kind=str(rng.choice(["ssd", "file"])),
+    )
+    drive(sides, seed, depth=int(rng.integers(0, 12)), num_batches=40)
+    check(*sides)
