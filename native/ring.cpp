@@ -41,6 +41,12 @@ std::string refused(const char* what, const char* cure) {
   return std::string(what) + " is refused here (" + std::strerror(errno) + "): " + cure;
 }
 
+const char* cure_of_setup(int error) {
+  if (error == ENOSYS) return "the kernel is older than 5.1 or built without it";
+  if (error == ENOMEM) return "raise the limit of locked memory (ulimit -l) to 4 MiB";
+  return "allow it in the container's seccomp profile and set kernel.io_uring_disabled to 0";
+}
+
 class Ring final : public IoQueue {
  public:
   ~Ring() override {
@@ -139,9 +145,7 @@ class Ring final : public IoQueue {
       if (ring_ >= 0 || errno != EINVAL) break;
     }
     if (ring_ < 0) {
-      reason = refused("io_uring", errno == ENOSYS ? "the kernel is older than 5.1 or built without it"
-                                                   : "allow it in the container's seccomp profile and set "
-                                                     "kernel.io_uring_disabled to 0");
+      reason = refused("io_uring", cure_of_setup(errno));
       return false;
     }
     return map(params, reason);

@@ -1,8 +1,8 @@
 """One function per op: the native kernels where they are built, their readable twins in `reference` where not.
 
-The only importer of the native module besides data/native.py and memory/native.py. Functions check what a caller can get wrong, allocate
-outputs and follow `torch.get_num_threads()`; arithmetic and the order of sums are stated in native/include/hotrow/
-kernels.h and docs/numerics.md. `backend()` says what runs.
+With data/native.py and memory/native.py the only importer of the native module. Functions check what a caller can get
+wrong, allocate outputs and follow `torch.get_num_threads()`; arithmetic and the order of sums are stated in
+native/include/hotrow/kernels.h and docs/numerics.md. `backend()` says what runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Parsing, counting, hashing and lookup of raw rows: typed doors to the native module, or to its readable twin.
 
-With `hotrow.ops` and `hotrow.memory.native` the only importer of the native module. Without it (not built, or HOTROW_NATIVE=0) the functions of
-`hotrow.data.reference` serve, announced by `hotrow.ops`: the same results and file bytes, many times slower.
+With `hotrow.ops` and `hotrow.memory.native` the only importer of the native module. Without it (not built, or
+HOTROW_NATIVE=0) the functions of `hotrow.data.reference` serve, announced by `hotrow.ops`: the same results and file
+bytes, many times slower.
 """
 
 from __future__ import annotations

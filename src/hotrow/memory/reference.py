@@ -5,6 +5,7 @@ Many times slower; native/include/hotrow/store.h, block_layout.h and memory_stor
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -225,5 +226,7 @@ def open_mapped_store(descriptor: int, record_bytes: int, num_rows: int, table: 
 def open_block_store(
     engine: Any, descriptor: int, record_bytes: int, sector: int, num_rows: int, table: str, path: str
 ) -> Store:
-    """In a file of whole sectors."""
+    """In a file of whole sectors, through the page cache: direct I/O would ask for aligned memory."""
+    direct = getattr(os, "O_DIRECT", 0)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~direct)
     return _File(descriptor, record_bytes, sector, num_rows, table, path)

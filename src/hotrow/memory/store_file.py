@@ -141,7 +141,7 @@ def _check(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | No
     found = _read_header(descriptor, path)
     if found.get("version") != VERSION:
         raise ValueError(
-            f"{path}: format version {found.get('version')!r}, this hotrow reads {VERSION}: use the hotrow that wrote it"
+            f"{path}: format version {found.get('version')!r}, this hotrow reads {VERSION}: use the one that wrote it"
         )
     expected = {**json.loads(json.dumps(asdict(rows))), "kind": kind}
     for key, value in expected.items():
@@ -152,8 +152,8 @@ def _check(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | No
                 f"{path} holds {key} {found[key]!r}, expected {value!r}: it is another model's or table's file. "
                 "Put the right one back, or give this run a folder of its own"
             )
-    sector = found.get("sector")
-    if kind == "block" and sector not in SECTORS:
+    sector: int | None = found.get("sector")
+    if (sector is not None) != (kind == "block") or sector not in (None, *SECTORS):
         raise ValueError(
             f"{path}: sector is {sector!r}, allowed are {SECTORS}; the header is damaged, restore the file"
         )
@@ -168,7 +168,7 @@ def _check(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | No
         os.ftruncate(descriptor, file_bytes(rows, sector))
         write_header(descriptor, rows, kind, sector)
         os.fsync(descriptor)
-    return None if kind == "mapped" else int(sector)
+    return sector
 
 
 def _read_header(descriptor: int, path: Path) -> dict[str, Any]:

@@ -109,12 +109,12 @@ class Store:
     @property
     def path(self) -> Path | None:
         """Its file; None for dram."""
-        return self._file and self._file.path
+        return None if self._file is None else self._file.path
 
     @property
     def padded_record_bytes(self) -> float:
         """What a record takes on its medium, padding included."""
-        return store_file.padded_record_bytes(self.rows, self._file and self._file.sector)
+        return store_file.padded_record_bytes(self.rows, None if self._file is None else self._file.sector)
 
     def start_read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> Reading:
         """Start to read row rows[i] into slot slots[i] of `arrays`.
@@ -247,4 +247,4 @@ def _open_block(rows: TableRows, file: OpenFile, engines: Engines) -> Store:
 
 def io_uring_refused() -> str | None:
     """Why io_uring cannot be used here; None where it can."""
-    return backend().start_engine(True, 1, 1, 0)[1] or None
+    return Engines(depth=1, num_threads=1, most_waiting_bytes=0)._start(ring=True)[1] or None

@@ -1,0 +1,264 @@
+"""Every store against a plain array: whatever the schedule of reads and writes, a row reads as it was last written.
+
+Schedules are random, from printed seeds: several tables on one engine, reads under way together, rows read while their
+write waits, rows of one sector written apart and together, rows given twice, tables that grow, files opened again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hotrow import ops
+from hotrow.memory.stores import Engines, Kind, Reading, Store, TableRows, io_uring_refused, open_store
+
+RECORD_BYTES = (4, 64, 100, 252, 256, 260, 512, 768, 1024, 4096, 5000)
+NUM_SLOTS = 400
+needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: these are its threads")
+MEDIA = ["dram", "mapped", "threads", "io_uring"]
+
+
+def engines_of(medium: str, *, depth: int = 16, most_waiting_bytes: int = 1 << 20) -> Engines:
+    if medium == "io_uring" and (reason := io_uring_refused()):
+        pytest.skip(f"io_uring is refused here: {reason}")
+    io = "io_uring" if medium == "io_uring" else "threads"
+    return Engines(io=io, depth=depth, num_threads=4, most_waiting_bytes=most_waiting_bytes)
+
+
+@pytest.fixture(params=MEDIA)
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "io_uring" and not ops.isas():
+        pytest.skip("the native module is absent")
+    return str(request.param)
+
+
+def parts_of(record_bytes: int) -> tuple[tuple[str, int], ...]:
+    """Three parts where the record is long enough, of uneven lengths."""
+    if record_bytes < 8:
+        return (("weight", record_bytes),)
+    return (("weight", record_bytes - 6), ("low", 2), ("state", 4))
+
+
+class Table:
+    """A store, the array it must equal, and slots to move rows through."""
+
+    def __init__(
+        self, name: str, folder: Path, medium: str, engines: Engines, record_bytes: int, num_rows: int
+    ) -> None:
+        self.rows = TableRows(table=name, parts=parts_of(record_bytes), num_rows=num_rows, identity="a model")
+        self.kind: Kind = medium if medium in ("dram", "mapped") else "block"  # type: ignore[assignment]
+        self.path, self.engines = folder / f"{name}.rows", engines
+        self.truth = np.zeros((num_rows, record_bytes), np.uint8)
+        self.arrays = [np.zeros((NUM_SLOTS, width), np.uint8) for _, width in self.rows.parts]
+        self.pending: list[tuple[Reading, np.ndarray, np.ndarray]] = []
+        self.store = self._open()
+
+    def _open(self) -> Store:
+        path = None if self.kind == "dram" else self.path
+        return open_store(self.rows, kind=self.kind, path=path, engines=self.engines)
+
+    def write(self, rows: np.ndarray, g: np.random.Generator) -> None:
+        self.settle()
+        slots = g.permutation(NUM_SLOTS)[: len(rows)]
+        values = g.integers(0, 256, (len(rows), self.rows.record_bytes), dtype=np.uint8)
+        at = 0
+        for array in self.arrays:
+            array[slots] = values[:, at : at + array.shape[1]]
+            at += array.shape[1]
+        self.store.write(rows, slots, self.arrays)
+        for row, value in zip(rows, values, strict=True):  # of a row given twice the last counts
+            self.truth[row] = value
+        for array in self.arrays:
+            array[:] = 0x55
+
+    def start_read(self, rows: np.ndarray, slots: np.ndarray) -> None:
+        self.pending.append((self.store.start_read(rows, slots, self.arrays), rows, slots))
+
+    def settle(self) -> None:
+        """Wait for what is being read, and compare it."""
+        for reading, rows, slots in self.pending:
+            reading.wait()
+            assert reading.finished()
+            found = np.concatenate([array[slots] for array in self.arrays], axis=1)
+            np.testing.assert_array_equal(found, self.truth[rows])
+        self.pending.clear()
+
+    def check_all(self) -> None:
+        self.settle()
+        for first in range(0, len(self.truth), NUM_SLOTS):
+            rows = np.arange(first, min(first + NUM_SLOTS, len(self.truth)))
+            self.start_read(rows, np.arange(len(rows)))
+            self.settle()
+
+    def reopen(self) -> None:
+        self.settle()
+        self.store.close()
+        if self.kind == "dram":
+            self.truth[:] = 0
+        self.store = self._open()
+
+    def grow(self, more: int) -> None:
+        self.settle()
+        self.truth = np.concatenate([self.truth, np.zeros((more, self.truth.shape[1]), np.uint8)])
+        self.store.grow(len(self.truth))
+        self.rows = self.store.rows
+
+    def close(self) -> None:
+        self.settle()
+        self.store.close()
+
+
+def some_rows(g: np.random.Generator, num_rows: int, count: int) -> np.ndarray:
+    """Scattered, or neighbours, in any order."""
+    if g.random() < 0.5:
+        return g.choice(num_rows, min(count, num_rows), replace=False)
+    first = g.integers(num_rows)
+    return g.permutation(np.arange(first, min(first + count, num_rows)))
+
+
+def step(table: Table, g: np.random.Generator) -> None:
+    """One random thing done to a table."""
+    what, num_rows, count = g.random(), len(table.truth), int(g.integers(0, 40))
+    if what < 0.42:
+        table.write(some_rows(g, num_rows, count), g)
+    elif what < 0.5:
+        table.write(g.integers(0, num_rows, count), g)  # with repeats
+    elif what < 0.88:
+        rows = some_rows(g, num_rows, count)
+        used = sum(len(slots) for _, _, slots in table.pending)
+        if used + len(rows) > NUM_SLOTS:
+            table.settle()
+            used = 0
+        table.start_read(rows, np.arange(used, used + len(rows)))
+    elif what < 0.93:
+        table.settle()
+        table.store.flush()
+    elif what < 0.96:
+        table.reopen()
+    else:
+        table.grow(int(g.integers(1, 30)))
+
+
+def run_schedule(folder: Path, medium: str, seed: int, sizes: tuple[int, ...], num_steps: int, depth: int) -> None:
+    g = np.random.default_rng(seed)
+    # At times so few bytes may wait that writers wait for nearly every write.
+    engines = engines_of(medium, depth=depth, most_waiting_bytes=int(g.choice([0, 20_000, 1 << 20])))
+    tables = [
+        Table(f"t{seed}-{i}", folder, medium, engines, size, int(g.integers(1, 700))) for i, size in enumerate(sizes)
+    ]
+    for _ in range(num_steps):
+        step(tables[g.integers(len(tables))], g)
+    for table in tables:
+        table.check_all()
+        table.reopen()
+        table.check_all()
+        table.close()
+        table.path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("record_bytes", RECORD_BYTES)
+def test_against_a_plain_array(tmp_path: Path, medium: str, record_bytes: int) -> None:
+    for seed in range(3):
+        run_schedule(tmp_path, medium, seed, (record_bytes,), num_steps=60, depth=16)
+
+
+@needs_native
+@pytest.mark.parametrize("medium", ["threads", "io_uring"])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sizes=st.lists(st.sampled_from([*RECORD_BYTES, 1, 12, 255, 2048, 4100]), min_size=1, max_size=4),
+    depth=st.sampled_from([1, 2, 3, 8, 128]),
+)
+def test_any_schedule_of_several_tables_on_one_engine(
+    tmp_path: Path, medium: str, seed: int, sizes: list[int], depth: int
+) -> None:
+    run_schedule(tmp_path, medium, seed, tuple(sizes), num_steps=80, depth=depth)
+
+
+@needs_native
+@pytest.mark.parametrize("medium", MEDIA)
+@pytest.mark.parametrize("record_bytes", [4, 100, 512])
+def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: int) -> None:
+    """Each thread owns every fourth row, so that all meet in every sector; none may lose another's bytes."""
+    num_threads, num_rows, errors = 4, 1200, []
+    rows = TableRows(table="t", parts=(("w", record_bytes),), num_rows=num_rows)
+    kind: Kind = medium if medium in ("dram", "mapped") else "block"  # type: ignore[assignment]
+    path = None if kind == "dram" else tmp_path / "t.rows"
+
+    def work(store: Store, own: int) -> None:
+        g = np.random.default_rng(own)
+        mine = np.arange(own, num_rows, num_threads)
+        truth, array = np.zeros((num_rows, record_bytes), np.uint8), np.zeros((len(mine), record_bytes), np.uint8)
+        try:
+            for _ in range(60):
+                chosen = g.choice(mine, 50, replace=False)
+                array[:50] = truth[chosen] = g.integers(0, 256, (50, record_bytes), dtype=np.uint8)
+                store.write(chosen, np.arange(50), [array])
+                read = g.choice(mine, 80, replace=False)
+                store.read(read, np.arange(80), [array])
+                np.testing.assert_array_equal(array[:80], truth[read])
+        except BaseException as error:
+            errors.append(error)
+
+    with open_store(rows, kind=kind, path=path, engines=engines_of(medium)) as store:
+        threads = [threading.Thread(target=work, args=(store, own)) for own in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+
+
+@needs_native
+@pytest.mark.parametrize("io", ["threads", "io_uring"])
+def test_a_row_is_read_out_of_its_waiting_write(tmp_path: Path, io: str) -> None:
+    rows = TableRows(table="t", parts=(("w", 512),), num_rows=5000)
+    value, found = torch.arange(5000 * 128).view(5000, 128).float(), torch.zeros(5000, 128)
+    every = np.arange(5000)
+    with open_store(
+        rows, kind="block", path=tmp_path / "t", engines=engines_of(io, most_waiting_bytes=1 << 30)
+    ) as store:
+        store.write(every, every, [value])
+        value.zero_()  # copied before write returned
+        store.read(every, every, [found])
+        assert torch.equal(found, torch.arange(5000 * 128).view(5000, 128).float())
+        assert store.counters()["served_from_queue"] > 1000
+
+
+@needs_native
+@pytest.mark.parametrize("io", ["threads", "io_uring"])
+def test_what_ios_are_merged(tmp_path: Path, io: str) -> None:
+    """Reads by page; writes of neighbouring units; a sector that is whole is not read first."""
+
+    def counted(record_bytes: int, rows: list[int], name: str) -> tuple[int, int, int, int]:
+        table = TableRows(table=name, parts=(("w", record_bytes),), num_rows=10_000)
+        array = np.ones((len(rows), record_bytes), np.uint8)
+        with open_store(table, kind="block", path=tmp_path / name, engines=engines_of(io)) as store:
+            store.write(rows, np.arange(len(rows)), [array])
+            store.flush()
+            c = store.counters()
+            store.read(rows, np.arange(len(rows)), [array])
+            after = store.counters()
+            return c["writes"], c["read_modify_writes"], c["written_bytes"], after["reads"] - c["reads"]
+
+    assert counted(512, [3, 1, 0, 2, 40, 41, 9], "units") == (3, 0, 3584, 3)  # pages 0, 1 and 5
+    assert counted(64, list(range(8)), "a whole sector") == (1, 0, 512, 1)
+    assert counted(64, [0, 5, 9], "two sectors in part") == (1, 1, 1024, 1)
+    assert counted(1024, [7, 8], "two pages") == (2, 0, 2048, 2)
+    assert counted(5000, [0, 1], "larger than a page") == (2, 0, 2 * 5120, 2)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    """Python knows nothing of the engine's threads; a test that leaves Python's own would disturb the next."""
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before

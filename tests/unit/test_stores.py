@@ -1,0 +1,428 @@
+"""hotrow.memory.stores: layout on disk, whose file it is, what is told when a medium fails, what is fallen back to."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotrow import files, ops
+from hotrow.memory import reference, store_file, stores
+from hotrow.memory.native import backend
+from hotrow.memory.stores import Engines, Kind, Store, StoreError, TableRows, io_uring_refused, open_store
+
+needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
+FILE_KINDS: list[Kind] = ["mapped", "block"]
+
+
+def table_rows(num_rows: int = 1000, record_bytes: int = 512, table: str = "item", identity: str = "m1") -> TableRows:
+    return TableRows(table=table, parts=(("weight", record_bytes),), num_rows=num_rows, identity=identity)
+
+
+@pytest.fixture(params=["threads", "io_uring"])
+def io(request: pytest.FixtureRequest) -> str:
+    if request.param == "io_uring" and (reason := io_uring_refused()):
+        pytest.skip(f"io_uring is refused here: {reason}")
+    return str(request.param)
+
+
+def write_rows(store: Store, rows: list[int], value: int = 7) -> None:
+    store.write(rows, np.arange(len(rows)), [np.full((len(rows), store.rows.record_bytes), value, np.uint8)])
+
+
+def read_rows(store: Store, rows: list[int]) -> np.ndarray:
+    out = np.zeros((len(rows), store.rows.record_bytes), np.uint8)
+    store.read(rows, np.arange(len(rows)), [out])
+    return out
+
+
+# ---- layout
+
+
+@pytest.mark.parametrize("sector", [512, 4096])
+@pytest.mark.parametrize("record_bytes", [1, 4, 64, 100, 255, 256, 257, 260, 512, 513, 768, 1024, 2049, 4096, 5000])
+def test_records_cross_neither_sectors_nor_pages(record_bytes: int, sector: int) -> None:
+    unit, unit_rows, page, page_units, _ = backend().block_layout(record_bytes, sector, 0)
+    assert (unit % sector, unit_rows * record_bytes <= unit, page_units * unit <= page) == (0, True, True)
+    assert unit_rows == (sector // record_bytes if 2 * record_bytes < sector else 1)
+    assert page == max(unit, 4096)
+    for num_rows in (0, 1, 1000):
+        assert backend().block_layout(record_bytes, sector, num_rows) == reference.block_layout(
+            record_bytes, sector, num_rows
+        )
+    file_bytes = backend().block_layout(record_bytes, sector, 1000)[4]
+    assert file_bytes >= 4096 + 1000 * record_bytes
+    assert file_bytes % 4096 == 0 or record_bytes > 4096
+
+
+def test_padding_is_reported(tmp_path: Path) -> None:
+    padded = {256: 512, 260: 512, 100: 4096 / 40, 768: 1024, 1100: 2048, 512: 512}
+    for record_bytes, expected in padded.items():
+        rows = table_rows(record_bytes=record_bytes)
+        assert store_file.padded_record_bytes(rows, 512) == pytest.approx(expected)
+    with open_store(table_rows(), kind="dram") as store:
+        assert store.padded_record_bytes == 512
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_hundred_gigabytes_are_made_and_opened_at_once(tmp_path: Path, kind: Kind) -> None:
+    rows, path = table_rows(num_rows=200_000_000), tmp_path / "large"
+    start = time.perf_counter()
+    for _ in range(2):
+        with open_store(rows, kind=kind, path=path, engines=Engines(io="threads")) as store:
+            assert not read_rows(store, [0, 123_456_789, 199_999_999]).any()
+    assert time.perf_counter() - start < 2
+    assert path.stat().st_size > 100e9
+    assert path.stat().st_blocks * 512 < 1e6
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+# ---- whose file it is
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_rows_are_found_again_and_by_the_readable_twin(
+    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t"
+    with open_store(table_rows(record_bytes=100), kind=kind, path=path, engines=Engines(io="threads")) as store:
+        write_rows(store, [5, 999], value=3)
+        store.grow(1500)
+        write_rows(store, [1499], value=4)
+    for module in (stores, store_file):
+        monkeypatch.setattr(module, "backend", lambda: reference)
+    with warnings.catch_warnings(record=True):
+        store = open_store(table_rows(num_rows=1500, record_bytes=100), kind=kind, path=path)
+    with store:
+        assert read_rows(store, [5, 6, 999, 1499])[:, 0].tolist() == [3, 0, 3, 4]
+        write_rows(store, [6], value=9)
+        assert read_rows(store, [5, 6, 7])[:, 99].tolist() == [3, 9, 0]
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (table_rows(identity="m2"), r"holds identity 'm1', expected 'm2'.*another model's or table's"),
+        (table_rows(table="user"), "holds table 'item', expected 'user'"),
+        (table_rows(record_bytes=256), "holds parts"),
+        (table_rows(num_rows=10), "holds num_rows 1000, expected 10"),
+    ],
+)
+def test_a_swapped_file_is_refused(tmp_path: Path, kind: Kind, other: TableRows, message: str) -> None:
+    path = tmp_path / "t"
+    open_store(table_rows(), kind=kind, path=path, engines=Engines(io="threads")).close()
+    with pytest.raises(ValueError, match=message):
+        open_store(other, kind=kind, path=path)
+    another: Kind = "mapped" if kind == "block" else "block"
+    with pytest.raises(ValueError, match=f"holds kind '{kind}', expected '{another}'"):
+        open_store(table_rows(), kind=another, path=path)
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_truncated_or_altered_file_is_refused(tmp_path: Path, kind: Kind) -> None:
+    path = tmp_path / "t"
+    open_store(table_rows(), kind=kind, path=path, engines=Engines(io="threads")).close()
+    header = path.read_bytes()[:4096]
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match=r"t is truncated: .* rows of table 'item' need"):
+        open_store(table_rows(), kind=kind, path=path)
+    path.write_bytes(b"x" * 10_000)
+    with pytest.raises(ValueError, match="t is no store of hotrow, or its header is damaged"):
+        open_store(table_rows(), kind=kind, path=path)
+    newer = json.loads(header.rstrip(b"\0")) | {"version": 2}
+    path.write_bytes(json.dumps(newer).encode().ljust(4096, b"\0"))
+    with pytest.raises(ValueError, match="format version 2, this hotrow reads 1"):
+        open_store(table_rows(), kind=kind, path=path)
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        open_store(table_rows(), kind=kind, path=path)
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_two_processes_cannot_open_one_file(tmp_path: Path, kind: Kind) -> None:
+    path = tmp_path / "t"
+    with open_store(table_rows(), kind=kind, path=path, engines=Engines(io="threads")):
+        with pytest.raises(BlockingIOError, match="t is open already, here or in another process"):
+            open_store(table_rows(), kind=kind, path=path)
+        program = (
+            "import sys; from hotrow.memory.stores import *\n"
+            "rows = TableRows(table='item', parts=(('weight', 512),), num_rows=1000, identity='m1')\n"
+            "try: open_store(rows, kind=sys.argv[1], path=sys.argv[2])\n"
+            "except BlockingIOError as error: print(error)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, kind, str(path)], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert "is open already" in done.stdout
+    open_store(table_rows(), kind=kind, path=path, engines=Engines(io="threads")).close()
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_folder_that_takes_no_file(tmp_path: Path, kind: Kind) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        open_store(table_rows(), kind=kind, path=tmp_path / "absent" / "t")
+    if os.geteuid() == 0:
+        return  # permissions do not hold for root
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError, match="t"):
+        open_store(table_rows(), kind=kind, path=tmp_path / "t")
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="each part of a record has at least a byte"):
+        TableRows(table="t", parts=(("w", 0),), num_rows=1)
+    with pytest.raises(ValueError, match="needs the path"):
+        open_store(table_rows(), kind="block")
+    with pytest.raises(ValueError, match="names and parts need"):
+        open_store(table_rows(identity="x" * 5000), kind="mapped", path=tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+    with open_store(table_rows(), kind="dram") as store:
+        with pytest.raises(ValueError, match="row"):
+            read_rows(store, [1000])
+        with pytest.raises(ValueError, match="row"):
+            write_rows(store, [-1])
+        with pytest.raises(ValueError, match="pass integers"):
+            read_rows(store, [0.5])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="is closed"):
+        store.flush()
+
+
+@needs_native
+def test_bad_slots() -> None:
+    with open_store(table_rows(), kind="dram") as store:
+        array = np.zeros((4, 512), np.uint8)
+        for slots, arrays, message in [
+            ([4], [array], "slot out of range"),
+            ([0, 1], [array], "rows and slots differ"),
+            ([0], [array[:, :100].copy()], "not as long as a record"),
+            ([0], [array[:, :256].copy(), array[:3, :256].copy()], "differ in their number of slots"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                store.read([1], slots, arrays)
+
+
+# ---- faults
+
+
+def fails_for_ever(store: Store, message: str) -> None:
+    for _ in range(2):
+        with pytest.raises(StoreError, match=message):
+            store.flush()
+        with pytest.raises(StoreError, match=message):
+            read_rows(store, [1])
+        with pytest.raises(StoreError, match=message):
+            write_rows(store, [1])
+    assert store.failure() is not None
+    with pytest.raises(StoreError, match=message):
+        store.close()
+
+
+@needs_native
+@pytest.mark.parametrize("record_bytes", [64, 512, 5000])
+def test_an_error_of_a_write_is_told_for_ever(tmp_path: Path, io: str, record_bytes: int) -> None:
+    engines = Engines(io=io)
+    other = open_store(table_rows(table="other"), kind="block", path=tmp_path / "other", engines=engines)
+    store = open_store(table_rows(record_bytes=record_bytes), kind="block", path=tmp_path / "t", engines=engines)
+    store.native.inject(True, 3, errno.EIO)
+    write_rows(store, list(range(0, 1000, 90)))
+    fails_for_ever(store, r"writing rows? \d+.* of table 'item' in .*/t: Input/output error.*dmesg.*last checkpoint")
+    write_rows(other, [3])
+    other.flush()
+    assert read_rows(other, [3]).all(), "another table of the engine does not care"
+    other.close()
+
+
+@needs_native
+@pytest.mark.parametrize("record_bytes", [64, 512, 5000])
+def test_an_error_of_a_read_is_told_for_ever(tmp_path: Path, io: str, record_bytes: int) -> None:
+    store = open_store(table_rows(record_bytes=record_bytes), kind="block", path=tmp_path / "t", engines=Engines(io=io))
+    write_rows(store, [1, 500])
+    store.flush()
+    store.native.inject(False, 2, errno.EIO)
+    with pytest.raises(StoreError, match=r"reading row (1|500) of table 'item' in .*/t: Input/output error"):
+        read_rows(store, [1, 500])
+    fails_for_ever(store, r"reading row (1|500) of table 'item'")
+
+
+@needs_native
+def test_an_error_while_a_writer_waits_for_room(tmp_path: Path, io: str) -> None:
+    store = open_store(table_rows(), kind="block", path=tmp_path / "t", engines=Engines(io=io, most_waiting_bytes=0))
+    store.native.inject(True, 20, errno.EIO)
+    with pytest.raises(StoreError, match="Input/output error"):
+        for row in range(1000):
+            write_rows(store, [row])
+    assert store.counters()["waiting_bytes"] >= 0
+    with pytest.raises(StoreError):
+        store.close()
+
+
+@needs_native
+def test_a_file_truncated_while_open(tmp_path: Path, io: str) -> None:
+    store = open_store(table_rows(), kind="block", path=tmp_path / "t", engines=Engines(io=io))
+    os.truncate(tmp_path / "t", 8192)
+    with pytest.raises(StoreError, match=r"reading row 900 of table 'item' .* ends before its last row"):
+        read_rows(store, [900])
+    with pytest.raises(StoreError):
+        store.close()
+
+
+@needs_native
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_full_disk(small_disk: tuple[Path, Callable[[int], None]], kind: Kind) -> None:
+    folder, resize = small_disk
+    resize(512)
+    with warnings.catch_warnings(record=True):
+        store = open_store(table_rows(num_rows=10_000), kind=kind, path=folder / "t")
+    with pytest.raises(StoreError, match=r"writing row.* of table 'item' in .*/t: No space left on device.*free some"):
+        for first in range(0, 10_000, 100):
+            write_rows(store, list(range(first, first + 100)))
+            store.flush()
+    fails_for_ever(store, "No space left on device")
+
+
+@needs_native
+def test_a_full_disk_while_io_uring_writes(tmp_path: Path) -> None:
+    """A file system of its own in a file, as tmpfs is not written past the page cache."""
+    if reason := io_uring_refused():
+        pytest.skip(f"io_uring is refused here: {reason}")
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(8 << 20)
+    try:
+        for line in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+            subprocess.run(line, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no disk in a file can be made here: {error}")
+    try:
+        store = open_store(
+            table_rows(num_rows=100_000), kind="block", path=folder / "t", engines=Engines(io="io_uring")
+        )
+        write_rows(store, list(range(0, 100_000, 4)))
+        fails_for_ever(store, r"writing row.* of table 'item' in .*/t: No space left on device.*free some")
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+FORK = """
+import os, sys, numpy as np
+from hotrow.memory.stores import *
+rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+store = open_store(rows, kind=sys.argv[1], path=sys.argv[2], engines=Engines(io=sys.argv[3]))
+array = np.ones((1, 512), np.uint8)
+store.write([1], [0], [array])
+if (child := os.fork()) == 0:
+    for call in (lambda: store.read([1], [0], [array]), lambda: store.write([1], [0], [array]), store.flush):
+        try: call()
+        except StoreError as error: print(error, flush=True)
+    store.close()
+    del store
+    if sys.argv[1] == "block":  # a store of the child's own is fine
+        own = open_store(rows, kind="block", path=sys.argv[2] + "2", engines=Engines(io=sys.argv[3]))
+        own.write([1], [0], [array]); own.flush(); own.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+array[:] = 0
+store.read([1], [0], [array])
+assert array.all()
+store.close()
+open_store(rows, kind=sys.argv[1], path=sys.argv[2], engines=Engines(io=sys.argv[3])).close()
+"""
+
+
+@needs_native
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_forked_child_is_told(tmp_path: Path, kind: Kind, io: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, kind, str(tmp_path / "t"), io],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all("'item'" in line and "opened before this process was forked" in line for line in lines)
+
+
+# ---- what is fallen back to
+
+
+@needs_native
+def test_memory_that_looks_like_a_disk_is_named(small_disk: tuple[Path, Callable[[int], None]]) -> None:
+    folder, _ = small_disk
+    assert files.file_system(folder / "t") == "tmpfs"
+    engines = Engines()
+    with pytest.warns(UserWarning, match=r"table 'item' is read and written by 32 threads.*disk is memory \(tmpfs\)"):
+        store = open_store(table_rows(), kind="block", path=folder / "t", engines=engines)
+    assert store.fallback is not None
+    assert engines.fallbacks == {str(folder / "t"): store.fallback}
+    write_rows(store, [1])
+    assert read_rows(store, [1]).all()
+    store.close()
+    with pytest.raises(ValueError, match=r'io="io_uring", but .*memory \(tmpfs\)'):
+        open_store(table_rows(), kind="block", path=folder / "t", engines=Engines(io="io_uring"))
+
+
+@needs_native
+@pytest.mark.parametrize("refused", ["open", "read", "ring"])
+def test_a_refusal_names_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    plain, native = os.open, backend()
+
+    class Refusing:
+        def __getattr__(self, name: str) -> object:
+            if refused == "read" and name == "try_read":
+                return lambda descriptor, num_bytes: errno.EINVAL
+            if refused == "ring" and name == "start_engine":
+                return lambda ring, *sizes: (None, "io_uring is refused") if ring else native.start_engine(ring, *sizes)
+            return getattr(native, name)
+
+    def no_direct(path: object, flags: int, *mode: int) -> int:
+        if flags & store_file.DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return plain(path, flags, *mode)  # type: ignore[arg-type]
+
+    if refused == "open":
+        monkeypatch.setattr(os, "open", no_direct)
+    monkeypatch.setattr(stores, "backend", Refusing)
+    monkeypatch.setattr(store_file, "backend", Refusing)
+    cause = {"open": "refuses O_DIRECT", "read": "direct reads of 512 bytes fail", "ring": "io_uring is refused"}
+    with pytest.warns(UserWarning, match=cause[refused]):
+        store = open_store(table_rows(), kind="block", path=tmp_path / "t")
+    write_rows(store, [1])
+    assert read_rows(store, [1, 2])[:, 0].tolist() == [7, 0]
+    store.close()
+
+
+LIMITED = """
+import os, resource
+from hotrow.memory.stores import io_uring_refused
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+if os.geteuid() == 0: os.setuid(65534)  # root may lock what it likes
+print(io_uring_refused())
+"""
+
+
+@needs_native
+def test_no_locked_memory_is_a_reason(tmp_path: Path) -> None:
+    if io_uring_refused():
+        pytest.skip("io_uring is refused here anyway")
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=60, check=True)
+    assert "io_uring is refused here (Cannot allocate memory)" in done.stdout
+    assert "ulimit -l" in done.stdout
+
+
+def test_file_system_of_a_path_not_there_yet() -> None:
+    assert files.file_system("/proc/no/such") in ("proc", None)
