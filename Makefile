@@ -54,6 +54,7 @@ bench: $(VENV)/.bench $(CORE) ## measure against every peer here (14 GB of RAM, 
 	@$(BIN)/python -m benchmarks.peak_memory --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.parse --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.parquet_encode --out docs/benchmarks.json
+	@$(BIN)/python -m benchmarks.block_store --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.claims
 
 docs: $(VENV)/.dev ## the documentation as one folder of HTML, site/; fails on a dead link

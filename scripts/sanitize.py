@@ -20,6 +20,7 @@ TESTS = (
     "tests/laws/test_dense.py",
     "tests/laws/test_sequences.py",
     "tests/laws/test_vocabulary_rows.py",
+    "tests/laws/test_store_law.py",
     "tests/unit/test_ops.py",
     "tests/unit/test_batch.py",
     "tests/unit/test_gradients.py",
@@ -27,6 +28,7 @@ TESTS = (
     "tests/unit/test_criteo_source.py",
     "tests/unit/test_vocabulary.py",
     "tests/unit/test_spill.py",
+    "tests/unit/test_stores.py",
 )
 # The editable install answers for hotrow before sys.path does; here the sanitized copy must.
 RUN = """

@@ -17,8 +17,10 @@ from hotrow import ops
 from hotrow.checkpoint import MANIFEST, list_checkpoints, prune_checkpoints, verify
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_reader import crc32_of_file
-from hotrow.files import available_memory_bytes, disk_free_bytes
+from hotrow.files import available_memory_bytes, disk_free_bytes, file_system
 from hotrow.host import host_facts, versions
+from hotrow.memory.store_file import direct_io
+from hotrow.memory.stores import io_uring_refused
 from hotrow.run_folder import RUN, RunFolder
 
 COVERAGE_SHARES = (0.01, 0.1)
@@ -139,7 +141,8 @@ def doctor() -> dict[str, Any]:
         "huge_pages_granted": ops.grants_huge_pages(),
         "available_memory_bytes": available_memory_bytes(),
         "disk_free_bytes": disk_free_bytes(Path.cwd()),
-        "open_files_limit": _open_files_limit(),
+        "stores": _stores_facts(Path.cwd()),
+        "open_files_limit": _limit("RLIMIT_NOFILE"),
         "openmp_runtimes": runtimes,
         "openmp_shared": len(runtimes) <= 1,
         "tensorboard": importlib.util.find_spec("tensorboard") is not None,
@@ -166,9 +169,23 @@ def _setting(path: Path) -> str | None:
     return match[1] if match else None
 
 
-def _open_files_limit() -> int | None:
+def _stores_facts(folder: Path) -> dict[str, Any]:
+    """What decides how tables larger than memory are served from files in `folder`: io_uring, direct I/O, limits."""
+    refused = io_uring_refused()
+    return {
+        "file_system": file_system(folder),
+        "io_uring": refused is None,
+        "io_uring_refused": refused,
+        **direct_io(folder),
+        "locked_memory_limit_bytes": _limit("RLIMIT_MEMLOCK"),
+    }
+
+
+def _limit(name: str) -> int | None:
+    """This process's limit; None where there is none."""
     if platform.system() == "Windows":
         return None
     import resource
 
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = resource.getrlimit(getattr(resource, name))[0]
+    return None if limit == resource.RLIM_INFINITY else limit

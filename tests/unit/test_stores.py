@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrow import files, ops
+from hotrow import files, ops, tools
 from hotrow.memory import reference, store_file, stores
 from hotrow.memory.native import backend
 from hotrow.memory.stores import Engines, Kind, Store, StoreError, TableRows, io_uring_refused, open_store
@@ -426,3 +426,17 @@ def test_no_locked_memory_is_a_reason(tmp_path: Path) -> None:
 
 def test_file_system_of_a_path_not_there_yet() -> None:
     assert files.file_system("/proc/no/such") in ("proc", None)
+
+
+def test_doctor_says_what_stores_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    facts = tools.doctor()["stores"]
+    assert facts["file_system"] == files.file_system(tmp_path)
+    assert (facts["io_uring"], facts["io_uring_refused"]) == (io_uring_refused() is None, io_uring_refused())
+    assert facts["direct_io"] is (facts["direct_io_refused"] is None)
+    assert facts["sector_bytes"] in ((512, 1024, 2048, 4096) if facts["direct_io"] else (None,))
+    assert "locked_memory_limit_bytes" in facts
+    assert list(tmp_path.iterdir()) == [], "the probe's file is gone"
+    facts = store_file.direct_io(tmp_path / "absent")
+    assert not facts["direct_io"]
+    assert "takes no file" in facts["direct_io_refused"]

@@ -223,7 +223,7 @@ def open_direct(path: Path, sector: int) -> tuple[int | None, str]:
 
 
 def direct_io(folder: Path) -> dict[str, Any]:
-    """Whether block stores in `folder` can go past the page cache: {"sector": bytes or None, "reason": why not}."""
+    """Whether block stores in `folder` go past the page cache: {"direct_io", "direct_io_refused", "sector_bytes"}."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hotrow-") as file:
             file.write(bytes(HEADER_BYTES))
@@ -233,8 +233,8 @@ def direct_io(folder: Path) -> dict[str, Any]:
             sector = told if told in SECTORS else SECTORS[0]
             descriptor, reason = open_direct(path, sector)
     except OSError as error:
-        return {"sector": None, "reason": f"{folder} takes no file ({error.strerror})"}
+        descriptor, reason = None, f"{folder} takes no file ({error.strerror})"
     if descriptor is None:
-        return {"sector": None, "reason": reason}
+        return {"direct_io": False, "direct_io_refused": reason, "sector_bytes": None}
     os.close(descriptor)
-    return {"sector": sector, "reason": None}
+    return {"direct_io": True, "direct_io_refused": None, "sector_bytes": sector}
