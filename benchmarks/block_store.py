@@ -2,10 +2,10 @@
 
     python -m benchmarks.block_store --out docs/benchmarks.json [--folder DIR] [--quick] [CELL ...]
 
-A table of 2M records of 512 bytes (dim 64 and Adagrad's state), 1 GiB, in files under --folder (default: here), which
-are removed at the end; up to 4 GB lie there. Reads go past the page cache, so every row is cold. A round moves 8192
-rows: read, or half of them written and half read, then synced. "written" is space that has data; "holes" is space of a
-sparse file that nothing was written to yet, in pages no round touched before.
+A table of 1M records of 512 bytes (dim 64 and Adagrad's state), in files under --folder (default: here), which are
+removed at the end; up to 4 GB lie there. Reads go past the page cache, so every row is cold. A round moves 8192 rows,
+in holes 2048: read, or half of them written and half read, then synced. "written" is space that has data; "holes" is
+space of a sparse file that nothing was written to yet, in pages no round touched before.
 
 Peers: the bare loop (block_store.cpp, compiled here by CXX or c++), which keeps as many I/Os under way and looks at no
 byte: the ratio is our share of what the machine allows; io_uring, against which our thread pool is held; RocksDB
@@ -43,6 +43,7 @@ HEADER_BYTES = PAGE_BYTES = 4096
 PAGE_ROWS = PAGE_BYTES // RECORD_BYTES
 CHUNK_ROWS = 1 << 16
 ROCKS_THREADS = 16
+HOLE_PAGES = 1 << 20  # for every round there may be: a sparse file costs nothing
 
 
 @functools.cache
@@ -65,7 +66,7 @@ class Space:
     """The files of all cells, made when first asked for, in a folder that goes at exit."""
 
     def __init__(self, folder: Path, *, quick: bool) -> None:
-        self.num_rows, self.batch_rows = (1 << 17, 512) if quick else (1 << 21, 8192)
+        self.num_rows, self.batch_rows = (1 << 16, 512) if quick else (1 << 20, 8192)
         self.folder = Path(tempfile.mkdtemp(prefix="hotrow-block-store-", dir=folder))
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         self._stores: dict[tuple[str, str], Store] = {}
@@ -77,11 +78,12 @@ class Space:
         for first in range(0, self.num_rows, CHUNK_ROWS):
             yield first, g.standard_normal((min(CHUNK_ROWS, self.num_rows - first), WIDTH), np.float32)
 
-    def store(self, io: str, what: str) -> Store:
-        """A store of the table on "io_uring" or "threads", "written" or all "holes"."""
-        if (io, what) not in self._stores:
-            path = self.folder / f"{io}-{what}"
-            rows = TableRows(table="t", parts=(("weight", RECORD_BYTES),), num_rows=self.num_rows)
+    def store(self, io: str, what: str, name: str) -> Store:
+        """A store on "io_uring" or "threads", "written" or all "holes"; those of one name share a file."""
+        if (io, name) not in self._stores:
+            path = self.folder / f"{io}-{name}"
+            num_rows = self.num_rows if what == "written" else HOLE_PAGES * PAGE_ROWS
+            rows = TableRows(table="t", parts=(("weight", RECORD_BYTES),), num_rows=num_rows)
             store = open_store(rows, kind="block", path=path, engines=Engines(io=io))  # type: ignore[arg-type]
             assert store.padded_record_bytes == RECORD_BYTES
             if what == "written":
@@ -91,8 +93,8 @@ class Space:
                         file.write(values)
                     os.fsync(file.fileno())
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            self._stores[io, what] = store
-        return self._stores[io, what]
+            self._stores[io, name] = store
+        return self._stores[io, name]
 
     def rocks(self) -> Any:
         """The table in RocksDB, its best settings for random reads of rows that no cache holds."""
@@ -124,7 +126,7 @@ class Rounds:
 
     def __init__(self, space: Space, what: str) -> None:
         self.space, self.what = space, what
-        self.pages = np.random.default_rng(5).permutation(space.num_rows // PAGE_ROWS)
+        self.pages = np.random.default_rng(5).permutation(HOLE_PAGES if what == "holes" else 0)
         self.taken = 0
 
     def rows(self, number: int) -> np.ndarray:
@@ -132,6 +134,7 @@ class Rounds:
         count, g = self.space.batch_rows, np.random.default_rng(number)
         if self.what == "written":
             return g.choice(self.space.num_rows, count, replace=False)
+        count //= 4  # the file system makes room for each
         if self.taken + count > len(self.pages):
             raise ValueError("no holes are left: fewer rounds, or more rows")
         self.taken += count
@@ -240,15 +243,15 @@ def cell(space: Space, name: str, peer: str, build: Callable[[], tuple[Side, Sid
     return cells.Cell(name=name, peer=peer, build=kept, limit_s=lambda threads: None, target=target, note=note)
 
 
-def against_bare(space: Space, *, what: str, mixed: bool, batch: int) -> tuple[Side, Side]:
-    store, rounds = space.store("io_uring", what), Rounds(space, what)
+def against_bare(space: Space, *, what: str, name: str, mixed: bool, batch: int) -> tuple[Side, Side]:
+    store, rounds = space.store("io_uring", what, name), Rounds(space, what)
     assert store.path is not None
     return ByStore(rounds, store, mixed=mixed), Bare(rounds, store.path, mixed=mixed, batch=batch)
 
 
-def threads_against_ring(space: Space, *, what: str, mixed: bool) -> tuple[Side, Side]:
+def threads_against_ring(space: Space, *, what: str, name: str, mixed: bool) -> tuple[Side, Side]:
     threads, ring = (
-        ByStore(Rounds(space, what), space.store(io, what), mixed=mixed, compared=not mixed)
+        ByStore(Rounds(space, what), space.store(io, what, name), mixed=mixed, compared=not mixed)
         for io in ("threads", "io_uring")
     )
     return threads, ring
@@ -256,23 +259,30 @@ def threads_against_ring(space: Space, *, what: str, mixed: bool) -> tuple[Side,
 
 def against_rocks(space: Space) -> tuple[Side, Side]:
     rounds = Rounds(space, "written")
-    return ByStore(rounds, space.store("io_uring", "written"), mixed=False, compared=True), Rocks(rounds)
+    return ByStore(rounds, space.store("io_uring", "written", "read"), mixed=False, compared=True), Rocks(rounds)
+
+
+def cells_on(space: Space, what: str, kind: str) -> Iterator[cells.Cell]:
+    """Reads or mixed rounds, on written space or on holes: the bare loop as the limit, and our threads."""
+    mixed = kind == "mixed"
+
+    def made(name: str, peer: str, build: Callable[..., tuple[Side, Side]], target: float) -> cells.Cell:
+        file = name if what == "holes" else kind
+        return cell(space, name, peer, partial(build, space, what=what, name=file, mixed=mixed), target)
+
+    for batch in (1, DEPTH // 4):  # the better of the two is the limit
+        peer = f"a bare io_uring loop, depth {DEPTH}, {batch} completions at a time"
+        build = partial(against_bare, batch=batch)
+        yield made(f"store_{kind}_{what}_vs_bare_{batch}", peer, build, 0.85 if mixed else 0.9)
+    yield made(f"store_threads_{kind}_{what}", "our own io_uring", threads_against_ring, 0.8)
 
 
 def store_cells(options: argparse.Namespace) -> list[cells.Cell]:
-    """Reads and mixed rounds on written space and on holes, against the bare loop and by threads; and RocksDB."""
+    """Reads and mixed rounds on written space and on holes, and RocksDB."""
     space = Space(options.folder, quick=options.quick)
-    made = []
-    for what in ("written", "holes"):
-        for kind, mixed, share in (("read", False, 0.9), ("mixed", True, 0.85)):
-            for batch in (1, DEPTH // 4):  # the better of the two is the limit
-                peer = f"a bare io_uring loop, depth {DEPTH}, {batch} completions at a time"
-                build = partial(against_bare, space, what=what, mixed=mixed, batch=batch)
-                made.append(cell(space, f"store_{kind}_{what}_vs_bare_{batch}", peer, build, share))
-            build = partial(threads_against_ring, space, what=what, mixed=mixed)
-            made.append(cell(space, f"store_threads_{kind}_{what}", "our own io_uring", build, 0.8))
-    made.append(cell(space, "store_read_vs_rocksdb", "RocksDB, multi-get", partial(against_rocks, space), 2.0))
-    return made
+    kinds = [(what, kind) for what in ("written", "holes") for kind in ("read", "mixed")]
+    rocks = cell(space, "store_read_vs_rocksdb", "RocksDB, multi-get", partial(against_rocks, space), 2.0)
+    return [made for what, kind in kinds for made in cells_on(space, what, kind)] + [rocks]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
