@@ -17,7 +17,7 @@
 namespace hotrow {
 namespace {
 
-constexpr size_t kMostTaken = 4;  // by a thread at once: each takes the lock for several I/Os
+constexpr size_t kMostTaken = 2;  // by a thread at once: each takes the lock for several I/Os
 
 int64_t perform(const Io& io) {
   const auto bytes = static_cast<size_t>(io.bytes);

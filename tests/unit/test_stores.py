@@ -365,7 +365,7 @@ def test_memory_that_looks_like_a_disk_is_named(small_disk: tuple[Path, Callable
     folder, _ = small_disk
     assert files.file_system(folder / "t") == "tmpfs"
     engines = Engines()
-    with pytest.warns(UserWarning, match=r"table 'item' is read and written by 32 threads.*disk is memory \(tmpfs\)"):
+    with pytest.warns(UserWarning, match=r"table 'item' is read and written by 64 threads.*disk is memory \(tmpfs\)"):
         store = open_store(table_rows(), kind="block", path=folder / "t", engines=engines)
     assert store.fallback is not None
     assert engines.fallbacks == {str(folder / "t"): store.fallback}
