@@ -1,8 +1,5 @@
-// The thread that does the I/O of all block stores: takes calls in order, keeps the queue full, gives results out.
-//
-// Everything that decides which bytes are the newest happens on this one thread. A unit is in at most one write at a
-// time; rows written meanwhile change its image, which is written again after. Reads of rows with an image are served
-// from it; others may read beside a write of their sector, which leaves their bytes as they were.
+// The thread that does the I/O of all block stores: its life, and the calls it takes in order. What becomes of them is
+// in engine_io.cpp.
 #include "engine.h"
 
 #include <pthread.h>
@@ -24,17 +21,6 @@ void sort_by_row(std::vector<Move>& moves) {
   if (!std::is_sorted(moves.begin(), moves.end(), by_row)) std::sort(moves.begin(), moves.end(), by_row);
 }
 
-std::string rows_text(int64_t first, int64_t last) {
-  if (first == last) return "row " + std::to_string(first);
-  return "rows " + std::to_string(first) + " to " + std::to_string(last);
-}
-
-const char* cure_of(int error) {
-  if (error == ENOSPC || error == EDQUOT) return "free some space on that disk";
-  if (error == 0) return "the file ends before its last row: something truncated it; restore it";
-  return "the disk or its driver has failed: look into the kernel's log (dmesg)";
-}
-
 // Refuses rows outside the table: `moves` are sorted.
 bool are_rows_of(Table& table, const std::vector<Move>& moves) {
   const int64_t num_rows = table.num_rows.load();
@@ -48,6 +34,11 @@ bool are_rows_of(Table& table, const std::vector<Move>& moves) {
 }  // namespace
 
 Engine::Engine(const EngineOptions& options) : options_(options), process_(getpid()) {}
+
+std::string rows_text(int64_t first, int64_t last) {
+  if (first == last) return "row " + std::to_string(first);
+  return "rows " + std::to_string(first) + " to " + std::to_string(last);
+}
 
 bool Engine::is_of_this_process() const { return getpid() == process_; }
 
@@ -186,249 +177,6 @@ void Engine::start_writing(Call& call) {
     bump(table.counted.written_rows, static_cast<int64_t>(call.moves.size()));
   }
   add_waiting(table, -static_cast<int64_t>(call.moves.size()) * record_bytes);
-}
-
-// Reads go first, for somebody waits for them, but leave a quarter of the queue to writes; those take at most half.
-void Engine::send() {
-  const auto reserve = [&] {
-    return dirty_.empty() ? 0 : std::max<int64_t>(options_.depth / 4 - writes_in_flight_, 0);
-  };
-  while (!reading_.empty() && static_cast<int64_t>(free_jobs_.size()) > reserve()) {
-    Call& call = *reading_.front();
-    read_next(call);
-    if (call.next < call.moves.size()) continue;
-    // Owned by its jobs from here on, or ended.
-    Call* whole = reading_.front().release();
-    reading_.pop_front();
-    if (whole->ended == whole->moves.size()) delete whole;
-  }
-  const int64_t most_writes = std::max(options_.depth / 2, 1);
-  while (!dirty_.empty() && writes_in_flight_ < most_writes && !free_jobs_.empty()) write_next();
-  flush_and_detach();
-}
-
-// Sends the next page of a read; rows whose write waits are served on the way.
-void Engine::read_next(Call& call) {
-  Table& table = *call.table;
-  const BlockLayout& layout = table.file.layout;
-  if (table.failure.get()) {
-    const size_t rest = call.moves.size() - call.next;
-    call.next = call.moves.size();
-    return end_moves(call, rest, false);
-  }
-  size_t served = 0;
-  for (; call.next < call.moves.size(); ++call.next, ++served) {
-    const Move& move = call.moves[call.next];
-    const std::byte* record = table.waiting_bytes_of(move.row);
-    if (!record) break;
-    call.slots.scatter(record, move.slot);
-  }
-  bump(table.counted.served_from_queue, static_cast<int64_t>(served));
-  if (served) end_moves(call, served, true);
-  if (call.next == call.moves.size()) return;
-
-  const size_t first = call.next;
-  const int64_t unit = layout.unit_of(call.moves[first].row), page = layout.page_of(unit);
-  int64_t last_unit = unit;
-  for (++call.next; call.next < call.moves.size(); ++call.next) {
-    const int64_t row = call.moves[call.next].row, next_unit = layout.unit_of(row);
-    if (layout.page_of(next_unit) != page || table.waiting_bytes_of(row)) break;
-    last_unit = next_unit;
-  }
-  Job& job = take_job(Io::Kind::read, table, unit, (last_unit - unit + 1) * layout.unit_bytes);
-  job.call = &call;
-  job.first_move = first;
-  job.last_move = call.next;
-  queue_->submit(&job);
-}
-
-// The last moves to end take the call with them, unless it still stands in the queue of calls.
-void Engine::end_moves(Call& call, size_t count, bool good) {
-  call.ended += count;
-  if (call.ended == call.moves.size()) --call.table->calls_reading;
-  const auto n = static_cast<int64_t>(count);
-  if (good) bump(call.table->counted.read_rows, n);
-  good ? call.ticket->done(n) : call.ticket->fail(n);
-}
-
-// Sends the unit that has waited longest, together with those behind it in the queue that lie behind it in its page.
-void Engine::write_next() {
-  Dirty* first = dirty_.front();
-  dirty_.pop_front();
-  Table& table = *first->table;
-  if (table.failure.get()) return drop(first);
-  const BlockLayout& layout = table.file.layout;
-  std::array<Dirty*, kMostUnits> units;
-  units[0] = first;
-  int64_t num_units = 1;
-  bool whole = first->num_known == layout.unit_rows;
-  while (!dirty_.empty() && num_units < layout.page_units) {
-    Dirty* next = dirty_.front();
-    const int64_t unit = first->unit + num_units;
-    if (next->table != &table || next->unit != unit || layout.page_of(unit) != layout.page_of(first->unit)) break;
-    dirty_.pop_front();
-    whole = whole && next->num_known == layout.unit_rows;
-    units[static_cast<size_t>(num_units++)] = next;
-  }
-  Job& job = take_job(Io::Kind::read, table, first->unit, num_units * layout.unit_bytes);
-  job.units = units;
-  job.num_units = num_units;
-  ++writes_in_flight_;
-  job.merging = !whole;
-  if (whole) return start_write(job);
-  bump(table.counted.read_modify_writes, 1);
-  queue_->submit(&job);
-}
-
-void Engine::start_write(Job& job) {
-  const int64_t unit_bytes = job.table->file.layout.unit_bytes;
-  for (int64_t i = 0; i < job.num_units; ++i) {
-    Dirty* unit = job.units[static_cast<size_t>(i)];
-    std::memcpy(job.base + i * unit_bytes, unit->image, static_cast<size_t>(unit_bytes));
-    unit->changed = false;
-  }
-  job.kind = Io::Kind::write;
-  job.merging = false;
-  job.data = job.base;
-  job.offset = job.table->file.layout.offset_of(job.unit);
-  job.bytes = job.num_units * unit_bytes;
-  queue_->submit(&job);
-}
-
-// A flush waits until nothing of its table waits; what is written meanwhile, it writes too.
-void Engine::flush_and_detach() {
-  std::erase_if(ending_tables_, [&](Table* table) {
-    if (!table->dirty.empty()) return false;
-    if (table->failure.get()) {
-      for (Ticket* ticket : table->flushes) ticket->fail(1);
-      table->flushes.clear();
-    }
-    if (!table->flushes.empty()) {
-      if (free_jobs_.empty()) return false;
-      Job& job = take_job(Io::Kind::sync, *table, 0, 0);
-      job.flushes.swap(table->flushes);
-      queue_->submit(&job);
-    }
-    if (!table->leaving) return true;
-    if (table->in_flight || table->calls_reading) return false;
-    queue_->remove_file(table->queue_file);
-    table->leaving->done(1);  // the table may be gone from here on
-    return true;
-  });
-}
-
-Job& Engine::take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes) {
-  Job& job = *free_jobs_.back();
-  free_jobs_.pop_back();
-  job.in_frames = bytes <= kPageBytes;
-  job.base = job.in_frames
-                 ? job.frame
-                 : static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), std::align_val_t{kPageBytes}));
-  static_cast<Io&>(job) = {
-      kind, table.file.fd, table.queue_file, job.base, job.in_frames, table.file.layout.offset_of(unit), bytes, 0};
-  job.table = &table;
-  job.unit = unit;
-  job.call = nullptr;
-  job.num_units = 0;
-  job.merging = false;
-  ++table.in_flight;
-  return job;
-}
-
-void Engine::give_back(Job& job) {
-  if (!job.in_frames) ::operator delete(job.base, std::align_val_t{kPageBytes});
-  --job.table->in_flight;
-  free_jobs_.push_back(&job);
-}
-
-// Less than was asked for is no error yet: the rest is asked for again, and then either comes or names its error.
-void Engine::finish(Job& job) {
-  Table& table = *job.table;
-  const bool is_write = job.kind == Io::Kind::write;
-  if (table.inject_after.load() > 0 && is_write == table.inject_write && table.inject_after.fetch_sub(1) == 1) {
-    job.result = -table.inject_error;
-  }
-  if (job.result == -EINTR || job.result == -EAGAIN) return queue_->submit(&job);
-  if (job.kind == Io::Kind::sync) return finish_sync(job, job.result == 0);
-  if (job.result > 0) bump(is_write ? table.counted.written_bytes : table.counted.read_bytes, job.result);
-  if (0 < job.result && job.result < job.bytes) {
-    job.data += job.result;
-    job.offset += job.result;
-    job.bytes -= job.result;
-    return queue_->submit(&job);
-  }
-  const bool good = job.result == job.bytes;
-  if (!good) fail(job);
-  bump(is_write ? table.counted.writes : table.counted.reads, 1);
-  bump(num_ios_, 1);
-  job.call ? finish_read(job, good) : finish_write(job, good);
-}
-
-void Engine::finish_read(Job& job, bool good) {
-  Call& call = *job.call;
-  const BlockLayout& layout = job.table->file.layout;
-  if (good) {
-    for (size_t i = job.first_move; i < job.last_move; ++i) {
-      const Move& move = call.moves[i];
-      const int64_t unit = layout.unit_of(move.row) - job.unit;
-      call.slots.scatter(job.base + unit * layout.unit_bytes + layout.place_in_unit(move.row), move.slot);
-    }
-  }
-  end_moves(call, job.last_move - job.first_move, good);
-  give_back(job);
-  if (call.ended == call.moves.size()) delete &call;
-}
-
-void Engine::finish_write(Job& job, bool good) {
-  Table& table = *job.table;
-  if (good && job.merging) {
-    const int64_t unit_bytes = table.file.layout.unit_bytes;
-    for (int64_t i = 0; i < job.num_units; ++i)
-      table.complete(*job.units[static_cast<size_t>(i)], job.base + i * unit_bytes);
-    return start_write(job);
-  }
-  for (int64_t i = 0; i < job.num_units; ++i) {
-    Dirty* unit = job.units[static_cast<size_t>(i)];
-    if (good && unit->changed) {
-      dirty_.push_back(unit);
-    } else {
-      drop(unit);
-    }
-  }
-  --writes_in_flight_;
-  give_back(job);
-}
-
-void Engine::finish_sync(Job& job, bool good) {
-  if (!good) fail(job);
-  const bool all_good = good && !job.table->failure.get();
-  std::vector<Ticket*> flushes;
-  flushes.swap(job.flushes);
-  give_back(job);
-  for (Ticket* ticket : flushes) all_good ? ticket->done(1) : ticket->fail(1);
-}
-
-void Engine::drop(Dirty* unit) {
-  Table& table = *unit->table;
-  add_waiting(table, -table.file.layout.unit_bytes);
-  table.drop(unit);
-}
-
-void Engine::fail(Job& job) {
-  const TableFile& file = job.table->file;
-  const int error = job.result < 0 ? static_cast<int>(-job.result) : 0;
-  std::string what = job.kind == Io::Kind::sync ? "syncing" : job.kind == Io::Kind::write ? "writing" : "reading";
-  if (job.call) {
-    what += " " + rows_text(job.call->moves[job.first_move].row, job.call->moves[job.last_move - 1].row) + " of";
-  } else if (job.kind != Io::Kind::sync) {
-    const int64_t first = job.unit * file.layout.unit_rows;
-    const int64_t last = first + job.num_units * file.layout.unit_rows - 1;
-    what += " " + rows_text(first, std::min(last, job.table->num_rows.load() - 1)) + " of";
-  }
-  what += " table '" + file.table + "' in " + file.path + ": " +
-          (error ? std::string(std::strerror(error)) : std::string("nothing moved"));
-  job.table->failure.set(what + ". Nothing was trained on wrong rows; " + cure_of(error) +
-                         ", then resume from the last checkpoint");
 }
 
 std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason) {

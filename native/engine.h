@@ -13,6 +13,9 @@
 
 namespace hotrow {
 
+// "row 3", or "rows 3 to 9".
+std::string rows_text(int64_t first, int64_t last);
+
 struct Table;
 
 // A unit of the file that stands in the engine's queue or is being written. Its image holds the newest bytes of the

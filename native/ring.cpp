@@ -17,6 +17,14 @@
 #include <cstdlib>
 #include <cstring>
 
+// Newer than some systems' headers; the kernel is asked, and refuses what it does not know.
+#ifndef IORING_SETUP_SINGLE_ISSUER
+#define IORING_SETUP_SINGLE_ISSUER (1U << 12)
+#endif
+#ifndef IORING_SETUP_DEFER_TASKRUN
+#define IORING_SETUP_DEFER_TASKRUN (1U << 13)
+#endif
+
 namespace hotrow {
 namespace {
 
