@@ -176,7 +176,7 @@ class ByStore(Side):
         n = self.num_writes
         if n:
             self.store.write(self.rows[:n], self.slots[:n], [self.out])
-        self.store.read(self.rows[n:], self.slots[n:], [self.out])
+        self.store.read(self.rows[n:], self.slots[n : len(self.rows)], [self.out])
         if n:
             self.store.flush()
         after = self.store.counters()
@@ -238,7 +238,7 @@ def cell(space: Space, name: str, peer: str, build: Callable[[], tuple[Side, Sid
 
     def note() -> str:
         ours, theirs = (f"{side.cpu_us():.2f} us" if side.cpu_s else "not measured" for side in sides[0])
-        return f"processor time of an I/O: ours {ours}, the peer's {theirs}; {space.batch_rows} rows a round"
+        return f"processor time of an I/O: ours {ours}, the peer's {theirs}; {len(sides[0][0].rows)} rows a round"
 
     return cells.Cell(name=name, peer=peer, build=kept, limit_s=lambda threads: None, target=target, note=note)
 

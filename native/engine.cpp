@@ -117,6 +117,7 @@ void Engine::run() {
     for (Call& call : taken_) handle(std::move(call));
     taken_.clear();
     send();
+    wake_blocked();
     // A quarter of what is under way at once: fewer wakes per I/O, and the queue stays three quarters full.
     const auto in_flight = static_cast<int64_t>(jobs_.size() - free_jobs_.size());
     queue_->wait(in_flight / 4, ended_);
@@ -129,8 +130,13 @@ void Engine::run() {
 bool Engine::take_calls() {
   const std::lock_guard lock(mutex_);
   taken_.swap(calls_);
-  if (num_blocked_) room_.notify_all();
   return !ending_;
+}
+
+// Before the engine sleeps: whatever gave room, or failed a table, since it last did.
+void Engine::wake_blocked() {
+  const std::lock_guard lock(mutex_);
+  if (num_blocked_) room_.notify_all();
 }
 
 void Engine::handle(Call&& call) {

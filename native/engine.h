@@ -112,6 +112,7 @@ class Engine {
  private:
   void run();
   bool take_calls();
+  void wake_blocked();
   void handle(Call&& call);
   void start_reading(Call&& call);
   void start_writing(Call& call);

@@ -63,7 +63,9 @@ class Pool final : public IoQueue {
     wanted_ = static_cast<size_t>(std::max<int64_t>(at_least, 1));
     const size_t news = std::min(submitted_.size(), idle_);
     submitted_.clear();
+    lock.unlock();  // or those who wake would sleep again until it is free
     for (size_t i = 0; i < news; ++i) more_.notify_one();
+    lock.lock();
     some_.wait(lock, [&] { return woken_ || ended_.size() >= wanted_; });
     woken_ = false;
     ended.insert(ended.end(), ended_.begin(), ended_.end());
@@ -106,9 +108,10 @@ class Pool final : public IoQueue {
       lock.unlock();
       for (Io* io : mine) io->result = perform(*io);
       lock.lock();
+      const bool enough_before = ended_.size() >= wanted_;
       ended_.insert(ended_.end(), mine.begin(), mine.end());
       mine.clear();
-      if (ended_.size() >= wanted_) some_.notify_one();
+      if (!enough_before && ended_.size() >= wanted_) some_.notify_one();
     }
   }
 

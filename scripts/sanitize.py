@@ -21,6 +21,7 @@ TESTS = (
     "tests/laws/test_sequences.py",
     "tests/laws/test_vocabulary_rows.py",
     "tests/laws/test_store_law.py",
+    "tests/laws/test_tiers.py",
     "tests/laws/test_reuse.py",
     "tests/unit/test_ops.py",
     "tests/unit/test_batch.py",

@@ -169,6 +169,15 @@ def test_two_processes_cannot_open_one_file(tmp_path: Path, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_store_that_is_dropped_writes_and_unlocks(tmp_path: Path, kind: Kind) -> None:
+    store = open_store(table_rows(), kind=kind, path=tmp_path / "t", engines=Engines(io="threads"))
+    write_rows(store, [1])
+    del store
+    with open_store(table_rows(), kind=kind, path=tmp_path / "t", engines=Engines(io="threads")) as store:
+        assert read_rows(store, [1]).all()
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
 def test_a_folder_that_takes_no_file(tmp_path: Path, kind: Kind) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
         open_store(table_rows(), kind=kind, path=tmp_path / "absent" / "t")
@@ -265,6 +274,27 @@ def test_an_error_while_a_writer_waits_for_room(tmp_path: Path, io: str) -> None
     assert store.counters()["waiting_bytes"] >= 0
     with pytest.raises(StoreError):
         store.close()
+
+
+@needs_native
+def test_another_tables_failure_gives_its_room_back(tmp_path: Path, io: str) -> None:
+    """A writer that waits for room goes on when the bytes it waits for are dropped with a table that failed."""
+    engines = Engines(io=io, most_waiting_bytes=1 << 16)
+    good, bad = (
+        open_store(table_rows(table=name), kind="block", path=tmp_path / name, engines=engines) for name in ("a", "b")
+    )
+    bad.native.inject(True, 1, errno.EIO)
+    with pytest.raises(StoreError):
+        for _ in range(50):
+            write_rows(bad, list(range(0, 1000, 8)))
+            write_rows(good, list(range(0, 1000, 8)))
+    write_rows(good, list(range(1000)))
+    good.flush()
+    assert read_rows(good, list(range(1000))).all()
+    assert good.counters()["waiting_bytes"] == 0
+    good.close()
+    with pytest.raises(StoreError):
+        bad.close()
 
 
 @needs_native

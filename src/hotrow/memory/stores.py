@@ -182,6 +182,10 @@ class Store:
         if what:
             raise StoreError(what)
 
+    def __del__(self) -> None:
+        if getattr(self, "native", None) is not None:
+            self.close()
+
     def _open(self) -> Any:
         if self.native is None:
             raise ValueError(f"the store of table {self.rows.table!r} is closed")
