@@ -69,9 +69,10 @@ class EmbeddingCollection(nn.Module):
         output:  [ user 16 | clicked 8 | shown 8 ]     output_dim = 32
 
     tables: one TableConfig each. memory: None or "dram": all rows in DRAM; a `Memory`: part of them, the rest on disk,
-    with the same bits in every result, but for `state_dict` and copies, which such a collection refuses. seed: of the initial rows, each a function
-    of (seed, table name, row, column) alone. `parameters()` is empty; `state_dict()` holds `<table>.weight`: float32
-    also of bfloat16 tables, whose halves it joins and loading splits again, without loss; float16 of float16 tables.
+    with the same bits in every result, but for `state_dict` and copies, which such a collection refuses. seed: of the
+    initial rows, each a function of (seed, table name, row, column) alone. `parameters()` is empty; `state_dict()`
+    holds `<table>.weight`: float32 also of bfloat16 tables, whose halves it joins and loading splits again, without
+    loss; float16 of float16 tables.
 
     `sequence(sparse)` gives rows without pooling. Several forward passes before one optimizer step, sequences among
     them, count as one batch whose bags stand in forward order; a forward under torch.no_grad leaves nothing behind.
@@ -215,8 +216,8 @@ class EmbeddingCollection(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
         if self.tiers is not None:
             raise ValueError(
-                "a collection in tiers has no state_dict, since its tables may be larger than memory; read_rows() gives "
-                "a table piece by piece"
+                "a collection in tiers has no state_dict, since its tables may be larger than memory; read_rows() "
+                "gives a table piece by piece"
             )
         for name, weight in self.weights.items():
             destination[f"{prefix}{name}.weight"] = self.float32(name) if name in self.low else weight

@@ -285,7 +285,6 @@ class FTRL(_SparseOptimizer):
                 if l1:
                     z.sub_(initial.sign(), alpha=l1)
 
-
     def _untouched(self, group: dict[str, Any]) -> list[State]:
         z, n = super()._untouched(group)
         table = next(table for table in self.emb.tables if table.name == group["name"])

@@ -109,7 +109,7 @@ def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSl
 
 
 def _level(tables: Sequence[TableDemand], rest: Sequence[int], left: float) -> dict[int, int]:
-    """As many slots for each table of `rest`, smallest first, as their bytes allow; a table takes no more than it has."""
+    """As many slots for each table of `rest`, smallest first, as their bytes allow, and no more than it has rows."""
     shares = {}
     for k, t in enumerate(rest):
         per_level = sum(tables[u].record_bytes + METADATA_BYTES for u in rest[k:])

@@ -21,7 +21,8 @@ class Lookahead(Generic[Item]):
     def __init__(self, batches: Iterable[Item], module: nn.Module, *, depth: int) -> None:
         if depth < 0:
             raise ValueError(f"depth is {depth}; it must be 0 (rows are read when they are needed) or more")
-        self.batches, self.depth = batches, depth
+        self.batches: Any = batches
+        self.depth = depth
         self.tiers: list[Tiers] = [
             part.tiers for part in module.modules() if isinstance(part, EmbeddingCollection) and part.tiers is not None
         ]
@@ -29,7 +30,7 @@ class Lookahead(Generic[Item]):
 
     def state(self) -> Any:
         """The loader's `state()` as of the last batch handed out here, not of the last one taken from it."""
-        return self.batches.state() if self._state is None else self._state  # type: ignore[attr-defined]
+        return self.batches.state() if self._state is None else self._state
 
     def __iter__(self) -> Iterator[Item]:
         """Announce, hand out, and forget what was not used; also when the loop is left early."""

@@ -77,7 +77,9 @@ class Tiers:
 
     def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: Memory, *, seed: int) -> None:
         if ops.backend().reason is not None:
-            raise ValueError(f"Memory needs the native module, but {ops.backend().reason}; build it, or use memory=None")
+            raise ValueError(
+                f"Memory needs the native module, but {ops.backend().reason}; build it, or use memory=None"
+            )
         self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
         memory.folder.mkdir(parents=True, exist_ok=True)
         shapes = {t: (t.num_embeddings, t.embedding_dim) for t in tables}
@@ -102,7 +104,7 @@ class Tiers:
     # ---- where rows lie
 
     def attach(self, states: dict[str, Sequence[State]]) -> None:
-        """An optimizer's states become parts of the records. Raises ValueError where the records are laid out already."""
+        """An optimizer's states become parts of the records. Raises ValueError where these are laid out already."""
         if self.caches is not None:
             raise ValueError(
                 "the tables' records are laid out on disk already, by the first lookup or another optimizer: make the "
@@ -113,7 +115,8 @@ class Tiers:
 
     def _lay_out(self) -> None:
         demands = [
-            TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t))) for t in self.tables
+            TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t)))
+            for t in self.tables
         ]
         waiting = min(64 << 20, self.memory.dram_bytes // MOST_WAITING_SHARE)
         self.slots = plan_slots(demands, self.memory.dram_bytes - waiting)
@@ -230,7 +233,8 @@ class Tiers:
         if self.caches is None:
             self._lay_out()
         spans = [(table, 0, len(ids))]
-        native, slots = self.caches.admit(ids.numpy(), spans, False, 1)
+        keep = False  # beside the cache
+        native, slots = self.caches.admit(ids.numpy(), spans, keep, 1)
         assert native is not None, "ids out of range"
         flight = Flight(native, self, spans, torch.from_numpy(slots))
         flight.wait()
