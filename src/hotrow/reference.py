@@ -353,19 +353,25 @@ def row_key(seed: int, table: str) -> int:
 
 
 def fill_uniform(key: int, first_row: int, out: Tensor, bound: float, zero_rows: int) -> None:
-    """Rows `first_row ...` of a table into out [n, D]: `((x >> 8) * 2^-23 - 1) * bound` in float32, x random uint32.
+    """Rows `first_row ...` of a table into out [n, D]; see `uniform_rows`."""
+    n, dim = out.shape
+    out[:] = uniform_rows(key, torch.arange(first_row, first_row + n), dim, bound, zero_rows)
+
+
+def uniform_rows(key: int, rows: Tensor, dim: int, bound: float, zero_rows: int) -> Tensor:
+    """Initial `rows` [n] of a table, [n, D]: `((x >> 8) * 2^-23 - 1) * bound` in float32, x random uint32.
 
     x of (row, column) is word `column % 4` of the Philox4x32-10 block with counter (row mod 2^32, row >> 32,
     column // 4, 0). Rows below `zero_rows` are 0.
     """
-    n, dim = out.shape
     quads = -(-dim // 4)
-    row = torch.arange(first_row, first_row + n).repeat_interleave(quads)
-    quad = torch.arange(quads).repeat(n)
+    row = rows.repeat_interleave(quads)
+    quad = torch.arange(quads).repeat(len(rows))
     words = philox4x32(torch.stack([row & _MASK, row >> 32, quad, torch.zeros_like(quad)], dim=1), key)
     unit = (words >> 8).float() * 2.0**-23 - 1.0
-    out[:] = (unit * _float32(bound)).reshape(n, quads * 4)[:, :dim]
-    out[: max(0, min(n, zero_rows - first_row))] = 0.0
+    out = (unit * _float32(bound)).reshape(len(rows), quads * 4)[:, :dim]
+    out[rows < zero_rows] = 0.0
+    return out
 
 
 _MASK = 0xFFFFFFFF

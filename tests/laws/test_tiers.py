@@ -1,4 +1,4 @@
-"""Law 2: placement is invisible. Whatever lies where, tables, states and outputs are those of one plain array bit by bit.
+"""Law 2: placement is invisible. Whatever lies where, tables, states and outputs are those of a plain array bit by bit.
 
 Schedules are drawn at random: batches announced or not, altered after, skipped, looked up twice, evaluated in between,
 several to a step, loops left early, steps dropped; over optimizers, storages, policies, stores and cache sizes. The
@@ -24,8 +24,6 @@ from hotrow.memory.budget import METADATA_BYTES
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig, Uniform
 
-pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
-
 OPTIMIZERS = {
     "sgd": lambda emb: SGD(emb, lr=0.1),
     "adagrad": lambda emb: Adagrad(emb, lr=0.1, initial_accumulator_value=0.25),
@@ -33,6 +31,8 @@ OPTIMIZERS = {
     "adam": lambda emb: Adam(emb, lr=0.01),
     "ftrl": lambda emb: FTRL(emb, lr=0.1, l1=0.01, l2=0.02),
 }
+NATIVE = ops.backend().name == "native"
+"""Without it fewer schedules: its twin takes six times as long."""
 FEATURES = ("a", "b", "c", "d")
 ROWS = {"t": 400, "u": 700, "v": 5}
 
@@ -213,7 +213,7 @@ def test_every_optimizer_and_storage(folder: Path, optimizer: str, dtype: str) -
 
 @pytest.mark.parametrize("policy", ["clock", "lfu", "lru"])
 @pytest.mark.parametrize("kind", ["ssd", "file"])
-@pytest.mark.parametrize("depth", [0, 1, 4, 9])
+@pytest.mark.parametrize("depth", [0, 1, 4, 9] if NATIVE else [3])
 @pytest.mark.parametrize("slots", [100, 350])
 def test_every_policy_store_depth_and_size(folder: Path, policy: str, kind: str, depth: int, slots: int) -> None:
     sides = make_sides(folder, optimizer="adagrad", policy=policy, kind=kind, slots=slots)
@@ -221,7 +221,7 @@ def test_every_policy_store_depth_and_size(folder: Path, policy: str, kind: str,
     check(*sides)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(40 if NATIVE else 8))
 def test_random_schedules(folder: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     sides = make_sides(

@@ -230,3 +230,10 @@ def open_block_store(
     direct = getattr(os, "O_DIRECT", 0)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~direct)
     return _File(descriptor, record_bytes, sector, num_rows, table, path)
+
+
+def make_caches() -> Any:
+    """The caches of a collection's tables, without any yet."""
+    from hotrow.memory import reference_cache  # it is made of the records above
+
+    return reference_cache.Caches()

@@ -76,10 +76,6 @@ class Tiers:
     """The tables of one collection, part in DRAM and part in a folder's files."""
 
     def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: Memory, *, seed: int) -> None:
-        if ops.backend().reason is not None:
-            raise ValueError(
-                f"Memory needs the native module, but {ops.backend().reason}; build it, or use memory=None"
-            )
         self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
         memory.folder.mkdir(parents=True, exist_ok=True)
         shapes = {t: (t.num_embeddings, t.embedding_dim) for t in tables}
