@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -206,6 +207,8 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return good;
   }
 
+  friend class Flight;
+  const pid_t process_ = getpid();
   std::mutex mutex_;
   std::vector<std::vector<Memory>> arrays_;
   std::vector<std::shared_ptr<Store>> stores_;
@@ -216,7 +219,8 @@ class Caches : public std::enable_shared_from_this<Caches> {
 
 void Flight::release(bool dirty) {
   if (std::exchange(released_, true)) return;
-  wait();  // a slot may be handed on only when nothing is on its way into it
+  if (getpid() != caches_->process_) return;  // a forked child: what would finish the reads is not in it
+  wait();                                     // a slot may be handed on only when nothing is on its way into it
   caches_->release(pins_, dirty);
 }
 

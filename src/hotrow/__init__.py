@@ -13,6 +13,7 @@ from hotrow.gradients import clip_grad_norm_
 from hotrow.memory.budget import Memory
 from hotrow.memory.lookahead import lookahead
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
+from hotrow.plan.solve import plan_by_counts
 from hotrow.tables import TableConfig, Uniform
 
 __all__ = [
@@ -39,5 +40,6 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "lookahead",
+    "plan_by_counts",
     "save_checkpoint",
 ]

@@ -77,7 +77,7 @@ class EmbeddingCollection(nn.Module):
     `sequence(sparse)` gives rows without pooling. Several forward passes before one optimizer step, sequences among
     them, count as one batch whose bags stand in forward order; a forward under torch.no_grad leaves nothing behind.
     Python threads may use different collections at once, and look up the same one; an optimizer step must be alone with
-    its collection. A forked child computes on one thread.
+    its collection. A forked child computes on one thread, and cannot use its parent's collection in tiers.
     Raises ValueError for repeated names and for an unknown `memory`.
     """
 
@@ -192,7 +192,7 @@ class EmbeddingCollection(nn.Module):
         """Rows of the table `name` as float32 [n, D], a copy, wherever they lie."""
         if self.tiers is None:
             return self.stored(name).read(rows).clone()
-        ids = torch.arange(rows.start or 0, rows.stop)
+        ids = torch.arange(self._table(name).num_embeddings)[rows]
         with self.tiers.rows(list(self.weights).index(name), ids) as slots:
             low = self.low[name][slots] if name in self.low else None
             return widen(self.weights[name][slots], low)

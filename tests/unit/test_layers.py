@@ -28,6 +28,7 @@ LEVELS = {
     "memory": 2,
     "models": 2,
     "schedule": 2,
+    "plan": 3,
     "metrics": 4,
     "checkpoint": 4,
     "run_folder": 4,

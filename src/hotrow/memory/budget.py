@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,6 +15,8 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 METADATA_BYTES = 32
 """Of a cached row beside its record, at most: 8 of the map from ids to slots, 16 of the slot's own, 8 of lru's ring."""
+LEAST_ROWS = 100
+"""That a table in tiers caches, or all where it has fewer."""
 SMALL_TABLES_SHARE = 0.5
 """Of the budget, given to whole tables, smallest first: every lookup of one saves an I/O that its few rows would cost
 over and over."""
@@ -40,17 +42,20 @@ class Memory:
     ssd: a folder for block files, read and written past the page cache; file: a folder for files that are used as
     memory (DAX, CXL, tmpfs, or plain). Files are made there and removed with the collection.
     policy: which row of the tail makes room: "clock", "lfu" or "lru"; it changes speed, no result.
+    plan: shares the bytes among the tables, given what each would need: `hotrow.plan_by_counts` makes one that knows
+    how often each row is used; None: `plan_slots`, which does not.
     """
 
     dram: int | str
     ssd: str | Path | None = None
     file: str | Path | None = None
     policy: Policy = "clock"
+    plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
 
     def __post_init__(self) -> None:
-        if self.dram_bytes <= 0:
-            raise ValueError(f"Memory: dram is {self.dram!r}; it must be a positive number of bytes")
-        if (self.ssd is None) == (self.file is None):
+        if not isinstance(self.dram, int | str) or isinstance(self.dram, bool) or self.dram_bytes <= 0:
+            raise ValueError(f"Memory: dram is {self.dram!r}; it must be a positive number of bytes, such as '2GiB'")
+        if (self.ssd is None) == (self.file is None) or "" in (self.ssd, self.file):
             raise ValueError(f"Memory: ssd is {self.ssd!r} and file is {self.file!r}; name exactly one folder")
         if self.policy not in POLICIES:
             raise ValueError(f"Memory: policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
@@ -108,14 +113,39 @@ def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSl
     return slots
 
 
+def num_bytes(table: TableDemand, slots: TableSlots) -> float:
+    """What they take, all counted; a table that lies there whole needs to know nothing of its rows."""
+    if slots.pinned == table.num_rows:
+        return slots.pinned * table.record_bytes
+    cached = slots.cached * (table.record_bytes + METADATA_BYTES)
+    return slots.pinned * table.record_bytes + cached + table.num_rows / 8
+
+
+def check_plan(tables: Sequence[TableDemand], slots: Sequence[TableSlots], budget_bytes: int) -> list[TableSlots]:
+    """`slots`, if there are some for each table, no more than it has rows, and within the budget; else ValueError."""
+    if len(slots) != len(tables):
+        raise ValueError(f"Memory: plan gave slots for {len(slots)} tables; there are {len(tables)}")
+    slots = [TableSlots(*map(int, each)) for each in slots]
+    for table, (pinned, cached) in zip(tables, slots, strict=True):
+        if min(pinned, cached) < 0 or pinned + cached > table.num_rows:
+            raise ValueError(
+                f"Memory: plan pins {pinned:,} rows of table {table.name!r} and caches {cached:,}; both must be 0 or "
+                f"more, together at most its {table.num_rows:,} rows"
+            )
+    needed = sum(num_bytes(table, each) for table, each in zip(tables, slots, strict=True))
+    if needed > budget_bytes:
+        raise ValueError(f"Memory: plan takes {needed:,.0f} bytes; there are {budget_bytes:,} for slots")
+    return slots
+
+
 def _level(tables: Sequence[TableDemand], rest: Sequence[int], left: float) -> dict[int, int]:
     """As many slots for each table of `rest`, smallest first, as their bytes allow, and no more than it has rows."""
     shares = {}
     for k, t in enumerate(rest):
         per_level = sum(tables[u].record_bytes + METADATA_BYTES for u in rest[k:])
         cached = min(tables[t].num_rows, int(left / per_level))
-        if cached < min(100, tables[t].num_rows):
-            needed = sum((tables[u].record_bytes + METADATA_BYTES) * 100 + tables[u].num_rows / 8 for u in rest)
+        if cached < min(LEAST_ROWS, tables[t].num_rows):
+            needed = sum((tables[u].record_bytes + METADATA_BYTES) * LEAST_ROWS + tables[u].num_rows / 8 for u in rest)
             raise ValueError(
                 f"the memory for tables is too small: table {tables[t].name!r} would keep {max(cached, 0)} of its "
                 f"{tables[t].num_rows:,} rows. About {needed / 2**20:,.1f} MiB more than the tables that lie in memory "

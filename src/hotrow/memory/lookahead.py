@@ -19,8 +19,10 @@ class Lookahead(Generic[Item]):
     """The batches of `batches`, each after the rows of the `depth` that follow it were asked for; see `lookahead`."""
 
     def __init__(self, batches: Iterable[Item], module: nn.Module, *, depth: int) -> None:
-        if depth < 0:
-            raise ValueError(f"depth is {depth}; it must be 0 (rows are read when they are needed) or more")
+        if not isinstance(depth, int) or depth < 0:
+            raise ValueError(f"depth is {depth}; it must be 0 (rows are read when they are needed) or a larger integer")
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"lookahead was given a {type(module).__name__} to look ahead for; pass the nn.Module")
         self.batches: Any = batches
         self.depth = depth
         self.tiers: list[Tiers] = [
@@ -60,6 +62,11 @@ class Lookahead(Generic[Item]):
 
     def _each(self, verb: str, item: Item) -> None:
         sparse = item.sparse if isinstance(item, Batch) else item
+        if self.tiers and not isinstance(sparse, KeyedJaggedTensor):
+            raise ValueError(
+                f"lookahead was given a {type(item).__name__} among the batches; it knows Batch and KeyedJaggedTensor, "
+                "so wrap the loader in a generator of those"
+            )
         for tiers in self.tiers:
             getattr(tiers, verb)(sparse)
 
@@ -72,6 +79,6 @@ def lookahead(batches: Iterable[Item], module: nn.Module, *, depth: int = 4) -> 
     batches: of `Batch` or `KeyedJaggedTensor`. module: an EmbeddingCollection or a module that holds some; those
     without Memory need no look-ahead. A batch that is skipped, changed, or looked up twice is exact all the same.
     depth 0: rows are read when they are looked up. Leaving the loop lets go of what was announced.
-    Raises ValueError for a negative depth.
+    Raises ValueError for a negative depth and, while it runs, for batches of another kind.
     """
     return Lookahead(batches, module, depth=depth)

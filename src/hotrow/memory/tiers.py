@@ -9,8 +9,10 @@ they are needed.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.memory.budget import POLICIES, Memory, TableDemand, TableSlots, plan_slots
+from hotrow.memory.budget import POLICIES, Memory, TableDemand, TableSlots, check_plan, plan_slots
 from hotrow.memory.native import backend
 from hotrow.memory.store_file import TableRows
 from hotrow.memory.stores import Engines, Store, StoreError, open_store
@@ -31,6 +33,8 @@ from hotrow.reference import Layout, row_key
 from hotrow.tables import TableConfig
 
 _STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+MOST_ROWS = 2**31 - 1
+"""Slots are int32, and one number more is needed for none."""
 MOST_WAITING_SHARE = 8
 """Rows that wait to be written take up to this part of the budget, 64 MiB at most."""
 
@@ -76,8 +80,13 @@ class Tiers:
     """The tables of one collection, part in DRAM and part in a folder's files."""
 
     def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: Memory, *, seed: int) -> None:
+        for table in tables:
+            if table.num_embeddings >= MOST_ROWS:
+                raise ValueError(
+                    f"table {table.name!r} has {table.num_embeddings:,} rows; in tiers a table has fewer than "
+                    f"{MOST_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
+                )
         self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
-        memory.folder.mkdir(parents=True, exist_ok=True)
         shapes = {t: (t.num_embeddings, t.embedding_dim) for t in tables}
         self.weights = {
             t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype), sparse=True) for t, shape in shapes.items()
@@ -96,6 +105,7 @@ class Tiers:
         self._announced: dict[int, tuple[KeyedJaggedTensor, Flight]] = {}
         self.altered = self.unannounced = self.foreseen = 0
         """Training batches that were changed after they were announced, that never were, and that were as announced."""
+        self._process, self._laying_out = os.getpid(), threading.Lock()
 
     # ---- where rows lie
 
@@ -107,7 +117,19 @@ class Tiers:
                 "optimizer right after the EmbeddingCollection, and only one"
             )
         self.states = states
-        self._lay_out()
+        self._laid_out()
+
+    def _laid_out(self) -> Any:
+        """The caches, made when they are first needed. Raises StoreError in a forked child."""
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"the tables in {self.memory.folder} belong to the process that this one was forked from: use them "
+                "there, or start workers with multiprocessing's 'spawn' and make a collection in each"
+            )
+        with self._laying_out:
+            if self.caches is None:
+                self._lay_out()
+        return self.caches
 
     def _lay_out(self) -> None:
         demands = [
@@ -115,18 +137,20 @@ class Tiers:
             for t in self.tables
         ]
         waiting = min(64 << 20, self.memory.dram_bytes // MOST_WAITING_SHARE)
-        self.slots = plan_slots(demands, self.memory.dram_bytes - waiting)
-        folder = Path(tempfile.mkdtemp(prefix="hotrow-", dir=self.memory.folder))
-        engines = Engines(most_waiting_bytes=waiting)
-        self.caches = backend().make_caches()
-        weakref.finalize(self, _remove, self.stores, folder)
+        budget = self.memory.dram_bytes - waiting
+        slots_of = self.memory.plan or plan_slots
+        self.slots = check_plan(demands, slots_of(demands, budget), budget)
+        folder = _make_folder(self.memory.folder)
+        weakref.finalize(self, _remove, self.stores, folder, self._process)
+        caches, engines = backend().make_caches(), Engines(most_waiting_bytes=waiting)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
             rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
             whole = slots.pinned == table.num_embeddings
             kind = "dram" if whole else "block" if self.memory.ssd is not None else "mapped"
             path = None if whole else folder / f"{t:04d}.rows"
             self.stores.append(open_store(rows, kind=kind, path=path, engines=engines))  # type: ignore[arg-type]
-            self._add_cache(table, slots, self.stores[-1])
+            self._add_cache(caches, table, slots, self.stores[-1])
+        self.caches = caches
 
     def _parts(self, table: TableConfig) -> tuple[tuple[str, int], ...]:
         return tuple((name, array[:1].nbytes) for name, array in self._arrays(table))
@@ -136,13 +160,13 @@ class Tiers:
         states = [(state.name, state.array) for state in self.states.get(table.name, ())]
         return [("weight", self.weights[table.name]), *low, *states]
 
-    def _add_cache(self, table: TableConfig, slots: TableSlots, store: Store) -> None:
+    def _add_cache(self, caches: Any, table: TableConfig, slots: TableSlots, store: Store) -> None:
         bound, weight = table.init.bound_for(table.num_embeddings), self.weights[table.name]
         states = [
             (state.array[:1].numel(), state.constant, state.of_weight, state.of_sign)
             for state in self.states.get(table.name, ())
         ]
-        self.caches.add(
+        caches.add(
             (table.num_embeddings, slots.pinned, slots.cached),
             POLICIES.index(self.memory.policy),
             (row_key(self.seed, table.name), bound, table.init.zero_rows, table.embedding_dim, _STORAGES[weight.dtype]),
@@ -154,9 +178,12 @@ class Tiers:
     # ---- batches in flight
 
     def announce(self, sparse: KeyedJaggedTensor) -> None:
-        """Bring the rows of a training batch that comes later, and keep them until it has been."""
-        if id(sparse) not in self._announced:
-            self._announced[id(sparse)] = (sparse, self._admit(sparse, keep=True))
+        """Bring the rows of a training batch that comes later, and keep them until it has been.
+
+        One with an id out of range is left to its lookup, which refuses it when its turn comes.
+        """
+        if id(sparse) not in self._announced and (flight := self._admit(sparse, keep=True)) is not None:
+            self._announced[id(sparse)] = (sparse, flight)
 
     def forget(self, sparse: KeyedJaggedTensor) -> None:
         """A batch that was announced will not come, or has been."""
@@ -179,18 +206,18 @@ class Tiers:
             self.foreseen += flight is not None
         if flight is None:
             flight = self._admit(sparse, keep=training)
+        if flight is None:
+            raise ValueError(self._bad_id(sparse))
         flight.wait()
         return flight, sparse.with_values(flight.slots)
 
-    def _admit(self, sparse: KeyedJaggedTensor, *, keep: bool) -> Flight:
-        if self.caches is None:
-            self._lay_out()
+    def _admit(self, sparse: KeyedJaggedTensor, *, keep: bool) -> Flight | None:
+        """None where an id is out of range."""
+        caches = self._laid_out()
         self.raise_failure(only_if_failed=True)
         spans = self._spans(sparse)
-        native, slots = self.caches.admit(sparse.values.numpy(), spans, keep, torch.get_num_threads())
-        if native is None:
-            raise ValueError(self._bad_id(sparse))
-        return Flight(native, self, spans, torch.from_numpy(slots))
+        native, slots = caches.admit(sparse.values.numpy(), spans, keep, torch.get_num_threads())
+        return None if native is None else Flight(native, self, spans, torch.from_numpy(slots))
 
     def _spans(self, sparse: KeyedJaggedTensor) -> list[tuple[int, int, int]]:
         stride = sparse.stride
@@ -226,11 +253,9 @@ class Tiers:
     @contextmanager
     def rows(self, table: int, ids: Tensor, *, write: bool = False) -> Iterator[Tensor]:
         """Slots [n] in which the rows `ids` of a table lie inside the block; write: they are changed there."""
-        if self.caches is None:
-            self._lay_out()
         spans = [(table, 0, len(ids))]
         keep = False  # beside the cache
-        native, slots = self.caches.admit(ids.numpy(), spans, keep, 1)
+        native, slots = self._laid_out().admit(ids.numpy(), spans, keep, 1)
         assert native is not None, "ids out of range"
         flight = Flight(native, self, spans, torch.from_numpy(slots))
         flight.wait()
@@ -241,7 +266,7 @@ class Tiers:
 
     def flush(self) -> None:
         """Everything on the medium. Raises StoreError where it cannot be."""
-        if self.caches is not None and not self.caches.write_back():
+        if self.caches is not None and not self._laid_out().write_back():
             self.raise_failure()
 
     def raise_failure(self, *, only_if_failed: bool = False) -> None:
@@ -264,7 +289,18 @@ def _plain(array: Tensor) -> np.ndarray[Any, Any]:
     return array.detach().view(torch.int16 if array.dtype == torch.bfloat16 else array.dtype).numpy()
 
 
-def _remove(stores: list[Store], folder: Path) -> None:
+def _make_folder(parent: Path) -> Path:
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="hotrow-", dir=parent))
+    except OSError as error:
+        cure = "choose another folder for tables on disk (Memory(ssd=...) or Memory(file=...))"
+        raise OSError(error.errno, f"no files can be made in {parent}: {error.strerror}; {cure}") from error
+
+
+def _remove(stores: list[Store], folder: Path, process: int) -> None:
+    if os.getpid() != process:
+        return  # a forked child ends, or drops its copy; the files are its parent's
     for store in stores:
         try:
             store.close()

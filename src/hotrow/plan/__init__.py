@@ -1,0 +1,1 @@
+"""Plans from measurements: where rows lie, and what a step costs there."""
