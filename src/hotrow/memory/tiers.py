@@ -196,6 +196,7 @@ class Tiers:
 
         Not training: rows that are not resident are read beside the cache, which stays as it is.
         """
+        self._laid_out()
         _, flight = self._announced.pop(id(sparse), (None, None))
         if flight is not None and not flight.is_of(sparse.values, self._spans(sparse)):
             self.altered += training

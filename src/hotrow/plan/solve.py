@@ -30,9 +30,10 @@ PREFIX_SHARE = 0.9
 POINTS_PER_OCTAVE = 16
 EXACT_POINTS = 64
 """Numbers of slots looked at: all up to this, then so many per doubling."""
-CHE_POINTS = 400
-MOST_RATES = 4096
-"""Times at which Che's approximation is worked out, and rates that are told apart in it."""
+CHE_HALVINGS = 30
+"""Of the logarithm of the time that rows stay, which is below 40: some 1e-7 of it."""
+MOST_RATES = 1024
+"""That are told apart in Che's approximation."""
 
 Array = NDArray[np.float64]
 
@@ -85,32 +86,28 @@ class TableUse:
 
     def hits(self, slots: Sequence[TableSlots]) -> Array:
         """Expected hits per step of each."""
-        pinned = np.array([s.pinned for s in slots], np.int64)
-        cached = np.array([s.cached for s in slots], np.int64)
-        if self.curve is not None:  # pinned rows are those that a cache would keep
-            missed = np.where(pinned == self.demand.num_rows, 0.0, self.curve.miss_ratio(pinned + cached))
-            return self.rows_per_step * (1.0 - missed)
-        found = np.empty(len(slots))
-        for prefix in np.unique(pinned):
-            at = pinned == prefix
-            found[at] = self._pinned_hits(int(prefix)) + self._cached_hits(int(prefix), cached[at])
-        return found
+        if self.curve is None:
+            return np.array([self._pinned_hits(pinned) + self._cached_hits(pinned, cached) for pinned, cached in slots])
+        # Pinned rows are those that a cache would keep; nothing is missed of a table that lies there whole.
+        missed = [0.0 if s.pinned == self.demand.num_rows else self.curve.miss_ratio(sum(s)) for s in slots]
+        return self.rows_per_step * (1.0 - np.array(missed))
 
     def _pinned_hits(self, prefix: int) -> float:
         return self.rows_per_step if prefix == self.demand.num_rows else float(self._in_prefix[prefix])
 
-    def _cached_hits(self, prefix: int, cached: NDArray[np.int64]) -> Array:
+    def _cached_hits(self, prefix: int, cached: int) -> float:
         """By Che's approximation, over the rows behind the prefix."""
         if prefix == self.demand.num_rows:
-            return np.zeros(len(cached))
+            return 0.0
         parts = [_binned(self._prefix_rates[prefix:]), self._behind_prefix]
         rates, weights = (np.concatenate(each) for each in zip(*parts, strict=True))
-        capacity, hits = [0.0], [0.0]
-        for steps in np.geomspace(1e-3 / rates.max(), 50 / rates.min(), CHE_POINTS) if len(rates) else []:
-            kept = -np.expm1(-rates * steps) * weights
-            capacity.append(float(kept.sum()))
-            hits.append(float((kept * -np.expm1(-rates)).sum()))
-        return np.interp(cached, capacity, hits)
+        if cached >= weights.sum():
+            return float(-(np.expm1(-rates) * weights).sum())
+        low, high = 0.0, 50 / rates.min()  # after so many steps all rows that are used at all have been
+        for _ in range(CHE_HALVINGS):
+            steps = np.sqrt(max(low, 1e-6 / rates.max()) * high)
+            low, high = (steps, high) if -(np.expm1(-rates * steps) * weights).sum() < cached else (low, steps)
+        return float((np.expm1(-rates * high) * np.expm1(-rates) * weights).sum()) if cached else 0.0
 
 
 def _binned(rates: Array) -> tuple[Array, Array]:

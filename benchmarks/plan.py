@@ -1,0 +1,93 @@
+"""What slots by access counts gain over equal shares, in expected hits: the table of docs/memory-plan.md.
+
+    python -m benchmarks.plan [--data FOLDER]
+
+Two cases: tables of the Criteo-Kaggle cardinalities with each row's chance Zipf 1.05 over its rank (2048 lookups of
+each table per step), and the real Criteo sample (FOLDER, $HOTROW_DATA or ../shared/data holds it), prepared into a
+temporary folder, whose slots are judged by its measured miss-ratio curves too. Nothing is trained: these are the
+planner's own expectations, and for the real data what LRU caches of these sizes would have missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hotrow.data.accesses import open_accesses
+from hotrow.data.hotness import measure_hotness
+from hotrow.data.packed import PackedDataset
+from hotrow.memory.budget import TableDemand, TableSlots, plan_slots
+from hotrow.plan.solve import TableUse, expected_hit_rate, solve
+
+KAGGLE_ROWS = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+"""Of the 26 features of the Criteo-Kaggle display-advertising data, as the reference DLRM counts them."""
+BATCH_SIZE, DIM, STATE_BYTES = 2048, 64, 4
+SHARES = (2, 4, 10, 32)
+
+
+def demand(name: str, num_rows: int) -> TableDemand:
+    return TableDemand(name, num_rows, 4 * DIM + STATE_BYTES)
+
+
+def zipf_uses(exponent: float) -> list[TableUse]:
+    uses = []
+    for t, num_rows in enumerate(KAGGLE_ROWS):
+        weights = np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent
+        uses.append(TableUse(demand(f"C{t + 1}", num_rows), weights / weights.sum() * BATCH_SIZE, num_steps=1))
+    return uses
+
+
+def print_table(title: str, uses: Sequence[TableUse], judges: dict[str, Sequence[TableUse]]) -> None:
+    total = sum(use.demand.num_rows * use.demand.record_bytes for use in uses)
+    print(f"\n{title}\n\n| DRAM | judged by | equal shares | by counts | misses, relative |\n|---|---|---|---|---|")
+    for share in SHARES:
+        budget = total // share
+        try:
+            plans: list[Sequence[TableSlots]] = [plan_slots([use.demand for use in uses], budget), solve(uses, budget)]
+        except ValueError as error:
+            print(f"| 1/{share} | | too small: {str(error)[:60]} | | |")
+            continue
+        for judge, own in judges.items():
+            equal, ours = (expected_hit_rate(own, plan) for plan in plans)
+            print(f"| 1/{share} | {judge} | {equal:.1%} | {ours:.1%} | {(1 - ours) / max(1 - equal, 1e-12):.2f} |")
+
+
+def real_uses(source: Path, folder: Path) -> tuple[list[TableUse], list[TableUse]]:
+    """The tables by counts, and by measured curves."""
+    from hotrow.data.prepare import run_prepare
+
+    run_prepare("criteo", str(source), folder)
+    dataset = PackedDataset.open(folder)
+    num_steps = dataset.split("train").num_rows / BATCH_SIZE
+    hotness = measure_hotness(open_accesses(folder), batch_size=BATCH_SIZE)
+    found: tuple[list[TableUse], list[TableUse]] = ([], [])
+    for own in hotness.tables:
+        name = own.table.name
+        table, counts = demand(name, own.table.num_embeddings), dataset.counts(name)
+        found[0].append(TableUse(table, counts, num_steps=num_steps))
+        found[1].append(TableUse(table, counts, num_steps=num_steps, curve=own.locality.by_row))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=os.environ.get("HOTROW_DATA", "../shared/data"))
+    data = Path(parser.parse_args().data)
+    uses = zipf_uses(1.05)
+    print_table("Criteo-Kaggle cardinalities, Zipf 1.05", uses, {"independence": uses})
+    source = data / "criteo_terabyte_80k.tsv.gz"
+    with tempfile.TemporaryDirectory() as folder:
+        by_counts, by_curves = real_uses(source, Path(folder) / "criteo")
+        print_table(f"{source.name}", by_counts, {"independence": by_counts, "measured LRU curves": by_curves})
+
+
+if __name__ == "__main__":
+    main()

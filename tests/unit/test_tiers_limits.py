@@ -1,0 +1,363 @@
+"""What tables in tiers refuse, with its cure, and what they leave behind: nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hotrow
+from hotrow import KeyedJaggedTensor, Memory, TableConfig, ops
+from hotrow.embedding import EmbeddingCollection
+from hotrow.memory.stores import StoreError
+
+NUM_ROWS = 3000
+pytestmark = pytest.mark.filterwarnings("ignore:table .* is read and written by 64 threads")
+
+
+def make(folder: Path, *, dram: int = 150_000, tiers: bool = True, **memory: Any) -> EmbeddingCollection:
+    tables = [TableConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=8, feature_names=(n,)) for n in "ab"]
+    place = memory or {"file": folder}
+    return EmbeddingCollection(tables, memory=Memory(dram=dram, **place) if tiers else None, seed=5)
+
+
+def batch_of(seed: int, size: int = 40) -> KeyedJaggedTensor:
+    ids = torch.randint(0, NUM_ROWS, (2 * size,), generator=torch.Generator().manual_seed(seed))
+    return KeyedJaggedTensor(("a", "b"), ids)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "rows"
+    gc.collect()  # what a traceback held
+    assert not (tmp_path / "rows").exists() or list((tmp_path / "rows").iterdir()) == [], "files were left behind"
+
+
+@pytest.fixture
+def emb(tmp_path: Path) -> EmbeddingCollection:
+    return make(tmp_path / "kept")
+
+
+# ---- Memory
+
+
+@pytest.mark.parametrize("dram", ["", "2 parsecs", "much", "-1GiB", "1e9", "0x10", "1.2.3GiB", "nan", "inf"])
+def test_sizes_that_are_not_understood(tmp_path: Path, dram: str) -> None:
+    with pytest.raises(ValueError, match="is not understood; write a number and a unit, such as 2GiB or 500MB"):
+        Memory(dram=dram, ssd=tmp_path)
+
+
+@pytest.mark.parametrize("dram", [0, -5, "0", "0 GiB", 2.5, None, True, b"2GiB"])
+def test_sizes_that_are_none(tmp_path: Path, dram: Any) -> None:
+    with pytest.raises(ValueError, match=r"Memory: dram is .*; it must be a positive number of bytes, such as '2GiB'"):
+        Memory(dram=dram, ssd=tmp_path)
+
+
+@pytest.mark.parametrize("folders", [{}, {"ssd": "a", "file": "b"}, {"ssd": ""}, {"file": ""}])
+def test_one_folder_is_named(folders: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"ssd is .* and file is .*; name exactly one folder"):
+        Memory(dram="1GiB", **folders)  # type: ignore[arg-type]
+
+
+def test_an_unknown_policy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="policy is 'mru'; choose one of clock, lfu, lru"):
+        Memory(dram="1GiB", ssd=tmp_path, policy="mru")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("memory", ["disk", 3, {"dram": "1GiB"}])
+def test_memory_of_another_kind(memory: Any) -> None:
+    tables = [TableConfig(name="a", num_embeddings=9, embedding_dim=8, feature_names=("a",))]
+    with pytest.raises(ValueError, match=r"memory is .*; pass None or 'dram' \(all rows in DRAM\) or a hotrow.Memory"):
+        EmbeddingCollection(tables, memory=memory)
+
+
+@pytest.mark.parametrize("kind", ["ssd", "file"])
+@pytest.mark.parametrize("below", [False, True])
+def test_a_folder_that_is_a_file(tmp_path: Path, kind: str, below: bool) -> None:
+    (tmp_path / "taken").write_text("mine")
+    path = tmp_path / "taken" / "deeper" if below else tmp_path / "taken"
+    with pytest.raises(OSError, match=r"no files can be made in .*taken.*; choose another folder for tables on disk"):
+        hotrow.SGD(make(tmp_path, **{kind: path}), lr=0.1)
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["ssd", "file"])
+def test_a_folder_that_cannot_be_written(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """/proc takes files from nobody, not even from root."""
+    path = Path("/proc/self/fdinfo")
+    if not path.is_dir():
+        pytest.skip("there is no /proc here")
+    with pytest.raises(OSError, match=r"no files can be made in /proc/self/fdinfo: .*; choose another folder"):
+        hotrow.SGD(make(tmp_path, **{kind: path}), lr=0.1)
+
+
+@pytest.mark.parametrize("num_rows", [2**31 - 1, 2**31, 2**40])
+def test_a_table_of_too_many_rows(tmp_path: Path, num_rows: int) -> None:
+    table = TableConfig(name="vast", num_embeddings=num_rows, embedding_dim=1, feature_names=("x",))
+    with pytest.raises(ValueError, match=r"table 'vast' has [\d,]+ rows; .*fewer than 2,147,483,647: hash its ids"):
+        EmbeddingCollection([table], memory=Memory(dram="1GiB", file=tmp_path))
+
+
+def test_a_budget_below_the_least(folder: Path) -> None:
+    emb = make(folder, dram=10_000)
+    with pytest.raises(ValueError, match=r"too small: table 'a' would keep \d+ of its 3,000 rows. About .* MiB more"):
+        hotrow.Adam(emb)
+    assert not folder.exists(), "refused before anything was made"
+
+
+# ---- a collection in tiers
+
+
+def test_an_optimizer_comes_first_and_alone(emb: EmbeddingCollection, folder: Path) -> None:
+    optimizer = hotrow.Adagrad(emb, lr=0.1)
+    with pytest.raises(ValueError, match="laid out on disk already, by the first lookup or another optimizer"):
+        hotrow.Adagrad(emb, lr=0.1)
+    emb(batch_of(1)).sum().backward()
+    optimizer.step()  # the first is as it was
+    late = make(folder)
+    with torch.no_grad():
+        late(batch_of(1))
+    with pytest.raises(ValueError, match="make the optimizer right after the EmbeddingCollection"):
+        hotrow.Adagrad(late, lr=0.1)
+
+
+def test_copies_and_states(emb: EmbeddingCollection) -> None:
+    for make_copy in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="in tiers cannot be copied or pickled: its files belong to it alone"):
+            make_copy(emb)
+    with pytest.raises(ValueError, match="in tiers has no state_dict, since its tables may be larger than memory"):
+        emb.state_dict()
+    with pytest.raises(ValueError, match="in tiers has no state_dict"):
+        torch.nn.Sequential(emb).state_dict()
+    with pytest.raises(ValueError, match="in tiers takes no state_dict"):
+        emb.load_state_dict({})
+
+
+def test_rows_are_read_by_any_slice(emb: EmbeddingCollection, tmp_path: Path) -> None:
+    plain = make(tmp_path, tiers=False)
+    for rows in (slice(0, 5), slice(None), slice(2990, None), slice(7, 7), slice(2990, 9999)):
+        assert torch.equal(emb.read_rows("a", rows), plain.read_rows("a", rows))
+
+
+def test_backward_after_the_step(emb: EmbeddingCollection) -> None:
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    out = emb(batch_of(1)).sum()
+    out.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="call them in the order forward, backward, step"):
+        out.backward()
+
+
+def all_can_be_admitted(emb: EmbeddingCollection) -> bool:
+    """No row is pinned by a batch: as many as there are slots find theirs without overflow."""
+    assert emb.tiers is not None
+    tiers = emb.tiers
+    before = tiers.counters()
+    for t, slots in enumerate(tiers.slots):
+        batch = KeyedJaggedTensor(("ab"[t],), torch.arange(NUM_ROWS - slots.cached, NUM_ROWS))
+        tiers.announce(batch)
+        tiers.forget(batch)
+    return all(tiers.counters()[name]["overflow_rows"] == before[name]["overflow_rows"] for name in "ab")
+
+
+def test_the_check_of_pins_can_fail(emb: EmbeddingCollection) -> None:
+    kept = batch_of(1)
+    emb(kept)
+    assert all_can_be_admitted(emb)
+    assert emb.tiers is not None
+    emb.tiers.announce(kept)
+    assert not all_can_be_admitted(emb)
+
+
+@pytest.mark.parametrize("where", ["before", "forward", "backward", "step"])
+def test_an_exception_lets_go_of_all_rows(emb: EmbeddingCollection, where: str) -> None:
+    optimizer = hotrow.SGD(emb, lr=0.1)
+
+    def fail(at: str) -> None:
+        if at == where:
+            raise KeyError(at)
+
+    def train() -> None:
+        for batch in hotrow.lookahead([batch_of(seed) for seed in range(9)], emb, depth=4):
+            fail("before")
+            out = emb(batch)
+            fail("forward")
+            out.backward(torch.ones_like(out))
+            fail("backward")
+            optimizer.step()
+            fail("step")
+
+    with pytest.raises(KeyError, match=where):
+        train()
+    optimizer.zero_grad()  # gradients outlive an exception, as everywhere in torch
+    gc.collect()
+    assert all_can_be_admitted(emb)
+
+
+def test_files_go_with_the_collection(folder: Path) -> None:
+    emb = make(folder)
+    optimizer = hotrow.Adagrad(emb, lr=0.1)
+    for batch in hotrow.lookahead([batch_of(seed) for seed in range(4)], emb, depth=2):
+        emb(batch).sum().backward()
+        optimizer.step()
+    assert len(list(folder.rglob("*.rows"))) == 2
+    del emb, optimizer
+    gc.collect()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_failure_while_files_are_made_can_be_tried_again(
+    emb: EmbeddingCollection, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hotrow.memory import tiers
+
+    plain, calls = tiers.open_store, []
+
+    def fail_once(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return plain(*args, **options)
+
+    monkeypatch.setattr(tiers, "open_store", fail_once)
+    with pytest.raises(OSError, match="No space left"):
+        emb(batch_of(1))
+    with torch.no_grad():
+        assert torch.equal(emb(batch_of(1)), make(folder, tiers=False)(batch_of(1)))
+
+
+# ---- look-ahead
+
+
+@pytest.mark.parametrize("depth", [-1, 1.5, None])
+def test_depths_that_are_refused(emb: EmbeddingCollection, depth: Any) -> None:
+    with pytest.raises(ValueError, match=rf"depth is {depth}; it must be 0"):
+        hotrow.lookahead([], emb, depth=depth)
+
+
+def test_nothing_to_look_ahead_for(emb: EmbeddingCollection, tmp_path: Path) -> None:
+    assert list(hotrow.lookahead([], emb)) == []
+    batches = [batch_of(seed) for seed in range(3)]
+    assert list(hotrow.lookahead(batches, make(tmp_path, tiers=False))) == batches
+    assert list(hotrow.lookahead(batches, torch.nn.Linear(2, 2))) == batches
+    with pytest.raises(ValueError, match=r"was given a list to look ahead for; pass the nn\.Module"):
+        hotrow.lookahead(batches, [emb])  # type: ignore[arg-type]
+
+
+def test_batches_of_another_kind(emb: EmbeddingCollection) -> None:
+    for item in (torch.zeros(3, 2, dtype=torch.int64), (batch_of(1), 1.0), {"sparse": 1}):
+        with pytest.raises(ValueError, match=rf"given a {type(item).__name__} among the batches; it knows Batch"):
+            list(hotrow.lookahead([item], emb))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_a_bad_id_is_refused_when_its_turn_comes(emb: EmbeddingCollection, depth: int) -> None:
+    """Not when it is announced: depth cannot move the step at which a run ends, nor what was trained until then."""
+    batches = [batch_of(seed) for seed in range(6)]
+    batches[3].values[50] = NUM_ROWS
+    seen = []
+    with pytest.raises(ValueError, match="feature 'b', sample 10, position 0: id 3000 is outside its table of 3000"):
+        for batch in hotrow.lookahead(batches, emb, depth=depth):
+            emb(batch)
+            seen.append(batch)
+    assert len(seen) == 3
+    assert all_can_be_admitted(emb)
+    skipped = [batch for batch in hotrow.lookahead(batches, emb, depth=depth) if batch is not batches[3]]
+    assert len(skipped) == 5
+
+
+# ---- threads and processes
+
+
+@pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its locks are tested here")
+def test_threads_look_up_while_another_looks_ahead(folder: Path) -> None:
+    """The first of them lays the files out, once; each gets the rows as they are."""
+    emb, plain = make(folder), make(folder, tiers=False)
+    errors: list[BaseException] = []
+
+    def look_up(first: int, training: bool) -> None:
+        try:
+            batches = [batch_of(seed) for seed in range(first, first + 60)]
+            for batch in hotrow.lookahead(batches, emb, depth=3) if training else batches:
+                with torch.set_grad_enabled(training):
+                    assert torch.equal(emb(batch).detach(), plain(batch).detach())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=look_up, args=(100 * k, k == 0)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert all_can_be_admitted(emb)
+    assert len(list(folder.iterdir())) == 1
+
+
+FORK = """
+import os, sys, warnings, torch
+warnings.simplefilter("ignore")
+import hotrow
+from hotrow.memory.stores import StoreError
+torch.set_num_threads(1)
+
+def make(folder):
+    tables = [hotrow.TableConfig(name=n, num_embeddings=3000, embedding_dim=8, feature_names=(n,)) for n in "ab"]
+    return hotrow.EmbeddingCollection(tables, memory=hotrow.Memory(dram=150_000, **{sys.argv[1]: folder}))
+
+def batch_of(seed):
+    ids = torch.randint(0, 3000, (400,), generator=torch.Generator().manual_seed(seed))
+    return hotrow.KeyedJaggedTensor(("a", "b"), ids)
+
+emb = make(sys.argv[2])
+optimizer = hotrow.SGD(emb, lr=0.1)
+waiting = [batch_of(seed) for seed in range(4)]
+for batch in waiting:
+    emb(batch).sum().backward()
+    optimizer.step()
+for batch in waiting:
+    emb.tiers.announce(batch)
+if (child := os.fork()) == 0:
+    for call in (lambda: emb(waiting[0]), lambda: emb.read_rows("a", slice(3)), emb.tiers.flush,
+                 lambda: next(iter(hotrow.lookahead(waiting, emb)))):
+        try: call()
+        except StoreError as error: print(error, flush=True)
+    own = make(sys.argv[2])
+    own(batch_of(9)).sum().backward()
+    del own, emb, optimizer, waiting
+    sys.exit(0)  # runs what is run at exit
+assert os.waitpid(child, 0)[1] == 0
+for batch in waiting:
+    emb(batch).sum().backward()
+    optimizer.step()
+emb.tiers.flush()
+print(sum(len(files) for _, _, files in os.walk(sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(not ops.isas(), reason="the native module is absent: these are its threads")
+@pytest.mark.parametrize("kind", ["ssd", "file"])
+def test_a_forked_child_is_told_and_takes_nothing_away(folder: Path, kind: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, kind, str(folder)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5 and lines[-1] == "2", "the parent's files are still there"
+    assert all("belong to the process that this one was forked from" in line and "spawn" in line for line in lines[:4])
+
+
+def test_a_store_error_says_what(emb: EmbeddingCollection, monkeypatch: pytest.MonkeyPatch) -> None:
+    emb(batch_of(1))
+    assert emb.tiers is not None
+    with pytest.raises(StoreError, match="failed without saying why"):
+        emb.tiers.raise_failure()
