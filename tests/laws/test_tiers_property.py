@@ -9,6 +9,7 @@ decide the same: same slots, same counters.
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import torch
 
 from hotrow import ops, reference
 from hotrow.memory.budget import POLICIES
-from hotrow.memory.stores import Engines, Kind, Store, TableRows, io_uring_refused, open_store
+from hotrow.memory.stores import Engines, Kind, Store, StoreError, TableRows, io_uring_refused, open_store
 
 needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is absent")
 MODULES = ["native", "twin"] if ops.backend().name == "native" else ["twin"]
@@ -231,6 +232,7 @@ class World:
     def write_back(self) -> None:
         for rig in self.rigs:
             assert rig.caches.write_back()
+            assert all(native.counters()["waiting_bytes"] == 0 for native in rig.natives), "not on the medium yet"
             self._check_medium(rig)
 
     def step(self) -> None:
@@ -511,3 +513,17 @@ def test_a_batch_with_a_bad_id_lays_nothing_into_slots_of_others(slow: Rig) -> N
     flight, _ = slow.caches.admit(np.array([*SEVEN, -1]), [(0, 0, NUM), (0, NUM, NUM + 1)], True, 1)
     assert flight is None
     check_fresh(slow)
+
+
+@needs_native
+def test_a_read_that_fails_is_told_to_all_that_wait_for_it(slow: Rig, tmp_path: Path) -> None:
+    os.truncate(tmp_path / "0.rows", 4096)
+    earlier, _ = slow.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
+    later, _ = slow.caches.admit(SEVEN[-1:], [(0, 0, 1)], True, 1)
+    assert not later.wait()
+    assert not earlier.wait()
+    assert "table 't0'" in slow.caches.failure()
+    earlier.release(True)
+    assert not slow.caches.write_back()
+    with pytest.raises(StoreError, match="table 't0'"):
+        slow.close()

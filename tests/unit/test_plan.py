@@ -95,7 +95,7 @@ def zipf_counts(num_rows: int, exponent: float, total: float) -> np.ndarray:
     return weights / weights.sum() * total
 
 
-@pytest.mark.parametrize(("pinned", "cached"), [(0, 100), (0, 400), (50, 100), (50, 600), (0, 0), (2000, 0)])
+@pytest.mark.parametrize(("pinned", "cached"), [(0, 150), (0, 400), (12, 150), (12, 600), (12, 0), (2000, 0)])
 def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> None:
     lookups, num_rows = 64, 2000
     counts = zipf_counts(num_rows, 1.05, lookups)
@@ -103,14 +103,13 @@ def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> No
     rng, cache, hits, rows = np.random.default_rng(0), OrderedDict[int, None](), 0, 0
     for step in range(1500):
         batch = np.flatnonzero(np.bincount(rng.choice(num_rows, rng.poisson(lookups), p=counts / lookups)))
-        for row in batch.tolist():
-            hit = row < pinned or row in cache
-            hits, rows = hits + (hit and step >= 500), rows + (step >= 500)
-            if row >= pinned and cached:
-                cache[row] = None
-                cache.move_to_end(row)
-                if len(cache) > cached:
-                    cache.popitem(last=False)
+        if step >= 500:
+            hits, rows = hits + sum(row < pinned or row in cache for row in batch.tolist()), rows + len(batch)
+        for row in batch[batch >= pinned].tolist():
+            cache[row] = None
+            cache.move_to_end(row)
+        while len(cache) > cached:
+            cache.popitem(last=False)
     assert expected_hits([use], [TableSlots(pinned, cached)]) / use.rows_per_step == pytest.approx(
         hits / rows, abs=0.02
     )
@@ -118,11 +117,11 @@ def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> No
 
 def test_hot_rows_are_pinned_and_skew_decides() -> None:
     """A table of which few rows are hot needs few slots; one that is even takes the rest."""
-    counts = {"skewed": np.r_[np.full(50, 1000.0), np.full(99950, 0.01)], "even": np.full(100000, 1.0)}
+    counts = {"skewed": np.r_[np.full(300, 1000.0), np.full(99700, 0.01)], "even": np.full(100000, 1.0)}
     demands = [TableDemand(name, 100000, 64) for name in counts]
     skewed, even = plan_by_counts(counts, num_steps=1000)(demands, 4 << 20)
-    assert skewed.pinned == 50 and even.pinned == 0
-    assert even.cached > 10 * skewed.cached
+    assert 200 <= skewed.pinned <= 300 and even.pinned == 0
+    assert even.cached > 10 * sum(skewed)
 
 
 def test_a_measured_curve_comes_before_independence() -> None:
@@ -185,7 +184,8 @@ def test_a_collection_follows_its_plan(tmp_path: Path) -> None:
     emb = collection(tmp_path, plan)
     optimizer = hotrow.SGD(emb, lr=0.1)
     assert emb.tiers is not None
-    assert [slots.pinned for slots in emb.tiers.slots] == [300, 10]
+    a, b = emb.tiers.slots
+    assert 200 <= a.pinned <= 300 and b.pinned == 5000
     assert isinstance(plan, CountsPlan)
     plain = hotrow.EmbeddingCollection(emb.tables)
     other = hotrow.SGD(plain, lr=0.1)

@@ -30,6 +30,8 @@ PREFIX_SHARE = 0.9
 POINTS_PER_OCTAVE = 16
 EXACT_POINTS = 64
 """Numbers of slots looked at: all up to this, then so many per doubling."""
+LEAST_HITS = 1e-9
+"""Per step, that more slots must bring: less is rounding."""
 CHE_HALVINGS = 30
 """Of the logarithm of the time that rows stay, which is below 40: some 1e-7 of it."""
 MOST_RATES = 1024
@@ -203,7 +205,7 @@ def _concave_hull(num_bytes: Array, hits: Array) -> list[tuple[float, float, int
     hull: list[tuple[float, float, int]] = [(float(num_bytes[0]), float(hits[0]), 0)]
     for k in np.argsort(num_bytes, kind="stable").tolist():
         x, y = float(num_bytes[k]), float(hits[k])
-        if y <= hull[-1][1]:
+        if y <= hull[-1][1] + LEAST_HITS:
             continue
         while len(hull) > 1 and _is_below(hull[-2], hull[-1], x, y):
             hull.pop()
