@@ -95,7 +95,7 @@ def zipf_counts(num_rows: int, exponent: float, total: float) -> np.ndarray:
     return weights / weights.sum() * total
 
 
-@pytest.mark.parametrize(("pinned", "cached"), [(0, 150), (0, 400), (12, 150), (12, 600), (12, 0), (2000, 0)])
+@pytest.mark.parametrize(("pinned", "cached"), [(0, 150), (0, 400), (11, 150), (5, 600), (11, 0), (2000, 0)])
 def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> None:
     lookups, num_rows = 64, 2000
     counts = zipf_counts(num_rows, 1.05, lookups)
@@ -113,6 +113,11 @@ def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> No
     assert expected_hits([use], [TableSlots(pinned, cached)]) / use.rows_per_step == pytest.approx(
         hits / rows, abs=0.02
     )
+
+
+def test_a_table_of_which_all_rows_cost_no_more_than_a_hundred_lies_in_memory_whole() -> None:
+    use = TableUse(TableDemand("t", 105, 260), np.arange(105, 0, -1), num_steps=10)
+    assert solve([use], 40_000) == [TableSlots(105, 0)]
 
 
 def test_hot_rows_are_pinned_and_skew_decides() -> None:

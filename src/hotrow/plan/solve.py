@@ -12,6 +12,7 @@ leaves after T steps without use, T such that the cache is full). Next: memory/b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -149,13 +150,13 @@ def solve(tables: Sequence[TableUse], budget_bytes: float, *, least_cached: int 
     `plan_slots`.
     """
     equal = plan_slots([table.demand for table in tables], int(budget_bytes))
-    least = [table.slots(least_cached, least_cached=least_cached) for table in tables]
+    pieces = [_pieces(t, table, least_cached) for t, table in enumerate(tables)]
+    counts = [first.num_slots for first, *_ in pieces]
+    least = [table.slots(num, least_cached=least_cached) for table, num in zip(tables, counts, strict=True)]
     left = budget_bytes - sum(table.num_bytes(slots) for table, slots in zip(tables, least, strict=True))
     if left < 0:
         return equal
-    counts = [sum(slots) for slots in least]
-    pieces = [piece for t, table in enumerate(tables) for piece in _pieces(t, table, least_cached)]
-    for piece in sorted(pieces, key=lambda piece: -piece.density):
+    for piece in sorted((piece for _, *more in pieces for piece in more), key=lambda piece: -piece.density):
         left = _take(piece, tables[piece.table], counts, left, least_cached)
     found = [table.slots(num, least_cached=least_cached) for table, num in zip(tables, counts, strict=True)]
     return found if expected_hits(tables, found) >= expected_hits(tables, equal) else equal
@@ -180,11 +181,11 @@ def _take(piece: _Piece, table: TableUse, counts: list[int], left: float, least_
 
 
 def _pieces(t: int, table: TableUse, least_cached: int) -> list[_Piece]:
-    """Pieces of falling density, from the least that the table may have."""
+    """The least that the table may have, or all of it where that costs no more; then pieces of falling density."""
     numbers = _numbers(min(least_cached, table.demand.num_rows), table.demand.num_rows, table.num_hot + least_cached)
     slots = [table.slots(num, least_cached=least_cached) for num in numbers]
     hull = _concave_hull(np.array([table.num_bytes(s) for s in slots]), table.hits(slots))
-    found = []
+    found = [_Piece(math.inf, t, numbers[hull[0][2]])]
     for (bytes_a, hits_a, _), (bytes_b, hits_b, k) in pairwise(hull):
         found.append(_Piece((hits_b - hits_a) / max(bytes_b - bytes_a, 1e-9), t, numbers[k]))
     return found
