@@ -16,17 +16,9 @@ HOTROW_DECLARE_KERNELS(baseline)
 namespace hotrow {
 namespace {
 
-#define HOTROW_SET(isa)    \
-  {#isa,                   \
-   isa::lookup,            \
-   isa::weight_gradient,   \
-   isa::update,            \
-   isa::fill_uniform,      \
-   isa::store_row,         \
-   isa::interact,          \
-   isa::interact_backward, \
-   isa::pack_panels,       \
-   isa::pack_tiles,        \
+#define HOTROW_SET(isa)                                                                        \
+  {#isa,           isa::lookup,   isa::weight_gradient,   isa::update,      isa::fill_uniform, \
+   isa::store_row, isa::interact, isa::interact_backward, isa::pack_panels, isa::pack_tiles,   \
    isa::multiply}
 
 constexpr Kernels kSets[] = {

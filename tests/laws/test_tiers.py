@@ -1,4 +1,4 @@
-"""Law 2: placement is invisible. Whatever lies where, tables, states and outputs are those of a plain array bit by bit.
+"""Law 2: placement is invisible. Whatever lies where, tables, states and outputs are those of one plain array, bitwise.
 
 Schedules are drawn at random: batches announced or not, altered after, skipped, looked up twice, evaluated in between,
 several to a step, loops left early, steps dropped; over optimizers, storages, policies, stores and cache sizes. The

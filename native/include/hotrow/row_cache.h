@@ -51,8 +51,8 @@ struct CacheCounters {
   int64_t hit_lookups = 0;     // of tail rows that were resident
   int64_t rows = 0;            // tail rows
   int64_t hit_rows = 0;
-  int64_t read_rows = 0;      // brought from the store
-  int64_t created_rows = 0;   // given their initial values
+  int64_t read_rows = 0;     // brought from the store
+  int64_t created_rows = 0;  // given their initial values
   int64_t evicted_rows = 0;
   int64_t written_rows = 0;   // given to the store
   int64_t overflow_rows = 0;  // of a training batch, for which every slot was in use
@@ -128,9 +128,9 @@ class RowCache {
   InitialRow initial_;
   std::shared_ptr<Store> store_;
   Slots slots_;
-  std::vector<int32_t> map_;     // place + 1 of a row, or 0; linear probing
+  std::vector<int32_t> map_;      // place + 1 of a row, or 0; linear probing
   std::vector<uint64_t> exists_;  // a bit per row: the store has it
-  std::vector<Entry> places_;    // of slots [pinned, ...)
+  std::vector<Entry> places_;     // of slots [pinned, ...)
   std::vector<int32_t> free_overflow_;
   std::vector<int32_t> before_, after_;  // lru: neighbours of a cached place; `cached` is the ring's head
   int64_t num_mapped_ = 0, num_used_ = 0, num_pinned_places_ = 0, hand_ = 0;
