@@ -258,7 +258,7 @@ def test_a_bad_id_in_forward_leaves_nothing_pending() -> None:
 
 
 def test_memory_must_be_known() -> None:
-    with pytest.raises(ValueError, match="memory is 'ssd'; only None and 'dram'"):
+    with pytest.raises(ValueError, match="memory is 'ssd'; pass None or 'dram'"):
         EmbeddingCollection(TABLES, memory="ssd")
     assert EmbeddingCollection(TABLES, memory="dram").output_dim == 7
 

@@ -9,12 +9,10 @@ they are needed.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,15 +22,16 @@ from torch import Tensor
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.memory.budget import POLICIES, Memory, TableDemand, TableSlots, plan_slots
+from hotrow.memory.folder import SUFFIX, OwnFolder
 from hotrow.memory.native import backend
-from hotrow.memory.store_file import TableRows
+from hotrow.memory.store_file import TableRows, no_disk
 from hotrow.memory.stores import Engines, Store, StoreError, open_store
 from hotrow.reference import Layout, row_key
 from hotrow.tables import TableConfig
 
 _STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-MOST_WAITING_SHARE = 8
-"""Rows that wait to be written take up to this part of the budget, 64 MiB at most."""
+PIECE_BYTES = 2 << 20
+"""Of rows that are read or written by their ids at once, at most."""
 
 
 class State(NamedTuple):
@@ -81,7 +80,8 @@ class Tiers:
                 f"Memory needs the native module, but {ops.backend().reason}; build it, or use memory=None"
             )
         self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
-        memory.folder.mkdir(parents=True, exist_ok=True)
+        if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
+            raise ValueError(f"Memory: ssd is {str(memory.ssd)!r}, but {reason}, or say force=True")
         shapes = {t: (t.num_embeddings, t.embedding_dim) for t in tables}
         self.weights = {
             t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype), sparse=True) for t, shape in shapes.items()
@@ -100,6 +100,9 @@ class Tiers:
         self._announced: dict[int, tuple[KeyedJaggedTensor, Flight]] = {}
         self.altered = self.unannounced = self.foreseen = 0
         """Training batches that were changed after they were announced, that never were, and that were as announced."""
+        self.stall_s = 0.0
+        """Seconds that training batches waited for their rows."""
+        self._finalizer: weakref.finalize[..., Tiers] | None = None
 
     # ---- where rows lie
 
@@ -118,17 +121,16 @@ class Tiers:
             TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t)))
             for t in self.tables
         ]
-        waiting = min(64 << 20, self.memory.dram_bytes // MOST_WAITING_SHARE)
-        self.slots = plan_slots(demands, self.memory.dram_bytes - waiting)
-        folder = Path(tempfile.mkdtemp(prefix="hotrow-", dir=self.memory.folder))
-        engines = Engines(most_waiting_bytes=waiting)
+        self.slots = plan_slots(demands, self.memory.slots_bytes)
+        folder = OwnFolder(self.memory.folder)
+        engines = Engines(most_waiting_bytes=self.memory.waiting_bytes)
         self.caches = backend().make_caches()
-        weakref.finalize(self, _remove, self.stores, folder)
+        self._finalizer = weakref.finalize(self, _remove, self.stores, folder)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
             rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
             whole = slots.pinned == table.num_embeddings
             kind = "dram" if whole else "block" if self.memory.ssd is not None else "mapped"
-            path = None if whole else folder / f"{t:04d}.rows"
+            path = None if whole else folder.path / f"{t:04d}{SUFFIX}"
             self.stores.append(open_store(rows, kind=kind, path=path, engines=engines))  # type: ignore[arg-type]
             self._add_cache(table, slots, self.stores[-1])
 
@@ -183,7 +185,9 @@ class Tiers:
             self.foreseen += flight is not None
         if flight is None:
             flight = self._admit(sparse, keep=training)
+        started = time.perf_counter()
         flight.wait()
+        self.stall_s += training * (time.perf_counter() - started)
         return flight, sparse.with_values(flight.slots)
 
     def _admit(self, sparse: KeyedJaggedTensor, *, keep: bool) -> Flight:
@@ -243,6 +247,11 @@ class Tiers:
         finally:
             flight.release(updated=write)
 
+    def piece_rows(self, table: int) -> int:
+        """How many rows of a table to ask `rows` for at once, for a bounded use of memory beside the cache."""
+        num_bytes = min(PIECE_BYTES, self.memory.waiting_bytes // len(self.tables))
+        return max(1, num_bytes // sum(part for _, part in self._parts(self.tables[table])))
+
     def flush(self) -> None:
         """Everything on the medium. Raises StoreError where it cannot be."""
         if self.caches is not None and not self.caches.write_back():
@@ -262,16 +271,21 @@ class Tiers:
             table.name: {**self.caches.counters(t), **self.stores[t].counters()} for t, table in enumerate(self.tables)
         }
 
+    def close(self) -> None:
+        """Remove the files; nothing works afterwards. Else it is done when the collection goes."""
+        if self._finalizer is not None:
+            self._finalizer()
+
 
 def _plain(array: Tensor) -> np.ndarray[Any, Any]:
     """The bytes of `array` [N, ...] as numpy, whatever its type."""
     return array.detach().view(torch.int16 if array.dtype == torch.bfloat16 else array.dtype).numpy()
 
 
-def _remove(stores: list[Store], folder: Path) -> None:
+def _remove(stores: list[Store], folder: OwnFolder) -> None:
     for store in stores:
         try:
             store.close()
         except StoreError:  # the rows are going away
             continue
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.remove()
