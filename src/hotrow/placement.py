@@ -197,7 +197,7 @@ class TierReport:
                 self._aside[name].update({key: n - before.get(name, {}).get(key, 0) for key, n in counts.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """For run.json; see docs/memory.md."""
+        """For run.json; see docs/runs.md."""
         tiers = self.tiers
         counts = {
             name: Counter({key: n - (0 if key in _GAUGES else self._aside[name][key]) for key, n in own.items()})
