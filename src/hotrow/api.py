@@ -36,6 +36,7 @@ from hotrow.data.prepare import RawEncoder, run_prepare
 from hotrow.data.progress import progress_bar
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import atomic_write, explain_full_disk
+from hotrow.placement import choose, close_tiers
 from hotrow.run_folder import RunFolder
 from hotrow.tables import TableConfig
 from hotrow.trainer import EVAL_BATCH_SIZE, build_network, evaluate, train
@@ -88,6 +89,7 @@ class Run:
             **{name: metrics.get(name) for name in ("auc", "logloss", "ne", "calibration", "base_logloss", "split")},
             **{name: record[name] for name in names if name in record},
             "run_dir": str(self.path),
+            **({"memory": _memory_summary(record["memory"])} if "memory" in record else {}),
             "metrics": record.get("metrics", {}),
             "warnings": record["warnings"],
         }
@@ -108,9 +110,15 @@ class Run:
         made = read_manifest(self.checkpoint)["extra"]
         config = make_config(made["config"], origin=f"config in {self.checkpoint}")
         tables = [TableConfig.from_json(table) for table in made["tables"]]
-        embedding, model = build_network(config, tables, num_dense=made["num_dense"])
+        memory = choose(config, tables, self.path, training=False)
+        embedding, model = build_network(config, tables, num_dense=made["num_dense"], memory=memory)
         load_checkpoint(self.checkpoint, {"embedding": embedding, "model": model})
         return embedding, model
+
+    def close(self) -> None:
+        """Let go of the model, and of files in which tables lie that memory does not hold."""
+        if (network := self.__dict__.pop("_network", None)) is not None:
+            close_tiers(network[0], self.path)
 
     def predict(self, data: Any) -> NDArray[np.float32]:
         """The probability of a positive label for each row of `data`, in its order: float32 [num_rows].
@@ -179,6 +187,12 @@ class Run:
             for name, value in figures.items()
         )
         return f"<table>{rows}</table>"
+
+
+def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:
+    """What concerns all tables together."""
+    names = ("dram_bytes", "disk_bytes", "hits_per_lookup", "hits_per_row", "read_bytes", "written_bytes", "stall_s")
+    return {name: memory[name] for name in names}
 
 
 def load(path: Path | str) -> Run:

@@ -6,9 +6,11 @@
       model.safetensors  dense_optimizer.safetensors  sparse_optimizer.safetensors
 
 A checkpoint is made of named parts: an EmbeddingCollection, any nn.Module, any torch optimizer. Tensors are written
-from and read into the memory they live in, 16 MiB at a time, so that saving tables of any size needs no second copy.
+from and read into the memory they live in, 16 MiB at a time, so that saving tables of any size needs no second copy;
+tables in tiers go through their caches in smaller pieces, and their files are those of tables in memory.
 A table in split storage (bfloat16 and lower halves) is written joined: its file is that of a float32 table. The files
-open with the safetensors library; nothing is pickled. What to save, and when, is for trainer.py to say.
+open with the safetensors library; nothing is pickled. A checkpoint is the whole model: it costs as much as all tables
+and states, however few rows changed. What to save, and when, is for trainer.py to say.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +30,8 @@ from torch.optim import Optimizer
 
 from hotrow.embedding import EmbeddingCollection, StoredTable
 from hotrow.files import PARTIAL_SUFFIX, atomic_write, check_name, disk_free_bytes, read_json, sync_folder, write_json
+from hotrow.memory.table_rows import RowsInTiers
+from hotrow.optim import SparseOptimizer
 
 FORMAT_VERSION = 1
 CHUNK_BYTES = 1 << 24
@@ -45,8 +49,10 @@ _DTYPES = {
 }
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
-Stored: TypeAlias = Tensor | StoredTable
-"""What becomes a tensor of a file: itself, or a split table, joined on the way out and split on the way in."""
+Pieces: TypeAlias = StoredTable | RowsInTiers
+"""What is read and written by rows: a split table, joined on the way out and split on the way in; a table in tiers."""
+Stored: TypeAlias = Tensor | Pieces
+"""What becomes a tensor of a file."""
 
 
 def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None) -> Path:
@@ -169,12 +175,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> dict[str, Any]:
     """Write a safetensors file from the tensors' own memory; returns its size and crc32, as the manifest has them."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     # Wide elements first keeps every tensor aligned to its element, as the safetensors library lays files out.
-    ordered = sorted(tensors.items(), key=lambda item: (-_dtype(item[1]).itemsize, item[0]))
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + _num_bytes(tensor)
-        header[name] = {"dtype": _DTYPES[_dtype(tensor)], "shape": _shape(tensor), "data_offsets": [start, end]}
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -196,19 +202,27 @@ def read_tensors(path: Path, into: Mapping[str, Stored]) -> None:
         for name, tensor in into.items():
             stored = file.get_slice(name)
             shape, dtype = list(stored.get_shape()), stored.get_dtype()
-            if shape != _shape(tensor) or dtype != _DTYPES[_dtype(tensor)]:
-                raise ValueError(f"{path}: {name} is {dtype} {shape}; this model has {_dtype(tensor)} {_shape(tensor)}")
+            if shape != list(tensor.shape) or dtype != _DTYPES[tensor.dtype]:
+                own = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ValueError(f"{path}: {name} is {dtype} {shape}; this model has {own}")
             if not shape:
                 assert isinstance(tensor, Tensor)
                 tensor.data.copy_(file.get_tensor(name))
                 continue
-            rows = max(1, CHUNK_BYTES // max(1, _num_bytes(tensor) // max(1, shape[0])))
-            for start in range(0, shape[0], rows):
-                piece = slice(start, min(start + rows, shape[0]))
-                if isinstance(tensor, StoredTable):
-                    tensor.write(piece, stored[piece])
-                else:
+            for piece in _pieces(tensor):
+                if isinstance(tensor, Tensor):
                     tensor.data[piece] = stored[piece]
+                else:
+                    tensor.write(piece, stored[piece])
+
+
+def _pieces(tensor: Stored) -> Iterator[slice]:
+    """Ranges of the first axis that fit a chunk."""
+    if not isinstance(tensor, Tensor):
+        return tensor.pieces()
+    num_rows = len(tensor)
+    step = max(1, CHUNK_BYTES // max(1, _num_bytes(tensor) // max(1, num_rows)))
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
 def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Stored]], dict[str, Any]]:
@@ -216,18 +230,30 @@ def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Stored]], dict
     check_name(name, what="checkpoint part")
     if isinstance(part, EmbeddingCollection):
         names = [check_name(table, what="table name") for table in part.weights]
-        stored = {table: part.stored(table) if table in part.low else part.weights[table] for table in names}
-        return {f"{name}/{table}.safetensors": {"weight": stored[table]} for table in names}, {}
+        return {f"{name}/{table}.safetensors": {"weight": _stored(part, table)} for table in names}, {}
     if isinstance(part, Optimizer):
         tensors, rest = _flatten_optimizer(part)
         return {f"{name}.safetensors": {**tensors}}, rest
     return {f"{name}.safetensors": dict(part.state_dict())}, {}
 
 
-def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _stored(emb: EmbeddingCollection, table: str) -> Stored:
+    if emb.tiers is not None:
+        return emb.rows(table)
+    return emb.stored(table) if table in emb.low else emb.weights[table]
+
+
+def _in_tiers(optimizer: Optimizer) -> TypeGuard[SparseOptimizer]:
+    return isinstance(optimizer, SparseOptimizer) and optimizer.emb.tiers is not None
+
+
+def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Stored], dict[str, Any]]:
     """An optimizer's state as tensors named `<parameter index>.<name>`, and the JSON-ready rest of it."""
+    if _in_tiers(optimizer):
+        groups = Optimizer.state_dict(optimizer)["param_groups"]
+        return {**optimizer.state_rows()}, {"values": {}, "param_groups": groups}
     state = optimizer.state_dict()
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Stored] = {}
     values: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
@@ -238,6 +264,10 @@ def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[st
 def _restore_optimizer(optimizer: Optimizer, path: Path, rest: Mapping[str, Any]) -> None:
     """Put back what `_flatten_optimizer` took apart; state that exists already is filled in place."""
     existing, _ = _flatten_optimizer(optimizer)
+    if _in_tiers(optimizer):
+        read_tensors(path, existing)
+        optimizer.load_state_dict({"state": {}, "param_groups": list(rest["param_groups"])})
+        return
     with _open(path) as file:
         names = list(file.keys())
     if names and sorted(names) == sorted(existing):
@@ -267,20 +297,12 @@ def _check_room(path: Path, num_bytes: int) -> None:
         raise ValueError(f"checkpoint {path} needs {short} MiB more than the disk has free; free some or move the run")
 
 
-def _dtype(tensor: Stored) -> torch.dtype:
-    return torch.float32 if isinstance(tensor, StoredTable) else tensor.dtype
-
-
-def _shape(tensor: Stored) -> list[int]:
-    return list(tensor.weight.shape if isinstance(tensor, StoredTable) else tensor.shape)
-
-
 def _num_bytes(tensor: Stored) -> int:
-    return math.prod(_shape(tensor)) * _dtype(tensor).itemsize
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _chunks(tensor: Stored) -> Iterator[memoryview]:
-    if isinstance(tensor, StoredTable):
+    if not isinstance(tensor, Tensor):
         return (chunk for rows in tensor.pieces() for chunk in _chunks(tensor.read(rows)))
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return (flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES))

@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -189,7 +189,8 @@ def eval_(
     """AUC, LogLoss, normalised entropy and calibration of a run on a split."""
     from hotrow.api import load
 
-    result = {"run_dir": str(run), "split": split, **load(run).evaluate(split, data=data)}
+    with closing(load(run)) as loaded:
+        result = {"run_dir": str(run), "split": split, **loaded.evaluate(split, data=data)}
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
@@ -204,7 +205,8 @@ def predict(
     """Score raw rows: one probability per row, in the rows' order, in column `score`."""
     from hotrow.api import load
 
-    result = {"run_dir": str(run), "out": str(out), "rows": load(run).write_scores(paths, out)}
+    with closing(load(run)) as loaded:
+        result = {"run_dir": str(run), "out": str(out), "rows": loaded.write_scores(paths, out)}
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 

@@ -13,11 +13,13 @@ import re
 import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+
+from hotrow.files import parse_bytes
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -175,6 +177,39 @@ class CheckpointConfig(_Section):
     """Whether an evaluation with the best validation AUC so far is saved and kept; early stopping needs it."""
 
 
+class MemoryConfig(_Section):
+    """Tables in tiers: as many rows in DRAM as it says, the rest on disk, with the same bits in every result."""
+
+    dram: str | int = "auto"
+    """Bytes, or text such as 2GiB, for tables, optimizer state, what is known of rows in memory, and buffers. `auto`:
+    60 % of what this process may use."""
+    ssd: str | None = None
+    """Folder of a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
+    the folder `memory` of the run. What is there goes when the run ends."""
+    file: str | None = None
+    """Instead of `ssd`: a folder whose files are used as memory (DAX, CXL, tmpfs, or plain files)."""
+    policy: Literal["clock", "lfu", "lru"] = "clock"
+    """Which row makes room for another. `lru`: the one used longest ago. `clock`: nearly so, in less work. `lfu`: one
+    that was used few times. It changes speed, no result."""
+    lookahead: Annotated[int, Field(ge=0, le=64)] = 4
+    """Batches whose rows are fetched before they are needed; 0: rows are read when they are looked up."""
+    force: bool = False
+    """Whether `ssd` may lie on a network file system or in memory (tmpfs), which is refused else."""
+
+    @model_validator(mode="after")
+    def _a_size_and_a_folder(self) -> MemoryConfig:
+        if self.dram_bytes is not None and self.dram_bytes <= 0:
+            raise ValueError(f"dram is {self.dram!r}; it must be a positive number of bytes, such as 2GiB")
+        if self.ssd is not None and self.file is not None:
+            raise ValueError(f"ssd is {self.ssd!r} and file is {self.file!r}; name one of them, or none")
+        return self
+
+    @property
+    def dram_bytes(self) -> int | None:
+        """`dram` as a number; None for `auto`."""
+        return None if self.dram == "auto" else parse_bytes(self.dram)
+
+
 class HotConfig(_Section):
     """Scheduling of batches by how popular their rows are."""
 
@@ -193,6 +228,13 @@ class ParallelConfig(_Section):
     """Number format in which they would travel."""
 
 
+_TAGS = ("word", "mapping")
+
+
+def _memory_tag(value: Any) -> str:
+    return _TAGS[not isinstance(value, str)]
+
+
 class Config(_Section):
     """One training run."""
 
@@ -204,9 +246,13 @@ class Config(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    memory: Literal["auto", "dram"] = "auto"
-    """Where tables live: memory. `auto` refuses a run whose tables and optimizer state exceed 60 % of what this process
-    may use, `dram` only one that exceeds all of it."""
+    memory: Annotated[
+        Annotated[Literal["auto", "dram"], Tag("word")] | Annotated[MemoryConfig, Tag("mapping")],
+        Discriminator(_memory_tag),
+    ] = "auto"
+    """Where tables and optimizer state live. `auto`: in DRAM, up to 60 % of what this process may use (cgroup limits
+    count), the rest on disk in the run's folder. `dram`: all in DRAM; a run that does not fit is refused. A mapping
+    says how much and where (below). The log's first line says what came of it; results are the same bits."""
     hot: HotConfig = HotConfig()
     parallel: ParallelConfig = ParallelConfig()
     run: str | None = None
@@ -317,7 +363,9 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
             raise ValueError(f"--set {override!r} has no name and value; write it as --set train.batch_size=4096")
         *parents, leaf = path.strip().split(".")
         section = result
-        for name in parents:
+        for depth, name in enumerate(parents):
+            if isinstance(section.get(name), str) and _section_at(parents[: depth + 1]) is MemoryConfig:
+                section[name] = {}  # instead of its word
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
                 raise ValueError(f"--set {override!r}: {name} holds {reprlib.repr(section)}, which has no fields")
@@ -350,6 +398,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
 def _known(location: tuple[int | str, ...]) -> Iterator[str]:
     section: type[BaseModel] | None = Config
     for part in location:
+        if section is MemoryConfig and part in _TAGS:
+            continue
         yield str(part)
         section = _subsection(section, str(part)) if section else None
         if section is None:
@@ -359,7 +409,14 @@ def _known(location: tuple[int | str, ...]) -> Iterator[str]:
 def _subsection(section: type[BaseModel], name: str) -> type[BaseModel] | None:
     field = section.model_fields.get(name)
     annotation: Any = field.annotation if field else None
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    found = [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+    return found[0] if found else None
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """`annotation`, or those of a union, without what annotates them."""
+    inner = [getattr(part, "__origin__", part) for part in get_args(annotation)]
+    return inner if any(isinstance(part, type) and issubclass(part, BaseModel) for part in inner) else [annotation]
 
 
 def _section_at(names: Sequence[str]) -> type[BaseModel]:
@@ -372,7 +429,9 @@ def _section_at(names: Sequence[str]) -> type[BaseModel]:
 def _allowed(names: Sequence[str]) -> str:
     parent, name = _section_at(names[:-1]), names[-1]
     if section := _subsection(parent, name):
-        return f"a mapping with {', '.join(section.model_fields)}"
+        mapping = f"a mapping with {', '.join(section.model_fields)}"
+        words = [word for part in get_args(parent.model_fields[name].annotation) for word in get_args(part.__origin__)]
+        return f"{', '.join(words)} or {mapping}" if words else mapping
     return _render(parent.model_json_schema()["properties"][name])
 
 
@@ -395,7 +454,7 @@ def options(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tup
     """Every option as `(dotted path, pydantic field)`: a section's own first, then those of the sections in it."""
     inner = {name: _subsection(section, name) for name in section.model_fields}
     for name, field in section.model_fields.items():
-        if inner[name] is None:
+        if inner[name] is None or field.annotation is not inner[name]:  # a union has a value of its own too
             yield prefix + name, field
     for name, subsection in inner.items():
         if subsection is not None:

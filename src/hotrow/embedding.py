@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.memory.budget import Memory
+from hotrow.memory.table_rows import RowsInTiers
 from hotrow.memory.tiers import Flight, Tiers
 from hotrow.reference import Layout, row_key, widen, write_rows
 from hotrow.tables import TableConfig, check_tables
@@ -44,6 +45,16 @@ class StoredTable(NamedTuple):
     """[N, D] float32, float16 or, of split weights, the upper halves as bfloat16: what lookups read."""
     low: Tensor | None
     """[N, D] int16: the lower halves of split weights, else None. Only updates read them."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, D]."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that `read` gives."""
+        return torch.float32
 
     def pieces(self) -> Iterator[slice]:
         """Ranges of rows that together are the table, each of about PIECE_FLOATS weights."""
@@ -188,14 +199,17 @@ class EmbeddingCollection(nn.Module):
     def _table(self, name: str) -> TableConfig:
         return next(table for table in self.tables if table.name == name)
 
+    def rows(self, name: str) -> RowsInTiers:
+        """The weights of the table `name` of a collection in tiers, to be read and written piece by piece."""
+        assert self.tiers is not None
+        return RowsInTiers(self.tiers, list(self.weights).index(name), self.weights[name], self.low.get(name))
+
     def read_rows(self, name: str, rows: slice) -> Tensor:
         """Rows of the table `name` as float32 [n, D], a copy, wherever they lie."""
         if self.tiers is None:
             return self.stored(name).read(rows).clone()
-        ids = torch.arange(self._table(name).num_embeddings)[rows]
-        with self.tiers.rows(list(self.weights).index(name), ids) as slots:
-            low = self.low[name][slots] if name in self.low else None
-            return widen(self.weights[name][slots], low)
+        start, stop, _ = rows.indices(self._table(name).num_embeddings)
+        return self.rows(name).read(slice(start, stop)).float()
 
     @property
     def pending(self) -> list[Pending]:
@@ -216,8 +230,8 @@ class EmbeddingCollection(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
         if self.tiers is not None:
             raise ValueError(
-                "a collection in tiers has no state_dict, since its tables may be larger than memory; read_rows() "
-                "gives a table piece by piece"
+                "a collection in tiers has no state_dict, since its tables may be larger than memory; "
+                "hotrow.save_checkpoint writes them piece by piece, read_rows() gives some rows"
             )
         for name, weight in self.weights.items():
             destination[f"{prefix}{name}.weight"] = self.float32(name) if name in self.low else weight
@@ -233,7 +247,9 @@ class EmbeddingCollection(nn.Module):
         error_msgs: list[str],
     ) -> None:
         if self.tiers is not None:
-            raise ValueError("a collection in tiers takes no state_dict; train it from its seed")
+            raise ValueError(
+                "a collection in tiers takes no state_dict; hotrow.load_checkpoint fills it piece by piece"
+            )
         wanted = {f"{prefix}{name}.weight": self.stored(name) for name in self.weights}
         for key, table in wanted.items():
             shape = tuple(table.weight.shape)

@@ -21,6 +21,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_NAME_BYTES = 200
 """File names end at 255 bytes on every common file system; this leaves room for our own suffixes."""
 
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from a number or from text such as "2GiB", "500 MB" or "4g". Raises ValueError for anything else."""
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())
+    if not found or found[2] not in _UNITS:
+        raise ValueError(f"size {size!r} is not understood; write a number and a unit, such as 2GiB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
 
 def open_private(path: Path) -> BinaryIO:
     """A new, empty binary file at `path`, mode 0600; an existing file is emptied, a symbolic link is not followed."""

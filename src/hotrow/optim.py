@@ -20,14 +20,15 @@ from torch import Tensor
 from hotrow import ops
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient
+from hotrow.memory.table_rows import RowsInTiers
 from hotrow.memory.tiers import State
 from hotrow.reference import Algorithm, Rule, split, widen
 
 OnNonfinite = Literal["raise", "skip"] | None
-"""What a step does on a gradient that is NaN or infinite; see `_SparseOptimizer`."""
+"""What a step does on a gradient that is NaN or infinite; see `SparseOptimizer`."""
 
 
-class _SparseOptimizer(torch.optim.Optimizer):
+class SparseOptimizer(torch.optim.Optimizer):
     """What they share. Each param group is one table: `name`, `params` ([its weight]), `lr`, `lr_scale`.
 
     The rate of a table is `lr * lr_scale`, rounded to float32. `step()` consumes the pending gradients;
@@ -126,8 +127,24 @@ class _SparseOptimizer(torch.optim.Optimizer):
         """Drops the pending gradients (`set_to_none` is torch's; there is no tensor that could be zeroed instead)."""
         self.emb.clear_pending()
 
+    def state_rows(self) -> dict[str, RowsInTiers]:
+        """The states of tables in tiers, `<number of the table>.<name>`, to be read and written piece by piece."""
+        tiers, names = self.emb.tiers, self.state_names
+        assert tiers is not None
+        states = {(t, name): self._states(name)[t] for t in range(len(self.param_groups)) for name in names}
+        return {f"{t}.{name}": RowsInTiers(tiers, t, array) for (t, name), array in states.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Raises ValueError for tables in tiers, whose states may be larger than memory."""
+        if self.emb.tiers is not None:
+            raise ValueError(
+                "the states of tables in tiers have no state_dict, since they may be larger than memory; "
+                "hotrow.save_checkpoint writes them piece by piece"
+            )
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict()` returned: rates and state tensors.
+        """Restores what `state_dict()` returned: rates and state tensors; of tables in tiers rates alone.
 
         Raises ValueError where it is of other tables or another optimizer; then nothing has changed.
         """
@@ -137,6 +154,7 @@ class _SparseOptimizer(torch.optim.Optimizer):
             raise ValueError(f"the state is of tables {given}, this optimizer's are {own}; load it into the same model")
         shapes = {i: _shapes(state) for i, state in state_dict["state"].items()}
         wanted = {i: _shapes(self.state[w]) for i, w in enumerate(self._weights()) if w in self.state}
+        wanted = {} if self.emb.tiers is not None else wanted
         if shapes != wanted:
             raise ValueError(
                 f"the state is {shapes}, {type(self).__name__} keeps {wanted}; load it into the optimizer that wrote it"
@@ -146,7 +164,8 @@ class _SparseOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         for i, tensors in kept.items():
             for name, tensor in tensors.items():
-                tensor.copy_(state_dict["state"][i][name])
+                if wanted:
+                    tensor.copy_(state_dict["state"][i][name])
             self.state[self._weights()[i]] = tensors
 
     def _weights(self) -> list[Tensor]:
@@ -161,7 +180,7 @@ def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-class SGD(_SparseOptimizer):
+class SGD(SparseOptimizer):
     """`w = w - lr * g` for each occurrence of a row, in the batch's order (feature, forward pass, bag, position).
 
     emb: the tables. lr: learning rate, times each table's lr_scale. Raises ValueError unless lr > 0.
@@ -173,7 +192,7 @@ class SGD(_SparseOptimizer):
         super().__init__(emb, nonfinite=nonfinite, lr=lr)
 
 
-class Adagrad(_SparseOptimizer):
+class Adagrad(SparseOptimizer):
     """`h = h + g * g; w = w - lr * (g / (sqrt(h) + eps))` once per row, g the ordered sum of its gradients.
 
     `state[weight]["sum"]` is h, [N, D]. Raises ValueError unless lr > 0, eps >= 0 and initial_accumulator_value >= 0.
@@ -210,7 +229,7 @@ class RowWiseAdagrad(Adagrad):
         return weight.shape[:1]
 
 
-class Adam(_SparseOptimizer):
+class Adam(SparseOptimizer):
     """Row-lazy Adam, as torch.optim.SparseAdam: a row's moments and weights move only when a batch looks it up.
 
         m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g * g
@@ -250,7 +269,7 @@ class Adam(_SparseOptimizer):
             group["steps"] += 1
 
 
-class FTRL(_SparseOptimizer):
+class FTRL(SparseOptimizer):
     """FTRL-proximal (McMahan et al., KDD'13), once per row and element, g the ordered sum of the row's gradients:
 
         z = z + g - (sqrt(n + g * g) - sqrt(n)) / lr * w;  n = n + g * g

@@ -18,8 +18,9 @@ from hotrow import ops
 from hotrow.host import numa_nodes, usable_cores
 
 PHASES = ("data", "lookup", "dense", "update")
-"""Where a step's time goes: waiting for the batch; the pooled lookup; MLPs and interaction forward and backward (the
-lookup's own backward only keeps the pooled gradient) with the dense optimizer; sort, sum and update of touched rows."""
+"""Where a step's time goes: waiting for the batch, and asking for the rows of those that follow; the pooled lookup,
+waiting for rows from disk included; MLPs and interaction forward and backward (the lookup's own backward only keeps the
+pooled gradient) with the dense optimizer; sort, sum and update of touched rows."""
 
 
 class StepClock:

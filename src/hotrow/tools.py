@@ -22,8 +22,10 @@ from hotrow.data.progress import ProgressCallback
 from hotrow.files import available_memory_bytes, disk_free_bytes, file_system
 from hotrow.host import host_facts, versions
 from hotrow.inspection import write_inspection
+from hotrow.memory.folder import remove_left_folders
 from hotrow.memory.store_file import direct_io
 from hotrow.memory.stores import io_uring_refused
+from hotrow.placement import FOLDER
 from hotrow.run_folder import RUN, RunFolder
 
 
@@ -110,13 +112,15 @@ def _check_vocabularies(run: RunFolder) -> int:
 
 
 def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:
-    """Remove a run's checkpoints but the newest and the chosen one; with `data` also raw data packed into the run.
+    """Remove a run's checkpoints but the newest and the chosen one, and rows on disk that a killed process left there;
+    with `data` also raw data packed into the run.
 
     Returns what was removed and the bytes freed. The run can still predict, and still be resumed unless its data went.
     """
     run = RunFolder.open(path)
     before = _tree_bytes(run.path)
     removed = prune_checkpoints(run.checkpoints, keep_last=1, keep=run.record.get("chosen_step"))
+    removed += remove_left_folders(run.path / FOLDER)
     if data and (run.path / "data").is_dir():
         shutil.rmtree(run.path / "data")
         removed.append(run.path / "data")

@@ -8,7 +8,8 @@ api.py, what surrounds a run (clock, threads, signals) in session.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hotrow.batch import Batch
 from hotrow.checkpoint import Part, list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.config import (
     Config,
+    MemoryConfig,
     apply_overrides,
     interval_steps,
     is_due,
@@ -32,23 +34,25 @@ from hotrow.config import (
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.files import available_memory_bytes, explain_full_disk
+from hotrow.files import explain_full_disk
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
+from hotrow.memory.budget import Memory
+from hotrow.memory.lookahead import lookahead
+from hotrow.memory.stores import StoreError
 from hotrow.metrics import BinaryMetrics
 from hotrow.models import build_model
+from hotrow.placement import TierReport, choose, close_tiers, describe, disk_shortfall, required_bytes
 from hotrow.progress import ProgressLine, duration, rate
-from hotrow.reference import NUM_STATES
 from hotrow.run_folder import CONFIG, RunFolder
 from hotrow.schedule import Schedule
 from hotrow.session import PHASES, Interrupt, StepClock, threads
 from hotrow.tables import Dtype, TableConfig
 
 EVAL_BATCH_SIZE = 4096
+LOOKAHEAD = MemoryConfig().lookahead
 ALL_DONE = "all steps are done"
 MOST_SKIPPED = 100
 """Steps skipped one after another; after so many a run ends, because weights that overflow mend in none."""
-MEMORY_SHARE = {"auto": 0.6, "dram": 1.0}
-"""Share of the memory this process may use that tables and their optimizer state may take, by config `memory`."""
 _DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 _TABLE_DTYPES: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "split_bf16": "bfloat16"}
 _SPARSE_OPTIMIZERS: dict[str, Any] = {
@@ -83,17 +87,17 @@ def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]
 
 
 def build_network(
-    config: Config, tables: Sequence[TableConfig], *, num_dense: int
+    config: Config, tables: Sequence[TableConfig], *, num_dense: int, memory: Memory | None = None
 ) -> tuple[EmbeddingCollection, nn.Module]:
-    """The tables and the model on them, all random draws from `config.train.seed`."""
+    """The tables and the model on them, all random draws from `config.train.seed`; memory: None: all in DRAM."""
     seed, num_features = config.train.seed, sum(len(table.feature_names) for table in tables)
     model = build_model(config.model, num_dense=num_dense, num_features=num_features, seed=seed)
-    return EmbeddingCollection(tables, seed=seed), model
+    return EmbeddingCollection(tables, memory=memory, seed=seed), model
 
 
-def build(config: Config, tables: Sequence[TableConfig], *, num_dense: int) -> Parts:
-    """The parts of a run over `tables` and `num_dense` dense inputs."""
-    embedding, model = build_network(config, tables, num_dense=num_dense)
+def build(config: Config, tables: Sequence[TableConfig], *, num_dense: int, memory: Memory | None = None) -> Parts:
+    """The parts of a run over `tables` and `num_dense` dense inputs; memory: None: all tables in DRAM."""
+    embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory)
     dense_optimizer, sparse_optimizer = build_optimizers(config, embedding, model)
     schedule = Schedule([dense_optimizer, sparse_optimizer], **config.optimizer.schedule.model_dump())
     return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule)
@@ -196,6 +200,8 @@ class State:
     num_samples: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Spent in steps, by phase, over all sessions of the run."""
+    stall_s: float = 0.0
+    """Of them, waiting for rows that were not in DRAM."""
 
     @property
     def train_s(self) -> float:
@@ -219,7 +225,12 @@ class Training:
         self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
-        self.parts = build(config, tables, num_dense=len(dataset.info.dense))
+        memory = choose(config, tables, folder.path)
+        self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory)
+        tiers = self.parts.embedding.tiers
+        self.report = None if tiers is None else TierReport(tiers)
+        self.lookahead = config.memory.lookahead if isinstance(config.memory, MemoryConfig) else LOOKAHEAD
+        self._stall_before_s = 0.0
         if not self._has("val"):
             self._without_validation()
 
@@ -240,7 +251,8 @@ class Training:
         """Train until the run has ended or a signal asks to stop; the state is then on disk."""
         while self.state.ended is None:
             self.clock.lap(None)
-            for batch in self.loader.epoch(self.state.epoch, self.state.batch):
+            batches = self.loader.epoch(self.state.epoch, self.state.batch)
+            for batch in lookahead(batches, self.parts.embedding, depth=self.lookahead if self.report else 0):
                 self.clock.lap("data")
                 try:
                     loss: float | None = float(train_step(self.parts, batch, self.state.step, self.clock))
@@ -287,6 +299,8 @@ class Training:
         state.num_samples += num_samples
         self.clock.end_step()
         state.seconds = dict(self.clock.seconds)
+        if self.report is not None:
+            state.stall_s = round(self._stall_before_s + self.report.tiers.stall_s, 6)
         if state.step >= self.num_steps:
             state.ended = ALL_DONE
 
@@ -311,7 +325,8 @@ class Training:
         }
         speed = {"samples_per_s": round(state.num_samples / state.train_s, 1), "step_ms": self.clock.step_ms()}
         skipped = {"steps_skipped": state.skipped} if state.skipped else {}
-        self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed, **skipped)
+        stall = {} if self.report is None else {"stall_s": state.stall_s}
+        self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed, **stall, **skipped)
         state.window_loss, state.window_steps = 0.0, 0
 
     def _evaluate(self) -> bool:
@@ -340,10 +355,14 @@ class Training:
     def score(self, split: str) -> dict[str, Any]:
         """Evaluate the parts on `split`, and say and record the result."""
         loader = Loader(self.dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
-        result = evaluate(self.parts.embedding, self.parts.model, loader)
+        with self._aside():
+            result = evaluate(self.parts.embedding, self.parts.model, loader)
         self.folder.measure("eval", step=self.state.step, split=split, epoch=self.epochs, **result)
         self.say(f"{split} at step {self.state.step}: {scores(result)}")
         return result
+
+    def _aside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.report is None else self.report.aside()
 
     def save(self) -> Path:
         """A checkpoint of the parts and the state; older ones go as the config says."""
@@ -358,7 +377,8 @@ class Training:
                 "isa": ops.backend().isa,
                 "config": self.config.model_dump(mode="json"),
             }
-            save_checkpoint(path, self.parts.with_state(), extra=extra)
+            with self._aside():
+                save_checkpoint(path, self.parts.with_state(), extra=extra)
         keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
         prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
         return path
@@ -369,7 +389,8 @@ class Training:
         Raises ValueError where the dataset is another one; another thread count or ISA is a counted warning, because
         the dense layers' sums may then differ in their last bits.
         """
-        extra = load_checkpoint(path, self.parts.with_state())
+        with self._aside():
+            extra = load_checkpoint(path, self.parts.with_state())
         if extra["dataset"] != self.dataset.checksum:
             raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
         for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa)):
@@ -380,6 +401,7 @@ class Training:
                     "results agree within docs/numerics.md, not to the bit",
                 )
         self.state = State(**extra["state"])
+        self._stall_before_s = self.state.stall_s
         self.clock.seconds, self.clock.num_steps = dict(self.state.seconds), self.state.step
         if self.state.ended == ALL_DONE and self.state.step < self.num_steps:
             self.state.ended = None
@@ -391,7 +413,8 @@ class Training:
         if self.config.train.early_stopping is not None:
             chosen, val = state.best_step, state.best
             best = self.folder.checkpoints / f"step-{chosen}"
-            load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.model})
+            with self._aside():
+                load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.model})
         metrics = {
             split: self.score(split) for split in ("val", "test") if self._has(split) and not (split == "val" and val)
         }
@@ -413,7 +436,21 @@ class Training:
             "step_ms": self.clock.step_ms(),
             "train_s": round(self.state.train_s, 3),
             "best_step": self.state.best_step if self.state.best else None,
+            **({} if self.report is None else {"memory": {"stall_s": self.state.stall_s, **self.report.to_json()}}),
         }
+
+    def close(self) -> None:
+        """Remove the files of tables in tiers, and count what only now is known of them."""
+        if self.report is None:
+            return
+        overflow = self.report.to_json()["overflow_rows"]
+        # First: where the disk is full, this makes room for what is to be said.
+        close_tiers(self.parts.embedding, self.folder.path)
+        if overflow:
+            text = (
+                "rows of training batches for which no cached row could leave lay beside the caches: raise memory.dram"
+            )
+            self.folder.warn("overflow_rows", text, count=overflow)
 
     def say(self, text: str) -> None:
         """To the user and to log.txt."""
@@ -440,26 +477,6 @@ def scores(metrics: Mapping[str, Any]) -> str:
     return " ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in named.items())
 
 
-def required_bytes(config: Config, tables: Sequence[TableConfig]) -> int:
-    """Bytes of the tables and their optimizer state."""
-    name = config.optimizer.sparse.name
-    floats_per_row = NUM_STATES[name] * (1 if name == "row_wise_adagrad" else config.model.embedding_dim)
-    return sum(table.num_bytes + 4 * floats_per_row * table.num_embeddings for table in tables)
-
-
-def check_memory(config: Config, tables: Sequence[TableConfig]) -> None:
-    """Raises ValueError with the shortfall where tables and optimizer state exceed what `memory` allows."""
-    needed, available = required_bytes(config, tables), available_memory_bytes()
-    allowed = int(MEMORY_SHARE[config.memory] * available)
-    if needed > allowed:
-        raise ValueError(
-            f"memory is {config.memory!r}: tables and optimizer state need {needed / 2**30:.2f} GiB, "
-            f"{(needed - allowed) / 2**30:.2f} GiB more than the {MEMORY_SHARE[config.memory]:.0%} of the "
-            f"{available / 2**30:.2f} GiB this process may use; lower model.embedding_dim, use optimizer.sparse.name "
-            "row_wise_adagrad or sgd, set train.precision to fp16, or prepare the data with a higher --min-count"
-        )
-
-
 def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
     """A new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
 
@@ -470,7 +487,8 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     """
     dataset = PackedDataset.open(config.data, verify="sizes")
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
-    check_memory(config, tables_of(config, dataset))
+    runs = folder.path if folder else Path(config.run or "runs")
+    choose(config, tables_of(config, dataset), runs)  # what cannot be is refused before a folder is made
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
@@ -486,6 +504,7 @@ RESUMABLE = (
     "checkpoint.every",
     "checkpoint.keep_last",
     "data",
+    "memory",
 )
 """What may be changed when a run is resumed: anything else would make it another run."""
 
@@ -498,7 +517,8 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     folder = RunFolder.open(path)
     raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
     for override in overrides:
-        if (option := override.partition("=")[0]) not in RESUMABLE:
+        option = override.partition("=")[0]
+        if option not in RESUMABLE and not option.startswith("memory."):
             raise ValueError(
                 f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
             )
@@ -508,7 +528,7 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
     dataset = PackedDataset.open(config.data, verify="sizes")
-    check_memory(config, tables_of(config, dataset))
+    choose(config, tables_of(config, dataset), folder.path)
     return _run(config, dataset, folder, newest, quiet=quiet)
 
 
@@ -520,22 +540,46 @@ def _run(
     )
     # Outermost: on a full disk the folder cannot note the failure either.
     team = threads(config.train.threads, pin=config.train.pin)
-    with full, folder, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
+    failing = _explain_store_failure(folder)
+    with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
         training = Training(config, dataset, folder, interrupt, progress)
-        if checkpoint is not None:
-            training.restore(checkpoint)
-        _begin(training)
-        training.run()
-        if training.state.ended:
-            training.finish()
-        else:
-            folder.update(status="interrupted", signal=interrupt.signal, **training.figures())
-            training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder)}")
+        with closing(training):
+            _train(training, checkpoint)
     return folder
+
+
+def _train(training: Training, checkpoint: Path | None) -> None:
+    folder = training.folder
+    if checkpoint is not None:
+        training.restore(checkpoint)
+    _begin(training)
+    training.run()
+    if training.state.ended:
+        training.finish()
+    else:
+        folder.update(status="interrupted", signal=training.interrupt.signal, **training.figures())
+        training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder)}")
+
+
+@contextmanager
+def _explain_store_failure(folder: RunFolder) -> Iterator[None]:
+    """A store's failure once more, with what is kept and how to go on."""
+    try:
+        yield
+    except StoreError as error:
+        steps = list_checkpoints(folder.checkpoints)
+        kept = f"The checkpoint of step {max(steps)} is whole" if steps else "There is no checkpoint yet"
+        cure = (
+            f"then continue with: {resume_command(folder)}" if steps else f"then {resume_command(folder)} starts anew"
+        )
+        raise StoreError(
+            f"{error}. Training stopped at the first row it could not be sure of. {kept}; {cure}"
+        ) from error
 
 
 def _begin(training: Training) -> None:
     folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
+    training.say(describe(training.parts.embedding, required_bytes(config, training.parts.embedding.tables)))
     folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)
@@ -543,6 +587,7 @@ def _begin(training: Training) -> None:
         folder.warn("reference_backend", backend.reason)
     if backend.threads < torch.get_num_threads():
         folder.warn("forked_process", "this process was forked after hotrow's kernels were loaded: they use one thread")
+    _warn_of_tiers(training)
     folder.update(
         status="running",
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
@@ -559,6 +604,19 @@ def _begin(training: Training) -> None:
         f"{folder.path}: {verb} step {training.state.step} of {training.num_steps}, {backend.name} kernels "
         f"({backend.isa}, {backend.threads} threads)"
     )
+
+
+def _warn_of_tiers(training: Training) -> None:
+    tiers, folder = training.parts.embedding.tiers, training.folder
+    if tiers is None:
+        return
+    fallbacks = [store.fallback for store in tiers.stores if store.fallback]
+    if fallbacks:
+        text = f"tables on disk are read and written by threads, which takes more of the processor: {fallbacks[0]}"
+        folder.warn("stores_without_io_uring", text, count=len(fallbacks))
+    if short := disk_shortfall(tiers):
+        folder.warn("disk_may_become_full", short)
+        training.say(f"warning: {short}")
 
 
 def resume_command(folder: RunFolder) -> str:

@@ -229,17 +229,6 @@ def test_data_that_is_not_finite_is_named(tmp_path: Path, make_dataset: Callable
         trainer.train_step(parts, batch, 0, trainer.StepClock())
 
 
-def test_tables_beyond_memory_are_refused_with_the_shortfall(
-    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needed = 270 * 8 * 4 * 2  # weights and Adagrad's sums
-    monkeypatch.setattr(trainer, "available_memory_bytes", lambda: int(needed / 0.6) - 8)
-    with pytest.raises(ValueError, match=r"memory is 'auto': tables and optimizer state need 0\.00 GiB"):
-        train(dataset, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    assert train(dataset, tmp_path / "run", "memory=dram", "train.max_steps=1").record["status"] == "finished"
-
-
 def test_without_validation_rows(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
     dataset = make_dataset(tmp_path / "data", rows={"train": 128, "test": 64})
     run = train(dataset, tmp_path / "run")

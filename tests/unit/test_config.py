@@ -61,6 +61,12 @@ train.log_every 50
 checkpoint.every None
 checkpoint.keep_last 2
 checkpoint.keep_best True
+memory.dram auto
+memory.ssd None
+memory.file None
+memory.policy clock
+memory.lookahead 4
+memory.force False
 hot.schedule none
 parallel.sharding auto
 parallel.exchange all_to_all
@@ -106,7 +112,20 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "model": {"top_mlp": [8, 0]}}, r"model\.top_mlp is 0; allowed: a list of integers >= 1"),
         ({"data": "d", "train": {"precision": "bf16"}}, r"train\.precision is 'bf16'; allowed: fp32, fp16, split_bf16"),
         ({"data": "d", "device": "cuda"}, "device is 'cuda'; allowed: auto, cpu"),
-        ({"data": "d", "memory": {"dram": "2GiB"}}, "memory is {'dram': '2GiB'}; allowed: auto, dram"),
+        (
+            {"data": "d", "memory": "ssd"},
+            "memory is 'ssd'; allowed: auto, dram or a mapping with dram, ssd, file, policy",
+        ),
+        ({"data": "d", "memory": 3}, "memory is 3; allowed: auto, dram or a mapping with dram, "),
+        ({"data": "d", "memory": {"dran": "2GiB"}}, r"memory\.dran is no known key; did you mean 'dram'?"),
+        (
+            {"data": "d", "memory": {"dram": "2 foo"}},
+            "memory: size '2 foo' is not understood; write a number and a unit",
+        ),
+        ({"data": "d", "memory": {"dram": 0}}, "memory: dram is 0; it must be a positive number of bytes"),
+        ({"data": "d", "memory": {"ssd": "a", "file": "b"}}, "memory: ssd is 'a' and file is 'b'; name one of them"),
+        ({"data": "d", "memory": {"policy": "fifo"}}, r"memory\.policy is 'fifo'; allowed: clock, lfu, lru"),
+        ({"data": "d", "memory": {"lookahead": -1}}, r"memory\.lookahead is -1; allowed: an integer >= 0"),
         ({"data": "d", "hot": {"schedule": "fae"}}, r"hot\.schedule is 'fae'; allowed: none"),
         ({"data": "d", "parallel": {"wire_dtype": "bf16"}}, r"parallel\.wire_dtype is 'bf16'; allowed: fp32"),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
@@ -145,6 +164,14 @@ def test_overrides_are_yaml_and_reach_into_sections(tmp_path: Path) -> None:
     config = load_config(path, changes)
     assert (config.train.epochs, config.train.batch_size, config.model.top_mlp) == (3, 32, [8, 4])
     assert config.optimizer.sparse.lr == 1e-3
+
+
+def test_an_override_goes_below_the_word_for_memory() -> None:
+    changes = ["memory.dram=2GiB", "memory.lookahead=0"]
+    config = make_config(apply_overrides({"data": "d", "memory": "auto"}, changes))
+    assert (config.memory.dram_bytes, config.memory.lookahead) == (2 << 30, 0)  # type: ignore[union-attr]
+    assert make_config(parse_yaml(config.to_yaml(), origin="")) == config
+    assert make_config(apply_overrides(config.model_dump(), ["memory=dram"])).memory == "dram"
 
 
 def test_overrides_leave_the_dict_they_start_from() -> None:

@@ -34,6 +34,7 @@ LEVELS = {
     "run_folder": 4,
     "progress": 4,
     "session": 4,
+    "placement": 4,
     "trainer": 4,
     "cells": 4,
     "bench": 4,

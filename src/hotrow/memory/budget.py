@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from hotrow.files import parse_bytes
+
 Policy = Literal["clock", "lfu", "lru"]
 POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
 """In the order of the native module's numbers."""
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 METADATA_BYTES = 32
 """Of a cached row beside its record, at most: 8 of the map from ids to slots, 16 of the slot's own, 8 of lru's ring."""
 LEAST_ROWS = 100
@@ -20,16 +19,8 @@ LEAST_ROWS = 100
 SMALL_TABLES_SHARE = 0.5
 """Of the budget, given to whole tables, smallest first: every lookup of one saves an I/O that its few rows would cost
 over and over."""
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes from a number or from text such as "2GiB", "500 MB" or "4g". Raises ValueError for anything else."""
-    if isinstance(size, int):
-        return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())
-    if not found or found[2] not in _UNITS:
-        raise ValueError(f"size {size!r} is not understood; write a number and a unit, such as 2GiB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2]])
+MOST_WAITING_SHARE = 8
+"""Rows that wait to be written take up to this part of the budget, 64 MiB at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +35,7 @@ class Memory:
     policy: which row of the tail makes room: "clock", "lfu" or "lru"; it changes speed, no result.
     plan: shares the bytes among the tables, given what each would need: `hotrow.plan_by_counts` makes one that knows
     how often each row is used; None: `plan_slots`, which does not.
+    force: whether `ssd` may lie on a network file system or in memory, which a collection refuses else.
     """
 
     dram: int | str
@@ -51,6 +43,7 @@ class Memory:
     file: str | Path | None = None
     policy: Policy = "clock"
     plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
+    force: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dram, int | str) or isinstance(self.dram, bool) or self.dram_bytes <= 0:
@@ -64,6 +57,16 @@ class Memory:
     def dram_bytes(self) -> int:
         """`dram` as a number."""
         return parse_bytes(self.dram)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What rows that wait to be written may take of it."""
+        return min(64 << 20, self.dram_bytes // MOST_WAITING_SHARE)
+
+    @property
+    def slots_bytes(self) -> int:
+        """The rest: for slots and what is known of rows."""
+        return self.dram_bytes - self.waiting_bytes
 
     @property
     def folder(self) -> Path:

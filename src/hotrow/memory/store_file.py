@@ -198,16 +198,21 @@ def _with_direct(path: Path, ask: Any) -> Any:
         os.close(descriptor)
 
 
+def no_disk(folder: Path) -> str | None:
+    """Why `folder` is no place for what memory does not hold: it is memory itself, or far away. None: it may be."""
+    kind = file_system(folder)
+    if kind in IN_MEMORY:
+        return f"{folder} is memory ({kind}): what lies there is no smaller than in DRAM; name a disk's folder"
+    if kind in NETWORK:
+        return f"{folder} is on a network file system ({kind}); name a folder of a disk of this machine"
+    return None
+
+
 def open_direct(path: Path, sector: int) -> tuple[int | None, str]:
     """A descriptor past the page cache, tried by one real read; or None, and why not."""
+    if reason := no_disk(path.parent):
+        return None, reason
     kind = file_system(path)
-    if kind in IN_MEMORY:
-        return (
-            None,
-            f"{path.parent} is memory ({kind}): what lies there is no smaller than in DRAM; name a disk's folder",
-        )
-    if kind in NETWORK:
-        return None, f"{path.parent} is on a network file system ({kind}); name a folder of a disk of this machine"
     if not DIRECT:
         return None, "this system has no O_DIRECT"
     try:

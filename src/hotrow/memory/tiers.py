@@ -10,13 +10,11 @@ they are needed.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +24,9 @@ from torch import Tensor
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.memory.budget import POLICIES, Memory, TableDemand, TableSlots, check_plan, plan_slots
+from hotrow.memory.folder import SUFFIX, OwnFolder
 from hotrow.memory.native import backend
-from hotrow.memory.store_file import TableRows
+from hotrow.memory.store_file import TableRows, no_disk
 from hotrow.memory.stores import Engines, Store, StoreError, open_store
 from hotrow.reference import Layout, row_key
 from hotrow.tables import TableConfig
@@ -35,8 +34,8 @@ from hotrow.tables import TableConfig
 _STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOST_ROWS = 2**31 - 1
 """Slots are int32, and one number more is needed for none."""
-MOST_WAITING_SHARE = 8
-"""Rows that wait to be written take up to this part of the budget, 64 MiB at most."""
+PIECE_BYTES = 2 << 20
+"""Of rows that are read or written by their ids at once, at most."""
 
 
 class State(NamedTuple):
@@ -87,6 +86,8 @@ class Tiers:
                     f"{MOST_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
                 )
         self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
+        if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
+            raise ValueError(f"Memory: ssd is {str(memory.ssd)!r}, but {reason}, or say force=True")
         shapes = {t: (t.num_embeddings, t.embedding_dim) for t in tables}
         self.weights = {
             t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype), sparse=True) for t, shape in shapes.items()
@@ -105,6 +106,9 @@ class Tiers:
         self._announced: dict[int, tuple[KeyedJaggedTensor, Flight]] = {}
         self.altered = self.unannounced = self.foreseen = 0
         """Training batches that were changed after they were announced, that never were, and that were as announced."""
+        self.stall_s = 0.0
+        """Seconds that training batches waited for their rows."""
+        self._finalizer: weakref.finalize[..., Tiers] | None = None
         self._process, self._laying_out = os.getpid(), threading.Lock()
 
     # ---- where rows lie
@@ -136,18 +140,17 @@ class Tiers:
             TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t)))
             for t in self.tables
         ]
-        waiting = min(64 << 20, self.memory.dram_bytes // MOST_WAITING_SHARE)
-        budget = self.memory.dram_bytes - waiting
+        budget = self.memory.slots_bytes
         slots_of = self.memory.plan or plan_slots
         self.slots = check_plan(demands, slots_of(demands, budget), budget)
-        folder = _make_folder(self.memory.folder)
-        weakref.finalize(self, _remove, self.stores, folder, self._process)
-        caches, engines = backend().make_caches(), Engines(most_waiting_bytes=waiting)
+        folder = OwnFolder(self.memory.folder)
+        self._finalizer = weakref.finalize(self, _remove, self.stores, folder, self._process)
+        caches, engines = backend().make_caches(), Engines(most_waiting_bytes=self.memory.waiting_bytes)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
             rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
             whole = slots.pinned == table.num_embeddings
             kind = "dram" if whole else "block" if self.memory.ssd is not None else "mapped"
-            path = None if whole else folder / f"{t:04d}.rows"
+            path = None if whole else folder.path / f"{t:04d}{SUFFIX}"
             self.stores.append(open_store(rows, kind=kind, path=path, engines=engines))  # type: ignore[arg-type]
             self._add_cache(caches, table, slots, self.stores[-1])
         self.caches = caches
@@ -209,7 +212,9 @@ class Tiers:
             flight = self._admit(sparse, keep=training)
         if flight is None:
             raise ValueError(self._bad_id(sparse))
+        started = time.perf_counter()
         flight.wait()
+        self.stall_s += training * (time.perf_counter() - started)
         return flight, sparse.with_values(flight.slots)
 
     def _admit(self, sparse: KeyedJaggedTensor, *, keep: bool) -> Flight | None:
@@ -265,6 +270,11 @@ class Tiers:
         finally:
             flight.release(updated=write)
 
+    def piece_rows(self, table: int) -> int:
+        """How many rows of a table to ask `rows` for at once, for a bounded use of memory beside the cache."""
+        num_bytes = min(PIECE_BYTES, self.memory.waiting_bytes // len(self.tables))
+        return max(1, num_bytes // sum(part for _, part in self._parts(self.tables[table])))
+
     def flush(self) -> None:
         """Everything on the medium. Raises StoreError where it cannot be."""
         if self.caches is not None and not self._laid_out().write_back():
@@ -284,22 +294,18 @@ class Tiers:
             table.name: {**self.caches.counters(t), **self.stores[t].counters()} for t, table in enumerate(self.tables)
         }
 
+    def close(self) -> None:
+        """Remove the files; nothing works afterwards. Else it is done when the collection goes."""
+        if self._finalizer is not None:
+            self._finalizer()
+
 
 def _plain(array: Tensor) -> np.ndarray[Any, Any]:
     """The bytes of `array` [N, ...] as numpy, whatever its type."""
     return array.detach().view(torch.int16 if array.dtype == torch.bfloat16 else array.dtype).numpy()
 
 
-def _make_folder(parent: Path) -> Path:
-    try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="hotrow-", dir=parent))
-    except OSError as error:
-        cure = "choose another folder for tables on disk (Memory(ssd=...) or Memory(file=...))"
-        raise OSError(error.errno, f"no files can be made in {parent}: {error.strerror}; {cure}") from error
-
-
-def _remove(stores: list[Store], folder: Path, process: int) -> None:
+def _remove(stores: list[Store], folder: OwnFolder, process: int) -> None:
     if os.getpid() != process:
         return  # a forked child ends, or drops its copy; the files are its parent's
     for store in stores:
@@ -307,4 +313,4 @@ def _remove(stores: list[Store], folder: Path, process: int) -> None:
             store.close()
         except StoreError:  # the rows are going away
             continue
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.remove()

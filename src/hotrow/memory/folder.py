@@ -1,0 +1,74 @@
+"""The folder of a collection's files: its own, locked while it lives, and rid of what killed processes left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PREFIX, SUFFIX = "hotrow-rows-", ".rows"
+"""Of a folder, and of every file in it."""
+
+
+class OwnFolder:
+    """A new folder in `parent`, whose lock says that somebody uses it.
+
+    Folders beside it whose owner is dead are removed first: a killed process cannot do so itself. Raises OSError naming
+    `parent` where it cannot be written.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        try:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(parent):  # nobody looks while the new folder is not locked yet
+                remove_left_folders(parent)
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            cure = "choose another folder for tables on disk (config memory.ssd, or Memory(ssd=...))"
+            raise OSError(error.errno, f"no files can be made in {parent}: {error.strerror}; {cure}") from error
+
+    def remove(self) -> None:
+        """The folder, what is in it, and the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
+        os.close(self._descriptor)
+
+
+def remove_left_folders(parent: Path) -> list[Path]:
+    """Remove folders of rows that nobody has locked; those that were."""
+    return [
+        path for path in parent.glob(f"{PREFIX}*") if path.is_dir() and not path.is_symlink() and _remove_left(path)
+    ]
+
+
+def _remove_left(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False  # another user's
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if any(file.suffix != SUFFIX for file in path.iterdir()):
+            return False  # not ours after all
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

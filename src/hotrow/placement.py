@@ -1,0 +1,249 @@
+"""Where the tables of a run lie: what they need, what this process may use, what came of it, and how it went.
+
+`choose` turns the config's `memory` into DRAM or tiers before anything is made; `TierReport` says afterwards what the
+tiers did. How rows are moved is the business of hotrow.memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from hotrow.config import Config, MemoryConfig
+from hotrow.embedding import EmbeddingCollection
+from hotrow.files import available_memory_bytes, disk_free_bytes
+from hotrow.memory.budget import Memory, TableDemand, plan_slots
+from hotrow.memory.store_file import no_disk
+from hotrow.memory.tiers import Tiers
+from hotrow.reference import NUM_STATES
+from hotrow.tables import TableConfig
+
+AUTO_SHARE = 0.6
+"""Of the memory this process may use; the rest is for data, MLPs, Python and whoever else is there."""
+FOLDER = "memory"
+"""Of a run: where its tables go that memory does not hold, unless the config names a folder."""
+_CURES = (
+    "lower model.embedding_dim, use optimizer.sparse.name row_wise_adagrad or sgd, set train.precision to fp16, or "
+    "prepare the data with a higher --min-count"
+)
+
+
+def _demands(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
+    name = config.optimizer.sparse.name
+    states = NUM_STATES[name] * (1 if name == "row_wise_adagrad" else config.model.embedding_dim) if training else 0
+    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states) for t in tables]
+
+
+def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
+    """Bytes of the tables; training: and of their optimizer state."""
+    return sum(table.num_rows * table.record_bytes for table in _demands(config, tables, training=training))
+
+
+def choose(config: Config, tables: Sequence[TableConfig], run: Path, *, training: bool = True) -> Memory | None:
+    """The tiers that `config.memory` asks for here and now; None: everything lies in DRAM.
+
+    run: the run's folder, or where it will be. training: else tables are only read, without optimizer state, and what
+    does not fit goes to disk whatever the config said.
+    Raises ValueError with the shortfall where memory is too small, and for a folder that is no disk.
+    """
+    needed, available = required_bytes(config, tables, training=training), available_memory_bytes()
+    chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
+    budget = int(AUTO_SHARE * available) if chosen.dram_bytes is None else chosen.dram_bytes
+    if config.memory == "dram" and training:
+        _check_available(config, needed, available)
+        return None
+    if not training:
+        budget = min(budget, int(AUTO_SHARE * available))
+    _check_available(config, min(needed, budget), available)
+    if needed <= budget:
+        return None
+    memory = _memory(chosen, budget, run)
+    if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
+        raise ValueError(f"memory.ssd is {str(memory.ssd)!r}, but {reason} (memory.ssd), or set memory.force to true")
+    _check_slots(config, tables, chosen, budget, training=training)
+    return memory
+
+
+def _check_available(config: Config, num_bytes: int, available: int) -> None:
+    if num_bytes > available:
+        what = config.memory if isinstance(config.memory, str) else f"dram: {config.memory.dram}"
+        raise ValueError(
+            f"memory is {what!r}: tables and optimizer state take {num_bytes / 2**30:.2f} GiB of DRAM, "
+            f"{(num_bytes - available) / 2**30:.2f} GiB more than the {available / 2**30:.2f} GiB this process may "
+            f"use; set memory to auto, which lays the rest on disk, or {_CURES}"
+        )
+
+
+def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
+    # What is set aside is for rows beside the caches: pieces of checkpoints, and evaluations.
+    dram = max(budget * 8 // 9, budget - (64 << 20))
+    if chosen.file is not None:
+        return Memory(dram=dram, file=chosen.file, policy=chosen.policy)
+    return Memory(dram=dram, ssd=chosen.ssd or run / FOLDER, policy=chosen.policy, force=chosen.force)
+
+
+def _check_slots(
+    config: Config, tables: Sequence[TableConfig], chosen: MemoryConfig, budget: int, *, training: bool
+) -> None:
+    """Raises ValueError where a table's cache would not hold the rows of a batch, with what is missing."""
+
+    def short(budget_bytes: int) -> str | None:
+        demands = _demands(config, tables, training=training)
+        try:
+            slots = plan_slots(demands, _memory(chosen, budget_bytes, Path(FOLDER)).slots_bytes)
+        except ValueError:
+            return "the smallest caches there are do not fit"
+        for table, (pinned, cached) in zip(tables, slots, strict=True) if training else ():
+            # A list of ids counts as one: how long it gets is not known, and what is over goes beside the cache.
+            most = min(table.num_embeddings - pinned, config.train.batch_size * len(table.feature_names))
+            if cached < most:
+                return (
+                    f"table {table.name!r} would keep {cached:,} rows, but a step may look up {most:,} different ones"
+                )
+        return None
+
+    if reason := short(budget):
+        least = _least(short, budget)
+        raise ValueError(
+            f"{budget / 2**20:,.1f} MiB of memory are too little for tables and optimizer state: {reason}. "
+            f"{(least - budget) / 2**20:,.1f} MiB more are needed (memory.dram={-(-least // 2**20)}MiB), or a "
+            f"train.batch_size below {config.train.batch_size}"
+        )
+
+
+def _least(short: Any, budget: int) -> int:
+    """The smallest budget, to 64 KiB, of which `short` has nothing to say."""
+    low, high = budget, 2 * budget
+    while short(high):
+        low, high = high, 2 * high
+    while high - low > 64 << 10:
+        middle = (low + high) // 2
+        low, high = (middle, high) if short(middle) else (low, middle)
+    return high
+
+
+def close_tiers(embedding: EmbeddingCollection, run: Path) -> None:
+    """Remove the files of tables in tiers, and the run's folder for them."""
+    if embedding.tiers is not None:
+        embedding.tiers.close()
+        if embedding.tiers.memory.folder == run / FOLDER:
+            with suppress(OSError):  # somebody else's may lie there
+                (run / FOLDER).rmdir()
+
+
+def disk_bytes(tiers: Tiers) -> int:
+    """What the files of the tables may come to, once every row has been written."""
+    stores = [store for store in tiers.stores if store.path is not None]
+    return sum(int(store.padded_record_bytes * store.rows.num_rows) for store in stores)
+
+
+def dram_bytes(tiers: Tiers) -> int:
+    """What slots, maps and buffers may come to."""
+    records = [store.rows.record_bytes for store in tiers.stores]
+    slots = sum((s.pinned + s.cached) * num_bytes for s, num_bytes in zip(tiers.slots, records, strict=True))
+    return slots + sum(c["num_bytes"] for c in tiers.counters().values()) + tiers.memory.waiting_bytes
+
+
+def describe(embedding: EmbeddingCollection, needed: int) -> str:
+    """What lies where, in a line for the user. needed: bytes of tables and optimizer state."""
+    tiers = embedding.tiers
+    if tiers is None:
+        return f"memory: tables and optimizer state are {size(needed)}, all in DRAM"
+    paths = [store.path for store in tiers.stores if store.path is not None]
+    whole = len(tiers.stores) - len(paths)
+    return (
+        f"memory: of {size(needed)} of tables and optimizer state, {size(dram_bytes(tiers))} in DRAM ({whole} of "
+        f"{len(tiers.stores)} tables whole), {size(disk_bytes(tiers))} on disk in {tiers.memory.folder}"
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def disk_shortfall(tiers: Tiers) -> str | None:
+    """Why the disk may become full before every row has been written; None where it cannot."""
+    free, wanted = disk_free_bytes(tiers.memory.folder), disk_bytes(tiers)
+    if wanted <= free:
+        return None
+    return (
+        f"the tables may grow to {size(wanted)} in {tiers.memory.folder}, where {size(free)} are free: training ends "
+        "where that is used up, and can be resumed from its last checkpoint"
+    )
+
+
+_GAUGES = ("num_bytes", "map_bytes", "waiting_bytes")
+
+
+class TierReport:
+    """What the tiers of a collection did, since it was made: training apart from evaluations and checkpoints."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+        self._aside: dict[str, Counter[str]] = {table.name: Counter() for table in tiers.tables}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside is not training."""
+        before = self.tiers.counters()
+        try:
+            yield
+        finally:
+            for name, counts in self.tiers.counters().items():
+                self._aside[name].update({key: n - before.get(name, {}).get(key, 0) for key, n in counts.items()})
+
+    def to_json(self) -> dict[str, Any]:
+        """For run.json; see docs/runs.md."""
+        tiers = self.tiers
+        counts = {
+            name: Counter({key: n - (0 if key in _GAUGES else self._aside[name][key]) for key, n in own.items()})
+            for name, own in tiers.counters().items()
+        }
+        fallbacks = {store.rows.table: store.fallback for store in tiers.stores if store.fallback}
+        return {
+            "dram_bytes": dram_bytes(tiers),
+            "disk_bytes": disk_bytes(tiers),
+            "folder": str(tiers.memory.folder),
+            "batches": {"foreseen": tiers.foreseen, "unannounced": tiers.unannounced, "altered": tiers.altered},
+            **_figures(_sum(counts.values())),
+            "aside": _figures(_sum(self._aside.values())),
+            "fallbacks": fallbacks,
+            "tables": {
+                table.name: {
+                    "rows": table.num_embeddings,
+                    "pinned": slots.pinned,
+                    "cached": slots.cached,
+                    "store": store.kind,
+                    **_figures(counts[table.name]),
+                }
+                for table, slots, store in zip(tiers.tables, tiers.slots, tiers.stores, strict=True)
+            },
+        }
+
+
+def _sum(counts: Any) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return total
+
+
+def _figures(counts: Counter[str]) -> dict[str, Any]:
+    hits = counts["pinned_lookups"] + counts["hit_lookups"]
+    names = ("lookups", "read_rows", "created_rows", "evicted_rows", "written_rows", "overflow_rows")
+    stores = ("reads", "read_bytes", "writes", "written_bytes", "served_from_queue", "read_modify_writes")
+    return {
+        "hits_per_lookup": _share(hits, counts["lookups"]),
+        "hits_per_row": _share(counts["hit_rows"], counts["rows"]),
+        **{name: counts[name] for name in (*names, *stores)},
+        "blocked_s": round(counts["blocked_ns"] / 1e9, 3),
+        "io_cpu_s": round(counts["io_cpu_ns"] / 1e9, 3),
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 6) if whole else None

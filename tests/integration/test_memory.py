@@ -1,0 +1,227 @@
+"""Training with tables in tiers: what it says and counts, and what happens when the disk fails it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hotrow
+from hotrow import ops, placement, trainer
+from hotrow.checkpoint import list_checkpoints, verify
+from hotrow.config import Config, apply_overrides, make_config
+from hotrow.data.packed import PackedDataset
+from hotrow.memory.stores import Engines, StoreError
+from hotrow.memory.tiers import Tiers
+from hotrow.run_folder import RunFolder
+
+pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
+
+BASE: dict[str, Any] = {
+    "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16]},
+    "optimizer": {"sparse": {"name": "adagrad", "lr": 0.1}},
+    "train": {"batch_size": 37, "epochs": 2, "threads": 1, "log_every": 10},
+    "checkpoint": {"every": 7, "keep_last": 9},
+}
+DRAM = 75_000
+"""Bytes: of 2,020 rows of 64 and a little more, about half."""
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
+    return make_dataset(tmp_path_factory.mktemp("memory") / "data", table_rows=(600, 20, 1400))
+
+
+def config(dataset: PackedDataset, run: Path, *changes: str, **memory: Any) -> Config:
+    raw = {**BASE, "data": str(dataset.path), "run": str(run), "memory": {"dram": DRAM, **memory}}
+    return make_config(apply_overrides(raw, changes))
+
+
+def newest(run: Path) -> tuple[int, dict[str, bytes]]:
+    step, path = max(list_checkpoints(run / "checkpoints").items())
+    verify(path)
+    return step, {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*.safetensors")}
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[Tiers], None]) -> None:
+    """Call `act` with the tables' tiers before step `number`."""
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
+        if step + 1 == number:
+            act(parts.embedding.tiers)
+        return plain(parts, batch, step, clock)
+
+    monkeypatch.setattr(trainer, "train_step", step)
+
+
+# ---- what it says and counts
+
+
+def test_the_first_line_says_what_lies_where(dataset: PackedDataset, tmp_path: Path) -> None:
+    trainer.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
+    first = (tmp_path / "run" / "log.txt").read_text().splitlines()[0]
+    assert "memory: of 0.1 MiB of tables and optimizer state, 0.1 MiB in DRAM (1 of 3 tables whole)" in first
+    assert f"MiB on disk in {tmp_path}/run/memory" in first
+    trainer.train(config(dataset, tmp_path / "plain", "memory=auto", "train.max_steps=1"), quiet=True)
+    first = (tmp_path / "plain" / "log.txt").read_text().splitlines()[0]
+    assert first.endswith("memory: tables and optimizer state are 0.1 MiB, all in DRAM")
+
+
+def test_what_the_tiers_did_is_in_the_record(dataset: PackedDataset, tmp_path: Path) -> None:
+    run = trainer.train(config(dataset, tmp_path / "run", "train.epochs=4"), quiet=True)
+    memory = json.loads((run.path / "run.json").read_text())["memory"]
+    steps = run.record["steps"]
+    assert memory["batches"] == {"foreseen": steps, "unannounced": 0, "altered": 0}
+    assert memory["tables"]["t1"]["hits_per_lookup"] == 1.0
+    large = memory["tables"]["t2"]
+    assert large["lookups"] == 4 * 512, "evaluations and checkpoints are not counted here"
+    assert 0.2 < large["hits_per_row"] <= large["hits_per_lookup"] < 1
+    assert large["read_rows"] <= (1 - large["hits_per_row"]) * large["lookups"]
+    assert memory["reads"] == sum(table["reads"] for table in memory["tables"].values())
+    assert large["reads"] > 0 and large["read_bytes"] >= 64 * large["read_rows"] // 8
+    assert memory["aside"]["lookups"] > 4 * 512
+    assert 0 < memory["stall_s"] < run.record["train_s"]
+    lines = [line for line in run.measurements() if line["kind"] == "train"]
+    assert lines[-1]["stall_s"] == memory["stall_s"]
+    assert hotrow.load(run.path).summary()["memory"]["hits_per_lookup"] == memory["hits_per_lookup"]
+    assert memory["dram_bytes"] <= DRAM
+
+
+def test_depth_0_stalls_and_foresees_nothing_less(dataset: PackedDataset, tmp_path: Path) -> None:
+    run = trainer.train(config(dataset, tmp_path / "run", lookahead=0), quiet=True)
+    assert run.record["memory"]["batches"] == {"foreseen": 0, "unannounced": run.record["steps"], "altered": 0}
+
+
+def test_stores_that_run_on_threads_are_a_counted_warning(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Engines._start
+    monkeypatch.setattr(Engines, "_start", lambda self, ring: (None, "not today") if ring else plain(self, ring=False))
+    with pytest.warns(UserWarning, match="threads, which takes more"):
+        run = trainer.train(config(dataset, tmp_path / "run"), quiet=True)
+    warning = run.record["warnings"]["stores_without_io_uring"]
+    assert (warning["count"], "not today" in warning["text"]) == (2, True)
+    assert run.record["memory"]["fallbacks"] == {"t0": "not today", "t2": "not today"}
+
+
+def test_a_disk_that_may_become_full_is_said_before(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "disk_free_bytes", lambda path: 1000)
+    run = trainer.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
+    assert "0.0 MiB are free" in run.record["warnings"]["disk_may_become_full"]["text"]
+
+
+def test_too_little_memory_is_refused_before_a_folder_is_made(dataset: PackedDataset, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a step may look up 1,200? different|a step may look up .* more are needed"):
+        trainer.train(config(dataset, tmp_path / "run", "train.batch_size=512"), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+# ---- faults
+
+
+def stops_and_goes_on(dataset: PackedDataset, run: Path, what: str, *, mend: Callable[[], None] = lambda: None) -> None:
+    """Training fails with `what`, the table, the row and the file; what is kept is whole, and leads to the same end."""
+    message = rf"{what} row.* of table 't2' in .*\.rows: .*The checkpoint of step \d+ is whole; .*--resume {run}"
+    with pytest.raises(StoreError, match=message):
+        trainer.train(config(dataset, run), quiet=True)
+    record = RunFolder.open(run).record
+    assert record["status"] == "failed" and "of table 't2'" in record["error"]
+    step, _ = newest(run)
+    assert step in (14, 21)
+    mend()
+    resumed = trainer.resume(run, quiet=True)
+    assert resumed.record["status"] == "finished"
+    trainer.train(config(dataset, run.with_name("plain"), "memory=dram"), quiet=True)
+    assert newest(run) == newest(run.with_name("plain"))
+
+
+@pytest.mark.parametrize("what", ["reading", "writing"])
+def test_a_disk_that_fails(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    with monkeypatch.context() as patch:
+        at_step(patch, 16, lambda tiers: tiers.stores[2].native.inject(what == "writing", 1, errno.EIO))
+        stops_and_goes_on(dataset, tmp_path / "run", what, mend=patch.undo)
+
+
+def test_a_disk_that_fails_while_a_checkpoint_is_written(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trainer.save_checkpoint
+
+    def save(path: Path, parts: Any, **options: Any) -> Path:
+        if path.name == "step-21":
+            parts["embedding"].tiers.stores[2].native.inject(False, 2, errno.EIO)
+        return plain(path, parts, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "save_checkpoint", save)
+        stops_and_goes_on(dataset, tmp_path / "run", "reading", mend=patch.undo)
+
+
+def test_a_disk_that_becomes_full(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_dataset: Callable[..., PackedDataset],
+    small_disk: tuple[Path, Callable[[int], None]],
+) -> None:
+    folder, resize = small_disk
+    resize(8192)
+    dataset = make_dataset(tmp_path / "data", table_rows=(600, 20, 100_000))  # rows far apart: each write needs space
+    filler, run = folder / "filler", tmp_path / "run"
+
+    def fill(_: Tiers) -> None:
+        with filler.open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(4096)):
+                    pass
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 9, fill)
+        message = (
+            r"writing row.* of table 't[02]' in .*\.rows: No space left on device.*free some space.*step 7 is whole"
+        )
+        with pytest.raises(StoreError, match=message):
+            trainer.train(config(dataset, run, dram=90_000, file=str(folder)), quiet=True)
+    assert newest(run)[0] == 7
+    assert [path.name for path in folder.iterdir()] == ["filler"], "the rows' files are removed"
+    filler.unlink()
+    assert trainer.resume(run, quiet=True).record["status"] == "finished"
+    trainer.train(config(dataset, tmp_path / "plain", "memory=dram"), quiet=True)
+    assert newest(run) == newest(tmp_path / "plain")
+
+
+def test_a_folder_that_cannot_be_written(
+    dataset: PackedDataset, tmp_path: Path, small_disk: tuple[Path, Callable[[int], None]]
+) -> None:
+    folder, _ = small_disk
+    assert subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=False).returncode == 0
+    message = f"no files can be made in {folder}: Read-only file system; choose another folder .*memory.ssd"
+    with pytest.raises(OSError, match=message):
+        trainer.train(config(dataset, tmp_path / "run", file=str(folder)), quiet=True)
+    assert RunFolder.open(tmp_path / "run").record["status"] == "failed"
+
+
+def test_what_killed_processes_left_goes_and_nothing_else(dataset: PackedDataset, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    for name in ("hotrow-rows-dead", "hotrow-rows-other", "hotrow-models"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "0001.rows").write_bytes(b"x")
+    (folder / "hotrow-rows-other" / "thesis.txt").write_text("mine")
+    alive = hotrow.EmbeddingCollection(
+        [hotrow.TableConfig(name="t", num_embeddings=10_000, embedding_dim=8, feature_names=("a",))],
+        memory=hotrow.Memory(dram="100KiB", ssd=folder),
+    )
+    hotrow.SGD(alive, lr=0.1)
+    left = {path.name for path in folder.iterdir()}
+    assert "hotrow-rows-dead" not in left and {"hotrow-rows-other", "hotrow-models"} < left and len(left) == 3
+    trainer.train(config(dataset, tmp_path / "run", "train.max_steps=1", ssd=str(folder)), quiet=True)
+    assert {path.name for path in folder.iterdir()} == left

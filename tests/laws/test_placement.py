@@ -1,0 +1,205 @@
+"""Laws 2 and 3 for whole runs: wherever its tables lie, and wherever they lie after it was stopped, a run is the same.
+
+The truth is the run whose tables lie in DRAM: every file of its last checkpoint, every loss, rate and score.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume import BASE, VARIANTS, outcome, signal_at
+
+import hotrow
+from hotrow import ops, placement, trainer
+from hotrow.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from hotrow.config import apply_overrides, make_config
+from hotrow.data.packed import PackedDataset
+from hotrow.run_folder import RunFolder
+
+pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
+
+VARIANTS = VARIANTS | {
+    "ftrl": ["optimizer.sparse={name: ftrl, lr: 0.1, l1: 0.01, l2: 0.01}"],
+    "float16 tables, ftrl": ["train.precision=fp16", "optimizer.sparse={name: ftrl, lr: 0.1, l1: 0.01}"],
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("placement") / "data", table_rows=(600, 20, 1400)).path
+
+
+def config(data: Path, run: Path, changes: list[str], memory: Any = "dram") -> Any:
+    return make_config(apply_overrides({**BASE, "data": str(data), "run": str(run), "memory": memory}, changes))
+
+
+def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
+    """A config's `memory` that keeps about half of the rows in DRAM."""
+    plain = config(data, Path("run"), changes)
+    needed = placement.required_bytes(plain, trainer.tables_of(plain, PackedDataset.open(data)))
+    return {"dram": int(0.6 * needed), **options}
+
+
+def exercised(run: RunFolder) -> None:
+    counts = run.record["memory"]["tables"]
+    assert all(counts[name]["cached"] < counts[name]["rows"] for name in ("t0", "t2"))
+    assert counts["t1"]["store"] == "dram"
+    assert counts["t2"]["read_rows"] > 20 and counts["t2"]["written_rows"] > 20, "the run did not exercise the store"
+    assert not (run.path / "memory").exists(), "files were left behind"
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, changes: list[str]) -> None:
+    expected = outcome(trainer.train(config(data, tmp_path / "plain", changes)))
+    run = trainer.train(config(data, tmp_path / "tiers", changes, tiers(data, changes)))
+    exercised(run)
+    assert outcome(run) == expected
+    assert run.record["memory"]["batches"]["foreseen"] == run.record["steps"]
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_stopped_and_resumed_elsewhere(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str]
+) -> None:
+    """From tiers to DRAM, from DRAM to tiers, and from tiers to others."""
+    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    here = tiers(data, changes)
+    other = tiers(data, changes, lookahead=0, policy="lru", file=str(tmp_path / "files"))
+    moves = {"out": (here, "dram"), "in": ("dram", here), "about": (here, other)}
+    for stop, (name, (before, after)) in zip((6, 14, expected["state"]["step"] - 1), moves.items(), strict=True):
+        with monkeypatch.context() as patch:
+            signal_at(patch, stop, signal.SIGTERM if stop % 2 else signal.SIGINT)
+            run = trainer.train(config(data, tmp_path / name, changes, before))
+        assert (run.record["status"], run.record["steps"]) == ("interrupted", stop)
+        assert not (run.path / "memory").exists()
+        run = trainer.resume(run.path, [f"memory={after}"])
+        assert outcome(run) == expected, f"{name}, stopped after step {stop}"
+        assert set(run.record["warnings"]) <= {"stores_without_io_uring", "overflow_rows"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "split_bf16"])
+def test_checkpoints_are_the_same_files_and_fit_everywhere(data: Path, tmp_path: Path, precision: str) -> None:
+    """Also where rows that were touched since are put back, and where -0 and NaN are among the weights."""
+    changes = [f"train.precision={precision}", "optimizer.sparse.name=adam"]
+    run = config(data, tmp_path / "run", changes, tiers(data, changes))
+    tables = trainer.tables_of(run, PackedDataset.open(data))
+    memory = placement.choose(run, tables, tmp_path / "run")
+    loader = trainer.Loader(PackedDataset.open(data).split("train"), 37, shuffle_seed=1)
+    clock = trainer.StepClock()
+
+    def steps(parts: trainer.Parts, epoch: int) -> None:
+        for step, batch in enumerate(hotrow.lookahead(loader.epoch(epoch), parts.embedding)):
+            trainer.train_step(parts, batch, step, clock)
+
+    plain, tiered = (trainer.build(run, tables, num_dense=3, memory=where) for where in (None, memory))
+    if precision == "fp32":
+        odd = torch.tensor([-0.0, 0.0, float("nan"), float("inf"), 1e-40, -1e-40, 1.0, -1.0])
+        batches = [batch.sparse.bags("x2")[0] for batch in loader.epoch(0)]
+        row = max(set(range(1400)) - set(torch.cat(batches).tolist()))  # one that is not trained
+        plain.embedding.weights["t2"][row] = odd
+        tiered.embedding.rows("t2").write(slice(row, row + 1), odd[None])
+    save_checkpoint(tmp_path / "fresh", tiered.with_state())
+    for parts in (plain, tiered):
+        steps(parts, epoch=0)
+    kept = [save_checkpoint(tmp_path / f"kept-{n}", p.with_state()) for n, p in enumerate((plain, tiered))]
+    for parts in (plain, tiered):
+        steps(parts, epoch=1)
+    later = [save_checkpoint(tmp_path / f"later-{n}", p.with_state()) for n, p in enumerate((plain, tiered))]
+    load_checkpoint(kept[0], tiered.with_state())  # written in DRAM, read into tiers that have moved on
+    load_checkpoint(kept[1], plain.with_state())
+    for parts in (plain, tiered):
+        steps(parts, epoch=1)
+    again = [save_checkpoint(tmp_path / f"again-{n}", p.with_state()) for n, p in enumerate((plain, tiered))]
+    load_checkpoint(tmp_path / "fresh", tiered.with_state())
+    save_checkpoint(tmp_path / "fresh-again", tiered.with_state())
+    for one, *others in (kept, (later[0], later[1], *again), (tmp_path / "fresh", tmp_path / "fresh-again")):
+        for file in one.rglob("*.safetensors"):
+            for other in others:
+                assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), (file, other)
+
+
+def test_a_row_is_written_though_it_differs_in_signs_of_zero_alone(data: Path, tmp_path: Path) -> None:
+    run = config(data, tmp_path / "run", [], tiers(data, []))
+    tables = trainer.tables_of(run, PackedDataset.open(data))
+    memory = placement.choose(run, tables, tmp_path / "run")
+    rows = trainer.build(run, tables, num_dense=3, memory=memory).embedding.rows("t2")
+    for values in (torch.zeros(1, 8), -torch.zeros(1, 8), torch.full((1, 8), torch.nan)):
+        rows.write(slice(9, 10), values)
+        written = rows._tiers.counters()["t2"]
+        assert torch.equal(rows.read(slice(9, 10)).view(torch.int32), values.view(torch.int32))
+        rows.write(slice(9, 10), values)
+        assert rows._tiers.counters()["t2"]["lookups"] == written["lookups"] + 2, "what is so already is not written"
+
+
+def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = ["optimizer.sparse.name=sgd"]
+    run = trainer.train(config(data, tmp_path / "run", changes))
+    expected = hotrow.load(run.path).evaluate("test")
+    needed = placement.required_bytes(
+        config(data, run.path, changes), trainer.tables_of(config(data, run.path, []), PackedDataset.open(data))
+    )
+    monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
+    loaded = hotrow.load(run.path)
+    assert loaded.evaluate("test") == expected
+    assert loaded._network[0].tiers is not None
+    assert list((run.path / "memory").iterdir())
+    loaded.close()
+    assert not (run.path / "memory").exists()
+    assert loaded.evaluate("test") == expected, "it is loaded again when needed"
+
+
+KILLED = """
+import os, random, signal, sys, time
+from hotrow import trainer
+from hotrow.config import load_config
+draws, kills = random.Random(7), 0
+while True:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            started = os.path.exists(sys.argv[2] + "/config.yaml")
+            config = load_config(sys.argv[1])
+            if started:
+                trainer.resume(sys.argv[2], quiet=True)
+            else:
+                trainer.train(config.model_copy(update={"run": sys.argv[2]}), quiet=True)
+            code = 0
+        finally:
+            os._exit(code)
+    if kills < int(sys.argv[3]):
+        time.sleep(draws.uniform(0.02, 0.5))
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        kills += 1
+        if not os.path.exists(sys.argv[2] + "/config.yaml"):
+            os.system("rm -rf " + sys.argv[2])  # killed before it was a run
+        continue
+    assert status == 0, status
+    print("killed", kills)
+    break
+"""
+
+
+def test_killed_again_and_again(data: Path, tmp_path: Path) -> None:
+    """At random moments: between steps, while rows are written, while a checkpoint is, while one is read."""
+    changes = ["optimizer.sparse.name=adam", "train.epochs=30", "checkpoint.every=7", "train.eval_every=50"]
+    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    path = tmp_path / "config.yaml"
+    path.write_text(config(data, tmp_path / "run", changes, tiers(data, changes)).to_yaml())
+    command = [sys.executable, "-c", KILLED, str(path), str(tmp_path / "run"), "25"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= 3, "it was never killed"
+    run = RunFolder.open(tmp_path / "run")
+    assert outcome(run) == expected
+    assert not (run.path / "memory").exists(), "what killed processes left is still there"
+    assert list_checkpoints(run.checkpoints)

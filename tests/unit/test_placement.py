@@ -1,0 +1,91 @@
+"""hotrow.placement: what lies in DRAM and what on disk, what is refused before training, and how it is said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrow import placement
+from hotrow.config import apply_overrides, make_config
+from hotrow.memory.budget import Memory
+from hotrow.placement import choose, required_bytes
+from hotrow.tables import TableConfig
+
+TABLES = [
+    TableConfig(name="large", num_embeddings=1_000_000, embedding_dim=16, feature_names=("a", "b")),
+    TableConfig(name="small", num_embeddings=100, embedding_dim=16, feature_names=("c",)),
+]
+NEEDED = 1_000_100 * 16 * 4 * 2  # weights and Adagrad's sums
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "available_memory_bytes", lambda: 100 * MIB)
+
+
+def config(memory: Any, *changes: str) -> Any:
+    return make_config(apply_overrides({"data": "d", "memory": memory}, ["optimizer.sparse.name=adagrad", *changes]))
+
+
+def test_auto_takes_up_to_60_percent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert required_bytes(config("auto"), TABLES) == NEEDED
+    chosen = choose(config("auto"), TABLES, tmp_path)
+    assert isinstance(chosen, Memory)
+    assert 0.8 * 60 * MIB < chosen.dram_bytes < 60 * MIB, "a part is set aside for checkpoints and evaluations"
+    assert chosen.folder == tmp_path / "memory" and not chosen.folder.exists()
+    monkeypatch.setattr(placement, "available_memory_bytes", lambda: int(NEEDED / 0.6) - 8)
+    assert choose(config("auto"), TABLES, tmp_path) is not None
+    monkeypatch.setattr(placement, "available_memory_bytes", lambda: int(NEEDED / 0.6) + 8)
+    assert choose(config("auto"), TABLES, tmp_path) is None
+
+
+def test_a_mapping_decides_size_folder_and_policy(tmp_path: Path) -> None:
+    chosen = choose(config({"dram": "40MiB", "file": str(tmp_path), "policy": "lfu"}), TABLES, tmp_path)
+    assert chosen is not None
+    assert (chosen.ssd, chosen.folder, chosen.policy) == (None, tmp_path, "lfu")
+    assert choose(config({"ssd": str(tmp_path)}), TABLES, Path("run")).folder == tmp_path  # type: ignore[union-attr]
+    assert choose(config({"dram": "99MiB"}, "optimizer.sparse.name=sgd"), TABLES, tmp_path) is None, "all of it fits"
+
+
+@pytest.mark.parametrize("memory", ["dram", {"dram": "1GiB"}])
+def test_more_than_there_is_is_refused_with_the_shortfall(memory: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"take 0\.12 GiB of DRAM, 0\.02 GiB more than the 0\.10 GiB this process may"):
+        choose(config(memory), TABLES, tmp_path)
+
+
+def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path) -> None:
+    message = r"table 'large' would keep [\d,]+ rows, but a step may look up 100,000 .*MiB more are needed"
+    with pytest.raises(ValueError, match=message) as error:
+        choose(config({"dram": "10MiB"}, "train.batch_size=50000"), TABLES, tmp_path)
+    least = re.search(r"memory\.dram=(\d+)MiB", str(error.value))[1]  # type: ignore[index]
+    enough = config({"dram": f"{least}MiB"}, "train.batch_size=50000")
+    assert choose(enough, TABLES, tmp_path) is not None
+    too_little = config({"dram": f"{int(least) - 1}MiB"}, "train.batch_size=50000")
+    with pytest.raises(ValueError, match="would keep"):
+        choose(too_little, TABLES, tmp_path)
+    with pytest.raises(ValueError, match="the smallest caches there are do not fit"):
+        choose(config({"dram": 1000}), TABLES, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "what"), [("tmpfs", "is memory"), ("nfs4", "is on a network file system")])
+def test_what_is_no_disk_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, what: str
+) -> None:
+    monkeypatch.setattr("hotrow.memory.store_file.file_system", lambda path: kind)
+    for memory in ("auto", {"ssd": str(tmp_path)}):
+        with pytest.raises(ValueError, match=rf"memory\.ssd is '{tmp_path}.*{what} \({kind}\).*memory\.force"):
+            choose(config(memory), TABLES, tmp_path)
+    assert choose(config({"ssd": str(tmp_path), "force": True}), TABLES, tmp_path) is not None
+    assert choose(config({"file": str(tmp_path)}), TABLES, tmp_path) is not None
+
+
+def test_scoring_needs_no_state_and_has_no_words_for_less(tmp_path: Path) -> None:
+    assert choose(config("dram"), TABLES, tmp_path, training=False) is not None
+    assert choose(config("dram"), TABLES[1:], tmp_path, training=False) is None
+    assert choose(config({"dram": "1GiB"}), TABLES, tmp_path, training=False) is not None
+    small = choose(config({"dram": "10MiB"}, "train.batch_size=50000"), TABLES, tmp_path, training=False)
+    assert small is not None and small.dram_bytes < 10 * MIB
