@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 Policy = Literal["clock", "lfu", "lru"]
 POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
 """In the order of the native module's numbers."""
+Io = Literal["auto", "io_uring", "threads"]
+IOS: tuple[Io, ...] = ("auto", "io_uring", "threads")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 METADATA_BYTES = 32
@@ -40,12 +42,14 @@ class Memory:
     ssd: a folder for block files, read and written past the page cache; file: a folder for files that are used as
     memory (DAX, CXL, tmpfs, or plain). Files are made there and removed with the collection.
     policy: which row of the tail makes room: "clock", "lfu" or "lru"; it changes speed, no result.
+    io: what reads and writes block files: "io_uring", "threads", or "auto": io_uring where the system allows it.
     """
 
     dram: int | str
     ssd: str | Path | None = None
     file: str | Path | None = None
     policy: Policy = "clock"
+    io: Io = "auto"
 
     def __post_init__(self) -> None:
         if self.dram_bytes <= 0:
@@ -54,6 +58,8 @@ class Memory:
             raise ValueError(f"Memory: ssd is {self.ssd!r} and file is {self.file!r}; name exactly one folder")
         if self.policy not in POLICIES:
             raise ValueError(f"Memory: policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
+        if self.io not in IOS:
+            raise ValueError(f"Memory: io is {self.io!r}; choose one of {', '.join(IOS)}")
 
     @property
     def dram_bytes(self) -> int:

@@ -121,7 +121,7 @@ class Tiers:
         waiting = min(64 << 20, self.memory.dram_bytes // MOST_WAITING_SHARE)
         self.slots = plan_slots(demands, self.memory.dram_bytes - waiting)
         folder = Path(tempfile.mkdtemp(prefix="hotrow-", dir=self.memory.folder))
-        engines = Engines(most_waiting_bytes=waiting)
+        engines = Engines(io=self.memory.io, most_waiting_bytes=waiting)
         self.caches = backend().make_caches()
         weakref.finalize(self, _remove, self.stores, folder)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
@@ -242,6 +242,26 @@ class Tiers:
             yield flight.slots.long()
         finally:
             flight.release(updated=write)
+
+    def write_every_row(self, *, piece_rows: int = 1 << 13) -> None:
+        """Give every row of the tables that are not in DRAM whole its initial values, and the store those that leave.
+
+        What long training comes to, at once: all rows exist, a table's first ones are cached, changed since they were
+        written, and the others lie on disk. For measurements; rows that exist keep their values.
+        Raises StoreError where they cannot be written.
+        """
+        if self.caches is None:
+            self._lay_out()
+        for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
+            step = min(piece_rows, slots.cached)
+            for start in reversed(range(0, table.num_embeddings if step else 0, step or 1)):
+                ids = np.arange(start, min(start + step, table.num_embeddings))
+                spans = [(t, 0, len(ids))]
+                native, at = self.caches.admit(ids, spans, True, 1)  # noqa: FBT003
+                flight = Flight(native, self, spans, torch.from_numpy(at))
+                flight.wait()
+                flight.release(updated=True)
+        self.raise_failure(only_if_failed=True)
 
     def flush(self) -> None:
         """Everything on the medium. Raises StoreError where it cannot be."""

@@ -1,0 +1,151 @@
+"""The processes of the study `memory`: one side each, told over pipes when to train, so that no two compute at once.
+
+A worker reads one JSON object a line and answers with one: {"do": "build"}, {"do": "train", ...}; it ends where its
+input does. `Worker` is the end of the one who tells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any, TextIO
+
+from hotrow.study.group import MemoryGroup, enter_and
+
+SIDES = ("dram", "tiers", "mmap", "rocksdb")
+
+
+class WorkerEnded(RuntimeError):
+    """A worker's process is gone or said why it cannot go on."""
+
+
+class Worker:
+    """A side in a process of its own, inside `group` where one is given. A context manager that ends it."""
+
+    def __init__(self, side: str, work: Any, settings: Any, *, threads: int, group: MemoryGroup | None = None) -> None:
+        self.side, self.group = side, group
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1"}
+        self._process: subprocess.Popen[str] = subprocess.Popen(
+            enter_and(group, [sys.executable, "-m", "hotrow.study.worker"]),
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            self.ask(side=side, work=asdict(work), settings=asdict(settings))
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        """The answer. Raises WorkerEnded with the reason."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        line = ""
+        try:
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            pass
+        if not line:
+            status = self._process.wait()
+            why = "it was killed, as where memory is over the limit" if status in (-9, 137) else f"status {status}"
+            raise WorkerEnded(f"the process of side {self.side} ended: {why}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerEnded(f"side {self.side}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End the process, and remove its group."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        if self.group is not None:
+            self.group.remove()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Server:
+    """A side, and the batches that it has not been given yet."""
+
+    def __init__(self, side: str, work: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        from hotrow.study import rivals, sides
+        from hotrow.study.work import Work
+
+        lists = {name: tuple(value) if isinstance(value, list) else value for name, value in work.items()}
+        self.work = Work(**lists)
+        kinds = {"dram": sides.Side, "tiers": sides.InTiers, "mmap": rivals.Mapped, "rocksdb": rivals.Rocks}
+        self._warm_up(sides)
+        self.side = kinds[side](self.work, sides.Settings(**settings))
+        self._source, self._waiting = self.work.batches(), deque[Any]()
+
+    def _warm_up(self, sides: Any) -> None:
+        """Three steps on tables of one row: buffers and code that every side needs are there before it is limited."""
+        small = replace(self.work, rows=(1,) * len(self.work.rows), zipf=1.05, trace=None)
+        side = sides.Side(small, None)
+        side.build()
+        side.train(list(islice(small.batches(), 3)), settle=1, steps=2, ahead=0)
+
+    def build(self) -> dict[str, Any]:
+        self.side.build()
+        return self.side.facts()
+
+    def train(self, *, settle: int, steps: int, ahead: int) -> dict[str, Any]:
+        wanted = settle + steps + ahead
+        self._waiting.extend(islice(self._source, max(0, wanted - len(self._waiting))))
+        found = self.side.train(list(islice(self._waiting, wanted)), settle=settle, steps=steps, ahead=ahead)
+        for _ in range(settle + steps):
+            self._waiting.popleft()
+        return found
+
+
+def serve(lines: TextIO, answers: TextIO) -> None:
+    """Answer each line until there is none, or until one cannot be."""
+    server = None
+    for line in lines:
+        what = json.loads(line)
+        try:
+            if server is None:
+                server, answer = _Server(**what), {}
+            else:
+                answer = getattr(server, what.pop("do"))(**what)
+        except Exception as error:  # told to the one who asked, who says it
+            answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+            answers.flush()
+            return
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Serve on what was stdout; whatever prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.filterwarnings("ignore", "table .* is read and written by .* threads")  # asked for, or told in `facts`
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()
