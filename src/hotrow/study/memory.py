@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -95,19 +95,19 @@ class MemoryCell:
 rows_of = functools.lru_cache(maxsize=32)(trace_rows)
 
 
-def expand(group: Mapping[str, Any], axes: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[MemoryCell]:
+def expand(group: Mapping[str, Any], axes: Mapping[str, Any], *, memory_bytes: int) -> list[MemoryCell]:
     """The cells of a group of the preset; `variants` are pairs of a side and how far it looks ahead."""
     cells = []
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         for side, ahead in group["variants"]:
-            cells.append(MemoryCell(group=group["name"], side=side, ahead=ahead, **{**fixed, **chosen}))
+            cells.append(MemoryCell(group=group["name"], side=side, ahead=ahead, **{**group["fixed"], **chosen}))
     return cells
 
 
 def setup_of(cell: MemoryCell) -> tuple[Any, ...]:
     """Cells with the same one are measured by the same processes, on the same files."""
-    return tuple(value for name, value in asdict(cell).items() if name not in ("ahead", "group"))
+    return tuple(str(value) for name, value in asdict(cell).items() if name not in ("ahead", "group"))
 
 
 def refusal(cell: MemoryCell, *, memory_bytes: int, cores: int) -> str | None:
@@ -139,7 +139,25 @@ def estimate_s(cells: Sequence[MemoryCell]) -> float:
     return built + steps * STEP_S
 
 
+def headline(row: Mapping[str, Any]) -> str:
+    """A measured row in a word."""
+    return f"{row['relative_speed']:.0%} of the speed in DRAM"
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the page needs beside the rows."""
+    return {"machines": machines(rows)}
+
+
 # ---- measuring
+
+FAILURES = (GroupRefused, WorkerEnded)
+"""What ends the measurement of one set-up and not the study."""
+
+
+def measure(cells: Sequence[MemoryCell], *, quick: bool, folder: Path) -> Iterator[tuple[MemoryCell, dict[str, Any]]]:
+    """`run`, its files below `folder`; what is quick is said by the preset."""
+    return run(cells, folder=folder)
 
 
 def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[tuple[MemoryCell, dict[str, Any]]]:
@@ -287,5 +305,3 @@ def with_traces(preset: Mapping[str, Any], traces: Sequence[str]) -> dict[str, A
             groups.append({**group, "axes": {**group["axes"], "trace": [*traces]}})
     return {**preset, "groups": groups}
 
-
-__all__ = ["GroupRefused", "LossesDiffer", "MemoryCell", "WorkerEnded", "replace", "run"]

@@ -185,7 +185,7 @@ class Rocks(Side):
         self.unlogged.disable_wal = True
         self.pool = ThreadPoolExecutor(ROCKS_THREADS)
         tables = [replace(table, num_embeddings=len(self.slots)) for table in self.work.tables]
-        self.use(collection_over(tables, [self.slots] * len(tables)))
+        self.use(collection_over(tables, [self.slots[:] for _ in tables]))
 
     def _options(self) -> Any:
         options = self.rocks.Options(raw_mode=True)
