@@ -252,15 +252,18 @@ class Tiers:
         """
         if self.caches is None:
             self._lay_out()
-        for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
-            step = min(piece_rows, slots.cached)
-            for start in reversed(range(0, table.num_embeddings if step else 0, step or 1)):
-                ids = np.arange(start, min(start + step, table.num_embeddings))
-                spans = [(t, 0, len(ids))]
-                native, at = self.caches.admit(ids, spans, True, 1)  # noqa: FBT003
-                flight = Flight(native, self, spans, torch.from_numpy(at))
-                flight.wait()
-                flight.release(updated=True)
+        left = {t: self.tables[t].num_embeddings for t, slots in enumerate(self.slots) if slots.cached}
+        while left:
+            starts = {t: max(0, end - min(piece_rows, self.slots[t].cached)) for t, end in left.items()}
+            ends = np.cumsum([left[t] - start for t, start in starts.items()])
+            spans = [(t, int(b) - left[t] + start, int(b)) for (t, start), b in zip(starts.items(), ends, strict=True)]
+            ids = np.concatenate([np.arange(start, left[t]) for t, start in starts.items()])
+            keep = True
+            native, at = self.caches.admit(ids, spans, keep, torch.get_num_threads())
+            flight = Flight(native, self, spans, torch.from_numpy(at))
+            flight.wait()
+            flight.release(updated=True)
+            left = {t: start for t, start in starts.items() if start}
         self.raise_failure(only_if_failed=True)
 
     def flush(self) -> None:
