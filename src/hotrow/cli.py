@@ -277,7 +277,9 @@ def bench(
 def study(
     name: Annotated[
         str,
-        typer.Argument(help="kernels: embedding kernels over shapes. memory: training with a part of the tables in DRAM."),
+        typer.Argument(
+            help="kernels: embedding kernels over shapes. memory: training with a part of the tables in DRAM."
+        ),
     ],
     *,
     data: Annotated[

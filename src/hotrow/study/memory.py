@@ -171,10 +171,12 @@ def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[
         settings = Settings(dram_bytes=first.dram_bytes, folder=there, io=first.io)
         group = MemoryGroup()
         side = stack.enter_context(Worker(first.side, first.work, settings, threads=first.threads, group=group))
+        dram = stack.enter_context(Worker("dram", first.work, settings, threads=first.threads))
+        side.ready()
+        dram.ready()
         limit = group.used_bytes() + settings.dram_bytes + SLACK_BYTES
         group.limit(limit)
         facts = side.ask(do="build")
-        dram = stack.enter_context(Worker("dram", first.work, settings, threads=first.threads))
         dram.ask(do="build")
         turns = Turns(dram, side)
         turns.stretch(first, steps=first.warm_up, ahead=cells[0].ahead)
@@ -304,4 +306,3 @@ def with_traces(preset: Mapping[str, Any], traces: Sequence[str]) -> dict[str, A
         elif traces:
             groups.append({**group, "axes": {**group["axes"], "trace": [*traces]}})
     return {**preset, "groups": groups}
-

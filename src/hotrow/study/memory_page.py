@@ -75,7 +75,7 @@ def shown(row: Row) -> dict[str, str]:
         "stall_share": text("stall_share", ".1%"),
         "read": text("bytes_read_per_step", ".2f", 1e-6),
         "written": text("bytes_written_per_step", ".2f", 1e-6),
-        "rows_on_disk": text("rows_on_disk", ",d"),
+        "rows_on_disk": text("rows_on_disk", ",.0f"),
         "peak": text("peak_bytes", ".2f", 1e-9),
         "rounds": f"{row['rounds']} ({row['stolen_rounds']} dropped)",
     }

@@ -71,7 +71,7 @@ class Mapped(Side):
         path = Path(self.settings.folder) / f"{table.name}.mapped"
         with path.open("wb") as file:
             for _, rows in initial_rows(table):
-                file.write(rows.numpy())
+                file.write(memoryview(rows.numpy()))
         with past_page_cache(path):
             pass  # synced and dropped
         return path

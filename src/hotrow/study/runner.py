@@ -55,9 +55,7 @@ def load_preset(name: str) -> dict[str, Any]:
     return preset
 
 
-def make_plan(
-    preset: Mapping[str, Any], *, quick: bool, memory_bytes: int, cores: int, study: Any = kernels
-) -> Plan:
+def make_plan(preset: Mapping[str, Any], *, quick: bool, memory_bytes: int, cores: int, study: Any = kernels) -> Plan:
     """Every cell of the preset's groups, or of its quick form."""
     leave_out = preset["quick"]["leave_out"] if quick else ()
     cells: list[Any] = []

@@ -87,14 +87,12 @@ class Side:
         times: list[float] = []
         before: dict[str, float] = {}
         source = self.coming(batches, ahead)
-        for batch in source:
-            if len(losses) == settle:
+        for number in range(settle + steps):
+            if number == settle:
                 before = self._counted()
             start = time.perf_counter()
-            losses.append(self.step(batch))
+            losses.append(self.step(next(source)))
             times.append(time.perf_counter() - start)
-            if len(losses) == settle + steps:
-                break
         stop = time.perf_counter()
         self.drain()
         now = self._counted()
@@ -205,7 +203,7 @@ def write_zeros(path: Path, *, start: int = 4096) -> None:
     size = path.stat().st_size
     with past_page_cache(path) as descriptor:
         for offset in range(start, size, ZEROS_BYTES):
-            os.pwrite(descriptor, zeros[: min(ZEROS_BYTES, size - offset)], offset)
+            os.pwrite(descriptor, memoryview(zeros)[: min(ZEROS_BYTES, size - offset)], offset)
 
 
 def collection_over(tables: Sequence[TableConfig], weights: Sequence[Tensor]) -> EmbeddingCollection:
@@ -216,4 +214,3 @@ def collection_over(tables: Sequence[TableConfig], weights: Sequence[Tensor]) ->
     emb.weights, emb.low = {table.name: w for table, w in zip(emb.tables, weights, strict=True)}, {}
     emb._prepare()
     return emb
-

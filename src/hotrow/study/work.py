@@ -92,7 +92,7 @@ def trace_ids(accesses: Accesses, batch_size: int) -> Iterator[list[np.ndarray[A
         yield from itertools.islice(
             zip(*(table.batches(batch_size) for table in accesses.tables), strict=False),
             max(1, accesses.num_samples // batch_size),
-        )  # type: ignore[misc]
+        )
 
 
 def even_lengths(num_ids: int, num_bags: int) -> np.ndarray[Any, Any]:
@@ -120,12 +120,14 @@ class Training:
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, fused=True)
 
-    def step(self, look_up: Callable[[KeyedJaggedTensor], Tensor], tables: torch.optim.Optimizer, batch: Batch) -> Tensor:
+    def step(
+        self, look_up: Callable[[KeyedJaggedTensor], Tensor], tables: torch.optim.Optimizer, batch: Batch
+    ) -> Tensor:
         """Forward, loss, gradients, both optimizers; the loss."""
         loss = binary_cross_entropy_with_logits(self.model(batch.dense, look_up(batch.sparse)), batch.label)
         self.optimizer.zero_grad()
         tables.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         self.optimizer.step()
         tables.step()
         return loss.detach()

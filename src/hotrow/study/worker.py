@@ -13,13 +13,12 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any, TextIO
 
 from hotrow.study.group import MemoryGroup, enter_and
-
-SIDES = ("dram", "tiers", "mmap", "rocksdb")
 
 
 class WorkerEnded(RuntimeError):
@@ -33,28 +32,32 @@ class Worker:
         self.side, self.group = side, group
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1"}
         self._process: subprocess.Popen[str] = subprocess.Popen(
-            enter_and(group, [sys.executable, "-m", "hotrow.study.worker"]),
+            enter_and(group, [sys.executable, "-c", "from hotrow.study.worker import main; main()"]),
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        try:
-            self.ask(side=side, work=asdict(work), settings=asdict(settings))
-        except BaseException:
-            self.close()
-            raise
+        self._tell(side=side, work=asdict(work), settings=asdict(settings))
+
+    def ready(self) -> None:
+        """Wait until it has warmed up; before the first `ask`. Raises WorkerEnded."""
+        self._answer()
 
     def ask(self, **what: Any) -> dict[str, Any]:
         """The answer. Raises WorkerEnded with the reason."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        line = ""
-        try:
+        self._tell(**what)
+        return self._answer()
+
+    def _tell(self, **what: Any) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # that there is no answer says so
             self._process.stdin.write(json.dumps(what) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            pass
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
             why = "it was killed, as where memory is over the limit" if status in (-9, 137) else f"status {status}"
@@ -67,10 +70,8 @@ class Worker:
     def close(self) -> None:
         """End the process, and remove its group."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
@@ -87,14 +88,14 @@ class Worker:
         self.close()
 
 
-class _Server:
+class Server:
     """A side, and the batches that it has not been given yet."""
 
     def __init__(self, side: str, work: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         from hotrow.study import rivals, sides
         from hotrow.study.work import Work
 
-        lists = {name: tuple(value) if isinstance(value, list) else value for name, value in work.items()}
+        lists: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in work.items()}
         self.work = Work(**lists)
         kinds = {"dram": sides.Side, "tiers": sides.InTiers, "mmap": rivals.Mapped, "rocksdb": rivals.Rocks}
         self._warm_up(sides)
@@ -123,12 +124,13 @@ class _Server:
 
 def serve(lines: TextIO, answers: TextIO) -> None:
     """Answer each line until there is none, or until one cannot be."""
-    server = None
+    server: Server | None = None
+    answer: dict[str, Any] = {}
     for line in lines:
         what = json.loads(line)
         try:
             if server is None:
-                server, answer = _Server(**what), {}
+                server = Server(**what)
             else:
                 answer = getattr(server, what.pop("do"))(**what)
         except Exception as error:  # told to the one who asked, who says it
@@ -145,7 +147,3 @@ def main() -> None:
     os.dup2(2, 1)
     warnings.filterwarnings("ignore", "table .* is read and written by .* threads")  # asked for, or told in `facts`
     serve(sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main()
