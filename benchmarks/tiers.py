@@ -9,8 +9,8 @@ the rivals train each in a process inside a memory cgroup, page cache included; 
 Stretches of steps alternate, and every loss equals that in DRAM to the bit, or the cell is refused. A cell that cannot
 be measured as stated is named with its reason, and not reported. Files of up to 18 GB lie under --folder while it runs.
 
-Beside the steps: `id_to_slot`, what mapping a batch's ids takes, when its rows are there, beside the kaggle step. --large is
-a cell of its own: tables of 40 GB, a group of 4 GiB, ten million evictions; hours of disk.
+Beside the steps: `id_to_slot`, what mapping a batch's ids takes when its rows are there, beside the kaggle step.
+--large is a cell of its own: tables of 40 GB, a group of 4 GiB, ten million evictions.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CELL", help="cells to measure; all where none is named")
     parser.add_argument("--quick", action="store_true", help="small tables: tries the cells, measures nothing of worth")
-    parser.add_argument("--large", action="store_true", help="only the large model; hours, and 80 GB of disk")
+    parser.add_argument("--large", action="store_true", help="only the large model; 80 GB of disk")
     parser.add_argument("--threads", type=int, help="default: 2, where there are as many cores")
     parser.add_argument("--folder", type=Path, default=Path(), help="where files lie: on the disk to measure")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")

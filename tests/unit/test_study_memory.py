@@ -18,12 +18,12 @@ import torch
 
 from hotrow import EmbeddingCollection, Memory
 from hotrow.study import memory, runner
-from hotrow.study.group import GroupRefused, MemoryGroup, own_group
-from hotrow.study.memory import LossesDiffer, MemoryCell, Turns, check_losses
+from hotrow.study.group import GroupError, MemoryGroup, own_group
+from hotrow.study.memory import LossError, MemoryCell, Turns, check_losses
 from hotrow.study.rivals import Mapped, Rocks, RowLru
 from hotrow.study.sides import InTiers, Settings, Side
 from hotrow.study.work import Work, even_lengths
-from hotrow.study.worker import Server, Worker, WorkerEnded
+from hotrow.study.worker import Server, Worker, WorkerError
 
 WORK = Work(rows=(3, 900, 4000), embedding_dim=8, batch_size=64, zipf=1.05, bottom_mlp=(16,), top_mlp=(16,))
 TINY: dict[str, Any] = {
@@ -188,9 +188,9 @@ def test_a_worker_enters_its_group_trains_and_says_why_it_ends(tmp_path: Path) -
         assert worker.ask(do="build") == {"rows_on_disk": 0, "disk_bytes": 0}
         first = worker.ask(do="train", settle=1, steps=2, ahead=0)["losses"]
         assert len(first) == 3 and worker.ask(do="train", settle=0, steps=1, ahead=0)["losses"] != first[:1]
-        with pytest.raises(WorkerEnded, match="side dram: TypeError: .*unexpected keyword"):
+        with pytest.raises(WorkerError, match=r"side dram: TypeError: .*unexpected keyword"):
             worker.ask(do="train", stride=1)
-        with pytest.raises(WorkerEnded, match="the process of side dram ended: status 0"):
+        with pytest.raises(WorkerError, match="the process of side dram ended: status 0"):
             worker.ask(do="build")
     assert not group.entry.exists()
 
@@ -201,9 +201,9 @@ def test_a_worker_enters_its_group_trains_and_says_why_it_ends(tmp_path: Path) -
 def test_a_loss_that_differs_in_a_bit_is_refused() -> None:
     same = [(0.5).hex(), (0.25).hex()]
     check_losses("cell", 0, same, same)
-    with pytest.raises(LossesDiffer, match=r"cell c: the loss of step 11 .* where rows lie has changed the result"):
+    with pytest.raises(LossError, match=r"cell c: the loss of step 11 .* where rows lie has changed the result"):
         check_losses("c", 10, same, [(0.5).hex(), np.nextafter(0.25, 1).hex()])
-    with pytest.raises(LossesDiffer):
+    with pytest.raises(LossError):
         check_losses("c", 0, [float("nan").hex()], [float("nan").hex()])
 
 
@@ -219,17 +219,17 @@ def test_stretches_compare_every_step() -> None:
     turns = Turns(Fake([0.5, 0.7]), Fake([0.5, 0.7]))  # type: ignore[arg-type]
     turns.stretch(cell, steps=2, ahead=0)
     assert turns.num_compared == 2
-    with pytest.raises(LossesDiffer, match="step 1 "):
+    with pytest.raises(LossError, match="step 1 "):
         Turns(Fake([0.5, 0.7]), Fake([0.5, 0.8])).stretch(cell, steps=2, ahead=0)  # type: ignore[arg-type]
 
 
 def test_a_group_that_cannot_be_made_says_why(tmp_path: Path) -> None:
-    with pytest.raises(GroupRefused, match=r"no memory controller.*run as root, or under"):
+    with pytest.raises(GroupError, match=r"no memory controller.*run as root, or under"):
         MemoryGroup(tmp_path)
     assert not [*tmp_path.iterdir()]
-    with pytest.raises(GroupRefused, match="no memory group can be made in"):
+    with pytest.raises(GroupError, match="no memory group can be made in"):
         MemoryGroup(tmp_path / "absent")
-    with pytest.raises(GroupRefused, match="has no memory groups"):
+    with pytest.raises(GroupError, match="has no memory groups"):
         own_group("1:cpu:/", tmp_path)
 
 
@@ -279,7 +279,7 @@ def test_a_set_up_that_ends_is_named_and_the_next_is_measured(
     tmp_path: Path, no_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(cells: Sequence[MemoryCell], *, folder: Path) -> Iterator[tuple[MemoryCell, dict[str, Any]]]:
-        raise WorkerEnded("the process of side tiers ended: it was killed")
+        raise WorkerError("the process of side tiers ended: it was killed")
         yield
 
     monkeypatch.setattr(memory, "run", run)

@@ -14,12 +14,12 @@ MOUNT = Path("/sys/fs/cgroup")
 CURE = "run as root, or under `systemd-run --scope -p Delegate=yes`"
 
 
-class GroupRefused(RuntimeError):
+class GroupError(RuntimeError):
     """No memory group can be made here, and why."""
 
 
 class MemoryGroup:
-    """A group without a limit until `limit`. A context manager that removes it. Raises GroupRefused."""
+    """A group without a limit until `limit`. A context manager that removes it. Raises GroupError."""
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = parent or own_group()
@@ -27,11 +27,11 @@ class MemoryGroup:
         try:
             self.path.mkdir()
         except OSError as error:
-            raise GroupRefused(f"no memory group can be made in {parent} ({error.strerror}): {CURE}") from None
+            raise GroupError(f"no memory group can be made in {parent} ({error.strerror}): {CURE}") from None
         self._v1 = (self.path / "memory.limit_in_bytes").exists()
         if not self._v1 and not (self.path / "memory.max").exists():
             self.path.rmdir()
-            raise GroupRefused(f"groups in {parent} do not limit memory (no memory controller): {CURE}")
+            raise GroupError(f"groups in {parent} do not limit memory (no memory controller): {CURE}")
 
     @property
     def entry(self) -> Path:
@@ -39,11 +39,11 @@ class MemoryGroup:
         return self.path / "cgroup.procs"
 
     def limit(self, num_bytes: int) -> None:
-        """Bytes of memory and page cache; what is above is taken back now. Raises GroupRefused."""
+        """Bytes of memory and page cache; what is above is taken back now. Raises GroupError."""
         try:
             (self.path / ("memory.limit_in_bytes" if self._v1 else "memory.max")).write_text(str(num_bytes))
         except OSError as error:
-            raise GroupRefused(f"{self.path} takes no limit of {num_bytes:,} bytes ({error.strerror})") from None
+            raise GroupError(f"{self.path} takes no limit of {num_bytes:,} bytes ({error.strerror})") from None
 
     def used_bytes(self) -> int:
         """In use now but for the page cache, which makes room."""
@@ -77,7 +77,7 @@ class MemoryGroup:
 
 
 def own_group(text: str | None = None, mount: Path = MOUNT) -> Path:
-    """The memory group of this process as a folder. text: of /proc/self/cgroup. Raises GroupRefused."""
+    """The memory group of this process as a folder. text: of /proc/self/cgroup. Raises GroupError."""
     file = Path("/proc/self/cgroup")
     if text is None:
         text = file.read_text() if file.exists() else ""
@@ -91,7 +91,7 @@ def own_group(text: str | None = None, mount: Path = MOUNT) -> Path:
             return root / path if (root / path).is_dir() else root  # in a container the root is its own group
     if "" in paths and (mount / "cgroup.controllers").exists():
         return mount / paths[""]
-    raise GroupRefused(f"this system has no memory groups under {mount}, so memory and page cache cannot be limited")
+    raise GroupError(f"this system has no memory groups under {mount}, so memory and page cache cannot be limited")
 
 
 def enter_and(group: MemoryGroup | None, command: list[str]) -> list[str]:

@@ -23,10 +23,10 @@ from typing import Any
 from hotrow import bench
 from hotrow.data.synthetic_config import KAGGLE_ROWS
 from hotrow.study import rivals
-from hotrow.study.group import GroupRefused, MemoryGroup
+from hotrow.study.group import GroupError, MemoryGroup
 from hotrow.study.sides import Settings
 from hotrow.study.work import Work, trace_rows
-from hotrow.study.worker import Worker, WorkerEnded
+from hotrow.study.worker import Worker, WorkerError
 
 SLACK_BYTES = 128 << 20
 """Beside the budget and what a process used before it had tables: batches of a stretch, and what allocators keep."""
@@ -35,7 +35,7 @@ ENOUGH = 0.9
 DISK_BYTES_PER_S, STEP_S = 2.5e8, 0.15  # for the estimate alone
 
 
-class LossesDiffer(AssertionError):
+class LossError(AssertionError):
     """A side did not compute what training in DRAM does."""
 
 
@@ -126,7 +126,7 @@ def group_refused() -> str | None:
     try:
         with MemoryGroup():
             return None
-    except GroupRefused as error:
+    except GroupError as error:
         return str(error)
     except OSError as error:
         return f"no memory group can be made: {error}"
@@ -151,7 +151,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 # ---- measuring
 
-FAILURES = (GroupRefused, WorkerEnded)
+FAILURES = (GroupError, WorkerError)
 """What ends the measurement of one set-up and not the study."""
 
 
@@ -161,7 +161,7 @@ def measure(cells: Sequence[MemoryCell], *, quick: bool, folder: Path) -> Iterat
 
 
 def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[tuple[MemoryCell, dict[str, Any]]]:
-    """The cells, all of one `setup_of`, with their rows. Raises WorkerEnded, GroupRefused and LossesDiffer.
+    """The cells, all of one `setup_of`, with their rows. Raises WorkerError, GroupError and LossError.
 
     folder: where files of tables lie while this runs; on the disk to measure.
     """
@@ -207,10 +207,10 @@ class Turns:
 
 
 def check_losses(key: str, first_step: int, wanted: Sequence[str], found: Sequence[str]) -> None:
-    """Raises LossesDiffer naming the first step whose loss is not the same to the bit."""
+    """Raises LossError naming the first step whose loss is not the same to the bit."""
     for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
         if a != b or not math.isfinite(float.fromhex(a)):
-            raise LossesDiffer(
+            raise LossError(
                 f"cell {key}: the loss of step {first_step + i} is {float.fromhex(b)!r}, in DRAM "
                 f"{float.fromhex(a)!r}: where rows lie has changed the result. Run the law tests (make test)"
             )

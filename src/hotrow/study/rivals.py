@@ -55,6 +55,7 @@ class Mapped(Side):
     """Every table is a file used as memory; the pages of the next batch are asked for while this one is trained on."""
 
     def build(self) -> None:
+        """Write and map the files."""
         self.files = [self._write(table) for table in self.work.tables]
         arrays = [np.memmap(file, np.float32, "r+", shape=(n, self.work.embedding_dim)) for file, n in self._sizes()]
         for array in arrays:
@@ -71,7 +72,7 @@ class Mapped(Side):
         path = Path(self.settings.folder) / f"{table.name}.mapped"
         with path.open("wb") as file:
             for _, rows in initial_rows(table):
-                file.write(memoryview(rows.numpy()))
+                file.write(rows.numpy().tobytes())
         with past_page_cache(path):
             pass  # synced and dropped
         return path
@@ -101,6 +102,7 @@ class Mapped(Side):
             self.seconds["refused_advice"] += done < 0
 
     def facts(self) -> dict[str, Any]:
+        """Rows and bytes of the files."""
         disk_bytes = sum(file.stat().st_blocks * 512 for file in self.files)
         return {"rows_on_disk": sum(self.work.rows), "disk_bytes": disk_bytes}
 
@@ -177,6 +179,7 @@ class Rocks(Side):
         self.slots = ops.allocate(len(self.lru.row_of), work.embedding_dim)
 
     def build(self) -> None:
+        """Fill the database."""
         self.rocks = importlib.import_module("rocksdict")
         self.path = Path(self.settings.folder) / "rocks"
         self.db = self.rocks.Rdict(str(self.path), self._options())
@@ -216,6 +219,7 @@ class Rocks(Side):
             self.db.ingest_external_file([file], options)
 
     def step(self, batch: Batch) -> Tensor:
+        """Bring the rows that the cache lacks, then train."""
         sparse = batch.sparse
         sizes = [len(sparse.bags(key)[0]) for key in sparse.keys]
         ids = sparse.values.numpy() + np.repeat(self.starts[:-1], sizes)
@@ -244,10 +248,12 @@ class Rocks(Side):
         self.slots.numpy()[slots] = np.frombuffer(values, np.float32).reshape(len(rows), -1)
 
     def facts(self) -> dict[str, Any]:
+        """Rows and bytes of the database, and the rows cached."""
         disk_bytes = sum(file.stat().st_blocks * 512 for file in self.path.rglob("*") if file.is_file())
         return {"rows_on_disk": sum(self.work.rows), "disk_bytes": disk_bytes, "cached_rows": len(self.lru.row_of)}
 
     def counters(self) -> dict[str, float]:
+        """Different rows of the batches, and those that were cached."""
         return {"rows": float(self.lru.lookups), "hit_rows": float(self.lru.lookups - self.lru.missed)}
 
 
@@ -256,6 +262,3 @@ def missing(side: str) -> str | None:
     if side == "rocksdb" and importlib.util.find_spec("rocksdict") is None:
         return "rocksdict is not installed: pip install rocksdict"
     return None
-
-
-__all__ = ["Mapped", "RowLru", "Rocks", "missing"]

@@ -5,6 +5,7 @@ A side holds tables, looks up and updates; `Side.train` takes a stretch of steps
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import time
@@ -121,6 +122,7 @@ class InTiers(Side):
     """hotrow's tiers."""
 
     def build(self) -> None:
+        """Tables whose every row exists and has its place on the disk."""
         memory = Memory(dram=self.settings.dram_bytes, ssd=self.settings.folder, io=self.settings.io)  # type: ignore[arg-type]
         self.use(EmbeddingCollection(self.work.tables, memory=memory, seed=SEED))
         assert self.emb.tiers is not None
@@ -148,13 +150,16 @@ class InTiers(Side):
         setattr(owner, method, timed)
 
     def coming(self, batches: Iterable[Batch], ahead: int) -> Iterator[Batch]:
+        """The batches behind a look-ahead."""
         yield from lookahead(batches, self.emb, depth=ahead)
 
     def drain(self) -> None:
+        """Return when nothing waits to be written."""
         while any(store.counters()["waiting_bytes"] for store in self.tiers.stores):
             time.sleep(0.0005)
 
     def facts(self) -> dict[str, Any]:
+        """Rows and bytes on disk, and how the tables lie."""
         files = [store.path for store in self.tiers.stores if store.path is not None]
         return {
             "rows_on_disk": sum(table["written_rows"] for table in self.tiers.counters().values()),
@@ -165,6 +170,7 @@ class InTiers(Side):
         }
 
     def counters(self) -> dict[str, float]:
+        """Of all tables: row_cache.h, store.h."""
         tables = self.tiers.counters().values()
         total = {name: float(sum(table[name] for table in tables)) for name in next(iter(tables))}
         return {name: value for name, value in total.items() if name != "waiting_bytes"}
@@ -198,12 +204,11 @@ def past_page_cache(path: Path) -> Iterator[int]:
 
 def write_zeros(path: Path, *, start: int = 4096) -> None:
     """Give every hole of a file from `start` on its place on the disk: writing into one is much slower than over it."""
-    zeros = torch.zeros(ZEROS_BYTES + 4096, dtype=torch.uint8).numpy()
-    zeros = zeros[-zeros.ctypes.data % 4096 :]
     size = path.stat().st_size
-    with past_page_cache(path) as descriptor:
+    with past_page_cache(path) as descriptor, mmap.mmap(-1, ZEROS_BYTES) as zeros:
         for offset in range(start, size, ZEROS_BYTES):
-            os.pwrite(descriptor, memoryview(zeros)[: min(ZEROS_BYTES, size - offset)], offset)
+            with memoryview(zeros)[: min(ZEROS_BYTES, size - offset)] as piece:
+                os.pwrite(descriptor, piece, offset)
 
 
 def collection_over(tables: Sequence[TableConfig], weights: Sequence[Tensor]) -> EmbeddingCollection:

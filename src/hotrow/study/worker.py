@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from hotrow.study.group import MemoryGroup, enter_and
 
 
-class WorkerEnded(RuntimeError):
+class WorkerError(RuntimeError):
     """A worker's process is gone or said why it cannot go on."""
 
 
@@ -41,11 +41,11 @@ class Worker:
         self._tell(side=side, work=asdict(work), settings=asdict(settings))
 
     def ready(self) -> None:
-        """Wait until it has warmed up; before the first `ask`. Raises WorkerEnded."""
+        """Wait until it has warmed up; before the first `ask`. Raises WorkerError."""
         self._answer()
 
     def ask(self, **what: Any) -> dict[str, Any]:
-        """The answer. Raises WorkerEnded with the reason."""
+        """The answer. Raises WorkerError with the reason."""
         self._tell(**what)
         return self._answer()
 
@@ -61,10 +61,10 @@ class Worker:
         if not line:
             status = self._process.wait()
             why = "it was killed, as where memory is over the limit" if status in (-9, 137) else f"status {status}"
-            raise WorkerEnded(f"the process of side {self.side} ended: {why}")
+            raise WorkerError(f"the process of side {self.side} ended: {why}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise WorkerEnded(f"side {self.side}: {answer['error']}")
+            raise WorkerError(f"side {self.side}: {answer['error']}")
         return answer
 
     def close(self) -> None:
@@ -110,10 +110,12 @@ class Server:
         side.train(list(islice(small.batches(), 3)), settle=1, steps=2, ahead=0)
 
     def build(self) -> dict[str, Any]:
+        """Make the tables; what is known of them."""
         self.side.build()
         return self.side.facts()
 
     def train(self, *, settle: int, steps: int, ahead: int) -> dict[str, Any]:
+        """A stretch; the batches looked ahead to come again in the next."""
         wanted = settle + steps + ahead
         self._waiting.extend(islice(self._source, max(0, wanted - len(self._waiting))))
         found = self.side.train(list(islice(self._waiting, wanted)), settle=settle, steps=steps, ahead=ahead)
