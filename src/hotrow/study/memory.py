@@ -174,14 +174,16 @@ def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[
         dram = stack.enter_context(Worker("dram", first.work, settings, threads=first.threads))
         side.ready()
         dram.ready()
-        limit = group.used_bytes() + settings.dram_bytes + SLACK_BYTES
+        base = group.used_bytes()
+        limit = base + settings.dram_bytes + SLACK_BYTES
         group.limit(limit)
-        facts = side.ask(do="build")
+        facts = {**side.ask(do="build"), "base_bytes": base, "limit_bytes": limit, "built_bytes": group.used_bytes()}
         dram.ask(do="build")
         turns = Turns(dram, side)
         turns.stretch(first, steps=first.warm_up, ahead=cells[0].ahead)
         rounds = measure_rounds(turns, cells)
-        facts |= {"limit_bytes": limit, "peak_bytes": group.peak_bytes(), "steps_compared": turns.num_compared}
+        facts |= {"peak_bytes": group.peak_bytes(), "end_bytes": group.used_bytes()}
+        facts |= {"steps_compared": turns.num_compared}
         for cell in cells:
             yield cell, row_of(cell, rounds[cell.key], facts)
 
@@ -270,6 +272,8 @@ def shares_of(sides: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         "row_hit_rate": share("hit_rows", "rows"),
         "stall_share": share("wait_s", "seconds"),
         "admit_ms": per_step("admit_s", scale=1e3),
+        "check_ms": per_step("is_of_s", scale=1e3),
+        "release_ms": per_step("release_s", scale=1e3),
         "blocked_ms": per_step("blocked_ns", scale=1e-6),
         "drain_ms": per_step("drain_s", scale=1e3),
         "cpu_ms": per_step("cpu_s", scale=1e3),

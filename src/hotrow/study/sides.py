@@ -132,8 +132,8 @@ class InTiers(Side):
                 write_zeros(store.path)
         self.tiers.write_every_row()
         self.drain()
-        self.stopwatch(Flight, "wait")
-        self.stopwatch(Tiers, "_admit")
+        for owner, method in ((Flight, "wait"), (Flight, "is_of"), (Flight, "release"), (Tiers, "_admit")):
+            self.stopwatch(owner, method)
 
     def stopwatch(self, owner: type, method: str) -> None:
         """Add up what a method takes from now on; this process does nothing but be measured."""
