@@ -236,8 +236,8 @@ def tiers_table(cells: list[dict[str, Any]]) -> list[str]:
         "A DLRM with Criteo Kaggle's MLPs and 26 tables of its cardinalities (33.8M rows), dim 64, batches of 2,048, "
         "SGD, ids Zipf over each table's ranks. DRAM is a part of the tables' bytes, every row lies on disk, and the "
         "process trains in a memory group that holds that DRAM, what it used before it had tables, and 128 MiB, page "
-        "cache included. Speed is samples per second over all in DRAM, in stretches that alternate: the median, and the "
-        "range of all rounds. Losses equal those in DRAM to the bit."
+        "cache included. Speed is samples per second over all in DRAM, in stretches that alternate: the median, and "
+        "the range of all rounds. Losses equal those in DRAM to the bit."
     )
     head = {"cell": "left", "speed, share of DRAM's": "right", "promised": "left"} | dict.fromkeys(
         (

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.claims import tiers_table
+from benchmarks.tiers import name_of, step_cells
 from hotrow import EmbeddingCollection, Memory
 from hotrow.study import memory, runner
 from hotrow.study.group import GroupError, MemoryGroup, own_group
@@ -303,6 +305,24 @@ def test_presets_expand_and_the_quick_one_takes_minutes(monkeypatch: pytest.Monk
         plan = runner.make_plan(preset, quick=quick, memory_bytes=32 << 30, cores=2, study=memory)
         assert len(plan.cells) + len(plan.skipped) >= least and len({c.key for c in plan.cells}) == len(plan.cells)
         assert (memory.estimate_s(plan.cells) < 300) is quick
+
+
+def test_the_page_of_benchmarks_says_what_is_held() -> None:
+    cell = {
+        "name": "tiers_tiers_dram10_zipf1.05_ahead4", "relative_speed": 0.8, "spread": [0.7, 0.9], "target": 0.85,
+        "hit_rate": 0.95, "rows_on_disk": 1000, "peak_bytes": 2e6, "rounds": 10, "stolen_rounds": 1,
+    }  # fmt: skip
+    ids = {"name": "id_to_slot", "ms": 1.0, "step_ms": 40.0, "share": 0.025, "most": 0.05}
+    text = "\n".join(tiers_table([cell, ids]))
+    assert "| 80% (70%-90%) | 85%: **not held** | 95.0% |  |" in text
+    assert "1.00 ms, 2.5% of a step (at most 5%: held)" in text
+
+
+def test_cells_of_the_benchmark_have_names_and_two_sizes() -> None:
+    for quick in (True, False):
+        cells = step_cells(quick=quick, threads=2)
+        assert len({*map(name_of, cells)}) == len(cells) == 20
+        assert all(cell.rounds * cell.steps >= 500 for cell in cells) is not quick
 
 
 def test_data_is_for_this_study_alone(tmp_path: Path) -> None:

@@ -182,8 +182,8 @@ def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[
         turns = Turns(dram, side)
         turns.stretch(first, steps=first.warm_up, ahead=cells[0].ahead)
         rounds = measure_rounds(turns, cells)
-        facts |= {"peak_bytes": group.peak_bytes(), "end_bytes": group.used_bytes()}
-        facts |= {"steps_compared": turns.num_compared}
+        used = {"peak_bytes": group.peak_bytes(), "end_bytes": group.used_bytes()}
+        facts |= {**used, "steps_compared": turns.num_compared}
         for cell in cells:
             yield cell, row_of(cell, rounds[cell.key], facts)
 
@@ -278,6 +278,7 @@ def shares_of(sides: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         "drain_ms": per_step("drain_s", scale=1e3),
         "cpu_ms": per_step("cpu_s", scale=1e3),
         "io_cpu_ms": per_step("io_cpu_ns", scale=1e-6),
+        "refused_advice_per_step": per_step("refused_advice"),
         "rows_per_step": per_step("rows"),
         "overflow_rows_per_step": per_step("overflow_rows"),
         "read_rows_per_step": per_step("read_rows"),

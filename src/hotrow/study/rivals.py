@@ -62,7 +62,7 @@ class Mapped(Side):
             array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
         self.starts = np.array([array.ctypes.data for array in arrays])
         self.process = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_OPEN, os.getpid(), 0)
-        self.seconds["refused_advice"] = 0.0
+        self.refused_calls = 0
         self.use(collection_over(self.work.tables, [torch.from_numpy(array) for array in arrays]))
 
     def _sizes(self) -> Iterator[tuple[Path, int]]:
@@ -99,12 +99,16 @@ class Mapped(Side):
             part = np.ascontiguousarray(ranges[first : first + MOST_RANGES])
             pointer = ctypes.c_void_p(part.ctypes.data)
             done = call(PROCESS_MADVISE, self.process, pointer, ctypes.c_size_t(len(part)), MADV_WILLNEED, 0)
-            self.seconds["refused_advice"] += done < 0
+            self.refused_calls += done < 0
 
     def facts(self) -> dict[str, Any]:
         """Rows and bytes of the files."""
         disk_bytes = sum(file.stat().st_blocks * 512 for file in self.files)
         return {"rows_on_disk": sum(self.work.rows), "disk_bytes": disk_bytes}
+
+    def counters(self) -> dict[str, float]:
+        """Calls of advice that the system refused: it is not given then."""
+        return {"refused_advice": float(self.refused_calls)}
 
 
 # ---- RocksDB
