@@ -246,25 +246,30 @@ class Tiers:
     def write_every_row(self, *, piece_rows: int = 1 << 13) -> None:
         """Give every row of the tables that are not in DRAM whole its initial values, and the store those that leave.
 
-        What long training comes to, at once: all rows exist, a table's first ones are cached, changed since they were
-        written, and the others lie on disk. For measurements; rows that exist keep their values.
+        What long training comes to, at once: all rows exist, a table's first ones are cached in no order, changed since
+        they were written, and the others lie on disk. For measurements; rows that exist keep their values.
         Raises StoreError where they cannot be written.
         """
         if self.caches is None:
             self._lay_out()
-        left = {t: self.tables[t].num_embeddings for t, slots in enumerate(self.slots) if slots.cached}
+        generator = np.random.default_rng(self.seed)
+        first = {t: generator.permutation(slots.cached) for t, slots in enumerate(self.slots) if slots.cached}
+        left = {t: self.tables[t].num_embeddings for t in first}
         while left:
-            starts = {t: max(0, end - min(piece_rows, self.slots[t].cached)) for t, end in left.items()}
-            ends = np.cumsum([left[t] - start for t, start in starts.items()])
-            spans = [(t, int(b) - left[t] + start, int(b)) for (t, start), b in zip(starts.items(), ends, strict=True)]
-            ids = np.concatenate([np.arange(start, left[t]) for t, start in starts.items()])
-            keep = True
-            native, at = self.caches.admit(ids, spans, keep, torch.get_num_threads())
-            flight = Flight(native, self, spans, torch.from_numpy(at))
-            flight.wait()
-            flight.release(updated=True)
+            starts = {t: max(0, end - min(piece_rows, len(first[t]))) for t, end in left.items()}
+            pieces = [_rows_of_piece(first[t], start, left[t]) for t, start in starts.items()]
+            ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+            spans = [(t, end - len(piece), end) for t, piece, end in zip(starts, pieces, ends, strict=True)]
+            self._bring(np.concatenate(pieces), spans)
             left = {t: start for t, start in starts.items() if start}
         self.raise_failure(only_if_failed=True)
+
+    def _bring(self, ids: np.ndarray[Any, Any], spans: list[tuple[int, int, int]]) -> None:
+        keep = True
+        native, slots = self.caches.admit(ids, spans, keep, torch.get_num_threads())
+        flight = Flight(native, self, spans, torch.from_numpy(slots))
+        flight.wait()
+        flight.release(updated=True)
 
     def flush(self) -> None:
         """Everything on the medium. Raises StoreError where it cannot be."""
@@ -284,6 +289,12 @@ class Tiers:
         return {
             table.name: {**self.caches.counters(t), **self.stores[t].counters()} for t, table in enumerate(self.tables)
         }
+
+
+def _rows_of_piece(first: np.ndarray[Any, Any], start: int, end: int) -> np.ndarray[Any, Any]:
+    """Rows [start, end), those below len(first) in the order of `first`, a permutation."""
+    cut = min(max(start, len(first)), end)
+    return np.concatenate([first[start : min(end, len(first))], np.arange(cut, end)])
 
 
 def _plain(array: Tensor) -> np.ndarray[Any, Any]:

@@ -6,6 +6,7 @@ losses must equal those in DRAM to the bit as ours must. They are rivals only: h
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import importlib
 import importlib.util
@@ -221,6 +222,20 @@ class Rocks(Side):
             options = self.rocks.IngestExternalFileOptions()
             options.set_move_files(True)
             self.db.ingest_external_file([file], options)
+
+    def _fill_cache(self) -> None:
+        """The first rows of each table, as many of every one as fit: what a long training would find there."""
+        room = len(self.lru.row_of)
+        level = bisect.bisect(
+            range(max(self.work.rows)), room, key=lambda n: sum(min(n, rows) for rows in self.work.rows)
+        )
+        for start, table in zip(self.starts, self.work.tables, strict=False):
+            for first, rows in initial_rows(table):
+                count = min(len(rows), level - 1 - first)
+                if count <= 0:
+                    break
+                slots = self.lru.take(np.arange(first, first + count) + start)[0]
+                self.slots[torch.from_numpy(slots).long()] = rows[:count]
 
     def step(self, batch: Batch) -> Tensor:
         """Bring the rows that the cache lacks, then train."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from hotrow.study.work import LR, SEED, Training, Work
 from hotrow.tables import TableConfig
 
 ZEROS_BYTES = 1 << 23
+MOST_TURNS = 3000
+"""Batches that come and go before the cache is taken as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +134,24 @@ class InTiers(Side):
             if store.path is not None:
                 write_zeros(store.path)
         self.tiers.write_every_row()
+        self.rows_on_disk = self.counters()["evicted_rows"]
+        self.turn_over()
         self.drain()
         for owner, method in ((Flight, "wait"), (Flight, "is_of"), (Flight, "release"), (Tiers, "_admit")):
             self.stopwatch(owner, method)
+
+    def turn_over(self) -> None:
+        """Let batches that are not trained on come and go until as many rows have left as are cached.
+
+        The rows cached are then those that the policy keeps, and no longer those that are looked up most.
+        """
+        wanted = self.rows_on_disk + sum(slots.cached for slots in self.tiers.slots)
+        for batch in islice(self.work.batches(stream=1), MOST_TURNS):
+            self.tiers.announce(batch.sparse)
+            flight, _ = self.tiers.take(batch.sparse, training=True)
+            flight.release(updated=True)
+            if self.counters()["evicted_rows"] >= wanted:
+                return
 
     def stopwatch(self, owner: type, method: str) -> None:
         """Add up what a method takes from now on; this process does nothing but be measured."""
@@ -162,7 +180,7 @@ class InTiers(Side):
         """Rows and bytes on disk, and how the tables lie."""
         files = [store.path for store in self.tiers.stores if store.path is not None]
         return {
-            "rows_on_disk": sum(table["written_rows"] for table in self.tiers.counters().values()),
+            "rows_on_disk": int(self.rows_on_disk),
             "disk_bytes": sum(file.stat().st_blocks * 512 for file in files),
             "whole_tables": sum(slots.pinned > 0 for slots in self.tiers.slots),
             "cached_rows": sum(slots.cached for slots in self.tiers.slots),

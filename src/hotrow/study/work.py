@@ -52,11 +52,11 @@ class Work:
             for name, n in zip(names_of(len(self.rows)), self.rows, strict=True)
         ]
 
-    def batches(self) -> Iterator[Batch]:
-        """From the first, without end."""
-        ids = zipf_ids(self) if self.trace is None else trace_ids(open_accesses(self.trace), self.batch_size)
+    def batches(self, *, stream: int = 0) -> Iterator[Batch]:
+        """From the first, without end; other draws in another stream, but of a trace, which has one."""
+        ids = zipf_ids(self, stream) if self.trace is None else trace_ids(open_accesses(self.trace), self.batch_size)
         for number, columns in enumerate(ids):
-            yield self._batch(columns, np.random.default_rng((SEED, 2, number)))
+            yield self._batch(columns, np.random.default_rng((SEED, 2 + 2 * stream, number)))
 
     def _batch(self, columns: Sequence[np.ndarray[Any, Any]], generator: np.random.Generator) -> Batch:
         lengths = None
@@ -74,12 +74,12 @@ def names_of(num_tables: int) -> tuple[str, ...]:
     return tuple(f"C{i + 1}" for i in range(num_tables))
 
 
-def zipf_ids(work: Work) -> Iterator[list[np.ndarray[Any, Any]]]:
+def zipf_ids(work: Work, stream: int) -> Iterator[list[np.ndarray[Any, Any]]]:
     """Each table's ids, batch after batch: id k in proportion to about (k + 1) ** -zipf (the continuous law, cut)."""
     assert work.zipf is not None
     power = 1.0 - work.zipf
     for number in itertools.count():
-        u = np.random.default_rng((SEED, 1, number)).random((len(work.rows), work.batch_size))
+        u = np.random.default_rng((SEED, 1 + 2 * stream, number)).random((len(work.rows), work.batch_size))
         yield [
             np.minimum((1 + row * ((n + 1.0) ** power - 1)) ** (1 / power) - 1, n - 1).astype(np.int64)
             for n, row in zip(work.rows, u, strict=True)
