@@ -45,7 +45,7 @@ VARIANTS = (("tiers", "auto", (4, 0)), ("tiers", "threads", (4,)), ("mmap", "aut
 TARGETS = {10: 0.85, 32: 0.5}
 """Least speed over all in DRAM that is promised, by the part of DRAM, at Zipf 1.05."""
 FULL = {"rounds": 10, "steps": 50, "settle": 10, "warm_up": 100}
-QUICK = {"rounds": 3, "steps": 5, "settle": 4, "warm_up": 4, "scale": 0.002}
+QUICK = {"rounds": 3, "steps": 5, "settle": 4, "warm_up": 4, "turns": 20, "scale": 0.002}
 KAGGLE_DIM, MAPPED_BATCHES, REPEATS = 16, 32, 5
 MOST_ID_SHARE = 0.05
 """Of the kaggle step, that mapping ids to slots may take."""
@@ -148,7 +148,7 @@ def large(folder: Path, *, threads: int) -> dict[str, Any]:
     work = replace(cell.work, rows=tuple(n * LARGE_BYTES // cell.work.table_bytes + 1 for n in cell.work.rows))
     start, group = time.monotonic(), MemoryGroup()
     with tempfile.TemporaryDirectory(prefix="hotrow-tiers-", dir=folder) as files:
-        settings = Settings(dram_bytes=LARGE_DRAM_BYTES, folder=files)
+        settings = Settings(dram_bytes=LARGE_DRAM_BYTES, folder=files, turns=0)
         with Worker("tiers", work, settings, threads=threads, group=group) as side:
             side.ready()
             group.limit(LARGE_GROUP_BYTES)

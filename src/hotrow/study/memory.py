@@ -62,6 +62,8 @@ class MemoryCell:
     steps: int = 50
     settle: int = 10
     """Steps of a stretch before those that count."""
+    turns: int = 2000
+    """Batches that come and go at most, before the first step, for the cache to hold what its policy keeps."""
     warm_up: int = 100
     """Steps before the first round."""
 
@@ -168,7 +170,7 @@ def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[
     first = cells[0]
     with ExitStack() as stack:
         there = stack.enter_context(tempfile.TemporaryDirectory(prefix="hotrow-study-", dir=folder or Path()))
-        settings = Settings(dram_bytes=first.dram_bytes, folder=there, io=first.io)
+        settings = Settings(dram_bytes=first.dram_bytes, folder=there, io=first.io, turns=first.turns)
         group = MemoryGroup()
         side = stack.enter_context(Worker(first.side, first.work, settings, threads=first.threads, group=group))
         dram = stack.enter_context(Worker("dram", first.work, settings, threads=first.threads))

@@ -29,8 +29,6 @@ from hotrow.study.work import LR, SEED, Training, Work
 from hotrow.tables import TableConfig
 
 ZEROS_BYTES = 1 << 23
-MOST_TURNS = 3000
-"""Batches that come and go before the cache is taken as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +41,8 @@ class Settings:
     """For files, on the disk to measure."""
     io: str = "auto"
     """Of our block stores: io_uring, threads, or auto."""
+    turns: int = 2000
+    """Batches that come and go at most before a cache is taken as it is."""
 
 
 class Side:
@@ -141,12 +141,12 @@ class InTiers(Side):
             self.stopwatch(owner, method)
 
     def turn_over(self) -> None:
-        """Let batches that are not trained on come and go until as many rows have left as are cached.
+        """Let batches that are not trained on come and go until as many rows have left as are cached, or `turns` have.
 
         The rows cached are then those that the policy keeps, and no longer those that are looked up most.
         """
         wanted = self.rows_on_disk + sum(slots.cached for slots in self.tiers.slots)
-        for batch in islice(self.work.batches(stream=1), MOST_TURNS):
+        for batch in islice(self.work.batches(stream=1), self.settings.turns):
             self.tiers.announce(batch.sparse)
             flight, _ = self.tiers.take(batch.sparse, training=True)
             flight.release(updated=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -145,6 +146,7 @@ def serve(lines: TextIO, answers: TextIO) -> None:
 
 def main() -> None:
     """Serve on what was stdout; whatever prints goes to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks, who then ends this
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.filterwarnings("ignore", "table .* is read and written by .* threads")  # asked for, or told in `facts`
