@@ -93,6 +93,7 @@ class Side:
         source = self.coming(batches, ahead)
         for number in range(settle + steps):
             if number == settle:
+                self.drain()  # so that what is written in the end is what these steps left
                 before = self._counted()
             start = time.perf_counter()
             losses.append(self.step(next(source)))
