@@ -21,7 +21,7 @@ PYTHON_FILES := src tests benchmarks scripts examples
 help: ## this list
 	@echo 'hotrow: recommendation models whose tables are larger than memory. Targets:'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
-	@echo 'Variables: NATIVE=0 (no compiler: reference kernels), PYTHON=python3.12, DATA= LABEL= TIME= (make demo on your own logs), DLRM= (make bench)'
+	@echo 'Variables: NATIVE=0 (no compiler: reference kernels), PYTHON=python3.12, DATA= LABEL= TIME= (make demo on your own logs), DLRM= FOLDER= (make bench: a checkout, a disk)'
 
 demo: $(VENV)/.run $(CORE) ## train a DLRM on synthetic clicks; on your own logs: make demo DATA=path LABEL=column [TIME=column]
 	@$(BIN)/hotrow demo $(if $(DATA),--data '$(DATA)') $(if $(LABEL),--label '$(LABEL)') $(if $(TIME),--time '$(TIME)')
@@ -47,7 +47,7 @@ format: $(VENV)/.dev ## ruff and clang-format, in place
 	@$(RUFF) format $(wildcard $(PYTHON_FILES))
 	@$(CLANG_FORMAT) -i $$(git ls-files 'native/*.cpp' 'native/*.h')
 
-bench: $(VENV)/.bench $(CORE) ## measure against every peer here (14 GB of RAM, 27 min), and rewrite the figures of README and docs
+bench: $(VENV)/.bench $(CORE) ## measure against every peer here (14 GB of RAM, 20 GB of disk, 1.5 hours), and rewrite the figures of README and docs
 	@$(BIN)/python -m benchmarks.kernels --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.updates --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.overlap --out docs/benchmarks.json
@@ -56,6 +56,7 @@ bench: $(VENV)/.bench $(CORE) ## measure against every peer here (14 GB of RAM, 
 	@$(BIN)/python -m benchmarks.parse --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.parquet_encode --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.block_store --out docs/benchmarks.json
+	@$(BIN)/python -m benchmarks.tiers --out docs/benchmarks.json $(if $(FOLDER),--folder '$(FOLDER)')
 	@$(BIN)/python -m benchmarks.claims
 
 docs: $(VENV)/.dev ## the documentation as one folder of HTML, site/; fails on a dead link

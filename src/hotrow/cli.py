@@ -277,10 +277,18 @@ def bench(
 
 @verb("study", example="hotrow study kernels --quick   (what it would take: hotrow study kernels --estimate)")
 def study(
-    name: Annotated[str, typer.Argument(help="kernels: embedding kernels over shapes, skews and threads.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="kernels: embedding kernels over shapes. memory: training with a part of the tables in DRAM."
+        ),
+    ],
     *,
+    data: Annotated[
+        list[str] | None, typer.Option(help="memory: also a packed dataset or plain trace; may be repeated.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of results; default: studies/NAME. Goes on there.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A first look in under a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A first look, in minutes at most.")] = False,
     memory: Annotated[str | None, typer.Option(help="Most that tables may take, e.g. 8GiB; default: 60 %.")] = None,
     estimate: Annotated[bool, typer.Option("--estimate", help="Only count the cells and estimate the time.")] = False,
     json_: Json = False,
@@ -297,6 +305,7 @@ def study(
             memory_bytes=parse_bytes(memory),
             estimate_only=estimate,
             say=lambda line: print(line, file=sys.stderr),
+            traces=data or (),
         )
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 

@@ -257,8 +257,9 @@ def test_bytes_against_counting_them_one_by_one(part: str, optimizer: str) -> No
 def test_limit_touches_each_row_that_the_kernel_must(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[tuple[list[int], bool]] = []
 
-    def touch(rows: torch.Tensor, ids: torch.Tensor, *, distance: int, into: str, write: bool, threads: int) -> None:
+    def touch(rows: torch.Tensor, ids: torch.Tensor, *, distance: int, into: str, write: bool, threads: int) -> float:
         touched.append((ids.tolist(), write))
+        return 1.0
 
     monkeypatch.setattr(ops, "touch_rows", touch)
     rows = torch.zeros(CELL.num_tables * CELL.num_embeddings, CELL.embedding_dim)

@@ -12,6 +12,8 @@ from hotrow.files import parse_bytes
 Policy = Literal["clock", "lfu", "lru"]
 POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
 """In the order of the native module's numbers."""
+Io = Literal["auto", "io_uring", "threads"]
+IOS: tuple[Io, ...] = ("auto", "io_uring", "threads")
 METADATA_BYTES = 32
 """Of a cached row beside its record, at most: 8 of the map from ids to slots, 16 of the slot's own, 8 of lru's ring."""
 LEAST_ROWS = 100
@@ -36,6 +38,7 @@ class Memory:
     plan: shares the bytes among the tables, given what each would need: `hotrow.plan_by_counts` makes one that knows
     how often each row is used; None: `plan_slots`, which does not.
     force: whether `ssd` may lie on a network file system or in memory, which a collection refuses else.
+    io: what reads and writes block files: "io_uring", "threads", or "auto": io_uring where the system allows it.
     """
 
     dram: int | str
@@ -44,6 +47,7 @@ class Memory:
     policy: Policy = "clock"
     plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
     force: bool = False
+    io: Io = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.dram, int | str) or isinstance(self.dram, bool) or self.dram_bytes <= 0:
@@ -52,6 +56,8 @@ class Memory:
             raise ValueError(f"Memory: ssd is {self.ssd!r} and file is {self.file!r}; name exactly one folder")
         if self.policy not in POLICIES:
             raise ValueError(f"Memory: policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
+        if self.io not in IOS:
+            raise ValueError(f"Memory: io is {self.io!r}; choose one of {', '.join(IOS)}")
 
     @property
     def dram_bytes(self) -> int:

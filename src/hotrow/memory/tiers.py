@@ -145,7 +145,8 @@ class Tiers:
         self.slots = check_plan(demands, slots_of(demands, budget), budget)
         folder = OwnFolder(self.memory.folder)
         self._finalizer = weakref.finalize(self, _remove, self.stores, folder, self._process)
-        caches, engines = backend().make_caches(), Engines(most_waiting_bytes=self.memory.waiting_bytes)
+        caches = backend().make_caches()
+        engines = Engines(io=self.memory.io, most_waiting_bytes=self.memory.waiting_bytes)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
             rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
             whole = slots.pinned == table.num_embeddings
@@ -275,6 +276,33 @@ class Tiers:
         num_bytes = min(PIECE_BYTES, self.memory.waiting_bytes // len(self.tables))
         return max(1, num_bytes // sum(part for _, part in self._parts(self.tables[table])))
 
+    def write_every_row(self, *, piece_rows: int = 1 << 13) -> None:
+        """Give every row of the tables that are not in DRAM whole its initial values, and the store those that leave.
+
+        What long training comes to, at once: all rows exist, a table's first ones are cached in no order, changed since
+        they were written, and the others lie on disk. For measurements; rows that exist keep their values.
+        Raises StoreError where they cannot be written.
+        """
+        self._laid_out()
+        generator = np.random.default_rng(self.seed)
+        first = {t: generator.permutation(slots.cached) for t, slots in enumerate(self.slots) if slots.cached}
+        left = {t: self.tables[t].num_embeddings for t in first}
+        while left:
+            starts = {t: max(0, end - min(piece_rows, len(first[t]))) for t, end in left.items()}
+            pieces = [_rows_of_piece(first[t], start, left[t]) for t, start in starts.items()]
+            ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+            spans = [(t, end - len(piece), end) for t, piece, end in zip(starts, pieces, ends, strict=True)]
+            self._bring(np.concatenate(pieces), spans)
+            left = {t: start for t, start in starts.items() if start}
+        self.raise_failure(only_if_failed=True)
+
+    def _bring(self, ids: np.ndarray[Any, Any], spans: list[tuple[int, int, int]]) -> None:
+        keep = True
+        native, slots = self.caches.admit(ids, spans, keep, torch.get_num_threads())
+        flight = Flight(native, self, spans, torch.from_numpy(slots))
+        flight.wait()
+        flight.release(updated=True)
+
     def flush(self) -> None:
         """Everything on the medium. Raises StoreError where it cannot be."""
         if self.caches is not None and not self._laid_out().write_back():
@@ -298,6 +326,12 @@ class Tiers:
         """Remove the files; nothing works afterwards. Else it is done when the collection goes."""
         if self._finalizer is not None:
             self._finalizer()
+
+
+def _rows_of_piece(first: np.ndarray[Any, Any], start: int, end: int) -> np.ndarray[Any, Any]:
+    """Rows [start, end), those below len(first) in the order of `first`, a permutation."""
+    cut = min(max(start, len(first)), end)
+    return np.concatenate([first[start : min(end, len(first))], np.arange(cut, end)])
 
 
 def _plain(array: Tensor) -> np.ndarray[Any, Any]:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 from hotrow import bench, cells, ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
+from hotrow.host import usable_cores
 from hotrow.optim import SGD, Adagrad, RowWiseAdagrad
 
 WALK_BYTES = 64_000_000
@@ -250,6 +252,25 @@ def limits_s(rows: Tensor, cell: KernelCell) -> tuple[dict[int, float], float]:
         rest = [walk(threads, *prefetch) for prefetch in (others if seconds < ROUND_SECONDS else others[:1])]
         best[threads] = factor * min(seconds, *rest) / len(touched)
     return best, statistics.mean(len(ids) for ids in distinct) if distinct else 0.0
+
+
+FAILURES: tuple[type[Exception], ...] = ()
+"""What ends a measurement and not the study."""
+
+
+def measure(cells_: Sequence[KernelCell], *, quick: bool, folder: Path) -> Iterator[tuple[KernelCell, dict[str, Any]]]:
+    """The cells, all of one `setup_of`, with their rows; no file is needed."""
+    return KernelRunner(seconds=ROUND_SECONDS / 5 if quick else ROUND_SECONDS).run(cells_)
+
+
+def headline(row: Mapping[str, Any]) -> str:
+    """A measured row in a word."""
+    return f"{row['ms']:.3g} ms"
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the page needs beside the rows."""
+    return {"roofs": roofs(usable_cores())}
 
 
 class KernelRunner:

@@ -11,7 +11,7 @@ import io
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,17 @@ from hotrow import bench
 from hotrow.files import atomic_write, available_memory_bytes, read_json, write_json
 from hotrow.host import usable_cores
 from hotrow.progress import ProgressLine, duration
-from hotrow.study import kernels
-from hotrow.study.kernels import KernelCell
+from hotrow.study import kernels, memory
+from hotrow.study.memory_page import memory_page
 from hotrow.study.page import study_page
 
-STUDIES = ("kernels",)
+STUDIES: dict[str, Any] = {"kernels": kernels, "memory": memory}
+"""What each consists of: `expand` its cells, `refusal`, `estimate_s`, `setup_of`, `measure` and `summary`."""
+PAGES = {"kernels": study_page, "memory": memory_page}
 MEMORY_SHARE = 0.6
 """Of what this process may use: what the tables of one cell take at most, unless told otherwise."""
+SPREADS = {"spread_ms": ("least_ms", "most_ms"), "spread": ("least_speed", "most_speed")}
+"""Pairs of numbers of a row, and the columns they become."""
 SAME = ("machine", "backend", "versions")
 """Circumstances that all cells of one file share."""
 
@@ -36,7 +40,7 @@ SAME = ("machine", "backend", "versions")
 class Plan:
     """What a study consists of here."""
 
-    cells: tuple[KernelCell, ...]
+    cells: tuple[Any, ...]
     """To be measured, those with the same tables side by side."""
     skipped: tuple[dict[str, str], ...]
     """`key` and `reason` of those that cannot be measured here."""
@@ -51,17 +55,19 @@ def load_preset(name: str) -> dict[str, Any]:
     return preset
 
 
-def make_plan(preset: Mapping[str, Any], *, quick: bool, memory_bytes: int, cores: int) -> Plan:
+def make_plan(preset: Mapping[str, Any], *, quick: bool, memory_bytes: int, cores: int, study: Any = kernels) -> Plan:
     """Every cell of the preset's groups, or of its quick form."""
     leave_out = preset["quick"]["leave_out"] if quick else ()
-    cells: list[KernelCell] = []
+    cells: list[Any] = []
     for group in preset["groups"]:
         if group["name"] not in leave_out:
             shorter = preset["quick"]["axes"].get(group["name"], {}) if quick else {}
-            cells += kernels.expand(group, {**group["axes"], **shorter}, memory_bytes=memory_bytes)
-    reasons = {cell.key: kernels.refusal(cell, memory_bytes=memory_bytes, cores=cores) for cell in cells}
+            fixed = {**group["fixed"], **(preset["quick"].get("fixed", {}) if quick else {})}
+            axes = {**group["axes"], **shorter}
+            cells += study.expand({**group, "fixed": fixed}, axes, memory_bytes=memory_bytes)
+    reasons = {cell.key: study.refusal(cell, memory_bytes=memory_bytes, cores=cores) for cell in cells}
     skipped = tuple({"key": key, "reason": reason} for key, reason in reasons.items() if reason is not None)
-    return Plan(tuple(sorted((c for c in cells if reasons[c.key] is None), key=kernels.setup_of)), skipped)
+    return Plan(tuple(sorted((c for c in cells if reasons[c.key] is None), key=study.setup_of)), skipped)
 
 
 def run_study(
@@ -73,26 +79,32 @@ def run_study(
     estimate_only: bool = False,
     say: Callable[[str], None] = lambda line: None,
     preset: Mapping[str, Any] | None = None,
+    traces: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure what is left of the study `name`, and write its files into `out`; the result names and counts them.
 
     out: folder, by default studies/<name> or studies/<name>-quick. quick: a first look, in under a minute.
     memory_bytes: what the tables of one cell may take; by default 60 % of what this process may use. estimate_only:
     measure nothing and write nothing. say: is told the number of cells and the estimate before the first begins.
-    preset: in place of the study's own.
+    preset: in place of the study's own. traces: packed datasets or plain traces to train on, in the study `memory`.
 
     Raises ValueError for an unknown study, and where `out` holds cells of another machine, backend or version.
     """
     preset = preset or load_preset(name)
+    study = STUDIES[name]
+    if traces and study is not memory:
+        raise ValueError(f"the study {name!r} takes no data; --data is for the study 'memory'")
+    if study is memory:
+        preset = memory.with_traces(preset, traces)
     folder = Path(out) if out is not None else Path("studies") / (f"{name}-quick" if quick else name)
     file = folder / f"{name}.json"
     if memory_bytes is None:  # as before where this goes on: what fits must not change on the way
         before = read_json(file)["memory_bytes"] if file.exists() else 0
         memory_bytes = min(before, available_memory_bytes()) or int(MEMORY_SHARE * available_memory_bytes())
-    plan = make_plan(preset, quick=quick, memory_bytes=memory_bytes, cores=usable_cores())
+    plan = make_plan(preset, quick=quick, memory_bytes=memory_bytes, cores=usable_cores(), study=study)
     rows = _measured_before(file)
     left = [cell for cell in plan.cells if cell.key not in rows]
-    seconds = kernels.estimate_s(left)
+    seconds = study.estimate_s(left)
     say(
         f"{name}: {len(left)} of {len(plan.cells)} cells to measure, about {duration(seconds)}; "
         f"{len(plan.skipped)} skipped; tables of at most {memory_bytes / 2**30:.1f} GiB"
@@ -112,19 +124,22 @@ def run_study(
     report = {"study": name, "quick": quick, "memory_bytes": memory_bytes, **circumstances}
     start = time.monotonic()
     try:
-        _measure(left, rows, lambda: _write(file, report, plan, rows), quick=quick, estimate=seconds)
+        failed = _measure(study, left, rows, lambda: _write(file, report, plan, rows), quick=quick, out=folder)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"stopped; {len(rows)} cells are in {file}, the same command measures the rest"
         ) from None
-    report["roofs"] = kernels.roofs(usable_cores())
+    plan = replace(plan, skipped=(*plan.skipped, *failed))
+    report |= study.summary([*rows.values()])
     _write(file, report, plan, rows)
     with atomic_write(folder / f"{name}.csv") as stream:
         stream.write(as_csv([*rows.values()]).encode())
     with atomic_write(folder / f"{name}.html") as stream:
-        stream.write(study_page(preset, read_json(file)).encode())
+        stream.write(PAGES[name](preset, read_json(file)).encode())
     files = [str(folder / f"{name}.{suffix}") for suffix in ("json", "csv", "html")]
-    return {**result, "measured": len(plan.cells), "seconds": time.monotonic() - start, "files": files}
+    measured = len(plan.cells) - len(failed)
+    counted = {"measured": measured, "skipped": len(plan.skipped)}
+    return {**result, **counted, "seconds": time.monotonic() - start, "files": files}
 
 
 def _measured_before(file: Path) -> dict[str, dict[str, Any]]:
@@ -142,24 +157,31 @@ def _measured_before(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _measure(
-    left: Sequence[KernelCell],
+    study: Any,
+    left: Sequence[Any],
     rows: dict[str, dict[str, Any]],
     write: Callable[[], None],
     *,
     quick: bool,
-    estimate: float,
-) -> None:
-    runner = kernels.KernelRunner(seconds=kernels.ROUND_SECONDS / 5 if quick else kernels.ROUND_SECONDS)
+    out: Path,
+) -> list[dict[str, str]]:
+    """Fill `rows`; `key` and `reason` of the cells that turned out not to be measurable."""
     now = {name: value for name, value in bench.circumstances().items() if name in ("commit", "date")}
+    failed: list[dict[str, str]] = []
     num_done = 0
     with ProgressLine() as line:
-        line.update(lambda: f"making tables; {len(left)} cells, about {duration(estimate)}")
-        for _, group in itertools.groupby(left, kernels.setup_of):
-            for cell, row in runner.run(list(group)):
-                rows[cell.key] = {**row, **now}
-                num_done += 1
-                write()
-                line.update(lambda: f"{num_done}/{len(left)} cells  {cell.key}  {row['ms']:.3g} ms")  # noqa: B023
+        line.update(lambda: f"making tables; {len(left)} cells, about {duration(study.estimate_s(left))}")
+        for _, group in itertools.groupby(left, study.setup_of):
+            cells = list(group)
+            try:
+                for cell, row in study.measure(cells, quick=quick, folder=out):
+                    rows[cell.key] = {**row, **now}
+                    num_done += 1
+                    write()
+                    line.update(lambda: f"{num_done}/{len(left)} cells  {cell.key}  {study.headline(row)}")  # noqa: B023
+            except study.FAILURES as error:
+                failed += [{"key": cell.key, "reason": str(error)} for cell in cells if cell.key not in rows]
+    return failed
 
 
 def _write(file: Path, report: Mapping[str, Any], plan: Plan, rows: Mapping[str, dict[str, Any]]) -> None:
@@ -168,16 +190,16 @@ def _write(file: Path, report: Mapping[str, Any], plan: Plan, rows: Mapping[str,
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """One line per cell; a spread becomes two columns."""
-    flat = [
-        {
-            **{name: value for name, value in row.items() if name != "spread_ms"},
-            "least_ms": row["spread_ms"][0],
-            "most_ms": row["spread_ms"][1],
-        }
-        for row in rows
-    ]
+    flat = []
+    for row in rows:
+        line = {name: value for name, value in row.items() if name not in SPREADS}
+        for name, columns in SPREADS.items():
+            if name in row:
+                line |= dict(zip(columns, row[name], strict=True))
+        flat.append(line)
+    names = dict.fromkeys(name for line in flat for name in line)
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(flat[0]) if flat else ["key"], lineterminator="\n")
+    writer = csv.DictWriter(text, fieldnames=[*names] or ["key"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return text.getvalue()

@@ -1,0 +1,225 @@
+"""Training with a part of the tables in DRAM, beside all of them there: the cells of issue "tables of any size".
+
+    python -m benchmarks.tiers --out docs/benchmarks.json [--folder DIR] [--quick] [CELL ...]
+    python -m benchmarks.tiers --large --out docs/benchmarks.json --folder DIR
+
+A DLRM with Criteo Kaggle's MLPs and 26 tables of its cardinalities (33.8M rows), dim 64, batches of 2048, SGD, ids Zipf
+over each table's ranks. DRAM is a part of the tables' bytes; every row lies on disk before anything is timed. Ours and
+the rivals train each in a process inside a memory cgroup, page cache included; all in DRAM trains outside of it.
+Stretches of steps alternate, and every loss equals that in DRAM to the bit, or the cell is refused. A cell that cannot
+be measured as stated is named with its reason, and not reported. Files of up to 18 GB lie under --folder while it runs.
+
+Beside the steps: `id_to_slot`, what mapping a batch's ids takes when its rows are there, beside the kaggle step.
+--large is a cell of its own: tables of 40 GB, a group of 4 GiB, ten million evictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.results import record
+from hotrow import bench
+from hotrow.embedding import EmbeddingCollection
+from hotrow.host import usable_cores
+from hotrow.memory.budget import Memory
+from hotrow.study import memory
+from hotrow.study.group import MemoryGroup
+from hotrow.study.memory import MemoryCell
+from hotrow.study.sides import Settings, Side
+from hotrow.study.work import SEED
+from hotrow.study.worker import Worker
+
+VARIANTS = (("tiers", "auto", (4, 0)), ("tiers", "threads", (4,)), ("mmap", "auto", (1, 0)), ("rocksdb", "auto", (0,)))
+TARGETS = {10: 0.85, 32: 0.5}
+"""Least speed over all in DRAM that is promised, by the part of DRAM, at Zipf 1.05."""
+FULL = {"rounds": 10, "steps": 50, "settle": 10, "warm_up": 100}
+QUICK = {"rounds": 3, "steps": 5, "settle": 4, "warm_up": 4, "turns": 20, "scale": 0.002}
+KAGGLE_DIM, MAPPED_BATCHES, REPEATS = 16, 32, 5
+MOST_ID_SHARE = 0.05
+"""Of the kaggle step, that mapping ids to slots may take."""
+LARGE_BYTES, LARGE_GROUP_BYTES, LARGE_DRAM_BYTES = 40 << 30, 4 << 30, 3 << 30
+LARGE_EVICTIONS, LARGE_STEPS = 10_000_000, 100
+
+
+def name_of(cell: MemoryCell) -> str:
+    """Of a cell of steps, as the command line takes it."""
+    io = "" if cell.io == "auto" else f"_{cell.io}"
+    return f"tiers_{cell.side}{io}_dram{cell.dram_parts}_zipf{cell.zipf:g}_ahead{cell.ahead}"
+
+
+def step_cells(*, quick: bool, threads: int) -> list[MemoryCell]:
+    """Every side at 1/10 and 1/32, Zipf 1.05; ours at Zipf 0.9 and 1.2 too."""
+    sizes: dict[str, Any] = {**(QUICK if quick else FULL), "group": "bench", "threads": threads}
+    cells = []
+    for parts, (side, io, aheads) in itertools.product((10, 32), VARIANTS):
+        skews = (1.05, 0.9, 1.2) if (side, io) == ("tiers", "auto") else (1.05,)
+        for zipf, ahead in itertools.product(skews, aheads):
+            cells.append(MemoryCell(side=side, io=io, dram_parts=parts, zipf=zipf, ahead=ahead, **sizes))
+    return cells
+
+
+def measure_steps(cells: Sequence[MemoryCell], folder: Path) -> Iterator[dict[str, Any]]:
+    """Rows of the cells that can be measured; the others are named on stderr, with the reason."""
+    for _, group in itertools.groupby(cells, memory.setup_of):
+        own = list(group)
+        memory_bytes = 1 << 62  # the one who runs this has read how much it takes
+        reason = memory.refusal(own[0], memory_bytes=memory_bytes, cores=usable_cores())
+        try:
+            if reason is None:
+                yield from (reported(cell, row) for cell, row in memory.run(own, folder=folder))
+        except memory.FAILURES as error:
+            reason = str(error)
+        if reason is not None:
+            print(f"not reported: {', '.join(map(name_of, own))}: {reason}", file=sys.stderr, flush=True)
+
+
+def reported(cell: MemoryCell, row: dict[str, Any]) -> dict[str, Any]:
+    """A row under the name of the benchmark, with what is promised of it."""
+    target = TARGETS[cell.dram_parts] if (cell.side, cell.zipf, cell.ahead) == ("tiers", 1.05, 4) else None
+    promised = {} if target is None or cell.io != "auto" else {"target": target}
+    line = {**row, "name": name_of(cell), **promised}
+    line.pop("key")
+    print(f"{line['name']:44s} {line['relative_speed']:.1%} of the speed in DRAM", file=sys.stderr, flush=True)
+    return line
+
+
+# ---- ids to slots
+
+
+def id_to_slot(folder: Path, *, quick: bool) -> dict[str, Any]:
+    """What mapping ids to slots, pinning and letting go takes for batches whose rows are all there, and the step."""
+    scale, parts = (0.002, 2) if quick else (1.0, 10)
+    work = MemoryCell(
+        group="ids", side="tiers", ahead=0, dram_parts=parts, zipf=1.05, scale=scale, embedding_dim=KAGGLE_DIM
+    ).work
+    batches = [batch for batch, _ in zip(work.batches(), range(MAPPED_BATCHES), strict=False)]
+    with tempfile.TemporaryDirectory(prefix="hotrow-tiers-", dir=folder) as files:
+        emb = EmbeddingCollection(work.tables, memory=Memory(dram=work.table_bytes // parts, ssd=files), seed=SEED)
+        assert emb.tiers is not None
+        mapped = [seconds_of_ids(emb.tiers, batches) for _ in range(REPEATS)][1:]  # the first brings the rows
+        before = emb.tiers.counters()
+        seconds_of_ids(emb.tiers, batches)
+        if not hits_alone(before, emb.tiers.counters()):
+            raise ValueError(
+                "the batches' rows do not stay in the cache, so that more than ids is timed: fewer batches"
+            )
+        del emb
+    side = Side(work, Settings(dram_bytes=0, folder=""))
+    side.build()
+    steps = side.train(batches, settle=MAPPED_BATCHES // 4, steps=MAPPED_BATCHES * 3 // 4, ahead=0)["steps_s"]
+    ids_ms, step_ms = 1e3 * statistics.median(mapped), 1e3 * statistics.median(steps)
+    row = {"name": "id_to_slot", "ms": ids_ms, "step_ms": step_ms, "share": ids_ms / step_ms, "most": MOST_ID_SHARE}
+    print(f"id_to_slot {ids_ms:.2f} ms of a step's {step_ms:.1f}: {row['share']:.1%}", file=sys.stderr, flush=True)
+    return row
+
+
+def seconds_of_ids(tiers: Any, batches: Sequence[Any]) -> float:
+    """A batch's share: announced and forgotten."""
+    start = time.perf_counter()
+    for batch in batches:
+        tiers.announce(batch.sparse)
+        tiers.forget(batch.sparse)
+    return (time.perf_counter() - start) / len(batches)
+
+
+def hits_alone(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> bool:
+    """Whether no row had to be brought between the two."""
+    return all(after[t]["rows"] - before[t]["rows"] == after[t]["hit_rows"] - before[t]["hit_rows"] for t in after)
+
+
+# ---- a large model
+
+
+def large(folder: Path, *, threads: int) -> dict[str, Any]:
+    """Train tables of LARGE_BYTES inside a group until LARGE_EVICTIONS rows have left and come back."""
+    cell = MemoryCell(group="large", side="tiers", ahead=4, dram_parts=1, zipf=1.05)
+    work = replace(cell.work, rows=tuple(n * LARGE_BYTES // cell.work.table_bytes + 1 for n in cell.work.rows))
+    start, group = time.monotonic(), MemoryGroup()
+    with tempfile.TemporaryDirectory(prefix="hotrow-tiers-", dir=folder) as files:
+        settings = Settings(dram_bytes=LARGE_DRAM_BYTES, folder=files, turns=0)
+        with Worker("tiers", work, settings, threads=threads, group=group) as side:
+            side.ready()
+            group.limit(LARGE_GROUP_BYTES)
+            facts = side.ask(do="build")
+            built_s = time.monotonic() - start
+            stretches = list(until_evicted(side))
+            peak = group.peak_bytes()
+    return {
+        "name": "large",
+        "table_bytes": work.table_bytes,
+        "limit_bytes": LARGE_GROUP_BYTES,
+        "peak_bytes": peak,
+        "build_s": built_s,
+        **facts,
+        **memory.shares_of(stretches, LARGE_STEPS),
+        "samples_per_s": work.batch_size * LARGE_STEPS / statistics.median(s["seconds"] for s in stretches),
+        "num_steps": LARGE_STEPS * len(stretches),
+        "evicted_rows": sum(s["evicted_rows"] for s in stretches),
+        "read_rows": sum(s["read_rows"] for s in stretches),
+        "written_bytes": sum(s["written_bytes"] for s in stretches),
+        "losses": [statistics.mean(map(float.fromhex, s["losses"])) for s in stretches],
+    }
+
+
+def until_evicted(side: Worker) -> Iterator[dict[str, Any]]:
+    """Stretches of LARGE_STEPS until enough rows have left, and as many were read."""
+    evicted = read = 0.0
+    while min(evicted, read) < LARGE_EVICTIONS:
+        found = side.ask(do="train", settle=4, steps=LARGE_STEPS, ahead=4)
+        evicted, read = evicted + found["evicted_rows"], read + found["read_rows"]
+        print(f"large: {evicted:,.0f} rows left, {read:,.0f} came back", file=sys.stderr, flush=True)
+        yield found
+
+
+# ---- the command
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The report of what the options ask for. Raises ValueError for a name that is none."""
+    threads = options.threads or min(2, usable_cores())
+    torch.set_num_threads(threads)
+    cells = step_cells(quick=options.quick, threads=threads)
+    known = [*map(name_of, cells), "id_to_slot"]
+    for name in options.names:
+        if name not in known:
+            raise ValueError(f"no cell is called {name!r}; choose from {', '.join(known)}")
+    wanted = options.names or known
+    if options.large:
+        return {"cells": [large(options.folder, threads=threads)], "quick": False, **bench.circumstances()}
+    rows = list(measure_steps([cell for cell in cells if name_of(cell) in wanted], options.folder))
+    if "id_to_slot" in wanted:
+        rows.append(id_to_slot(options.folder, quick=options.quick))
+    return {"cells": rows, "quick": options.quick, **bench.circumstances()}
+
+
+def main() -> None:
+    """Measure and add the result to the file of results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="CELL", help="cells to measure; all where none is named")
+    parser.add_argument("--quick", action="store_true", help="small tables: tries the cells, measures nothing of worth")
+    parser.add_argument("--large", action="store_true", help="only the large model; 80 GB of disk")
+    parser.add_argument("--threads", type=int, help="default: 2, where there are as many cores")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where files lie: on the disk to measure")
+    parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
+    options = parser.parse_args()
+    try:
+        report = measure(options)
+    except ValueError as error:
+        parser.error(str(error))
+    record("tiers", json.loads(json.dumps(report)), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""A memory cgroup for one process: what it may use of DRAM, its page cache included. Linux, v1 and v2.
+
+Groups are made below the group of this process, so that limits above it still hold, and go with their object.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+MOUNT = Path("/sys/fs/cgroup")
+CURE = "run as root, or under `systemd-run --scope -p Delegate=yes`"
+
+
+class GroupError(RuntimeError):
+    """No memory group can be made here, and why."""
+
+
+class MemoryGroup:
+    """A group without a limit until `limit`. A context manager that removes it. Raises GroupError."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = parent or own_group()
+        self.path = parent / f"hotrow-{uuid.uuid4().hex[:12]}"
+        try:
+            self.path.mkdir()
+        except OSError as error:
+            raise GroupError(f"no memory group can be made in {parent} ({error.strerror}): {CURE}") from None
+        self._v1 = (self.path / "memory.limit_in_bytes").exists()
+        if not self._v1 and not (self.path / "memory.max").exists():
+            self.path.rmdir()
+            raise GroupError(f"groups in {parent} do not limit memory (no memory controller): {CURE}")
+
+    @property
+    def entry(self) -> Path:
+        """The file into which a process writes its id to enter."""
+        return self.path / "cgroup.procs"
+
+    def limit(self, num_bytes: int) -> None:
+        """Bytes of memory and page cache; what is above is taken back now. Raises GroupError."""
+        try:
+            (self.path / ("memory.limit_in_bytes" if self._v1 else "memory.max")).write_text(str(num_bytes))
+        except OSError as error:
+            raise GroupError(f"{self.path} takes no limit of {num_bytes:,} bytes ({error.strerror})") from None
+
+    def used_bytes(self) -> int:
+        """In use now but for the page cache, which makes room."""
+        fields = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+        cached = int(fields["total_cache"] if self._v1 else fields["file"])
+        return int((self.path / ("memory.usage_in_bytes" if self._v1 else "memory.current")).read_text()) - cached
+
+    def peak_bytes(self) -> int | None:
+        """The most that was in use, page cache included; None where the system does not tell."""
+        file = self.path / ("memory.max_usage_in_bytes" if self._v1 else "memory.peak")
+        return int(file.read_text()) if file.exists() else None
+
+    def remove(self) -> None:
+        """Remove the group, whose processes have ended."""
+        for _ in range(100):  # the system takes a moment to forget a process
+            try:
+                self.path.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.05)
+            else:
+                return
+        raise OSError(f"{self.path} cannot be removed: a process is in it still")
+
+    def __enter__(self) -> MemoryGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def own_group(text: str | None = None, mount: Path = MOUNT) -> Path:
+    """The memory group of this process as a folder. text: of /proc/self/cgroup. Raises GroupError."""
+    file = Path("/proc/self/cgroup")
+    if text is None:
+        text = file.read_text() if file.exists() else ""
+    paths = {}
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths[controllers] = path.lstrip("/")
+    for controllers, path in paths.items():
+        if "memory" in controllers.split(","):
+            root = mount / "memory"
+            return root / path if (root / path).is_dir() else root  # in a container the root is its own group
+    if "" in paths and (mount / "cgroup.controllers").exists():
+        return mount / paths[""]
+    raise GroupError(f"this system has no memory groups under {mount}, so memory and page cache cannot be limited")
+
+
+def enter_and(group: MemoryGroup | None, command: list[str]) -> list[str]:
+    """`command` as a process that enters the group before its first byte of memory."""
+    if group is None:
+        return command
+    return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', os.fspath(group.entry), *command]

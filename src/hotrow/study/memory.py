@@ -1,0 +1,315 @@
+"""The cells of the study `memory`: training with a part of the tables' bytes as DRAM, beside having all of them there.
+
+    all in DRAM   | settle, steps |               | settle, steps |          one process, not limited
+    a side        |               | settle, steps |               | ...      another, in a memory cgroup
+
+Stretches of steps alternate, so that no two compute at once; a round is one of each. Both see the same batches from the
+same weights, and a side whose losses differ in a bit is refused. Who the sides are: sides.py and rivals.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hotrow import bench
+from hotrow.data.synthetic_config import KAGGLE_ROWS
+from hotrow.study import rivals
+from hotrow.study.group import GroupError, MemoryGroup
+from hotrow.study.sides import Settings
+from hotrow.study.work import Work, trace_rows
+from hotrow.study.worker import Worker, WorkerError
+
+SLACK_BYTES = 128 << 20
+"""Beside the budget and what a process used before it had tables: batches of a stretch, and what allocators keep."""
+ENOUGH = 0.9
+"""Of the speed in DRAM: what a smaller machine must keep to count as one that does the work."""
+DISK_BYTES_PER_S, STEP_S = 2.5e8, 0.15  # for the estimate alone
+
+
+class LossError(AssertionError):
+    """A side did not compute what training in DRAM does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCell:
+    """One measurement: a side, its DRAM, and how far it looks ahead."""
+
+    group: str
+    side: str
+    """tiers | mmap | rocksdb"""
+    dram_parts: int
+    """DRAM is the tables' bytes over this."""
+    ahead: int
+    """Batches whose rows are asked for before they are needed: of tiers the depth, of mmap advice, of rocksdb none."""
+    io: str = "auto"
+    zipf: float | None = None
+    trace: str | None = None
+    scale: float = 1.0
+    """Of the rows of Criteo Kaggle's tables."""
+    embedding_dim: int = 64
+    batch_size: int = 2048
+    threads: int = 2
+    rounds: int = 10
+    steps: int = 50
+    settle: int = 10
+    """Steps of a stretch before those that count."""
+    turns: int = 2000
+    """Batches that come and go at most, before the first step, for the cache to hold what its policy keeps."""
+    warm_up: int = 100
+    """Steps before the first round."""
+
+    @property
+    def key(self) -> str:
+        """Names the cell in files."""
+        source = f"zipf{self.zipf:g}" if self.trace is None else Path(self.trace).name
+        io = "" if self.io == "auto" else f"_{self.io}"
+        shape = f"{self.scale:g}x{self.embedding_dim}x{self.batch_size}"
+        return f"{self.group}/{self.side}{io}/dram{self.dram_parts}/{source}/ahead{self.ahead}/{shape}/{self.threads}t"
+
+    @property
+    def source(self) -> str:
+        """Of the ids, in words."""
+        return f"Zipf {self.zipf:g}" if self.trace is None else Path(self.trace).name
+
+    @property
+    def work(self) -> Work:
+        """What is trained."""
+        rows = tuple(max(3, int(n * self.scale)) for n in KAGGLE_ROWS) if self.trace is None else rows_of(self.trace)
+        return Work(
+            rows=rows, embedding_dim=self.embedding_dim, batch_size=self.batch_size, zipf=self.zipf, trace=self.trace
+        )
+
+    @property
+    def dram_bytes(self) -> int:
+        """The budget."""
+        return self.work.table_bytes // self.dram_parts
+
+
+rows_of = functools.lru_cache(maxsize=32)(trace_rows)
+
+
+def expand(group: Mapping[str, Any], axes: Mapping[str, Any], *, memory_bytes: int) -> list[MemoryCell]:
+    """The cells of a group of the preset; `variants` are pairs of a side and how far it looks ahead."""
+    cells = []
+    for values in product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        for side, ahead in group["variants"]:
+            cells.append(MemoryCell(group=group["name"], side=side, ahead=ahead, **{**group["fixed"], **chosen}))
+    return cells
+
+
+def setup_of(cell: MemoryCell) -> tuple[Any, ...]:
+    """Cells with the same one are measured by the same processes, on the same files."""
+    return tuple(str(value) for name, value in asdict(cell).items() if name not in ("ahead", "group"))
+
+
+def refusal(cell: MemoryCell, *, memory_bytes: int, cores: int) -> str | None:
+    """Why the cell cannot be measured here, or None."""
+    wanted = cell.work.table_bytes * (1 + 1 / cell.dram_parts)
+    if wanted > memory_bytes:
+        return f"both sides need {wanted / 1e9:.1f} GB, --memory allows {memory_bytes / 1e9:.1f} GB"
+    if cell.threads > cores:
+        return f"{cell.threads} threads, but this process may use {cores} cores"
+    return rivals.missing(cell.side) or group_refused()
+
+
+@functools.cache
+def group_refused() -> str | None:
+    """Why no memory group can be made here, or None."""
+    try:
+        with MemoryGroup():
+            return None
+    except GroupError as error:
+        return str(error)
+    except OSError as error:
+        return f"no memory group can be made: {error}"
+
+
+def estimate_s(cells: Sequence[MemoryCell]) -> float:
+    """About how long measuring them takes: the tables on disk, then the steps of both sides."""
+    built = sum(3 * setup.work.table_bytes / DISK_BYTES_PER_S for setup in {setup_of(c): c for c in cells}.values())
+    steps = sum(2 * (c.warm_up + c.rounds * (c.settle + c.steps)) for c in cells)
+    return built + steps * STEP_S
+
+
+def headline(row: Mapping[str, Any]) -> str:
+    """A measured row in a word."""
+    return f"{row['relative_speed']:.0%} of the speed in DRAM"
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the page needs beside the rows."""
+    return {"machines": machines(rows)}
+
+
+# ---- measuring
+
+FAILURES = (GroupError, WorkerError)
+"""What ends the measurement of one set-up and not the study."""
+
+
+def measure(cells: Sequence[MemoryCell], *, quick: bool, folder: Path) -> Iterator[tuple[MemoryCell, dict[str, Any]]]:
+    """`run`, its files below `folder`; what is quick is said by the preset."""
+    return run(cells, folder=folder)
+
+
+def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[tuple[MemoryCell, dict[str, Any]]]:
+    """The cells, all of one `setup_of`, with their rows. Raises WorkerError, GroupError and LossError.
+
+    folder: where files of tables lie while this runs; on the disk to measure.
+    """
+    first = cells[0]
+    with ExitStack() as stack:
+        there = stack.enter_context(tempfile.TemporaryDirectory(prefix="hotrow-study-", dir=folder or Path()))
+        settings = Settings(dram_bytes=first.dram_bytes, folder=there, io=first.io, turns=first.turns)
+        group = MemoryGroup()
+        side = stack.enter_context(Worker(first.side, first.work, settings, threads=first.threads, group=group))
+        dram = stack.enter_context(Worker("dram", first.work, settings, threads=first.threads))
+        side.ready()
+        dram.ready()
+        base = group.used_bytes()
+        limit = base + settings.dram_bytes + SLACK_BYTES
+        group.limit(limit)
+        facts = {**side.ask(do="build"), "base_bytes": base, "limit_bytes": limit, "built_bytes": group.used_bytes()}
+        dram.ask(do="build")
+        turns = Turns(dram, side)
+        turns.stretch(first, steps=first.warm_up, ahead=cells[0].ahead)
+        rounds = measure_rounds(turns, cells)
+        used = {"peak_bytes": group.peak_bytes(), "end_bytes": group.used_bytes()}
+        facts |= {**used, "steps_compared": turns.num_compared}
+        for cell in cells:
+            yield cell, row_of(cell, rounds[cell.key], facts)
+
+
+class Turns:
+    """Both processes, one stretch each at a time."""
+
+    def __init__(self, dram: Worker, side: Worker) -> None:
+        self.dram, self.side = dram, side
+        self.num_compared = self._number = 0
+
+    def stretch(self, cell: MemoryCell, *, steps: int, ahead: int) -> dict[str, Any]:
+        """The same steps on both sides, who begins alternates: {"dram": ..., "side": ..., "stolen": ...}."""
+        self._number += 1
+        answers: dict[str, Any] = {}
+        before = bench.stolen_s()
+        for name, worker in sorted({"dram": self.dram, "side": self.side}.items(), reverse=self._number % 2 == 0):
+            answers[name] = worker.ask(do="train", settle=max(cell.settle, ahead), steps=steps, ahead=ahead)
+        seconds = answers["dram"]["seconds"] + answers["side"]["seconds"]
+        check_losses(cell.key, self.num_compared, answers["dram"]["losses"], answers["side"]["losses"])
+        self.num_compared += len(answers["dram"]["losses"])
+        return {**answers, "stolen": bench.stolen_s() - before > 0.01 * seconds}
+
+
+def check_losses(key: str, first_step: int, wanted: Sequence[str], found: Sequence[str]) -> None:
+    """Raises LossError naming the first step whose loss is not the same to the bit."""
+    for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
+        if a != b or not math.isfinite(float.fromhex(a)):
+            raise LossError(
+                f"cell {key}: the loss of step {first_step + i} is {float.fromhex(b)!r}, in DRAM "
+                f"{float.fromhex(a)!r}: where rows lie has changed the result. Run the law tests (make test)"
+            )
+
+
+def measure_rounds(turns: Turns, cells: Sequence[MemoryCell]) -> dict[str, list[dict[str, Any]]]:
+    """Rounds of each cell, those in which the processor was taken away too; a round visits every cell."""
+    found: dict[str, list[dict[str, Any]]] = {cell.key: [] for cell in cells}
+    for _ in range(cells[0].rounds):
+        for cell in cells:
+            found[cell.key].append(turns.stretch(cell, steps=cell.steps, ahead=cell.ahead))
+    return found
+
+
+def row_of(cell: MemoryCell, rounds: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What the files hold of a measured cell."""
+    clean = [r for r in rounds if not r["stolen"]]
+    kept = clean if len(clean) >= 3 else list(rounds)
+    ratios = [r["dram"]["seconds"] / r["side"]["seconds"] for r in kept]
+    sides = [r["side"] for r in kept]
+    return {
+        "key": cell.key,
+        "name": cell.key,
+        **asdict(cell),
+        "source": cell.source,
+        "dram_share": 1 / cell.dram_parts,
+        "table_bytes": cell.work.table_bytes,
+        "relative_speed": statistics.median(ratios),
+        "spread": [min(ratios), max(ratios)],
+        "step_ms": 1e3 * statistics.median(s["seconds"] for s in sides) / cell.steps,
+        "dram_step_ms": 1e3 * statistics.median(r["dram"]["seconds"] for r in kept) / cell.steps,
+        "samples_per_s": cell.batch_size * cell.steps / statistics.median(s["seconds"] for s in sides),
+        "dram_cpu_ms": 1e3 * statistics.median(r["dram"]["cpu_s"] for r in kept) / cell.steps,
+        **shares_of(sides, cell.steps),
+        **facts,
+        "rounds": len(kept),
+        "stolen_rounds": len(rounds) - len(clean),
+    }
+
+
+def shares_of(sides: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Hit rates, waiting and traffic of a side over its stretches; None where it does not know."""
+    total = {name: sum(side[name] for side in sides) for name in sides[0] if name not in ("losses", "steps_s")}
+    num_steps = steps * len(sides)
+
+    def share(part: str, whole: str) -> float | None:
+        return total[part] / total[whole] if total.get(whole) and part in total else None
+
+    def per_step(*names: str, scale: float = 1.0) -> float | None:
+        name = next((name for name in names if name in total), None)
+        return None if name is None else scale * total[name] / num_steps
+
+    total["hits"] = total.get("hit_lookups", 0) + total.get("pinned_lookups", 0)
+    times = sorted(1e3 * s for side in sides for s in side["steps_s"])
+    return {
+        "hit_rate": share("hits", "lookups"),
+        "row_hit_rate": share("hit_rows", "rows"),
+        "stall_share": share("wait_s", "seconds"),
+        "admit_ms": per_step("admit_s", scale=1e3),
+        "check_ms": per_step("is_of_s", scale=1e3),
+        "release_ms": per_step("release_s", scale=1e3),
+        "blocked_ms": per_step("blocked_ns", scale=1e-6),
+        "drain_ms": per_step("drain_s", scale=1e3),
+        "cpu_ms": per_step("cpu_s", scale=1e3),
+        "io_cpu_ms": per_step("io_cpu_ns", scale=1e-6),
+        "refused_advice_per_step": per_step("refused_advice"),
+        "rows_per_step": per_step("rows"),
+        "overflow_rows_per_step": per_step("overflow_rows"),
+        "read_rows_per_step": per_step("read_rows"),
+        "evicted_rows_per_step": per_step("evicted_rows"),
+        "reads_per_step": per_step("reads"),
+        "writes_per_step": per_step("writes"),
+        "bytes_read_per_step": per_step("read_bytes", "disk_read_bytes"),
+        "bytes_written_per_step": per_step("written_bytes", "disk_write_bytes"),
+        "p50_ms": times[len(times) // 2],
+        "p99_ms": times[int(0.99 * (len(times) - 1))],
+    }
+
+
+def machines(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each source, the least DRAM at which tiers keep ENOUGH of the speed, and how many machines that saves."""
+    found = []
+    for source in dict.fromkeys(row["source"] for row in rows):
+        own = [row for row in rows if row["source"] == source and row["side"] == "tiers" and row["ahead"]]
+        held = [row["dram_parts"] for row in own if row["relative_speed"] >= ENOUGH]
+        found.append({"source": source, "machines_in_dram": max(held, default=1), "measured": bool(own)})
+    return found
+
+
+def with_traces(preset: Mapping[str, Any], traces: Sequence[str]) -> dict[str, Any]:
+    """The preset, its group of traces with those paths; without paths that group is left out."""
+    groups = []
+    for group in preset["groups"]:
+        if "trace" not in group["axes"]:
+            groups.append(group)
+        elif traces:
+            groups.append({**group, "axes": {**group["axes"], "trace": [*traces]}})
+    return {**preset, "groups": groups}

@@ -1,0 +1,81 @@
+"""The page of the study `memory`: one HTML file with its chart inside, from the preset and the measured rows."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from hotrow.charts import line_chart
+from hotrow.study.page import by_reason, machine_line
+
+Row = Mapping[str, Any]
+SIDES = {"tiers": "hotrow", "mmap": "mapped files", "rocksdb": "RocksDB + LRU"}
+
+
+def memory_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """The HTML; `report` is what the study's JSON file holds. Text is escaped."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((importlib.resources.files("hotrow.study") / "memory.html").read_text("utf-8"))
+    rows: Sequence[Row] = report["cells"]
+    lines = speed_lines(rows)
+    chart = line_chart(
+        lines, x_label="DRAM, share of the tables' bytes", y_label="samples/s over all in DRAM", label="speed by DRAM"
+    )
+    return template.render(
+        title=preset["title"],
+        about=preset["about"],
+        machine=machine_line(report),
+        quick=report["quick"],
+        groups=[
+            {"about": group["about"], "name": group["name"], "rows": shown_of(group["name"], rows)}
+            for group in preset["groups"]
+        ],
+        chart=chart,
+        machines=[line for line in report.get("machines", ()) if line["measured"]],
+        skipped=by_reason(report["skipped"]),
+    )
+
+
+def who(row: Row) -> str:
+    """A side in words."""
+    io = "" if row["io"] == "auto" else f", {row['io']}"
+    ahead = {"tiers": f", {row['ahead']} ahead", "mmap": ", advised" if row["ahead"] else ""}.get(row["side"], "")
+    return SIDES[row["side"]] + io + ahead
+
+
+def speed_lines(rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """Who and what -> (share of DRAM, relative speed)."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: float(row["dram_share"])):
+        found.setdefault(f"{who(row)}, {row['source']}", []).append((row["dram_share"], row["relative_speed"]))
+    return found
+
+
+def shown_of(group: str, rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The group's rows as text."""
+    return [shown(row) for row in rows if row["group"] == group]
+
+
+def shown(row: Row) -> dict[str, str]:
+    """A row's numbers as text; empty where a side does not know."""
+
+    def text(name: str, form: str, scale: float = 1.0) -> str:
+        return "" if row.get(name) is None else format(row[name] * scale, form)
+
+    return {
+        "who": who(row),
+        "source": row["source"],
+        "dram": f"1/{row['dram_parts']}",
+        "speed": f"{row['relative_speed']:.0%} ({row['spread'][0]:.0%}-{row['spread'][1]:.0%})",
+        "hit_rate": text("hit_rate", ".1%"),
+        "row_hit_rate": text("row_hit_rate", ".1%"),
+        "stall_share": text("stall_share", ".1%"),
+        "read": text("bytes_read_per_step", ".2f", 1e-6),
+        "written": text("bytes_written_per_step", ".2f", 1e-6),
+        "rows_on_disk": text("rows_on_disk", ",.0f"),
+        "peak": text("peak_bytes", ".2f", 1e-9),
+        "rounds": f"{row['rounds']} ({row['stolen_rounds']} dropped)",
+    }

@@ -1,0 +1,240 @@
+"""Who trains in the study `memory`: all in DRAM, hotrow's tiers, and the rivals of rivals.py, each in its own process.
+
+A side holds tables, looks up and updates; `Side.train` takes a stretch of steps and says what they took.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.batch import Batch
+from hotrow.embedding import EmbeddingCollection
+from hotrow.memory.budget import Memory
+from hotrow.memory.lookahead import lookahead
+from hotrow.memory.tiers import Flight, Tiers
+from hotrow.optim import SGD
+from hotrow.study.work import LR, SEED, Training, Work
+from hotrow.tables import TableConfig
+
+ZEROS_BYTES = 1 << 23
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a side is given beside the work."""
+
+    dram_bytes: int
+    """For the tables; means nothing to the side that has all of them there."""
+    folder: str
+    """For files, on the disk to measure."""
+    io: str = "auto"
+    """Of our block stores: io_uring, threads, or auto."""
+    turns: int = 2000
+    """Batches that come and go at most before a cache is taken as it is."""
+
+
+class Side:
+    """All tables in DRAM. Others replace `build`, and what of the rest differs."""
+
+    def __init__(self, work: Work, settings: Settings) -> None:
+        self.work, self.settings = work, settings
+        self.seconds: dict[str, float] = {}
+        """By what a side waited for or did, since the process began."""
+
+    def build(self) -> None:
+        """Make tables whose every row lies where it would after long training."""
+        self.use(EmbeddingCollection(self.work.tables, seed=SEED))
+
+    def use(self, emb: EmbeddingCollection) -> None:
+        """Train with these tables, from the fixed weights of the dense layers."""
+        self.emb = emb
+        self.tables = SGD(emb, LR)
+        self.training = Training(self.work)
+
+    def coming(self, batches: Iterable[Batch], ahead: int) -> Iterator[Batch]:
+        """The batches; `ahead` of them are asked for before they are needed, by sides that can."""
+        yield from batches
+
+    def step(self, batch: Batch) -> Tensor:
+        """Train on it; the loss."""
+        return self.training.step(self.emb, self.tables, batch)
+
+    def drain(self) -> None:
+        """Return when nothing that a step left behind is under way."""
+
+    def facts(self) -> dict[str, Any]:
+        """Rows and bytes on disk."""
+        return {"rows_on_disk": 0, "disk_bytes": 0}
+
+    def counters(self) -> dict[str, float]:
+        """What grows as a side trains."""
+        return {}
+
+    def train(self, batches: Sequence[Batch], *, settle: int, steps: int, ahead: int) -> dict[str, Any]:
+        """Train `settle` steps, then `steps` that count, to the end of what they left to write; and what that took.
+
+        batches: those and `ahead` more, which are looked ahead to and not trained on.
+        """
+        losses: list[Tensor] = []
+        times: list[float] = []
+        before: dict[str, float] = {}
+        source = self.coming(batches, ahead)
+        for number in range(settle + steps):
+            if number == settle:
+                self.drain()  # so that what is written in the end is what these steps left
+                before = self._counted()
+            start = time.perf_counter()
+            losses.append(self.step(next(source)))
+            times.append(time.perf_counter() - start)
+        stop = time.perf_counter()
+        self.drain()
+        now = self._counted()
+        counted = {name: value - before[name] for name, value in now.items()}
+        source.close()  # type: ignore[attr-defined]
+        return {
+            "losses": [float(loss).hex() for loss in losses],
+            "drain_s": time.perf_counter() - stop,
+            "steps_s": times[settle:],
+            **counted,
+        }
+
+    def _counted(self) -> dict[str, float]:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "seconds": time.perf_counter(),
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+            "major_faults": usage.ru_majflt,
+            **disk_bytes_moved(),
+            **{f"{name}_s": value for name, value in self.seconds.items()},
+            **self.counters(),
+        }
+
+
+class InTiers(Side):
+    """hotrow's tiers."""
+
+    def build(self) -> None:
+        """Tables whose every row exists and has its place on the disk."""
+        memory = Memory(dram=self.settings.dram_bytes, ssd=self.settings.folder, io=self.settings.io)  # type: ignore[arg-type]
+        self.use(EmbeddingCollection(self.work.tables, memory=memory, seed=SEED))
+        assert self.emb.tiers is not None
+        self.tiers: Tiers = self.emb.tiers
+        for store in self.tiers.stores:
+            if store.path is not None:
+                write_zeros(store.path)
+        self.tiers.write_every_row()
+        self.rows_on_disk = self.counters()["evicted_rows"]
+        self.turn_over()
+        self.drain()
+        for owner, method in ((Flight, "wait"), (Flight, "is_of"), (Flight, "release"), (Tiers, "_admit")):
+            self.stopwatch(owner, method)
+
+    def turn_over(self) -> None:
+        """Let batches that are not trained on come and go until as many rows have left as are cached, or `turns` have.
+
+        The rows cached are then those that the policy keeps, and no longer those that are looked up most.
+        """
+        wanted = self.rows_on_disk + sum(slots.cached for slots in self.tiers.slots)
+        for batch in islice(self.work.batches(stream=1), self.settings.turns):
+            self.tiers.announce(batch.sparse)
+            flight, _ = self.tiers.take(batch.sparse, training=True)
+            flight.release(updated=True)
+            if self.counters()["evicted_rows"] >= wanted:
+                return
+
+    def stopwatch(self, owner: type, method: str) -> None:
+        """Add up what a method takes from now on; this process does nothing but be measured."""
+        real, name = getattr(owner, method), method.strip("_")
+        self.seconds[name] = 0.0
+
+        def timed(*args: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return real(*args, **named)
+            finally:
+                self.seconds[name] += time.perf_counter() - start
+
+        setattr(owner, method, timed)
+
+    def coming(self, batches: Iterable[Batch], ahead: int) -> Iterator[Batch]:
+        """The batches behind a look-ahead."""
+        yield from lookahead(batches, self.emb, depth=ahead)
+
+    def drain(self) -> None:
+        """Return when nothing waits to be written."""
+        while any(store.counters()["waiting_bytes"] for store in self.tiers.stores):
+            time.sleep(0.0005)
+
+    def facts(self) -> dict[str, Any]:
+        """Rows and bytes on disk, and how the tables lie."""
+        files = [store.path for store in self.tiers.stores if store.path is not None]
+        return {
+            "rows_on_disk": int(self.rows_on_disk),
+            "disk_bytes": sum(file.stat().st_blocks * 512 for file in files),
+            "whole_tables": sum(slots.pinned > 0 for slots in self.tiers.slots),
+            "cached_rows": sum(slots.cached for slots in self.tiers.slots),
+            "fallback": next((store.fallback for store in self.tiers.stores if store.fallback), None),
+        }
+
+    def counters(self) -> dict[str, float]:
+        """Of all tables: row_cache.h, store.h."""
+        tables = self.tiers.counters().values()
+        total = {name: float(sum(table[name] for table in tables)) for name in next(iter(tables))}
+        return {name: value for name, value in total.items() if name != "waiting_bytes"}
+
+
+def disk_bytes_moved() -> dict[str, float]:
+    """By this process, as the system counts them: what the page cache served is not among it."""
+    file = Path("/proc/self/io")
+    if not file.exists():
+        return {}
+    fields = dict(line.split(": ") for line in file.read_text().splitlines())
+    return {"disk_read_bytes": float(fields["read_bytes"]), "disk_write_bytes": float(fields["write_bytes"])}
+
+
+@contextmanager
+def past_page_cache(path: Path) -> Iterator[int]:
+    """A descriptor for large writes that leave nothing in the page cache, where the file system allows it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError:
+        descriptor = os.open(path, flags, 0o600)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def write_zeros(path: Path, *, start: int = 4096) -> None:
+    """Give every hole of a file from `start` on its place on the disk: writing into one is much slower than over it."""
+    size = path.stat().st_size
+    with past_page_cache(path) as descriptor, mmap.mmap(-1, ZEROS_BYTES) as zeros:
+        for offset in range(start, size, ZEROS_BYTES):
+            with memoryview(zeros)[: min(ZEROS_BYTES, size - offset)] as piece:
+                os.pwrite(descriptor, piece, offset)
+
+
+def collection_over(tables: Sequence[TableConfig], weights: Sequence[Tensor]) -> EmbeddingCollection:
+    """A collection whose tables lie in the arrays `weights` [N, D]: hotrow's kernels on a rival's memory."""
+    emb = EmbeddingCollection.__new__(EmbeddingCollection)
+    torch.nn.Module.__init__(emb)
+    emb.tables, emb.tiers = tuple(tables), None
+    emb.weights, emb.low = {table.name: w for table, w in zip(emb.tables, weights, strict=True)}, {}
+    emb._prepare()
+    return emb

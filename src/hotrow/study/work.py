@@ -1,0 +1,133 @@
+"""What the sides of the study `memory` train: a DLRM and an endless line of batches, the same for every side."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from hotrow.batch import Batch, KeyedJaggedTensor
+from hotrow.data.accesses import Accesses, open_accesses
+from hotrow.models.dlrm import DLRM
+from hotrow.tables import TableConfig
+
+NUM_DENSE = 13
+BOTTOM_MLP, TOP_MLP = (512, 256, 64), (512, 256)
+"""Of the reference DLRM on Criteo Kaggle."""
+LR = 0.1
+SEED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A model and its batches."""
+
+    rows: tuple[int, ...]
+    """Of each table."""
+    embedding_dim: int
+    batch_size: int
+    zipf: float | None = None
+    """Each table's ids over its ranks; None: the ids of `trace`."""
+    trace: str | None = None
+    """A packed dataset or a plain trace, which is repeated where it ends."""
+    bottom_mlp: tuple[int, ...] = BOTTOM_MLP
+    top_mlp: tuple[int, ...] = TOP_MLP
+
+    @property
+    def table_bytes(self) -> int:
+        """Of float32 weights; SGD has no state."""
+        return 4 * sum(self.rows) * self.embedding_dim
+
+    @property
+    def tables(self) -> list[TableConfig]:
+        """One table for each feature."""
+        return [
+            TableConfig(name=name, num_embeddings=n, embedding_dim=self.embedding_dim, feature_names=(name,))
+            for name, n in zip(names_of(len(self.rows)), self.rows, strict=True)
+        ]
+
+    def batches(self, *, stream: int = 0) -> Iterator[Batch]:
+        """From the first, without end; other draws in another stream, but of a trace, which has one."""
+        ids = zipf_ids(self, stream) if self.trace is None else trace_ids(open_accesses(self.trace), self.batch_size)
+        for number, columns in enumerate(ids):
+            yield self._batch(columns, np.random.default_rng((SEED, 2 + 2 * stream, number)))
+
+    def _batch(self, columns: Sequence[np.ndarray[Any, Any]], generator: np.random.Generator) -> Batch:
+        lengths = None
+        if any(len(column) != self.batch_size for column in columns):
+            lengths = torch.from_numpy(np.concatenate([even_lengths(len(c), self.batch_size) for c in columns]))
+        values = torch.from_numpy(np.concatenate(columns).astype(np.int64))
+        dense = np.log1p(generator.exponential(5.0, (self.batch_size, NUM_DENSE))).astype(np.float32)
+        label = (generator.random(self.batch_size) < 0.25).astype(np.float32)
+        sparse = KeyedJaggedTensor(names_of(len(columns)), values, lengths=lengths)
+        return Batch(dense=torch.from_numpy(dense), sparse=sparse, label=torch.from_numpy(label))
+
+
+def names_of(num_tables: int) -> tuple[str, ...]:
+    """Of tables and their features."""
+    return tuple(f"C{i + 1}" for i in range(num_tables))
+
+
+def zipf_ids(work: Work, stream: int) -> Iterator[list[np.ndarray[Any, Any]]]:
+    """Each table's ids, batch after batch: id k in proportion to about (k + 1) ** -zipf (the continuous law, cut)."""
+    assert work.zipf is not None
+    power = 1.0 - work.zipf
+    for number in itertools.count():
+        u = np.random.default_rng((SEED, 1 + 2 * stream, number)).random((len(work.rows), work.batch_size))
+        yield [
+            np.minimum((1 + row * ((n + 1.0) ** power - 1)) ** (1 / power) - 1, n - 1).astype(np.int64)
+            for n, row in zip(work.rows, u, strict=True)
+        ]
+
+
+def trace_ids(accesses: Accesses, batch_size: int) -> Iterator[list[np.ndarray[Any, Any]]]:
+    """Each table's ids, batch after batch, as they were recorded; whole batches alone, from the start when they end."""
+    while True:
+        yield from itertools.islice(
+            zip(*(table.batches(batch_size) for table in accesses.tables), strict=False),
+            max(1, accesses.num_samples // batch_size),
+        )
+
+
+def even_lengths(num_ids: int, num_bags: int) -> np.ndarray[Any, Any]:
+    """Lengths of bags that share the ids evenly: the rows that a batch touches are real, which sample has which not."""
+    return num_ids // num_bags + (np.arange(num_bags) < num_ids % num_bags)
+
+
+def trace_rows(path: str) -> tuple[int, ...]:
+    """Rows of each table of a packed dataset or trace."""
+    return tuple(table.num_embeddings for table in open_accesses(path).tables)
+
+
+class Training:
+    """The dense part of the model from a fixed seed, and one step."""
+
+    def __init__(self, work: Work) -> None:
+        self.model = DLRM(
+            num_dense=NUM_DENSE,
+            num_features=len(work.rows),
+            embedding_dim=work.embedding_dim,
+            bottom_mlp=work.bottom_mlp,
+            top_mlp=work.top_mlp,
+            first_order=False,
+            generator=torch.Generator().manual_seed(SEED),
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, fused=True)
+
+    def step(
+        self, look_up: Callable[[KeyedJaggedTensor], Tensor], tables: torch.optim.Optimizer, batch: Batch
+    ) -> Tensor:
+        """Forward, loss, gradients, both optimizers; the loss."""
+        loss = binary_cross_entropy_with_logits(self.model(batch.dense, look_up(batch.sparse)), batch.label)
+        self.optimizer.zero_grad()
+        tables.zero_grad()
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        tables.step()
+        return loss.detach()

@@ -1,0 +1,153 @@
+"""The processes of the study `memory`: one side each, told over pipes when to train, so that no two compute at once.
+
+A worker reads one JSON object a line and answers with one: {"do": "build"}, {"do": "train", ...}; it ends where its
+input does. `Worker` is the end of the one who tells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any, TextIO
+
+from hotrow.study.group import MemoryGroup, enter_and
+
+
+class WorkerError(RuntimeError):
+    """A worker's process is gone or said why it cannot go on."""
+
+
+class Worker:
+    """A side in a process of its own, inside `group` where one is given. A context manager that ends it."""
+
+    def __init__(self, side: str, work: Any, settings: Any, *, threads: int, group: MemoryGroup | None = None) -> None:
+        self.side, self.group = side, group
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1"}
+        self._process: subprocess.Popen[str] = subprocess.Popen(
+            enter_and(group, [sys.executable, "-c", "from hotrow.study.worker import main; main()"]),
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._tell(side=side, work=asdict(work), settings=asdict(settings))
+
+    def ready(self) -> None:
+        """Wait until it has warmed up; before the first `ask`. Raises WorkerError."""
+        self._answer()
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        """The answer. Raises WorkerError with the reason."""
+        self._tell(**what)
+        return self._answer()
+
+    def _tell(self, **what: Any) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # that there is no answer says so
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            why = "it was killed, as where memory is over the limit" if status in (-9, 137) else f"status {status}"
+            raise WorkerError(f"the process of side {self.side} ended: {why}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(f"side {self.side}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End the process, and remove its group."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        if self.group is not None:
+            self.group.remove()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Server:
+    """A side, and the batches that it has not been given yet."""
+
+    def __init__(self, side: str, work: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        from hotrow.study import rivals, sides
+        from hotrow.study.work import Work
+
+        lists: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in work.items()}
+        self.work = Work(**lists)
+        kinds = {"dram": sides.Side, "tiers": sides.InTiers, "mmap": rivals.Mapped, "rocksdb": rivals.Rocks}
+        self._warm_up(sides)
+        self.side = kinds[side](self.work, sides.Settings(**settings))
+        self._source, self._waiting = self.work.batches(), deque[Any]()
+
+    def _warm_up(self, sides: Any) -> None:
+        """Three steps on tables of one row: buffers and code that every side needs are there before it is limited."""
+        small = replace(self.work, rows=(1,) * len(self.work.rows), zipf=1.05, trace=None)
+        side = sides.Side(small, None)
+        side.build()
+        side.train(list(islice(small.batches(), 3)), settle=1, steps=2, ahead=0)
+
+    def build(self) -> dict[str, Any]:
+        """Make the tables; what is known of them."""
+        self.side.build()
+        return self.side.facts()
+
+    def train(self, *, settle: int, steps: int, ahead: int) -> dict[str, Any]:
+        """A stretch; the batches looked ahead to come again in the next."""
+        wanted = settle + steps + ahead
+        self._waiting.extend(islice(self._source, max(0, wanted - len(self._waiting))))
+        found = self.side.train(list(islice(self._waiting, wanted)), settle=settle, steps=steps, ahead=ahead)
+        for _ in range(settle + steps):
+            self._waiting.popleft()
+        return found
+
+
+def serve(lines: TextIO, answers: TextIO) -> None:
+    """Answer each line until there is none, or until one cannot be."""
+    server: Server | None = None
+    answer: dict[str, Any] = {}
+    for line in lines:
+        what = json.loads(line)
+        try:
+            if server is None:
+                server = Server(**what)
+            else:
+                answer = getattr(server, what.pop("do"))(**what)
+        except Exception as error:  # told to the one who asked, who says it
+            answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+            answers.flush()
+            return
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Serve on what was stdout; whatever prints goes to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks, who then ends this
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.filterwarnings("ignore", "table .* is read and written by .* threads")  # asked for, or told in `facts`
+    serve(sys.stdin, answers)

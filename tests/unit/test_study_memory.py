@@ -1,0 +1,330 @@
+"""`hotrow study memory`: sides that compute the same, groups that limit or say why not, cells that add up."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.claims import tiers_table
+from benchmarks.tiers import name_of, step_cells
+from hotrow import EmbeddingCollection, Memory
+from hotrow.study import memory, runner
+from hotrow.study.group import GroupError, MemoryGroup, own_group
+from hotrow.study.memory import LossError, MemoryCell, Turns, check_losses
+from hotrow.study.rivals import Mapped, Rocks, RowLru
+from hotrow.study.sides import InTiers, Settings, Side
+from hotrow.study.work import Work, even_lengths
+from hotrow.study.worker import Server, Worker, WorkerError
+
+WORK = Work(rows=(3, 900, 4000), embedding_dim=8, batch_size=64, zipf=1.05, bottom_mlp=(16,), top_mlp=(16,))
+TINY: dict[str, Any] = {
+    "title": "Tiny <script>",
+    "about": "For tests.",
+    "groups": [
+        {
+            "name": "tiers",
+            "about": "Ours.",
+            "fixed": {
+                "scale": 1e-4,
+                "batch_size": 32,
+                "rounds": 3,
+                "steps": 2,
+                "settle": 1,
+                "warm_up": 2,
+                "threads": 1,
+            },
+            "axes": {"zipf": [1.05], "dram_parts": [2]},
+            "variants": [["tiers", 2], ["tiers", 0]],
+        },
+        {"name": "traces", "about": "", "fixed": {}, "axes": {"trace": []}, "variants": [["tiers", 2]]},
+    ],
+    "quick": {"leave_out": [], "axes": {}},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class NoGroup:
+    """In the place of a group: a file to write the process id into, and no limit."""
+
+    def __init__(self, entry: Path) -> None:
+        self.entry = entry
+
+    def limit(self, num_bytes: int) -> None:
+        self.limited = num_bytes
+
+    def used_bytes(self) -> int:
+        return 1000
+
+    def peak_bytes(self) -> int:
+        return 5
+
+    def remove(self) -> None:
+        self.entry.unlink()
+
+
+class InThisProcess:
+    """A worker without its process."""
+
+    def __init__(self, side: str, work: Work, settings: Settings, *, threads: int, group: Any = None) -> None:
+        self.server = Server(side, asdict(work), asdict(settings))
+
+    def ready(self) -> None:
+        pass
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        return dict(json.loads(json.dumps(getattr(self.server, what.pop("do"))(**what))))
+
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.server
+
+
+@pytest.fixture
+def no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "group_refused", lambda: None)
+    monkeypatch.setattr(memory, "MemoryGroup", lambda: NoGroup(tmp_path / "procs"))
+    monkeypatch.setattr(memory, "Worker", InThisProcess)
+
+
+def run_tiny(out: Path, **changes: Any) -> dict[str, Any]:
+    return runner.run_study("memory", out, preset=TINY, memory_bytes=1 << 30, **changes)
+
+
+def losses(side: Side, *, ahead: int) -> list[str]:
+    side.build()
+    batches = list(islice(side.work.batches(), 9 + ahead))
+    return list(side.train(batches, settle=2, steps=7, ahead=ahead)["losses"])
+
+
+# ---- sides
+
+
+@pytest.mark.parametrize(("kind", "ahead"), [(InTiers, 2), (InTiers, 0), (Mapped, 1), (Mapped, 0), (Rocks, 0)])
+def test_a_side_trains_to_the_losses_of_dram(kind: type[Side], ahead: int, tmp_path: Path) -> None:
+    if kind is Rocks and importlib.util.find_spec("rocksdict") is None:
+        pytest.skip("rocksdict is not installed")
+    settings = Settings(dram_bytes=WORK.table_bytes // 2, folder=str(tmp_path))
+    side = kind(WORK, settings)
+    assert losses(side, ahead=ahead) == losses(Side(WORK, settings), ahead=0)
+    assert side.facts()["rows_on_disk"] > 2000 and side.facts()["disk_bytes"] > 0
+
+
+def test_a_side_counts_what_its_steps_took(tmp_path: Path) -> None:
+    side = InTiers(WORK, Settings(dram_bytes=WORK.table_bytes // 2, folder=str(tmp_path)))
+    side.build()
+    found = side.train(list(islice(WORK.batches(), 8)), settle=2, steps=5, ahead=1)
+    assert len(found["steps_s"]) == 5 and len(found["losses"]) == 7
+    row = memory.shares_of([found, found], 5)
+    assert found["lookups"] == 5 * 3 * 64
+    assert 0 < row["hit_rate"] <= 1 and 0 <= row["stall_share"] < 1 and row["rows_per_step"] > 0
+
+
+def test_written_rows_keep_their_initial_values(tmp_path: Path) -> None:
+    plain = EmbeddingCollection(WORK.tables, seed=1)
+    tiered = EmbeddingCollection(WORK.tables, memory=Memory(dram=WORK.table_bytes // 2, ssd=tmp_path), seed=1)
+    assert tiered.tiers is not None
+    tiered.tiers.write_every_row(piece_rows=70)
+    for name, num_rows in (("C1", 3), ("C3", 4000)):
+        assert torch.equal(tiered.read_rows(name, slice(0, num_rows)), plain.read_rows(name, slice(0, num_rows)))
+    counts = tiered.tiers.counters()["C3"]
+    assert counts["created_rows"] == 4000 and counts["written_rows"] == counts["evicted_rows"] > 1000
+
+
+def test_io_is_chosen_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="io is 'aio'; choose one of auto, io_uring, threads"):
+        Memory(dram="1GiB", ssd=tmp_path, io="aio")  # type: ignore[arg-type]
+
+
+def test_lru_of_arrays_against_lru_of_a_dictionary() -> None:
+    lru, plain, g = RowLru(300, 40), OrderedDict[int, int](), np.random.default_rng(2)
+    for _ in range(400):
+        rows = np.unique(np.minimum(g.geometric(0.03, 25), 299))
+        slots, absent, left, freed = lru.take(rows)
+        assert rows[absent].tolist() == [row for row in rows if row not in plain]
+        assert len(np.unique(slots)) == len(slots) and len(left) == len(freed)
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            plain[row] = slot
+            plain.move_to_end(row)
+        for row, slot in zip(left.tolist(), freed.tolist(), strict=True):
+            assert plain.pop(row) == slot
+        assert len(plain) <= 40 and all(lru.slot_of[row] == slot for row, slot in plain.items())
+    oldest = {row: lru.last[slot] for row, slot in plain.items()}
+    assert [oldest[row] for row in plain] == sorted(oldest.values())
+
+
+def test_a_trace_is_repeated_and_its_bags_share_the_ids(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.txt"
+    trace.write_text("\n".join(str(i % 7) for i in range(40)))
+    work = Work(rows=(7,), embedding_dim=4, batch_size=16, trace=str(trace))
+    first, second, third = islice(work.batches(), 3)
+    assert first.sparse.values.tolist() == [i % 7 for i in range(16)]
+    assert third.sparse.values.tolist() == first.sparse.values.tolist() != second.sparse.values.tolist()
+    assert even_lengths(5, 3).tolist() == [2, 2, 1]
+
+
+def test_a_worker_enters_its_group_trains_and_says_why_it_ends(tmp_path: Path) -> None:
+    group = NoGroup(tmp_path / "procs")
+    with Worker("dram", WORK, Settings(dram_bytes=0, folder=""), threads=1, group=group) as worker:  # type: ignore[arg-type]
+        worker.ready()
+        assert int(group.entry.read_text()) == worker._process.pid
+        assert worker.ask(do="build") == {"rows_on_disk": 0, "disk_bytes": 0}
+        first = worker.ask(do="train", settle=1, steps=2, ahead=0)["losses"]
+        assert len(first) == 3 and worker.ask(do="train", settle=0, steps=1, ahead=0)["losses"] != first[:1]
+        with pytest.raises(WorkerError, match=r"side dram: TypeError: .*unexpected keyword"):
+            worker.ask(do="train", stride=1)
+        with pytest.raises(WorkerError, match="the process of side dram ended: status 0"):
+            worker.ask(do="build")
+    assert not group.entry.exists()
+
+
+# ---- losses and groups
+
+
+def test_a_loss_that_differs_in_a_bit_is_refused() -> None:
+    same = [(0.5).hex(), (0.25).hex()]
+    check_losses("cell", 0, same, same)
+    with pytest.raises(LossError, match=r"cell c: the loss of step 11 .* where rows lie has changed the result"):
+        check_losses("c", 10, same, [(0.5).hex(), np.nextafter(0.25, 1).hex()])
+    with pytest.raises(LossError):
+        check_losses("c", 0, [float("nan").hex()], [float("nan").hex()])
+
+
+def test_stretches_compare_every_step() -> None:
+    class Fake:
+        def __init__(self, losses: Sequence[float]) -> None:
+            self.losses = [loss.hex() for loss in losses]
+
+        def ask(self, **what: Any) -> dict[str, Any]:
+            return {"seconds": 1.0, "losses": self.losses}
+
+    cell = MemoryCell(group="g", side="tiers", dram_parts=2, ahead=0, zipf=1.05)
+    turns = Turns(Fake([0.5, 0.7]), Fake([0.5, 0.7]))  # type: ignore[arg-type]
+    turns.stretch(cell, steps=2, ahead=0)
+    assert turns.num_compared == 2
+    with pytest.raises(LossError, match="step 1 "):
+        Turns(Fake([0.5, 0.7]), Fake([0.5, 0.8])).stretch(cell, steps=2, ahead=0)  # type: ignore[arg-type]
+
+
+def test_a_group_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    with pytest.raises(GroupError, match=r"no memory controller.*run as root, or under"):
+        MemoryGroup(tmp_path)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(GroupError, match="no memory group can be made in"):
+        MemoryGroup(tmp_path / "absent")
+    with pytest.raises(GroupError, match="has no memory groups"):
+        own_group("1:cpu:/", tmp_path)
+
+
+def test_own_group_of_either_version(tmp_path: Path) -> None:
+    (tmp_path / "memory" / "a").mkdir(parents=True)
+    assert own_group("3:cpu,memory:/a\n", tmp_path) == tmp_path / "memory" / "a"
+    assert own_group("3:memory:/elsewhere\n", tmp_path) == tmp_path / "memory"
+    (tmp_path / "cgroup.controllers").touch()
+    assert own_group("0::/b\n", tmp_path) == tmp_path / "b"
+
+
+def test_without_groups_no_cell_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "group_refused", lambda: "no memory group: run as root")
+    result = run_tiny(tmp_path)
+    assert (result["cells"], result["skipped"]) == (0, 2)
+    report = json.loads((tmp_path / "memory.json").read_text())
+    assert report["cells"] == [] and {cell["reason"] for cell in report["skipped"]} == {"no memory group: run as root"}
+    assert "no memory group: run as root" in (tmp_path / "memory.html").read_text()
+
+
+# ---- the study
+
+
+def test_the_study_measures_once_and_holds_its_fields(tmp_path: Path, no_group: None) -> None:
+    out = tmp_path / "out"
+    result = run_tiny(out)
+    assert (result["cells"], result["measured"], result["skipped"]) == (2, 2, 0)
+    report = json.loads((out / "memory.json").read_text())
+    wanted = "name dram_share zipf relative_speed hit_rate row_hit_rate stall_share bytes_written_per_step"
+    wanted += " bytes_read_per_step rows_on_disk peak_bytes limit_bytes"
+    for row in report["cells"]:
+        assert set(wanted.split()) <= set(row) and row["relative_speed"] > 0 and row["rounds"] == 3
+        assert row["steps_compared"] == 3 + 3 * ((1 + 2) + (2 + 2)) + 1  # warm-up looks two ahead: it settles for two
+        assert row["limit_bytes"] == 1000 + row["table_bytes"] // 2 + memory.SLACK_BYTES
+    assert report["machines"][0]["source"] == "Zipf 1.05"
+    with (out / "memory.csv").open(newline="") as stream:
+        assert [line["key"] for line in csv.DictReader(stream)] == [row["key"] for row in report["cells"]]
+    page = (out / "memory.html").read_text()
+    assert "hotrow, 2 ahead" in page and "<script>" not in page
+    assert not [*out.glob("hotrow-study-*")]
+    before = report["cells"]
+    run_tiny(out)
+    assert json.loads((out / "memory.json").read_text())["cells"] == before
+
+
+def test_a_set_up_that_ends_is_named_and_the_next_is_measured(
+    tmp_path: Path, no_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(cells: Sequence[MemoryCell], *, folder: Path) -> Iterator[tuple[MemoryCell, dict[str, Any]]]:
+        raise WorkerError("the process of side tiers ended: it was killed")
+        yield
+
+    monkeypatch.setattr(memory, "run", run)
+    result = run_tiny(tmp_path)
+    assert (result["measured"], result["skipped"]) == (0, 2)
+    assert "it was killed" in (tmp_path / "memory.html").read_text()
+
+
+def test_machines_count_where_enough_speed_is_kept() -> None:
+    def row(parts: int, speed: float, ahead: int = 4) -> dict[str, Any]:
+        return {"source": "z", "side": "tiers", "ahead": ahead, "dram_parts": parts, "relative_speed": speed}
+
+    rows = [row(2, 1.0), row(8, 0.93), row(32, 0.6), row(32, 0.99, ahead=0)]
+    assert memory.machines(rows) == [{"source": "z", "machines_in_dram": 8, "measured": True}]
+
+
+def test_presets_expand_and_the_quick_one_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "group_refused", lambda: None)
+    preset = memory.with_traces(runner.load_preset("memory"), [])
+    for quick, least in ((True, 7), (False, 30)):
+        plan = runner.make_plan(preset, quick=quick, memory_bytes=32 << 30, cores=2, study=memory)
+        assert len(plan.cells) + len(plan.skipped) >= least and len({c.key for c in plan.cells}) == len(plan.cells)
+        assert (memory.estimate_s(plan.cells) < 300) is quick
+
+
+def test_the_page_of_benchmarks_says_what_is_held() -> None:
+    cell = {
+        "name": "tiers_tiers_dram10_zipf1.05_ahead4", "relative_speed": 0.8, "spread": [0.7, 0.9], "target": 0.85,
+        "hit_rate": 0.95, "rows_on_disk": 1000, "peak_bytes": 2e6, "rounds": 10, "stolen_rounds": 1,
+    }  # fmt: skip
+    ids = {"name": "id_to_slot", "ms": 1.0, "step_ms": 40.0, "share": 0.025, "most": 0.05}
+    text = "\n".join(tiers_table([cell, ids]))
+    assert "| 80% (70%-90%) | 85%: **not held** | 95.0% |  |" in text
+    assert "1.00 ms, 2.5% of a step (at most 5%: held)" in text
+
+
+def test_cells_of_the_benchmark_have_names_and_two_sizes() -> None:
+    for quick in (True, False):
+        cells = step_cells(quick=quick, threads=2)
+        assert len({*map(name_of, cells)}) == len(cells) == 20
+        assert all(cell.rounds * cell.steps >= 500 for cell in cells) is not quick
+
+
+def test_data_is_for_this_study_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the study 'kernels' takes no data"):
+        runner.run_study("kernels", tmp_path, traces=["x"])
