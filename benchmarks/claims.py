@@ -44,7 +44,8 @@ Ours and the peer alternate in one process on the same ids, after their outputs 
 rounds; the ratio is the median of the rounds' peer / ours, beside it the range of four rounds in five; rounds in which
 the hypervisor took processor time away are dropped for both.
 
-The limit is a separate loop that only moves the same rows (native/limit.cpp); for the interaction the larger of moving
+The limit is a separate loop that only moves the same rows (native/limit.cpp), and the pooled rows and their gradient
+once each; for the interaction the larger of moving
 its operands and of its arithmetic at the speed of a large matrix product; for a training step, where it is called its
 floor, the sum of these and of its matrix products. Where hotrow promises a ratio it stands beside what was measured,
 and whether the median holds it. torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Milliseconds mean something only

@@ -40,13 +40,9 @@ from hotrow import bench
 from hotrow.data.chunk import Chunk, Keys
 from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.spill import CounterPool
+from hotrow.data.synthetic_config import KAGGLE_ROWS
 from hotrow.data.vocabulary import Vocabulary
 
-KAGGLE_ROWS = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
-    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
-"""Distinct ids per category of Criteo Kaggle, as published with the data set's embedding sizes."""
 NAMES = ("label", *DENSE_NAMES, *CATEGORY_NAMES)
 ROWS_PER_CHUNK = 65536
 

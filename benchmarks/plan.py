@@ -21,14 +21,10 @@ import numpy as np
 from hotrow.data.accesses import open_accesses
 from hotrow.data.hotness import measure_hotness
 from hotrow.data.packed import PackedDataset
+from hotrow.data.synthetic_config import KAGGLE_ROWS
 from hotrow.memory.budget import TableDemand, TableSlots, plan_slots
 from hotrow.plan.solve import TableUse, expected_hit_rate, solve
 
-KAGGLE_ROWS = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
-    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
-"""Of the 26 features of the Criteo-Kaggle display-advertising data, as the reference DLRM counts them."""
 BATCH_SIZE, DIM, STATE_BYTES = 2048, 64, 4
 SHARES = (2, 4, 10, 32)
 

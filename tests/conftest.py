@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hotrow import files
 from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
@@ -139,3 +140,12 @@ def _make_dataset(
                 columns["bag"] = (generator.integers(0, table_rows[0], splits[-1]), splits)
             writer.append(split, label, dense, columns)
         return writer.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small work on several threads waits for threads: on a busy machine longer than it works."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

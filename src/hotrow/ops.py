@@ -307,12 +307,7 @@ class Kernels:
         self.positions(sparse.keys)
         bad = reference.first_bad_id(self.layout, weights.tensors, sparse)
         if bad is not None:
-            num_embeddings = weights.tensors[bad.feature.table].shape[0]
-            raise ValueError(
-                f"feature {bad.feature.name!r}, sample {bad.sample}, position {bad.position}: id {bad.id} is outside "
-                f"its table of {num_embeddings} rows; ids must be in [0, {num_embeddings}): raise num_embeddings or "
-                "map unknown ids to a row of their own"
-            )
+            raise ValueError(bad.text(weights.tensors[bad.feature.table].shape[0]))
 
     def _raise_bad_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
         self._check_ids(weights, sparse)

@@ -183,6 +183,14 @@ class BadId:
     position: int
     id: int
 
+    def text(self, num_embeddings: int) -> str:
+        """For the user; num_embeddings: rows of the table."""
+        return (
+            f"feature {self.feature.name!r}, sample {self.sample}, position {self.position}: id {self.id} is outside "
+            f"its table of {num_embeddings} rows; ids must be in [0, {num_embeddings}): raise num_embeddings or "
+            "map unknown ids to a row of their own"
+        )
+
 
 def first_bad_id(layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedTensor) -> BadId | None:
     """The first id outside [0, N) in the order (feature, sample, position), or None."""

@@ -16,14 +16,7 @@ from torch import Tensor
 from benchmarks import claims, end_to_end, kernels, peak_memory, precision, results, step_peers, step_shapes, updates
 from hotrow import bench, cells, ops
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small work on several threads waits for threads: on a busy machine longer than it works."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Side:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from hotrow.memory.folder import SUFFIX, OwnFolder
 from hotrow.memory.native import backend
 from hotrow.memory.store_file import TableRows, no_disk
 from hotrow.memory.stores import Engines, Store, StoreError, open_store
-from hotrow.reference import Layout, row_key
+from hotrow.reference import Layout, first_bad_id, row_key
 from hotrow.tables import TableConfig
 
 _STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -220,11 +221,9 @@ class Tiers:
 
     def _admit(self, sparse: KeyedJaggedTensor, *, keep: bool) -> Flight | None:
         """None where an id is out of range."""
-        caches = self._laid_out()
+        self._laid_out()
         self.raise_failure(only_if_failed=True)
-        spans = self._spans(sparse)
-        native, slots = caches.admit(sparse.values.numpy(), spans, keep, torch.get_num_threads())
-        return None if native is None else Flight(native, self, spans, torch.from_numpy(slots))
+        return self._fly(sparse.values.numpy(), self._spans(sparse), keep=keep)
 
     def _spans(self, sparse: KeyedJaggedTensor) -> list[tuple[int, int, int]]:
         stride = sparse.stride
@@ -239,32 +238,24 @@ class Tiers:
         return spans
 
     def _bad_id(self, sparse: KeyedJaggedTensor) -> str:
-        for feature in self.layout.features:
-            if feature.name not in sparse.keys:
-                continue
-            values, offsets, _ = sparse.bags(feature.name)
-            num_rows = self.tables[feature.table].num_embeddings
-            bad = ((values < 0) | (values >= num_rows)).nonzero()
-            if len(bad):
-                at = int(bad[0])
-                sample = int(torch.searchsorted(offsets, at, right=True)) - 1
-                return (
-                    f"feature {feature.name!r}, sample {sample}, position {at - int(offsets[sample])}: id "
-                    f"{int(values[at])} is outside its table of {num_rows} rows; ids must be in [0, {num_rows}): raise "
-                    "num_embeddings or map unknown ids to a row of their own"
-                )
-        return "an id of the batch is outside its table, and was not when it was looked at again: it is being changed"
+        served = replace(self.layout, features=tuple(f for f in self.layout.features if f.name in sparse.keys))
+        bad = first_bad_id(served, list(self.weights.values()), sparse)
+        if bad is None:
+            return "an id of the batch was outside its table, and is not when looked at again: it is being changed"
+        return bad.text(self.tables[bad.feature.table].num_embeddings)
+
+    def _fly(self, ids: np.ndarray[Any, Any], spans: list[tuple[int, int, int]], *, keep: bool) -> Flight | None:
+        """The rows of `ids` on their way; None where one is out of range. keep: into the cache, else beside it."""
+        native, slots = self._laid_out().admit(ids, spans, keep, torch.get_num_threads())
+        return None if native is None else Flight(native, self, spans, torch.from_numpy(slots))
 
     # ---- rows by their ids
 
     @contextmanager
     def rows(self, table: int, ids: Tensor, *, write: bool = False) -> Iterator[Tensor]:
         """Slots [n] in which the rows `ids` of a table lie inside the block; write: they are changed there."""
-        spans = [(table, 0, len(ids))]
-        keep = False  # beside the cache
-        native, slots = self._laid_out().admit(ids.numpy(), spans, keep, 1)
-        assert native is not None, "ids out of range"
-        flight = Flight(native, self, spans, torch.from_numpy(slots))
+        flight = self._fly(ids.numpy(), [(table, 0, len(ids))], keep=False)
+        assert flight is not None, "ids out of range"
         flight.wait()
         try:
             yield flight.slots.long()
@@ -292,16 +283,12 @@ class Tiers:
             pieces = [_rows_of_piece(first[t], start, left[t]) for t, start in starts.items()]
             ends = np.cumsum([len(piece) for piece in pieces]).tolist()
             spans = [(t, end - len(piece), end) for t, piece, end in zip(starts, pieces, ends, strict=True)]
-            self._bring(np.concatenate(pieces), spans)
+            flight = self._fly(np.concatenate(pieces), spans, keep=True)
+            assert flight is not None, "rows of the tables"
+            flight.wait()
+            flight.release(updated=True)
             left = {t: start for t, start in starts.items() if start}
         self.raise_failure(only_if_failed=True)
-
-    def _bring(self, ids: np.ndarray[Any, Any], spans: list[tuple[int, int, int]]) -> None:
-        keep = True
-        native, slots = self.caches.admit(ids, spans, keep, torch.get_num_threads())
-        flight = Flight(native, self, spans, torch.from_numpy(slots))
-        flight.wait()
-        flight.release(updated=True)
 
     def flush(self) -> None:
         """Everything on the medium. Raises StoreError where it cannot be."""
