@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.resources
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from hotrow.charts import bar_chart, line_chart
 from hotrow.files import atomic_write, write_json
+from hotrow.pages import load_template
 
 NAME = "hotness"
 Table = Mapping[str, Any]
@@ -131,12 +131,7 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
 
 def inspection_page(report: Mapping[str, Any]) -> str:
     """The HTML. Text is escaped."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["share"] = lambda value: "" if value is None else f"{value:.1%}"
-    environment.filters["size"] = size
-    template = environment.from_string((importlib.resources.files("hotrow") / "inspection.html").read_text("utf-8"))
+    template = load_template("inspection.html", share=lambda value: "" if value is None else f"{value:.1%}", size=size)
     return template.render(
         report=report,
         rows=[flat_row(table) for table in by_density(report)],

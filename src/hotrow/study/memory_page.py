@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from hotrow.charts import line_chart
+from hotrow.pages import load_template
 from hotrow.study.page import by_reason, machine_line
 
 Row = Mapping[str, Any]
@@ -17,8 +15,7 @@ SIDES = {"tiers": "hotrow", "mmap": "mapped files", "rocksdb": "RocksDB + LRU"}
 
 def memory_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     """The HTML; `report` is what the study's JSON file holds. Text is escaped."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((importlib.resources.files("hotrow.study") / "memory.html").read_text("utf-8"))
+    template = load_template("study/memory.html")
     rows: Sequence[Row] = report["cells"]
     lines = speed_lines(rows)
     chart = line_chart(

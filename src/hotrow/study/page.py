@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from hotrow.charts import heat_map, roofline
+from hotrow.pages import load_template
 
 Row = Mapping[str, Any]
 
 
 def study_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     """The HTML; `report` is what the study's JSON file holds."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((importlib.resources.files("hotrow.study") / "page.html").read_text("utf-8"))
+    template = load_template("study/page.html")
     rows: Sequence[Row] = report["cells"]
     threads = max((row["threads"] for row in rows), default=1)
     widest = [row for row in rows if row["threads"] == threads]
