@@ -117,10 +117,52 @@ void multiply_transposed(const Product& product, const float* g, int64_t num_row
   });
 }
 
+constexpr int64_t kSamplesPerTask = 128;  // of a layer of one output, whatever the number of threads
+
+// Calls task(index, first, last) for all samples of a layer of one output.
+template <class Task>
+void for_output(int64_t num_samples, int num_threads, const Task& task) {
+  parallel_for((num_samples + kSamplesPerTask - 1) / kSamplesPerTask, num_threads, [&](int64_t index, int) {
+    task(index, index * kSamplesPerTask, std::min(num_samples, (index + 1) * kSamplesPerTask));
+  });
+}
+
+void linear_output(const Layer& layer, const float* x, float bias, bool relu, float* y, int num_threads) {
+  for_output(layer.num_samples, num_threads, [&](int64_t, int64_t first, int64_t last) {
+    kernels().output(x, layer.weight, layer.num_inputs, first, last, y);
+    for (int64_t b = first; b < last; ++b) {
+      y[b] += bias;
+      if (relu && y[b] < 0.0f) y[b] = 0.0f;
+    }
+  });
+}
+
+// Every task sums the weight's gradient over its own samples; these sums are added in the order of the samples.
+void linear_output_backward(const Layer& layer, const float* x, const float* g, float* grad_weight, float* grad_bias,
+                            float* grad_x, bool gated, int num_threads) {
+  const int64_t num_samples = layer.num_samples, num_inputs = layer.num_inputs;
+  const int64_t num_tasks = (num_samples + kSamplesPerTask - 1) / kSamplesPerTask;
+  const int64_t stride = round_up(num_inputs, kFloatsPerLine);
+  const KeptPages sums = floats(num_tasks * stride);
+  for_output(num_samples, num_threads, [&](int64_t index, int64_t first, int64_t last) {
+    float* own = sums.floats() + index * stride;
+    std::fill(own, own + num_inputs, 0.0f);
+    kernels().output_backward(x, layer.weight, g, num_inputs, gated, first, last, own, grad_x);
+  });
+  std::fill(grad_weight, grad_weight + num_inputs, 0.0f);
+  for (int64_t task = 0; task < num_tasks; ++task) {
+    const float* own = sums.floats() + task * stride;
+    for (int64_t j = 0; j < num_inputs; ++j) grad_weight[j] += own[j];
+  }
+  *grad_bias = 0.0f;
+  for (int64_t b = 0; b < num_samples; ++b) *grad_bias += g[b];
+}
+
 }  // namespace
 
 void linear(const Layer& layer, const float* x, const float* bias, bool relu, float* y, int num_threads) {
   const auto [weight, num_samples, num_inputs, num_outputs] = layer;
+  if (num_outputs == 1) return linear_output(layer, x, *bias, relu, y, num_threads);
   const View b{weight, num_inputs, num_outputs, 1, num_inputs};
   const KeptPages panels = floats(b.packed_floats());
   pack(b, panels.floats(), num_threads);
@@ -131,6 +173,7 @@ void linear(const Layer& layer, const float* x, const float* bias, bool relu, fl
 void linear_backward(const Layer& layer, const float* x, const float* g, float* grad_weight, float* grad_bias,
                      float* grad_x, bool gated, int num_threads) {
   const auto [weight, num_samples, num_inputs, num_outputs] = layer;
+  if (num_outputs == 1) return linear_output_backward(layer, x, g, grad_weight, grad_bias, grad_x, gated, num_threads);
   const int64_t rows_per_task = round_up(std::max<int64_t>(1, num_outputs / (2 * num_threads)), kTileRows);
   const KeptPages tiles = floats(num_threads * rows_per_task * kMostDepth);
   const Product of_weight{nullptr,     0,     x,       num_inputs, num_samples, num_inputs,

@@ -5,29 +5,32 @@
 #include <algorithm>
 #include <atomic>
 
+// The kernels of one set, in the order of `Kernels`.
+#define HOTROW_ADDRESS(result, name, parameters) name,
+#define HOTROW_DEFINE_SET(isa)                                         \
+  HOTROW_DECLARE_KERNELS(isa)                                          \
+  namespace hotrow::isa {                                              \
+  constexpr Kernels kSet = {#isa, HOTROW_KERNEL_LIST(HOTROW_ADDRESS)}; \
+  }
+
+HOTROW_DEFINE_SET(baseline)
 #ifdef HOTROW_HAS_avx2
-HOTROW_DECLARE_KERNELS(avx2)
+HOTROW_DEFINE_SET(avx2)
 #endif
 #ifdef HOTROW_HAS_avx512
-HOTROW_DECLARE_KERNELS(avx512)
+HOTROW_DEFINE_SET(avx512)
 #endif
-HOTROW_DECLARE_KERNELS(baseline)
 
 namespace hotrow {
 namespace {
 
-#define HOTROW_SET(isa)                                                                        \
-  {#isa,           isa::lookup,   isa::weight_gradient,   isa::update,      isa::fill_uniform, \
-   isa::store_row, isa::interact, isa::interact_backward, isa::pack_panels, isa::pack_tiles,   \
-   isa::multiply}
-
 constexpr Kernels kSets[] = {
-    HOTROW_SET(baseline),
+    baseline::kSet,
 #ifdef HOTROW_HAS_avx2
-    HOTROW_SET(avx2),
+    avx2::kSet,
 #endif
 #ifdef HOTROW_HAS_avx512
-    HOTROW_SET(avx512),
+    avx512::kSet,
 #endif
 };
 

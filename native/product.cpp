@@ -193,20 +193,31 @@ void pack_panels(const float* from, int64_t depth_stride, int64_t column_stride,
   }
 }
 
+// Two tiles, as long as there are: their columns are one cache line of a row, which is then read once.
 void pack_tiles(const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums) {
-  for (int64_t m = 0; m < rows; m += kTileRows, to += depth * kTileRows) {
-    const int64_t width = at_most(kTileRows, rows - m);
-    Vec<8> sum{};
+  int64_t m = 0;
+  for (; m + 2 * kTileRows <= rows; m += 2 * kTileRows) {
+    float *low = to + m * depth, *high = low + depth * kTileRows;
+    Vec<8> sum[2] = {};
     for (int64_t k = 0; k < depth; ++k) {
       const float* at = from + k * stride + m;
       __builtin_prefetch(at + kAheadRows * stride, 0, 3);  // rows lie too far apart for the machine to foresee
+      const Vec<8> first = load<8>(at), second = load<8>(at + kTileRows);
+      store<8>(low + k * kTileRows, first);
+      store<8>(high + k * kTileRows, second);
+      sum[0] += first;
+      sum[1] += second;
+    }
+    for (int64_t r = 0; r < 2 * kTileRows; ++r) sums[m + r] += sum[r / kTileRows][r % kTileRows];
+  }
+  for (; m < rows; m += kTileRows) {
+    const int64_t width = at_most(kTileRows, rows - m);
+    float* tile = to + m * depth;
+    Vec<8> sum{};
+    for (int64_t k = 0; k < depth; ++k) {
       Vec<8> column{};
-      if (width == kTileRows) {
-        column = load<8>(at);
-      } else {
-        for (int64_t r = 0; r < width; ++r) column[r] = at[r];
-      }
-      store<8>(to + k * kTileRows, column);
+      for (int64_t r = 0; r < width; ++r) column[r] = from[k * stride + m + r];
+      store<8>(tile + k * kTileRows, column);
       sum += column;
     }
     for (int64_t r = 0; r < width; ++r) sums[m + r] += sum[r];

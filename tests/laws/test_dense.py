@@ -112,6 +112,10 @@ MLPS = [
     (130, (1030, 49, 5)),
     (600, (31, 8, 50)),
     (1100, (7, 20)),
+    (0, (5, 1)),
+    (3, (37, 1)),
+    (131, (9, 64, 1)),
+    (517, (256, 1)),
 ]
 
 
@@ -203,12 +207,13 @@ def test_mlp_writes_its_outputs_and_no_more(samples: int, widths: tuple[int, ...
 
 def test_mlp_lets_nan_through() -> None:
     """A ReLU that made NaN 0 would hide that training has diverged."""
-    x, weights, biases, grad = mlp_inputs(9, (20, 50, 3))
-    x[4, 7] = float("nan")
-    for _ in every_backend() if ops.isas() else [None]:
-        out, grad_x, *_ = forward_and_backward(x, weights, biases, grad, "relu")
-        assert out[4].isnan().all() and not out[:4].isnan().any() and not out[5:].isnan().any()
-        assert grad_x[:4].isfinite().all()
+    for outputs in (3, 1):
+        x, weights, biases, grad = mlp_inputs(9, (20, 50, outputs))
+        x[4, 7] = float("nan")
+        for _ in every_backend() if ops.isas() else [None]:
+            out, grad_x, *_ = forward_and_backward(x, weights, biases, grad, "relu")
+            assert out[4].isnan().all() and not out[:4].isnan().any() and not out[5:].isnan().any()
+            assert grad_x[:4].isfinite().all()
 
 
 def test_two_passes_before_a_backward_keep_apart() -> None:

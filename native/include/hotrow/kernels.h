@@ -1,9 +1,9 @@
 // The leaf kernels, compiled once per instruction set; dispatch.cpp picks one set at run time.
 //
 // Rules for all of them: fp32 accumulators, no contraction (a*b+c rounds twice on every instruction set) but in
-// `interact*` and `multiply`, no reassociation: the order of every sum is written below, so each set returns the same
-// bits. They neither allocate nor throw, start no thread, and touch nothing beyond the ranges named. Outputs do not
-// alias inputs unless said. "fold16(x)" is the one way a vector is summed to a scalar:
+// `interact*`, `multiply` and `output*`, no reassociation: the order of every sum is written below, so each set returns
+// the same bits. They neither allocate nor throw, start no thread, and touch nothing beyond the ranges named. Outputs
+// do not alias inputs unless said. "fold16(x)" is the one way a vector is summed to a scalar:
 //   p[k] = +0 + x[k] + x[k + 16] + x[k + 32] + ...  for k = 0..15, in this order
 //   for h = 8, 4, 2, 1:  p[k] = p[k] + p[k + h]  for k = 0..h-1;      fold16 = p[0]
 //
@@ -63,28 +63,38 @@
 //     sums[m] = sums[m] + (A(m, 0) + A(m, 1) + ...)
 // multiply: rows [first, last) of C = A B as `product` says; where A is tiles, the first of them is row `first`.
 //   The sum over k runs upward from +0, contracted where the set has fma; then C, bias, relu, gate in this order.
-#define HOTROW_KERNEL_LIST(KERNEL)                                                                                    \
-  KERNEL(                                                                                                             \
-      bool, lookup,                                                                                                   \
-      (const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride, bool streamed))  \
-  KERNEL(bool, weight_gradient,                                                                                       \
-         (const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad, int64_t stride,        \
-          float* out))                                                                                                \
-  KERNEL(void, update,                                                                                                \
-         (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch)) \
-  KERNEL(void, fill_uniform,                                                                                          \
-         (uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out))       \
-  KERNEL(void, store_row, (float* row, int64_t dim, Storage storage, void* to, uint16_t* low))                        \
-  KERNEL(void, interact,                                                                                              \
-         (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,    \
-          float* out, float* scratch))                                                                                \
-  KERNEL(void, interact_backward,                                                                                     \
-         (const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,              \
-          int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch, bool streamed))         \
-  KERNEL(void, pack_panels,                                                                                           \
-         (const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns, float* to)) \
-  KERNEL(void, pack_tiles, (const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums))  \
-  KERNEL(void, multiply, (const Product& product, int64_t first, int64_t last))
+//
+// output: samples [first, last) of a layer of one output:  out[b] = x[b, :] . w
+//   Summed in as many lanes as the set has, contracted where it has fma.
+// output_backward: of the same samples, g [B]:
+//     grad_weight = grad_weight + g[first] * x[first, :] + ...  in rising order;
+//     grad_x[b, :] = gated and x <= 0 ? 0 : g[b] * w;  grad_x null: not wanted
+#define HOTROW_KERNEL_LIST(KERNEL)                                                                                     \
+  KERNEL(                                                                                                              \
+      bool, lookup,                                                                                                    \
+      (const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride, bool streamed))   \
+  KERNEL(bool, weight_gradient,                                                                                        \
+         (const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad, int64_t stride,         \
+          float* out))                                                                                                 \
+  KERNEL(void, update,                                                                                                 \
+         (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch))  \
+  KERNEL(void, fill_uniform,                                                                                           \
+         (uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out))        \
+  KERNEL(void, store_row, (float* row, int64_t dim, Storage storage, void* to, uint16_t* low))                         \
+  KERNEL(void, interact,                                                                                               \
+         (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,     \
+          float* out, float* scratch))                                                                                 \
+  KERNEL(void, interact_backward,                                                                                      \
+         (const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,               \
+          int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch, bool streamed))          \
+  KERNEL(void, pack_panels,                                                                                            \
+         (const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns, float* to))  \
+  KERNEL(void, pack_tiles, (const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums))   \
+  KERNEL(void, multiply, (const Product& product, int64_t first, int64_t last))                                        \
+  KERNEL(void, output, (const float* x, const float* w, int64_t num_inputs, int64_t first, int64_t last, float* out))  \
+  KERNEL(void, output_backward,                                                                                        \
+         (const float* x, const float* w, const float* g, int64_t num_inputs, bool gated, int64_t first, int64_t last, \
+          float* grad_weight, float* grad_x))
 
 namespace hotrow {
 

@@ -1,0 +1,75 @@
+// A layer of one output, which a tile of a product would fill to one part in sixteen: it reads x once, as fast as
+// memory gives it. Contract in hotrow/kernels.h; compiled with contraction, as the products.
+#include <hotrow/kernels.h>
+#include <hotrow/vec.h>
+
+HOTROW_DECLARE_KERNELS(HOTROW_ISA)
+
+namespace hotrow::HOTROW_ISA {
+namespace {
+
+constexpr int kTogether = 4;  // samples: as many sums that do not wait for each other, and w is read once for them
+
+template <int kSamples>
+inline void dots(const float* x, const float* w, int64_t num_inputs, float* out) {
+  Vec<kLanes> sum[kSamples] = {};
+  int64_t j = 0;
+  for (; j + kLanes <= num_inputs; j += kLanes) {
+    const Vec<kLanes> weight = load<kLanes>(w + j);
+#pragma GCC unroll 4
+    for (int s = 0; s < kSamples; ++s) sum[s] += load<kLanes>(x + s * num_inputs + j) * weight;
+  }
+  for (int s = 0; s < kSamples; ++s) {
+    float total = 0.0f;
+    for (int lane = 0; lane < kLanes; ++lane) total += sum[s][lane];
+    for (int64_t k = j; k < num_inputs; ++k) total += x[s * num_inputs + k] * w[k];
+    out[s] = total;
+  }
+}
+
+template <class Value>
+inline Value gated_by(Value x, Value grad) {
+  return x <= 0.0f ? Value{} : grad;
+}
+
+// Column by column of kSamples rows: what they add to the weight's gradient, and x's where it is wanted.
+template <int kSamples>
+inline void grads(const float* x, const float* w, const float* g, int64_t num_inputs, bool gated, float* grad_weight,
+                  float* grad_x) {
+  const auto column = [&]<class Value>(int64_t j, const auto& read, const auto& write, Value sum) {
+    const Value weight = read(w + j);
+#pragma GCC unroll 4
+    for (int s = 0; s < kSamples; ++s) {
+      const Value here = read(x + s * num_inputs + j);
+      sum += g[s] * here;
+      if (!grad_x) continue;
+      const Value grad = g[s] * weight;
+      write(grad_x + s * num_inputs + j, gated ? gated_by(here, grad) : grad);
+    }
+    write(grad_weight + j, sum);
+  };
+  int64_t j = 0;
+  for (; j + kLanes <= num_inputs; j += kLanes) column(j, load<kLanes>, store<kLanes>, load<kLanes>(grad_weight + j));
+  const auto read = [](const float* p) { return *p; };
+  const auto write = [](float* p, float value) { *p = value; };
+  for (; j < num_inputs; ++j) column(j, read, write, grad_weight[j]);
+}
+
+}  // namespace
+
+void output(const float* x, const float* w, int64_t num_inputs, int64_t first, int64_t last, float* out) {
+  int64_t b = first;
+  for (; b + kTogether <= last; b += kTogether) dots<kTogether>(x + b * num_inputs, w, num_inputs, out + b);
+  for (; b < last; ++b) dots<1>(x + b * num_inputs, w, num_inputs, out + b);
+}
+
+void output_backward(const float* x, const float* w, const float* g, int64_t num_inputs, bool gated, int64_t first,
+                     int64_t last, float* grad_weight, float* grad_x) {
+  const auto from = [&](int64_t b) { return grad_x ? grad_x + b * num_inputs : nullptr; };
+  int64_t b = first;
+  for (; b + kTogether <= last; b += kTogether)
+    grads<kTogether>(x + b * num_inputs, w, g + b, num_inputs, gated, grad_weight, from(b));
+  for (; b < last; ++b) grads<1>(x + b * num_inputs, w, g + b, num_inputs, gated, grad_weight, from(b));
+}
+
+}  // namespace hotrow::HOTROW_ISA
