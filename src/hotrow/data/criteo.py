@@ -65,7 +65,7 @@ class CriteoSource:
 
     def __init__(
         self,
-        paths: Sequence[str | Path],
+        paths: Sequence[str | Path | InputFile],
         *,
         labels: Literal["required", "auto"] = "required",
         skip_bad_rows: int = 0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ def init_schema(paths: Any, *, label: str | None = None, time: str | None = None
 
 
 def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> InitResult:
-    shown = " ".join(str(p) for p in paths) if isinstance(paths, list | tuple) else str(paths)
+    shown = shlex.join(map(str, paths if isinstance(paths, list | tuple) else [paths]))
     if isinstance(paths, str | Path) and (Path(paths) / MANIFEST).is_file():
         info = read_info(Path(paths))
         rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())

@@ -23,12 +23,15 @@ from pyarrow import fs
 from hotrow.data.chunk import FileInfo
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_SECRET = re.compile(r"(?<=://)[^/@]*@")
+"""Of a URI: a key and its secret, or a user and a password."""
 _WILDCARD = re.compile(r"[*?\[]")
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\x04\x22\x4d\x18": "lz4"}
 """First bytes of a compressed file -> Arrow's codec; the name of the file does not matter."""
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 DISCARD_BYTES = 1 << 22
 T = TypeVar("T")
+_from_uri: Callable[[str], tuple[Any, str]] = fs.FileSystem.from_uri
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class InputFile:
     """A raw file on some file system."""
 
     name: str
-    """As it stands in messages: a path or URI."""
+    """As it stands in messages and in the dataset: a path, or a URI without secrets and options."""
     path: str
     """Inside the file system."""
     filesystem: Any
@@ -82,15 +85,19 @@ def _codec(stored: pa.NativeFile) -> str | None:
     return next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
 
 
-def find_files(paths: Sequence[str | Path], *, matches: Callable[[str], bool], wanted: str) -> tuple[InputFile, ...]:
+def find_files(
+    paths: Sequence[str | Path | InputFile], *, matches: Callable[[str], bool], wanted: str
+) -> tuple[InputFile, ...]:
     """The files that `paths` name, in the order given; a folder or a pattern gives its files in natural order.
 
-    paths: files, folders (with all below them), patterns (`*` and `?` within a name, `**` across folders), local or as
-    URIs (s3://, gs://, hdfs://, file://). matches: whether a file of a folder, by its name, is meant; wanted: the same
-    in words, for the error. Raises ValueError naming a path that does not exist or cannot be reached, a pattern without
+    paths: files found before, files, folders (with all below them), patterns (`*` and `?` within a name, `**` across
+    folders), local or as URIs (s3://, gs://, hdfs://, file://), where `?` begins Arrow's options and is no part of a
+    pattern (s3://bucket/day_*?region=eu-west-1). matches: whether a file of a folder, by its name, is meant;
+    wanted: the same in words, for the error. Raises ValueError naming a path that does not exist or cannot be reached, a pattern without
     a file, a folder without a matching one, or a file that is given twice.
     """
-    found = [file for path in paths for file in _expand(str(path), matches, wanted)]
+    groups = ([path] if isinstance(path, InputFile) else _expand(str(path), matches, wanted) for path in paths)
+    found = [file for group in groups for file in group]
     if not found:
         raise ValueError("no input path given; name at least one file or folder")
     _refuse_repeated(found)
@@ -109,31 +116,34 @@ def _refuse_repeated(files: Sequence[InputFile]) -> None:
         names[key] = file.name
 
 
-def _expand(name: str, matches: Callable[[str], bool], wanted: str) -> list[InputFile]:
+def _expand(given: str, matches: Callable[[str], bool], wanted: str) -> list[InputFile]:
+    is_uri = _URI.match(given)
+    name, mark, options = given.partition("?") if is_uri else (given, "", "")
+    shown = _SECRET.sub("", name)
     wildcard = _WILDCARD.search(name)
-    if wildcard and (_URI.match(name) or not Path(name).exists()):
+    if wildcard and (is_uri or not Path(name).exists()):
         # A wildcard is no part of a URI: the folder before it is resolved, then searched.
         folder = name[: wildcard.start()].rpartition("/")[0]
-        filesystem, root = _open_filesystem(folder or ("/" if name.startswith("/") else "."))
+        filesystem, root = _open_filesystem((folder or ("/" if name.startswith("/") else ".")) + mark + options)
         pattern = _pattern_regex(f"{root.rstrip('/')}/{name[len(folder) :].lstrip('/')}")
-        tree = _tree(filesystem, root, name)
+        tree = _tree(filesystem, root, shown)
         found = [f for f in tree if re.fullmatch(pattern, f.path)]
         found += [f for f in tree if re.fullmatch(pattern + "/.*", f.path) and matches(f.base_name)]
         if not found:
-            raise ValueError(f"{name}: no file matches this pattern; check the spelling")
-        return _input_files(filesystem, found, root, folder)
-    filesystem, root = _open_filesystem(name)
-    info = _ask(name, lambda: filesystem.get_file_info(root))
+            raise ValueError(f"{shown}: no file matches this pattern; check the spelling")
+        return _input_files(filesystem, found, root, _SECRET.sub("", folder))
+    filesystem, root = _open_filesystem(given)
+    info = _ask(shown, lambda: filesystem.get_file_info(root))
     if info.type == fs.FileType.NotFound:
-        raise ValueError(f"{name}: no such file or folder; check the path")
+        raise ValueError(f"{shown}: no such file or folder; check the path")
     if info.is_file:
-        return [InputFile(name, info.path, filesystem, info.size or 0, info.mtime_ns or 0)]
-    tree = _tree(filesystem, root, name)
+        return [InputFile(shown, info.path, filesystem, info.size or 0, info.mtime_ns or 0)]
+    tree = _tree(filesystem, root, shown)
     found = [f for f in tree if matches(f.base_name)]
     if not found:
         there = ", ".join(sorted(f.base_name for f in tree)[:5]) or "no file at all"
-        raise ValueError(f"{name}: no matching file in this folder ({wanted}); it holds {there}")
-    return _input_files(filesystem, found, root, name.rstrip("/"))
+        raise ValueError(f"{shown}: no matching file in this folder ({wanted}); it holds {there}")
+    return _input_files(filesystem, found, root, shown.rstrip("/"))
 
 
 def _open_filesystem(name: str) -> tuple[Any, str]:
@@ -141,9 +151,10 @@ def _open_filesystem(name: str) -> tuple[Any, str]:
     if not _URI.match(name):
         return fs.LocalFileSystem(), str(Path(name).absolute())
     try:
-        filesystem, path = fs.FileSystem.from_uri(name)
+        filesystem, path = _from_uri(name)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{name}: this URI cannot be opened: {error}") from None
+        reason = _SECRET.sub("", str(error))
+        raise ValueError(f"{_SECRET.sub('', name)}: this URI cannot be opened: {reason}") from None
     return filesystem, path
 
 

@@ -157,4 +157,4 @@ def check_split(opened: OpenedSource) -> None:
 def rows_per_file(opened: OpenedSource) -> list[int]:
     """Exact rows of each file, in order, which the reference split needs; reads every file once."""
     assert isinstance(opened.source, CriteoSource), "check_split"
-    return [CriteoSource([file.name], labels="auto").scout(count="exact").num_rows for file in opened.source.files]
+    return [CriteoSource([file], labels="auto").scout(count="exact").num_rows for file in opened.source.files]
