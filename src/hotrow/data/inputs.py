@@ -93,8 +93,8 @@ def find_files(
     paths: files found before, files, folders (with all below them), patterns (`*` and `?` within a name, `**` across
     folders), local or as URIs (s3://, gs://, hdfs://, file://), where `?` begins Arrow's options and is no part of a
     pattern (s3://bucket/day_*?region=eu-west-1). matches: whether a file of a folder, by its name, is meant;
-    wanted: the same in words, for the error. Raises ValueError naming a path that does not exist or cannot be reached, a pattern without
-    a file, a folder without a matching one, or a file that is given twice.
+    wanted: the same in words, for the error. Raises ValueError naming a path that does not exist or cannot be reached,
+    a pattern without a file, a folder without a matching one, or a file that is given twice.
     """
     groups = ([path] if isinstance(path, InputFile) else _expand(str(path), matches, wanted) for path in paths)
     found = [file for group in groups for file in group]
