@@ -255,7 +255,7 @@ def tiers_table(cells: list[dict[str, Any]]) -> list[str]:
         "right",
     )
     rows = [tiers_row(cell) for cell in cells if "relative_speed" in cell]
-    lines = [text, "", *table(head, rows)]
+    lines = [text, "", *table(head, rows), *beside_rivals(cells)]
     for cell in cells:
         if cell["name"] == "id_to_slot":
             promise = held(f"at most {cell['most']:.0%}", holds=cell["share"] <= cell["most"])
@@ -263,6 +263,28 @@ def tiers_table(cells: list[dict[str, Any]]) -> list[str]:
         if cell["name"] == "large":
             lines += ["", large_line(cell)]
     return lines
+
+
+def beside_rivals(cells: list[dict[str, Any]]) -> list[str]:
+    """Ratios of speeds that are promised at 1/32 and Zipf 1.05; each speed is a share of DRAM's in its own run."""
+
+    def speed(side: str, ahead: int | None = None, io: str = "auto") -> float | None:
+        wanted = {"dram_parts": 32, "zipf": 1.05, "side": side, "io": io, **({} if ahead is None else {"ahead": ahead})}
+        found = [c["relative_speed"] for c in cells if wanted.items() <= c.items()]
+        return max(found, default=None)
+
+    ours = speed("tiers", 4)
+    ratios = (
+        ("ours over the whole tables mapped", ours, speed("mmap"), 3.0),
+        ("ours over RocksDB behind an LRU cache", ours, speed("rocksdb"), 2.5),
+        ("ours over ours without look-ahead", ours, speed("tiers", 0), 1.5),
+        ("threads over io_uring", speed("tiers", 4, "threads"), ours, 0.8),
+    )
+    rows = [
+        [what, f"{a / b:.2f}x", held(f"{least:g}x", holds=a / b >= least)] for what, a, b, least in ratios if a and b
+    ]
+    head = {"at 1/32, Zipf 1.05": "left", "ratio": "right", "promised": "left"}
+    return ["", *table(head, rows)] if rows else []
 
 
 def tiers_row(cell: dict[str, Any]) -> list[str]:
