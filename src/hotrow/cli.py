@@ -224,7 +224,12 @@ def inspect(
         float | None,
         typer.Option(help="Share of each table's rows to follow, at least 8,192; default: all, up to 2^20 of a table."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of rows to follow.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the choice of rows to follow, and of samples for --hot.")] = 0,
+    hot: Annotated[
+        str | None,
+        typer.Option(help="Bytes of a fast device, e.g. 256MiB: which rows to keep there, chosen in three ways."),
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="Whose state is kept beside hot rows.")] = "sgd",
     out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
     json_: Json = False,
 ) -> None:
@@ -242,6 +247,8 @@ def inspect(
             batches=batches,
             sample=sample,
             seed=seed,
+            hot=hot,
+            optimizer=optimizer,  # type: ignore[arg-type]
             out=out,
             progress=progress,
         )

@@ -75,8 +75,23 @@ def print_inspection(report: Mapping[str, Any]) -> None:
         for row in rows:
             grid.add_row(row["table"], *(show(row[name]) for name, show in columns.values()))
         console.print(grid)
+    if "hot" in report:
+        console.print(_hot_grid(report["hot"]))
     for line in sentences(report):
         console.print(line, soft_wrap=True)
+
+
+def _hot_grid(hot: Mapping[str, Any]) -> Any:
+    """Ways to choose the rows of a fast device."""
+    from rich.table import Table as Grid
+
+    grid = Grid("way", title=f"hot rows in {size(hot['budget_bytes'])}, optimizer {hot['optimizer']}")
+    for title in HOT_COLUMNS:
+        grid.add_column(title, justify="right")
+    for way in hot["ways"]:
+        cells = [show(way[name]) if name in way else "" for name, show in HOT_COLUMNS.values()]
+        grid.add_row(way["name"], *cells)
+    return grid
 
 
 def _share(value: float | None) -> str:
@@ -103,6 +118,16 @@ LOCALITY_COLUMNS = {
 }
 
 
+HOT_COLUMNS = {
+    "taken": ("hot_bytes", size),
+    "hot rows": ("hot_rows", "{:,}".format),
+    "of\naccesses": ("hot_accesses", _share),
+    "hot\nsamples": ("hot_samples", _share),
+    "found\n(s)": ("calibrate_s", "{:.2f}".format),
+    "sorted\n(s)": ("classify_s", "{:.2f}".format),
+}
+
+
 def sentences(report: Mapping[str, Any]) -> list[str]:
     """What people read below the tables."""
     demand, locality = report["demand"], report["locality"]
@@ -124,6 +149,9 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
         lines.insert(
             2, f"Half of that falls on {half} of the tables' bytes; Gini {demand['gini']:.2f} (0: uniform){densest}."
         )
+    if "hot" in report:
+        lines.append("A sample is hot if all its rows are: it can train on the fast device alone.")
+        lines += [f"{way['name']}: {way['error']}" for way in report["hot"]["ways"] if "error" in way]
     if not locality["exact"]:
         lines.append("Reuse and overlap of large tables are estimates from a sample of their rows (--sample).")
     return [*lines, *(f"wrote {file}" for file in report.get("files", ()))]

@@ -19,13 +19,15 @@ from hotrow.data.hotness import measure_hotness
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_reader import crc32_of_file
 from hotrow.data.progress import ProgressCallback
-from hotrow.files import available_memory_bytes, disk_free_bytes, file_system
+from hotrow.files import available_memory_bytes, disk_free_bytes, file_system, parse_bytes
 from hotrow.host import host_facts, versions
+from hotrow.hot.compare import compare_ways
 from hotrow.inspection import write_inspection
 from hotrow.memory.folder import remove_left_folders
 from hotrow.memory.store_file import direct_io
 from hotrow.memory.stores import io_uring_refused
 from hotrow.placement import FOLDER
+from hotrow.reference import Algorithm
 from hotrow.run_folder import RUN, RunFolder
 
 
@@ -38,14 +40,17 @@ def inspect(
     batches: int | None = None,
     sample: float | None = None,
     seed: int = 0,
+    hot: int | str | None = None,
+    optimizer: Algorithm = "sgd",
     out: Path | str | None = None,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """The hotness report of a packed dataset (a folder) or of a trace (a file of row ids, one per line).
 
     The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
-    read only so many, the first. With `out` the report is also written there, as JSON, CSV and HTML, and `files` names
-    them.
+    read only so many, the first. hot: bytes of a fast device, or text such as 256MiB, of a packed dataset only: three
+    ways to choose the rows for it are compared, the state of `optimizer` counted. With `out` the report is also written
+    there, as JSON, CSV and HTML, and `files` names them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is no hot row.
@@ -58,7 +63,13 @@ def inspect(
     )
     report = {"path": str(path), **hotness.to_json()}
     if found.kind == "packed dataset":
-        report |= _dataset_facts(PackedDataset.open(path), report["tables"], split)
+        dataset = PackedDataset.open(path)
+        report |= _dataset_facts(dataset, report["tables"], split)
+        if hot is not None:
+            budget = parse_bytes(hot)
+            report["hot"] = compare_ways(dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed)
+    elif hot is not None:
+        raise ValueError(f"hot is {hot!r}: {path} is a trace, which has no samples to be hot; give a packed dataset")
     return {**report, "files": write_inspection(out, report)} if out is not None else report
 
 

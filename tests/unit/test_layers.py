@@ -30,6 +30,7 @@ LEVELS = {
     "models": 2,
     "schedule": 2,
     "plan": 3,
+    "hot": 3,
     "metrics": 4,
     "checkpoint": 4,
     "run_folder": 4,

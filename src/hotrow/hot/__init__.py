@@ -1,0 +1,5 @@
+"""Hot embeddings (FAE): how many rows are hot, which samples need no others.
+
+calibrate.py -> hot set -> classify.py. Hot rows are a prefix of each table, whose rows are numbered
+by popularity, and a list.
+"""

@@ -1,0 +1,129 @@
+"""The hot set that covers most *samples*: a sample is hot only if all its rows are, so a row is worth what its
+companions are worth. Prefixes of the tables are chosen, not single rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.packed_format import Ragged
+from hotrow.data.packed_reader import PackedDataset
+from hotrow.hot.table_use import Found, TableUse, draw_samples, samples_by_block
+
+MOST_SAMPLES = 1 << 20
+"""Training samples that are looked at, at most."""
+BINS_PER_OCTAVE, FINE_ROWS = 16, 64
+"""Prefixes to choose among: all up to FINE_ROWS, then so many per doubling."""
+
+
+def covering(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int) -> Found:
+    """Hot rows by table; how many samples were looked at."""
+    edges = [np.array([len(t.counts)]) if t.is_small else prefixes_of(len(t.counts)) for t in tables]
+    bins = _bins_of_samples(dataset, tables, edges, seed)
+    sizes = [own * t.record_bytes for t, own in zip(tables, edges, strict=True)]
+    cuts = most_covered(bins, sizes, budget_bytes)
+    rows = {t.name: t.first(int(own[cut])) for t, own, cut in zip(tables, edges, cuts, strict=True)}
+    return rows, {"samples": bins.shape[1]}
+
+
+def prefixes_of(num_rows: int) -> NDArray[np.int64]:
+    """Prefixes to choose among, rising, the last of all rows."""
+    octaves = max(0.0, math.log2(num_rows / FINE_ROWS))
+    far = FINE_ROWS * 2 ** np.linspace(0, octaves, 1 + math.ceil(octaves * BINS_PER_OCTAVE))
+    found = np.unique(np.concatenate([np.arange(1, FINE_ROWS), far.astype(np.int64), [num_rows]]))
+    return found[found <= num_rows]
+
+
+def _bins_of_samples(
+    dataset: PackedDataset, tables: Sequence[TableUse], edges: Sequence[NDArray[np.int64]], seed: int
+) -> NDArray[np.int16]:
+    """[tables, samples]: the index of the smallest prefix that holds all of a sample's rows of a table."""
+    chosen = draw_samples(dataset, MOST_SAMPLES, seed=seed)
+    number = {table.name: t for t, table in enumerate(tables)}
+    bins = np.zeros((len(edges), len(chosen)), np.int16)
+    start = 0
+    for block, rows in samples_by_block(dataset, chosen):
+        for feature, ids in zip(dataset.info.features, block.ids, strict=True):
+            t = number[feature.table]
+            own = bins[t, start : start + len(rows)]
+            np.maximum(own, np.searchsorted(edges[t], _last_place(tables[t], ids, rows), "right"), out=own)
+        start += len(rows)
+    return bins
+
+
+def most_covered(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], budget_bytes: int) -> list[int]:
+    """For each table the index of a prefix, all within the budget, such that many samples are covered.
+
+    bins: [tables, samples], the least prefix of each table that a sample needs. sizes: bytes of each table's prefixes,
+    rising. From the prefixes that cover all samples the table gives way that loses fewest samples per byte saved; a
+    sample that is lost no longer counts for the others. What room is left in the end is given back where it covers
+    most samples per byte. A heuristic: a sample is a conjunction, and the best set is hard to find.
+    """
+    cuts = [int(own.max(initial=0)) for own in bins]
+    covered = np.ones(bins.shape[1], np.bool_)
+    histograms = [np.bincount(own, minlength=len(size)) for own, size in zip(bins, sizes, strict=True)]
+
+    def num_bytes() -> int:
+        return sum(int(size[cut]) for size, cut in zip(sizes, cuts, strict=True))
+
+    while num_bytes() > budget_bytes:
+        excess = num_bytes() - budget_bytes
+        t, cut = _cheapest(histograms, sizes, cuts, excess)
+        lost = np.flatnonzero(covered & (bins[t] > cut))
+        for histogram, own in zip(histograms, bins, strict=True):
+            histogram -= np.bincount(own[lost], minlength=len(histogram))
+        covered[lost] = False
+        cuts[t] = cut
+    _fill(bins, sizes, cuts, budget_bytes - num_bytes())
+    return cuts
+
+
+def _cheapest(
+    histograms: Sequence[NDArray[np.int64]], sizes: Sequence[NDArray[np.int64]], cuts: Sequence[int], excess: int
+) -> tuple[int, int]:
+    """(table, new cut) that loses fewest covered samples per byte saved; more than `excess` saved is not worth more."""
+    best = (math.inf, 0, 0)
+    for t, (histogram, size, cut) in enumerate(zip(histograms, sizes, cuts, strict=True)):
+        if cut == 0:
+            continue
+        lost = np.cumsum(histogram[cut:0:-1])  # by cutting to cut - 1, cut - 2, ..., 0
+        saved = np.minimum(size[cut] - size[cut - 1 :: -1], excess)
+        ratio = lost / saved
+        k = int(ratio.argmin())
+        best = min(best, (float(ratio[k]), t, cut - 1 - k))
+    return best[1], best[2]
+
+
+def _fill(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], cuts: list[int], room: int) -> None:
+    """Lengthen the prefixes in `cuts` where that covers most samples per byte, as long as there is room."""
+    beyond = np.stack([own > cut for own, cut in zip(bins, cuts, strict=True)])
+    while True:
+        best = (0.0, 0, 0)
+        alone = beyond.sum(axis=0) == 1  # samples that one table keeps from being covered
+        for t, (size, cut) in enumerate(zip(sizes, cuts, strict=True)):
+            gained = np.cumsum(np.bincount(bins[t, alone & beyond[t]], minlength=len(size))[cut + 1 :])
+            cost = size[cut + 1 :] - size[cut]
+            ratio = np.where(cost <= room, gained / np.maximum(cost, 1), 0.0)
+            if len(ratio) and (top := float(ratio.max())) > best[0]:
+                best = (top, t, cut + 1 + int(ratio.argmax()))
+        if best[0] == 0.0:
+            return
+        _, t, cut = best
+        room -= int(sizes[t][cut] - sizes[t][cuts[t]])
+        cuts[t] = cut
+        beyond[t] = bins[t] > cut
+
+
+def _last_place(table: TableUse, ids: NDArray[Any] | Ragged, rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Of each of these samples the last place in the table's order that it needs; 0 where it has no id."""
+    if not isinstance(ids, Ragged):
+        return table.places(ids[rows])
+    lengths = np.diff(ids.row_splits)
+    last = np.zeros(len(lengths), np.int64)
+    values = ids.values[ids.row_splits[0] : ids.row_splits[-1]]
+    np.maximum.at(last, np.repeat(np.arange(len(lengths)), lengths), table.places(values))
+    return last[rows]

@@ -1,0 +1,243 @@
+"""Hot sets against sorting and brute force, samples against looking at every id, the estimate against the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hotrow import tools
+from hotrow.data.packed import PackedDataset, Ragged
+from hotrow.hot.calibrate import WAYS, calibrate, most_accessed
+from hotrow.hot.classify import hot_samples
+from hotrow.hot.compare import compare_ways, record_bytes_of
+from hotrow.hot.covering import most_covered, prefixes_of
+from hotrow.hot.hot_set import HotRows, HotSet
+from hotrow.hot.sampled import estimate
+from hotrow.hot.student import t_quantile
+from hotrow.hot.table_use import TableUse, count_accesses
+
+TABLE_ROWS = (60_000, 200, 30_000)
+RECORD_BYTES = {"t0": 64, "t1": 64, "t2": 96}
+
+
+@pytest.fixture(scope="module")
+def dataset(make_dataset: Callable[..., PackedDataset], tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    """Two large tables and a small one; no counts, so that rows are not in the order of their accesses."""
+    rows = {"train": 5000, "val": 64, "test": 64}
+    return make_dataset(tmp_path_factory.mktemp("hot") / "data", rows=rows, table_rows=TABLE_ROWS, rows_per_block=512)
+
+
+@pytest.fixture(autouse=True)
+def counts_are_not_there(recwarn: pytest.WarningsRecorder) -> None:
+    """The warning that accesses are counted is not what most tests are about."""
+
+
+def ids_of_samples(dataset: PackedDataset) -> list[dict[str, set[int]]]:
+    """Of each training sample, the rows of each table."""
+    found = []
+    split = dataset.split("train")
+    for index in range(split.num_blocks):
+        block = split.block(index)
+        for r in range(len(block.label)):
+            own: dict[str, set[int]] = {name: set() for name in RECORD_BYTES}
+            for feature, ids in zip(dataset.info.features, block.ids, strict=True):
+                row = (
+                    ids.values[ids.row_splits[r] : ids.row_splits[r + 1]] if isinstance(ids, Ragged) else ids[r : r + 1]
+                )
+                own[feature.table] |= set(row.tolist())
+            found.append(own)
+    return found
+
+
+def rows_of(rows: HotRows) -> set[int]:
+    return set(range(rows.prefix)) | set(rows.listed.tolist())
+
+
+@pytest.mark.parametrize("how", list(WAYS))
+def test_hot_samples_against_looking_at_every_id(how: str, dataset: PackedDataset) -> None:
+    hot = calibrate(dataset, how, 900_000, record_bytes=RECORD_BYTES).hot
+    assert 0 < hot.num_bytes <= 900_000
+    assert hot.num_bytes == sum(len(rows_of(hot.rows[t])) * RECORD_BYTES[t] for t in RECORD_BYTES)
+    own = {t: rows_of(rows) for t, rows in hot.rows.items()}
+    expected = [all(sample[t] <= own[t] for t in own) for sample in ids_of_samples(dataset)]
+    found = hot_samples(dataset, hot, threads=2)
+    assert found.tolist() == expected
+    assert 0 < sum(expected) < len(expected), "neither way is tried else"
+
+
+@pytest.mark.parametrize("how", list(WAYS))
+def test_the_same_seed_gives_the_same_hot_set(how: str, dataset: PackedDataset) -> None:
+    first, second = (calibrate(dataset, how, 800_000, record_bytes=RECORD_BYTES, seed=4).hot for _ in range(2))
+    assert all(rows_of(first.rows[t]) == rows_of(second.rows[t]) for t in RECORD_BYTES)
+
+
+def test_exact_takes_the_rows_of_most_accesses_per_byte(dataset: PackedDataset) -> None:
+    budget = 700_000
+    hot = calibrate(dataset, "exact", budget, record_bytes=RECORD_BYTES).hot
+    counts = dict.fromkeys(((t, r) for t, n in zip(RECORD_BYTES, TABLE_ROWS, strict=True) for r in range(n)), 0)
+    for index in range(dataset.split("train").num_blocks):
+        for feature, ids in zip(dataset.info.features, dataset.split("train").block(index).ids, strict=True):
+            for row in (ids.values if isinstance(ids, Ragged) else ids).tolist():
+                counts[feature.table, row] += 1
+    chosen = {(t, r) for t in RECORD_BYTES for r in rows_of(hot.rows[t])}
+    free = {key for key in counts if key[0] != "t1" and key[1] != 0}  # the small table is hot whole, row 0 always
+    least = min(counts[key] / RECORD_BYTES[key[0]] for key in chosen & free)
+    assert all(counts[key] / RECORD_BYTES[key[0]] <= least for key in free - chosen)
+    assert {("t1", r) for r in range(200)} <= chosen
+    assert budget - hot.num_bytes < max(RECORD_BYTES.values()), "no room is left for one row more"
+
+
+def test_a_budget_for_everything_takes_everything(dataset: PackedDataset) -> None:
+    total = sum(n * b for n, b in zip(TABLE_ROWS, RECORD_BYTES.values(), strict=True))
+    hot = calibrate(dataset, "exact", total, record_bytes=RECORD_BYTES).hot
+    assert hot.num_bytes == total
+    assert hot_samples(dataset, hot).all()
+
+
+def test_rows_that_were_never_accessed_stay_cold(dataset: PackedDataset) -> None:
+    counts = count_accesses(dataset, 1.0, seed=0)
+    hot = calibrate(dataset, "exact", 3_000_000, record_bytes=RECORD_BYTES).hot
+    assert all(counts["t0"][list(rows_of(hot.rows["t0"]) - {0})] > 0)
+
+
+@given(
+    counts=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=3),
+    record_bytes=st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    budget=st.integers(0, 60),
+)
+def test_most_accessed_against_brute_force(counts: list[list[int]], record_bytes: list[int], budget: int) -> None:
+    """Where all rows take as many bytes no choice of prefixes has more accesses; never is it over the budget."""
+    scale = 1 << 20  # no table is small
+    tables = [
+        TableUse(f"t{k}", record_bytes[0] * scale, np.array([own[0], *sorted(own[1:], reverse=True)]), None)
+        for k, own in enumerate(counts)
+    ]
+    budget = max(budget, record_bytes[0] * len(tables)) * scale
+    found = most_accessed(tables, budget)
+    assert sum(n * t.record_bytes for n, t in zip(found, tables, strict=True)) <= budget
+
+    def hits(rows: tuple[int, ...] | list[int]) -> int:
+        return sum(int(t.counts[:n].sum()) for t, n in zip(tables, rows, strict=True))
+
+    choices = product(*(range(1, len(t.counts) + 1) for t in tables))
+    allowed = [rows for rows in choices if sum(rows) * record_bytes[0] * scale <= budget]
+    assert hits(found) == max(map(hits, allowed))
+
+
+# ---- covering
+
+
+def covered(bins: NDArray[np.int16], cuts: list[int] | tuple[int, ...]) -> int:
+    return int((bins <= np.array(cuts)[:, None]).all(axis=0).sum())
+
+
+def test_covering_is_near_the_best_prefixes() -> None:
+    """On 200 small cases against all choices of prefixes: never over the budget, nine tenths of the best at least."""
+    found = best = 0
+    for seed in range(200):
+        g = np.random.default_rng(seed)
+        bins = np.minimum(g.geometric(g.uniform(0.15, 0.6, (3, 1)), (3, 60)) - 1, 7).astype(np.int16)
+        sizes = [np.cumsum(g.integers(1, 9, 8)) for _ in range(3)]
+        budget = int(g.integers(sum(size[0] for size in sizes), sum(size[-1] for size in sizes)))
+        cuts = most_covered(bins, sizes, budget)
+        assert sum(int(size[cut]) for size, cut in zip(sizes, cuts, strict=True)) <= budget
+        choices = (c for c in product(range(8), repeat=3) if sum(int(sizes[t][k]) for t, k in enumerate(c)) <= budget)
+        found, best = found + covered(bins, cuts), best + max(covered(bins, c) for c in choices)
+    assert found >= 0.9 * best
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 5_000_000))
+def test_prefixes_rise_to_all_rows(num_rows: int) -> None:
+    found = prefixes_of(num_rows)
+    assert found[0] == 1
+    assert found[-1] == num_rows
+    assert (np.diff(found) > 0).all()
+
+
+# ---- the paper's estimate
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "expected"),
+    [(0.9995, 34, 3.6007), (0.975, 34, 2.0322), (0.975, 1, 12.7062), (0.95, 10, 1.8125), (0.5, 5, 0.0)],
+)
+def test_quantiles_of_student_against_tables(probability: float, freedom: int, expected: float) -> None:
+    """Values of printed tables (NIST, e-Handbook 1.3.6.7.2; 0.9995 of 34 by interpolation-free software)."""
+    assert t_quantile(probability, freedom) == pytest.approx(expected, abs=2e-4)
+
+
+def test_the_interval_holds_the_truth() -> None:
+    """At 99.9 % confidence it may miss once in a thousand: in 300 draws, not twice."""
+    hot = np.zeros(2_000_000, np.bool_)
+    hot[:150_000] = True  # as rows numbered by popularity
+    bounds = [estimate(hot, seed) for seed in range(300)]
+    assert sum(not low <= 150_000 <= high for low, high in bounds) <= 1
+    assert all(high - low < 0.2 * 150_000 for low, high in bounds), "the paper has it within 10 % of the truth"
+
+
+def test_the_sampled_way_tells_its_thresholds(dataset: PackedDataset) -> None:
+    found = calibrate(dataset, "sampled", 900_000, record_bytes=RECORD_BYTES)
+    tried = found.detail["thresholds"]
+    assert found.hot.num_bytes in [t["true_bytes"] for t in tried]
+    assert all(a["threshold_percent"] > b["threshold_percent"] for a, b in pairwise(tried))
+    counts = count_accesses(dataset, 0.05, seed=0)
+    assert sum(counts["t1"]) == round(0.05 * 5000), "as many samples as said, once each"
+
+
+# ---- what is refused
+
+
+def test_what_cannot_be_is_refused(dataset: PackedDataset) -> None:
+    with pytest.raises(ValueError, match="raise the budget by 1 bytes"):
+        calibrate(dataset, "exact", 200 * 64 + 64 + 96 - 1, record_bytes=RECORD_BYTES)
+    with pytest.raises(ValueError, match="choose one of exact, sampled, covering"):
+        calibrate(dataset, "guess", 10**6, record_bytes=RECORD_BYTES)
+    with pytest.raises(ValueError, match="too small for the coarsest threshold"):
+        calibrate(dataset, "sampled", 200 * 64 + 64 + 96, record_bytes=RECORD_BYTES)
+    lacking = HotSet(how="exact", rows={"t0": HotRows.first(3)}, record_bytes=RECORD_BYTES)
+    with pytest.raises(ValueError, match="the hot set has no table 't1'; it has t0"):
+        hot_samples(dataset, lacking)
+
+
+def test_a_dataset_without_counts_is_counted_with_a_warning(dataset: PackedDataset) -> None:
+    with pytest.warns(UserWarning, match="carries no counts: its training split is counted"):
+        calibrate(dataset, "exact", 10**6, record_bytes=RECORD_BYTES)
+
+
+def test_covering_beats_counting_on_real_rows(real_data: Callable[[str], Path], tmp_path: Path) -> None:
+    from hotrow.data.prepare import run_prepare
+
+    data = run_prepare("criteo", [str(real_data("criteo_terabyte_80k.tsv.gz"))], tmp_path / "criteo", rows=20_000)
+    record_bytes = {table.name: 256 for table in data.info.tables}
+    total = sum(table.num_embeddings for table in data.info.tables) * 256
+    shares = {}
+    for how in ("exact", "covering"):
+        found = calibrate(data, how, total // 2, record_bytes=record_bytes)
+        assert all(len(rows.listed) == 0 for rows in found.hot.rows.values()), "ranked rows: a prefix"
+        shares[how] = hot_samples(data, found.hot).mean()
+    assert shares["covering"] > 1.05 * shares["exact"] > 0, "of the same bytes"
+
+
+def test_inspect_compares_the_ways(dataset: PackedDataset, tmp_path: Path) -> None:
+    ways = compare_ways(dataset, 900_000, embedding_dim=16, optimizer="row_wise_adagrad")["ways"]
+    assert [way["name"] for way in ways] == ["exact", "sampled", "covering"]
+    record_bytes = record_bytes_of(dataset, embedding_dim=16, optimizer="row_wise_adagrad")
+    assert set(record_bytes.values()) == {68}
+    for way in ways:
+        assert way["hot_bytes"] == 68 * way["hot_rows"] == 68 * sum(way["tables"].values())
+        hot = calibrate(dataset, way["name"], 900_000, record_bytes=record_bytes).hot
+        assert way["hot_samples"] == hot_samples(dataset, hot).mean()
+    with pytest.raises(ValueError, match="optimizer is 'sdg'; choose one of sgd"):
+        compare_ways(dataset, 900_000, embedding_dim=16, optimizer="sdg")  # type: ignore[arg-type]
+    trace = tmp_path / "trace.txt"
+    trace.write_text("1\n2\n1\n")
+    with pytest.raises(ValueError, match="is a trace, which has no samples to be hot"):
+        tools.inspect(trace, hot="1MiB", batch_size=2)
