@@ -38,8 +38,9 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.files import atomic_write, explain_full_disk
 from hotrow.placement import choose, close_tiers
 from hotrow.run_folder import RunFolder
+from hotrow.runs import train
 from hotrow.tables import TableConfig
-from hotrow.trainer import EVAL_BATCH_SIZE, build_network, evaluate, train
+from hotrow.trainer import EVAL_BATCH_SIZE, build_network, evaluate
 
 FIT_DEFAULTS = (
     "train.early_stopping=4",

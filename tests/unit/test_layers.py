@@ -37,6 +37,7 @@ LEVELS = {
     "session": 4,
     "placement": 4,
     "trainer": 4,
+    "runs": 4,
     "cells": 4,
     "bench": 4,
     "study": 4,
