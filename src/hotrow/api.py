@@ -91,6 +91,7 @@ class Run:
             **{name: record[name] for name in names if name in record},
             "run_dir": str(self.path),
             **({"memory": _memory_summary(record["memory"])} if "memory" in record else {}),
+            **{name: record[name] for name in ("write_budget",) if name in record},
             "metrics": record.get("metrics", {}),
             "warnings": record["warnings"],
         }
@@ -192,8 +193,10 @@ class Run:
 
 def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:
     """What concerns all tables together."""
-    names = ("dram_bytes", "disk_bytes", "hits_per_lookup", "hits_per_row", "read_bytes", "written_bytes", "stall_s")
-    return {name: memory[name] for name in names}
+    sizes, io = ("dram_bytes", "disk_bytes"), ("bytes_per_read", "bytes_per_write", "cpu_us_per_io")
+    hits, stall = ("hits_per_lookup", "hits_per_row"), ("stall_s", "stall_share")
+    written = ("read_bytes", "written_bytes", "written_bytes_per_epoch", "write_amplification", "drive_written_bytes")
+    return {name: memory.get(name) for name in (*sizes, *hits, *stall, *io, *written)}
 
 
 def load(path: Path | str) -> Run:

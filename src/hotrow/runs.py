@@ -25,6 +25,7 @@ from hotrow.progress import ProgressLine
 from hotrow.run_folder import CONFIG, RunFolder
 from hotrow.session import Interrupt, threads
 from hotrow.trainer import Training, resume_command, storage_line, tables_of
+from hotrow.write_budget import check_write_budget
 
 
 def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
@@ -38,7 +39,9 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     dataset = PackedDataset.open(config.data, verify="sizes")
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
     runs = folder.path if folder else Path(config.run or "runs")
-    choose(config, tables_of(config, dataset), runs)  # what cannot be is refused before a folder is made
+    tables = tables_of(config, dataset)
+    check_write_budget(config, tables)  # what cannot be is refused before a folder is made
+    choose(config, tables, runs)
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
@@ -78,7 +81,9 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
     dataset = PackedDataset.open(config.data, verify="sizes")
-    choose(config, tables_of(config, dataset), folder.path)
+    tables = tables_of(config, dataset)
+    check_write_budget(config, tables)
+    choose(config, tables, folder.path)
     return _run(config, dataset, folder, newest, quiet=quiet)
 
 
@@ -106,6 +111,9 @@ def _train(training: Training, checkpoint: Path | None) -> None:
     training.run()
     if training.state.ended:
         training.finish()
+    elif training.interrupt.signal is None:
+        folder.update(**training.figures())
+        raise training.writes.ended(training.state.step, resume_command(folder))
     else:
         folder.update(status="interrupted", signal=training.interrupt.signal, **training.figures())
         training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder)}")
@@ -138,6 +146,9 @@ def _begin(training: Training) -> None:
     if backend.threads < torch.get_num_threads():
         folder.warn("forked_process", "this process was forked after hotrow's kernels were loaded: they use one thread")
     _warn_of_tiers(training)
+    if short := training.writes.too_little_to_resume():
+        folder.warn("write_budget_too_small_to_resume", short)
+        training.say(f"warning: {short}")
     folder.update(
         status="running",
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},

@@ -31,12 +31,14 @@ from hotrow.memory.budget import Memory
 from hotrow.memory.lookahead import lookahead
 from hotrow.metrics import BinaryMetrics
 from hotrow.models import build_model
-from hotrow.placement import TierReport, choose, close_tiers
+from hotrow.placement import choose, close_tiers, size
 from hotrow.progress import ProgressLine, duration, rate
 from hotrow.run_folder import RunFolder
 from hotrow.schedule import Schedule
 from hotrow.session import PHASES, Interrupt, StepClock
 from hotrow.tables import Dtype, TableConfig
+from hotrow.tier_report import TierReport
+from hotrow.write_budget import LEDGER, WriteLedger, Writes, checkpoint_bytes, folder_bytes
 
 EVAL_BATCH_SIZE = 4096
 LOOKAHEAD = MemoryConfig().lookahead
@@ -192,6 +194,8 @@ class State:
     """Spent in steps, by phase, over all sessions of the run."""
     stall_s: float = 0.0
     """Of them, waiting for rows that were not in DRAM."""
+    drive_written_bytes: int = 0
+    """Rows in tiers and checkpoints, over all sessions of the run."""
 
     @property
     def train_s(self) -> float:
@@ -220,7 +224,10 @@ class Training:
         tiers = self.parts.embedding.tiers
         self.report = None if tiers is None else TierReport(tiers)
         self.lookahead = config.memory.lookahead if isinstance(config.memory, MemoryConfig) else LOOKAHEAD
-        self._stall_before_s = 0.0
+        budget = config.write_budget
+        ledger = None if budget is None else WriteLedger(folder.path / LEDGER, budget)
+        self.writes = Writes(tiers, ledger, checkpoint_bytes=checkpoint_bytes(config, tables, self.parts.model))
+        self._before = State()  # where this session began
         if not self._has("val"):
             self._without_validation()
 
@@ -250,9 +257,9 @@ class Training:
                     self._skip(str(error))
                     loss = None
                 self._count(len(batch), loss)
-                stop = self.interrupt.signal is not None
+                stop = self.interrupt.signal is not None or self.writes.spent
                 self._do_what_is_due(stop=stop)
-                if stop or self.state.ended:
+                if stop or self.state.ended or self.writes.spent:  # by the checkpoint that was due
                     return
                 self.clock.lap(None)
 
@@ -289,19 +296,27 @@ class Training:
         state.num_samples += num_samples
         self.clock.end_step()
         state.seconds = dict(self.clock.seconds)
+        self.writes.end_step()
         if self.report is not None:
-            state.stall_s = round(self._stall_before_s + self.report.tiers.stall_s, 6)
+            state.stall_s = round(self._before.stall_s + self.report.tiers.stall_s, 6)
         if state.step >= self.num_steps:
             state.ended = ALL_DONE
 
     def _do_what_is_due(self, *, stop: bool) -> None:
         state = self.state
         self.progress.update(self._line)
+        if announcement := self.writes.announcement(self.steps_per_epoch):
+            self._announce(*announcement)
         if state.step % self.config.train.log_every == 0 or state.ended:
             self._log_window()
         best = self._due(self.eval_steps) and self._evaluate()
         if best or stop or state.ended or self._due(self.save_steps):
             self.save()
+
+    def _announce(self, writes: str, share: float) -> None:
+        self.say(writes)
+        if share > 1:
+            self.folder.warn("write_budget_will_be_spent", f"{writes}: training will save and stop when it is spent")
 
     def _due(self, every: float | None) -> bool:
         return is_due(self.state.step, every) or (every is not None and self.state.ended is not None)
@@ -315,9 +330,19 @@ class Training:
         }
         speed = {"samples_per_s": round(state.num_samples / state.train_s, 1), "step_ms": self.clock.step_ms()}
         skipped = {"steps_skipped": state.skipped} if state.skipped else {}
-        stall = {} if self.report is None else {"stall_s": state.stall_s}
-        self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed, **stall, **skipped)
+        self._count_writes()
+        tiers = {} if self.report is None else {**self._tier_figures(), **self.report.window()}
+        self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed, **tiers, **skipped)
         state.window_loss, state.window_steps = 0.0, 0
+
+    def _tier_figures(self) -> dict[str, Any]:
+        """How long steps waited for rows, and what went to the drive, over all sessions."""
+        stall_share = round(self.state.stall_s / max(self.state.train_s, 1e-9), 4)
+        written = self.state.drive_written_bytes
+        return {"stall_s": self.state.stall_s, "stall_share": stall_share, "drive_written_bytes": written}
+
+    def _count_writes(self) -> None:
+        self.state.drive_written_bytes = self._before.drive_written_bytes + self.writes.num_bytes
 
     def _evaluate(self) -> bool:
         """Score the validation split; whether it is the best so far and is to be kept."""
@@ -358,6 +383,7 @@ class Training:
         """A checkpoint of the parts and the state; older ones go as the config says."""
         path = self.folder.checkpoints / f"step-{self.state.step}"
         if not path.exists():
+            self._count_writes()
             extra = {
                 "state": asdict(self.state),
                 "dataset": self.dataset.checksum,
@@ -367,7 +393,7 @@ class Training:
                 "isa": ops.backend().isa,
                 "config": self.config.model_dump(mode="json"),
             }
-            with self._aside():
+            with self._aside(), self.writes.saving(path):
                 save_checkpoint(path, self.parts.with_state(), extra=extra)
         keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
         prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
@@ -379,7 +405,7 @@ class Training:
         Raises ValueError where the dataset is another one; another thread count or ISA is a counted warning, because
         the dense layers' sums may then differ in their last bits.
         """
-        with self._aside():
+        with self._aside(), self.writes.restoring(path):
             extra = load_checkpoint(path, self.parts.with_state())
         if extra["dataset"] != self.dataset.checksum:
             raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
@@ -391,7 +417,8 @@ class Training:
                     "results agree within docs/numerics.md, not to the bit",
                 )
         self.state = State(**extra["state"])
-        self._stall_before_s = self.state.stall_s
+        self.state.drive_written_bytes += folder_bytes(path)  # when it was written, it did not count itself
+        self._before = replace(self.state)
         self.clock.seconds, self.clock.num_steps = dict(self.state.seconds), self.state.step
         if self.state.ended == ALL_DONE and self.state.step < self.num_steps:
             self.state.ended = None
@@ -403,7 +430,7 @@ class Training:
         if self.config.train.early_stopping is not None:
             chosen, val = state.best_step, state.best
             best = self.folder.checkpoints / f"step-{chosen}"
-            with self._aside():
+            with self._aside(), self.writes.restoring(best):
                 load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.model})
         metrics = {
             split: self.score(split) for split in ("val", "test") if self._has(split) and not (split == "val" and val)
@@ -418,6 +445,11 @@ class Training:
 
     def figures(self) -> dict[str, Any]:
         """How far and how fast, for run.json."""
+        self._count_writes()
+        seconds = self.state.train_s - self._before.train_s
+        epochs = (self.state.step - self._before.step) / self.steps_per_epoch
+        writes = self.writes.to_json(seconds=seconds, epochs=epochs)
+        memory = {} if self.report is None else self.report.to_json(seconds=seconds, epochs=epochs)
         return {
             "steps": self.state.step,
             "steps_skipped": self.state.skipped,
@@ -426,16 +458,17 @@ class Training:
             "step_ms": self.clock.step_ms(),
             "train_s": round(self.state.train_s, 3),
             "best_step": self.state.best_step if self.state.best else None,
-            **({} if self.report is None else {"memory": {"stall_s": self.state.stall_s, **self.report.to_json()}}),
+            **({"memory": {**self._tier_figures(), **memory}} if memory else {}),
+            **({"write_budget": writes} if writes else {}),
         }
 
     def close(self) -> None:
         """Remove the files of tables in tiers, and count what only now is known of them."""
-        if self.report is None:
-            return
-        overflow = self.report.to_json()["overflow_rows"]
+        self.writes.book()
+        overflow = 0 if self.report is None else self.report.overflow_rows
         # First: where the disk is full, this makes room for what is to be said.
         close_tiers(self.parts.embedding, self.folder.path)
+        self.writes.close()
         if overflow:
             text = (
                 "rows of training batches for which no cached row could leave lay beside the caches: raise memory.dram"
@@ -456,9 +489,10 @@ class Training:
         val = f"val {scores(state.val)}" if state.val else "not evaluated yet"
         epoch = f"epoch {self.epochs:.2f}/{self.config.train.epochs}  step {state.step}/{self.num_steps}"
         epoch += f" ({state.skipped} skipped)" if state.skipped else ""
-        return (
-            f"{epoch}  {rate(state.num_samples / state.train_s)} samples/s  {loss}  {val}  |  {shares}  |  {left} left"
-        )
+        speed = f"{rate(state.num_samples / state.train_s)} samples/s"
+        if self.report is not None:
+            shares += f", of it waiting {state.stall_s / total:.0%}; {size(self.writes.num_bytes)} written"
+        return f"{epoch}  {speed}  {loss}  {val}  |  {shares}  |  {left} left"
 
 
 def scores(metrics: Mapping[str, Any]) -> str:

@@ -23,7 +23,8 @@ from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.run_folder import RunFolder
 
-TIMES = {"samples_per_s", "step_ms", "stall_s"}
+TIMES = {"seconds", "samples_per_s", "step_ms", "stall_s", "stall_share"}
+PLACED = {"drive_written_bytes", "hits_per_lookup", "hits_per_row"}
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16, 8]},
     "train": {"batch_size": 37, "epochs": 3, "eval_every": 0.5, "log_every": 4, "seed": 5, "threads": 1},
@@ -55,8 +56,8 @@ def outcome(run: RunFolder) -> dict[str, Any]:
     newest = list_checkpoints(run.checkpoints)
     path = newest[max(newest)]
     manifest = read_manifest(path)
-    state = {key: value for key, value in manifest["extra"]["state"].items() if key not in ("seconds", "stall_s")}
-    lines = [{k: v for k, v in line.items() if k not in TIMES} for line in run.measurements()]
+    state = {k: v for k, v in manifest["extra"]["state"].items() if k not in TIMES | PLACED}
+    lines = [{k: v for k, v in line.items() if k not in TIMES | PLACED} for line in run.measurements()]
     tensors = {name: (path / name).read_bytes() for name in manifest["files"]}
     return {"step": path.name, "state": state, "lines": lines, "metrics": run.record["metrics"], "tensors": tensors}
 

@@ -36,6 +36,8 @@ LEVELS = {
     "progress": 4,
     "session": 4,
     "placement": 4,
+    "tier_report": 4,
+    "write_budget": 4,
     "trainer": 4,
     "runs": 4,
     "cells": 4,
