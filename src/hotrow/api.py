@@ -196,7 +196,7 @@ def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:
     sizes, io = ("dram_bytes", "disk_bytes"), ("bytes_per_read", "bytes_per_write", "cpu_us_per_io")
     hits, stall = ("hits_per_lookup", "hits_per_row"), ("stall_s", "stall_share")
     written = ("read_bytes", "written_bytes", "written_bytes_per_epoch", "write_amplification", "drive_written_bytes")
-    return {name: memory.get(name) for name in (*sizes, *hits, *stall, *io, *written)}
+    return {name: memory[name] for name in (*sizes, *hits, *stall, *io, *written) if memory.get(name) is not None}
 
 
 def load(path: Path | str) -> Run:
