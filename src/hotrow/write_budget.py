@@ -116,7 +116,7 @@ class Writes:
         self._checkpoints = self._booked = self._num_steps = 0
         self._reserve = 0 if tiers is None else tiers.memory.waiting_bytes
         """For the steps until the next look."""
-        self._started, self._first = time.monotonic(), (0, 0.0, 0)
+        self._first = (0, 0.0, 0)
         self._announced = False
         self.book()
 
