@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.results import record
-from hotrow import bench, trainer
+from hotrow import bench, runs, trainer
 from hotrow.batch import Batch
 from hotrow.config import load_config
 from hotrow.data.prepare import run_prepare
@@ -80,7 +80,7 @@ def validation_auc(variant: str, seed: int, data: Path, run: Path) -> float:
     if variant == "split_8_low_bits":
         trainer.train_step = clearing_low_bits(plain)  # type: ignore[assignment]
     try:
-        return float(trainer.train(config, quiet=True).record["metrics"]["val"]["auc"])
+        return float(runs.train(config, quiet=True).record["metrics"]["val"]["auc"])
     finally:
         trainer.train_step = plain
 

@@ -38,8 +38,9 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.files import atomic_write, explain_full_disk
 from hotrow.placement import choose, close_tiers
 from hotrow.run_folder import RunFolder
+from hotrow.runs import train
 from hotrow.tables import TableConfig
-from hotrow.trainer import EVAL_BATCH_SIZE, build_network, evaluate, train
+from hotrow.trainer import EVAL_BATCH_SIZE, build_network, evaluate
 
 FIT_DEFAULTS = (
     "train.early_stopping=4",
@@ -90,6 +91,7 @@ class Run:
             **{name: record[name] for name in names if name in record},
             "run_dir": str(self.path),
             **({"memory": _memory_summary(record["memory"])} if "memory" in record else {}),
+            **{name: record[name] for name in ("write_budget",) if name in record},
             "metrics": record.get("metrics", {}),
             "warnings": record["warnings"],
         }
@@ -191,8 +193,10 @@ class Run:
 
 def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:
     """What concerns all tables together."""
-    names = ("dram_bytes", "disk_bytes", "hits_per_lookup", "hits_per_row", "read_bytes", "written_bytes", "stall_s")
-    return {name: memory[name] for name in names}
+    sizes, io = ("dram_bytes", "disk_bytes"), ("bytes_per_read", "bytes_per_write", "cpu_us_per_io")
+    hits, stall = ("hits_per_lookup", "hits_per_row"), ("stall_s", "stall_share")
+    written = ("read_bytes", "written_bytes", "written_bytes_per_epoch", "write_amplification", "drive_written_bytes")
+    return {name: memory[name] for name in (*sizes, *hits, *stall, *io, *written) if memory.get(name) is not None}
 
 
 def load(path: Path | str) -> Run:

@@ -161,7 +161,7 @@ def train(
     json_: Json = False,
 ) -> None:
     """Train as a config says, or continue an interrupted run."""
-    from hotrow import trainer
+    from hotrow import runs
     from hotrow.api import Run
     from hotrow.config import load_config
 
@@ -169,10 +169,10 @@ def train(
         raise ValueError("pass a config to start a run, or --resume RUN to continue one")
     with saying_interruptions():
         if resume is not None:
-            folder = trainer.resume(resume, set_ or ())
+            folder = runs.resume(resume, set_ or ())
         else:
             assert config is not None
-            folder = trainer.train(load_config(config, set_ or ()))
+            folder = runs.train(load_config(config, set_ or ()))
     result = Run(folder.path).summary()
     print_result(result, as_json=json_, human=lambda: _print_run(result))
     _exit_if_interrupted(result)

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from hotrow.files import parse_bytes
+from hotrow.files import ByteRate, parse_byte_rate, parse_bytes
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -195,6 +195,10 @@ class MemoryConfig(_Section):
     """Batches whose rows are fetched before they are needed; 0: rows are read when they are looked up."""
     force: bool = False
     """Whether `ssd` may lie on a network file system or in memory (tmpfs), which is refused else."""
+    write_budget: str | None = None
+    """Bytes that this run may write to its drive, rows and checkpoints, in any 24 hours or any hour: text such as
+    200GB/day or 10GiB/hour, for instance the endurance a drive is declared for. Before it is spent training saves a
+    checkpoint and ends with an error that says when it can be resumed. null means no limit."""
 
     @model_validator(mode="after")
     def _a_size_and_a_folder(self) -> MemoryConfig:
@@ -202,6 +206,11 @@ class MemoryConfig(_Section):
             raise ValueError(f"dram is {self.dram!r}; it must be a positive number of bytes, such as 2GiB")
         if self.ssd is not None and self.file is not None:
             raise ValueError(f"ssd is {self.ssd!r} and file is {self.file!r}; name one of them, or none")
+        if self.write_budget is not None:
+            try:
+                parse_byte_rate(self.write_budget)
+            except ValueError as error:
+                raise ValueError(f"write_budget: {error}") from None
         return self
 
     @property
@@ -269,6 +278,12 @@ class Config(_Section):
             if value is not None and value > 1 and value != int(value):
                 raise ValueError(f"{path} is {value}; it is a share of an epoch up to 1, above that a whole number")
         return self
+
+    @property
+    def write_budget(self) -> ByteRate | None:
+        """`memory.write_budget` in numbers; None: no limit."""
+        text = None if isinstance(self.memory, str) else self.memory.write_budget
+        return None if text is None else parse_byte_rate(text)
 
     def to_yaml(self) -> str:
         """This config with every field written out; `load_config` reads it back to an equal one."""

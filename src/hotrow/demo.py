@@ -17,7 +17,7 @@ from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
 from hotrow.placement import size
 from hotrow.run_folder import RunFolder
-from hotrow.trainer import train
+from hotrow.runs import train
 
 NUM_ROWS = 600_000
 TABLE_SCALE = 0.01

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 PARTIAL_SUFFIX = ".partial"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -33,6 +33,30 @@ def parse_bytes(size: int | str) -> int:
     if not found or found[2] not in _UNITS:
         raise ValueError(f"size {size!r} is not understood; write a number and a unit, such as 2GiB or 500MB")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+class ByteRate(NamedTuple):
+    """So many bytes in so many seconds."""
+
+    num_bytes: int
+    seconds: int
+    text: str
+    """As it was written."""
+
+
+def parse_byte_rate(text: str) -> ByteRate:
+    """Bytes per hour or day from text such as "200GB/day". Raises ValueError for anything else."""
+    size, _, unit = text.partition("/")
+    seconds = {"day": 86_400, "d": 86_400, "hour": 3600, "h": 3600}.get(unit.strip().lower())
+    try:
+        num_bytes = parse_bytes(size) if seconds else 0
+    except ValueError:
+        num_bytes = 0
+    if not seconds or num_bytes <= 0:
+        raise ValueError(
+            f"rate {text!r} is not understood; write bytes per day or hour, such as 200GB/day or 10GiB/hour"
+        )
+    return ByteRate(num_bytes, seconds, text)
 
 
 def open_private(path: Path) -> BinaryIO:

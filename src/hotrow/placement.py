@@ -1,14 +1,13 @@
-"""Where the tables of a run lie: what they need, what this process may use, what came of it, and how it went.
+"""Where the tables of a run lie: what they need, what this process may use, and what came of it.
 
-`choose` turns the config's `memory` into DRAM or tiers before anything is made; `TierReport` says afterwards what the
-tiers did. How rows are moved is the business of hotrow.memory.
+`choose` turns the config's `memory` into DRAM or tiers before anything is made. How rows are moved is the business of
+hotrow.memory, what the tiers then did that of tier_report.py.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,76 +173,3 @@ def disk_shortfall(tiers: Tiers) -> str | None:
         f"the tables may grow to {size(wanted)} in {tiers.memory.folder}, where {size(free)} are free: training ends "
         "where that is used up, and can be resumed from its last checkpoint"
     )
-
-
-_GAUGES = ("num_bytes", "map_bytes", "waiting_bytes")
-
-
-class TierReport:
-    """What the tiers of a collection did, since it was made: training apart from evaluations and checkpoints."""
-
-    def __init__(self, tiers: Tiers) -> None:
-        self.tiers = tiers
-        self._aside: dict[str, Counter[str]] = {table.name: Counter() for table in tiers.tables}
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What happens inside is not training."""
-        before = self.tiers.counters()
-        try:
-            yield
-        finally:
-            for name, counts in self.tiers.counters().items():
-                self._aside[name].update({key: n - before.get(name, {}).get(key, 0) for key, n in counts.items()})
-
-    def to_json(self) -> dict[str, Any]:
-        """For run.json; see docs/runs.md."""
-        tiers = self.tiers
-        counts = {
-            name: Counter({key: n - (0 if key in _GAUGES else self._aside[name][key]) for key, n in own.items()})
-            for name, own in tiers.counters().items()
-        }
-        fallbacks = {store.rows.table: store.fallback for store in tiers.stores if store.fallback}
-        return {
-            "dram_bytes": dram_bytes(tiers),
-            "disk_bytes": disk_bytes(tiers),
-            "folder": str(tiers.memory.folder),
-            "batches": {"foreseen": tiers.foreseen, "unannounced": tiers.unannounced, "altered": tiers.altered},
-            **_figures(_sum(counts.values())),
-            "aside": _figures(_sum(self._aside.values())),
-            "fallbacks": fallbacks,
-            "tables": {
-                table.name: {
-                    "rows": table.num_embeddings,
-                    "pinned": slots.pinned,
-                    "cached": slots.cached,
-                    "store": store.kind,
-                    **_figures(counts[table.name]),
-                }
-                for table, slots, store in zip(tiers.tables, tiers.slots, tiers.stores, strict=True)
-            },
-        }
-
-
-def _sum(counts: Any) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
-    return total
-
-
-def _figures(counts: Counter[str]) -> dict[str, Any]:
-    hits = counts["pinned_lookups"] + counts["hit_lookups"]
-    names = ("lookups", "read_rows", "created_rows", "evicted_rows", "written_rows", "overflow_rows")
-    stores = ("reads", "read_bytes", "writes", "written_bytes", "served_from_queue", "read_modify_writes")
-    return {
-        "hits_per_lookup": _share(hits, counts["lookups"]),
-        "hits_per_row": _share(counts["hit_rows"], counts["rows"]),
-        **{name: counts[name] for name in (*names, *stores)},
-        "blocked_s": round(counts["blocked_ns"] / 1e9, 3),
-        "io_cpu_s": round(counts["io_cpu_ns"] / 1e9, 3),
-    }
-
-
-def _share(part: int, whole: int) -> float | None:
-    return round(part / whole, 6) if whole else None

@@ -1,15 +1,15 @@
-"""Training: parts built from a config, one step on one screen, and a whole run in a run folder.
+"""Training: parts built from a config, one step on one screen, and the loop of a run.
 
-`build` makes the parts, `train_step` sequences them, `train` and `resume` run them. A run is a function of its config,
-its dataset and its seed: interrupted anywhere and resumed, it goes on to the same bits (law 3). Scoring raw rows is in
-api.py, what surrounds a run (clock, threads, signals) in session.py.
+`build` makes the parts, `train_step` sequences them, `Training` takes step after step and does what is due between
+them. A run is a function of its config, its dataset and its seed. Starting and resuming runs is in runs.py, scoring raw
+rows in api.py, what surrounds a run (clock, threads, signals) in session.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,32 +21,24 @@ from torch.optim import Optimizer
 
 from hotrow import ops, optim
 from hotrow.batch import Batch
-from hotrow.checkpoint import Part, list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint
-from hotrow.config import (
-    Config,
-    MemoryConfig,
-    apply_overrides,
-    interval_steps,
-    is_due,
-    make_config,
-    parse_yaml,
-)
+from hotrow.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
+from hotrow.config import Config, MemoryConfig, interval_steps, is_due
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.files import explain_full_disk
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.memory.budget import Memory
 from hotrow.memory.lookahead import lookahead
-from hotrow.memory.stores import StoreError
 from hotrow.metrics import BinaryMetrics
 from hotrow.models import build_model
-from hotrow.placement import TierReport, choose, close_tiers, describe, disk_shortfall, required_bytes
+from hotrow.placement import choose, close_tiers, size
 from hotrow.progress import ProgressLine, duration, rate
-from hotrow.run_folder import CONFIG, RunFolder
+from hotrow.run_folder import RunFolder
 from hotrow.schedule import Schedule
-from hotrow.session import PHASES, Interrupt, StepClock, threads
+from hotrow.session import PHASES, Interrupt, StepClock
 from hotrow.tables import Dtype, TableConfig
+from hotrow.tier_report import TierReport
+from hotrow.write_budget import LEDGER, WriteLedger, Writes, checkpoint_bytes, folder_bytes
 
 EVAL_BATCH_SIZE = 4096
 LOOKAHEAD = MemoryConfig().lookahead
@@ -202,6 +194,8 @@ class State:
     """Spent in steps, by phase, over all sessions of the run."""
     stall_s: float = 0.0
     """Of them, waiting for rows that were not in DRAM."""
+    drive_written_bytes: int = 0
+    """Rows in tiers and checkpoints, over all sessions of the run."""
 
     @property
     def train_s(self) -> float:
@@ -230,7 +224,10 @@ class Training:
         tiers = self.parts.embedding.tiers
         self.report = None if tiers is None else TierReport(tiers)
         self.lookahead = config.memory.lookahead if isinstance(config.memory, MemoryConfig) else LOOKAHEAD
-        self._stall_before_s = 0.0
+        budget = config.write_budget
+        ledger = None if budget is None else WriteLedger(folder.path / LEDGER, budget)
+        self.writes = Writes(tiers, ledger, checkpoint_bytes=checkpoint_bytes(config, tables, self.parts.model))
+        self._before = State()  # where this session began
         if not self._has("val"):
             self._without_validation()
 
@@ -260,9 +257,9 @@ class Training:
                     self._skip(str(error))
                     loss = None
                 self._count(len(batch), loss)
-                stop = self.interrupt.signal is not None
+                stop = self.interrupt.signal is not None or self.writes.spent
                 self._do_what_is_due(stop=stop)
-                if stop or self.state.ended:
+                if stop or self.state.ended or self.writes.spent:  # by the checkpoint that was due
                     return
                 self.clock.lap(None)
 
@@ -299,19 +296,27 @@ class Training:
         state.num_samples += num_samples
         self.clock.end_step()
         state.seconds = dict(self.clock.seconds)
+        self.writes.end_step()
         if self.report is not None:
-            state.stall_s = round(self._stall_before_s + self.report.tiers.stall_s, 6)
+            state.stall_s = round(self._before.stall_s + self.report.tiers.stall_s, 6)
         if state.step >= self.num_steps:
             state.ended = ALL_DONE
 
     def _do_what_is_due(self, *, stop: bool) -> None:
         state = self.state
         self.progress.update(self._line)
+        if announcement := self.writes.announcement(self.steps_per_epoch):
+            self._announce(*announcement)
         if state.step % self.config.train.log_every == 0 or state.ended:
             self._log_window()
         best = self._due(self.eval_steps) and self._evaluate()
         if best or stop or state.ended or self._due(self.save_steps):
             self.save()
+
+    def _announce(self, writes: str, share: float) -> None:
+        self.say(writes)
+        if share > 1:
+            self.folder.warn("write_budget_will_be_spent", f"{writes}: training will save and stop when it is spent")
 
     def _due(self, every: float | None) -> bool:
         return is_due(self.state.step, every) or (every is not None and self.state.ended is not None)
@@ -325,9 +330,19 @@ class Training:
         }
         speed = {"samples_per_s": round(state.num_samples / state.train_s, 1), "step_ms": self.clock.step_ms()}
         skipped = {"steps_skipped": state.skipped} if state.skipped else {}
-        stall = {} if self.report is None else {"stall_s": state.stall_s}
-        self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed, **stall, **skipped)
+        self._count_writes()
+        tiers = {} if self.report is None else {**self._tier_figures(), **self.report.window()}
+        self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed, **tiers, **skipped)
         state.window_loss, state.window_steps = 0.0, 0
+
+    def _tier_figures(self) -> dict[str, Any]:
+        """How long steps waited for rows, and what went to the drive, over all sessions."""
+        stall_share = round(self.state.stall_s / max(self.state.train_s, 1e-9), 4)
+        written = self.state.drive_written_bytes
+        return {"stall_s": self.state.stall_s, "stall_share": stall_share, "drive_written_bytes": written}
+
+    def _count_writes(self) -> None:
+        self.state.drive_written_bytes = self._before.drive_written_bytes + self.writes.num_bytes
 
     def _evaluate(self) -> bool:
         """Score the validation split; whether it is the best so far and is to be kept."""
@@ -368,6 +383,7 @@ class Training:
         """A checkpoint of the parts and the state; older ones go as the config says."""
         path = self.folder.checkpoints / f"step-{self.state.step}"
         if not path.exists():
+            self._count_writes()
             extra = {
                 "state": asdict(self.state),
                 "dataset": self.dataset.checksum,
@@ -377,7 +393,7 @@ class Training:
                 "isa": ops.backend().isa,
                 "config": self.config.model_dump(mode="json"),
             }
-            with self._aside():
+            with self._aside(), self.writes.saving(path):
                 save_checkpoint(path, self.parts.with_state(), extra=extra)
         keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
         prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
@@ -389,7 +405,7 @@ class Training:
         Raises ValueError where the dataset is another one; another thread count or ISA is a counted warning, because
         the dense layers' sums may then differ in their last bits.
         """
-        with self._aside():
+        with self._aside(), self.writes.restoring(path):
             extra = load_checkpoint(path, self.parts.with_state())
         if extra["dataset"] != self.dataset.checksum:
             raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
@@ -401,7 +417,8 @@ class Training:
                     "results agree within docs/numerics.md, not to the bit",
                 )
         self.state = State(**extra["state"])
-        self._stall_before_s = self.state.stall_s
+        self.state.drive_written_bytes += folder_bytes(path)  # when it was written, it did not count itself
+        self._before = replace(self.state)
         self.clock.seconds, self.clock.num_steps = dict(self.state.seconds), self.state.step
         if self.state.ended == ALL_DONE and self.state.step < self.num_steps:
             self.state.ended = None
@@ -413,7 +430,7 @@ class Training:
         if self.config.train.early_stopping is not None:
             chosen, val = state.best_step, state.best
             best = self.folder.checkpoints / f"step-{chosen}"
-            with self._aside():
+            with self._aside(), self.writes.restoring(best):
                 load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.model})
         metrics = {
             split: self.score(split) for split in ("val", "test") if self._has(split) and not (split == "val" and val)
@@ -428,6 +445,11 @@ class Training:
 
     def figures(self) -> dict[str, Any]:
         """How far and how fast, for run.json."""
+        self._count_writes()
+        seconds = self.state.train_s - self._before.train_s
+        epochs = (self.state.step - self._before.step) / self.steps_per_epoch
+        writes = self.writes.to_json(seconds=seconds, epochs=epochs)
+        memory = {} if self.report is None else self.report.to_json(seconds=seconds, epochs=epochs)
         return {
             "steps": self.state.step,
             "steps_skipped": self.state.skipped,
@@ -436,16 +458,17 @@ class Training:
             "step_ms": self.clock.step_ms(),
             "train_s": round(self.state.train_s, 3),
             "best_step": self.state.best_step if self.state.best else None,
-            **({} if self.report is None else {"memory": {"stall_s": self.state.stall_s, **self.report.to_json()}}),
+            **({"memory": {**self._tier_figures(), **memory}} if memory else {}),
+            **({"write_budget": writes} if writes else {}),
         }
 
     def close(self) -> None:
         """Remove the files of tables in tiers, and count what only now is known of them."""
-        if self.report is None:
-            return
-        overflow = self.report.to_json()["overflow_rows"]
+        self.writes.book()
+        overflow = 0 if self.report is None else self.report.overflow_rows
         # First: where the disk is full, this makes room for what is to be said.
         close_tiers(self.parts.embedding, self.folder.path)
+        self.writes.close()
         if overflow:
             text = (
                 "rows of training batches for which no cached row could leave lay beside the caches: raise memory.dram"
@@ -466,157 +489,16 @@ class Training:
         val = f"val {scores(state.val)}" if state.val else "not evaluated yet"
         epoch = f"epoch {self.epochs:.2f}/{self.config.train.epochs}  step {state.step}/{self.num_steps}"
         epoch += f" ({state.skipped} skipped)" if state.skipped else ""
-        return (
-            f"{epoch}  {rate(state.num_samples / state.train_s)} samples/s  {loss}  {val}  |  {shares}  |  {left} left"
-        )
+        speed = f"{rate(state.num_samples / state.train_s)} samples/s"
+        if self.report is not None:
+            shares += f", of it waiting {state.stall_s / total:.0%}; {size(self.writes.num_bytes)} written"
+        return f"{epoch}  {speed}  {loss}  {val}  |  {shares}  |  {left} left"
 
 
 def scores(metrics: Mapping[str, Any]) -> str:
     """The three figures everybody asks for, in one line."""
     named = {"AUC": metrics["auc"], "LogLoss": metrics["logloss"], "NE": metrics["ne"]}
     return " ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in named.items())
-
-
-def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
-    """A new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
-
-    folder: a run folder made beforehand; None makes the one `config.run` says.
-
-    SIGINT and SIGTERM finish the step, save a checkpoint and return; a second one aborts. Raises ValueError for what
-    the config or the data has wrong, before the folder is made where it can be known by then.
-    """
-    dataset = PackedDataset.open(config.data, verify="sizes")
-    config = config.model_copy(update={"data": str(dataset.path.resolve())})
-    runs = folder.path if folder else Path(config.run or "runs")
-    choose(config, tables_of(config, dataset), runs)  # what cannot be is refused before a folder is made
-    name = f"{dataset.path.resolve().name}-{config.model.name}"
-    folder = folder or RunFolder.create(config.run, name=name)
-    folder.keep_vocabulary(dataset.path)
-    return _run(config, dataset, folder, None, quiet=quiet)
-
-
-RESUMABLE = (
-    "train.threads",
-    "train.pin",
-    "train.epochs",
-    "train.max_steps",
-    "train.nonfinite",
-    "checkpoint.every",
-    "checkpoint.keep_last",
-    "data",
-    "memory",
-)
-"""What may be changed when a run is resumed: anything else would make it another run."""
-
-
-def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = False) -> RunFolder:
-    """Continue the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
-
-    overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is.
-    """
-    folder = RunFolder.open(path)
-    raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
-    for override in overrides:
-        option = override.partition("=")[0]
-        if option not in RESUMABLE and not option.startswith("memory."):
-            raise ValueError(
-                f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
-            )
-    config = make_config(apply_overrides(raw, overrides), origin=str(folder.path / CONFIG))
-    if folder.record["status"] == "finished" and not overrides:
-        return folder
-    checkpoints = list_checkpoints(folder.checkpoints)
-    newest = checkpoints[max(checkpoints)] if checkpoints else None
-    dataset = PackedDataset.open(config.data, verify="sizes")
-    choose(config, tables_of(config, dataset), folder.path)
-    return _run(config, dataset, folder, newest, quiet=quiet)
-
-
-def _run(
-    config: Config, dataset: PackedDataset, folder: RunFolder, checkpoint: Path | None, *, quiet: bool
-) -> RunFolder:
-    full = explain_full_disk(
-        folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder)}"
-    )
-    # Outermost: on a full disk the folder cannot note the failure either.
-    team = threads(config.train.threads, pin=config.train.pin)
-    failing = _explain_store_failure(folder)
-    with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
-        training = Training(config, dataset, folder, interrupt, progress)
-        with closing(training):
-            _train(training, checkpoint)
-    return folder
-
-
-def _train(training: Training, checkpoint: Path | None) -> None:
-    folder = training.folder
-    if checkpoint is not None:
-        training.restore(checkpoint)
-    _begin(training)
-    training.run()
-    if training.state.ended:
-        training.finish()
-    else:
-        folder.update(status="interrupted", signal=training.interrupt.signal, **training.figures())
-        training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder)}")
-
-
-@contextmanager
-def _explain_store_failure(folder: RunFolder) -> Iterator[None]:
-    """A store's failure once more, with what is kept and how to go on."""
-    try:
-        yield
-    except StoreError as error:
-        steps = list_checkpoints(folder.checkpoints)
-        kept = f"The checkpoint of step {max(steps)} is whole" if steps else "There is no checkpoint yet"
-        cure = (
-            f"then continue with: {resume_command(folder)}" if steps else f"then {resume_command(folder)} starts anew"
-        )
-        raise StoreError(
-            f"{error}. Training stopped at the first row it could not be sure of. {kept}; {cure}"
-        ) from error
-
-
-def _begin(training: Training) -> None:
-    folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
-    training.say(describe(training.parts.embedding, required_bytes(config, training.parts.embedding.tables)))
-    folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
-    folder.rewind(training.state.step)
-    folder.open_tensorboard(step=training.state.step)
-    if backend.reason is not None:
-        folder.warn("reference_backend", backend.reason)
-    if backend.threads < torch.get_num_threads():
-        folder.warn("forked_process", "this process was forked after hotrow's kernels were loaded: they use one thread")
-    _warn_of_tiers(training)
-    folder.update(
-        status="running",
-        dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
-        rows={name: split.num_rows for name, split in dataset.splits.items()},
-        seeds={"train.seed": config.train.seed},
-        backend=asdict(backend),
-        tables_bytes=sum(table.num_bytes for table in training.parts.embedding.tables),
-        batches_dropped=0,
-    )
-    verb = "resumed at" if training.state.step else "training from"
-    if config.train.precision != "fp32":
-        training.say(f"train.precision {config.train.precision}: {storage_line(config)}")
-    training.say(
-        f"{folder.path}: {verb} step {training.state.step} of {training.num_steps}, {backend.name} kernels "
-        f"({backend.isa}, {backend.threads} threads)"
-    )
-
-
-def _warn_of_tiers(training: Training) -> None:
-    tiers, folder = training.parts.embedding.tiers, training.folder
-    if tiers is None:
-        return
-    fallbacks = [store.fallback for store in tiers.stores if store.fallback]
-    if fallbacks:
-        text = f"tables on disk are read and written by threads, which takes more of the processor: {fallbacks[0]}"
-        folder.warn("stores_without_io_uring", text, count=len(fallbacks))
-    if short := disk_shortfall(tiers):
-        folder.warn("disk_may_become_full", short)
-        training.say(f"warning: {short}")
 
 
 def resume_command(folder: RunFolder) -> str:

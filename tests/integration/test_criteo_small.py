@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hotrow import trainer
+from hotrow import runs, trainer
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.config import load_config
 from hotrow.data.loader import Loader
@@ -58,11 +58,11 @@ def auc(scores: Tensor | NDArray[np.float32], labels: Tensor | NDArray[np.float3
 @pytest.fixture(scope="module")
 def recipe_aucs(dataset: PackedDataset, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Test AUC of the recipe by seed."""
-    runs = tmp_path_factory.mktemp("runs")
+    folder = tmp_path_factory.mktemp("runs")
     found = []
     for seed in SEEDS:
-        changes = [f"data={dataset.path}", f"run={runs / str(seed)}", f"train.seed={seed}"]
-        found.append(trainer.train(load_config(RECIPE, changes), quiet=True).record["metrics"]["test"]["auc"])
+        changes = [f"data={dataset.path}", f"run={folder / str(seed)}", f"train.seed={seed}"]
+        found.append(runs.train(load_config(RECIPE, changes), quiet=True).record["metrics"]["test"]["auc"])
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import hotrow
-from hotrow import ops, placement, trainer
+from hotrow import ops, placement, runs, trainer
 from hotrow.checkpoint import list_checkpoints, verify
 from hotrow.config import Config, apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
@@ -64,17 +64,17 @@ def at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[Tiers],
 
 
 def test_the_first_line_says_what_lies_where(dataset: PackedDataset, tmp_path: Path) -> None:
-    trainer.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
+    runs.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
     first = (tmp_path / "run" / "log.txt").read_text().splitlines()[0]
     assert "memory: of 0.1 MiB of tables and optimizer state, 0.1 MiB in DRAM (1 of 3 tables whole)" in first
     assert f"MiB on disk in {tmp_path}/run/memory" in first
-    trainer.train(config(dataset, tmp_path / "plain", "memory=auto", "train.max_steps=1"), quiet=True)
+    runs.train(config(dataset, tmp_path / "plain", "memory=auto", "train.max_steps=1"), quiet=True)
     first = (tmp_path / "plain" / "log.txt").read_text().splitlines()[0]
     assert first.endswith("memory: tables and optimizer state are 0.1 MiB, all in DRAM")
 
 
 def test_what_the_tiers_did_is_in_the_record(dataset: PackedDataset, tmp_path: Path) -> None:
-    run = trainer.train(config(dataset, tmp_path / "run", "train.epochs=4"), quiet=True)
+    run = runs.train(config(dataset, tmp_path / "run", "train.epochs=4"), quiet=True)
     memory = json.loads((run.path / "run.json").read_text())["memory"]
     steps = run.record["steps"]
     assert memory["batches"] == {"foreseen": steps, "unannounced": 0, "altered": 0}
@@ -94,7 +94,7 @@ def test_what_the_tiers_did_is_in_the_record(dataset: PackedDataset, tmp_path: P
 
 
 def test_depth_0_stalls_and_foresees_nothing_less(dataset: PackedDataset, tmp_path: Path) -> None:
-    run = trainer.train(config(dataset, tmp_path / "run", lookahead=0), quiet=True)
+    run = runs.train(config(dataset, tmp_path / "run", lookahead=0), quiet=True)
     assert run.record["memory"]["batches"] == {"foreseen": 0, "unannounced": run.record["steps"], "altered": 0}
 
 
@@ -104,7 +104,7 @@ def test_stores_that_run_on_threads_are_a_counted_warning(
     plain = Engines._start
     monkeypatch.setattr(Engines, "_start", lambda self, ring: (None, "not today") if ring else plain(self, ring=False))
     with pytest.warns(UserWarning, match="threads, which takes more"):
-        run = trainer.train(config(dataset, tmp_path / "run"), quiet=True)
+        run = runs.train(config(dataset, tmp_path / "run"), quiet=True)
     warning = run.record["warnings"]["stores_without_io_uring"]
     assert (warning["count"], "not today" in warning["text"]) == (2, True)
     assert run.record["memory"]["fallbacks"] == {"t0": "not today", "t2": "not today"}
@@ -114,13 +114,13 @@ def test_a_disk_that_may_become_full_is_said_before(
     dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "disk_free_bytes", lambda path: 1000)
-    run = trainer.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
+    run = runs.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
     assert "0.0 MiB are free" in run.record["warnings"]["disk_may_become_full"]["text"]
 
 
 def test_too_little_memory_is_refused_before_a_folder_is_made(dataset: PackedDataset, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a step may look up 1,200? different|a step may look up .* more are needed"):
-        trainer.train(config(dataset, tmp_path / "run", "train.batch_size=512"), quiet=True)
+        runs.train(config(dataset, tmp_path / "run", "train.batch_size=512"), quiet=True)
     assert not (tmp_path / "run").exists()
 
 
@@ -131,15 +131,15 @@ def stops_and_goes_on(dataset: PackedDataset, run: Path, what: str, *, mend: Cal
     """Training fails with `what`, the table, the row and the file; what is kept is whole, and leads to the same end."""
     message = rf"{what} row.* of table 't2' in .*\.rows: .*The checkpoint of step \d+ is whole; .*--resume {run}"
     with pytest.raises(StoreError, match=message):
-        trainer.train(config(dataset, run), quiet=True)
+        runs.train(config(dataset, run), quiet=True)
     record = RunFolder.open(run).record
     assert record["status"] == "failed" and "of table 't2'" in record["error"]
     step, _ = newest(run)
     assert step in (14, 21)
     mend()
-    resumed = trainer.resume(run, quiet=True)
+    resumed = runs.resume(run, quiet=True)
     assert resumed.record["status"] == "finished"
-    trainer.train(config(dataset, run.with_name("plain"), "memory=dram"), quiet=True)
+    runs.train(config(dataset, run.with_name("plain"), "memory=dram"), quiet=True)
     assert newest(run) == newest(run.with_name("plain"))
 
 
@@ -190,12 +190,12 @@ def test_a_disk_that_becomes_full(
             r"writing row.* of table 't[02]' in .*\.rows: No space left on device.*free some space.*step 7 is whole"
         )
         with pytest.raises(StoreError, match=message):
-            trainer.train(config(dataset, run, dram=90_000, file=str(folder)), quiet=True)
+            runs.train(config(dataset, run, dram=90_000, file=str(folder)), quiet=True)
     assert newest(run)[0] == 7
     assert [path.name for path in folder.iterdir()] == ["filler"], "the rows' files are removed"
     filler.unlink()
-    assert trainer.resume(run, quiet=True).record["status"] == "finished"
-    trainer.train(config(dataset, tmp_path / "plain", "memory=dram"), quiet=True)
+    assert runs.resume(run, quiet=True).record["status"] == "finished"
+    runs.train(config(dataset, tmp_path / "plain", "memory=dram"), quiet=True)
     assert newest(run) == newest(tmp_path / "plain")
 
 
@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_written(
     assert subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=False).returncode == 0
     message = f"no files can be made in {folder}: Read-only file system; choose another folder .*memory.ssd"
     with pytest.raises(OSError, match=message):
-        trainer.train(config(dataset, tmp_path / "run", file=str(folder)), quiet=True)
+        runs.train(config(dataset, tmp_path / "run", file=str(folder)), quiet=True)
     assert RunFolder.open(tmp_path / "run").record["status"] == "failed"
 
 
@@ -223,5 +223,5 @@ def test_what_killed_processes_left_goes_and_nothing_else(dataset: PackedDataset
     hotrow.SGD(alive, lr=0.1)
     left = {path.name for path in folder.iterdir()}
     assert "hotrow-rows-dead" not in left and {"hotrow-rows-other", "hotrow-models"} < left and len(left) == 3
-    trainer.train(config(dataset, tmp_path / "run", "train.max_steps=1", ssd=str(folder)), quiet=True)
+    runs.train(config(dataset, tmp_path / "run", "train.max_steps=1", ssd=str(folder)), quiet=True)
     assert {path.name for path in folder.iterdir()} == left

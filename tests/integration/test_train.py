@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hotrow
-from hotrow import Run, trainer
+from hotrow import Run, runs, trainer
 from hotrow.checkpoint import list_checkpoints
 from hotrow.config import Config, apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
@@ -40,7 +40,7 @@ def config(dataset: PackedDataset, run: Path, *changes: str) -> Config:
 
 
 def train(dataset: PackedDataset, run: Path, *changes: str) -> RunFolder:
-    return trainer.train(config(dataset, run, *changes), quiet=True)
+    return runs.train(config(dataset, run, *changes), quiet=True)
 
 
 def test_learns_and_fills_its_folder(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_run_is_never_overwritten_and_names_count_up(
         train(dataset, tmp_path / "run", "train.max_steps=1")
     monkeypatch.chdir(tmp_path)
     raw = {**BASE, "data": str(dataset.path)}
-    names = [trainer.train(make_config(apply_overrides(raw, ["train.max_steps=1"])), quiet=True).path for _ in range(2)]
+    names = [runs.train(make_config(apply_overrides(raw, ["train.max_steps=1"])), quiet=True).path for _ in range(2)]
     assert [str(name) for name in names] == ["runs/data-dlrm-001", "runs/data-dlrm-002"]
 
 
@@ -169,7 +169,7 @@ def test_a_step_that_is_not_finite_stops_both_sides(
         with pytest.raises(ValueError, match=rf"{found}.* \(step 5, epoch 1, batch 5\); nothing was changed"):
             train(dataset, tmp_path / "raise", "checkpoint.every=4")
     assert list(list_checkpoints(tmp_path / "raise" / "checkpoints")) == [4]
-    resumed = trainer.resume(tmp_path / "raise", ["train.nonfinite=skip"], quiet=True)
+    resumed = runs.resume(tmp_path / "raise", ["train.nonfinite=skip"], quiet=True)
     assert (resumed.record["status"], resumed.record["steps_skipped"]) == ("finished", 0)
 
     # Two rows in a row and a last one: skipped for both sides, for an optimizer that keeps state on both.
@@ -257,7 +257,7 @@ def test_dense_inputs_are_optional(tmp_path: Path, make_dataset: Callable[..., P
 
 def test_a_packed_dataset_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no dataset\.json, so this is no complete packed dataset"):
-        trainer.train(make_config({"data": str(tmp_path)}))
+        runs.train(make_config({"data": str(tmp_path)}))
 
 
 def test_tensorboard_may_be_absent(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,4 +296,4 @@ def test_a_full_disk_says_what_is_kept_and_how_to_go_on(
     with pytest.raises(OSError, match=message):
         train(dataset, run, "checkpoint.every=0.5")
     monkeypatch.undo()
-    assert trainer.resume(run, quiet=True).record["steps"] == 128
+    assert runs.resume(run, quiet=True).record["steps"] == 128

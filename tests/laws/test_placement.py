@@ -17,7 +17,7 @@ import torch
 from test_resume import BASE, VARIANTS, outcome, signal_at
 
 import hotrow
-from hotrow import ops, placement, trainer
+from hotrow import ops, placement, runs, trainer
 from hotrow.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
@@ -57,8 +57,8 @@ def exercised(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, changes: list[str]) -> None:
-    expected = outcome(trainer.train(config(data, tmp_path / "plain", changes)))
-    run = trainer.train(config(data, tmp_path / "tiers", changes, tiers(data, changes)))
+    expected = outcome(runs.train(config(data, tmp_path / "plain", changes)))
+    run = runs.train(config(data, tmp_path / "tiers", changes, tiers(data, changes)))
     exercised(run)
     assert outcome(run) == expected
     assert run.record["memory"]["batches"]["foreseen"] == run.record["steps"]
@@ -69,17 +69,17 @@ def test_stopped_and_resumed_elsewhere(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str]
 ) -> None:
     """From tiers to DRAM, from DRAM to tiers, and from tiers to others."""
-    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
     here = tiers(data, changes)
     other = tiers(data, changes, lookahead=0, policy="lru", file=str(tmp_path / "files"))
     moves = {"out": (here, "dram"), "in": ("dram", here), "about": (here, other)}
     for stop, (name, (before, after)) in zip((6, 14, expected["state"]["step"] - 1), moves.items(), strict=True):
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM if stop % 2 else signal.SIGINT)
-            run = trainer.train(config(data, tmp_path / name, changes, before))
+            run = runs.train(config(data, tmp_path / name, changes, before))
         assert (run.record["status"], run.record["steps"]) == ("interrupted", stop)
         assert not (run.path / "memory").exists()
-        run = trainer.resume(run.path, [f"memory={after}"])
+        run = runs.resume(run.path, [f"memory={after}"])
         assert outcome(run) == expected, f"{name}, stopped after step {stop}"
         assert set(run.record["warnings"]) <= {"stores_without_io_uring", "overflow_rows"}
 
@@ -140,7 +140,7 @@ def test_a_row_is_written_though_it_differs_in_signs_of_zero_alone(data: Path, t
 
 def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = ["optimizer.sparse.name=sgd"]
-    run = trainer.train(config(data, tmp_path / "run", changes))
+    run = runs.train(config(data, tmp_path / "run", changes))
     expected = hotrow.load(run.path).evaluate("test")
     needed = placement.required_bytes(
         config(data, run.path, changes), trainer.tables_of(config(data, run.path, []), PackedDataset.open(data))
@@ -157,7 +157,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
 
 KILLED = """
 import os, random, signal, sys, time
-from hotrow import trainer
+from hotrow import runs, trainer
 from hotrow.config import load_config
 draws, kills = random.Random(7), 0
 while True:
@@ -168,9 +168,9 @@ while True:
             started = os.path.exists(sys.argv[2] + "/config.yaml")
             config = load_config(sys.argv[1])
             if started:
-                trainer.resume(sys.argv[2], quiet=True)
+                runs.resume(sys.argv[2], quiet=True)
             else:
-                trainer.train(config.model_copy(update={"run": sys.argv[2]}), quiet=True)
+                runs.train(config.model_copy(update={"run": sys.argv[2]}), quiet=True)
             code = 0
         finally:
             os._exit(code)
@@ -192,7 +192,7 @@ while True:
 def test_killed_again_and_again(data: Path, tmp_path: Path) -> None:
     """At random moments: between steps, while rows are written, while a checkpoint is, while one is read."""
     changes = ["optimizer.sparse.name=adam", "train.epochs=30", "checkpoint.every=7", "train.eval_every=50"]
-    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
     path = tmp_path / "config.yaml"
     path.write_text(config(data, tmp_path / "run", changes, tiers(data, changes)).to_yaml())
     command = [sys.executable, "-c", KILLED, str(path), str(tmp_path / "run"), "25"]

@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
-from hotrow import trainer
+from hotrow import runs, trainer
 from hotrow.checkpoint import list_checkpoints, read_manifest
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.run_folder import RunFolder
 
-TIMES = {"samples_per_s", "step_ms", "stall_s"}
+TIMES = {"seconds", "samples_per_s", "step_ms", "stall_s", "stall_share"}
+PLACED = {"drive_written_bytes", "hits_per_lookup", "hits_per_row"}
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16, 8]},
     "train": {"batch_size": 37, "epochs": 3, "eval_every": 0.5, "log_every": 4, "seed": 5, "threads": 1},
@@ -55,8 +56,8 @@ def outcome(run: RunFolder) -> dict[str, Any]:
     newest = list_checkpoints(run.checkpoints)
     path = newest[max(newest)]
     manifest = read_manifest(path)
-    state = {key: value for key, value in manifest["extra"]["state"].items() if key not in ("seconds", "stall_s")}
-    lines = [{k: v for k, v in line.items() if k not in TIMES} for line in run.measurements()]
+    state = {k: v for k, v in manifest["extra"]["state"].items() if k not in TIMES | PLACED}
+    lines = [{k: v for k, v in line.items() if k not in TIMES | PLACED} for line in run.measurements()]
     tensors = {name: (path / name).read_bytes() for name in manifest["files"]}
     return {"step": path.name, "state": state, "lines": lines, "metrics": run.record["metrics"], "tensors": tensors}
 
@@ -79,18 +80,18 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, step_number: int, number: signal.
 def test_interrupted_at_any_step(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
     # 14 steps per epoch: the first step, one within a log window, the last of an epoch, the last but one of the run
     last = expected["state"]["step"]
     assert last > 15
     for stop in (1, 6, 14, last - 1):
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM if stop % 2 else signal.SIGINT)
-            run = trainer.train(config(data, tmp_path / f"stopped-{stop}", changes))
+            run = runs.train(config(data, tmp_path / f"stopped-{stop}", changes))
         assert run.record["status"] == "interrupted"
         assert run.record["steps"] == stop
         assert f"continue with: hotrow train --resume {run.path}" in capsys.readouterr().err
-        run = trainer.resume(run.path)
+        run = runs.resume(run.path)
         assert run.record["status"] == "finished"
         assert set(run.record["warnings"]) <= {"reference_backend"}
         assert outcome(run) == expected, f"stopped after step {stop}"
@@ -113,43 +114,40 @@ def test_interrupted_around_skipped_steps(data: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(trainer, "check_finite", check)
     monkeypatch.setattr(trainer, "train_step", step)
     changes = ["train.nonfinite=skip", "optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.max_steps=17"]
-    whole = trainer.train(config(data, tmp_path / "whole", changes))
+    whole = runs.train(config(data, tmp_path / "whole", changes))
     expected = outcome(whole)
     assert expected["state"]["skipped"] == 3
     for stop in (4, 5, 6, 9):
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGINT)
-            run = trainer.train(config(data, tmp_path / f"stopped-{stop}", changes))
-        run = trainer.resume(run.path)
+            run = runs.train(config(data, tmp_path / f"stopped-{stop}", changes))
+        run = runs.resume(run.path)
         assert outcome(run) == expected, f"stopped after step {stop}"
         assert run.record["steps_skipped"] == 3
         assert run.record["warnings"] == whole.record["warnings"]
     kept = [*changes, "checkpoint.every=4", "checkpoint.keep_last=9"]
-    run = trainer.train(config(data, tmp_path / "killed", kept))
+    run = runs.train(config(data, tmp_path / "killed", kept))
     for path in list(list_checkpoints(run.checkpoints).values())[1:]:
         shutil.rmtree(path)
     run.update(status="running")
-    run = trainer.resume(run.path)
+    run = runs.resume(run.path)
     assert outcome(run)["tensors"] == expected["tensors"]
     assert run.record["warnings"]["nonfinite_step_skipped"]["count"] == 3, "steps taken again are not counted twice"
 
 
 def test_interrupted_again_and_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = VARIANTS["adagrad"]
-    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
     for stop in (3, 4, 18, 33):
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGINT)
-            if stop == 3:
-                run = trainer.train(config(data, tmp_path / "run", changes))
-            else:
-                run = trainer.resume(tmp_path / "run")
-    assert outcome(trainer.resume(run.path)) == expected
+            run = runs.train(config(data, tmp_path / "run", changes)) if stop == 3 else runs.resume(tmp_path / "run")
+    assert outcome(runs.resume(run.path)) == expected
 
 
 KILLED = """
 import os, signal, sys
-from hotrow import trainer
+from hotrow import runs, trainer
 from hotrow.config import load_config
 plain = trainer.train_step
 def step(parts, batch, step, clock):
@@ -157,13 +155,13 @@ def step(parts, batch, step, clock):
         os.kill(os.getpid(), signal.SIGKILL)
     return plain(parts, batch, step, clock)
 trainer.train_step = step
-trainer.train(load_config(sys.argv[1]), quiet=True)
+runs.train(load_config(sys.argv[1]), quiet=True)
 """
 
 
 def test_killed_between_checkpoints(data: Path, tmp_path: Path) -> None:
     changes = [*VARIANTS["adagrad"], "checkpoint.every=20"]
-    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
     path = tmp_path / "config.yaml"
     path.write_text(config(data, tmp_path / "run", changes).to_yaml())
     command = [sys.executable, "-c", KILLED, str(path), "27"]
@@ -172,12 +170,12 @@ def test_killed_between_checkpoints(data: Path, tmp_path: Path) -> None:
     assert max(list_checkpoints(tmp_path / "run" / "checkpoints")) == 21  # steps 22 to 26 are lost, a metrics line too
     assert RunFolder.open(tmp_path / "run").record["status"] == "running"
     (tmp_path / "run" / "metrics.jsonl").open("a").write('{"kind": "train", "st')  # a line cut off by the kill
-    assert outcome(trainer.resume(tmp_path / "run")) == expected
+    assert outcome(runs.resume(tmp_path / "run")) == expected
 
 
 def test_failed_before_the_first_checkpoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = VARIANTS["sgd"]
-    expected = outcome(trainer.train(config(data, tmp_path / "whole", changes)))
+    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
     plain = trainer.train_step
 
     def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
@@ -188,27 +186,27 @@ def test_failed_before_the_first_checkpoint(data: Path, tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "train_step", step)
         with pytest.raises(MemoryError):
-            trainer.train(config(data, tmp_path / "run", changes))
+            runs.train(config(data, tmp_path / "run", changes))
     assert RunFolder.open(tmp_path / "run").record["status"] == "failed"
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == {}
-    assert outcome(trainer.resume(tmp_path / "run")) == expected
+    assert outcome(runs.resume(tmp_path / "run")) == expected
 
 
 def test_more_epochs_equal_a_longer_run(data: Path, tmp_path: Path) -> None:
-    expected = outcome(trainer.train(config(data, tmp_path / "whole", ["train.eval_every=null"])))
-    run = trainer.train(config(data, tmp_path / "run", ["train.eval_every=null", "train.epochs=1"]))
-    resumed = outcome(trainer.resume(run.path, ["train.epochs=3"]))
+    expected = outcome(runs.train(config(data, tmp_path / "whole", ["train.eval_every=null"])))
+    run = runs.train(config(data, tmp_path / "run", ["train.eval_every=null", "train.epochs=1"]))
+    resumed = outcome(runs.resume(run.path, ["train.epochs=3"]))
     assert resumed["tensors"] == expected["tensors"]
     assert "epochs: 3" in (run.path / "config.yaml").read_text()
 
 
 def test_step_times_are_those_of_all_sessions(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signal_at(monkeypatch, 30, signal.SIGINT)
-    run = trainer.train(config(data, tmp_path / "run", ["train.epochs=20", "train.early_stopping=2"]))
-    run = trainer.resume(run.path)
+    run = runs.train(config(data, tmp_path / "run", ["train.epochs=20", "train.early_stopping=2"]))
+    run = runs.resume(run.path)
     spent = run.record["train_s"]
     assert sum(run.record["step_ms"].values()) * run.record["steps"] / 1e3 == pytest.approx(spent, rel=0.01)
-    again = trainer.resume(run.path, ["train.epochs=21"])  # it had stopped early: not a step more
+    again = runs.resume(run.path, ["train.epochs=21"])  # it had stopped early: not a step more
     assert {name: again.record[name] for name in ("step_ms", "train_s", "steps")} == {
         name: run.record[name] for name in ("step_ms", "train_s", "steps")
     }
@@ -224,15 +222,15 @@ def test_second_signal_aborts(data: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(trainer, "train_step", step)
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(config(data, tmp_path / "run", []))
+        runs.train(config(data, tmp_path / "run", []))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_other_thread_count_is_a_counted_warning(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signal_at(monkeypatch, 3, signal.SIGINT)
-    run = trainer.train(config(data, tmp_path / "run", []))
-    run = trainer.resume(run.path, ["train.threads=2"])
+    run = runs.train(config(data, tmp_path / "run", []))
+    run = runs.resume(run.path, ["train.threads=2"])
     assert run.record["warnings"]["resumed_with_other_threads"]["count"] == 1
     assert run.record["status"] == "finished"
 
@@ -241,21 +239,21 @@ def test_another_dataset_or_option_is_refused(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
 ) -> None:
     signal_at(monkeypatch, 3, signal.SIGINT)
-    run = trainer.train(config(data, tmp_path / "run", []))
+    run = runs.train(config(data, tmp_path / "run", []))
     with pytest.raises(ValueError, match=r"a resumed run keeps its train\.seed; it may change train\.threads"):
-        trainer.resume(run.path, ["train.seed=9"])
+        runs.resume(run.path, ["train.seed=9"])
     other = make_dataset(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match=r"is not the dataset .* was trained on: its checksum differs"):
-        trainer.resume(run.path, [f"data={other.path}"])
+        runs.resume(run.path, [f"data={other.path}"])
     with pytest.raises(ValueError, match=r"no dataset\.json"):
-        trainer.resume(run.path, [f"data={tmp_path}"])
-    assert trainer.resume(run.path).record["status"] == "finished", "what was refused is not remembered"
+        runs.resume(run.path, [f"data={tmp_path}"])
+    assert runs.resume(run.path).record["status"] == "finished", "what was refused is not remembered"
 
 
 def test_a_damaged_checkpoint_is_named(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signal_at(monkeypatch, 9, signal.SIGINT)
-    run = trainer.train(config(data, tmp_path / "run", []))
+    run = runs.train(config(data, tmp_path / "run", []))
     file = run.checkpoints / "step-9" / "embedding" / "t1.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(ValueError, match=r"step-9/embedding/t1\.safetensors has crc32"):
-        trainer.resume(run.path)
+        runs.resume(run.path)

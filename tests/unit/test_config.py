@@ -67,6 +67,7 @@ memory.file None
 memory.policy clock
 memory.lookahead 4
 memory.force False
+memory.write_budget None
 hot.schedule none
 parallel.sharding auto
 parallel.exchange all_to_all
@@ -123,6 +124,11 @@ def test_yaml_round_trip() -> None:
             "memory: size '2 foo' is not understood; write a number and a unit",
         ),
         ({"data": "d", "memory": {"dram": 0}}, "memory: dram is 0; it must be a positive number of bytes"),
+        (
+            {"data": "d", "memory": {"write_budget": "200GB"}},
+            "memory: write_budget: rate '200GB' is not understood; write bytes per day or hour, such as 200GB/day",
+        ),
+        ({"data": "d", "memory": {"write_budget": 5}}, r"memory\.write_budget is 5; allowed: text or null"),
         ({"data": "d", "memory": {"ssd": "a", "file": "b"}}, "memory: ssd is 'a' and file is 'b'; name one of them"),
         ({"data": "d", "memory": {"policy": "fifo"}}, r"memory\.policy is 'fifo'; allowed: clock, lfu, lru"),
         ({"data": "d", "memory": {"lookahead": -1}}, r"memory\.lookahead is -1; allowed: an integer >= 0"),
@@ -251,3 +257,10 @@ def test_shares_of_an_epoch_come_evenly_and_at_its_end(share: float, steps: int)
 def test_steps_between_events() -> None:
     assert [step for step in range(1, 13) if is_due(step, 5)] == [5, 10]
     assert not any(is_due(step, None) for step in range(1, 13))
+
+
+def test_the_write_budget_in_numbers() -> None:
+    config = make_config({"data": "d", "memory": {"write_budget": "200 GB/day"}})
+    assert config.write_budget == (200 * 10**9, 86_400, "200 GB/day")
+    assert make_config({"data": "d"}).write_budget is None
+    assert make_config({"data": "d", "memory": {}}).write_budget is None

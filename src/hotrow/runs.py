@@ -1,0 +1,180 @@
+"""Runs: a config trained in a new run folder, or taken up again from its newest checkpoint.
+
+`train` starts one and `resume` continues it, to the bits it would have reached without the stop (law 3). Here is what
+surrounds the loop: what is refused before a folder is made, what is said and recorded at the start, and how a failure
+ends. The loop itself, and a step, are trainer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from hotrow import ops
+from hotrow.checkpoint import list_checkpoints
+from hotrow.config import Config, apply_overrides, make_config, parse_yaml
+from hotrow.data.packed import PackedDataset
+from hotrow.files import explain_full_disk
+from hotrow.memory.stores import StoreError
+from hotrow.placement import choose, describe, disk_shortfall, required_bytes
+from hotrow.progress import ProgressLine
+from hotrow.run_folder import CONFIG, RunFolder
+from hotrow.session import Interrupt, threads
+from hotrow.trainer import Training, resume_command, storage_line, tables_of
+from hotrow.write_budget import check_write_budget
+
+
+def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
+    """A new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
+
+    folder: a run folder made beforehand; None makes the one `config.run` says.
+
+    SIGINT and SIGTERM finish the step, save a checkpoint and return; a second one aborts. Raises ValueError for what
+    the config or the data has wrong, before the folder is made where it can be known by then.
+    """
+    dataset = PackedDataset.open(config.data, verify="sizes")
+    config = config.model_copy(update={"data": str(dataset.path.resolve())})
+    runs = folder.path if folder else Path(config.run or "runs")
+    tables = tables_of(config, dataset)
+    check_write_budget(config, tables)  # what cannot be is refused before a folder is made
+    choose(config, tables, runs)
+    name = f"{dataset.path.resolve().name}-{config.model.name}"
+    folder = folder or RunFolder.create(config.run, name=name)
+    folder.keep_vocabulary(dataset.path)
+    return _run(config, dataset, folder, None, quiet=quiet)
+
+
+RESUMABLE = (
+    "train.threads",
+    "train.pin",
+    "train.epochs",
+    "train.max_steps",
+    "train.nonfinite",
+    "checkpoint.every",
+    "checkpoint.keep_last",
+    "data",
+    "memory",
+)
+"""What may be changed when a run is resumed: anything else would make it another run."""
+
+
+def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = False) -> RunFolder:
+    """Continue the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
+
+    overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is.
+    """
+    folder = RunFolder.open(path)
+    raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
+    for override in overrides:
+        option = override.partition("=")[0]
+        if option not in RESUMABLE and not option.startswith("memory."):
+            raise ValueError(
+                f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
+            )
+    config = make_config(apply_overrides(raw, overrides), origin=str(folder.path / CONFIG))
+    if folder.record["status"] == "finished" and not overrides:
+        return folder
+    checkpoints = list_checkpoints(folder.checkpoints)
+    newest = checkpoints[max(checkpoints)] if checkpoints else None
+    dataset = PackedDataset.open(config.data, verify="sizes")
+    tables = tables_of(config, dataset)
+    check_write_budget(config, tables)
+    choose(config, tables, folder.path)
+    return _run(config, dataset, folder, newest, quiet=quiet)
+
+
+def _run(
+    config: Config, dataset: PackedDataset, folder: RunFolder, checkpoint: Path | None, *, quiet: bool
+) -> RunFolder:
+    full = explain_full_disk(
+        folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder)}"
+    )
+    # Outermost: on a full disk the folder cannot note the failure either.
+    team = threads(config.train.threads, pin=config.train.pin)
+    failing = _explain_store_failure(folder)
+    with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
+        training = Training(config, dataset, folder, interrupt, progress)
+        with closing(training):
+            _train(training, checkpoint)
+    return folder
+
+
+def _train(training: Training, checkpoint: Path | None) -> None:
+    folder = training.folder
+    if checkpoint is not None:
+        training.restore(checkpoint)
+    _begin(training)
+    training.run()
+    if training.state.ended:
+        training.finish()
+    elif training.interrupt.signal is None:
+        folder.update(**training.figures())
+        raise training.writes.ended(training.state.step, resume_command(folder))
+    else:
+        folder.update(status="interrupted", signal=training.interrupt.signal, **training.figures())
+        training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder)}")
+
+
+@contextmanager
+def _explain_store_failure(folder: RunFolder) -> Iterator[None]:
+    """A store's failure once more, with what is kept and how to go on."""
+    try:
+        yield
+    except StoreError as error:
+        steps = list_checkpoints(folder.checkpoints)
+        kept = f"The checkpoint of step {max(steps)} is whole" if steps else "There is no checkpoint yet"
+        cure = (
+            f"then continue with: {resume_command(folder)}" if steps else f"then {resume_command(folder)} starts anew"
+        )
+        raise StoreError(
+            f"{error}. Training stopped at the first row it could not be sure of. {kept}; {cure}"
+        ) from error
+
+
+def _begin(training: Training) -> None:
+    folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
+    training.say(describe(training.parts.embedding, required_bytes(config, training.parts.embedding.tables)))
+    folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
+    folder.rewind(training.state.step)
+    folder.open_tensorboard(step=training.state.step)
+    if backend.reason is not None:
+        folder.warn("reference_backend", backend.reason)
+    if backend.threads < torch.get_num_threads():
+        folder.warn("forked_process", "this process was forked after hotrow's kernels were loaded: they use one thread")
+    _warn_of_tiers(training)
+    if short := training.writes.too_little_to_resume():
+        folder.warn("write_budget_too_small_to_resume", short)
+        training.say(f"warning: {short}")
+    folder.update(
+        status="running",
+        dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
+        rows={name: split.num_rows for name, split in dataset.splits.items()},
+        seeds={"train.seed": config.train.seed},
+        backend=asdict(backend),
+        tables_bytes=sum(table.num_bytes for table in training.parts.embedding.tables),
+        batches_dropped=0,
+    )
+    verb = "resumed at" if training.state.step else "training from"
+    if config.train.precision != "fp32":
+        training.say(f"train.precision {config.train.precision}: {storage_line(config)}")
+    training.say(
+        f"{folder.path}: {verb} step {training.state.step} of {training.num_steps}, {backend.name} kernels "
+        f"({backend.isa}, {backend.threads} threads)"
+    )
+
+
+def _warn_of_tiers(training: Training) -> None:
+    tiers, folder = training.parts.embedding.tiers, training.folder
+    if tiers is None:
+        return
+    fallbacks = [store.fallback for store in tiers.stores if store.fallback]
+    if fallbacks:
+        text = f"tables on disk are read and written by threads, which takes more of the processor: {fallbacks[0]}"
+        folder.warn("stores_without_io_uring", text, count=len(fallbacks))
+    if short := disk_shortfall(tiers):
+        folder.warn("disk_may_become_full", short)
+        training.say(f"warning: {short}")

@@ -1,0 +1,160 @@
+"""What the tiers of a run's tables did, in figures with units: docs/runs.md says what each means.
+
+Everything is counted where it happens (row_cache.h, store.h); here counts become shares, sizes and rates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from hotrow.memory.tiers import Tiers
+from hotrow.placement import disk_bytes, dram_bytes
+
+FILES = {"mapped": "file", "block": "ssd"}
+"""By the kind of a table's store: the tier behind DRAM, as `Memory` names it."""
+_GAUGES = ("num_bytes", "map_bytes", "waiting_bytes")
+
+
+class TierReport:
+    """What the tiers of a collection did, since it was made: training apart from evaluations and checkpoints."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+        self._aside: dict[str, Counter[str]] = {table.name: Counter() for table in tiers.tables}
+        self._seen: Counter[str] = Counter()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside is not training."""
+        before = self.tiers.counters()
+        try:
+            yield
+        finally:
+            for name, counts in self.tiers.counters().items():
+                self._aside[name].update({key: n - before.get(name, {}).get(key, 0) for key, n in counts.items()})
+
+    @property
+    def overflow_rows(self) -> int:
+        """Rows of training batches for which every cached row was in use."""
+        return _sum(self._training().values())["overflow_rows"]
+
+    def window(self) -> dict[str, float | None]:
+        """Shares of hits in training since this was last asked: whether the rows in use stay the same over time."""
+        now = _sum(self._training().values())
+        since, self._seen = now - self._seen, now
+        return {name: hits(since)[name] for name in ("hits_per_lookup", "hits_per_row")}
+
+    def to_json(self, *, seconds: float, epochs: float) -> dict[str, Any]:
+        """For run.json; see docs/runs.md. seconds, epochs: how much training it was."""
+        tiers, training = self.tiers, self._training()
+        aside = _sum(self._with_bytes(self._aside).values())
+
+        def figures(counts: Counter[str]) -> dict[str, Any]:
+            return {**hits(counts), **io(counts), **rates(counts, seconds=seconds, epochs=epochs)}
+
+        return {
+            "dram_bytes": dram_bytes(tiers),
+            "disk_bytes": disk_bytes(tiers),
+            "folder": str(tiers.memory.folder),
+            "batches": {"foreseen": tiers.foreseen, "unannounced": tiers.unannounced, "altered": tiers.altered},
+            **figures(_sum(training.values())),
+            "tiers": self._by_tier(training),
+            "aside": {**hits(aside), **io(aside)},
+            "fallbacks": {store.rows.table: store.fallback for store in tiers.stores if store.fallback},
+            "tables": {
+                table.name: {
+                    "rows": table.num_embeddings,
+                    "pinned": slots.pinned,
+                    "cached": slots.cached,
+                    "store": store.kind,
+                    **figures(training[table.name]),
+                }
+                for table, slots, store in zip(tiers.tables, tiers.slots, tiers.stores, strict=True)
+            },
+        }
+
+    def _by_tier(self, training: Mapping[str, Counter[str]]) -> dict[str, Any]:
+        behind: dict[str, list[Counter[str]]] = {}
+        for store in self.tiers.stores:
+            if store.path is not None:
+                behind.setdefault(FILES[store.kind], []).append(training[store.rows.table])
+        files = {name: {"tables": len(counts), **io(_sum(counts))} for name, counts in behind.items()}
+        return {"dram": {"tables": len(self.tiers.tables), **hits(_sum(training.values()))}, **files}
+
+    def _training(self) -> dict[str, Counter[str]]:
+        """By table: what was counted, less what was aside."""
+        counts = {
+            name: Counter({key: n - self._aside[name][key] for key, n in own.items() if key not in _GAUGES})
+            for name, own in self.tiers.counters().items()
+        }
+        # A store's share of the engine's processor time is that of its I/Os so far: differences of it mean nothing.
+        total = _sum(counts.values())
+        for own in counts.values():
+            own["io_cpu_ns"] = total["io_cpu_ns"] * _ios(own) // max(1, _ios(total))
+        return self._with_bytes(counts)
+
+    def _with_bytes(self, counts: Mapping[str, Counter[str]]) -> dict[str, Counter[str]]:
+        """With the bytes of the rows that were looked up, and of the records that were to be written."""
+        result = {}
+        for table, store in zip(self.tiers.tables, self.tiers.stores, strict=True):
+            own = counts[table.name]
+            demanded_bytes = own["lookups"] * (table.num_bytes // table.num_embeddings)
+            given_bytes = own["written_rows"] * store.rows.record_bytes
+            result[table.name] = Counter({**own, "demanded_bytes": demanded_bytes, "given_bytes": given_bytes})
+        return result
+
+
+def _sum(counts: Iterable[Counter[str]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return total
+
+
+def _ios(counts: Counter[str]) -> int:
+    return counts["reads"] + counts["writes"]
+
+
+def hits(counts: Counter[str]) -> dict[str, Any]:
+    """What was asked of DRAM, and what was there."""
+    lookups, in_dram = counts["lookups"], counts["pinned_lookups"] + counts["hit_lookups"]
+    rows, resident = counts["rows"], counts["hit_rows"]
+    return {
+        "hits_per_lookup": _ratio(in_dram, lookups),
+        "hits_per_row": _ratio(resident, rows),
+        "unique_ratio": _ratio(rows, lookups - counts["pinned_lookups"]),
+        "lookups": lookups,
+        "lookup_misses": lookups - in_dram,
+        "unique_rows": rows,
+        "unique_row_misses": rows - resident,
+        **{name: counts[name] for name in ("created_rows", "evicted_rows", "overflow_rows")},
+    }
+
+
+def io(counts: Counter[str]) -> dict[str, Any]:
+    """What was asked of a medium, and what that took."""
+    names = ("read_rows", "reads", "read_bytes", "written_rows", "writes", "written_bytes")
+    return {
+        **{name: counts[name] for name in (*names, "served_from_queue", "read_modify_writes")},
+        "bytes_per_read": _ratio(counts["read_bytes"], counts["reads"], digits=1),
+        "bytes_per_write": _ratio(counts["written_bytes"], counts["writes"], digits=1),
+        "write_amplification": _ratio(counts["written_bytes"], counts["given_bytes"], digits=4),
+        "blocked_s": round(counts["blocked_ns"] / 1e9, 3),
+        "io_cpu_s": round(counts["io_cpu_ns"] / 1e9, 3),
+        "cpu_us_per_io": _ratio(counts["io_cpu_ns"] / 1e3, _ios(counts), digits=3),
+    }
+
+
+def rates(counts: Counter[str], *, seconds: float, epochs: float) -> dict[str, Any]:
+    """What training came to by the second and by the epoch."""
+    return {
+        "demanded_bytes_per_s": _ratio(counts["demanded_bytes"], seconds, digits=0),
+        "written_bytes_per_epoch": _ratio(counts["written_bytes"], epochs, digits=0),
+    }
+
+
+def _ratio(part: float, whole: float, *, digits: int = 6) -> float | None:
+    return round(part / whole, digits) if whole else None

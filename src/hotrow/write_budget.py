@@ -1,0 +1,294 @@
+"""What a run writes to its drive, and the budget that keeps it from wearing that out: `memory.write_budget`.
+
+`WriteLedger` knows when a run wrote how much, over all of its sessions. `Writes` counts what one session writes, and
+says when what is left of the budget is needed for the checkpoint that ends it. docs/memory.md has the rules.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hotrow.config import Config
+from hotrow.files import ByteRate, read_json, write_json
+from hotrow.memory.tiers import Tiers
+from hotrow.placement import disk_bytes, required_bytes, size
+from hotrow.tables import TableConfig
+
+LEDGER = "writes.json"
+"""In the run's folder."""
+PIECE_S = 300
+"""Bytes are booked by pieces of time of this length, and count until the last second of theirs is out of the window."""
+LONGEST_WINDOW_S = 86_400
+AHEAD = 1000
+"""The file is written ahead by this part of the budget, so that it need not be written at every step."""
+CHECK_STEPS = 8
+"""Between two looks at the counters: one costs 50 us at 26 tables."""
+ANNOUNCED_STEPS = 200
+"""Steps after the first write, for a rate that is not that of caches filling up."""
+
+FEWER = "Fewer bytes are written with a larger memory.dram, fewer checkpoints, and, in a new run, train.precision fp16"
+"""The cures that are no larger budget."""
+
+
+class WriteBudgetError(ValueError):
+    """What is left of `memory.write_budget` does not allow what is next; the text says when it will."""
+
+
+class WriteLedger:
+    """The bytes that a run wrote, by time, in a file at `path`: a new session goes on where the last one was.
+
+    The file is ahead of what was written, not behind: after a kill it says too much, by what the session was about to
+    write. now: the clock, in seconds since 1970; a clock that was set back forgets nothing.
+    """
+
+    def __init__(self, path: Path, budget: ByteRate, *, now: Callable[[], float] = time.time) -> None:
+        self.budget, self._path, self._now = budget, path, now
+        self._pieces: dict[int, int] = _read(path) if path.exists() else {}
+        self._saved_piece, self._ahead = -1, 0
+
+    def add(self, num_bytes: int, *, ahead: int) -> None:
+        """So many bytes were written since this was last called, and up to `ahead` will be until it is again."""
+        piece = int(self._now() // PIECE_S)
+        self._pieces[piece] = self._pieces.get(piece, 0) + num_bytes
+        self._ahead -= num_bytes
+        if self._ahead < ahead or piece != self._saved_piece:
+            self.expect(ahead + self.budget.num_bytes // AHEAD)
+
+    def expect(self, num_bytes: int) -> None:
+        """Write the file as if so many more had been written: a kill then cannot make them be forgotten."""
+        piece = self._saved_piece = int(self._now() // PIECE_S)
+        oldest = (self._now() - LONGEST_WINDOW_S) / PIECE_S - 1
+        self._pieces = {at: n for at, n in self._pieces.items() if at >= oldest}
+        self._ahead = num_bytes
+        shown = {**self._pieces, piece: self._pieces.get(piece, 0) + num_bytes}
+        pieces = {str(at * PIECE_S): n for at, n in sorted(shown.items())}
+        write_json(self._path, {"hotrow_writes": 1, "seconds": PIECE_S, "bytes_by_start": pieces})
+
+    def written(self, at: float | None = None) -> int:
+        """Bytes in the window of the budget that ends now, or at `at`, those of its first piece all counted."""
+        at = self._now() if at is None else at
+        return sum(n for piece, n in self._pieces.items() if self._leaves(piece) > at)
+
+    def left(self) -> int:
+        """What may be written now; negative where the budget was made smaller since."""
+        return self.budget.num_bytes - self.written()
+
+    def when(self, num_bytes: int) -> float | None:
+        """The first moment at which `num_bytes` may be written, if nothing else is; None: never."""
+        now = self._now()
+        moments = [now, *sorted(at for at in map(self._leaves, self._pieces) if at > now)]
+        return next((at for at in moments if self.written(at) + num_bytes <= self.budget.num_bytes), None)
+
+    def _leaves(self, piece: int) -> float:
+        return (piece + 1) * PIECE_S + self.budget.seconds
+
+
+def _read(path: Path) -> dict[int, int]:
+    record = read_json(path)
+    try:
+        assert (record["hotrow_writes"], record["seconds"]) == (1, PIECE_S)
+        return {int(start) // PIECE_S: int(n) for start, n in record["bytes_by_start"].items()}
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{path} does not say what this run wrote, as memory.write_budget needs it to; set memory.write_budget to "
+            "null, or remove the file, and the run counts from 0 again"
+        ) from None
+
+
+class Writes:
+    """What one session of a run writes to its drive: rows of tables in tiers, and checkpoints.
+
+    checkpoint_bytes: what one takes, at most. ledger: None: there is no budget, and bytes are only counted.
+    """
+
+    def __init__(self, tiers: Tiers | None, ledger: WriteLedger | None, *, checkpoint_bytes: int) -> None:
+        self.ledger, self.checkpoint_bytes, self._tiers = ledger, checkpoint_bytes, tiers
+        self.spent = False
+        """What is left of the budget is needed to end: training has to."""
+        self._stores = [] if tiers is None else [store for store in tiers.stores if store.path is not None]
+        self._checkpoints = self._booked = self._num_steps = 0
+        self._reserve = 0 if tiers is None else tiers.memory.waiting_bytes
+        """For the steps until the next look."""
+        self._first = (0, 0.0, 0)
+        self._announced = False
+        self.book()
+
+    @property
+    def num_bytes(self) -> int:
+        """Since the session began."""
+        return self._checkpoints + self._counted("written_bytes")
+
+    @property
+    def restore_bytes(self) -> int:
+        """What taking up a checkpoint may write: every row on disk, once for its weights and once for each state."""
+        if self._tiers is None:
+            return 0
+        return disk_bytes(self._tiers) * max((len(store.rows.parts) for store in self._stores), default=0)
+
+    def _counted(self, name: str) -> int:
+        return sum(store.counters()[name] for store in self._stores)
+
+    def end_step(self) -> None:
+        """Look, now and then, whether training has to end."""
+        self._num_steps += 1
+        if self.ledger is not None and (self._num_steps < CHECK_STEPS or self._num_steps % CHECK_STEPS == 0):
+            self.book(spare=2)
+            self._judge(self.ledger)
+
+    def book(self, *, spare: int = 0) -> None:
+        """Tell the ledger what was written since this was last called.
+
+        What waits to be written is counted: it will be, whatever comes. spare: so many times that is to be kept.
+        """
+        if self.ledger is None:
+            return
+        num_bytes = self.num_bytes + self._counted("waiting_bytes")
+        since = max(0, num_bytes - self._booked)
+        self._booked += since
+        self._reserve = max(self._reserve, spare * since)
+        self.ledger.add(since, ahead=self._reserve)
+
+    def _judge(self, ledger: WriteLedger) -> None:
+        self.spent = ledger.left() < self.checkpoint_bytes + self._reserve
+
+    @contextmanager
+    def saving(self, path: Path) -> Iterator[None]:
+        """A checkpoint is written to the folder `path` inside the block."""
+        if self.ledger is not None:
+            self.book()
+            self.ledger.expect(self.checkpoint_bytes)
+        yield
+        self._checkpoints += folder_bytes(path)
+        if self.ledger is not None:
+            self.book()
+            self.ledger.expect(self._reserve)
+            self._judge(self.ledger)
+
+    @contextmanager
+    def restoring(self, path: Path) -> Iterator[None]:
+        """The checkpoint in the folder `path` is taken up inside the block, which writes rows to where they lay.
+
+        Raises WriteBudgetError where these, and the checkpoint that ends the session, are more than what is left.
+        """
+        if self.ledger is not None:
+            needed = self.restore_bytes + self.checkpoint_bytes
+            if needed > self.ledger.left():
+                raise WriteBudgetError(
+                    f"{self._state(self.ledger)}; to go on from {path} may write {size(self.restore_bytes)} of rows, "
+                    f"and a checkpoint takes {size(self.checkpoint_bytes)}. Try again "
+                    f"{self._when(self.ledger, needed)}. {FEWER}"
+                )
+            self.ledger.expect(self.restore_bytes)
+        yield
+        if self.ledger is not None:
+            self.book()
+            self.ledger.expect(self._reserve)
+
+    def too_little_to_resume(self) -> str | None:
+        """Why a session that ends may not be followed by another under this budget; None where it may."""
+        needed = self.restore_bytes + self.checkpoint_bytes
+        if self.ledger is None or needed <= self.ledger.budget.num_bytes:
+            return None
+        return (
+            f"memory.write_budget is {self.ledger.budget.text}: to resume this run may write {size(needed)}, and then "
+            "needs a larger one"
+        )
+
+    def close(self) -> None:
+        """The session is over: the ledger's file says what was booked, no more."""
+        if self.ledger is not None:
+            self.ledger.expect(0)
+
+    # ---- in words and figures
+
+    def announcement(self, steps_per_epoch: int) -> tuple[str, float] | None:
+        """Once, when the rate is known: a line for the user, and the share of the budget that this rate uses."""
+        if self.ledger is None or self._announced or self._num_steps % CHECK_STEPS:
+            return None
+        step, at, num_bytes = self._first
+        rows = self._counted("written_bytes")
+        if not num_bytes:
+            self._first = (self._num_steps, time.monotonic(), rows)
+        if not num_bytes or self._num_steps < step + ANNOUNCED_STEPS:
+            return None
+        self._announced = True
+        budget, per_s = self.ledger.budget, (rows - num_bytes) / (time.monotonic() - at)
+        per_epoch = (rows - num_bytes) / (self._num_steps - step) * steps_per_epoch
+        share = per_s * budget.seconds / budget.num_bytes
+        return (
+            f"memory.write_budget {budget.text}: rows are written at {size(3600 * per_s)} an hour, {share:.1%} of the "
+            f"budget, and {size(per_epoch)} an epoch, {per_epoch / budget.num_bytes:.1%} of it; a checkpoint takes "
+            f"{size(self.checkpoint_bytes)}",
+            share,
+        )
+
+    def ended(self, step: int, command: str) -> WriteBudgetError:
+        """Why training has stopped at `step`, whose checkpoint is whole. command: what resumes it."""
+        assert self.ledger is not None
+        # With no more than what resuming takes there would be no step.
+        needed = self.restore_bytes + self.checkpoint_bytes
+        enough = min(self.ledger.budget.num_bytes, needed + self.ledger.budget.num_bytes // 10)
+        return WriteBudgetError(
+            f"{self._state(self.ledger)}; the rest is not enough for more steps and a checkpoint after. Training "
+            f"stopped at step {step}, whose checkpoint is whole. Continue "
+            f"{self._when(self.ledger, max(needed, enough))}: {command}. {FEWER}"
+        )
+
+    def _state(self, ledger: WriteLedger) -> str:
+        hours = ledger.budget.seconds // 3600
+        written = f"{size(ledger.written())} were written in the last {'hour' if hours == 1 else f'{hours} hours'}"
+        return f"memory.write_budget is {ledger.budget.text}, and {written}"
+
+    def _when(self, ledger: WriteLedger, num_bytes: int) -> str:
+        at = ledger.when(num_bytes)
+        if at is None:
+            return f"with a memory.write_budget (--set) above {num_bytes:,} bytes, which this one never allows"
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(math.ceil(at)))
+        return f"from {moment} on, or now with a larger memory.write_budget (--set)"
+
+    def to_json(self, *, seconds: float, epochs: float) -> dict[str, Any]:
+        """For run.json, where there is a budget; see docs/runs.md. seconds, epochs: of training in this session."""
+        if self.ledger is None:
+            return {}
+        budget = self.ledger.budget
+        return {
+            "budget": budget.text,
+            "budget_bytes": budget.num_bytes,
+            "window_s": budget.seconds,
+            "window_bytes": self.ledger.written(),
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "share_used": round(self.ledger.written() / budget.num_bytes, 6),
+            "share_per_epoch": round(self.num_bytes / budget.num_bytes / epochs, 6) if epochs else None,
+            "share_at_this_rate": (
+                round(self.num_bytes / seconds * budget.seconds / budget.num_bytes, 6) if seconds else None
+            ),
+        }
+
+
+def folder_bytes(path: Path) -> int:
+    """Of the files in the folder `path`, those it shares with another by hard links left out."""
+    found = (file.stat() for file in path.rglob("*") if file.is_file())
+    return sum(stat.st_size for stat in found if stat.st_nlink == 1)
+
+
+def checkpoint_bytes(config: Config, tables: Sequence[TableConfig], model: nn.Module) -> int:
+    """What a checkpoint takes, at most: tables and states, MLPs with two states per weight, and its manifest."""
+    dense = sum(parameter.nbytes for parameter in model.parameters())
+    return required_bytes(config, tables) + 3 * dense + (len(tables) + 16 << 10)
+
+
+def check_write_budget(config: Config, tables: Sequence[TableConfig]) -> None:
+    """Raises ValueError where the budget is below a checkpoint, with which every session ends."""
+    budget, least = config.write_budget, required_bytes(config, tables)
+    if budget is not None and budget.num_bytes < least:
+        raise ValueError(
+            f"memory.write_budget is {budget.text}, but a checkpoint takes {size(least)}: raise it, lower "
+            "model.embedding_dim, or set train.precision to fp16"
+        )
