@@ -1,13 +1,13 @@
 """What a tier between DRAM and disk gives: its share of hits, and the speed beside two tiers of the same DRAM.
 
-    python -m benchmarks.three_tiers --ssd FOLDER [--file /dev/shm] [--zipf 1.05] [--quick]
+    python -m benchmarks.three_tiers --ssd FOLDER [--file /dev/shm] [--zipf 1.05] [--quick] [PART ...]
 
 Eight tables of dim 64, lookups and row-wise Adagrad alone, a sixteenth of their bytes as DRAM; every row lies on
-disk before anything is timed. The middle tier holds a sixteenth, a quarter or all of the bytes. Stretches of the same
-batches alternate between two and three tiers; outputs that differ by a bit end it. Printed: rows found in the middle
-among those that slots lacked and the store had, and steps per second over those of two tiers, median and range over
-the stretches. `--file` on tmpfs is memory, and so the most that a middle tier can give: byte-addressable storage is
-slower.
+disk before anything is timed. The middle tier holds a PART of the bytes: a sixteenth, a quarter, all. Stretches of the
+same batches alternate between two and three tiers; outputs that differ by a bit end it. Printed: rows found in the
+middle among those that slots lacked and the store had, and steps per second over those of two tiers, median and range
+over the stretches. `--file` on tmpfs is memory, and so the most that a middle tier can give: byte-addressable storage
+is slower.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hotrow.memory.budget import Memory
 
 NUM_TABLES, DIM, BATCH_SIZE, DEPTH, SEED = 8, 64, 2048, 4, 1
 DRAM_PARTS = 16
-MIDDLE_PARTS = (16, 4, 1)
+MIDDLE_PARTS = [16, 4, 1]
 
 
 class Side:
@@ -103,11 +103,12 @@ def main() -> None:
     parser.add_argument("--ssd", type=Path, required=True)
     parser.add_argument("--file", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--zipf", type=float, default=1.05)
+    parser.add_argument("parts", nargs="*", type=int, default=MIDDLE_PARTS, metavar="PART")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     args = parser.parse_args()
     print("| middle, of the tables' bytes | hits there, of what slots lacked | speed over two tiers | slots over two |")
     print("|---|---|---|---|", flush=True)
-    for part in MIDDLE_PARTS:
+    for part in args.parts:
         print(measure(args, part), flush=True)
 
 

@@ -87,8 +87,9 @@ class CachedStore final : public Store {
     if (!is_here()) return false;
     const std::lock_guard lock(mutex_);
     if (num_rows > kMostCachedRows) {
-      failure_.set("table '" + table_ + "' cannot grow to " + std::to_string(num_rows) + " rows: behind a tier it has " +
-                   std::to_string(kMostCachedRows) + " at most; cut it into several tables");
+      failure_.set("table '" + table_ + "' cannot grow to " + std::to_string(num_rows) +
+                   " rows: behind a tier it has " + std::to_string(kMostCachedRows) +
+                   " at most; cut it into several tables");
     }
     return !failure() && lower_->grow(num_rows);
   }
@@ -217,8 +218,8 @@ class CachedStore final : public Store {
     const std::string rows = first->row == last->row
                                  ? "row " + std::to_string(first->row)
                                  : "rows " + std::to_string(first->row) + " to " + std::to_string(last->row);
-    failure_.set(std::string(operation) + " " + rows + " of table '" + table_ + "' in the tier before its disk: " +
-                 failed->what);
+    failure_.set(std::string(operation) + " " + rows + " of table '" + table_ +
+                 "' in the tier before its disk: " + failed->what);
     return true;
   }
 

@@ -190,8 +190,8 @@ class MemoryConfig(_Section):
     """Instead of `ssd`: a folder whose files are used as memory (DAX, CXL, tmpfs, or plain files). With `file_bytes`: a
     tier before `ssd`."""
     file_bytes: str | int | None = None
-    """Bytes, or text such as 8GiB, that `file` holds of rows that leave DRAM, before they go to `ssd`; null: there is no
-    such tier. DRAM keeps at most 6 bytes for each of its rows."""
+    """Bytes, or text such as 8GiB, that `file` holds of rows that leave DRAM, before they go to `ssd`; null: it is no
+    such tier. To know which rows lie there takes at most 6 bytes of DRAM for each."""
     policy: Literal["clock", "lfu", "lru"] = "clock"
     """Which row makes room for another. `lru`: the one used longest ago. `clock`: nearly so, in less work. `lfu`: one
     that was used few times. It changes speed, no result."""
@@ -206,8 +206,8 @@ class MemoryConfig(_Section):
             raise ValueError(f"dram is {self.dram!r}; it must be a positive number of bytes, such as 2GiB")
         if self.file_bytes is not None and (self.file is None or parse_bytes(self.file_bytes) <= 0):
             raise ValueError(
-                f"file_bytes is {self.file_bytes!r} and file is {self.file!r}; a tier before ssd needs a positive number "
-                "of bytes, such as 8GiB, and a folder"
+                f"file_bytes is {self.file_bytes!r} and file is {self.file!r}; a tier before ssd needs a folder and a "
+                "positive number of bytes, such as 8GiB"
             )
         if self.ssd is not None and self.file is not None and self.file_bytes is None:
             raise ValueError(

@@ -195,7 +195,7 @@ def disk_shortfall(tiers: Tiers) -> str | None:
     return None
 
 
-_GAUGES = ("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_bytes")
+_GAUGES = ("num_bytes", "map_bytes", "waiting_bytes")
 
 
 class TierReport:

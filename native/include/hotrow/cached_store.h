@@ -32,9 +32,9 @@ inline constexpr int64_t kMostCachedRows = 0xFFFFFFFF - 1;  // of the lower stor
 
 // middle: a store of memory_store.h, whose calls are done when they return, of as many rows as it shall hold, at least
 // one; nobody else uses it. Its rows are places, of which those beyond whole sets of 16 stay empty (but for a middle of
-// fewer than 16, which is one set). lower: of at most kMostCachedRows rows, and of records as long. table: for messages.
-// What a failure of the middle says is preceded by the rows that were on their way.
-// Calls take turns; one that waits for room below keeps others waiting. In a forked child every call fails.
+// fewer than 16, which is one set). lower: of at most kMostCachedRows rows, and of records as long. table: for
+// messages. What a failure of the middle says is preceded by the rows that were on their way. Calls take turns; one
+// that waits for room below keeps others waiting. In a forked child every call fails.
 std::unique_ptr<Store> open_cached_store(std::shared_ptr<Store> middle, std::shared_ptr<Store> lower,
                                          std::string table);
 

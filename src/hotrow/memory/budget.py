@@ -64,8 +64,8 @@ class Memory:
         folders = (self.ssd, self.file)
         if folders == (None, None) or "" in folders or (None not in folders) != (self.file_bytes is not None):
             raise ValueError(
-                f"Memory: ssd is {self.ssd!r}, file is {self.file!r} and file_bytes is {self.file_bytes!r}; name exactly "
-                "one folder, or, for rows to lie in file before they go to ssd, all three"
+                f"Memory: ssd is {self.ssd!r}, file is {self.file!r} and file_bytes is {self.file_bytes!r}; name "
+                "exactly one folder, or, for rows to lie in file before they go to ssd, all three"
             )
         if self.policy not in POLICIES:
             raise ValueError(f"Memory: policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")

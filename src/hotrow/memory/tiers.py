@@ -146,6 +146,7 @@ class Tiers:
         self.slots = check_plan(demands, slots_of(demands, budget), budget)
         places = self.memory.plan_places(demands, self.slots)
         folders: list[OwnFolder] = []
+        self.stores = []  # a try before this one may have opened some, which its finalizer closes
         self._finalizer = weakref.finalize(self, _remove, self.stores, folders, self._process)
         folders.append(OwnFolder(self.memory.folder))
         if self.memory.middle is not None and any(places):
