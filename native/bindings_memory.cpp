@@ -1,5 +1,6 @@
 // Stores as Python objects, and what decides whether a block store runs here; see bindings_ops.cpp for the rules.
 #include <hotrow/block_store.h>
+#include <hotrow/cached_store.h>
 #include <hotrow/io_queue.h>
 #include <hotrow/memory_store.h>
 #include <nanobind/stl/pair.h>
@@ -103,6 +104,11 @@ nb::dict counters_of(const Store& store) {
   d["blocked_ns"] = c.blocked_ns;
   d["waiting_bytes"] = c.waiting_bytes;
   d["io_cpu_ns"] = c.io_cpu_ns;
+  d["middle_hits"] = c.middle_hits;
+  d["middle_rows"] = c.middle_rows;
+  d["middle_read_bytes"] = c.middle_read_bytes;
+  d["middle_written_bytes"] = c.middle_written_bytes;
+  d["middle_map_bytes"] = c.middle_map_bytes;
   return d;
 }
 
@@ -149,6 +155,14 @@ std::shared_ptr<Store> bind_open_dram(int64_t record_bytes, int64_t num_rows, st
   auto store = open_dram_store(record_bytes, num_rows, std::move(table));
   if (!store) throw std::bad_alloc();
   return store;
+}
+
+std::shared_ptr<Store> bind_open_cached(std::shared_ptr<Store> middle, std::shared_ptr<Store> lower,
+                                        std::string table) {
+  require(middle->record_bytes() == lower->record_bytes(), "the records of middle and lower differ in length");
+  require(middle->num_rows() >= 1, "the middle must hold a row");
+  require(lower->num_rows() <= kMostCachedRows, "the lower store has more rows than a tier before it can name");
+  return open_cached_store(std::move(middle), std::move(lower), std::move(table));
 }
 
 // (unit_bytes, unit_rows, page_bytes, page_units, file_bytes) of a block store's file.
@@ -202,6 +216,7 @@ void bind_memory(nb::module_& m) {
   m.def("open_block_store", bind_open_block);
   m.def("open_mapped_store", bind_open_mapped);
   m.def("open_dram_store", bind_open_dram);
+  m.def("open_cached_store", bind_open_cached);
   m.def("mapped_file_bytes", mapped_file_bytes);
   m.def("block_layout", bind_block_layout);
   m.def("direct_sector", direct_sector);

@@ -31,6 +31,7 @@ TESTS = (
     "tests/unit/test_vocabulary.py",
     "tests/unit/test_spill.py",
     "tests/unit/test_stores.py",
+    "tests/unit/test_cached_store.py",
 )
 # The editable install answers for hotrow before sys.path does; here the sanitized copy must.
 RUN = """

@@ -187,7 +187,11 @@ class MemoryConfig(_Section):
     """Folder of a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
     the folder `memory` of the run. What is there goes when the run ends."""
     file: str | None = None
-    """Instead of `ssd`: a folder whose files are used as memory (DAX, CXL, tmpfs, or plain files)."""
+    """Instead of `ssd`: a folder whose files are used as memory (DAX, CXL, tmpfs, or plain files). With `file_bytes`: a
+    tier before `ssd`."""
+    file_bytes: str | int | None = None
+    """Bytes, or text such as 8GiB, that `file` holds of rows that leave DRAM, before they go to `ssd`; null: it is no
+    such tier. To know which rows lie there takes at most 6 bytes of DRAM for each."""
     policy: Literal["clock", "lfu", "lru"] = "clock"
     """Which row makes room for another. `lru`: the one used longest ago. `clock`: nearly so, in less work. `lfu`: one
     that was used few times. It changes speed, no result."""
@@ -204,8 +208,16 @@ class MemoryConfig(_Section):
     def _a_size_and_a_folder(self) -> MemoryConfig:
         if self.dram_bytes is not None and self.dram_bytes <= 0:
             raise ValueError(f"dram is {self.dram!r}; it must be a positive number of bytes, such as 2GiB")
-        if self.ssd is not None and self.file is not None:
-            raise ValueError(f"ssd is {self.ssd!r} and file is {self.file!r}; name one of them, or none")
+        if self.file_bytes is not None and (self.file is None or parse_bytes(self.file_bytes) <= 0):
+            raise ValueError(
+                f"file_bytes is {self.file_bytes!r} and file is {self.file!r}; a tier before ssd needs a folder and a "
+                "positive number of bytes, such as 8GiB"
+            )
+        if self.ssd is not None and self.file is not None and self.file_bytes is None:
+            raise ValueError(
+                f"ssd is {self.ssd!r} and file is {self.file!r}; name one of them, or none, or say with file_bytes how "
+                "much lies in file before it goes to ssd"
+            )
         if self.write_budget is not None:
             try:
                 parse_byte_rate(self.write_budget)

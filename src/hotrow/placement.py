@@ -79,20 +79,26 @@ def _check_available(config: Config, num_bytes: int, available: int) -> None:
 def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
     # What is set aside is for rows beside the caches: pieces of checkpoints, and evaluations.
     dram = max(budget * 8 // 9, budget - (64 << 20))
-    if chosen.file is not None:
-        return Memory(dram=dram, file=chosen.file, policy=chosen.policy)
-    return Memory(dram=dram, ssd=chosen.ssd or run / FOLDER, policy=chosen.policy, force=chosen.force)
+    ssd = None if chosen.file is not None and chosen.file_bytes is None else chosen.ssd or run / FOLDER
+    return Memory(
+        dram=dram,
+        ssd=ssd,
+        file=chosen.file,
+        file_bytes=chosen.file_bytes,
+        policy=chosen.policy,
+        force=chosen.force,
+    )
 
 
 def _check_slots(
     config: Config, tables: Sequence[TableConfig], chosen: MemoryConfig, budget: int, *, training: bool
 ) -> None:
     """Raises ValueError where a table's cache would not hold the rows of a batch, with what is missing."""
+    demands = _demands(config, tables, training=training)
 
     def short(budget_bytes: int) -> str | None:
-        demands = _demands(config, tables, training=training)
         try:
-            slots = plan_slots(demands, _memory(chosen, budget_bytes, Path(FOLDER)).slots_bytes)
+            slots = plan_slots(demands, _memory(chosen, budget_bytes, Path(FOLDER)).budget_bytes(demands))
         except ValueError:
             return "the smallest caches there are do not fit"
         for table, (pinned, cached) in zip(tables, slots, strict=True) if training else ():
@@ -111,6 +117,8 @@ def _check_slots(
             f"{(least - budget) / 2**20:,.1f} MiB more are needed (memory.dram={-(-least // 2**20)}MiB), or a "
             f"train.batch_size below {config.train.batch_size}"
         )
+    memory = _memory(chosen, budget, Path(FOLDER))
+    memory.plan_places(demands, plan_slots(demands, memory.budget_bytes(demands)))
 
 
 def _least(short: Any, budget: int) -> int:
@@ -139,11 +147,18 @@ def disk_bytes(tiers: Tiers) -> int:
     return sum(int(store.padded_record_bytes * store.rows.num_rows) for store in stores)
 
 
+def middle_bytes(tiers: Tiers) -> int:
+    """What the files of the tier between DRAM and disk may come to; 0 where there is none."""
+    before = [store.middle.rows for store in tiers.stores if store.middle is not None]
+    return sum(rows.num_rows * rows.record_bytes for rows in before)
+
+
 def dram_bytes(tiers: Tiers) -> int:
     """What slots, maps and buffers may come to."""
     records = [store.rows.record_bytes for store in tiers.stores]
     slots = sum((s.pinned + s.cached) * num_bytes for s, num_bytes in zip(tiers.slots, records, strict=True))
-    return slots + sum(c["num_bytes"] for c in tiers.counters().values()) + tiers.memory.waiting_bytes
+    maps = sum(c["num_bytes"] + c["middle_map_bytes"] for c in tiers.counters().values())
+    return slots + maps + tiers.memory.waiting_bytes
 
 
 def describe(embedding: EmbeddingCollection, needed: int) -> str:
@@ -153,9 +168,10 @@ def describe(embedding: EmbeddingCollection, needed: int) -> str:
         return f"memory: tables and optimizer state are {size(needed)}, all in DRAM"
     paths = [store.path for store in tiers.stores if store.path is not None]
     whole = len(tiers.stores) - len(paths)
+    middle = f", {size(middle_bytes(tiers))} before it in {tiers.memory.middle}" if middle_bytes(tiers) else ""
     return (
         f"memory: of {size(needed)} of tables and optimizer state, {size(dram_bytes(tiers))} in DRAM ({whole} of "
-        f"{len(tiers.stores)} tables whole), {size(disk_bytes(tiers))} on disk in {tiers.memory.folder}"
+        f"{len(tiers.stores)} tables whole), {size(disk_bytes(tiers))} on disk in {tiers.memory.folder}{middle}"
     )
 
 
@@ -165,11 +181,14 @@ def size(num_bytes: float) -> str:
 
 
 def disk_shortfall(tiers: Tiers) -> str | None:
-    """Why the disk may become full before every row has been written; None where it cannot."""
-    free, wanted = disk_free_bytes(tiers.memory.folder), disk_bytes(tiers)
-    if wanted <= free:
-        return None
-    return (
-        f"the tables may grow to {size(wanted)} in {tiers.memory.folder}, where {size(free)} are free: training ends "
-        "where that is used up, and can be resumed from its last checkpoint"
-    )
+    """Why a disk may become full before every row has been written; None where it cannot."""
+    wanted = {tiers.memory.folder: disk_bytes(tiers)}
+    if tiers.memory.middle is not None:
+        wanted[tiers.memory.middle] = wanted.get(tiers.memory.middle, 0) + middle_bytes(tiers)
+    for folder, num_bytes in wanted.items():
+        if num_bytes > (free := disk_free_bytes(folder)):
+            return (
+                f"the tables may grow to {size(num_bytes)} in {folder}, where {size(free)} are free: training ends "
+                "where that is used up, and can be resumed from its last checkpoint"
+            )
+    return None

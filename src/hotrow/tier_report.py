@@ -15,7 +15,7 @@ from hotrow.placement import disk_bytes, dram_bytes
 
 FILES = {"mapped": "file", "block": "ssd"}
 """By the kind of a table's store: the tier behind DRAM, as `Memory` names it."""
-_GAUGES = ("num_bytes", "map_bytes", "waiting_bytes")
+_GAUGES = ("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_bytes")
 
 
 class TierReport:
@@ -82,7 +82,9 @@ class TierReport:
             if store.path is not None:
                 behind.setdefault(FILES[store.kind], []).append(training[store.rows.table])
         files = {name: {"tables": len(counts), **io(_sum(counts))} for name, counts in behind.items()}
-        return {"dram": {"tables": len(self.tiers.tables), **hits(_sum(training.values()))}, **files}
+        middle = [training[store.rows.table] for store in self.tiers.stores if store.middle is not None]
+        before = {"file": {"tables": len(middle), **middle_io(_sum(middle))}} if middle else {}
+        return {"dram": {"tables": len(self.tiers.tables), **hits(_sum(training.values()))}, **before, **files}
 
     def _training(self) -> dict[str, Counter[str]]:
         """By table: what was counted, less what was aside."""
@@ -145,6 +147,15 @@ def io(counts: Counter[str]) -> dict[str, Any]:
         "blocked_s": round(counts["blocked_ns"] / 1e9, 3),
         "io_cpu_s": round(counts["io_cpu_ns"] / 1e9, 3),
         "cpu_us_per_io": _ratio(counts["io_cpu_ns"] / 1e3, _ios(counts), digits=3),
+    }
+
+
+def middle_io(counts: Counter[str]) -> dict[str, Any]:
+    """What was asked of a file before the disk: memory, without I/Os."""
+    return {
+        "read_rows": counts["middle_hits"],
+        "read_bytes": counts["middle_read_bytes"],
+        "written_bytes": counts["middle_written_bytes"],
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,26 +18,48 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotrow import ops
-from hotrow.memory.stores import Engines, Kind, Reading, Store, TableRows, io_uring_refused, open_store
+from hotrow.memory.stores import (
+    Engines,
+    Kind,
+    Reading,
+    Store,
+    TableRows,
+    io_uring_refused,
+    open_cached_store,
+    open_store,
+)
 
 RECORD_BYTES = (4, 64, 100, 252, 256, 260, 512, 768, 1024, 4096, 5000)
 NUM_SLOTS = 400
+PLACES = (1, 2, 15, 16, 17, 50, 200, 1200)
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: these are its threads")
-MEDIA = ["dram", "mapped", "threads", "io_uring"]
+MEDIA = ["dram", "mapped", "threads", "io_uring", "dram before threads", "mapped before io_uring"]
+"""Stores, and tiers before stores."""
 
 
 def engines_of(medium: str, *, depth: int = 16, most_waiting_bytes: int = 1 << 20) -> Engines:
-    if medium == "io_uring" and (reason := io_uring_refused()):
+    if "io_uring" in medium and (reason := io_uring_refused()):
         pytest.skip(f"io_uring is refused here: {reason}")
-    io = "io_uring" if medium == "io_uring" else "threads"
+    io = "io_uring" if "io_uring" in medium else "threads"
     return Engines(io=io, depth=depth, num_threads=4, most_waiting_bytes=most_waiting_bytes)
 
 
 @pytest.fixture(params=MEDIA)
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "io_uring" and not ops.isas():
+    if "io_uring" in request.param and not ops.isas():
         pytest.skip("the native module is absent")
     return str(request.param)
+
+
+def open_medium(medium: str, rows: TableRows, path: Path, engines: Engines, places: int = 100) -> Store:
+    """places: rows that a tier before another holds."""
+    if " before " in medium:
+        before, medium = medium.split(" before ")
+        held = replace(rows, num_rows=places)
+        middle = open_store(held, kind=before, path=path.with_suffix(".middle"))  # type: ignore[arg-type]
+        return open_cached_store(middle, open_medium(medium, rows, path, engines))
+    kind: Kind = medium if medium in ("dram", "mapped") else "block"  # type: ignore[assignment]
+    return open_store(rows, kind=kind, path=path, engines=engines)
 
 
 def parts_of(record_bytes: int) -> tuple[tuple[str, int], ...]:
@@ -50,19 +73,17 @@ class Table:
     """A store, the array it must equal, and slots to move rows through."""
 
     def __init__(
-        self, name: str, folder: Path, medium: str, engines: Engines, record_bytes: int, num_rows: int
+        self, name: str, folder: Path, medium: str, engines: Engines, record_bytes: int, num_rows: int, places: int
     ) -> None:
         self.rows = TableRows(table=name, parts=parts_of(record_bytes), num_rows=num_rows, identity="a model")
-        self.kind: Kind = medium if medium in ("dram", "mapped") else "block"  # type: ignore[assignment]
-        self.path, self.engines = folder / f"{name}.rows", engines
+        self.medium, self.path, self.engines, self.places = medium, folder / f"{name}.rows", engines, places
         self.truth = np.zeros((num_rows, record_bytes), np.uint8)
         self.arrays = [np.zeros((NUM_SLOTS, width), np.uint8) for _, width in self.rows.parts]
         self.pending: list[tuple[Reading, np.ndarray, np.ndarray]] = []
         self.store = self._open()
 
     def _open(self) -> Store:
-        path = None if self.kind == "dram" else self.path
-        return open_store(self.rows, kind=self.kind, path=path, engines=self.engines)
+        return open_medium(self.medium, self.rows, self.path, self.engines, self.places)
 
     def write(self, rows: np.ndarray, g: np.random.Generator) -> None:
         self.settle()
@@ -100,7 +121,7 @@ class Table:
     def reopen(self) -> None:
         self.settle()
         self.store.close()
-        if self.kind == "dram":
+        if self.medium == "dram":
             self.truth[:] = 0
         self.store = self._open()
 
@@ -151,7 +172,8 @@ def run_schedule(folder: Path, medium: str, seed: int, sizes: tuple[int, ...], n
     # At times so few bytes may wait that writers wait for nearly every write.
     engines = engines_of(medium, depth=depth, most_waiting_bytes=int(g.choice([0, 20_000, 1 << 20])))
     tables = [
-        Table(f"t{seed}-{i}", folder, medium, engines, size, int(g.integers(1, 700))) for i, size in enumerate(sizes)
+        Table(f"t{seed}-{i}", folder, medium, engines, size, int(g.integers(1, 700)), int(g.choice(PLACES)))
+        for i, size in enumerate(sizes)
     ]
     for _ in range(num_steps):
         step(tables[g.integers(len(tables))], g)
@@ -161,6 +183,7 @@ def run_schedule(folder: Path, medium: str, seed: int, sizes: tuple[int, ...], n
         table.check_all()
         table.close()
         table.path.unlink(missing_ok=True)
+        table.path.with_suffix(".middle").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("record_bytes", RECORD_BYTES)
@@ -170,7 +193,7 @@ def test_against_a_plain_array(tmp_path: Path, medium: str, record_bytes: int) -
 
 
 @needs_native
-@pytest.mark.parametrize("medium", ["threads", "io_uring"])
+@pytest.mark.parametrize("medium", MEDIA[2:])
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -190,8 +213,6 @@ def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: i
     """Each thread owns every fourth row, so that all meet in every sector; none may lose another's bytes."""
     num_threads, num_rows, errors = 4, 1200, []
     rows = TableRows(table="t", parts=(("w", record_bytes),), num_rows=num_rows)
-    kind: Kind = medium if medium in ("dram", "mapped") else "block"  # type: ignore[assignment]
-    path = None if kind == "dram" else tmp_path / "t.rows"
 
     def work(store: Store, own: int) -> None:
         g = np.random.default_rng(own)
@@ -208,7 +229,7 @@ def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: i
         except BaseException as error:
             errors.append(error)
 
-    with open_store(rows, kind=kind, path=path, engines=engines_of(medium)) as store:
+    with open_medium(medium, rows, tmp_path / "t.rows", engines_of(medium)) as store:
         threads = [threading.Thread(target=work, args=(store, own)) for own in range(num_threads)]
         for thread in threads:
             thread.start()

@@ -20,7 +20,7 @@ import hotrow
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
-from hotrow.memory.budget import METADATA_BYTES
+from hotrow.memory.budget import METADATA_BYTES, MIDDLE_PLACE_BYTES
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig, Uniform
 
@@ -157,15 +157,17 @@ def drive(sides: list[Side], seed: int, *, depth: int, num_batches: int) -> None
             batch.values.copy_(ids)
 
 
-def budget(dtype: str, optimizer: str, slots: int) -> int:
-    """Bytes that give the two large tables about so many cached rows."""
+def budgets(dtype: str, optimizer: str, slots: int, middle: int) -> tuple[int, int]:
+    """Bytes that give the two large tables about so many cached rows, and so many in a tier before their files."""
     per_weight = {"float32": 4, "float16": 2, "bfloat16": 4}[dtype]
     states = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 0, "adam": 2, "ftrl": 2}[optimizer]
     dims = 8 + 19
     row_wise = 8 if optimizer == "row_wise_adagrad" else 0
     level = dims * (per_weight + 4 * states) + row_wise + 2 * METADATA_BYTES
     small = 5 * 4 * (per_weight + 4 * states) + 20
-    return int((slots * level + small + 150) * 8 / 7) + 16
+    smallest = 4 * (per_weight + 4 * states) + row_wise // 2
+    maps = MIDDLE_PLACE_BYTES * min(sum(ROWS.values()) + 48, middle * level // smallest)
+    return int((slots * level + small + maps + 150) * 8 / 7) + 16, middle * (level - 2 * METADATA_BYTES)
 
 
 def make_sides(
@@ -176,9 +178,14 @@ def make_sides(
     policy: str = "clock",
     slots: int = 120,
     kind: str = "ssd",
+    middle: int = 150,
 ) -> list[Side]:
+    """kind: where what is not in DRAM lies; "both": in a file that holds `middle` rows of a table, and on disk."""
+    dram, file_bytes = budgets(dtype, optimizer, slots, middle if kind == "both" else 0)
     place: dict[str, Any] = {kind: folder}
-    memory = hotrow.Memory(dram=budget(dtype, optimizer, slots), policy=policy, **place)  # type: ignore[arg-type]
+    if kind == "both":
+        place = {"file": folder, "file_bytes": file_bytes, "ssd": folder}
+    memory = hotrow.Memory(dram=dram, policy=policy, **place)  # type: ignore[arg-type]
     return [Side(EmbeddingCollection(tables(dtype), memory=where, seed=3), optimizer) for where in (None, memory)]
 
 
@@ -211,8 +218,27 @@ def test_every_optimizer_and_storage(folder: Path, optimizer: str, dtype: str) -
     assert counters["read_rows"] > 20 and counters["written_rows"] > 20, "the schedule did not exercise the store"
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("middle", [112, 200, 720])
+def test_three_tiers_and_every_optimizer(folder: Path, optimizer: str, middle: int) -> None:
+    """The middle tier holds few rows, many, or all."""
+    dtype = {"sgd": "bfloat16", "adam": "float16"}.get(optimizer, "float32")
+    sides = make_sides(folder, dtype=dtype, optimizer=optimizer, slots=100, kind="both", middle=middle)
+    drive(sides, seed=2, depth=3, num_batches=60)
+    check(*sides)
+    tiers = sides[1].emb.tiers
+    assert tiers is not None
+    counters = tiers.counters()["u"]
+    assert counters["middle_hits"] > 20, "the schedule did not exercise the middle tier"
+    assert counters["evicted_rows"] > 20
+    if middle == 720:
+        assert counters["read_rows"] == counters["written_rows"] == 0, "the middle tier held all rows"
+    else:
+        assert counters["read_rows"] > 0 and counters["written_rows"] > 0, "nothing came to the disk"
+
+
 @pytest.mark.parametrize("policy", ["clock", "lfu", "lru"])
-@pytest.mark.parametrize("kind", ["ssd", "file"])
+@pytest.mark.parametrize("kind", ["ssd", "file", "both"])
 @pytest.mark.parametrize("depth", [0, 1, 4, 9] if NATIVE else [3])
 @pytest.mark.parametrize("slots", [100, 350])
 def test_every_policy_store_depth_and_size(folder: Path, policy: str, kind: str, depth: int, slots: int) -> None:
@@ -230,7 +256,8 @@ def test_random_schedules(folder: Path, seed: int) -> None:
         optimizer=str(rng.choice(list(OPTIMIZERS))),
         policy=str(rng.choice(["clock", "lfu", "lru"])),
         slots=int(rng.integers(100, 500)),
-        kind=str(rng.choice(["ssd", "file"])),
+        kind=str(rng.choice(["ssd", "file", "both"])),
+        middle=int(rng.choice([112, 150, 320, 720])),
     )
     drive(sides, seed, depth=int(rng.integers(0, 12)), num_batches=40)
     check(*sides)

@@ -23,7 +23,16 @@ import torch
 
 from hotrow import ops, reference
 from hotrow.memory.budget import POLICIES
-from hotrow.memory.stores import Engines, Kind, Store, StoreError, TableRows, io_uring_refused, open_store
+from hotrow.memory.stores import (
+    Engines,
+    Kind,
+    Store,
+    StoreError,
+    TableRows,
+    io_uring_refused,
+    open_cached_store,
+    open_store,
+)
 
 needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is absent")
 MODULES = ["native", "twin"] if ops.backend().name == "native" else ["twin"]
@@ -86,17 +95,28 @@ class Rig:
         self.stores: list[Store] = []
         self._policy = POLICIES.index(policy)  # type: ignore[arg-type]
 
-    def in_memory(self) -> Rig:
+    def in_memory(self, places: Sequence[int] | None = None) -> Rig:
+        """places: of each table, what a tier before its store holds; None: there is none."""
         for t, shape in enumerate(self.shapes):
             num_bytes = sum(array[0].nbytes for array in self.arrays[t])
-            self._add(t, self.module.open_dram_store(num_bytes, shape.num_rows, f"t{t}"))
+            store = self.module.open_dram_store(num_bytes, shape.num_rows, f"t{t}")
+            if places:
+                middle = self.module.open_dram_store(num_bytes, places[t], f"t{t}")
+                store = self.module.open_cached_store(middle, store, f"t{t}")
+            self._add(t, store)
         return self
 
-    def in_files(self, folder: Path, kind: Kind, engines: Engines | None) -> Rig:
+    def in_files(
+        self, folder: Path, kind: Kind, engines: Engines | None, before: Kind = "mapped", places: Sequence[int] = ()
+    ) -> Rig:
         for t, shape in enumerate(self.shapes):
             parts = tuple((f"p{i}", array[0].nbytes) for i, array in enumerate(self.arrays[t]))
             rows = TableRows(table=f"t{t}", parts=parts, num_rows=shape.num_rows)
-            self.stores.append(open_store(rows, kind=kind, path=folder / f"{t}.rows", engines=engines))
+            store = open_store(rows, kind=kind, path=folder / f"{t}.rows", engines=engines)
+            if places:
+                held = TableRows(table=f"t{t}", parts=parts, num_rows=places[t])
+                store = open_cached_store(open_store(held, kind=before, path=folder / f"{t}-middle.rows"), store)
+            self.stores.append(store)
             self._add(t, self.stores[-1].native)
         return self
 
@@ -281,9 +301,13 @@ class World:
             counts = [rig.counters(t) for rig in self.rigs]
             assert all(each == counts[0] for each in counts)
             assert counts[0]["rows"] == counts[0]["hit_rows"] + counts[0]["read_rows"] + counts[0]["created_rows"]
-            for rig in self.rigs:
-                given = rig.natives[t].counters()["written_rows"]  # a block store leaves out what was overtaken
-                assert given == counts[0]["written_rows"] or (rig.stores and given < counts[0]["written_rows"])
+            seen = [rig.natives[t].counters() for rig in self.rigs]
+            for name in ("middle_hits", "middle_rows"):
+                assert len({each[name] for each in seen}) == 1, f"the twin's {name} differ"
+            for each, rig in zip(seen, self.rigs, strict=True):
+                given = each["written_rows"]  # a block store, or one behind a tier, leaves out what was overtaken
+                may_be_fewer = rig.stores or each["middle_rows"]
+                assert given == counts[0]["written_rows"] or (may_be_fewer and given < counts[0]["written_rows"])
 
     def _check_holds(self, batch: Batch, flight: Any, rig: Rig) -> None:
         assert rig.caches.holds(batch.ids, batch.slots, flight)
@@ -347,37 +371,54 @@ def engines() -> dict[str, Engines]:
     return found
 
 
+def draw_places(rng: np.random.Generator, shapes: Sequence[Shape]) -> list[int]:
+    """Of a tier before each table's store: one row to all, in whole sets or not."""
+    return [int(rng.choice([1, 2, 16, 48, shape.num_rows, rng.integers(1, shape.num_rows + 1)])) for shape in shapes]
+
+
 def make_rigs(
-    shapes: Sequence[Shape], policy: str, medium: str, folder: Path, engines: dict[str, Engines]
+    shapes: Sequence[Shape], policy: str, medium: str, folder: Path, engines: dict[str, Engines], places: list[int]
 ) -> list[Rig]:
-    if medium in ("threads", "io_uring") and medium not in engines:
-        pytest.skip(f"{medium} is refused here")
+    before, _, lower = medium.rpartition(" before ")
+    if lower in ("threads", "io_uring") and lower not in engines:
+        pytest.skip(f"{lower} is refused here")
+    places = places if before else []
     main = Rig(MODULES[0], shapes, policy)
-    if medium == "dram":
-        main.in_memory()
+    if lower == "dram":
+        main.in_memory(places)
     else:
-        main.in_files(folder, "mapped" if medium == "mapped" else "block", engines.get(medium))
-    return [main, *(Rig(name, shapes, policy).in_memory() for name in MODULES[1:])]
+        kind: Kind = "mapped" if lower == "mapped" else "block"
+        main.in_files(folder, kind, engines.get(lower), before or "mapped", places)  # type: ignore[arg-type]
+    return [main, *(Rig(name, shapes, policy).in_memory(places) for name in MODULES[1:])]
 
 
 def drive(seed: int, policy: str, medium: str, folder: Path, engines: dict[str, Engines], num_steps: int = 30) -> None:
     rng = np.random.default_rng(seed)
     shapes = [draw_shape(rng) for _ in range(int(rng.integers(1, 4)))]
     folder.mkdir(exist_ok=True)
-    world = World(rng, shapes, make_rigs(shapes, policy, medium, folder, engines))
+    places = draw_places(np.random.default_rng(seed + 1), shapes)
+    world = World(rng, shapes, make_rigs(shapes, policy, medium, folder, engines, places))
     try:
         for _ in range(num_steps):
             world.step()
         world.end()
     except BaseException as error:
-        error.add_note(f"seed {seed}, policy {policy}, medium {medium}, {shapes}")
+        error.add_note(f"seed {seed}, policy {policy}, medium {medium}, {shapes}, places {places}")
         raise
     finally:
         for rig in world.rigs:
             rig.close()
 
 
-SCHEDULES = {"dram": 40, "mapped": 16, "threads": 16, "io_uring": 16}
+SCHEDULES = {
+    "dram": 40,
+    "mapped": 16,
+    "threads": 16,
+    "io_uring": 16,
+    "dram before dram": 40,
+    "mapped before threads": 16,
+    "dram before io_uring": 16,
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

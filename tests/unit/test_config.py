@@ -64,6 +64,7 @@ checkpoint.keep_best True
 memory.dram auto
 memory.ssd None
 memory.file None
+memory.file_bytes None
 memory.policy clock
 memory.lookahead 4
 memory.force False
@@ -115,7 +116,7 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "device": "cuda"}, "device is 'cuda'; allowed: auto, cpu"),
         (
             {"data": "d", "memory": "ssd"},
-            "memory is 'ssd'; allowed: auto, dram or a mapping with dram, ssd, file, policy",
+            "memory is 'ssd'; allowed: auto, dram or a mapping with dram, ssd, file, file_bytes, policy",
         ),
         ({"data": "d", "memory": 3}, "memory is 3; allowed: auto, dram or a mapping with dram, "),
         ({"data": "d", "memory": {"dran": "2GiB"}}, r"memory\.dran is no known key; did you mean 'dram'?"),

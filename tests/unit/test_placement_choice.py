@@ -51,6 +51,23 @@ def test_a_mapping_decides_size_folder_and_policy(tmp_path: Path) -> None:
     assert choose(config({"dram": "99MiB"}, "optimizer.sparse.name=sgd"), TABLES, tmp_path) is None, "all of it fits"
 
 
+def test_three_tiers(tmp_path: Path) -> None:
+    """file with file_bytes lies before ssd, or before the run's own folder."""
+    tiers = {"dram": "40MiB", "file": "fast", "file_bytes": "50MiB"}
+    chosen = choose(config(tiers), TABLES, tmp_path)
+    assert chosen is not None
+    assert (chosen.middle, chosen.folder, chosen.file_bytes) == (Path("fast"), tmp_path / "memory", "50MiB")
+    chosen = choose(config({**tiers, "ssd": str(tmp_path)}), TABLES, Path("run"))
+    assert chosen is not None and (chosen.middle, chosen.folder) == (Path("fast"), tmp_path)
+    with pytest.raises(ValueError, match=r"file_bytes is too small: fast would hold 0 of the 1,000,000 rows of table"):
+        choose(config({**tiers, "file_bytes": 1000}), TABLES, tmp_path)
+    with pytest.raises(ValueError, match="too little for tables and optimizer state"):
+        choose(config({**tiers, "dram": "200KiB", "file_bytes": "500MiB"}), TABLES, tmp_path)
+    for wrong in ({"file": None}, {"file_bytes": 0}, {"file_bytes": None, "ssd": "slow"}):
+        with pytest.raises(ValueError, match="file"):
+            config({**tiers, **wrong})
+
+
 @pytest.mark.parametrize("memory", ["dram", {"dram": "1GiB"}])
 def test_more_than_there_is_is_refused_with_the_shortfall(memory: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"take 0\.12 GiB of DRAM, 0\.02 GiB more than the 0\.10 GiB this process may"):

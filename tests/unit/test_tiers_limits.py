@@ -6,10 +6,11 @@ import copy
 import gc
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import pytest
 import torch
 
 import hotrow
-from hotrow import KeyedJaggedTensor, Memory, TableConfig, ops
+from hotrow import KeyedJaggedTensor, Memory, TableConfig, ops, placement
 from hotrow.embedding import EmbeddingCollection
+from hotrow.memory.budget import MIDDLE_PLACE_BYTES, TableDemand, TableSlots
 from hotrow.memory.stores import StoreError
 
 NUM_ROWS = 3000
@@ -63,10 +65,27 @@ def test_sizes_that_are_none(tmp_path: Path, dram: Any) -> None:
         Memory(dram=dram, ssd=tmp_path)
 
 
-@pytest.mark.parametrize("folders", [{}, {"ssd": "a", "file": "b"}, {"ssd": ""}, {"file": ""}])
-def test_one_folder_is_named(folders: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"ssd is .* and file is .*; name exactly one folder"):
+@pytest.mark.parametrize(
+    "folders",
+    [
+        {},
+        {"ssd": "a", "file": "b"},
+        {"ssd": ""},
+        {"file": ""},
+        {"ssd": "a", "file_bytes": 9},
+        {"file": "a", "file_bytes": 9},
+        {"ssd": "a", "file": "", "file_bytes": 9},
+    ],
+)
+def test_one_folder_is_named_or_three_tiers(folders: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"ssd is .*, file is .* and file_bytes is .*; name exactly one folder, or"):
         Memory(dram="1GiB", **folders)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, b"1GiB"])
+def test_a_middle_tier_has_a_size(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"file_bytes is .*; it must be a positive number of bytes"):
+        Memory(dram="1GiB", ssd="a", file="b", file_bytes=size)
 
 
 def test_an_unknown_policy(tmp_path: Path) -> None:
@@ -81,13 +100,16 @@ def test_memory_of_another_kind(memory: Any) -> None:
         EmbeddingCollection(tables, memory=memory)
 
 
-@pytest.mark.parametrize("kind", ["ssd", "file"])
+@pytest.mark.parametrize("kind", ["ssd", "file", "middle"])
 @pytest.mark.parametrize("below", [False, True])
 def test_a_folder_that_is_a_file(tmp_path: Path, kind: str, below: bool) -> None:
     (tmp_path / "taken").write_text("mine")
     path = tmp_path / "taken" / "deeper" if below else tmp_path / "taken"
+    place: dict[str, Any] = {kind: path}
+    if kind == "middle":
+        place = {"file": path, "file_bytes": 20_000, "ssd": tmp_path / "slow"}
     with pytest.raises(OSError, match=r"no files can be made in .*taken.*; choose another folder for tables on disk"):
-        hotrow.SGD(make(tmp_path, **{kind: path}), lr=0.1)
+        hotrow.SGD(make(tmp_path, dram=200_000, **place), lr=0.1)
     assert (tmp_path / "taken").read_text() == "mine"
 
 
@@ -113,6 +135,75 @@ def test_a_budget_below_the_least(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"too small: table 'a' would keep \d+ of its 3,000 rows. About .* MiB more"):
         hotrow.Adam(emb)
     assert not folder.exists(), "refused before anything was made"
+
+
+# ---- what the middle tier holds
+
+DEMANDS = [TableDemand("a", 10_000, 64), TableDemand("b", 300, 64), TableDemand("c", 50, 128), TableDemand("d", 9, 64)]
+
+
+def three(file_bytes: int, dram: int = 1 << 20) -> Memory:
+    return Memory(dram=dram, file="fast", file_bytes=file_bytes, ssd="slow")
+
+
+def test_the_middle_is_shared_by_tails() -> None:
+    """As many rows each, in sets of 16 places, and no more than a table's tail needs."""
+    slots = [TableSlots(100, 50), TableSlots(0, 60), TableSlots(10, 10), TableSlots(9, 0)]
+    places = three(200_000).plan_places(DEMANDS, slots)
+    assert places == [(200_000 - 304 * 64 - 48 * 128) // 64 // 16 * 16, 304, 48, 0]
+    assert sum(n * table.record_bytes for n, table in zip(places, DEMANDS, strict=True)) <= 200_000
+    places = three(112 * 128 + 48 * 128).plan_places(DEMANDS, slots)
+    assert places == [112, 112, 48, 0], "the least that is useful"
+    with pytest.raises(ValueError, match=r"fast would hold 96 of the \d[\d,]* rows of table 'b'.*[^\d]8 bytes more"):
+        three(112 * 128 + 48 * 128 - 8).plan_places(DEMANDS, slots)
+    assert three(1 << 40).plan_places(DEMANDS, slots) == [9904, 304, 48, 0], "places for every row of the tails"
+    assert Memory(dram=1000, ssd="slow").plan_places(DEMANDS, slots) == [0, 0, 0, 0]
+
+
+def test_what_is_known_of_the_middle_is_counted_in_dram() -> None:
+    memory = three(64_000, dram=100_000)
+    assert memory.budget_bytes(DEMANDS) == memory.slots_bytes - 6000
+    assert three(1 << 40).budget_bytes(DEMANDS) == three(1).slots_bytes - 6 * (10_359 + 4 * 16)
+    with pytest.raises(ValueError, match=r"to know which rows lie in fast, file_bytes of 64000 take .* MiB, and there"):
+        three(64_000, dram=6000).budget_bytes(DEMANDS)
+
+
+def test_three_tiers_lie_where_they_should(folder: Path) -> None:
+    emb = make(folder, dram=200_000, file=folder / "fast", file_bytes=20_000, ssd=folder / "slow")
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    assert emb.tiers is not None
+    for seed in range(20):
+        emb(batch_of(seed, size=1000)).sum().backward()
+        optimizer.step()
+    before = list((folder / "fast").rglob("*.rows"))
+    below = list((folder / "slow").rglob("*.rows"))
+    assert len(before) == len(below) == 2
+    assert all(sum(f.stat().st_size - 4096 for f in files) > 17_000 for files in (before, below))
+    assert sum(f.stat().st_size - 4096 for f in before) <= 20_000
+    for store, counts in zip(emb.tiers.stores, emb.tiers.counters().values(), strict=True):
+        assert store.middle is not None
+        assert counts["middle_map_bytes"] <= MIDDLE_PLACE_BYTES * store.middle.rows.num_rows
+        assert 0 < counts["middle_rows"] <= store.middle.rows.num_rows
+        assert counts["middle_hits"] > 0 and counts["written_rows"] > 0
+    line = placement.describe(emb, 192_000)
+    assert re.search(r" in DRAM \(0 of 2 tables whole\), .* on disk in .*/slow, 0.0 MiB before it in .*/fast", line)
+    emb.tiers.close()
+    assert list((folder / "fast").iterdir()) == list((folder / "slow").iterdir()) == []
+    (folder / "fast").rmdir()
+    (folder / "slow").rmdir()
+
+
+def test_a_middle_in_memory_is_fine_where_the_disk_is_none(
+    folder: Path, small_disk: tuple[Path, Callable[[int], None]]
+) -> None:
+    disk, _ = small_disk
+    place = {"dram": 200_000, "file_bytes": 20_000}
+    with pytest.raises(ValueError, match=r"ssd is .* is memory \(tmpfs\)"):
+        make(folder, file=folder, ssd=disk, **place)
+    emb = make(folder, file=disk, ssd=folder, **place)
+    with torch.no_grad():
+        emb(batch_of(1))
+    assert len(list(disk.rglob("*.rows"))) == 2
 
 
 # ---- a collection in tiers
@@ -234,6 +325,8 @@ def test_a_failure_while_files_are_made_can_be_tried_again(
         emb(batch_of(1))
     with torch.no_grad():
         assert torch.equal(emb(batch_of(1)), make(folder, tiers=False)(batch_of(1)))
+    assert emb.tiers is not None
+    assert [store.rows.table for store in emb.tiers.stores] == ["a", "b"], "those of the first try are gone"
 
 
 # ---- look-ahead

@@ -120,6 +120,12 @@ struct StoreCounters {
   int64_t blocked_ns = 0;          // writers waited for room among the bytes to be written
   int64_t waiting_bytes = 0;       // to be written, now
   int64_t io_cpu_ns = 0;           // of the engine's threads, by this store's share of its I/Os
+  // Of the tiers of a cached store above its lowest (cached_store.h), which the counters above are of; else 0.
+  int64_t middle_hits = 0;           // rows that were read there
+  int64_t middle_rows = 0;           // that lie there, now
+  int64_t middle_read_bytes = 0;     // also for writing rows down
+  int64_t middle_written_bytes = 0;  // every record that was written
+  int64_t middle_map_bytes = 0;      // of DRAM, for knowing which rows lie there
 };
 
 class Store {

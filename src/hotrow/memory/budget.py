@@ -16,6 +16,10 @@ Io = Literal["auto", "io_uring", "threads"]
 IOS: tuple[Io, ...] = ("auto", "io_uring", "threads")
 METADATA_BYTES = 32
 """Of a cached row beside its record, at most: 8 of the map from ids to slots, 16 of the slot's own, 8 of lru's ring."""
+MIDDLE_PLACE_BYTES = 6
+"""Of DRAM for each place of the middle tier, at most: 5 of the place, 1 of its set."""
+SET_PLACES = 16
+"""Places of the middle tier come in sets of so many (cached_store.h)."""
 LEAST_ROWS = 100
 """That a table in tiers caches, or all where it has fewer."""
 SMALL_TABLES_SHARE = 0.5
@@ -27,13 +31,15 @@ MOST_WAITING_SHARE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Where the rows of a collection lie: some in DRAM, the rest on disk.
+    """Where the rows of a collection lie: some in DRAM, the rest on disk, and some between the two where you say so.
 
         emb = hotrow.EmbeddingCollection(tables, memory=hotrow.Memory(dram="2GiB", ssd="/nvme/emb"))
+        memory = hotrow.Memory(dram="1GiB", file="/mnt/cxl", file_bytes="8GiB", ssd="/nvme/emb")
 
-    dram: bytes for slots (weights and optimizer states), what is known of them, and buffers. Exactly one of
+    dram: bytes for slots (weights and optimizer states), what is known of rows, and buffers. One of, or both
     ssd: a folder for block files, read and written past the page cache; file: a folder for files that are used as
     memory (DAX, CXL, tmpfs, or plain). Files are made there and removed with the collection.
+    file_bytes: of both, how much `file` holds: rows that leave DRAM lie there before they go to `ssd`.
     policy: which row of the tail makes room: "clock", "lfu" or "lru"; it changes speed, no result.
     plan: shares the bytes among the tables, given what each would need: `hotrow.plan_by_counts` makes one that knows
     how often each row is used; None: `plan_slots`, which does not.
@@ -44,16 +50,23 @@ class Memory:
     dram: int | str
     ssd: str | Path | None = None
     file: str | Path | None = None
+    file_bytes: int | str | None = None
     policy: Policy = "clock"
     plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
     force: bool = False
     io: Io = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dram, int | str) or isinstance(self.dram, bool) or self.dram_bytes <= 0:
-            raise ValueError(f"Memory: dram is {self.dram!r}; it must be a positive number of bytes, such as '2GiB'")
-        if (self.ssd is None) == (self.file is None) or "" in (self.ssd, self.file):
-            raise ValueError(f"Memory: ssd is {self.ssd!r} and file is {self.file!r}; name exactly one folder")
+        sizes = {"dram": self.dram, **({} if self.file_bytes is None else {"file_bytes": self.file_bytes})}
+        for name, value in sizes.items():
+            if not isinstance(value, int | str) or isinstance(value, bool) or parse_bytes(value) <= 0:
+                raise ValueError(f"Memory: {name} is {value!r}; it must be a positive number of bytes, such as '2GiB'")
+        folders = (self.ssd, self.file)
+        if folders == (None, None) or "" in folders or (None not in folders) != (self.file_bytes is not None):
+            raise ValueError(
+                f"Memory: ssd is {self.ssd!r}, file is {self.file!r} and file_bytes is {self.file_bytes!r}; name "
+                "exactly one folder, or, for rows to lie in file before they go to ssd, all three"
+            )
         if self.policy not in POLICIES:
             raise ValueError(f"Memory: policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
         if self.io not in IOS:
@@ -76,8 +89,57 @@ class Memory:
 
     @property
     def folder(self) -> Path:
-        """Where the files go."""
+        """Where the files go that hold every row."""
         return Path(self.ssd if self.ssd is not None else self.file or "")
+
+    @property
+    def middle(self) -> Path | None:
+        """Where the files of the tier before them go; None: there is no such tier."""
+        return None if self.file_bytes is None else Path(self.file or "")
+
+    def budget_bytes(self, tables: Sequence[TableDemand]) -> int:
+        """Of `slots_bytes`, what is left when it is known which rows lie in the middle tier, at most.
+
+        Raises ValueError where nothing is.
+        """
+        if self.file_bytes is None:
+            return self.slots_bytes
+        places = parse_bytes(self.file_bytes) // min(table.record_bytes for table in tables)
+        map_bytes = MIDDLE_PLACE_BYTES * min(places, sum(table.num_rows + SET_PLACES for table in tables))
+        if map_bytes >= self.slots_bytes:
+            raise ValueError(
+                f"the memory for tables is too small: to know which rows lie in {self.file}, file_bytes of "
+                f"{self.file_bytes} take {map_bytes / 2**20:,.1f} MiB, and there are {self.slots_bytes / 2**20:,.1f}; "
+                "raise Memory(dram=...), or lower file_bytes"
+            )
+        return self.slots_bytes - map_bytes
+
+    def plan_places(self, tables: Sequence[TableDemand], slots: Sequence[TableSlots]) -> list[int]:
+        """How many rows of each table the middle tier holds: `file_bytes` shared as `plan_slots` shares.
+
+        As many rows each, since each is looked up as often, and no more than the tail that the slots do not pin; 0 for
+        tables that lie in them whole, and where there is no such tier. Raises ValueError where a table would get fewer
+        than a hundred, with the shortfall.
+        """
+        places = [0] * len(tables)
+        if self.file_bytes is None:
+            return places
+        tails = [table.num_rows - own.pinned for table, own in zip(tables, slots, strict=True)]
+        left = parse_bytes(self.file_bytes)
+        rest = [t for t in sorted(range(len(tables)), key=lambda t: tails[t]) if tails[t] > 0]
+        least = {t: _whole_sets(min(LEAST_ROWS, tails[t])) for t in rest}
+        for k, t in enumerate(rest):
+            level = left // sum(tables[u].record_bytes for u in rest[k:]) // SET_PLACES * SET_PLACES
+            places[t] = min(_whole_sets(tails[t]), level)
+            if places[t] < least[t]:
+                short = sum(least[u] * tables[u].record_bytes for u in rest) - parse_bytes(self.file_bytes)
+                raise ValueError(
+                    f"file_bytes is too small: {self.file} would hold {places[t]} of the {tails[t]:,} rows of table "
+                    f"{tables[t].name!r} that are not pinned in DRAM. {short:,} bytes more are the least; raise "
+                    "Memory(file_bytes=...), or leave file and file_bytes out"
+                )
+            left -= places[t] * tables[t].record_bytes
+        return places
 
 
 class TableDemand(NamedTuple):
@@ -94,6 +156,10 @@ class TableSlots(NamedTuple):
 
     pinned: int
     cached: int
+
+
+def _whole_sets(num_rows: int) -> int:
+    return -(-num_rows // SET_PLACES) * SET_PLACES
 
 
 def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:

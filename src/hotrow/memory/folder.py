@@ -30,7 +30,7 @@ class OwnFolder:
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            cure = "choose another folder for tables on disk (config memory.ssd, or Memory(ssd=...))"
+            cure = "choose another folder for tables on disk (config memory.ssd or memory.file, or hotrow.Memory)"
             raise OSError(error.errno, f"no files can be made in {parent}: {error.strerror}; {cure}") from error
 
     def remove(self) -> None:

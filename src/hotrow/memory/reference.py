@@ -15,6 +15,11 @@ from numpy.typing import NDArray
 
 HEADER_BYTES = 4096
 PAGE_BYTES = 4096
+SET_PLACES = 16
+COUNTERS = (
+    "reads read_rows read_bytes writes written_rows written_bytes served_from_queue read_modify_writes blocked_ns "
+    "waiting_bytes io_cpu_ns middle_hits middle_rows middle_read_bytes middle_written_bytes middle_map_bytes"
+)
 
 
 def start_engine(ring: bool, depth: int, num_threads: int, most_waiting_bytes: int) -> tuple[Any, str]:  # noqa: FBT001
@@ -110,8 +115,7 @@ class Store:
 
     def counters(self) -> dict[str, int]:
         """The counters of StoreCounters that mean something here; the rest are 0."""
-        names = "reads read_bytes writes written_bytes served_from_queue read_modify_writes blocked_ns waiting_bytes"
-        return {**dict.fromkeys([*names.split(), "io_cpu_ns"], 0), **self._counts}
+        return {**dict.fromkeys(COUNTERS.split(), 0), **self._counts}
 
     def read(self, rows: NDArray[np.int64], slots: NDArray[np.int64], records: Records) -> Reading:
         """Rows into slots, at once."""
@@ -213,6 +217,76 @@ class _File(Store):
         os.close(self._descriptor)
 
 
+class _Cached(Store):
+    """A store before another: the same places, and the same rows leave them, as in cached_store.h."""
+
+    def __init__(self, middle: Store, lower: Store, table: str) -> None:
+        super().__init__(lower.record_bytes(), lower.num_rows(), table, "the tier before its disk")
+        self._middle, self._lower = middle, lower
+        self._ways = min(SET_PLACES, middle.num_rows())
+        self._hands = [0] * (middle.num_rows() // self._ways)  # of each set, which way is next
+        self._place_of: dict[int, int] = {}
+        self._row_at: dict[int, int] = {}
+        self._newer: set[int] = set()  # rows whose image below is older
+        self._again: set[int] = set()  # places written again since their turn
+        self._hits = 0
+
+    def _get(self, row: int) -> bytes:
+        if row in self._place_of:
+            self._hits += 1
+            return self._middle._get(self._place_of[row])
+        self._lower._counts["read_rows"] += 1
+        return self._lower._get(row)
+
+    def _put(self, row: int, record: bytes) -> None:
+        if row in self._place_of:
+            self._again.add(self._place_of[row])
+        else:
+            self._give_place(row)
+        self._newer.add(row)
+        self._middle._put(self._place_of[row], record)
+
+    def _give_place(self, row: int) -> None:
+        of = row % len(self._hands)
+        while True:
+            place = of * self._ways + self._hands[of]
+            self._hands[of] = (self._hands[of] + 1) % self._ways
+            if place not in self._again:
+                break
+            self._again.remove(place)
+        if (leaving := self._row_at.get(place)) is not None:
+            self._write_down(leaving)
+            del self._place_of[leaving]
+        self._place_of[row], self._row_at[place] = place, row
+
+    def _write_down(self, row: int) -> None:
+        if row in self._newer:
+            self._lower._put(row, self._middle._get(self._place_of[row]))
+            self._lower._counts["written_rows"] += 1
+            self._newer.remove(row)
+
+    def flush(self) -> bool:
+        """What is newer here goes down, and down there to the medium."""
+        try:
+            for row in sorted(self._newer):
+                self._write_down(row)
+        except OSError as error:
+            self._failure = self._failure or f"writing {self._where}: {error.strerror}"
+        return self._lower.flush() and not self.failure()
+
+    def grow(self, num_rows: int) -> bool:
+        """Make room for more rows below."""
+        return self._lower.grow(num_rows) and super().grow(num_rows)
+
+    def failure(self) -> str:
+        """Its own, or the lower store's."""
+        return self._failure or self._lower.failure()
+
+    def counters(self) -> dict[str, int]:
+        """The lower store's, and the rows that were read and lie here."""
+        return {**self._lower.counters(), "middle_hits": self._hits, "middle_rows": len(self._row_at)}
+
+
 def open_dram_store(record_bytes: int, num_rows: int, table: str) -> Store:
     """In memory."""
     return _Dram(record_bytes, num_rows, table)
@@ -230,6 +304,13 @@ def open_block_store(
     direct = getattr(os, "O_DIRECT", 0)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~direct)
     return _File(descriptor, record_bytes, sector, num_rows, table, path)
+
+
+def open_cached_store(middle: Store, lower: Store, table: str) -> Store:
+    """`middle` before `lower`."""
+    if middle.record_bytes() != lower.record_bytes() or middle.num_rows() < 1:
+        raise ValueError("the records of middle and lower differ in length, or the middle holds no row")
+    return _Cached(middle, lower, table)
 
 
 def make_caches() -> Any:

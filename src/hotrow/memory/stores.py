@@ -1,6 +1,6 @@
 """Stores: where the rows of a table lie when a cache stands in front of them.
 
-    slots of fast memory  <- read -  store  (dram | mapped file | block file past the page cache)
+    slots of fast memory  <- read -  store  (dram | mapped file | block file past the page cache | one before another)
                           - write ->
 
 A store moves whole records (a row's weights and optimizer states) between its medium and slots of fast arrays, and
@@ -100,11 +100,22 @@ class Reading:
 class Store:
     """One open store; made by `open_store`. A context manager that closes."""
 
-    def __init__(self, native: Any, rows: TableRows, kind: Kind, file: OpenFile | None, fallback: str | None) -> None:
+    def __init__(
+        self,
+        native: Any,
+        rows: TableRows,
+        kind: Kind,
+        file: OpenFile | None,
+        fallback: str | None,
+        middle: Store | None = None,
+    ) -> None:
         self.native: Any = native
         self.rows, self.kind = rows, kind
         self.fallback = fallback
         """Why a block store runs on threads; None when it does not, or was asked to."""
+        self.middle = middle
+        """The tier before it, which `open_cached_store` put there: its rows are places. What else is said here is of
+        the lowest tier. None: there is none."""
         self._file, self._process = file, os.getpid()
 
     @property
@@ -174,13 +185,17 @@ class Store:
         """
         if self.native is None:
             return
-        here = self._process == os.getpid()
-        what = None if not here or self.native.flush() else self.failure()
-        self.native = None
-        if self._file is not None and here:
-            self._file.close()
+        what = None if self._process != os.getpid() or self.native.flush() else self.failure()
+        self._let_go()
         if what:
             raise StoreError(what)
+
+    def _let_go(self) -> None:
+        self.native = None
+        if self._file is not None and self._process == os.getpid():
+            self._file.close()
+        if self.middle is not None:  # what lies there is written down, and need not last
+            self.middle._let_go()
 
     def __del__(self) -> None:
         if getattr(self, "native", None) is not None:
@@ -227,6 +242,22 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
     except BaseException:
         file.close()
         raise
+
+
+def open_cached_store(middle: Store, lower: Store) -> Store:
+    """`middle`, a "dram" or "mapped" store of as many rows as it shall hold, as a tier before `lower`: a store itself.
+
+    What is written lies in the middle until its place is needed, and is written down then; see cached_store.h. The two
+    belong to the new store from here on: it closes them, and the middle's rows are lost but for those written down.
+    Raises ValueError where the middle is a block store or holds no row, where records differ in length, and for a lower
+    store of 2^32 rows or more.
+    """
+    if middle.kind == "block":
+        raise ValueError(f"table {lower.rows.table!r}: a tier before another is dram or mapped, not a block store")
+    native = backend().open_cached_store(middle._open(), lower._open(), lower.rows.table)
+    cached = Store(native, lower.rows, lower.kind, lower._file, lower.fallback, middle)
+    lower.native = lower._file = None
+    return cached
 
 
 def _open_mapped(rows: TableRows, file: OpenFile) -> Store:

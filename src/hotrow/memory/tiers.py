@@ -28,7 +28,7 @@ from hotrow.memory.budget import POLICIES, Memory, TableDemand, TableSlots, chec
 from hotrow.memory.folder import SUFFIX, OwnFolder
 from hotrow.memory.native import backend
 from hotrow.memory.store_file import TableRows, no_disk
-from hotrow.memory.stores import Engines, Store, StoreError, open_store
+from hotrow.memory.stores import Engines, Store, StoreError, open_cached_store, open_store
 from hotrow.reference import Layout, first_bad_id, row_key
 from hotrow.tables import TableConfig
 
@@ -77,7 +77,7 @@ class Flight:
 
 
 class Tiers:
-    """The tables of one collection, part in DRAM and part in a folder's files."""
+    """The tables of one collection, part in DRAM and part in files of one folder, or two that follow one another."""
 
     def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: Memory, *, seed: int) -> None:
         for table in tables:
@@ -141,19 +141,29 @@ class Tiers:
             TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t)))
             for t in self.tables
         ]
-        budget = self.memory.slots_bytes
+        budget = self.memory.budget_bytes(demands)
         slots_of = self.memory.plan or plan_slots
         self.slots = check_plan(demands, slots_of(demands, budget), budget)
-        folder = OwnFolder(self.memory.folder)
-        self._finalizer = weakref.finalize(self, _remove, self.stores, folder, self._process)
+        places = self.memory.plan_places(demands, self.slots)
+        folders: list[OwnFolder] = []
+        self.stores = []  # a try before this one may have opened some, which its finalizer closes
+        self._finalizer = weakref.finalize(self, _remove, self.stores, folders, self._process)
+        folders.append(OwnFolder(self.memory.folder))
+        if self.memory.middle is not None and any(places):
+            folders.append(OwnFolder(self.memory.middle))
         caches = backend().make_caches()
         engines = Engines(io=self.memory.io, most_waiting_bytes=self.memory.waiting_bytes)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
             rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
             whole = slots.pinned == table.num_embeddings
             kind = "dram" if whole else "block" if self.memory.ssd is not None else "mapped"
-            path = None if whole else folder.path / f"{t:04d}{SUFFIX}"
-            self.stores.append(open_store(rows, kind=kind, path=path, engines=engines))  # type: ignore[arg-type]
+            path = None if whole else folders[0].path / f"{t:04d}{SUFFIX}"
+            store = open_store(rows, kind=kind, path=path, engines=engines)  # type: ignore[arg-type]
+            if places[t]:
+                held = replace(rows, table=f"{table.name} (middle tier)", num_rows=places[t])
+                before = open_store(held, kind="mapped", path=folders[1].path / f"{t:04d}-middle{SUFFIX}")
+                store = open_cached_store(before, store)
+            self.stores.append(store)
             self._add_cache(caches, table, slots, self.stores[-1])
         self.caches = caches
 
@@ -326,7 +336,7 @@ def _plain(array: Tensor) -> np.ndarray[Any, Any]:
     return array.detach().view(torch.int16 if array.dtype == torch.bfloat16 else array.dtype).numpy()
 
 
-def _remove(stores: list[Store], folder: OwnFolder, process: int) -> None:
+def _remove(stores: list[Store], folders: list[OwnFolder], process: int) -> None:
     if os.getpid() != process:
         return  # a forked child ends, or drops its copy; the files are its parent's
     for store in stores:
@@ -334,4 +344,5 @@ def _remove(stores: list[Store], folder: OwnFolder, process: int) -> None:
             store.close()
         except StoreError:  # the rows are going away
             continue
-    folder.remove()
+    for folder in folders:
+        folder.remove()

@@ -1,0 +1,51 @@
+"""Laws 2 and 3 for runs whose rows lie in DRAM, in a file used as memory, and on disk."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_placement import config, tiers
+from test_resume import outcome, signal_at
+
+import hotrow
+from hotrow import ops, trainer
+from hotrow.data.packed import PackedDataset
+
+pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("three") / "data", table_rows=(600, 20, 1400)).path
+
+
+@pytest.mark.parametrize("file_bytes", [24_000, "1GiB"])
+def test_a_run_in_three_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, file_bytes: int | str) -> None:
+    """Also one that is stopped there and goes on in two tiers, and the other way round."""
+    expected = outcome(trainer.train(config(data, tmp_path / "plain", [])))
+    three = tiers(data, [], file=str(tmp_path / "fast"), file_bytes=file_bytes)
+    run = trainer.train(config(data, tmp_path / "three", [], three))
+    assert outcome(run) == expected
+    first = (run.path / "log.txt").read_text().splitlines()[0]
+    assert f"on disk in {run.path}/memory, " in first and f"before it in {tmp_path}/fast" in first
+    large = json.loads((run.path / "run.json").read_text())["memory"]["tables"]["t2"]
+    assert large["cached"] < large["rows"] and large["store"] == "block"
+    if file_bytes == "1GiB":
+        assert large["read_rows"] == large["written_rows"] == 0, "there was a place for every row before the disk"
+    else:
+        assert large["read_rows"] > 0 and large["written_rows"] > 0, "nothing came to the disk"
+    assert not (run.path / "memory").exists() and list((tmp_path / "fast").iterdir()) == [], "files were left behind"
+
+    for stop, (name, before, after) in enumerate([("down", three, tiers(data, [])), ("up", tiers(data, []), three)], 9):
+        with pytest.MonkeyPatch.context() as patch:
+            signal_at(patch, stop, signal.SIGTERM)
+            run = trainer.train(config(data, tmp_path / name, [], before))
+        assert (run.record["status"], run.record["steps"]) == ("interrupted", stop)
+        run = trainer.resume(run.path, [f"memory={after}"])
+        assert outcome(run) == expected, name
+    scores = [hotrow.load(tmp_path / name).evaluate() for name in ("plain", "down", "up")]
+    assert scores[1] == scores[2] == scores[0], "tables that are only read"

@@ -1,0 +1,382 @@
+"""A store before another (cached_store.h): which rows it keeps, what goes down and when, and how failures are told.
+
+That rows read as they were last written, whatever the schedule, is in tests/laws/test_store_law.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotrow import ops
+from hotrow.memory import reference, stores
+from hotrow.memory.stores import Engines, Kind, Store, StoreError, TableRows, open_cached_store, open_store
+
+needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
+ROWS = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+TIER = replace(ROWS, table="item (middle tier)")
+BEFORE: list[Kind] = ["dram", "mapped"]
+
+
+def engines() -> Engines:
+    return Engines(io="threads", depth=4, num_threads=4)
+
+
+def cached(folder: Path, places: int, *, before: Kind = "dram", below: Kind = "block", rows: TableRows = ROWS) -> Store:
+    middle = open_store(replace(TIER, num_rows=places), kind=before, path=folder / "middle")
+    return open_cached_store(middle, open_store(rows, kind=below, path=folder / "rows", engines=engines()))
+
+
+def write(store: Store, rows: list[int], value: int = 7) -> None:
+    store.write(rows, np.arange(len(rows)), [np.full((len(rows), store.rows.record_bytes), value, np.uint8)])
+
+
+def read(store: Store, rows: list[int]) -> np.ndarray:
+    out = np.full((len(rows), store.rows.record_bytes), 0x55, np.uint8)
+    store.read(rows, np.arange(len(rows)), [out])
+    assert (out == out[:, :1]).all()
+    return out[:, 0]
+
+
+def held(store: Store, rows: list[int]) -> list[int]:
+    """Those that are read out of the middle."""
+    found = []
+    for row in rows:
+        before = store.counters()["middle_hits"]
+        read(store, [row])
+        found += [row] if store.counters()["middle_hits"] > before else []
+    return found
+
+
+@pytest.fixture(params=["native", "twin"])
+def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "native" and not ops.isas():
+        pytest.skip("the native module is absent")
+    if request.param == "twin":
+        monkeypatch.setattr(stores, "backend", lambda: reference)
+    return str(request.param)
+
+
+# ---- which rows stay
+
+
+@pytest.mark.parametrize(
+    ("places", "written", "stay"),
+    [
+        (1, [4, 9], [9]),
+        (3, [0, 1, 2, 3], [1, 2, 3]),  # the first to come is the first to leave
+        (3, [0, 1, 2, 0, 3], [0, 2, 3]),  # but one that was written again stays once more
+        (3, [0, 1, 2, 0, 3, 4, 5], [3, 4, 5]),  # once
+        (3, [0, 1, 2, 2, 1, 0, 3], [1, 2, 3]),  # all were: the hand clears all and comes back to the first
+        (16, list(range(17)), list(range(1, 17))),
+        (31, list(range(17)), list(range(1, 17))),  # what is beyond a set of 16 stays empty
+        (32, [*range(0, 34, 2), 1], [1, *range(2, 34, 2)]),  # two sets: even rows, and odd ones
+        (1008, list(range(1000)), list(range(1000))),  # places for all rows, in whole sets, hold all
+    ],
+)
+def test_who_stays(tmp_path: Path, module: str, places: int, written: list[int], stay: list[int]) -> None:
+    with cached(tmp_path, places, below="dram") as store:
+        for row in written:
+            write(store, [row], value=row % 250)
+        counts = store.counters()
+        assert (counts["middle_rows"], counts["written_rows"]) == (len(stay), len(written_down(written, stay)))
+        assert held(store, sorted(set(written))) == stay
+        assert read(store, sorted(set(written))).tolist() == [row % 250 for row in sorted(set(written))]
+        assert held(store, sorted(set(written))) == stay, "a read moved something"
+
+
+def written_down(written: list[int], stay: list[int]) -> set[int]:
+    return set(written) - set(stay)
+
+
+def test_one_call_is_as_many(tmp_path: Path, module: str) -> None:
+    """Rows of one call leave in their order too, also where it has more than there are places, and some twice."""
+    rng = np.random.default_rng(3)
+    for places in (1, 3, 16, 48):
+        folders = [tmp_path / f"{places}-{i}" for i in range(2)]
+        for folder in folders:
+            folder.mkdir()
+        with cached(folders[0], places, below="dram") as one, cached(folders[1], places, below="dram") as many:
+            for _ in range(20):
+                rows = rng.integers(0, 100, 150).tolist()
+                values = rng.integers(0, 250, 150)
+                one.write(rows, np.arange(150), [np.repeat(values[:, None].astype(np.uint8), 512, axis=1)])
+                for row, value in zip(rows, values, strict=True):
+                    write(many, [row], value=int(value))
+                np.testing.assert_array_equal(read(one, list(range(100))), read(many, list(range(100))))
+            assert held(one, list(range(100))) == held(many, list(range(100)))
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_only_what_is_newer_goes_down_and_once(tmp_path: Path, module: str, before: Kind) -> None:
+    with cached(tmp_path, 48, before=before) as store:
+        write(store, list(range(40)))
+        assert store.counters()["written_rows"] == 0, "nothing had to leave"
+        store.flush()
+        store.flush()
+        assert store.counters()["written_rows"] == 40
+        assert held(store, list(range(50))) == list(range(40)), "a flush keeps what it writes"
+        write(store, list(range(100, 148)))
+        store.flush()
+        assert store.counters()["written_rows"] == 40 + 48, "rows that were written down leave for nothing"
+        assert read(store, [0, 39, 100, 147, 40]).tolist() == [7, 7, 7, 7, 0]
+
+
+@needs_native
+def test_what_is_counted(tmp_path: Path) -> None:
+    with cached(tmp_path, 32, before="mapped") as store:
+        write(store, list(range(48)))
+        read(store, list(range(48)))
+        counts = store.counters()
+    assert (counts["middle_hits"], counts["middle_rows"]) == (32, 32)
+    assert counts["read_rows"] == 16
+    assert counts["middle_written_bytes"] == 48 * 512
+    assert counts["middle_read_bytes"] == (16 + 32) * 512, "to write them down, and hits"
+    assert counts["middle_map_bytes"] == 32 * 5 + 2
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_against_a_plain_dict(tmp_path: Path, before: Kind) -> None:
+    """Thousands of rows written and read at random, most of them again while their write waits."""
+    rng, truth = np.random.default_rng(11), dict.fromkeys(range(1000), 0)
+    with cached(tmp_path, 160, before=before) as store:
+        for number in range(400):
+            rows = np.minimum(rng.zipf(1.2, 60) - 1, 999) if number % 2 else rng.integers(0, 1000, 60)
+            values = rng.integers(0, 256, 60)
+            store.write(rows, np.arange(60), [np.repeat(values[:, None].astype(np.uint8), 512, axis=1)])
+            truth.update(zip(rows.tolist(), values.tolist(), strict=True))
+            asked = np.concatenate([rng.choice(rows, 20), rng.integers(0, 1000, 20)]).tolist()
+            assert read(store, asked).tolist() == [truth[row] for row in asked]
+        counts = store.counters()
+        assert counts["middle_hits"] > 3000 and counts["written_rows"] > 3000
+    with open_store(ROWS, kind="block", path=tmp_path / "rows", engines=engines()) as store:
+        assert read(store, list(truth)).tolist() == list(truth.values()), "closing wrote all down"
+
+
+@needs_native
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_row_is_read_while_its_write_down_waits(tmp_path: Path, before: Kind) -> None:
+    rows = replace(ROWS, num_rows=5000)
+    with cached(tmp_path, 16, before=before, rows=rows) as store:
+        every = np.arange(5000)
+        value = np.repeat((every % 251).astype(np.uint8)[:, None], 512, axis=1)
+        store.write(every, every, [value])
+        value[:] = 0  # copied before write returned
+        assert read(store, every.tolist()).tolist() == (every % 251).tolist()
+        assert store.counters()["served_from_queue"] > 100
+
+
+def test_tiers_before_tiers(tmp_path: Path) -> None:
+    """DRAM before a file before a disk: a cached store is a store."""
+    with cached(tmp_path, 64, before="mapped") as lower:
+        top = open_store(replace(TIER, num_rows=16), kind="dram")
+        with open_cached_store(top, lower) as store:
+            write(store, list(range(100)), value=3)
+            assert read(store, [0, 50, 99, 100]).tolist() == [3, 3, 3, 0]
+            assert store.counters()["middle_rows"] >= 64
+    with open_store(ROWS, kind="block", path=tmp_path / "rows", engines=engines()) as store:
+        assert (read(store, list(range(100))) == 3).all()
+
+
+def test_a_table_grows(tmp_path: Path, module: str) -> None:
+    with cached(tmp_path, 16) as store:
+        write(store, [1, 999])
+        store.grow(3000)
+        write(store, list(range(2980, 3000)), value=9)
+        assert store.rows.num_rows == 3000
+        assert read(store, [1, 999, 1000, 2980, 2999]).tolist() == [7, 7, 0, 9, 9]
+    rows = replace(ROWS, num_rows=3000)
+    with open_store(rows, kind="block", path=tmp_path / "rows", engines=engines()) as store:
+        assert read(store, [1, 999, 2980]).tolist() == [7, 7, 9]
+
+
+# ---- what is refused
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    lower = open_store(ROWS, kind="dram")
+    for middle, message in [
+        (replace(TIER, num_rows=0), "hold"),
+        (replace(TIER, parts=(("weight", 511),)), "differ in length"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            open_cached_store(open_store(middle, kind="dram"), lower)
+    block = open_store(TIER, kind="block", path=tmp_path / "t", engines=engines())
+    with pytest.raises(ValueError, match="table 'item': a tier before another is dram or mapped, not a block store"):
+        open_cached_store(block, lower)
+    block.close()
+    with open_cached_store(open_store(TIER, kind="dram"), lower) as store:
+        with pytest.raises(ValueError, match="is closed"):
+            read(lower, [1])  # it belongs to the new one
+        with pytest.raises(ValueError, match="row"):
+            read(store, [1000])
+        with pytest.raises(ValueError, match="row"):
+            write(store, [-1])
+
+
+@needs_native
+def test_more_rows_than_a_tier_can_name() -> None:
+    rows = replace(ROWS, num_rows=2**32, parts=(("weight", 1),))
+    held_rows = replace(TIER, parts=rows.parts)
+    with pytest.raises(ValueError, match="more rows than a tier before it can name"):
+        open_cached_store(open_store(held_rows, kind="dram"), open_store(rows, kind="dram"))
+    few = open_store(replace(rows, num_rows=10), kind="dram")
+    with open_cached_store(open_store(held_rows, kind="dram"), few) as store:
+        message = r"table 'item' cannot grow to 4294967296 rows.*cut it into several"
+        with pytest.raises(StoreError, match=message):
+            store.grow(2**32)
+        fails_for_ever(store, message)
+
+
+OPEN = """
+import sys
+from hotrow.memory.stores import *
+for path, kind, table, num_rows in (sys.argv[1:5], sys.argv[5:]):
+    rows = TableRows(table=table, parts=(("weight", 512),), num_rows=int(num_rows))
+    try: open_store(rows, kind=kind, path=path)
+    except BlockingIOError as error: print(error)
+"""
+
+
+@needs_native
+def test_two_processes_cannot_open_its_files(tmp_path: Path) -> None:
+    with cached(tmp_path, 16, before="mapped"):
+        files = [tmp_path / "rows", "block", ROWS.table, 1000, tmp_path / "middle", "mapped", TIER.table, 16]
+        line = [sys.executable, "-c", OPEN, *map(str, files)]
+        done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60)
+        assert re.fullmatch(r".*/rows is open already.*\n.*/middle is open already.*\n", done.stdout)
+    cached(tmp_path, 16, before="mapped").close()  # both locks were given back
+
+
+# ---- faults
+
+
+def fails_for_ever(store: Store, message: str) -> None:
+    for _ in range(2):
+        with pytest.raises(StoreError, match=message):
+            store.flush()
+        with pytest.raises(StoreError, match=message):
+            read(store, [1])
+        with pytest.raises(StoreError, match=message):
+            write(store, [1])
+        with pytest.raises(StoreError, match=message):
+            store.grow(2000)
+    assert re.search(message, store.failure() or "")
+    with pytest.raises(StoreError, match=message):
+        store.close()
+
+
+@needs_native
+@pytest.mark.parametrize("failing", ["writing", "reading"])
+def test_an_error_below_is_told_for_ever(tmp_path: Path, failing: str) -> None:
+    """Also by rows that lie in the middle, which could still be read: no step goes on."""
+    lower = open_store(ROWS, kind="block", path=tmp_path / "rows", engines=engines())
+    native = lower.native
+    store = open_cached_store(open_store(replace(TIER, num_rows=16), kind="dram"), lower)
+    write(store, [1])
+    store.flush()
+    native.inject(failing == "writing", 1, errno.EIO)
+    message = failing + r" rows? .*of table 'item' in .*/rows: Input/output.*last checkpoint"
+    with pytest.raises(StoreError, match=message):
+        if failing == "reading":
+            read(store, [500])
+        write(store, list(range(2, 18)))
+        store.flush()
+    fails_for_ever(store, message)
+
+
+@needs_native
+def test_a_full_disk_below(small_disk: tuple[Path, Callable[[int], None]], tmp_path: Path) -> None:
+    folder, resize = small_disk
+    resize(512)
+    rows = replace(ROWS, num_rows=10_000)
+    middle = open_store(replace(TIER, num_rows=64), kind="mapped", path=tmp_path / "middle")
+    store = open_cached_store(middle, open_store(rows, kind="mapped", path=folder / "rows"))
+    message = r"writing row \d+ of table 'item' in .*/rows: No space left on device; free some"
+    with pytest.raises(StoreError, match=message):
+        for first in range(0, 10_000, 100):
+            write(store, list(range(first, first + 100)))
+    fails_for_ever(store, message)
+
+
+@needs_native
+def test_a_full_disk_in_the_middle(small_disk: tuple[Path, Callable[[int], None]], tmp_path: Path) -> None:
+    """No signal, but an error that names table, rows and the file; the tier's own words count places."""
+    folder, resize = small_disk
+    resize(512)
+    middle = open_store(replace(TIER, num_rows=4096), kind="mapped", path=folder / "middle")
+    rows = replace(ROWS, num_rows=10_000)
+    store = open_cached_store(middle, open_store(rows, kind="block", path=tmp_path / "rows", engines=engines()))
+    message = (
+        r"writing rows \d+ to \d+ of table 'item' in the tier before its disk: writing row \d+ of table "
+        r"'item \(middle tier\)' in .*/middle: No space left on device; free some"
+    )
+    with pytest.raises(StoreError, match=message):
+        for first in range(0, 10_000, 100):
+            write(store, list(range(first, first + 100)))
+    fails_for_ever(store, message)
+
+
+@needs_native
+def test_a_file_below_truncated_while_open(tmp_path: Path) -> None:
+    store = cached(tmp_path, 16)
+    write(store, [900])
+    os.truncate(tmp_path / "rows", 8192)
+    assert read(store, [900]) == 7, "it lies in the middle"
+    message = r"reading row 901 of table 'item' .* ends before its last row"
+    with pytest.raises(StoreError, match=message):
+        read(store, [900, 901])
+    fails_for_ever(store, message)
+
+
+def test_a_truncated_middle_is_refused_by_name(tmp_path: Path) -> None:
+    cached(tmp_path, 16, before="mapped").close()
+    os.truncate(tmp_path / "middle", 8192)
+    with pytest.raises(ValueError, match=r"middle is truncated: .* rows of table 'item \(middle tier\)' need"):
+        cached(tmp_path, 16, before="mapped")
+
+
+FORK = """
+import os, sys, numpy as np
+from dataclasses import replace
+from hotrow.memory.stores import *
+rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+lower = open_store(rows, kind="block", path=sys.argv[2], engines=Engines(io="threads"))
+middle = open_store(replace(rows, num_rows=16), kind=sys.argv[1], path=sys.argv[2] + "-middle")
+store = open_cached_store(middle, lower)
+array = np.ones((1, 512), np.uint8)
+store.write([1], [0], [array])
+if (child := os.fork()) == 0:
+    for call in (lambda: store.read([1], [0], [array]), lambda: store.write([1], [0], [array]), store.flush):
+        try: call()
+        except StoreError as error: print(error, flush=True)
+    store.close()
+    del store
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+array[:] = 0
+store.read([1], [0], [array])
+assert array.all()
+store.close()
+open_store(rows, kind="block", path=sys.argv[2], engines=Engines(io="threads")).close()
+"""
+
+
+@needs_native
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_forked_child_is_told(tmp_path: Path, before: Kind) -> None:
+    line = [sys.executable, "-c", FORK, before, str(tmp_path / "t")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all("'item'" in line and "opened before this process was forked" in line for line in lines)
