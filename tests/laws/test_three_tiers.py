@@ -26,9 +26,9 @@ def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
 @pytest.mark.parametrize("file_bytes", [24_000, "1GiB"])
 def test_a_run_in_three_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, file_bytes: int | str) -> None:
     """Also one that is stopped there and goes on in two tiers, and the other way round."""
-    expected = outcome(trainer.train(config(data, tmp_path / "plain", [])))
+    expected = outcome(runs.train(config(data, tmp_path / "plain", [])))
     three = tiers(data, [], file=str(tmp_path / "fast"), file_bytes=file_bytes)
-    run = trainer.train(config(data, tmp_path / "three", [], three))
+    run = runs.train(config(data, tmp_path / "three", [], three))
     assert outcome(run) == expected
     first = (run.path / "log.txt").read_text().splitlines()[0]
     assert f"on disk in {run.path}/memory, " in first and f"before it in {tmp_path}/fast" in first
@@ -43,9 +43,9 @@ def test_a_run_in_three_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, fil
     for stop, (name, before, after) in enumerate([("down", three, tiers(data, [])), ("up", tiers(data, []), three)], 9):
         with pytest.MonkeyPatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM)
-            run = trainer.train(config(data, tmp_path / name, [], before))
+            run = runs.train(config(data, tmp_path / name, [], before))
         assert (run.record["status"], run.record["steps"]) == ("interrupted", stop)
-        run = trainer.resume(run.path, [f"memory={after}"])
+        run = runs.resume(run.path, [f"memory={after}"])
         assert outcome(run) == expected, name
     scores = [hotrow.load(tmp_path / name).evaluate() for name in ("plain", "down", "up")]
     assert scores[1] == scores[2] == scores[0], "tables that are only read"
