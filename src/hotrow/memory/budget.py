@@ -87,6 +87,8 @@ class TableDemand(NamedTuple):
     num_rows: int
     record_bytes: int
     """Of a slot: weights and states."""
+    listed: int = 0
+    """Rows that `Memory(pins=...)` names; those behind the prefix take cached slots for good."""
 
 
 class TableSlots(NamedTuple):
