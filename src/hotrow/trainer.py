@@ -225,7 +225,7 @@ class Training:
         self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
-        memory = choose(config, tables, folder.path)
+        memory = choose(config, tables, folder.path, dataset=dataset)
         self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory)
         tiers = self.parts.embedding.tiers
         self.report = None if tiers is None else TierReport(tiers)
@@ -488,7 +488,9 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     dataset = PackedDataset.open(config.data, verify="sizes")
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
     runs = folder.path if folder else Path(config.run or "runs")
-    choose(config, tables_of(config, dataset), runs)  # what cannot be is refused before a folder is made
+    choose(
+        config, tables_of(config, dataset), runs, dataset=dataset
+    )  # what cannot be is refused before a folder is made
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
@@ -528,7 +530,7 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
     dataset = PackedDataset.open(config.data, verify="sizes")
-    choose(config, tables_of(config, dataset), folder.path)
+    choose(config, tables_of(config, dataset), folder.path, dataset=dataset)
     return _run(config, dataset, folder, newest, quiet=quiet)
 
 

@@ -15,7 +15,7 @@ more than independence a cache earns. Next: memory/budget.py, the plan without c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -126,7 +126,7 @@ class TableUse:
         return pinned * record + cached * (record + METADATA_BYTES) + self.demand.num_rows / 8
 
     def cut(self, most_bytes: Sequence[float], floor: Array) -> list[TableSlots]:
-        """Of each of these, from `least_bytes(floor)` up, the cut with the most hits; of equal ones that pinning least."""
+        """Of each, from `least_bytes(floor)` up, the cut that hits most; of equal ones the one that pins least."""
         given = np.asarray(most_bytes, np.float64)
         cuts = self._cuts[:-1]
         cached = np.floor((given - self._bytes(cuts, 0)[:, None]) / (self.demand.record_bytes + METADATA_BYTES))
@@ -328,10 +328,17 @@ class CountsPlan:
 
     def __call__(self, demands: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
         """Slots for each table. Raises ValueError where a table has no counts, and as `solve`."""
-        asked = (*demands, budget_bytes)
-        if asked not in self._solved:  # a run asks when it checks what fits, and when it lays tables out
-            self._solved[asked] = solve(self.uses(demands), budget_bytes)
-        return self._solved[asked]
+        return self._solved.get((*demands, budget_bytes)) or self.solver(demands)(budget_bytes)
+
+    def solver(self, demands: Sequence[TableDemand]) -> Callable[[int], list[TableSlots]]:
+        """The plan for these tables, by budgets, once their counts have been read; what it finds is remembered."""
+        uses = self.uses(demands)
+
+        def solved(budget_bytes: int) -> list[TableSlots]:
+            slots = self._solved[(*demands, budget_bytes)] = solve(uses, budget_bytes)
+            return slots
+
+        return solved
 
     def uses(self, demands: Sequence[TableDemand]) -> list[TableUse]:
         """The tables with their accesses."""
