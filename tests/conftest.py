@@ -17,6 +17,7 @@ import torch
 
 from hotrow import files
 from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+from packed_data import counts_file
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -115,8 +116,12 @@ def _make_dataset(
     bag: bool = True,
     seed: int = 0,
     rows_per_block: int = 64,
+    counts: bool = False,
 ) -> PackedDataset:
-    """One one-hot feature per table, `x<t>` on table `t<t>`; with `bag` a multi-hot feature `bag` sharing table t0."""
+    """One one-hot feature per table, `x<t>` on table `t<t>`; with `bag` a multi-hot feature `bag` sharing table t0.
+
+    Low rows are more popular in every table; with `counts` it is known how popular.
+    """
     generator = np.random.default_rng(seed)
     features = [Feature(name=f"x{t}", table=f"t{t}") for t in range(len(table_rows))]
     features += [Feature(name="bag", table="t0", kind="multi_hot")] if bag else []
@@ -139,6 +144,12 @@ def _make_dataset(
                 splits = np.concatenate([[0], np.cumsum(lengths)])
                 columns["bag"] = (generator.integers(0, table_rows[0], splits[-1]), splits)
             writer.append(split, label, dense, columns)
+            if counts and split == "train":
+                (folder / "counts").mkdir()
+                for t, n in enumerate(table_rows):
+                    looked_up = [ids[f"x{t}"], *([columns["bag"][0]] if bag and t == 0 else [])]  # type: ignore[index]
+                    found = np.bincount(np.concatenate(looked_up), minlength=n).astype(np.uint32)
+                    (folder / "counts" / f"t{t}").write_bytes(counts_file(found))
         return writer.close()
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hotrow.config import Config, MemoryConfig
+from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import available_memory_bytes, disk_free_bytes
-from hotrow.memory.budget import Memory, TableDemand, plan_slots
+from hotrow.memory.budget import LEAST_ROWS, Memory, TableDemand, plan_slots
 from hotrow.memory.store_file import no_disk
 from hotrow.memory.tiers import Tiers
+from hotrow.plan.solve import CountsPlan, plan_by_counts
 from hotrow.reference import NUM_STATES
 from hotrow.tables import TableConfig
 
@@ -41,11 +45,19 @@ def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: b
     return sum(table.num_rows * table.record_bytes for table in _demands(config, tables, training=training))
 
 
-def choose(config: Config, tables: Sequence[TableConfig], run: Path, *, training: bool = True) -> Memory | None:
+def choose(
+    config: Config,
+    tables: Sequence[TableConfig],
+    run: Path,
+    *,
+    dataset: PackedDataset | None = None,
+    training: bool = True,
+) -> Memory | None:
     """The tiers that `config.memory` asks for here and now; None: everything lies in DRAM.
 
-    run: the run's folder, or where it will be. training: else tables are only read, without optimizer state, and what
-    does not fit goes to disk whatever the config said.
+    run: the run's folder, or where it will be. dataset: what is trained on; its access counts, where it has them, say
+    which rows are worth their memory. training: else tables are only read, without optimizer state, and what does not
+    fit goes to disk whatever the config said.
     Raises ValueError with the shortfall where memory is too small, and for a folder that is no disk.
     """
     needed, available = required_bytes(config, tables, training=training), available_memory_bytes()
@@ -62,8 +74,9 @@ def choose(config: Config, tables: Sequence[TableConfig], run: Path, *, training
     memory = _memory(chosen, budget, run)
     if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
         raise ValueError(f"memory.ssd is {str(memory.ssd)!r}, but {reason} (memory.ssd), or set memory.force to true")
-    _check_slots(config, tables, chosen, budget, training=training)
-    return memory
+    plan = _plan(config, tables, chosen, dataset) if training else None
+    _check_slots(config, tables, chosen, budget, plan, training=training)
+    return replace(memory, plan=plan)
 
 
 def _check_available(config: Config, num_bytes: int, available: int) -> None:
@@ -90,20 +103,51 @@ def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
     )
 
 
+def _plan(
+    config: Config, tables: Sequence[TableConfig], chosen: MemoryConfig, dataset: PackedDataset | None
+) -> CountsPlan | None:
+    """By the accesses that preparation counted; None where it did not."""
+    if dataset is None or any(f"counts/{table.name}" not in dataset.info.files for table in tables):
+        return None
+    num_rows = dataset.split("train").num_rows
+    if not num_rows:
+        return None
+    return plan_by_counts(
+        {table.name: dataset.counts(table.name) for table in tables},
+        num_steps=num_rows / config.train.batch_size,
+        depth=chosen.lookahead,
+        least_cached={table.name: max(LEAST_ROWS, _most_rows(config, table)) for table in tables},
+    )
+
+
+def _most_rows(config: Config, table: TableConfig) -> int:
+    """Different ones of the table that a step may look up.
+
+    A list of ids counts as one: how long it gets is not known, and what is over goes beside the cache.
+    """
+    return config.train.batch_size * len(table.feature_names)
+
+
 def _check_slots(
-    config: Config, tables: Sequence[TableConfig], chosen: MemoryConfig, budget: int, *, training: bool
+    config: Config,
+    tables: Sequence[TableConfig],
+    chosen: MemoryConfig,
+    budget: int,
+    plan: CountsPlan | None,
+    *,
+    training: bool,
 ) -> None:
     """Raises ValueError where a table's cache would not hold the rows of a batch, with what is missing."""
     demands = _demands(config, tables, training=training)
+    slots_of = partial(plan_slots, demands) if plan is None else plan.solver(demands)
 
     def short(budget_bytes: int) -> str | None:
         try:
-            slots = plan_slots(demands, _memory(chosen, budget_bytes, Path(FOLDER)).budget_bytes(demands))
+            slots = slots_of(_memory(chosen, budget_bytes, Path(FOLDER)).budget_bytes(demands))
         except ValueError:
             return "the smallest caches there are do not fit"
         for table, (pinned, cached) in zip(tables, slots, strict=True) if training else ():
-            # A list of ids counts as one: how long it gets is not known, and what is over goes beside the cache.
-            most = min(table.num_embeddings - pinned, config.train.batch_size * len(table.feature_names))
+            most = min(table.num_embeddings - pinned, _most_rows(config, table))
             if cached < most:
                 return (
                     f"table {table.name!r} would keep {cached:,} rows, but a step may look up {most:,} different ones"

@@ -41,7 +41,7 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     runs = folder.path if folder else Path(config.run or "runs")
     tables = tables_of(config, dataset)
     check_write_budget(config, tables)  # what cannot be is refused before a folder is made
-    choose(config, tables, runs)
+    choose(config, tables, runs, dataset=dataset)
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
@@ -83,7 +83,7 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     dataset = PackedDataset.open(config.data, verify="sizes")
     tables = tables_of(config, dataset)
     check_write_budget(config, tables)
-    choose(config, tables, folder.path)
+    choose(config, tables, folder.path, dataset=dataset)
     return _run(config, dataset, folder, newest, quiet=quiet)
 
 

@@ -219,7 +219,7 @@ class Training:
         self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
-        memory = choose(config, tables, folder.path)
+        memory = choose(config, tables, folder.path, dataset=dataset)
         self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory)
         tiers = self.parts.embedding.tiers
         self.report = None if tiers is None else TierReport(tiers)

@@ -33,6 +33,12 @@ VARIANTS = VARIANTS | {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    """With access counts, as prepared data has, so that rows are pinned by popularity."""
+    return make_dataset(tmp_path_factory.mktemp("placement") / "data", table_rows=(600, 20, 1400), counts=True).path
+
+
+@pytest.fixture(scope="module")
+def uncounted(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
     return make_dataset(tmp_path_factory.mktemp("placement") / "data", table_rows=(600, 20, 1400)).path
 
 
@@ -47,9 +53,9 @@ def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
     return {"dram": int(0.6 * needed), **options}
 
 
-def exercised(run: RunFolder) -> None:
+def exercised(run: RunFolder, *, on_disk: tuple[str, ...]) -> None:
     counts = run.record["memory"]["tables"]
-    assert all(counts[name]["cached"] < counts[name]["rows"] for name in ("t0", "t2"))
+    assert [name for name, own in counts.items() if own["pinned"] + own["cached"] < own["rows"]] == list(on_disk)
     assert counts["t1"]["store"] == "dram"
     assert counts["t2"]["read_rows"] > 20 and counts["t2"]["written_rows"] > 20, "the run did not exercise the store"
     assert not (run.path / "memory").exists(), "files were left behind"
@@ -59,9 +65,19 @@ def exercised(run: RunFolder) -> None:
 def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, changes: list[str]) -> None:
     expected = outcome(runs.train(config(data, tmp_path / "plain", changes)))
     run = runs.train(config(data, tmp_path / "tiers", changes, tiers(data, changes)))
-    exercised(run)
+    exercised(run, on_disk=("t2",))
+    assert run.record["memory"]["tables"]["t2"]["pinned"] > 0
     assert outcome(run) == expected
     assert run.record["memory"]["batches"]["foreseen"] == run.record["steps"]
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_without_counts(uncounted: Path, tmp_path: Path, changes: list[str]) -> None:
+    expected = outcome(runs.train(config(uncounted, tmp_path / "plain", changes)))
+    run = runs.train(config(uncounted, tmp_path / "tiers", changes, tiers(uncounted, changes)))
+    exercised(run, on_disk=("t0", "t2"))
+    assert outcome(run) == expected
+    assert run.record["memory"]["tables"]["t2"]["pinned"] == 0
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
@@ -90,7 +106,7 @@ def test_checkpoints_are_the_same_files_and_fit_everywhere(data: Path, tmp_path:
     changes = [f"train.precision={precision}", "optimizer.sparse.name=adam"]
     run = config(data, tmp_path / "run", changes, tiers(data, changes))
     tables = trainer.tables_of(run, PackedDataset.open(data))
-    memory = placement.choose(run, tables, tmp_path / "run")
+    memory = placement.choose(run, tables, tmp_path / "run", dataset=PackedDataset.open(data))
     loader = trainer.Loader(PackedDataset.open(data).split("train"), 37, shuffle_seed=1)
     clock = trainer.StepClock()
 
@@ -128,7 +144,7 @@ def test_checkpoints_are_the_same_files_and_fit_everywhere(data: Path, tmp_path:
 def test_a_row_is_written_though_it_differs_in_signs_of_zero_alone(data: Path, tmp_path: Path) -> None:
     run = config(data, tmp_path / "run", [], tiers(data, []))
     tables = trainer.tables_of(run, PackedDataset.open(data))
-    memory = placement.choose(run, tables, tmp_path / "run")
+    memory = placement.choose(run, tables, tmp_path / "run", dataset=PackedDataset.open(data))
     rows = trainer.build(run, tables, num_dense=3, memory=memory).embedding.rows("t2")
     for values in (torch.zeros(1, 8), -torch.zeros(1, 8), torch.full((1, 8), torch.nan)):
         rows.write(slice(9, 10), values)

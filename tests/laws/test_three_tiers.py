@@ -12,7 +12,7 @@ from test_placement import config, tiers
 from test_resume import outcome, signal_at
 
 import hotrow
-from hotrow import ops, trainer
+from hotrow import ops, runs
 from hotrow.data.packed import PackedDataset
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")

@@ -179,12 +179,13 @@ def make_sides(
     slots: int = 120,
     kind: str = "ssd",
     middle: int = 150,
+    **more: Any,
 ) -> list[Side]:
     """kind: where what is not in DRAM lies; "both": in a file that holds `middle` rows of a table, and on disk."""
     dram, file_bytes = budgets(dtype, optimizer, slots, middle if kind == "both" else 0)
-    place: dict[str, Any] = {kind: folder}
+    place: dict[str, Any] = {kind: folder, **more}
     if kind == "both":
-        place = {"file": folder, "file_bytes": file_bytes, "ssd": folder}
+        place = {"file": folder, "file_bytes": file_bytes, "ssd": folder, **more}
     memory = hotrow.Memory(dram=dram, policy=policy, **place)  # type: ignore[arg-type]
     return [Side(EmbeddingCollection(tables(dtype), memory=where, seed=3), optimizer) for where in (None, memory)]
 
@@ -261,3 +262,36 @@ def test_random_schedules(folder: Path, seed: int) -> None:
     )
     drive(sides, seed, depth=int(rng.integers(0, 12)), num_batches=40)
     check(*sides)
+
+
+@pytest.mark.parametrize("policy", ["clock", "lfu", "lru"])
+@pytest.mark.parametrize("pinned", [0, 40])
+def test_a_list_of_pins(folder: Path, policy: str, pinned: int) -> None:
+    """Beside a prefix or alone; its rows are never brought again."""
+    pins = {"t": [399, 30, 200, 30], "u": np.arange(500, 700, 2), "v": torch.tensor([4])}
+
+    def plan(demands: Any, budget_bytes: int) -> list[tuple[int, int]]:
+        assert [demand.listed for demand in demands] == [3, 100, 1]
+        return [(pinned, 200), (pinned, 220), (5, 0)]
+
+    sides = make_sides(folder, optimizer="adam", policy=policy, slots=350, plan=plan, pins=pins)
+    drive(sides, seed=1, depth=4, num_batches=60)
+    check(*sides)
+    tiers = sides[1].emb.tiers
+    assert tiers is not None
+    before = tiers.counters()
+    assert before["u"]["evicted_rows"] > 100, "the schedule did not exercise the cache"
+    ids = torch.cat([torch.as_tensor(np.asarray(each)) for each in pins.values()])
+    lengths = torch.zeros((3, 100), dtype=torch.int64)
+    for feature, each in enumerate(pins.values()):
+        lengths[feature, : len(each)] = 1
+    batch = KeyedJaggedTensor(("a", "b", "c"), ids, lengths=lengths.flatten())
+    tiers.announce(batch)
+    tiers.forget(batch)
+    after = tiers.counters()
+    for name in pins:
+        assert [after[name][key] for key in ("read_rows", "created_rows", "overflow_rows")] == [
+            before[name][key] for key in ("read_rows", "created_rows", "overflow_rows")
+        ]
+        hits = [counts[name]["hit_lookups"] + counts[name]["pinned_lookups"] for counts in (before, after)]
+        assert hits[1] - hits[0] == len(pins[name])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hotrow import placement
@@ -74,7 +77,9 @@ def test_more_than_there_is_is_refused_with_the_shortfall(memory: Any, tmp_path:
         choose(config(memory), TABLES, tmp_path)
 
 
-def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("counted", [False, True])
+def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path, counted: bool) -> None:
+    choose = partial(placement.choose, dataset=Counted() if counted else None)  # type: ignore[arg-type]
     message = r"table 'large' would keep [\d,]+ rows, but a step may look up 100,000 .*MiB more are needed"
     with pytest.raises(ValueError, match=message) as error:
         choose(config({"dram": "10MiB"}, "train.batch_size=50000"), TABLES, tmp_path)
@@ -86,6 +91,49 @@ def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path) -> None
         choose(too_little, TABLES, tmp_path)
     with pytest.raises(ValueError, match="the smallest caches there are do not fit"):
         choose(config({"dram": 1000}), TABLES, tmp_path)
+
+
+class Counted:
+    """In the place of a packed dataset: Zipf's accesses to `large`, of 1,000 batches of 50,000."""
+
+    info = SimpleNamespace(files={"counts/large": None, "counts/small": None})
+
+    def split(self, name: str) -> SimpleNamespace:
+        assert name == "train"
+        return SimpleNamespace(num_rows=50_000 * 1000)
+
+    def counts(self, table: str) -> np.ndarray:
+        if table == "small":
+            return np.full(100, 500_000, np.uint32)
+        weights = 1 / np.arange(1, 1_000_001)
+        return (weights / weights.sum() * 1e8).astype(np.uint32)
+
+
+def test_the_accesses_of_the_training_split_decide(tmp_path: Path) -> None:
+    demands = placement._demands(config({}), TABLES, training=True)
+    memory = choose(config({"dram": "40MiB"}, "train.batch_size=500"), TABLES, tmp_path, dataset=Counted())  # type: ignore[arg-type]
+    assert memory is not None and memory.plan is not None
+    large, small = memory.plan(demands, memory.slots_bytes)
+    assert small == (100, 0) and large.pinned > 0.9 * sum(large) > 200_000 and large.cached >= 1000
+    deeper = choose(
+        config({"dram": "40MiB", "lookahead": 64}, "train.batch_size=500"),
+        TABLES,
+        tmp_path,
+        dataset=Counted(),  # type: ignore[arg-type]
+    )
+    assert deeper is not None and deeper.plan is not None
+    assert deeper.plan(demands, memory.slots_bytes)[0].cached > 2 * large.cached, "more batches in flight"
+
+
+def test_where_none_were_counted_shares_are_equal(tmp_path: Path) -> None:
+    class Uncounted(Counted):
+        info = SimpleNamespace(files={"counts/small": None})
+
+    for dataset in (None, Uncounted()):
+        memory = choose(config({"dram": "40MiB"}), TABLES, tmp_path, dataset=dataset)  # type: ignore[arg-type]
+        assert memory is not None and memory.plan is None
+    scored = choose(config({"dram": "40MiB"}), TABLES, tmp_path, dataset=Counted(), training=False)  # type: ignore[arg-type]
+    assert scored is not None and scored.plan is None
 
 
 @pytest.mark.parametrize(("kind", "what"), [("tmpfs", "is memory"), ("nfs4", "is on a network file system")])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+from numpy.typing import ArrayLike
 
 from hotrow.files import parse_bytes
 
@@ -43,6 +45,7 @@ class Memory:
     policy: which row of the tail makes room: "clock", "lfu" or "lru"; it changes speed, no result.
     plan: shares the bytes among the tables, given what each would need: `hotrow.plan_by_counts` makes one that knows
     how often each row is used; None: `plan_slots`, which does not.
+    pins: by table, ids of rows that stay in DRAM beside those that the plan pins: each takes a cached slot for good.
     force: whether `ssd` may lie on a network file system or in memory, which a collection refuses else.
     io: what reads and writes block files: "io_uring", "threads", or "auto": io_uring where the system allows it.
     """
@@ -53,6 +56,7 @@ class Memory:
     file_bytes: int | str | None = None
     policy: Policy = "clock"
     plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
+    pins: Mapping[str, ArrayLike] | None = None
     force: bool = False
     io: Io = "auto"
 
@@ -149,6 +153,8 @@ class TableDemand(NamedTuple):
     num_rows: int
     record_bytes: int
     """Of a slot: weights and states."""
+    listed: int = 0
+    """Rows that `Memory(pins=...)` names; those behind the prefix take cached slots for good."""
 
 
 class TableSlots(NamedTuple):

@@ -13,18 +13,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.memory.budget import POLICIES, Memory, TableDemand, TableSlots, check_plan, plan_slots
+from hotrow.memory.budget import LEAST_ROWS, POLICIES, Memory, TableDemand, TableSlots, check_plan, plan_slots
 from hotrow.memory.folder import SUFFIX, OwnFolder
 from hotrow.memory.native import backend
 from hotrow.memory.store_file import TableRows, no_disk
@@ -87,6 +88,7 @@ class Tiers:
                     f"{MOST_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
                 )
         self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
+        self._pins = _pins(tables, memory.pins or {})
         if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
             raise ValueError(f"Memory: ssd is {str(memory.ssd)!r}, but {reason}, or say force=True")
         shapes = {t: (t.num_embeddings, t.embedding_dim) for t in tables}
@@ -138,12 +140,14 @@ class Tiers:
 
     def _lay_out(self) -> None:
         demands = [
-            TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t)))
-            for t in self.tables
+            TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t)), len(pins))
+            for t, pins in zip(self.tables, self._pins, strict=True)
         ]
         budget = self.memory.budget_bytes(demands)
         slots_of = self.memory.plan or plan_slots
         self.slots = check_plan(demands, slots_of(demands, budget), budget)
+        pins = [ids[ids >= slots.pinned] for ids, slots in zip(self._pins, self.slots, strict=True)]
+        self._check_pins(pins)
         places = self.memory.plan_places(demands, self.slots)
         folders: list[OwnFolder] = []
         self.stores = []  # a try before this one may have opened some, which its finalizer closes
@@ -165,7 +169,21 @@ class Tiers:
                 store = open_cached_store(before, store)
             self.stores.append(store)
             self._add_cache(caches, table, slots, self.stores[-1])
+        ends = np.cumsum([len(ids) for ids in pins]).tolist()
+        spans = [(t, end - len(ids), end) for t, (ids, end) in enumerate(zip(pins, ends, strict=True))]
+        # A flight that is never released: no policy lets its rows go, and batches find them.
+        self._pinned, _ = caches.admit(np.concatenate(pins), spans, True, torch.get_num_threads())  # noqa: FBT003
         self.caches = caches
+
+    def _check_pins(self, pins: Sequence[np.ndarray[Any, Any]]) -> None:
+        for table, slots, ids in zip(self.tables, self.slots, pins, strict=True):
+            least = min(LEAST_ROWS, table.num_embeddings - slots.pinned - len(ids))
+            if len(ids) > max(0, slots.cached - least):
+                raise ValueError(
+                    f"Memory: pins names {len(ids):,} rows of table {table.name!r} behind its first {slots.pinned:,}; "
+                    f"its cache has {slots.cached:,} slots, and {least:,} of them are for batches: name "
+                    f"{len(ids) - max(0, slots.cached - least):,} rows fewer, or raise dram"
+                )
 
     def _parts(self, table: TableConfig) -> tuple[tuple[str, int], ...]:
         return tuple((name, array[:1].nbytes) for name, array in self._arrays(table))
@@ -280,17 +298,18 @@ class Tiers:
     def write_every_row(self, *, piece_rows: int = 1 << 13) -> None:
         """Give every row of the tables that are not in DRAM whole its initial values, and the store those that leave.
 
-        What long training comes to, at once: all rows exist, a table's first ones are cached in no order, changed since
-        they were written, and the others lie on disk. For measurements; rows that exist keep their values.
-        Raises StoreError where they cannot be written.
+        What long training comes to, at once: all rows exist, the first of a table's tail are cached in no order and
+        changed since they were written, and the others lie on disk. For measurements; rows that exist keep their
+        values. Raises StoreError where they cannot be written.
         """
         self._laid_out()
         generator = np.random.default_rng(self.seed)
         first = {t: generator.permutation(slots.cached) for t, slots in enumerate(self.slots) if slots.cached}
-        left = {t: self.tables[t].num_embeddings for t in first}
+        pinned = {t: self.slots[t].pinned for t in first}
+        left = {t: self.tables[t].num_embeddings - pinned[t] for t in first}  # of the tail
         while left:
             starts = {t: max(0, end - min(piece_rows, len(first[t]))) for t, end in left.items()}
-            pieces = [_rows_of_piece(first[t], start, left[t]) for t, start in starts.items()]
+            pieces = [pinned[t] + _rows_of_piece(first[t], start, left[t]) for t, start in starts.items()]
             ends = np.cumsum([len(piece) for piece in pieces]).tolist()
             spans = [(t, end - len(piece), end) for t, piece, end in zip(starts, pieces, ends, strict=True)]
             flight = self._fly(np.concatenate(pieces), spans, keep=True)
@@ -323,6 +342,26 @@ class Tiers:
         """Remove the files; nothing works afterwards. Else it is done when the collection goes."""
         if self._finalizer is not None:
             self._finalizer()
+
+
+def _pins(tables: Sequence[TableConfig], pins: Mapping[str, ArrayLike]) -> list[np.ndarray[Any, Any]]:
+    """The rows of each table that `Memory(pins=...)` names, rising, each once. Raises ValueError for what is none."""
+    names = [table.name for table in tables]
+    for name in pins:
+        if name not in names:
+            raise ValueError(f"Memory: pins names table {name!r}; the tables are {', '.join(names)}")
+    found = []
+    for table in tables:
+        ids = np.unique(np.asarray(pins.get(table.name, np.empty(0, np.int64))))
+        if ids.size and ids.dtype.kind not in "iu":
+            raise ValueError(f"Memory: pins of table {table.name!r} are {ids.dtype}; they must be ids, integers")
+        bad = ids[(ids < 0) | (ids >= table.num_embeddings)]
+        if bad.size:
+            raise ValueError(
+                f"Memory: pins of table {table.name!r} has id {bad[0]}; its ids are 0 to {table.num_embeddings - 1:,}"
+            )
+        found.append(ids.astype(np.int64))
+    return found
 
 
 def _rows_of_piece(first: np.ndarray[Any, Any], start: int, end: int) -> np.ndarray[Any, Any]:

@@ -1,20 +1,22 @@
 """How many rows each table pins and caches: greedy by marginal hits per byte from access counts. Plain numbers, no I/O.
 
-    counts -> expected hits of n slots, for every n -> slots per table
+    counts -> of n bytes the best cut into pinned and cached slots, for every n -> bytes per table
 
     memory = hotrow.Memory(dram="2GiB", ssd="/nvme/emb", plan=plan_by_counts({"user": counts}, num_steps=1000))
 
-A hit is a row of a step that lies in DRAM already; of a row that a batch names twice it is one. Without a miss-ratio
-curve accesses are taken as independent: row i, of c_i accesses in all steps, is in a step with chance
-`e_i = 1 - exp(-c_i / num_steps)`, and what a cache keeps of rows that nobody pinned follows Che's approximation (a row
-leaves after T steps without use, T such that the cache is full). Next: memory/budget.py, the plan without counts.
+A hit is a row of a step that lies in DRAM already; of a row that a batch names twice it is one. Accesses are taken as
+independent: row i, of c_i accesses in all steps, is in a step with chance `e_i = 1 - exp(-c_i / num_steps)`. A pinned
+prefix then hits the sum of its e_i, which nothing of its size can beat where rows are numbered by popularity; and the
+cache behind it, by Che's approximation, what was used in the last T steps, T such that these rows fill it. So nearly
+all slots of ranked rows are pinned, and none where the order says nothing. A measured miss-ratio curve says how much
+more than independence a cache earns. Next: memory/budget.py, the plan without counts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -23,20 +25,24 @@ from numpy.typing import ArrayLike, NDArray
 
 from hotrow.memory.budget import LEAST_ROWS, METADATA_BYTES, TableDemand, TableSlots, num_bytes, plan_slots
 
-HOT_PER_STEP = 0.5
-"""Rows expected in at least every second step are pinned, a prefix of the table: no policy would let them go, and a
-pinned row needs no map and no bookkeeping."""
-PREFIX_SHARE = 0.9
-"""Of the pinned prefix, at least so much is that hot: row 0 and ties may not be."""
+LOOKAHEAD = 4
+"""Batches that are announced before their step, unless told."""
+FLIGHT_SIGMAS = 4
+"""Rows of batches in flight are cached up to so many standard deviations above what is expected of them."""
+CUTS_PER_OCTAVE = 64
+"""Prefixes looked at, per doubling of their rows; so all of up to some 90."""
+WINDOWS = 160
+"""Times for which rows stay that are looked at: some 5 per doubling, linear between."""
+RATES_PER_OCTAVE, LEAST_RATE, MOST_RATE = 16, 2.0**-60, 2.0**40
+MOST_RATES = 2048
+"""Of tables up to so many rows all rates are told apart; of larger ones RATES_PER_OCTAVE."""
+PIECE_ROWS = 1 << 20
+"""Whose counts are looked at at once."""
 POINTS_PER_OCTAVE = 16
 EXACT_POINTS = 64
-"""Numbers of slots looked at: all up to this, then so many per doubling."""
+"""Sizes of a table looked at: all up to this, then so many per doubling."""
 LEAST_HITS = 1e-9
 """Per step, that more slots must bring: less is rounding."""
-CHE_HALVINGS = 30
-"""Of the logarithm of the time that rows stay, which is below 40: some 1e-7 of it."""
-MOST_RATES = 1024
-"""That are told apart in Che's approximation."""
 
 Array = NDArray[np.float64]
 
@@ -51,154 +57,231 @@ class MissRatio(Protocol):
 class TableUse:
     """One table's accesses, and what slots are worth to it.
 
-    counts: accesses of each row in `num_steps` steps, [num_rows]. curve: measured hits of caches, in place of
-    independence. Raises ValueError where counts are negative, not finite, or of another number of rows.
+    counts: accesses of each row in `num_steps` steps, [num_rows]. curve: measured hits of caches, in which the first
+    access to a row is a miss. depth: batches looked ahead to, whose rows lie in cached slots. least_cached: rows that
+    are cached at least, or all. Raises ValueError where counts are negative, not finite, or of another number of rows.
     """
 
     def __init__(
-        self, demand: TableDemand, counts: ArrayLike, *, num_steps: float, curve: MissRatio | None = None
+        self,
+        demand: TableDemand,
+        counts: ArrayLike,
+        *,
+        num_steps: float,
+        curve: MissRatio | None = None,
+        depth: int = LOOKAHEAD,
+        least_cached: int = LEAST_ROWS,
     ) -> None:
         given = np.asarray(counts)
         if given.shape != (demand.num_rows,):
             raise ValueError(f"table {demand.name!r}: counts are {given.shape}, the table has {demand.num_rows:,} rows")
-        if given.dtype.kind not in "iuf" or not np.isfinite(given).all() or (len(given) and given.min() < 0):
-            raise ValueError(f"table {demand.name!r}: counts must be finite numbers from 0 up")
-        self.demand, self.curve = demand, curve
-        rates = given / num_steps
-        self._in_prefix = np.concatenate([[0.0], np.cumsum(-np.expm1(-rates[: _hot_prefix(rates)]))])
-        self._prefix_rates = rates[: self.num_hot]
-        self._behind_prefix = _binned(rates[self.num_hot :])
-        self.rows_per_step = float(-np.expm1(-rates).sum())
+        self.demand = demand
+        self._cuts = _cuts(demand.num_rows)
+        rates, rows = _rates(demand.name, given, num_steps, self._cuts)
+        chance = -np.expm1(-rates)
+
+        def behind(each: Array) -> Array:
+            """Sum of `each`, by rate, over the rows behind every cut."""
+            sums = rows @ each
+            return np.concatenate([np.cumsum(sums[::-1], axis=0)[::-1], np.zeros_like(sums[:1])])
+
+        came = -np.expm1(-np.outer(rates, _windows(rates, rows)))
+        self._resident, self._cached = behind(came), behind(chance[:, None] * came)
+        self._pinned = np.concatenate([[0.0], np.cumsum(rows @ chance)])
+        self.rows_per_step = float(self._pinned[-1])
         """Expected different rows of a step."""
+        if curve is not None:
+            self._measure(curve, behind(np.sign(rates)) / num_steps)
+        flying = behind(-np.expm1(-rates * (depth + 1)))
+        flying = np.ceil(flying + FLIGHT_SIGMAS * np.sqrt(flying))
+        tail = demand.num_rows - self._cuts
+        self.least = np.minimum(tail, demand.listed + least_cached).astype(np.float64)
+        """Rows to cache at least, behind every prefix that is looked at."""
+        self.wanted = np.minimum(tail, demand.listed + np.maximum(least_cached, flying))
+        """The same, with room for the rows of all batches in flight."""
+
+    def _measure(self, curve: MissRatio, first: Array) -> None:
+        """Hits as the curve has them; first: accesses per step that are a row's first, behind every cut.
+
+        A cache behind a prefix keeps rows as long as one that has room for the prefix too, of whose measured hits it
+        has those that are not expected of the prefix.
+        """
+        self._pinned = np.maximum(self._pinned - (first[0] - first), 0.0)
+        measured = self.rows_per_step * (1.0 - np.asarray(curve.miss_ratio(self._resident[0].astype(np.int64))))
+        of_prefix = self._cached[0] - self._cached
+        most = self._pinned[-1] - self._pinned
+        self._cached = np.clip(measured - of_prefix, 0.0, most[:, None])
 
     @property
-    def num_hot(self) -> int:
-        """Rows of the prefix that is pinned where there are slots for it."""
-        return len(self._in_prefix) - 1
+    def whole_bytes(self) -> float:
+        """Of the table in memory whole."""
+        return num_bytes(self.demand, TableSlots(self.demand.num_rows, 0))
 
-    def slots(self, num_slots: int, *, least_cached: int = LEAST_ROWS) -> TableSlots:
-        """`num_slots` cut into pinned and at least `least_cached` cached ones, unless the table lies there whole."""
-        if num_slots >= self.demand.num_rows:
-            return TableSlots(self.demand.num_rows, 0)
-        pinned = max(0, min(self.num_hot, num_slots - least_cached))
-        return TableSlots(pinned, num_slots - pinned)
+    def least_bytes(self, floor: Array) -> float:
+        """The least of which a cut caches `floor` rows, by its prefix."""
+        return min(self.whole_bytes, float(np.min(self._bytes(self._cuts, floor))))
 
-    def num_bytes(self, slots: TableSlots) -> float:
-        """What they take, all counted."""
-        return num_bytes(self.demand, slots)
+    def _bytes(self, pinned: Any, cached: Any) -> Any:
+        record = self.demand.record_bytes
+        return pinned * record + cached * (record + METADATA_BYTES) + self.demand.num_rows / 8
 
-    def hits(self, slots: Sequence[TableSlots]) -> Array:
-        """Expected hits per step of each."""
-        if self.curve is None:
-            return np.array([self._pinned_hits(pinned) + self._cached_hits(pinned, cached) for pinned, cached in slots])
-        # Pinned rows are those that a cache would keep; nothing is missed of a table that lies there whole.
-        missed = [0.0 if s.pinned == self.demand.num_rows else self.curve.miss_ratio(sum(s)) for s in slots]
-        return self.rows_per_step * (1.0 - np.array(missed))
+    def cut(self, most_bytes: Sequence[float], floor: Array) -> list[TableSlots]:
+        """Of each, from `least_bytes(floor)` up, the cut that hits most; of equal ones the one that pins least."""
+        given = np.asarray(most_bytes, np.float64)
+        cuts = self._cuts[:-1]
+        cached = np.floor((given - self._bytes(cuts, 0)[:, None]) / (self.demand.record_bytes + METADATA_BYTES))
+        cached = np.minimum(cached, (self.demand.num_rows - cuts)[:, None])
+        hits = np.array(
+            [
+                pinned + np.interp(own, resident, hit)
+                for own, pinned, resident, hit in zip(cached, self._pinned, self._resident, self._cached, strict=False)
+            ]
+        )
+        hits[cached < floor[:-1, None]] = -np.inf
+        best = np.argmax(hits >= hits.max(axis=0) - LEAST_HITS, axis=0)
+        return [
+            TableSlots(self.demand.num_rows, 0) if enough else TableSlots(int(cuts[k]), int(cached[k, b]))
+            for b, (k, enough) in enumerate(zip(best.tolist(), given >= self.whole_bytes, strict=True))
+        ]
 
-    def _pinned_hits(self, prefix: int) -> float:
-        return self.rows_per_step if prefix == self.demand.num_rows else float(self._in_prefix[prefix])
+    def hits(self, slots: TableSlots) -> float:
+        """Expected per step."""
+        k = min(int(np.searchsorted(self._cuts, slots.pinned)), len(self._cuts) - 1)
+        near = range(max(k - 1, 0), k + 1)
+        hits = [self._pinned[j] + np.interp(slots.cached, self._resident[j], self._cached[j]) for j in near]
+        return float(np.interp(slots.pinned, self._cuts[near.start : near.stop], hits))
 
-    def _cached_hits(self, prefix: int, cached: int) -> float:
-        """By Che's approximation, over the rows behind the prefix."""
-        if prefix == self.demand.num_rows:
-            return 0.0
-        parts = [_binned(self._prefix_rates[prefix:]), self._behind_prefix]
-        rates, weights = (np.concatenate(each) for each in zip(*parts, strict=True))
-        if cached >= weights.sum():
-            return float(-(np.expm1(-rates) * weights).sum())
-        low, high = 0.0, 50 / rates.min()  # after so many steps all rows that are used at all have been
-        for _ in range(CHE_HALVINGS):
-            steps = np.sqrt(max(low, 1e-6 / rates.max()) * high)
-            low, high = (steps, high) if -(np.expm1(-rates * steps) * weights).sum() < cached else (low, steps)
-        return float((np.expm1(-rates * high) * np.expm1(-rates) * weights).sum()) if cached else 0.0
-
-
-def _binned(rates: Array) -> tuple[Array, Array]:
-    """Different rates above 0 and how many rows have each; where there are many, means of those within 1 %."""
-    rates, num = np.unique(rates[rates > 0], return_counts=True)
-    if len(rates) <= MOST_RATES:
-        return rates, num.astype(np.float64)
-    bins = np.round(np.log2(rates) * 64)
-    starts = np.flatnonzero(np.diff(bins, prepend=bins[0] - 1))
-    weights = np.add.reduceat(num, starts).astype(np.float64)
-    return np.add.reduceat(rates * num, starts) / weights, weights
+    def keeps(self, slots: TableSlots, floor: Array) -> bool:
+        """Whether it caches `floor` rows."""
+        return slots.cached >= float(np.interp(slots.pinned, self._cuts, floor))
 
 
-def _hot_prefix(rates: Array) -> int:
-    """The longest prefix that ends with a hot row and is of hot rows but for PREFIX_SHARE of them, or one."""
-    hot = np.flatnonzero(-np.expm1(-rates) >= HOT_PER_STEP)
-    num_hot = np.arange(1, len(hot) + 1)
-    dense = (num_hot >= PREFIX_SHARE * (hot + 1)) | (hot <= num_hot)
-    return int(hot[dense][-1]) + 1 if dense.any() else 0
+def _cuts(num_rows: int) -> NDArray[np.int64]:
+    """Lengths of prefixes to look at, rising, from none to all."""
+    octaves = math.log2(max(num_rows, 1))
+    powers = 2.0 ** np.linspace(0, octaves, 1 + math.ceil(octaves * CUTS_PER_OCTAVE))
+    return np.unique(np.concatenate([[0], np.round(powers).astype(np.int64), [num_rows]]))
+
+
+def _rates(name: str, counts: NDArray[Any], num_steps: float, cuts: NDArray[np.int64]) -> tuple[Array, Array]:
+    """Different rates [K], and how many rows between each two cuts have each, [len(cuts) - 1, K]."""
+    if len(counts) <= MOST_RATES:
+        _check(name, counts)
+        place = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
+        rates, kind = np.unique(counts, return_inverse=True)
+        rows = np.zeros((len(cuts) - 1, len(rates)))
+        np.add.at(rows, (place, kind), 1.0)
+        return rates / num_steps, rows
+    num_kinds = 2 + round(math.log2(MOST_RATE / LEAST_RATE)) * RATES_PER_OCTAVE
+    rows, sums = np.zeros((len(cuts) - 1, num_kinds)), np.zeros(num_kinds)
+    for start in range(0, len(counts), PIECE_ROWS):
+        piece = counts[start : start + PIECE_ROWS]
+        _check(name, piece)
+        own = np.clip(cuts, start, start + len(piece))
+        first = int(np.searchsorted(cuts, start, "right")) - 1
+        last = int(np.searchsorted(cuts, start + len(piece), "left"))
+        rate = piece / num_steps
+        octaves = np.log2(np.maximum(rate, LEAST_RATE / 2)) - math.log2(LEAST_RATE)
+        kind = np.clip(np.ceil(octaves * RATES_PER_OCTAVE), 0, num_kinds - 1).astype(np.int64)
+        sums += np.bincount(kind, weights=rate, minlength=num_kinds)
+        kind += np.repeat(np.arange(last - first) * num_kinds, np.diff(own)[first:last])
+        found = np.bincount(kind, minlength=(last - first) * num_kinds)
+        rows[first:last] += found.reshape(last - first, num_kinds)
+    num = rows.sum(axis=0)
+    seen = num > 0
+    return sums[seen] / num[seen], rows[:, seen]
+
+
+def _check(name: str, counts: NDArray[Any]) -> None:
+    good = counts.dtype.kind in "iuf" and bool(np.isfinite(counts).all()) and not (counts < 0).any()
+    if not good:
+        raise ValueError(f"table {name!r}: counts must be finite numbers from 0 up")
+
+
+def _windows(rates: Array, rows: Array) -> Array:
+    """Steps for which rows may stay: from none to so many that every row that is ever used has been."""
+    if not rates.any():
+        return np.array([0.0, 1.0])
+    first = 0.5 / float((rows @ rates).sum())
+    return np.concatenate([[0.0], np.geomspace(first, 50 / rates[rates > 0].min(), WINDOWS)])
 
 
 class _Piece(NamedTuple):
-    """Slots that one table gets more: from those of the piece before."""
+    """What one table gets more: from what it had with the piece before."""
 
     density: float
     """Hits per byte."""
     table: int
-    num_slots: int
+    slots: TableSlots
     """Of the table, with this piece."""
 
 
-def solve(tables: Sequence[TableUse], budget_bytes: float, *, least_cached: int = LEAST_ROWS) -> list[TableSlots]:
-    """Slots for each table within `budget_bytes`: the greedy plan, or that of `budget.plan_slots` where it hits more.
+def solve(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
+    """Slots for each table within `budget_bytes`: the greedy plan, or `budget.plan_slots` where that hits more.
 
-    Takes slots in the order of hits per byte, along the concave hull of each table's curve, so it lacks
-    less than one piece of it to the best there is, and nothing where all slots cost the same. Raises ValueError as
+    First every table gets the slots that batches in flight want, or where these do not all fit the least there are;
+    then bytes go in the order of hits per byte, along the concave hull of each table's curve, so that less than one
+    piece of it is lacking to the best there is, and nothing where all slots cost the same. Raises ValueError as
     `plan_slots`.
     """
-    equal = plan_slots([table.demand for table in tables], int(budget_bytes))
-    pieces = [_pieces(t, table, least_cached) for t, table in enumerate(tables)]
-    counts = [first.num_slots for first, *_ in pieces]
-    least = [table.slots(num, least_cached=least_cached) for table, num in zip(tables, counts, strict=True)]
-    left = budget_bytes - sum(table.num_bytes(slots) for table, slots in zip(tables, least, strict=True))
-    if left < 0:
+    floors = [table.wanted for table in tables]
+    if not _fits(tables, floors, budget_bytes):
+        floors = [table.least for table in tables]
+    found = _greedy(tables, floors, budget_bytes) if _fits(tables, floors, budget_bytes) else None
+    try:
+        equal = plan_slots([table.demand for table in tables], int(budget_bytes))
+    except ValueError:
+        if found is None:
+            raise
+        return found
+    if found is None:
         return equal
-    for piece in sorted((piece for _, *more in pieces for piece in more), key=lambda piece: -piece.density):
-        left = _take(piece, tables[piece.table], counts, left, least_cached)
-    found = [table.slots(num, least_cached=least_cached) for table, num in zip(tables, counts, strict=True)]
-    return found if expected_hits(tables, found) >= expected_hits(tables, equal) else equal
+    keeps = all(table.keeps(slots, floor) for table, slots, floor in zip(tables, equal, floors, strict=True))
+    return equal if keeps and expected_hits(tables, equal) > expected_hits(tables, found) else found
 
 
-def _take(piece: _Piece, table: TableUse, counts: list[int], left: float, least_cached: int) -> float:
-    """Give the table the piece, or as much of it as fits; the bytes that are left."""
-
-    def grown(num_slots: int) -> float:
-        now = table.slots(counts[piece.table], least_cached=least_cached)
-        return table.num_bytes(table.slots(num_slots, least_cached=least_cached)) - table.num_bytes(now)
-
-    num_slots = piece.num_slots
-    if grown(num_slots) > left:
-        per_slot = table.demand.record_bytes + METADATA_BYTES
-        num_slots = min(num_slots - 1, counts[piece.table] + int(left / per_slot))
-    more = grown(num_slots)
-    if num_slots <= counts[piece.table] or more > left:
-        return left
-    counts[piece.table] = num_slots
-    return left - more
+def _fits(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: float) -> bool:
+    return sum(table.least_bytes(floor) for table, floor in zip(tables, floors, strict=True)) <= budget_bytes
 
 
-def _pieces(t: int, table: TableUse, least_cached: int) -> list[_Piece]:
-    """The least that the table may have, or all of it where that costs no more; then pieces of falling density."""
-    numbers = _numbers(min(least_cached, table.demand.num_rows), table.demand.num_rows, table.num_hot + least_cached)
-    slots = [table.slots(num, least_cached=least_cached) for num in numbers]
-    hull = _concave_hull(np.array([table.num_bytes(s) for s in slots]), table.hits(slots))
-    found = [_Piece(math.inf, t, numbers[hull[0][2]])]
-    for (bytes_a, hits_a, _), (bytes_b, hits_b, k) in pairwise(hull):
-        found.append(_Piece((hits_b - hits_a) / max(bytes_b - bytes_a, 1e-9), t, numbers[k]))
+def _greedy(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: float) -> list[TableSlots]:
+    """Each table's first piece, then the others by what they hit per byte, and of those that do not fit a part."""
+    pieces = [_pieces(t, table, floor) for t, (table, floor) in enumerate(zip(tables, floors, strict=True))]
+    found = [first.slots for first, *_ in pieces]
+    left = budget_bytes - sum(num_bytes(table.demand, slots) for table, slots in zip(tables, found, strict=True))
+    full: set[int] = set()
+    for _, t, slots in sorted((piece for _, *more in pieces for piece in more), key=lambda piece: -piece.density):
+        if t in full:
+            continue
+        table, most_bytes = tables[t], left + num_bytes(tables[t].demand, found[t])
+        if num_bytes(table.demand, slots) > most_bytes:
+            full.add(t)
+            (slots,) = table.cut([most_bytes], floors[t])
+        if table.hits(slots) > table.hits(found[t]):
+            found[t], left = slots, most_bytes - num_bytes(table.demand, slots)
     return found
 
 
-def _numbers(least: int, most: int, corner: int) -> list[int]:
-    """Numbers of slots to look at, rising."""
-    span = most - least
+def _pieces(t: int, table: TableUse, floor: Array) -> list[_Piece]:
+    """The least that the table may have, then pieces of falling density."""
+    slots = table.cut(_sizes(table, floor), floor)
+    taken = np.array([num_bytes(table.demand, each) for each in slots])
+    hull = _concave_hull(taken, np.array([table.hits(each) for each in slots]))
+    found = [_Piece(math.inf, t, slots[hull[0][2]])]
+    for (bytes_a, hits_a, _), (bytes_b, hits_b, k) in pairwise(hull):
+        found.append(_Piece((hits_b - hits_a) / max(bytes_b - bytes_a, 1e-9), t, slots[k]))
+    return found
+
+
+def _sizes(table: TableUse, floor: Array) -> list[float]:
+    """Bytes to look at, from the least to those of the whole table."""
+    least, per_slot = table.least_bytes(floor), table.demand.record_bytes + METADATA_BYTES
+    span = math.ceil((table.whole_bytes - least) / per_slot)
     octaves = np.log2(max(span / EXACT_POINTS, 1.0))
-    far = least + EXACT_POINTS * 2 ** np.linspace(0, octaves, 1 + int(np.ceil(octaves * POINTS_PER_OCTAVE)))
-    near = least + np.arange(min(span, EXACT_POINTS) + 1)
-    found = np.unique(np.concatenate([near, far.astype(np.int64), [most, min(max(corner, least), most)]]))
-    return [int(num) for num in found if least <= num <= most]
+    far = EXACT_POINTS * 2 ** np.linspace(0, octaves, 1 + int(np.ceil(octaves * POINTS_PER_OCTAVE)))
+    steps = np.concatenate([np.arange(min(span, EXACT_POINTS) + 1), np.floor(far)])
+    sizes = least + per_slot * np.unique(steps)
+    return [*sizes[sizes < table.whole_bytes].tolist(), table.whole_bytes]
 
 
 def _concave_hull(num_bytes: Array, hits: Array) -> list[tuple[float, float, int]]:
@@ -223,7 +306,7 @@ def _is_below(a: tuple[float, float, int], b: tuple[float, float, int], x: float
 
 def expected_hits(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
     """Per step, over all tables."""
-    return float(sum(table.hits([s])[0] for table, s in zip(tables, slots, strict=True)))
+    return float(sum(table.hits(s) for table, s in zip(tables, slots, strict=True)))
 
 
 def expected_hit_rate(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
@@ -239,10 +322,23 @@ class CountsPlan:
     counts: Mapping[str, ArrayLike]
     num_steps: float
     curves: Mapping[str, MissRatio]
+    depth: int
+    least_cached: Mapping[str, int]
+    _solved: dict[tuple[Any, ...], list[TableSlots]] = field(default_factory=dict, repr=False)
 
     def __call__(self, demands: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
         """Slots for each table. Raises ValueError where a table has no counts, and as `solve`."""
-        return solve(self.uses(demands), budget_bytes)
+        return self._solved.get((*demands, budget_bytes)) or self.solver(demands)(budget_bytes)
+
+    def solver(self, demands: Sequence[TableDemand]) -> Callable[[int], list[TableSlots]]:
+        """The plan for these tables, by budgets, once their counts have been read; what it finds is remembered."""
+        uses = self.uses(demands)
+
+        def solved(budget_bytes: int) -> list[TableSlots]:
+            slots = self._solved[(*demands, budget_bytes)] = solve(uses, budget_bytes)
+            return slots
+
+        return solved
 
     def uses(self, demands: Sequence[TableDemand]) -> list[TableUse]:
         """The tables with their accesses."""
@@ -252,21 +348,38 @@ class CountsPlan:
                     f"plan_by_counts has no counts for table {demand.name!r}; it has {', '.join(self.counts) or 'none'}"
                 )
         return [
-            TableUse(d, self.counts[d.name], num_steps=self.num_steps, curve=self.curves.get(d.name)) for d in demands
+            TableUse(
+                demand,
+                self.counts[demand.name],
+                num_steps=self.num_steps,
+                curve=self.curves.get(demand.name),
+                depth=self.depth,
+                least_cached=self.least_cached.get(demand.name, LEAST_ROWS),
+            )
+            for demand in demands
         ]
 
 
 def plan_by_counts(
-    counts: Mapping[str, ArrayLike], *, num_steps: float, curves: Mapping[str, MissRatio] | None = None
-) -> Callable[[Sequence[TableDemand], int], Sequence[TableSlots]]:
+    counts: Mapping[str, ArrayLike],
+    *,
+    num_steps: float,
+    curves: Mapping[str, MissRatio] | None = None,
+    depth: int = LOOKAHEAD,
+    least_cached: Mapping[str, int] | None = None,
+) -> CountsPlan:
     """A plan for `Memory(plan=...)` from accesses per row, such as those of a packed dataset.
 
     counts: by table, accesses of each row [num_embeddings]; pinned rows are a prefix, so rows should be numbered by
-    popularity, as `hotrow prepare` does. num_steps: batches in which they were counted. curves: by table, measured
-    miss ratios per distinct row of a batch (Locality.by_row), where there are some. Raises ValueError below one step.
+    popularity, as `hotrow prepare` does; they are read when tables are laid out, one table's after another's.
+    num_steps: batches in which they were counted. curves: by table, measured miss ratios per distinct row of a batch
+    (Locality.by_row), where there are some. depth: batches looked ahead to, whose rows must find cached slots.
+    least_cached: by table, rows cached at least (LEAST_ROWS). Raises ValueError for no steps and a negative depth.
     """
     if not num_steps > 0:
         raise ValueError(
             f"num_steps is {num_steps}; it is the number of batches in which accesses were counted, above 0"
         )
-    return CountsPlan(counts, num_steps, curves or {})
+    if depth < 0:
+        raise ValueError(f"depth is {depth}; it is the number of batches looked ahead to, from 0 up")
+    return CountsPlan(counts, num_steps, curves or {}, depth, least_cached or {})

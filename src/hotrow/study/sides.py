@@ -25,6 +25,7 @@ from hotrow.memory.budget import Memory
 from hotrow.memory.lookahead import lookahead
 from hotrow.memory.tiers import Flight, Tiers
 from hotrow.optim import SGD
+from hotrow.plan.solve import plan_by_counts
 from hotrow.study.work import LR, SEED, Training, Work
 from hotrow.tables import TableConfig
 
@@ -127,7 +128,8 @@ class InTiers(Side):
 
     def build(self) -> None:
         """Tables whose every row exists and has its place on the disk."""
-        memory = Memory(dram=self.settings.dram_bytes, ssd=self.settings.folder, io=self.settings.io)  # type: ignore[arg-type]
+        plan = plan_by_counts(self.work.counts(), num_steps=1)  # as a prepared dataset's counts would have it
+        memory = Memory(dram=self.settings.dram_bytes, ssd=self.settings.folder, io=self.settings.io, plan=plan)  # type: ignore[arg-type]
         self.use(EmbeddingCollection(self.work.tables, memory=memory, seed=SEED))
         assert self.emb.tiers is not None
         self.tiers: Tiers = self.emb.tiers
@@ -183,7 +185,8 @@ class InTiers(Side):
         return {
             "rows_on_disk": int(self.rows_on_disk),
             "disk_bytes": sum(file.stat().st_blocks * 512 for file in files),
-            "whole_tables": sum(slots.pinned > 0 for slots in self.tiers.slots),
+            "whole_tables": len(self.tiers.stores) - len(files),
+            "pinned_rows": sum(slots.pinned for slots in self.tiers.slots),
             "cached_rows": sum(slots.cached for slots in self.tiers.slots),
             "fallback": next((store.fallback for store in self.tiers.stores if store.fallback), None),
         }

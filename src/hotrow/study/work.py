@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -58,6 +59,10 @@ class Work:
         for number, columns in enumerate(ids):
             yield self._batch(columns, np.random.default_rng((SEED, 2 + 2 * stream, number)))
 
+    def counts(self) -> Mapping[str, NDArray[np.float64]]:
+        """Of each table, how often a step is expected to look up each row."""
+        return _Counts(self, None if self.trace is None else open_accesses(self.trace))
+
     def _batch(self, columns: Sequence[np.ndarray[Any, Any]], generator: np.random.Generator) -> Batch:
         lengths = None
         if any(len(column) != self.batch_size for column in columns):
@@ -67,6 +72,29 @@ class Work:
         label = (generator.random(self.batch_size) < 0.25).astype(np.float32)
         sparse = KeyedJaggedTensor(names_of(len(columns)), values, lengths=lengths)
         return Batch(dense=torch.from_numpy(dense), sparse=sparse, label=torch.from_numpy(label))
+
+
+@dataclass(frozen=True)
+class _Counts(Mapping[str, NDArray[np.float64]]):
+    """Made when they are asked for: those of all tables at once would be as large as a small model."""
+
+    work: Work
+    accesses: Accesses | None
+
+    def __getitem__(self, name: str) -> NDArray[np.float64]:
+        t = names_of(len(self)).index(name)
+        if self.accesses is None:
+            return zipf_chances(self.work, t) * self.work.batch_size
+        counts = np.zeros(self.work.rows[t])
+        for ids in self.accesses.tables[t].batches(self.work.batch_size):
+            counts += np.bincount(ids, minlength=len(counts))
+        return counts * self.work.batch_size / self.accesses.num_samples
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(names_of(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.work.rows)
 
 
 def names_of(num_tables: int) -> tuple[str, ...]:
@@ -84,6 +112,14 @@ def zipf_ids(work: Work, stream: int) -> Iterator[list[np.ndarray[Any, Any]]]:
             np.minimum((1 + row * ((n + 1.0) ** power - 1)) ** (1 / power) - 1, n - 1).astype(np.int64)
             for n, row in zip(work.rows, u, strict=True)
         ]
+
+
+def zipf_chances(work: Work, table: int) -> NDArray[np.float64]:
+    """Of each id of a table, to be the one that `zipf_ids` draws."""
+    assert work.zipf is not None
+    power, n = 1.0 - work.zipf, work.rows[table]
+    below: NDArray[np.float64] = (np.arange(1, n + 2, dtype=np.float64) ** power - 1) / ((n + 1.0) ** power - 1)
+    return np.diff(below)
 
 
 def trace_ids(accesses: Accesses, batch_size: int) -> Iterator[list[np.ndarray[Any, Any]]]:
