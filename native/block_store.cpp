@@ -1,8 +1,10 @@
 // The door to the engine: copies what a call needs and hands it over; see hotrow/block_store.h.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <numeric>
 
 #include "engine.h"
 
@@ -28,23 +30,47 @@ class Door final : public BlockStore {
     if (moves.empty()) return;
     const auto count = static_cast<int64_t>(moves.size());
     ticket.add(count);
-    if (!is_usable()) return ticket.fail(count);
-    engine_->push({Call::Kind::read, table_.get(), {moves.begin(), moves.end()}, slots, nullptr, &ticket});
+    std::vector<Move> sorted(moves.begin(), moves.end());
+    const auto before = [](const Move& a, const Move& b) { return a.row < b.row; };
+    if (!std::is_sorted(sorted.begin(), sorted.end(), before)) std::sort(sorted.begin(), sorted.end(), before);
+    if (!is_usable() || !table_->has_rows(sorted.front().row, sorted.back().row)) return ticket.fail(count);
+    engine_->push({Call::Kind::read, table_.get(), std::move(sorted), slots, nullptr, &ticket});
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
     if (moves.empty() || !is_usable()) return;
-    engine_->wait_for_room(*table_);
-    const auto record_bytes = static_cast<size_t>(table_->file.layout.record_bytes);
-    auto records = std::make_unique_for_overwrite<std::byte[]>(moves.size() * record_bytes);
-    std::vector<Move> places;
-    places.reserve(moves.size());
-    for (size_t i = 0; i < moves.size(); ++i) {
-      slots.gather(moves[i].slot, records.get() + i * record_bytes);
-      places.push_back({moves[i].row, static_cast<int64_t>(i)});
+    // By row, and those of one row as they were given: the last counts. An order takes less memory than sorted moves.
+    std::vector<uint32_t> order(moves.size());
+    std::iota(order.begin(), order.end(), 0u);
+    const auto before = [&](uint32_t a, uint32_t b) {
+      return moves[a].row < moves[b].row || (moves[a].row == moves[b].row && a < b);
+    };
+    if (!std::is_sorted(order.begin(), order.end(), before)) std::sort(order.begin(), order.end(), before);
+    if (!table_->has_rows(moves[order.front()].row, moves[order.back()].row)) return;
+    const BlockLayout& layout = table_->file.layout;
+    const auto unit_at = [&](size_t i) { return layout.unit_of(moves[order[i]].row); };
+    int64_t num_units = 1;
+    for (size_t i = 1; i < order.size(); ++i) num_units += unit_at(i) != unit_at(i - 1);
+
+    const int64_t dirty_bytes = table_->dirty_bytes();
+    for (size_t i = 0; num_units > 0;) {
+      const Room::Place place = engine_->room().take(dirty_bytes, num_units, table_->failure);
+      bump(table_->counted.blocked_ns, place.blocked_ns);
+      if (place.count == 0) return;
+      Dirty* last = nullptr;
+      for (int64_t n = 0; n < place.count; ++n) {
+        Dirty* unit = table_->make(place.bytes + n * dirty_bytes, place.chunk, unit_at(i));
+        for (; i < order.size() && unit_at(i) == unit->unit; ++i) {
+          Table::put(*unit, moves[order[i]].row, slots, moves[order[i]].slot);
+        }
+        if (last) last->next = unit;
+        last = unit;
+      }
+      num_units -= place.count;
+      bump(table_->counted.waiting_bytes, place.count * dirty_bytes);
+      engine_->push({Call::Kind::write, table_.get(), {}, {}, reinterpret_cast<Dirty*>(place.bytes), nullptr});
     }
-    engine_->add_waiting(*table_, static_cast<int64_t>(moves.size() * record_bytes));
-    engine_->push({Call::Kind::write, table_.get(), std::move(places), {}, std::move(records), nullptr});
+    bump(table_->counted.written_rows, static_cast<int64_t>(moves.size()));
   }
 
   bool flush() override { return is_usable() && ask(Call::Kind::flush); }

@@ -1,73 +1,190 @@
-// Which units of a table wait to be written, and with which bytes; see engine.h.
+// Which units wait to be written, and with which bytes; see engine.h.
+#include <hotrow/memory.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <new>
+
 #include "engine.h"
 
 namespace hotrow {
 namespace {
 
-constexpr size_t kImagesInSlab = 64;
+constexpr int64_t kChunkBytes = 1 << 16;  // some hundred sectors: few calls of the system, and little that is idle
 
-size_t known_words(const BlockLayout& layout) { return static_cast<size_t>((layout.unit_rows + 63) / 64); }
+}  // namespace
 
-// A unit's image, then its bits.
-size_t image_bytes(const BlockLayout& layout) {
-  return static_cast<size_t>(layout.unit_bytes) + known_words(layout) * sizeof(uint64_t);
+bool Table::has_rows(int64_t first, int64_t last) {
+  if (first >= 0 && last < num_rows.load()) return true;
+  failure.set("table '" + file.table + "': " + rows_text(first, last) + " were asked for, but it has " +
+              std::to_string(num_rows.load()) + " rows (" + file.path + "); grow it first");
+  return false;
+}
+
+// ---- units
+
+Dirty* Table::make(std::byte* at, Chunk* chunk, int64_t unit) {
+  Dirty* made = new (at) Dirty{this, unit, chunk, nullptr, 0, true};
+  std::memset(made->known(), 0, static_cast<size_t>(known_words) * sizeof(uint64_t));
+  // What lies behind the last row is written too.
+  const int64_t rows_bytes = file.layout.unit_rows * file.layout.record_bytes;
+  std::memset(made->image() + rows_bytes, 0, static_cast<size_t>(file.layout.unit_bytes - rows_bytes));
+  return made;
+}
+
+namespace {
+
+void set_known(Dirty& unit, int64_t place) {
+  unit.num_known += !unit.knows(place);
+  unit.known()[place / 64] |= uint64_t{1} << (place % 64);
 }
 
 }  // namespace
 
-Dirty* Table::find(int64_t unit) {
-  if (dirty.empty()) return nullptr;
-  const auto found = dirty.find(unit);
-  return found == dirty.end() ? nullptr : &found->second;
+void Table::put(Dirty& unit, int64_t row, const Slots& slots, int64_t slot) {
+  const BlockLayout& layout = unit.table->file.layout;
+  slots.gather(slot, unit.image() + layout.place_in_unit(row));
+  set_known(unit, row % layout.unit_rows);
 }
 
-std::pair<Dirty*, bool> Table::make(int64_t unit) {
-  const auto [place, is_new] = dirty.try_emplace(unit);
-  Dirty& made = place->second;
-  if (!is_new) return {&made, false};
-  const size_t bytes = image_bytes(file.layout);
-  if (free_images.empty()) {
-    slabs.push_back(std::make_unique<std::byte[]>(kImagesInSlab * bytes));
-    for (size_t i = 0; i < kImagesInSlab; ++i) free_images.push_back(slabs.back().get() + i * bytes);
+void Table::merge(Dirty& unit, Dirty& newer) {
+  const BlockLayout& layout = unit.table->file.layout;
+  for (int64_t place = 0; place < layout.unit_rows; ++place) {
+    if (!newer.knows(place)) continue;
+    const int64_t at = place * layout.record_bytes;
+    std::memcpy(unit.image() + at, newer.image() + at, static_cast<size_t>(layout.record_bytes));
+    set_known(unit, place);
   }
-  std::byte* image = free_images.back();
-  free_images.pop_back();
-  uint64_t* known = reinterpret_cast<uint64_t*>(image + file.layout.unit_bytes);
-  std::memset(known, 0, known_words(file.layout) * sizeof(uint64_t));
-  made = {this, unit, image, known, 0, false};
-  return {&made, true};
-}
-
-void Table::drop(Dirty* unit) {
-  free_images.push_back(unit->image);
-  dirty.erase(unit->unit);
-}
-
-const std::byte* Table::waiting_bytes_of(int64_t row) {
-  const BlockLayout& layout = file.layout;
-  const Dirty* unit = find(layout.unit_of(row));
-  return unit && unit->knows(row % layout.unit_rows) ? unit->image + layout.place_in_unit(row) : nullptr;
-}
-
-void Table::put(Dirty& unit, int64_t row, const std::byte* record) {
-  const BlockLayout& layout = file.layout;
-  const int64_t place = row % layout.unit_rows;
-  std::memcpy(unit.image + layout.place_in_unit(row), record, static_cast<size_t>(layout.record_bytes));
-  unit.num_known += !unit.knows(place);
-  unit.known[place / 64] |= uint64_t{1} << (place % 64);
   unit.changed = true;
 }
 
 void Table::complete(Dirty& unit, const std::byte* on_disk) {
-  const BlockLayout& layout = file.layout;
+  const BlockLayout& layout = unit.table->file.layout;
   for (int64_t place = 0; place < layout.unit_rows; ++place) {
-    if (!unit.knows(place)) {
-      const int64_t at = place * layout.record_bytes;
-      std::memcpy(unit.image + at, on_disk + at, static_cast<size_t>(layout.record_bytes));
-      unit.known[place / 64] |= uint64_t{1} << (place % 64);
+    if (unit.knows(place)) continue;
+    const int64_t at = place * layout.record_bytes;
+    std::memcpy(unit.image() + at, on_disk + at, static_cast<size_t>(layout.record_bytes));
+    set_known(unit, place);
+  }
+}
+
+// ---- their memory
+
+Room::Room(int64_t most_bytes) : most_bytes_(most_bytes) {}
+
+Room::~Room() {
+  if (filling_) release(filling_);
+  for (Chunk* chunk : free_) release(chunk);
+}
+
+// Behind a unit with a chunk of its own there is room for others, of less than a page.
+int64_t Room::most_units(int64_t unit_bytes) const {
+  return (std::max(most_bytes_, kChunkBytes) + kPageBytes) / unit_bytes + 1;
+}
+
+Room::Place Room::take(int64_t unit_bytes, int64_t count, const FailureSlot& failure) {
+  using Clock = std::chrono::steady_clock;
+  Place place;
+  std::unique_lock lock(mutex_);
+  while (!filling_ || filling_->size - filling_->filled < unit_bytes) {
+    if (open_chunk(unit_bytes)) break;
+    if (failure.get()) return place;
+    const auto before = Clock::now();
+    ++num_blocked_;
+    changed_.wait(lock);
+    --num_blocked_;
+    place.blocked_ns += std::chrono::nanoseconds(Clock::now() - before).count();
+  }
+  place.chunk = filling_;
+  place.bytes = filling_->bytes + filling_->filled;
+  place.count = std::min(count, (filling_->size - filling_->filled) / unit_bytes);
+  filling_->filled += place.count * unit_bytes;
+  filling_->num_units += place.count;
+  return place;
+}
+
+// A chunk of which units still wait is only let go of: it comes back with the last of them.
+bool Room::open_chunk(int64_t unit_bytes) {
+  if (filling_ && filling_->num_units == 0) free_.push_back(filling_), filling_ = nullptr;
+  const auto fits = [&](const Chunk* chunk) { return chunk->size >= unit_bytes; };
+  const auto found = std::find_if(free_.rbegin(), free_.rend(), fits);
+  if (found != free_.rend()) {
+    filling_ = *found;
+    free_.erase(std::next(found).base());
+    return true;
+  }
+  const int64_t size = std::max(kChunkBytes, (unit_bytes + kPageBytes - 1) / kPageBytes * kPageBytes);
+  while (num_bytes() + size > most_bytes_ && !free_.empty()) {
+    release(free_.back());
+    free_.pop_back();
+  }
+  if (num_bytes() + size > most_bytes_ && num_bytes() > 0) return false;
+  const Pages pages = allocate_pages(static_cast<size_t>(size));
+  if (!pages.data) throw std::bad_alloc();
+  filling_ = new Chunk{static_cast<std::byte*>(pages.data), static_cast<int64_t>(pages.bytes)};
+  num_bytes_ += filling_->size;
+  return true;
+}
+
+void Room::release(Chunk* chunk) {
+  num_bytes_ -= chunk->size;
+  free_pages({chunk->bytes, static_cast<size_t>(chunk->size), false});
+  delete chunk;
+}
+
+void Room::give_back(const std::vector<Chunk*>& chunks, bool look_again) {
+  const std::lock_guard lock(mutex_);
+  for (Chunk* chunk : chunks) {
+    if (--chunk->num_units > 0) continue;
+    look_again = true;
+    chunk->filled = 0;
+    if (chunk->size > kChunkBytes) {  // made for one unit
+      if (chunk == filling_) filling_ = nullptr;
+      release(chunk);
+    } else if (chunk != filling_) {
+      free_.push_back(chunk);
     }
   }
-  unit.num_known = layout.unit_rows;
+  if (look_again && num_blocked_) changed_.notify_all();
+}
+
+// ---- where they are
+
+Index::Index(int64_t most_units) {
+  const size_t size = std::bit_ceil(static_cast<size_t>(2 * most_units + 2));
+  units_.resize(size);
+  shift_ = 64 - std::countr_zero(size);
+}
+
+size_t Index::home(const Table* table, int64_t unit) const {
+  const uint64_t key = static_cast<uint64_t>(unit) + (reinterpret_cast<uint64_t>(table) << 20);
+  return static_cast<size_t>(key * 0x9E3779B97F4A7C15u >> shift_);
+}
+
+// Where it is, or would be.
+size_t Index::place_of(const Table* table, int64_t unit) const {
+  const size_t mask = units_.size() - 1;
+  size_t at = home(table, unit);
+  while (units_[at] && (units_[at]->unit != unit || units_[at]->table != table)) at = (at + 1) & mask;
+  return at;
+}
+
+Dirty* Index::find(const Table* table, int64_t unit) const { return units_[place_of(table, unit)]; }
+
+void Index::insert(Dirty* unit) { units_[place_of(unit->table, unit->unit)] = unit; }
+
+// Units behind the hole move into it where their search would else end there.
+void Index::erase(const Dirty* unit) {
+  const size_t mask = units_.size() - 1;
+  size_t hole = place_of(unit->table, unit->unit);
+  for (size_t at = (hole + 1) & mask; units_[at]; at = (at + 1) & mask) {
+    const size_t wanted = home(units_[at]->table, units_[at]->unit);
+    if (((at - wanted) & mask) < ((at - hole) & mask)) continue;
+    units_[hole] = units_[at];
+    hole = at;
+  }
+  units_[hole] = nullptr;
 }
 
 }  // namespace hotrow

@@ -15,25 +15,30 @@
 namespace hotrow {
 namespace {
 
-bool by_row(const Move& a, const Move& b) { return a.row < b.row || (a.row == b.row && a.slot < b.slot); }
+constexpr int64_t kRingEntryBytes = 128;   // of a queue of calls and one of results, in the kernel's memory
+constexpr int64_t kStackBytes = 16 << 10;  // that a thread here touches
 
-void sort_by_row(std::vector<Move>& moves) {
-  if (!std::is_sorted(moves.begin(), moves.end(), by_row)) std::sort(moves.begin(), moves.end(), by_row);
+// What it takes beside waiting rows.
+int64_t fixed_bytes(const EngineOptions& options) {
+  const int64_t frames = options.depth * (kPageBytes + static_cast<int64_t>(sizeof(Job)) + kRingEntryBytes);
+  return frames + (1 + (options.ring ? 0 : options.num_threads)) * kStackBytes;
 }
 
-// Refuses rows outside the table: `moves` are sorted.
-bool are_rows_of(Table& table, const std::vector<Move>& moves) {
-  const int64_t num_rows = table.num_rows.load();
-  if (moves.front().row >= 0 && moves.back().row < num_rows) return true;
-  table.failure.set("table '" + table.file.table + "': " + rows_text(moves.front().row, moves.back().row) +
-                    " were asked for, but it has " + std::to_string(num_rows) + " rows (" + table.file.path +
-                    "); grow it first");
-  return false;
+// The rest, less the index of waiting units, which is at most a sixteenth of them; where nearly nothing is allowed,
+// half.
+int64_t room_bytes(const EngineOptions& options) {
+  const int64_t most = options.most_waiting_bytes;
+  return std::max(most - fixed_bytes(options), most / 2) / 16 * 15;
 }
 
 }  // namespace
 
-Engine::Engine(const EngineOptions& options) : options_(options), process_(getpid()) {}
+Engine::Engine(const EngineOptions& options)
+    : options_(options), process_(getpid()), room_(room_bytes(options)), index_(room_.most_units(kLeastDirtyBytes)) {}
+
+int64_t Engine::num_bytes() const {
+  return fixed_bytes(options_) + index_.num_bytes() + room_.num_bytes() + large_bytes_.load(std::memory_order_relaxed);
+}
 
 std::string rows_text(int64_t first, int64_t last) {
   if (first == last) return "row " + std::to_string(first);
@@ -71,31 +76,13 @@ Engine::~Engine() {
 }
 
 void Engine::push(Call call) {
+  bool is_first;  // the engine takes all of them at once: one wake is enough
   {
     const std::lock_guard lock(mutex_);
+    is_first = calls_.empty();
     calls_.push_back(std::move(call));
   }
-  queue_->wake();
-}
-
-void Engine::add_waiting(Table& table, int64_t bytes) {
-  waiting_bytes_.fetch_add(bytes, std::memory_order_relaxed);
-  bump(table.counted.waiting_bytes, bytes);
-}
-
-void Engine::wait_for_room(Table& table) {
-  const auto has_room = [&] { return waiting_bytes_.load() <= options_.most_waiting_bytes || table.failure.get(); };
-  if (has_room()) return;
-  timespec before, after;
-  clock_gettime(CLOCK_MONOTONIC, &before);
-  {
-    std::unique_lock lock(mutex_);
-    ++num_blocked_;
-    room_.wait(lock, has_room);
-    --num_blocked_;
-  }
-  clock_gettime(CLOCK_MONOTONIC, &after);
-  bump(table.counted.blocked_ns, (after.tv_sec - before.tv_sec) * 1'000'000'000 + after.tv_nsec - before.tv_nsec);
+  if (is_first) queue_->wake();
 }
 
 int64_t Engine::cpu_ns() {
@@ -117,7 +104,10 @@ void Engine::run() {
     for (Call& call : taken_) handle(std::move(call));
     taken_.clear();
     send();
-    wake_blocked();
+    // Before it sleeps: whatever gave room, or failed a table, since it last did.
+    if (!left_.empty() || has_failed_) room_.give_back(left_, has_failed_);
+    left_.clear();
+    has_failed_ = false;
     // A quarter of what is under way at once: fewer wakes per I/O, and the queue stays three quarters full.
     const auto in_flight = static_cast<int64_t>(jobs_.size() - free_jobs_.size());
     queue_->wait(in_flight / 4, ended_);
@@ -131,12 +121,6 @@ bool Engine::take_calls() {
   const std::lock_guard lock(mutex_);
   taken_.swap(calls_);
   return !ending_;
-}
-
-// Before the engine sleeps: whatever gave room, or failed a table, since it last did.
-void Engine::wake_blocked() {
-  const std::lock_guard lock(mutex_);
-  if (num_blocked_) room_.notify_all();
 }
 
 void Engine::handle(Call&& call) {
@@ -161,28 +145,27 @@ void Engine::handle(Call&& call) {
 }
 
 void Engine::start_reading(Call&& call) {
-  sort_by_row(call.moves);
-  are_rows_of(*call.table, call.moves);
   ++call.table->calls_reading;
   reading_.push_back(std::make_unique<Call>(std::move(call)));
 }
 
-void Engine::start_writing(Call& call) {
+void Engine::start_writing(const Call& call) {
   Table& table = *call.table;
-  const int64_t record_bytes = table.file.layout.record_bytes;
-  sort_by_row(call.moves);
-  if (are_rows_of(table, call.moves) && !table.failure.get()) {
-    for (const Move& move : call.moves) {
-      const auto [unit, is_new] = table.make(table.file.layout.unit_of(move.row));
-      table.put(*unit, move.row, call.records.get() + move.slot * record_bytes);
-      if (is_new) {
-        dirty_.push_back(unit);
-        add_waiting(table, table.file.layout.unit_bytes);
-      }
+  for (Dirty* unit = call.units; unit;) {
+    Dirty* next = unit->next;
+    Dirty* waiting = table.num_dirty ? index_.find(&table, unit->unit) : nullptr;
+    if (table.failure.get()) {
+      forget(unit);
+    } else if (waiting) {
+      Table::merge(*waiting, *unit);
+      forget(unit);
+    } else {
+      index_.insert(unit);
+      ++table.num_dirty;
+      put_last(unit);
     }
-    bump(table.counted.written_rows, static_cast<int64_t>(call.moves.size()));
+    unit = next;
   }
-  add_waiting(table, -static_cast<int64_t>(call.moves.size()) * record_bytes);
 }
 
 std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason) {

@@ -8,7 +8,6 @@
 #include <array>
 #include <deque>
 #include <thread>
-#include <unordered_map>
 #include <utility>
 
 namespace hotrow {
@@ -18,17 +17,78 @@ std::string rows_text(int64_t first, int64_t last);
 
 struct Table;
 
-// A unit of the file that stands in the engine's queue or is being written. Its image holds the newest bytes of the
-// rows whose bits in `known` are set, and of every row once the unit was read.
+// Memory of units that wait. Filled from the front, and used again when none of them waits any more.
+struct Chunk {
+  std::byte* bytes;
+  int64_t size, filled = 0, num_units = 0;
+};
+
+// A unit of the file that stands in the engine's queue or is being written. Behind it lie a bit for each row that it
+// knows, and its bytes: the newest of the rows it knows, and of every row once the unit was read.
 struct Dirty {
   Table* table;
   int64_t unit;
-  std::byte* image;
-  uint64_t* known;
-  int64_t num_known;
+  Chunk* chunk;
+  Dirty* next;  // of the call that brings it, then of the queue
+  int32_t num_known;
   bool changed;  // since an I/O took its bytes
 
-  bool knows(int64_t row_in_unit) const { return known[row_in_unit / 64] >> (row_in_unit % 64) & 1; }
+  uint64_t* known() { return reinterpret_cast<uint64_t*>(this + 1); }
+  std::byte* image();
+  bool knows(int64_t row_in_unit) { return known()[row_in_unit / 64] >> (row_in_unit % 64) & 1; }
+};
+
+// The memory of all that waits, and of nothing else: a bounded number of chunks, kept to be used again.
+class Room {
+ public:
+  // most_bytes: of chunks; where nothing waits there is always room for one.
+  explicit Room(int64_t most_bytes);
+  ~Room();
+
+  // Memory for units of `unit_bytes`: as many of `count` as lie in a chunk, at least one. Waits while there is none,
+  // unless has_failed; then it has none. It must be handed to the engine before more is asked for: nobody waits who
+  // holds what another waits for.
+  struct Place {
+    Chunk* chunk = nullptr;
+    std::byte* bytes = nullptr;
+    int64_t count = 0;
+    int64_t blocked_ns = 0;
+  };
+  Place take(int64_t unit_bytes, int64_t count, const FailureSlot& failure);
+  // One unit of each. look_again: a table has failed, so that who waits may be waiting in vain.
+  void give_back(const std::vector<Chunk*>& chunks, bool look_again);
+
+  int64_t num_bytes() const { return num_bytes_.load(std::memory_order_relaxed); }
+  // Units of at least `unit_bytes` there may be at once.
+  int64_t most_units(int64_t unit_bytes) const;
+
+ private:
+  bool open_chunk(int64_t unit_bytes);
+  void release(Chunk* chunk);
+
+  const int64_t most_bytes_;
+  std::atomic<int64_t> num_bytes_{0};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Chunk* filling_ = nullptr;
+  std::vector<Chunk*> free_;
+  int64_t num_blocked_ = 0;
+};
+
+// Which units wait, of all tables: open addressing, made as large as there can be units. Of the engine's thread alone.
+class Index {
+ public:
+  explicit Index(int64_t most_units);
+  Dirty* find(const Table* table, int64_t unit) const;
+  void insert(Dirty* unit);
+  void erase(const Dirty* unit);
+  int64_t num_bytes() const { return static_cast<int64_t>(units_.size() * sizeof(Dirty*)); }
+
+ private:
+  size_t home(const Table* table, int64_t unit) const;
+  size_t place_of(const Table* table, int64_t unit) const;
+  std::vector<Dirty*> units_;
+  int shift_;
 };
 
 // StoreCounters as the engine's thread counts them, for others to read.
@@ -37,12 +97,18 @@ struct Counted {
       served_from_queue{0}, read_modify_writes{0}, waiting_bytes{0}, blocked_ns{0};
 };
 inline void bump(std::atomic<int64_t>& counter, int64_t n) { counter.fetch_add(n, std::memory_order_relaxed); }
+// The same where one thread alone counts: several times cheaper.
+inline void bump_own(std::atomic<int64_t>& counter, int64_t n) {
+  counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+}
 
 // Of the engine's thread alone, but for what is atomic, and `file`, which does not change.
 struct Table {
-  explicit Table(TableFile f) : file(std::move(f)), num_rows(file.num_rows) {}
+  explicit Table(TableFile f)
+      : file(std::move(f)), known_words((file.layout.unit_rows + 63) / 64), num_rows(file.num_rows) {}
 
   TableFile file;
+  const int64_t known_words;
   std::atomic<int64_t> num_rows;
   Counted counted;
   FailureSlot failure;
@@ -51,49 +117,58 @@ struct Table {
   int inject_error = 0;
 
   int queue_file = -1;
-  std::unordered_map<int64_t, Dirty> dirty;
-  std::vector<std::byte*> free_images;
-  std::vector<std::unique_ptr<std::byte[]>> slabs;
-  int64_t in_flight = 0, calls_reading = 0;
+  int64_t num_dirty = 0, in_flight = 0, calls_reading = 0;
   std::vector<Ticket*> flushes;
   Ticket* leaving = nullptr;
 
-  Dirty* find(int64_t unit);
-  // The dirty unit, new where `second`.
-  std::pair<Dirty*, bool> make(int64_t unit);
-  void drop(Dirty* dirty);
-  // The bytes of a row whose write waits or is under way; else null.
-  const std::byte* waiting_bytes_of(int64_t row);
-  void put(Dirty& unit, int64_t row, const std::byte* record);
+  // Whether they are rows of it; else it has failed.
+  bool has_rows(int64_t first, int64_t last);
+  // What a unit takes that waits.
+  int64_t dirty_bytes() const {
+    const auto bytes = static_cast<int64_t>(sizeof(Dirty)) + known_words * 8 + file.layout.unit_bytes;
+    return (bytes + 7) / 8 * 8;
+  }
+  // A unit that knows nothing yet, in memory of dirty_bytes.
+  Dirty* make(std::byte* at, Chunk* chunk, int64_t unit);
+  static void put(Dirty& unit, int64_t row, const Slots& slots, int64_t slot);
+  // Takes what `newer` knows.
+  static void merge(Dirty& unit, Dirty& newer);
   // Takes the rows that the image lacks from the unit as it lies on disk.
-  void complete(Dirty& unit, const std::byte* on_disk);
+  static void complete(Dirty& unit, const std::byte* on_disk);
 };
+
+inline std::byte* Dirty::image() { return reinterpret_cast<std::byte*>(known() + table->known_words); }
 
 struct Call {
   enum class Kind { read, write, flush, attach, detach };
   Kind kind;
   Table* table;
-  std::vector<Move> moves;  // by row; of a write, slots are places in `records`
+  std::vector<Move> moves;  // of a read, by row
   Slots slots;
-  std::unique_ptr<std::byte[]> records;
+  Dirty* units;  // of a write
   Ticket* ticket;
   size_t next = 0, ended = 0;  // of the moves of a read
+  bool good = true;
 };
 
 inline constexpr int64_t kMostUnits = kPageBytes / 512;
 
 struct Job : Io {
   std::byte* frame;  // its own page of the queue's frames
-  std::byte* base;   // where the I/O began: the frame, or memory of its own where a unit is larger
+  std::byte* base;   // where the I/O began: the frame, or own_bytes of its own where a unit is larger
   Table* table;
   int64_t unit;  // the first
-  Call* call;    // a read's, and its moves
+  int64_t own_bytes;
+  Call* call;  // a read's, and its moves
   size_t first_move, last_move;
   std::array<Dirty*, kMostUnits> units;  // a write's
   int64_t num_units;
   bool merging;  // reads what a write lacks
   std::vector<Ticket*> flushes;
 };
+
+// Of a unit of one sector, beside its rows' bits.
+inline constexpr int64_t kLeastDirtyBytes = static_cast<int64_t>(sizeof(Dirty)) + 512;
 
 class Engine {
  public:
@@ -103,19 +178,19 @@ class Engine {
 
   // From any thread.
   void push(Call call);
-  void wait_for_room(Table& table);
-  void add_waiting(Table& table, int64_t bytes);
+  Room& room() { return room_; }
   int64_t cpu_ns();
+  // What it holds now: of memory that waiting rows take or took, and of its own.
+  int64_t num_bytes() const;
   int64_t num_ios() const { return num_ios_.load(std::memory_order_relaxed); }
   bool is_of_this_process() const;
 
  private:
   void run();
   bool take_calls();
-  void wake_blocked();
   void handle(Call&& call);
   void start_reading(Call&& call);
-  void start_writing(Call& call);
+  void start_writing(const Call& call);
   void send();
   void read_next(Call& call);
   void end_moves(Call& call, size_t count, bool good);
@@ -129,26 +204,34 @@ class Engine {
   void start_write(Job& job);
   void finish_sync(Job& job, bool good);
   void fail(Job& job);
-  void drop(Dirty* dirty);
+  // The bytes of a row whose write waits or is under way; else null.
+  const std::byte* waiting_bytes_of(const Table& table, int64_t row) const;
+  void put_last(Dirty* unit);
+  Dirty* pop_first();
+  void forget(Dirty* unit);
+  void drop(Dirty* unit);
 
   EngineOptions options_;
   pid_t process_;
   std::unique_ptr<std::thread> thread_;
   std::unique_ptr<IoQueue> queue_;
-  std::atomic<int64_t> num_ios_{0}, waiting_bytes_{0};
+  Room room_;
+  std::atomic<int64_t> num_ios_{0};
+  std::atomic<int64_t> large_bytes_{0};  // of I/Os that are no frame's
 
   std::mutex mutex_;
-  std::condition_variable room_;
   std::vector<Call> calls_;  // these under the lock
-  int64_t num_blocked_ = 0;
   bool ending_ = false;
 
   std::vector<Call> taken_;  // from here on of the engine's thread
   std::vector<std::unique_ptr<Job>> jobs_;
   std::vector<Job*> free_jobs_;
-  std::deque<std::unique_ptr<Call>> reading_;  // calls of which moves wait
-  std::deque<Dirty*> dirty_;                   // units that wait
-  std::vector<Table*> ending_tables_;          // that flush or leave
+  std::deque<std::unique_ptr<Call>> reading_;             // calls of which moves wait
+  Dirty *first_dirty_ = nullptr, *last_dirty_ = nullptr;  // units that wait
+  Index index_;                                           // of them and those being written
+  std::vector<Chunk*> left_;                              // of units that wait no more, until the room is told
+  bool has_failed_ = false;                               // some table, since the room was told
+  std::vector<Table*> ending_tables_;                     // that flush or leave
   int64_t writes_in_flight_ = 0;
   std::vector<Io*> ended_;
 };

@@ -22,9 +22,7 @@ const char* cure_of(int error) {
 
 // Reads go first, for somebody waits for them, but leave a quarter of the queue to writes; those take at most half.
 void Engine::send() {
-  const auto reserve = [&] {
-    return dirty_.empty() ? 0 : std::max<int64_t>(options_.depth / 4 - writes_in_flight_, 0);
-  };
+  const auto reserve = [&] { return !first_dirty_ ? 0 : std::max<int64_t>(options_.depth / 4 - writes_in_flight_, 0); };
   while (!reading_.empty() && static_cast<int64_t>(free_jobs_.size()) > reserve()) {
     Call& call = *reading_.front();
     read_next(call);
@@ -35,7 +33,7 @@ void Engine::send() {
     if (whole->ended == whole->moves.size()) delete whole;
   }
   const int64_t most_writes = std::max(options_.depth / 2, 1);
-  while (!dirty_.empty() && writes_in_flight_ < most_writes && !free_jobs_.empty()) write_next();
+  while (first_dirty_ && writes_in_flight_ < most_writes && !free_jobs_.empty()) write_next();
   flush_and_detach();
 }
 
@@ -51,11 +49,11 @@ void Engine::read_next(Call& call) {
   size_t served = 0;
   for (; call.next < call.moves.size(); ++call.next, ++served) {
     const Move& move = call.moves[call.next];
-    const std::byte* record = table.waiting_bytes_of(move.row);
+    const std::byte* record = waiting_bytes_of(table, move.row);
     if (!record) break;
     call.slots.scatter(record, move.slot);
   }
-  bump(table.counted.served_from_queue, static_cast<int64_t>(served));
+  bump_own(table.counted.served_from_queue, static_cast<int64_t>(served));
   if (served) end_moves(call, served, true);
   if (call.next == call.moves.size()) return;
 
@@ -64,7 +62,7 @@ void Engine::read_next(Call& call) {
   int64_t last_unit = unit;
   for (++call.next; call.next < call.moves.size(); ++call.next) {
     const int64_t row = call.moves[call.next].row, next_unit = layout.unit_of(row);
-    if (layout.page_of(next_unit) != page || table.waiting_bytes_of(row)) break;
+    if (layout.page_of(next_unit) != page || waiting_bytes_of(table, row)) break;
     last_unit = next_unit;
   }
   Job& job = take_job(Io::Kind::read, table, unit, (last_unit - unit + 1) * layout.unit_bytes);
@@ -74,19 +72,21 @@ void Engine::read_next(Call& call) {
   queue_->submit(&job);
 }
 
-// The last moves to end take the call with them, unless it still stands in the queue of calls.
+// The waiter is told once, of all moves. The last to end take the call with them, unless it still stands in the queue
+// of calls.
 void Engine::end_moves(Call& call, size_t count, bool good) {
   call.ended += count;
-  if (call.ended == call.moves.size()) --call.table->calls_reading;
-  const auto n = static_cast<int64_t>(count);
-  if (good) bump(call.table->counted.read_rows, n);
-  good ? call.ticket->done(n) : call.ticket->fail(n);
+  call.good = call.good && good;
+  if (good) bump_own(call.table->counted.read_rows, static_cast<int64_t>(count));
+  if (call.ended < call.moves.size()) return;
+  --call.table->calls_reading;
+  const auto n = static_cast<int64_t>(call.moves.size());
+  call.good ? call.ticket->done(n) : call.ticket->fail(n);
 }
 
 // Sends the unit that has waited longest, together with those behind it in the queue that lie behind it in its page.
 void Engine::write_next() {
-  Dirty* first = dirty_.front();
-  dirty_.pop_front();
+  Dirty* first = pop_first();
   Table& table = *first->table;
   if (table.failure.get()) return drop(first);
   const BlockLayout& layout = table.file.layout;
@@ -94,11 +94,11 @@ void Engine::write_next() {
   units[0] = first;
   int64_t num_units = 1;
   bool whole = first->num_known == layout.unit_rows;
-  while (!dirty_.empty() && num_units < layout.page_units) {
-    Dirty* next = dirty_.front();
+  while (first_dirty_ && num_units < layout.page_units) {
+    Dirty* next = first_dirty_;
     const int64_t unit = first->unit + num_units;
     if (next->table != &table || next->unit != unit || layout.page_of(unit) != layout.page_of(first->unit)) break;
-    dirty_.pop_front();
+    pop_first();
     whole = whole && next->num_known == layout.unit_rows;
     units[static_cast<size_t>(num_units++)] = next;
   }
@@ -108,7 +108,7 @@ void Engine::write_next() {
   ++writes_in_flight_;
   job.merging = !whole;
   if (whole) return start_write(job);
-  bump(table.counted.read_modify_writes, 1);
+  bump_own(table.counted.read_modify_writes, 1);
   queue_->submit(&job);
 }
 
@@ -116,7 +116,7 @@ void Engine::start_write(Job& job) {
   const int64_t unit_bytes = job.table->file.layout.unit_bytes;
   for (int64_t i = 0; i < job.num_units; ++i) {
     Dirty* unit = job.units[static_cast<size_t>(i)];
-    std::memcpy(job.base + i * unit_bytes, unit->image, static_cast<size_t>(unit_bytes));
+    std::memcpy(job.base + i * unit_bytes, unit->image(), static_cast<size_t>(unit_bytes));
     unit->changed = false;
   }
   job.kind = Io::Kind::write;
@@ -130,7 +130,7 @@ void Engine::start_write(Job& job) {
 // A flush waits until nothing of its table waits; what is written meanwhile, it writes too.
 void Engine::flush_and_detach() {
   std::erase_if(ending_tables_, [&](Table* table) {
-    if (!table->dirty.empty()) return false;
+    if (table->num_dirty) return false;
     if (table->failure.get()) {
       for (Ticket* ticket : table->flushes) ticket->fail(1);
       table->flushes.clear();
@@ -158,6 +158,8 @@ Job& Engine::take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes) 
                  : static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), std::align_val_t{kPageBytes}));
   static_cast<Io&>(job) = {
       kind, table.file.fd, table.queue_file, job.base, job.in_frames, table.file.layout.offset_of(unit), bytes, 0};
+  if (!job.in_frames) bump_own(large_bytes_, bytes);
+  job.own_bytes = bytes;
   job.table = &table;
   job.unit = unit;
   job.call = nullptr;
@@ -168,7 +170,10 @@ Job& Engine::take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes) 
 }
 
 void Engine::give_back(Job& job) {
-  if (!job.in_frames) ::operator delete(job.base, std::align_val_t{kPageBytes});
+  if (!job.in_frames) {
+    ::operator delete(job.base, std::align_val_t{kPageBytes});
+    bump_own(large_bytes_, -job.own_bytes);
+  }
   --job.table->in_flight;
   free_jobs_.push_back(&job);
 }
@@ -182,7 +187,7 @@ void Engine::finish(Job& job) {
   }
   if (job.result == -EINTR || job.result == -EAGAIN) return queue_->submit(&job);
   if (job.kind == Io::Kind::sync) return finish_sync(job, job.result == 0);
-  if (job.result > 0) bump(is_write ? table.counted.written_bytes : table.counted.read_bytes, job.result);
+  if (job.result > 0) bump_own(is_write ? table.counted.written_bytes : table.counted.read_bytes, job.result);
   if (0 < job.result && job.result < job.bytes) {
     job.data += job.result;
     job.offset += job.result;
@@ -191,8 +196,8 @@ void Engine::finish(Job& job) {
   }
   const bool good = job.result == job.bytes;
   if (!good) fail(job);
-  bump(is_write ? table.counted.writes : table.counted.reads, 1);
-  bump(num_ios_, 1);
+  bump_own(is_write ? table.counted.writes : table.counted.reads, 1);
+  bump_own(num_ios_, 1);
   job.call ? finish_read(job, good) : finish_write(job, good);
 }
 
@@ -216,13 +221,13 @@ void Engine::finish_write(Job& job, bool good) {
   if (good && job.merging) {
     const int64_t unit_bytes = table.file.layout.unit_bytes;
     for (int64_t i = 0; i < job.num_units; ++i)
-      table.complete(*job.units[static_cast<size_t>(i)], job.base + i * unit_bytes);
+      Table::complete(*job.units[static_cast<size_t>(i)], job.base + i * unit_bytes);
     return start_write(job);
   }
   for (int64_t i = 0; i < job.num_units; ++i) {
     Dirty* unit = job.units[static_cast<size_t>(i)];
     if (good && unit->changed) {
-      dirty_.push_back(unit);
+      put_last(unit);
     } else {
       drop(unit);
     }
@@ -240,13 +245,39 @@ void Engine::finish_sync(Job& job, bool good) {
   for (Ticket* ticket : flushes) all_good ? ticket->done(1) : ticket->fail(1);
 }
 
+const std::byte* Engine::waiting_bytes_of(const Table& table, int64_t row) const {
+  if (table.num_dirty == 0) return nullptr;
+  const BlockLayout& layout = table.file.layout;
+  Dirty* unit = index_.find(&table, layout.unit_of(row));
+  return unit && unit->knows(row % layout.unit_rows) ? unit->image() + layout.place_in_unit(row) : nullptr;
+}
+
+void Engine::put_last(Dirty* unit) {
+  unit->next = nullptr;
+  (first_dirty_ ? last_dirty_->next : first_dirty_) = unit;
+  last_dirty_ = unit;
+}
+
+Dirty* Engine::pop_first() {
+  Dirty* unit = first_dirty_;
+  first_dirty_ = unit->next;
+  return unit;
+}
+
 void Engine::drop(Dirty* unit) {
-  Table& table = *unit->table;
-  add_waiting(table, -table.file.layout.unit_bytes);
-  table.drop(unit);
+  index_.erase(unit);
+  --unit->table->num_dirty;
+  forget(unit);
+}
+
+// Its memory is another's as soon as the room is told.
+void Engine::forget(Dirty* unit) {
+  bump(unit->table->counted.waiting_bytes, -unit->table->dirty_bytes());
+  left_.push_back(unit->chunk);
 }
 
 void Engine::fail(Job& job) {
+  has_failed_ = true;
   const TableFile& file = job.table->file;
   const int error = job.result < 0 ? static_cast<int>(-job.result) : 0;
   std::string what = job.kind == Io::Kind::sync ? "syncing" : job.kind == Io::Kind::write ? "writing" : "reading";

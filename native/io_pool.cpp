@@ -7,7 +7,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -18,6 +20,11 @@ namespace hotrow {
 namespace {
 
 constexpr size_t kMostTaken = 2;  // by a thread at once: each takes the lock for several I/Os
+// I/Os that need only the processor (holes, memory) take less than this, those of a medium more. While nearly all do,
+// the engine's thread does them itself: to wake another costs more than they do. A point for each, and a slow one takes
+// kSlowPoints: the first may have been bad luck, two together are the medium.
+constexpr int64_t kQuickNs = 20'000;
+constexpr int kSlowPoints = 32, kMostPoints = 64;
 
 int64_t perform(const Io& io) {
   const auto bytes = static_cast<size_t>(io.bytes);
@@ -58,14 +65,22 @@ class Pool final : public IoQueue {
   void submit(Io* io) override { submitted_.push_back(io); }
 
   void wait(int64_t at_least, std::vector<Io*>& ended) override {
+    size_t done = 0;
+    while (done < submitted_.size() && points_.load(std::memory_order_relaxed) >= kSlowPoints) {
+      perform_timed(*submitted_[done++]);
+    }
+    const auto rest = submitted_.begin() + static_cast<ptrdiff_t>(done);
     std::unique_lock lock(mutex_);
-    queue_.insert(queue_.end(), submitted_.begin(), submitted_.end());
+    ended_.insert(ended_.end(), submitted_.begin(), rest);
+    queue_.insert(queue_.end(), rest, submitted_.end());
     wanted_ = static_cast<size_t>(std::max<int64_t>(at_least, 1));
-    const size_t news = std::min(submitted_.size(), idle_);
+    const size_t news = std::min(submitted_.size() - done, idle_);
     submitted_.clear();
-    lock.unlock();  // or those who wake would sleep again until it is free
-    for (size_t i = 0; i < news; ++i) more_.notify_one();
-    lock.lock();
+    if (news > 0) {
+      lock.unlock();  // or those who wake would sleep again until it is free
+      for (size_t i = 0; i < news; ++i) more_.notify_one();
+      lock.lock();
+    }
     some_.wait(lock, [&] { return woken_ || ended_.size() >= wanted_; });
     woken_ = false;
     ended.insert(ended.end(), ended_.begin(), ended_.end());
@@ -92,6 +107,15 @@ class Pool final : public IoQueue {
   }
 
  private:
+  void perform_timed(Io& io) {
+    const auto before = std::chrono::steady_clock::now();
+    io.result = perform(io);
+    const bool quick = std::chrono::steady_clock::now() - before < std::chrono::nanoseconds(kQuickNs);
+    const int points = points_.load(std::memory_order_relaxed);
+    points_.store(quick ? std::min(points + 1, kMostPoints) : std::max(points - kSlowPoints, 0),
+                  std::memory_order_relaxed);
+  }
+
   void serve() {
     std::vector<Io*> mine;
     std::unique_lock lock(mutex_);
@@ -106,7 +130,7 @@ class Pool final : public IoQueue {
         queue_.pop_front();
       }
       lock.unlock();
-      for (Io* io : mine) io->result = perform(*io);
+      for (Io* io : mine) perform_timed(*io);
       lock.lock();
       const bool enough_before = ended_.size() >= wanted_;
       ended_.insert(ended_.end(), mine.begin(), mine.end());
@@ -123,6 +147,7 @@ class Pool final : public IoQueue {
   std::vector<Io*> ended_;
   size_t wanted_ = 1, idle_ = 0;
   bool woken_ = false, ending_ = false;
+  std::atomic<int> points_{0};  // about: threads count at the same time
   std::vector<std::thread> threads_;
 };
 

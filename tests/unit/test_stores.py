@@ -387,6 +387,54 @@ def test_a_forked_child_is_told(tmp_path: Path, kind: Kind, io: str) -> None:
     assert all("'item'" in line and "opened before this process was forked" in line for line in lines)
 
 
+# ---- memory
+
+MEMORY_SLACK = 2 << 20
+"""Beside what is counted: the caller's lists of moves, and what malloc keeps."""
+
+WRITING = """
+import re, sys, numpy as np
+from pathlib import Path
+from hotrow.memory.stores import *
+def private():
+    found = re.findall(r"Private_(?:Clean|Dirty): +([0-9]+) kB", Path("/proc/self/smaps_rollup").read_text())
+    return 1024 * sum(map(int, found))
+folder, io, record_bytes, most = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+array = np.ones((20_000, record_bytes), np.uint8)
+slots, g = np.arange(len(array)), np.random.default_rng(1)
+g.permutation(len(array))
+Engines(io="threads", num_threads=1)._start(ring=False)  # what a first thread and engine bring of their own
+before = private()
+engines, peak, counted = Engines(io=io, most_waiting_bytes=most), 0, 0
+tables = [TableRows(table=name, parts=(("w", record_bytes),), num_rows=60_000) for name in "abc"]
+stores = [open_store(rows, kind="block", path=folder / rows.table, engines=engines) for rows in tables]
+for _ in range(2):  # a table after the other: what one used must serve the next
+    for store in stores:
+        store.write(g.permutation(60_000)[: len(array)], slots, [array])
+        assert engines.num_bytes <= most, (engines.num_bytes, most)
+        counted, peak = max(counted, engines.num_bytes), max(peak, private() - before)
+        assert store.counters()["waiting_bytes"] <= engines.num_bytes
+for store in stores:
+    store.close()
+print(counted, peak)
+"""
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's memory")
+@pytest.mark.parametrize("record_bytes", [64, 256, 1024])
+def test_what_waiting_rows_take_is_counted_and_bounded(tmp_path: Path, io: str, record_bytes: int) -> None:
+    """Three tables of 5 to 40 MB are written through 6 MiB."""
+    arguments = [str(tmp_path), io, str(record_bytes), str(6 << 20)]
+    done = subprocess.run(
+        [sys.executable, "-c", WRITING, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    counted, peak = map(int, done.stdout.split())
+    assert peak <= counted + MEMORY_SLACK
+    assert counted > 3 << 20, "the load was too light to fill it"
+
+
 # ---- what is fallen back to
 
 

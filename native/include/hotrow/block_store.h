@@ -10,10 +10,12 @@
 namespace hotrow {
 
 struct EngineOptions {
-  bool ring;                   // io_uring; else a pool of threads
-  int depth;                   // I/Os under way together
-  int num_threads;             // of the pool
-  int64_t most_waiting_bytes;  // to be written, all tables together; beyond, Store::write waits
+  bool ring;        // io_uring; else a pool of threads
+  int depth;        // I/Os under way together
+  int num_threads;  // of the pool
+  // Of memory for what waits to be written, all tables together, and for buffers; where it is full, Store::write waits.
+  // Units of more than a page come on top while their I/Os are under way.
+  int64_t most_waiting_bytes;
 };
 
 // What does the I/O of any number of tables: one thread that sleeps in the kernel when there is nothing to do, and

@@ -117,8 +117,8 @@ struct StoreCounters {
   int64_t written_bytes = 0;
   int64_t served_from_queue = 0;   // rows read out of a write that was waiting or under way
   int64_t read_modify_writes = 0;  // reads, counted above, for writing a part of a sector
-  int64_t blocked_ns = 0;          // writers waited for room among the bytes to be written
-  int64_t waiting_bytes = 0;       // to be written, now
+  int64_t blocked_ns = 0;          // writers waited for room
+  int64_t waiting_bytes = 0;       // of memory that rows to be written take, now
   int64_t io_cpu_ns = 0;           // of the engine's threads, by this store's share of its I/Os
   // Of the tiers of a cached store above its lowest (cached_store.h), which the counters above are of; else 0.
   int64_t middle_hits = 0;           // rows that were read there
@@ -135,7 +135,7 @@ class Store {
   // served from that write. The memory of `slots` must outlive the ticket.
   virtual void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) = 0;
   // Copies the records out of their slots before it returns; they are on disk later (flush). Of a row given twice the
-  // last counts. Blocks only while more than a stated number of bytes wait to be written.
+  // last counts. Blocks only while what waits to be written fills the memory there is for it.
   virtual void write(std::span<const Move> moves, const Slots& slots) = 0;
   // Everything written so far is on the medium (fdatasync); false when the store failed.
   virtual bool flush() = 0;

@@ -28,7 +28,7 @@ SMALL_TABLES_SHARE = 0.5
 """Of the budget, given to whole tables, smallest first: every lookup of one saves an I/O that its few rows would cost
 over and over."""
 MOST_WAITING_SHARE = 8
-"""Rows that wait to be written take up to this part of the budget, 64 MiB at most."""
+"""Buffers of I/O and rows that wait to be written take up to this part of the budget, 64 MiB at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Memory:
 
     @property
     def waiting_bytes(self) -> int:
-        """What rows that wait to be written may take of it."""
+        """What buffers of I/O and rows that wait to be written may take of it."""
         return min(64 << 20, self.dram_bytes // MOST_WAITING_SHARE)
 
     @property

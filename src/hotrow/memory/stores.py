@@ -39,8 +39,9 @@ class StoreError(OSError):
 class Engines:
     """What does the I/O of any number of block stores: one background thread, started when a store first needs it.
 
-    depth: I/Os under way together. most_waiting_bytes: writers wait while more are to be written. io: "io_uring",
-    "threads" (a pool of num_threads that read and write), or "auto": io_uring where system and file allow it.
+    depth: I/Os under way together. most_waiting_bytes: memory for rows that wait to be written and for buffers; writers
+    wait while there is none (`num_bytes`). io: "io_uring", "threads" (a pool of num_threads that read and write), or
+    "auto": io_uring where system and file allow it.
     """
 
     def __init__(
@@ -61,6 +62,15 @@ class Engines:
             sizes = (self.depth, self.num_threads, self.most_waiting_bytes)
             self._started[ring] = backend().start_engine(ring, *sizes)
         return self._started[ring]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held now: buffers, and rows that wait or waited, whose memory is kept for others.
+
+        At most most_waiting_bytes, or the buffers and 64 KiB where that is more; units of more than a page (records of
+        over 4 KiB) come on top while their I/Os are under way.
+        """
+        return sum(engine.num_bytes() for engine, _ in self._started.values() if engine is not None)
 
     def open(self, path: Path, sector: int) -> tuple[Any, int, str | None]:
         """(engine, descriptor, None), or threads, a descriptor they can use, and why it is not io_uring."""
@@ -144,7 +154,7 @@ class Store:
     def write(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
         """Write slot slots[i] of `arrays` as row rows[i]: copied now, on the medium after `flush`.
 
-        Waits only while more than Engines.most_waiting_bytes are to be written. Of a row given twice the last counts.
+        Waits only while rows that wait fill Engines.most_waiting_bytes. Of a row given twice the last counts.
         Raises ValueError as `start_read`, and StoreError where the store has failed.
         """
         self._open().write(_ids(rows), _ids(slots), backend().Records(list(arrays)))
