@@ -234,3 +234,35 @@ def test_random_schedules(folder: Path, seed: int) -> None:
     )
     drive(sides, seed, depth=int(rng.integers(0, 12)), num_batches=40)
     check(*sides)
+
+
+@pytest.mark.parametrize("policy", ["clock", "lfu", "lru"])
+def test_evaluation_leaves_the_cache_as_it_is(folder: Path, policy: str) -> None:
+    """Two runs of the same steps, one evaluated in between: the same rows leave, come and are written."""
+    sides = [make_sides(folder, policy=policy, slots=110)[1] for _ in range(2)]
+    generator = torch.Generator().manual_seed(1)
+    limits = [ROWS["t"], ROWS["u"], ROWS["v"], ROWS["u"]]
+    batches = [
+        KeyedJaggedTensor(FEATURES, torch.cat([torch.randint(0, n, (30,), generator=generator) for n in limits]))
+        for _ in range(40)
+    ]
+    for k, batch in enumerate(batches):
+        for side in sides:
+            out = side.emb(batch)
+            out.backward(torch.ones_like(out))
+            side.optimizer.step()
+        before = counted(sides[1])
+        sides[1].evaluate(batches[-1 - k])
+        after = counted(sides[1])
+        assert all(after[name] == before[name] for name in ("evicted_rows", "written_rows", "overflow_rows"))
+    names = ("evicted_rows", "written_rows", "overflow_rows")
+    ours, other = counted(sides[0]), counted(sides[1])
+    assert ours["evicted_rows"] > 300 and [ours[name] for name in names] == [other[name] for name in names]
+    for a, b in zip(sides[0].tables(), sides[1].tables(), strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+def counted(side: Side) -> dict[str, int]:
+    """The counters of all tables together."""
+    tables = side.emb.tiers.counters().values()  # type: ignore[union-attr]
+    return {name: sum(table[name] for table in tables) for name in next(iter(tables))}
