@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -65,7 +65,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             for name in self.state_names:
                 self.state[weight][name] = emb.new_state(self._state_shape(weight), self._initial(group, name))
         # Of rows yet to come too, with the rates of now: schedules may change these.
-        self._initial_states = {group["name"]: self._untouched(group) for group in self.param_groups}
+        self._initial_states: dict[str, Sequence[State]] = {
+            group["name"]: self._untouched(group) for group in self.param_groups
+        }
         if emb.tiers is not None:
             emb.tiers.attach(self._initial_states)
         self._take_arrays()
@@ -75,7 +77,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._arrays = [ops.Arrays(self._states(name)) for name in self.state_names]
 
     def follow_growth(self, table: str, first: int) -> None:
-        """The arrays of `table` have grown: the states of its rows from `first` on; `EmbeddingCollection.grow` calls."""
+        """`EmbeddingCollection.grow` has made the arrays of `table` longer: states for its rows from `first` on."""
         if self.emb.tiers is None:
             for state in self._initial_states[table]:
                 for rows in self.emb.stored(table).pieces(first):

@@ -1,8 +1,8 @@
 """Law 2: placement is invisible. Whatever lies where, tables, states and outputs are those of one plain array, bitwise.
 
 Schedules are drawn at random: batches announced or not, altered after, skipped, looked up twice, evaluated in between,
-several to a step, loops left early, steps dropped, tables growing; over optimizers, storages, policies, stores and cache
-sizes. The truth is the same schedule on a collection whose rows all lie in DRAM.
+several to a step, loops left early, steps dropped, tables growing; over optimizers, storages, policies, stores and
+cache sizes. The truth is the same schedule on a collection whose rows all lie in DRAM.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Schedules are drawn from seeds that the test's name tells: batches of spans over several tables, admitted for training
 or evaluation, several in flight, released in any order, ids repeated and out of range, rows pinned, cached, all or
-none, stores written back and tables growing in between. Where the native module is there, its readable twin is driven beside it and has to
-decide the same: same slots, same counters.
+none, stores written back and tables growing in between. Where the native module is there, its readable twin is driven
+beside it and has to decide the same: same slots, same counters.
 """
 
 from __future__ import annotations

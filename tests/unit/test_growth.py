@@ -163,9 +163,9 @@ def test_state_dicts() -> None:
     grown.load_state_dict(emb.state_dict())
     optimizers[1].load_state_dict(optimizer.state_dict())
     check_same(arrays(grown, optimizers[1]), arrays(emb, optimizer))
-    with pytest.raises(RuntimeError, match=r"a.weight has shape \(4500, 8\); the table is \(3000, 8\)"):
+    with pytest.raises(RuntimeError, match=r"a\.weight has shape \(4500, 8\); the table is \(3000, 8\)"):
         small.load_state_dict(emb.state_dict())
-    with pytest.raises(ValueError, match="the state is .*4500.*, Adagrad keeps .*3000"):
+    with pytest.raises(ValueError, match=r"the state is .*4500.*, Adagrad keeps .*3000"):
         optimizers[0].load_state_dict(optimizer.state_dict())
 
 
@@ -181,7 +181,7 @@ def test_checkpoints(place: Path | None, tmp_path: Path) -> None:
         grown.grow("a", NEW)
         hotrow.load_checkpoint(saved, own)
         check_same(arrays(grown, own["sparse_optimizer"]), arrays(emb, parts["sparse_optimizer"]))
-        with pytest.raises(ValueError, match=r"a.safetensors: weight is F32 \[4500, 8\]; this model has .* \[3000, 8\]"):
+        with pytest.raises(ValueError, match=r"weight is F32 \[4500, 8\]; this model has .* \[3000, 8\]"):
             hotrow.load_checkpoint(saved, {"embedding": small})
 
 
@@ -218,7 +218,7 @@ def test_what_goes_over_the_budget_is_told(tmp_path: Path) -> None:
     emb = make(tmp_path, OLD)
     emb(batch_of(1, OLD))
     before = emb.tiers.counters()["a"]["num_bytes"]
-    with pytest.warns(UserWarning, match=r"table 'b' has grown to 5,000 rows: tables take 0.\d+ MiB more of memory"):
+    with pytest.warns(UserWarning, match=r"table 'b' has grown to 5,000 rows: tables take 0\.\d+ MiB more of memory"):
         emb.grow("b", 5000)
     assert emb.tiers.slots[1] == (5000, 0), "it stays in memory whole"
     emb.grow("a", 9000)

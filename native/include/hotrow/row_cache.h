@@ -72,9 +72,9 @@ class RowCache {
 
   // slot_of[i] = slot of row ids[i]; every tail row among them is pinned, once per batch, and on its way to its slot
   // until `ticket` is done. keep: the policy may keep the rows; else those that were not resident go to overflow slots,
-  // and to empty ones of the cache only where overflow is full. False where an id is out of range; what was pinned until
-  // then is in `pins`. batch: its number, 2 or more, larger than that of any since restart_batches(); several calls may
-  // belong to one.
+  // and to empty ones of the cache only where overflow is full. False where an id is out of range; what was pinned
+  // until then is in `pins`. batch: its number, 2 or more, larger than that of any since restart_batches(); several
+  // calls may belong to one.
   template <class Id>
   bool admit(const Id* ids, int64_t n, int32_t* slot_of, uint32_t batch, bool keep, Pins& pins, Ticket& ticket);
 
@@ -88,9 +88,9 @@ class RowCache {
   // Numbers of batches may begin at 2 again; batches in flight stay as they are.
   void restart_batches();
 
-  // The table has num_rows now, at least as many as before; rows beyond are untouched ones. slots: of arrays that are as
-  // long, into which everything is moved that lies in the old ones; every slot keeps its number, so batches may be in
-  // flight, but no read under way. A table whose rows are all pinned stays so. The store has grown before.
+  // The table has num_rows now, at least as many as before; rows beyond are untouched ones. slots: of arrays that are
+  // as long, into which everything is moved that lies in the old ones; every slot keeps its number, so batches may be
+  // in flight, but no read under way. A table whose rows are all pinned stays so. The store has grown before.
   void grow(int64_t num_rows, Slots slots);
 
   // Gives the store every row that differs from it, the pinned ones included, unless all are; flush it for durability.
