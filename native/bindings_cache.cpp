@@ -214,7 +214,8 @@ class Caches : public std::enable_shared_from_this<Caches> {
       if (s == 0 || flight.spans_[s].table != flight.spans_[s - 1].table) starts.push_back(s);
     }
     starts.push_back(flight.spans_.size());
-    std::erase_if(under_way_, [](const auto& ticket) { return ticket->finished(); });
+    // One that failed stays: its rows have slots, and did not come.
+    std::erase_if(under_way_, [](const auto& ticket) { return ticket->finished() && ticket->wait(); });
     flight.earlier_ = under_way_;
     std::atomic<bool> good{true};
     parallel_for(static_cast<int64_t>(starts.size()) - 1, num_threads, [&](int64_t task, int) {

@@ -582,6 +582,8 @@ def test_a_read_that_fails_is_told_to_all_that_wait_for_it(slow: Rig, tmp_path: 
     later, _ = slow.caches.admit(SEVEN[-1:], [(0, 0, 1)], True, 1)
     assert not later.wait()
     assert not earlier.wait()
+    after, _ = slow.caches.admit(SEVEN[:1], [(0, 0, 1)], True, 1)
+    assert not after.wait(), "the row has a slot, and did not come"
     assert "table 't0'" in slow.caches.failure()
     earlier.release(True)
     assert not slow.caches.write_back()
