@@ -132,8 +132,8 @@ class EmbeddingCollection(nn.Module):
         of memory each, and of a table that lies in memory whole their slots; a warning says what goes over the budget.
         Checkpoints fit collections whose tables have as many rows.
 
-        Raises ValueError for an unknown table and for fewer rows than it has, MemoryError where there is no memory; then
-        nothing has changed. Raises StoreError where the store cannot grow, after which it does no more.
+        Raises ValueError for an unknown table and for fewer rows than it has, MemoryError where there is no memory;
+        then nothing has changed. Raises StoreError where the store cannot grow, after which it does no more.
         """
         names = [config.name for config in self.tables]
         if table not in names:
