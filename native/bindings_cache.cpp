@@ -71,6 +71,8 @@ class Flight {
 
 class Caches : public std::enable_shared_from_this<Caches> {
  public:
+  uint32_t last_batch = 0;  // its number; the next is one more, and they begin again after the last
+
   void add(const std::tuple<int64_t, int64_t, int64_t>& sizes, int policy,
            const std::tuple<uint64_t, float, int64_t, int64_t, int>& initial,
            const std::vector<std::tuple<int64_t, float, float, float>>& states, std::shared_ptr<Store> store,
@@ -85,11 +87,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
       first.states.push_back({state_dim, constant, of_weight, of_sign});
     }
     require(arrays.size() == 1 + (first.storage == Storage::split) + states.size(), "an array for each part");
-    Slots slots;
-    for (const Memory& array : arrays) {
-      require(extent(array, 0) == num_rows, "arrays must have num_rows slots");
-      slots.parts.push_back({static_cast<std::byte*>(array.data()), static_cast<int64_t>(array.nbytes()) / num_rows});
-    }
+    Slots slots = slots_of(arrays, num_rows);
     require(store->record_bytes() == slots.record_bytes(), "the arrays' parts together are not as long as a record");
     require(store->num_rows() >= num_rows, "the store has fewer rows than the table");
     arrays_.push_back(std::move(arrays));
@@ -97,6 +95,23 @@ class Caches : public std::enable_shared_from_this<Caches> {
     nb::gil_scoped_release release;
     caches_.push_back(std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, static_cast<Policy>(policy),
                                                  std::move(first), std::move(store), std::move(slots)));
+  }
+
+  // Sleeps until no read is under way.
+  void grow(size_t table, int64_t num_rows, std::vector<Memory> arrays) {
+    require(table < caches_.size(), "no such table");
+    require(num_rows >= extent(arrays_[table][0], 0) && num_rows < 0x7FFFFFFF, "a table only grows, below 2^31 rows");
+    require(stores_[table]->num_rows() >= num_rows, "the store has fewer rows than the table");
+    Slots slots = slots_of(arrays, num_rows);
+    require(arrays.size() == arrays_[table].size() && stores_[table]->record_bytes() == slots.record_bytes(),
+            "the arrays' parts together are not as long as a record");
+    {
+      nb::gil_scoped_release release;
+      const std::lock_guard lock(mutex_);
+      for (const auto& ticket : under_way_) ticket->wait();
+      caches_[table]->grow(num_rows, std::move(slots));
+    }
+    arrays_[table] = std::move(arrays);
   }
 
   // (flight, slots); no flight where an id is out of range.
@@ -173,6 +188,15 @@ class Caches : public std::enable_shared_from_this<Caches> {
   }
 
  private:
+  static Slots slots_of(const std::vector<Memory>& arrays, int64_t num_rows) {
+    Slots slots;
+    for (const Memory& array : arrays) {
+      require(extent(array, 0) == num_rows, "arrays must have num_rows slots");
+      slots.parts.push_back({static_cast<std::byte*>(array.data()), static_cast<int64_t>(array.nbytes()) / num_rows});
+    }
+    return slots;
+  }
+
   std::vector<Span> checked(const std::vector<std::tuple<size_t, int64_t, int64_t>>& given, int64_t num_ids) const {
     std::vector<Span> spans;
     for (const auto& [table, first, last] : given) {
@@ -184,13 +208,14 @@ class Caches : public std::enable_shared_from_this<Caches> {
   }
 
   bool admit_all(const void* ids, bool wide, int32_t* slots, Flight& flight, bool keep, int num_threads) {
-    const uint32_t number = ++last_flight_;
+    const uint32_t number = next_batch();
     std::vector<size_t> starts;  // of the spans of each table
     for (size_t s = 0; s < flight.spans_.size(); ++s) {
       if (s == 0 || flight.spans_[s].table != flight.spans_[s - 1].table) starts.push_back(s);
     }
     starts.push_back(flight.spans_.size());
-    std::erase_if(under_way_, [](const auto& ticket) { return ticket->finished(); });
+    // One that failed stays: its rows have slots, and did not come.
+    std::erase_if(under_way_, [](const auto& ticket) { return ticket->finished() && ticket->wait(); });
     flight.earlier_ = under_way_;
     std::atomic<bool> good{true};
     parallel_for(static_cast<int64_t>(starts.size()) - 1, num_threads, [&](int64_t task, int) {
@@ -207,6 +232,15 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return good;
   }
 
+  // 0 and 1 mean no batch, and one of the numbers' last round.
+  uint32_t next_batch() {
+    if (++last_batch < 2) {
+      for (const auto& cache : caches_) cache->restart_batches();
+      last_batch = 2;
+    }
+    return last_batch;
+  }
+
   friend class Flight;
   const pid_t process_ = getpid();
   std::mutex mutex_;
@@ -214,7 +248,6 @@ class Caches : public std::enable_shared_from_this<Caches> {
   std::vector<std::shared_ptr<Store>> stores_;
   std::vector<std::unique_ptr<RowCache>> caches_;
   std::vector<std::shared_ptr<Ticket>> under_way_;
-  uint32_t last_flight_ = 0;
 };
 
 void Flight::release(bool dirty) {
@@ -233,10 +266,12 @@ void bind_cache(nb::module_& m) {
   nb::class_<Caches>(m, "Caches")
       .def("__init__", [](Caches*) { throw nb::type_error("use make_caches()"); })
       .def("add", &Caches::add)
+      .def("grow", &Caches::grow)
       .def("admit", &Caches::admit)
       .def("holds", &Caches::holds)
       .def("write_back", &Caches::write_back, nb::call_guard<nb::gil_scoped_release>())
       .def("failure", &Caches::failure)
-      .def("counters", &Caches::counters);
+      .def("counters", &Caches::counters)
+      .def_rw("last_batch", &Caches::last_batch);  // for tests
   m.def("make_caches", [] { return std::make_shared<Caches>(); });
 }

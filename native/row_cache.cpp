@@ -3,6 +3,7 @@
 #include <hotrow/row_cache.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace hotrow {
@@ -181,8 +182,8 @@ void RowCache::evict(int32_t place, std::vector<Move>& moves) {
 }
 
 int32_t RowCache::place_for(uint32_t row, bool keep, std::vector<Move>& evicted) {
-  // An empty place is no other row's: without it the slots of a table would not be enough for all of its rows.
-  int32_t place = keep || num_used_ < sizes_.cached ? victim() : kNone;
+  // Where overflow is full, a cached place is empty: there are as many slots as rows.
+  int32_t place = keep || overflow_is_full() ? victim() : kNone;
   if (place == kNone) {
     place = overflow_place();
     counters_.overflow_rows += keep;
@@ -281,7 +282,31 @@ void RowCache::release(Pins& pins, bool dirty) {
   if (!leaving.empty()) store_->write(leaving, slots_);
 }
 
+void RowCache::restart_batches() {
+  for (Entry& entry : places_) entry.batch = std::min(entry.batch, uint32_t{1});
+}
+
+void RowCache::grow(int64_t num_rows, Slots slots) {
+  const auto move = [&](int64_t first, int64_t last) {
+    for (size_t p = 0; p < slots.parts.size(); ++p) {
+      const int64_t bytes = slots.parts[p].bytes;
+      std::memcpy(slots.parts[p].base + first * bytes, slots_.parts[p].base + first * bytes,
+                  static_cast<size_t>((last - first) * bytes));
+    }
+  };
+  move(0, sizes_.pinned + num_used_);
+  move(sizes_.pinned + sizes_.cached, slot_of_place(static_cast<int32_t>(places_.size())));
+  slots_ = std::move(slots);
+  exists_.resize(static_cast<size_t>(num_rows + 63) / 64);
+  const bool whole = sizes_.pinned == sizes_.num_rows;
+  const int64_t first = std::exchange(sizes_.num_rows, num_rows);
+  if (!whole) return;
+  sizes_.pinned = num_rows;
+  for (int64_t row = first; row < num_rows; ++row) create(static_cast<uint32_t>(row), row);
+}
+
 void RowCache::write_back() {
+  if (sizes_.pinned == sizes_.num_rows) return;  // no row ever leaves, and the store is never asked
   std::vector<Move> moves;
   for (int64_t row = 0; row < sizes_.pinned; ++row) moves.push_back({row, row});
   for (size_t place = 0; place < places_.size(); ++place) {

@@ -8,7 +8,9 @@ Next: optim.py for the step, reference.py for the arithmetic.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,11 +58,11 @@ class StoredTable(NamedTuple):
         """Of the rows that `read` gives."""
         return torch.float32
 
-    def pieces(self) -> Iterator[slice]:
-        """Ranges of rows that together are the table, each of about PIECE_FLOATS weights."""
+    def pieces(self, start: int = 0) -> Iterator[slice]:
+        """Ranges of rows that together are the table from row `start` on, each of about PIECE_FLOATS weights."""
         num_rows, dim = self.weight.shape
         step = max(1, PIECE_FLOATS // dim)
-        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+        return (slice(first, min(first + step, num_rows)) for first in range(start, num_rows, step))
 
     def read(self, rows: slice) -> Tensor:
         """These rows as float32, exactly."""
@@ -97,6 +99,7 @@ class EmbeddingCollection(nn.Module):
         if not isinstance(memory, Memory) and memory not in (None, "dram"):
             raise ValueError(f"memory is {memory!r}; pass None or 'dram' (all rows in DRAM) or a hotrow.Memory")
         self.tables = check_tables(tables)
+        self.seed = seed
         self.tiers: Tiers | None = None
         if isinstance(memory, Memory):
             self.tiers = Tiers(self.tables, Layout.of(self.tables), memory, seed=seed)
@@ -116,6 +119,47 @@ class EmbeddingCollection(nn.Module):
             _fill_initial_rows(self.stored(table.name), table, seed)
         self._prepare()
 
+    def grow(self, table: str, num_embeddings: int) -> None:
+        """Give `table` rows up to `num_embeddings`; those it has keep their numbers, values and optimizer states.
+
+        New rows are what they would be had they been there from the start and never looked up: the same function of
+        (seed, table name, row, column), within the bound of the table as it was created, which its TableConfig in
+        `tables` now says; their optimizer states are initial. The tensors in `weights` and of the optimizers stay the
+        same objects, longer: param groups, schedulers and state dicts go on. It may be called at any time, also between
+        forward and step and while batches are announced, but no other thread may use the collection meanwhile.
+
+        The table's arrays move to larger memory: for a moment they are there twice. In tiers more rows take disk, a bit
+        of memory each, and of a table that lies in memory whole their slots; a warning says what goes over the budget.
+        Checkpoints fit collections whose tables have as many rows.
+
+        Raises ValueError for an unknown table and for fewer rows than it has, MemoryError where there is no memory;
+        then nothing has changed. Raises StoreError where the store cannot grow, after which it does no more.
+        """
+        names = [config.name for config in self.tables]
+        if table not in names:
+            raise ValueError(f"there is no table {table!r} to grow; the tables are {', '.join(names)}")
+        old = self._table(table)
+        if not isinstance(num_embeddings, int) or num_embeddings < old.num_embeddings:
+            raise ValueError(
+                f"table {table!r} has {old.num_embeddings:,} rows and cannot be given {num_embeddings!r}: tables only "
+                "grow; for fewer rows make a new collection"
+            )
+        bound = old.init.bound_for(old.num_embeddings)
+        new = replace(old, num_embeddings=num_embeddings, init=replace(old.init, bound=bound))
+        if self.tiers is not None:
+            self.tiers.grow(new)
+        else:
+            weight, low = self.stored(table)
+            states = [state for optimizer in self.optimizers for state in optimizer.state[weight].values()]
+            arrays = [array for array in (weight, low, *states) if array is not None]
+            for array, longer in [(array, _longer(array, num_embeddings)) for array in arrays]:
+                array.data = longer
+            _fill_initial_rows(self.stored(table), new, self.seed, start=old.num_embeddings)
+        self.tables = tuple(new if config is old else config for config in self.tables)
+        self._take_arrays()
+        for optimizer in self.optimizers:
+            optimizer.follow_growth(table, old.num_embeddings)
+
     def _prepare(self) -> None:
         layout = Layout.of(self.tables)
         self.feature_names = tuple(feature.name for feature in layout.features)
@@ -124,11 +168,16 @@ class EmbeddingCollection(nn.Module):
         self.sequence_kernels = {
             feature.name: ops.Kernels(layout.sequence_of(feature.name), among=layout) for feature in layout.features
         }
-        self.arrays = ops.Arrays(list(self.weights.values()), [self.low.get(name) for name in self.weights])
+        self._take_arrays()
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Sparse optimizers of these tables, which grow with them."""
         self._pending: list[tuple[int, Pending]] = []
         self._forwards = itertools.count()  # its next() is one step for Python's threads, += is not
         # Autograd calls backward only below an input that requires grad, and the tables are none.
         self._leaf = torch.zeros(0, requires_grad=True)
+
+    def _take_arrays(self) -> None:
+        self.arrays = ops.Arrays(list(self.weights.values()), [self.low.get(name) for name in self.weights])
 
     def forward(self, sparse: KeyedJaggedTensor | Tensor) -> Tensor:
         """Pooled rows [B, output_dim], float32.
@@ -267,7 +316,7 @@ class EmbeddingCollection(nn.Module):
         """For copies: all but native handles and what belongs to steps under way."""
         if self.tiers is not None:
             raise TypeError("a collection in tiers cannot be copied or pickled: its files belong to it alone")
-        made = ("kernels", "sequence_kernels", "arrays", "_pending", "_forwards", "_leaf")
+        made = ("kernels", "sequence_kernels", "arrays", "optimizers", "_pending", "_forwards", "_leaf")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -283,11 +332,22 @@ class EmbeddingCollection(nn.Module):
         )
 
 
-def _fill_initial_rows(stored: StoredTable, table: TableConfig, seed: int) -> None:
+def _longer(array: Tensor, num_rows: int) -> Tensor:
+    """A copy of `array` [N, ...] with `num_rows`, zeros beyond N."""
+    longer = ops.allocate(num_rows, *array.shape[1:], dtype=array.dtype)
+    step = max(1, PIECE_FLOATS // max(1, array[:1].numel()))
+    for start in range(0, len(array), step):
+        piece = array[start : start + step]
+        if piece.view(torch.int16).any():  # pages that were never touched stay so
+            longer[start : start + len(piece)] = piece
+    return longer
+
+
+def _fill_initial_rows(stored: StoredTable, table: TableConfig, seed: int, *, start: int = 0) -> None:
     bound, key = table.init.bound_for(table.num_embeddings), row_key(seed, table.name)
     if not bound:
         return  # zero as allocated, and no page touched
-    for rows in stored.pieces():
+    for rows in stored.pieces(start):
         plain = stored.weight.dtype == torch.float32
         values = stored.weight[rows] if plain else torch.empty(stored.weight[rows].shape)
         ops.fill_uniform(values, key=key, bound=bound, zero_rows=table.init.zero_rows, first_row=rows.start)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -64,9 +64,25 @@ class SparseOptimizer(torch.optim.Optimizer):
             (weight,) = group["params"]
             for name in self.state_names:
                 self.state[weight][name] = emb.new_state(self._state_shape(weight), self._initial(group, name))
+        # Of rows yet to come too, with the rates of now: schedules may change these.
+        self._initial_states: dict[str, Sequence[State]] = {
+            group["name"]: self._untouched(group) for group in self.param_groups
+        }
         if emb.tiers is not None:
-            emb.tiers.attach({group["name"]: self._untouched(group) for group in self.param_groups})
+            emb.tiers.attach(self._initial_states)
+        self._take_arrays()
+        emb.optimizers.add(self)
+
+    def _take_arrays(self) -> None:
         self._arrays = [ops.Arrays(self._states(name)) for name in self.state_names]
+
+    def follow_growth(self, table: str, first: int) -> None:
+        """`EmbeddingCollection.grow` has made the arrays of `table` longer: states for its rows from `first` on."""
+        if self.emb.tiers is None:
+            for state in self._initial_states[table]:
+                for rows in self.emb.stored(table).pieces(first):
+                    state.fill(rows, self.emb.stored(table).read(rows))
+        self._take_arrays()
 
     def _state_shape(self, weight: Tensor) -> torch.Size:
         return weight.shape
@@ -75,7 +91,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return 0.0
 
     def _untouched(self, group: dict[str, Any]) -> list[State]:
-        """The states of the group's table and what they are for a row that was never touched, for tables in tiers."""
+        """The states of the group's table and what they are for a row that was never touched."""
         (weight,) = group["params"]
         return [State(name, self.state[weight][name], self._initial(group, name)) for name in self.state_names]
 

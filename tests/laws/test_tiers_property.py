@@ -2,8 +2,8 @@
 
 Schedules are drawn from seeds that the test's name tells: batches of spans over several tables, admitted for training
 or evaluation, several in flight, released in any order, ids repeated and out of range, rows pinned, cached, all or
-none, stores written back in between. Where the native module is there, its readable twin is driven beside it and has to
-decide the same: same slots, same counters.
+none, stores written back and tables growing in between. Where the native module is there, its readable twin is driven
+beside it and has to decide the same: same slots, same counters.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class Rig:
     """Caches of one module, their slots and their stores."""
 
     def __init__(self, name: str, shapes: Sequence[Shape], policy: str) -> None:
-        self.module, self.shapes = module_of(name), shapes
+        self.module, self.shapes = module_of(name), list(shapes)
         self.caches = self.module.make_caches()
+        self.caches.last_batch = 2**32 - 12  # so that numbers begin again, in the native module, as a schedule runs
         self.arrays = [shape.arrays() for shape in shapes]
         self.natives: list[Any] = []
         self.stores: list[Store] = []
@@ -126,6 +127,14 @@ class Rig:
         self.natives.append(native)
         sizes = (shape.num_rows, shape.pinned, shape.cached)
         self.caches.add(sizes, self._policy, first, list(shape.states), native, self.arrays[t])
+
+    def grow(self, t: int, shape: Shape) -> None:
+        if self.stores:
+            self.stores[t].grow(shape.num_rows)
+        else:
+            assert self.natives[t].grow(shape.num_rows)
+        self.shapes[t], self.arrays[t] = shape, shape.arrays()
+        self.caches.grow(t, shape.num_rows, self.arrays[t])
 
     def on_medium(self, t: int) -> np.ndarray:
         """Every row as the store has it."""
@@ -166,7 +175,7 @@ class World:
     """What is true, and rigs that have to agree with it."""
 
     def __init__(self, rng: np.random.Generator, shapes: Sequence[Shape], rigs: Sequence[Rig]) -> None:
-        self.rng, self.shapes, self.rigs = rng, shapes, rigs
+        self.rng, self.shapes, self.rigs = rng, list(shapes), rigs
         self.truth = [initial_rows(shape).copy() for shape in shapes]
         self.dirtied: list[set[int]] = [set(range(shape.pinned)) for shape in shapes]
         self.open: list[Batch] = []
@@ -255,12 +264,26 @@ class World:
             assert all(native.counters()["waiting_bytes"] == 0 for native in rig.natives), "not on the medium yet"
             self._check_medium(rig)
 
+    def grow(self) -> None:
+        """Rows at a table's end, while batches are in flight; those of a table that is pinned whole are pinned too."""
+        t = int(self.rng.integers(len(self.shapes)))
+        old = self.shapes[t]
+        num_rows = old.num_rows + int(self.rng.choice([0, 1, 7, 70]))
+        shape = old._replace(num_rows=num_rows, pinned=num_rows if old.pinned == old.num_rows else old.pinned)
+        self.dirtied[t] |= set(range(old.pinned, shape.pinned))
+        self.shapes[t] = shape
+        self.truth[t] = np.concatenate([self.truth[t], initial_rows(shape)[old.num_rows :]])
+        for rig in self.rigs:
+            rig.grow(t, shape)
+
     def step(self) -> None:
         what = self.rng.random()
         if what < 0.4 or not self.open:
             self.admit(bad=bool(self.rng.random() < 0.08))
-        elif what < 0.48:
+        elif what < 0.46:
             self.write_back()
+        elif what < 0.5:
+            self.grow()
         else:
             batch = self.open[int(self.rng.integers(len(self.open)))]
             if what < 0.58:
@@ -344,8 +367,14 @@ class World:
                 assert len(in_use) == shape.cached, "a slot was free"
 
     def _check_medium(self, rig: Rig) -> None:
-        """Nothing is lost: but for rows that a batch in flight has changed, the medium has what is true."""
+        """Nothing is lost: but for rows that a batch in flight has changed, the medium has what is true.
+
+        Of a table that is pinned whole the medium is never asked.
+        """
         for t, shape in enumerate(self.shapes):
+            if shape.pinned == shape.num_rows:
+                assert rig.counters(t)["written_rows"] == 0
+                continue
             changing = {row for batch in self.open if batch.updated for row in batch.of(t)[0].tolist()}
             rows = np.array(sorted(self.dirtied[t] - changing), np.int64)
             np.testing.assert_array_equal(rig.on_medium(t)[rows], self.truth[t][rows])
@@ -485,14 +514,37 @@ def test_who_makes_room(name: str, policy: str, uses: list[int], left: set[int])
 def test_an_evaluation_is_no_use(name: str, policy: str) -> None:
     """Rows looked at without admission make room as if they had not been."""
     rigs = [Rig(name, [Shape(40, 0, 4)], policy).in_memory() for _ in range(2)]
-    for rig in rigs:
-        use(rig, 0, 2, 4, 8)  # an evaluation may fill slots that are empty
     rng = np.random.default_rng(5)
     for _ in range(300):
         row = int(rng.integers(0, 8) ** 2 // 2)
         assert use(rigs[0], row) == use(rigs[1], row)
         use(rigs[1], *rng.integers(0, 40, 6).tolist(), keep=False)
     assert rigs[0].counters(0)["evicted_rows"] == rigs[1].counters(0)["evicted_rows"] > 50
+
+
+def test_an_evaluation_takes_empty_slots_only_when_no_other_is_left(name: str) -> None:
+    rig = Rig(name, [Shape(9, 1, 5)], "clock").in_memory()
+    assert use(rig, 3, keep=False) == [6], "the first slot beside the cache"
+    assert use(rig, 3) == [1], "and nothing has come into it"
+    flight, slots = rig.caches.admit(np.arange(9), [(0, 0, 9)], False, 1)
+    assert slots.tolist() == [0, 6, 7, 1, 8, 2, 3, 4, 5]
+    flight.release(False)
+    assert rig.counters(0)["evicted_rows"] == rig.counters(0)["overflow_rows"] == 0
+
+
+def test_numbers_of_batches_begin_again(name: str) -> None:
+    """A row that a batch of the numbers' last round had is pinned by the one of the same number."""
+    rig = Rig(name, [Shape(99, 0, 8)], "clock").in_memory()
+    rig.caches.last_batch = 1
+    for row in range(8):
+        use(rig, row)
+    rig.caches.last_batch = 2**32 - 1
+    for number in range(12):
+        flight, slots = rig.caches.admit(np.arange(8), [(0, 0, 8)], True, 1)
+        assert use(rig, 50) == [8], f"batch {number}: a row in use has made room"
+        assert slots.tolist() == list(range(8))
+        flight.release(False)
+    assert rig.counters(0)["rows"] == 8 + 12 * 9
 
 
 # ---- reads that take their time
@@ -536,6 +588,14 @@ def test_a_batch_waits_for_rows_that_an_earlier_one_brings(slow: Rig) -> None:
 
 
 @needs_native
+def test_rows_under_way_come_into_the_arrays_of_a_table_that_grows(slow: Rig) -> None:
+    flight, slots = slow.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
+    slow.grow(0, SLOW._replace(num_rows=3 * NUM + 5))
+    assert flight.wait()
+    assert (slow.arrays[0][0][slots] == 7).all()
+
+
+@needs_native
 def test_a_batch_released_at_once_lays_nothing_into_slots_of_others(slow: Rig) -> None:
     flight, _ = slow.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
     flight.release(False)
@@ -563,6 +623,8 @@ def test_a_read_that_fails_is_told_to_all_that_wait_for_it(slow: Rig, tmp_path: 
     later, _ = slow.caches.admit(SEVEN[-1:], [(0, 0, 1)], True, 1)
     assert not later.wait()
     assert not earlier.wait()
+    after, _ = slow.caches.admit(SEVEN[:1], [(0, 0, 1)], True, 1)
+    assert not after.wait(), "the row has a slot, and did not come"
     assert "table 't0'" in slow.caches.failure()
     earlier.release(True)
     assert not slow.caches.write_back()

@@ -71,9 +71,10 @@ class RowCache {
   RowCache(const CacheSizes& sizes, Policy policy, InitialRow initial, std::shared_ptr<Store> store, Slots slots);
 
   // slot_of[i] = slot of row ids[i]; every tail row among them is pinned, once per batch, and on its way to its slot
-  // until `ticket` is done. keep: the policy may keep the rows; else those that were not resident go to overflow slots.
-  // False where an id is out of range; what was pinned until then is in `pins`. batch: its number, never 0, larger than
-  // that of any before; several calls may belong to one.
+  // until `ticket` is done. keep: the policy may keep the rows; else those that were not resident go to overflow slots,
+  // and to empty ones of the cache only where overflow is full. False where an id is out of range; what was pinned
+  // until then is in `pins`. batch: its number, 2 or more, larger than that of any since restart_batches(); several
+  // calls may belong to one.
   template <class Id>
   bool admit(const Id* ids, int64_t n, int32_t* slot_of, uint32_t batch, bool keep, Pins& pins, Ticket& ticket);
 
@@ -84,7 +85,15 @@ class RowCache {
   // The batch is over. dirty: its rows were written to.
   void release(Pins& pins, bool dirty);
 
-  // Gives the store every row that differs from it, the pinned ones included; flush it for durability.
+  // Numbers of batches may begin at 2 again; batches in flight stay as they are.
+  void restart_batches();
+
+  // The table has num_rows now, at least as many as before; rows beyond are untouched ones. slots: of arrays that are
+  // as long, into which everything is moved that lies in the old ones; every slot keeps its number, so batches may be
+  // in flight, but no read under way. A table whose rows are all pinned stays so. The store has grown before.
+  void grow(int64_t num_rows, Slots slots);
+
+  // Gives the store every row that differs from it, the pinned ones included, unless all are; flush it for durability.
   void write_back();
 
   CacheCounters counters() const { return counters_; }
@@ -120,6 +129,9 @@ class RowCache {
   void unlink(int32_t place);
   void evict(int32_t place, std::vector<Move>& moves);
   void create(uint32_t row, int64_t slot);
+  bool overflow_is_full() const {
+    return free_overflow_.empty() && slot_of_place(static_cast<int32_t>(places_.size())) >= sizes_.num_rows;
+  }
   bool exists(uint32_t row) const { return exists_[row / 64] >> (row % 64) & 1; }
   int64_t slot_of_place(int32_t place) const { return sizes_.pinned + place; }
 

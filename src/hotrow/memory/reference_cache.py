@@ -101,6 +101,11 @@ class _InitialRows:
         self._weight = torch.from_numpy(arrays[0]).view(torch.bfloat16) if split else torch.from_numpy(arrays[0])
         self._low = torch.from_numpy(arrays[1]) if split else None
         self._states = list(zip(states, arrays[2 if split else 1 :], strict=True))
+        self._given = initial, states
+
+    def into(self, arrays: Sequence[NDArray[Any]]) -> _InitialRows:
+        """The same rows for other arrays of slots."""
+        return _InitialRows(*self._given, arrays)
 
     def lay(self, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Into their slots, weights and states."""
@@ -179,8 +184,21 @@ class RowCache:
         pins.clear()
         self._write(leaving)
 
+    def grow(self, num_rows: int, arrays: Sequence[NDArray[Any]]) -> None:
+        """More rows, and arrays that are as long, into which what lies in the old ones is moved, slot by slot."""
+        old, self._records, self._initial = self._records, Records(arrays), self._initial.into(arrays)
+        overflow = range(self._pinned + self._cached, self._pinned + len(self._places))
+        for slot in (*range(self._pinned + self._num_used), *overflow):
+            self._records.put(slot, old.get(slot))
+        first, self._num_rows = self._num_rows, num_rows
+        if self._pinned == first:  # whole, and stays so
+            self._pinned = num_rows
+            self._initial.lay(range(first, num_rows), range(first, num_rows))
+
     def write_back(self) -> None:
-        """Gives the store every row that differs from it, the pinned ones included."""
+        """Gives the store every row that differs from it, the pinned ones included, unless all are."""
+        if self._pinned == self._num_rows:
+            return  # no row ever leaves, and the store is never asked
         moves = {row: row for row in range(self._pinned)}
         for place, entry in enumerate(self._places):
             if entry.row is not None and entry.dirty:
@@ -208,8 +226,8 @@ class RowCache:
         self.counts["read_rows"] += len(arriving)
 
     def _place_for(self, row: int, evicted: dict[int, int], *, keep: bool) -> int:
-        # An empty place is no other row's: without it the slots of a table would not be enough for all of its rows.
-        place = self._room() if keep or self._num_used < self._cached else None
+        # Where overflow is full, a cached place is empty: there are as many slots as rows.
+        place = self._room() if keep or self._overflow_is_full() else None
         if place is None:
             place = self._overflow_place()
             self.counts["overflow_rows"] += keep
@@ -227,6 +245,9 @@ class RowCache:
             self._num_used += 1
             return self._num_used - 1
         return None if self._num_pinned_places >= self._cached else self._policy.victim(self._places)
+
+    def _overflow_is_full(self) -> bool:
+        return not self._free_overflow and self._pinned + len(self._places) >= self._num_rows
 
     def _overflow_place(self) -> int:
         if self._free_overflow:
@@ -296,7 +317,8 @@ class Caches:
     def __init__(self) -> None:
         self.tables: list[RowCache] = []
         self._stores: list[Any] = []
-        self._last_flight = 0
+        self.last_batch = 1
+        """Its number; the native module's begin again after 2^32 - 1."""
 
     def add(
         self,
@@ -314,6 +336,10 @@ class Caches:
         self._stores.append(store)
         self.tables.append(RowCache(sizes, policy, _InitialRows(initial, states, arrays), store, Records(arrays)))
 
+    def grow(self, table: int, num_rows: int, arrays: Sequence[NDArray[Any]]) -> None:
+        """A table has more rows, and arrays that are as long."""
+        self.tables[table].grow(num_rows, arrays)
+
     def admit(
         self,
         ids: NDArray[Any],
@@ -325,8 +351,8 @@ class Caches:
         tables = [table for table, _, _ in spans]
         if tables != sorted(tables):
             raise ValueError("spans must be in the order of their tables")
-        self._last_flight += 1
-        flight = Flight(self, self._last_flight, keep=keep)
+        self.last_batch += 1
+        flight = Flight(self, self.last_batch, keep=keep)
         flight.spans = list(spans)
         slots = np.zeros(len(ids), np.int32)
         good = [

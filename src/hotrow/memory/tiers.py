@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from torch import Tensor
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.memory.budget import LEAST_ROWS, POLICIES, Memory, TableDemand, TableSlots, check_plan, plan_slots
+from hotrow.memory.budget import num_bytes as planned_bytes
 from hotrow.memory.folder import SUFFIX, OwnFolder
 from hotrow.memory.native import backend
 from hotrow.memory.store_file import TableRows, no_disk
@@ -52,6 +54,15 @@ class State(NamedTuple):
     constant: float = 0.0
     of_weight: float = 0.0
     of_sign: float = 0.0
+
+    def fill(self, rows: slice, weights: Tensor) -> None:
+        """Make these rows of `array`, zeros, those of rows never touched, whose weights [n, D] float32 these are."""
+        if self.of_weight:
+            torch.mul(weights, self.of_weight, out=self.array[rows])
+        elif self.constant:
+            self.array[rows] = self.constant
+        if self.of_sign:
+            self.array[rows].add_(weights.sign(), alpha=self.of_sign)
 
 
 class Flight:
@@ -82,11 +93,7 @@ class Tiers:
 
     def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: Memory, *, seed: int) -> None:
         for table in tables:
-            if table.num_embeddings >= MOST_ROWS:
-                raise ValueError(
-                    f"table {table.name!r} has {table.num_embeddings:,} rows; in tiers a table has fewer than "
-                    f"{MOST_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
-                )
+            _check_rows(table)
         self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
         self._pins = _pins(tables, memory.pins or {})
         if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
@@ -139,10 +146,7 @@ class Tiers:
         return self.caches
 
     def _lay_out(self) -> None:
-        demands = [
-            TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t)), len(pins))
-            for t, pins in zip(self.tables, self._pins, strict=True)
-        ]
+        demands = self._demands()
         budget = self.memory.budget_bytes(demands)
         slots_of = self.memory.plan or plan_slots
         self.slots = check_plan(demands, slots_of(demands, budget), budget)
@@ -184,6 +188,45 @@ class Tiers:
                     f"its cache has {slots.cached:,} slots, and {least:,} of them are for batches: name "
                     f"{len(ids) - max(0, slots.cached - least):,} rows fewer, or raise dram"
                 )
+
+    def grow(self, table: TableConfig) -> None:
+        """`table` takes the place of the one of its name, which has fewer rows; those beyond are untouched.
+
+        Every row keeps its slot, so batches may be in flight. A table that lies in DRAM whole stays there, any other
+        takes room on disk and a bit per row: what is over the budget then is a warning. Its arrays are moved, which
+        takes twice their memory for a moment. Raises ValueError for too many rows, StoreError where the store cannot
+        grow.
+        """
+        _check_rows(table)
+        t = next(t for t, each in enumerate(self.tables) if each.name == table.name)
+        old = [array for _, array in self._arrays(table)]
+        new = [ops.allocate(table.num_embeddings, *a.shape[1:], dtype=a.dtype, sparse=True) for a in old]
+        if self.caches is not None:
+            caches, whole = self._laid_out(), self.slots[t].pinned == self.tables[t].num_embeddings
+            self.stores[t].grow(table.num_embeddings)
+            caches.grow(t, table.num_embeddings, [_plain(array) for array in new])
+            self.slots[t] = TableSlots(table.num_embeddings, 0) if whole else self.slots[t]
+        for array, larger in zip(old, new, strict=True):
+            array.data = larger
+        self.tables = (*self.tables[:t], table, *self.tables[t + 1 :])
+        self._warn_of_budget(table)
+
+    def _warn_of_budget(self, table: TableConfig) -> None:
+        demands = self._demands()
+        needed = sum(planned_bytes(demand, slots) for demand, slots in zip(demands, self.slots, strict=False))
+        if (over := needed - self.memory.budget_bytes(demands)) > 0:
+            warnings.warn(
+                f"table {table.name!r} has grown to {table.num_embeddings:,} rows: tables take "
+                f"{over / 2**20:,.2f} MiB more of memory now than Memory(dram={self.memory.dram!r}) allows for slots; "
+                "a collection made anew with tables of these sizes keeps within it",
+                stacklevel=4,
+            )
+
+    def _demands(self) -> list[TableDemand]:
+        return [
+            TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t)), len(pins))
+            for t, pins in zip(self.tables, self._pins, strict=True)
+        ]
 
     def _parts(self, table: TableConfig) -> tuple[tuple[str, int], ...]:
         return tuple((name, array[:1].nbytes) for name, array in self._arrays(table))
@@ -362,6 +405,14 @@ def _pins(tables: Sequence[TableConfig], pins: Mapping[str, ArrayLike]) -> list[
             )
         found.append(ids.astype(np.int64))
     return found
+
+
+def _check_rows(table: TableConfig) -> None:
+    if table.num_embeddings >= MOST_ROWS:
+        raise ValueError(
+            f"table {table.name!r} has {table.num_embeddings:,} rows; in tiers a table has fewer than "
+            f"{MOST_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
+        )
 
 
 def _rows_of_piece(first: np.ndarray[Any, Any], start: int, end: int) -> np.ndarray[Any, Any]:
