@@ -17,6 +17,7 @@ import torch
 from test_resume import BASE, VARIANTS, outcome, signal_at
 
 import hotrow
+from expanded import expanded
 from hotrow import ops, placement, trainer
 from hotrow.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.config import apply_overrides, make_config
@@ -85,7 +86,7 @@ def test_stopped_and_resumed_elsewhere(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "split_bf16"])
-def test_checkpoints_are_the_same_files_and_fit_everywhere(data: Path, tmp_path: Path, precision: str) -> None:
+def test_checkpoints_say_the_same_and_fit_everywhere(data: Path, tmp_path: Path, precision: str) -> None:
     """Also where rows that were touched since are put back, and where -0 and NaN are among the weights."""
     changes = [f"train.precision={precision}", "optimizer.sparse.name=adam"]
     run = config(data, tmp_path / "run", changes, tiers(data, changes))
@@ -120,9 +121,8 @@ def test_checkpoints_are_the_same_files_and_fit_everywhere(data: Path, tmp_path:
     load_checkpoint(tmp_path / "fresh", tiered.with_state())
     save_checkpoint(tmp_path / "fresh-again", tiered.with_state())
     for one, *others in (kept, (later[0], later[1], *again), (tmp_path / "fresh", tmp_path / "fresh-again")):
-        for file in one.rglob("*.safetensors"):
-            for other in others:
-                assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), (file, other)
+        for other in others:
+            assert expanded(one) == expanded(other), (one, other)
 
 
 def test_a_row_is_written_though_it_differs_in_signs_of_zero_alone(data: Path, tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ def test_a_row_is_written_though_it_differs_in_signs_of_zero_alone(data: Path, t
     rows = trainer.build(run, tables, num_dense=3, memory=memory).embedding.rows("t2")
     for values in (torch.zeros(1, 8), -torch.zeros(1, 8), torch.full((1, 8), torch.nan)):
         rows.write(slice(9, 10), values)
-        written = rows._tiers.counters()["t2"]
+        written = rows.tiers.counters()["t2"]
         assert torch.equal(rows.read(slice(9, 10)).view(torch.int32), values.view(torch.int32))
         rows.write(slice(9, 10), values)
-        assert rows._tiers.counters()["t2"]["lookups"] == written["lookups"] + 2, "what is so already is not written"
+        assert rows.tiers.counters()["t2"]["lookups"] == written["lookups"] + 2, "what is so already is not written"
 
 
 def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
