@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotrow.checkpoint_rows import Chain, fits, link_or_copy, load_chain, next_chain
+from hotrow.checkpoint_rows import Chain, link_or_copy, load_chain, next_chain
 from hotrow.checkpoint_tensors import CURE, Stored, Target, crc32, num_bytes, open_tensors, read_tensors, write_tensors
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import PARTIAL_SUFFIX, check_name, disk_free_bytes, read_json, sync_folder, write_json
@@ -240,8 +240,8 @@ def _continue_from(path: Path, manifest: Mapping[str, Any], parts: Mapping[str, 
             for name, part in parts.items()
             if _tiers(part) is tiers
             for table, arrays in _tables(part).items()
-            for array, rows in arrays.items()
-            if fits(Chain.of(manifest, name, table), rows)
+            for array in arrays
+            if Chain.of(manifest, name, table) is not None
         }
         states = {(table, state.name) for table, states in tiers.states.items() for state in states}
         if held == {(table.name, "weight") for table in tiers.tables} | states:

@@ -138,11 +138,6 @@ def load_chain(path: Path, chain: Chain, arrays: Mapping[str, Target]) -> None:
                     put(array, rows, link.get_slice(name)[piece])
 
 
-def fits(chain: Chain | None, array: RowsInTiers) -> bool:
-    """Whether a chain can go on from these tiers: what it says of rows in no link is what they were made as here."""
-    return chain is not None and chain.initial == InitialRows.of(array.tiers, array.table)
-
-
 def _check_link(path: Path, num_rows: int, chain: Chain, arrays: Mapping[str, Target]) -> None:
     with open_tensors(path) as link:
         check_names(path, link.keys(), [ROWS, *arrays])

@@ -189,12 +189,38 @@ def test_a_resumed_process_goes_on_with_the_chain(tmp_path: Path) -> None:
     assert all(
         len(chain["links"]) == 2 and chain["links"][1] < 60 for chain in chains(later).values() if chain["num_rows"] > 5
     )
-    load_checkpoint(path, {"embedding": after.emb})  # the weights alone: their optimizer stays as it is
-    before.train(2, num_batches=1)
-    load_checkpoint(path, {"embedding": before.emb})
-    assert expanded(save_checkpoint(tmp_path / "a", before.parts)) == expanded(
-        save_checkpoint(tmp_path / "b", after.parts)
-    )
+
+
+@pytest.mark.parametrize("where", [None, "others"])
+@pytest.mark.parametrize("seed", [3, 8])
+@pytest.mark.parametrize("optimizer", ["row_wise_adagrad", "ftrl"])
+def test_rows_in_no_link_become_what_they_were_made_as(
+    tmp_path: Path, where: str | None, seed: int, optimizer: str
+) -> None:
+    """Also those that were written to since, and where this collection made them from another seed."""
+    model, plain = make(tmp_path / "rows", optimizer), make(None, optimizer)
+    for each in (model, plain):
+        each.train(1, num_batches=2)
+    path = save_checkpoint(tmp_path / "step-1", model.parts)
+    moved_on = make(where and tmp_path / where, optimizer, seed=seed)
+    moved_on.train(2, num_batches=20)
+    copy = shutil.copytree(path, tmp_path / "copy")
+    load_checkpoint(copy, moved_on.parts)
+    shutil.rmtree(copy)  # so that all is written again
+    truth = expanded(save_checkpoint(tmp_path / "plain", plain.parts))
+    assert expanded(save_checkpoint(tmp_path / "again", moved_on.parts)) == truth == expanded(path)
+
+
+@pytest.mark.parametrize("name", ["embedding", "sparse"])
+def test_a_part_loaded_alone_leaves_the_other_as_it_is(tmp_path: Path, name: str) -> None:
+    model, plain = make(tmp_path / "rows", "adagrad"), make(None, "adagrad")
+    for number, each in enumerate((model, plain)):
+        each.train(1, num_batches=20)
+        path = save_checkpoint(tmp_path / f"step-1-{number}", each.parts)
+        each.train(2)
+        load_checkpoint(path, {name: each.parts[name]})
+    path = save_checkpoint(tmp_path / "step-2", model.parts)
+    assert expanded(path) == expanded(save_checkpoint(tmp_path / "plain", plain.parts))
 
 
 # ---- what a chain goes on from
@@ -235,6 +261,7 @@ def test_a_checkpoint_of_a_part_is_whole_and_ends_no_chain(tmp_path: Path) -> No
         assert expanded(paths[0]) == expanded(paths[1])
     path = save_checkpoint(tmp_path / "step-2", model.parts)
     assert expanded(path) == expanded(save_checkpoint(tmp_path / "plain", plain.parts))
+    assert [len(chains(path)[f"{part}/u"]["links"]) for part in ("embedding", "sparse")] == [2, 2]
     other = {"e": model.emb, "sparse": model.optimizer}  # other names: nothing to go on from
     assert len(chains(save_checkpoint(tmp_path / "step-3", other))["e/t"]["links"]) == 1
 
