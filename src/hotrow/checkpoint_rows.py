@@ -7,7 +7,8 @@
 Later links win; a row in none is what it was made as, which the manifest says. A save writes the rows that changed
 since the checkpoint before and takes the links of that one as hard links: each folder is whole in itself, and the disk
 holds every link once. Before the later links together hold more rows than were ever written to, a chain begins anew:
-on disk a chain is at most two tables, and all that is written at most twice the rows that changed.
+on disk a chain is at most two tables, and all that is written at most twice the rows that changed. So it does after
+MOST_LINKS, however few they hold.
 """
 
 from __future__ import annotations
