@@ -64,6 +64,7 @@ class Flight {
   std::shared_ptr<Caches> caches_;
   std::vector<Pins> pins_;
   std::vector<Span> spans_;
+  std::shared_ptr<int32_t[]> slots_;  // of the batch's ids
   std::shared_ptr<Ticket> ticket_;
   std::vector<std::shared_ptr<Ticket>> earlier_;
   bool good_ = true, released_ = false;
@@ -119,9 +120,11 @@ class Caches : public std::enable_shared_from_this<Caches> {
       const Ids& ids, const std::vector<std::tuple<size_t, int64_t, int64_t>>& spans, bool keep, int num_threads) {
     auto flight = std::make_unique<Flight>(shared_from_this(), caches_.size());
     flight->spans_ = checked(spans, size(ids));
-    auto* values = new int32_t[ids.size()]();
-    nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
     const size_t length = ids.size();
+    flight->slots_ = std::make_shared<int32_t[]>(length);
+    int32_t* values = flight->slots_.get();
+    using Owner = std::shared_ptr<int32_t[]>;
+    nb::capsule owner(new Owner(flight->slots_), [](void* p) noexcept { delete static_cast<Owner*>(p); });
     nb::ndarray<nb::numpy, int32_t> slots(values, 1, &length, owner);
     const bool wide = is_wide(ids);
     bool good;
@@ -147,9 +150,36 @@ class Caches : public std::enable_shared_from_this<Caches> {
     });
   }
 
-  void release(std::vector<Pins>& pins, bool dirty) {
+  void release(Flight& flight, bool dirty) {
     const std::lock_guard lock(mutex_);
-    for (size_t t = 0; t < pins.size(); ++t) caches_[t]->release(pins[t], dirty);
+    for (size_t t = 0; t < flight.pins_.size(); ++t) caches_[t]->release(flight.pins_[t], dirty);
+    if (!dirty) return;
+    for (const Span& span : flight.spans_) {
+      caches_[span.table]->mark_pinned(flight.slots_.get() + span.first, span.last - span.first);
+    }
+  }
+
+  // Rows that were written to since clear_changed(), or ever: how many, and the first `most` from `first` on.
+  int64_t num_changed(size_t table, bool ever) {
+    const std::lock_guard lock(mutex_);
+    return bits(table, ever).count();
+  }
+  nb::ndarray<nb::numpy, int64_t> changed_rows(size_t table, bool ever, int64_t first, int64_t most) {
+    require(first >= 0 && most >= 0, "first and most must not be negative");
+    auto rows = std::make_unique<std::vector<int64_t>>();
+    {
+      nb::gil_scoped_release release;
+      const std::lock_guard lock(mutex_);
+      *rows = bits(table, ever).rows(first, most);
+    }
+    int64_t* values = rows->data();
+    const size_t length = rows->size();
+    nb::capsule owner(rows.release(), [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
+    return {values, 1, &length, owner};
+  }
+  void clear_changed() {
+    const std::lock_guard lock(mutex_);
+    for (const auto& cache : caches_) cache->clear_changed();
   }
 
   bool write_back() {
@@ -207,6 +237,11 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return spans;
   }
 
+  const RowBits& bits(size_t table, bool ever) const {
+    require(table < caches_.size(), "no such table");
+    return ever ? caches_[table]->written() : caches_[table]->changed();
+  }
+
   bool admit_all(const void* ids, bool wide, int32_t* slots, Flight& flight, bool keep, int num_threads) {
     const uint32_t number = next_batch();
     std::vector<size_t> starts;  // of the spans of each table
@@ -254,7 +289,7 @@ void Flight::release(bool dirty) {
   if (std::exchange(released_, true)) return;
   if (getpid() != caches_->process_) return;  // a forked child: what would finish the reads is not in it
   wait();                                     // a slot may be handed on only when nothing is on its way into it
-  caches_->release(pins_, dirty);
+  caches_->release(*this, dirty);
 }
 
 }  // namespace
@@ -269,6 +304,9 @@ void bind_cache(nb::module_& m) {
       .def("grow", &Caches::grow)
       .def("admit", &Caches::admit)
       .def("holds", &Caches::holds)
+      .def("num_changed", &Caches::num_changed, nb::call_guard<nb::gil_scoped_release>())
+      .def("changed_rows", &Caches::changed_rows)
+      .def("clear_changed", &Caches::clear_changed, nb::call_guard<nb::gil_scoped_release>())
       .def("write_back", &Caches::write_back, nb::call_guard<nb::gil_scoped_release>())
       .def("failure", &Caches::failure)
       .def("counters", &Caches::counters)

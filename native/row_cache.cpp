@@ -16,10 +16,15 @@ constexpr int64_t kAhead = 12;  // ids whose place in the map is fetched before 
 
 RowCache::RowCache(const CacheSizes& sizes, Policy policy, InitialRow initial, std::shared_ptr<Store> store,
                    Slots slots)
-    : sizes_(sizes), policy_(policy), initial_(std::move(initial)), store_(std::move(store)), slots_(std::move(slots)) {
+    : sizes_(sizes),
+      policy_(policy),
+      initial_(std::move(initial)),
+      store_(std::move(store)),
+      slots_(std::move(slots)),
+      exists_(sizes.num_rows),
+      changed_(sizes.num_rows) {
   // Two entries of four bytes for each resident row.
   map_.resize(static_cast<size_t>(std::max<int64_t>(2 * sizes_.cached, 16)));
-  exists_.resize(static_cast<size_t>(sizes_.num_rows + 63) / 64);
   places_.resize(static_cast<size_t>(sizes_.cached));
   row_.resize(static_cast<size_t>(initial_.dim));
   if (policy_ == Policy::lru) {
@@ -31,9 +36,9 @@ RowCache::RowCache(const CacheSizes& sizes, Policy policy, InitialRow initial, s
 }
 
 int64_t RowCache::num_bytes() const {
-  const size_t bytes = places_.capacity() * sizeof(Entry) + exists_.size() * 8 + free_overflow_.capacity() * 4 +
-                       (before_.size() + after_.size()) * 4;
-  return map_bytes() + static_cast<int64_t>(bytes);
+  const size_t bytes =
+      places_.capacity() * sizeof(Entry) + free_overflow_.capacity() * 4 + (before_.size() + after_.size()) * 4;
+  return map_bytes() + exists_.num_bytes() + changed_.num_bytes() + static_cast<int64_t>(bytes);
 }
 
 // ---- the map
@@ -174,7 +179,6 @@ void RowCache::evict(int32_t place, std::vector<Move>& moves) {
   if (entry.row == kNoRow) return;
   if (entry.dirty) {
     moves.push_back({entry.row, slot_of_place(place)});
-    exists_[entry.row / 64] |= uint64_t{1} << (entry.row % 64);
     ++counters_.written_rows;
   }
   erase(entry.row);
@@ -243,7 +247,7 @@ bool RowCache::admit(const Id* ids, int64_t n, int32_t* slot_of, uint32_t batch,
     if (place == kNone) {
       place = place_for(row, keep, evicted);
       pin(place, batch, keep, pins);
-      (exists(row) ? arriving : fresh).push_back({row, slot_of_place(place)});
+      (exists_.has(row) ? arriving : fresh).push_back({row, slot_of_place(place)});
     }
     slot_of[i] = static_cast<int32_t>(slot_of_place(place));
   }
@@ -271,6 +275,7 @@ void RowCache::release(Pins& pins, bool dirty) {
   for (const int32_t place : std::exchange(pins.slots, {})) {
     Entry& entry = places_[static_cast<size_t>(place)];
     entry.dirty = entry.dirty || dirty;
+    if (dirty) mark(entry.row);
     if (--entry.pins != 0) continue;
     if (place < sizes_.cached) {
       --num_pinned_places_;
@@ -297,12 +302,19 @@ void RowCache::grow(int64_t num_rows, Slots slots) {
   move(0, sizes_.pinned + num_used_);
   move(sizes_.pinned + sizes_.cached, slot_of_place(static_cast<int32_t>(places_.size())));
   slots_ = std::move(slots);
-  exists_.resize(static_cast<size_t>(num_rows + 63) / 64);
+  exists_.resize(num_rows);
+  changed_.resize(num_rows);
   const bool whole = sizes_.pinned == sizes_.num_rows;
   const int64_t first = std::exchange(sizes_.num_rows, num_rows);
   if (!whole) return;
   sizes_.pinned = num_rows;
   for (int64_t row = first; row < num_rows; ++row) create(static_cast<uint32_t>(row), row);
+}
+
+void RowCache::mark_pinned(const int32_t* slots, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (slots[i] < sizes_.pinned) mark(static_cast<uint32_t>(slots[i]));
+  }
 }
 
 void RowCache::write_back() {
@@ -315,7 +327,6 @@ void RowCache::write_back() {
     moves.push_back({entry.row, slot_of_place(static_cast<int32_t>(place))});
     entry.dirty = false;
   }
-  for (const Move& move : moves) exists_[static_cast<size_t>(move.row) / 64] |= uint64_t{1} << (move.row % 64);
   counters_.written_rows += static_cast<int64_t>(moves.size());
   store_->write(moves, slots_);
 }

@@ -1,80 +1,66 @@
 """Checkpoints: folders of safetensors files and a manifest that are whole or absent, and refuse to load when damaged.
 
     step-1200/
-      manifest.json                   format version, size and crc32 of every file, what the caller adds
-      embedding/<table>.safetensors   one file per table
-      model.safetensors  dense_optimizer.safetensors  sparse_optimizer.safetensors
+      manifest.json                      format version, size and crc32 of every file, what the caller adds
+      embedding/<table>.safetensors      one file per table; of tables in tiers a chain (checkpoint_rows.py):
+      embedding/<table>/000.safetensors  rows that were ever written to; 001 those that changed since, and so on
+      model.safetensors  dense_optimizer.safetensors  sparse_optimizer.safetensors (in tiers <table>/000.safetensors)
 
 A checkpoint is made of named parts: an EmbeddingCollection, any nn.Module, any torch optimizer. Tensors are written
-from and read into the memory they live in, 16 MiB at a time, so that saving tables of any size needs no second copy;
-tables in tiers go through their caches in smaller pieces, and their files are those of tables in memory.
-A table in split storage (bfloat16 and lower halves) is written joined: its file is that of a float32 table. The files
-open with the safetensors library; nothing is pickled. A checkpoint is the whole model: it costs as much as all tables
-and states, however few rows changed. What to save, and when, is for trainer.py to say.
+from and read into the memory they live in, in pieces (checkpoint_tensors.py), so that saving tables of any size needs
+no second copy. Tables in memory are written whole; of tables in tiers a checkpoint writes the rows that changed since
+the one before. Either loads into either. A table in split storage (bfloat16 and lower halves) is written joined: its
+file is that of a float32 table. Nothing is pickled. What to save, and when, is for trainer.py to say.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotrow.embedding import EmbeddingCollection, StoredTable
-from hotrow.files import PARTIAL_SUFFIX, atomic_write, check_name, disk_free_bytes, read_json, sync_folder, write_json
-from hotrow.memory.table_rows import RowsInTiers
+from hotrow.checkpoint_rows import Chain, link_or_copy, load_chain, next_chain
+from hotrow.checkpoint_tensors import CURE, Stored, Target, crc32, num_bytes, open_tensors, read_tensors, write_tensors
+from hotrow.embedding import EmbeddingCollection
+from hotrow.files import PARTIAL_SUFFIX, check_name, disk_free_bytes, read_json, sync_folder, write_json
+from hotrow.memory.tiers import Saved, Tiers
 from hotrow.optim import SparseOptimizer
 
-FORMAT_VERSION = 1
-CHUNK_BYTES = 1 << 24
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)
+"""Version 1 has no chains."""
 MANIFEST = "manifest.json"
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
-Pieces: TypeAlias = StoredTable | RowsInTiers
-"""What is read and written by rows: a split table, joined on the way out and split on the way in; a table in tiers."""
-Stored: TypeAlias = Tensor | Pieces
-"""What becomes a tensor of a file."""
 
 
 def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None) -> Path:
     """Write `parts` and the JSON-ready `extra` as the folder `path`, which appears only when it is whole and on disk.
 
-    parts: by name, which becomes a file name. An existing `path` is an error: checkpoints are never overwritten.
+    parts: by name, which becomes a file name. An existing `path` is an error: checkpoints are never overwritten. Tables
+    in tiers cost the rows that changed since the last checkpoint, saved or loaded, that held all of them and their
+    optimizer under the same names, where it still lies in its folder; else the rows that were ever written to.
     Raises ValueError where the disk has too little room, saying how much is missing; OSError as the disk gives it.
     """
     path = Path(path)
     if path.exists():
         raise ValueError(f"checkpoint {path} exists already; remove it or choose another folder")
-    contents = {name: _describe(name, part) for name, part in parts.items()}
-    files = {file: tensors for files, _ in contents.values() for file, tensors in files.items()}
-    _check_room(path, sum(_num_bytes(t) for tensors in files.values() for t in tensors.values()))
+    contents = _contents(parts)
+    _check_room(path, sum(num_bytes(t) for tensors in contents.new.values() for t in tensors.values()))
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(mode=0o700, parents=True)
         manifest = {
             "hotrow_checkpoint": FORMAT_VERSION,
-            "parts": {name: values for name, (_, values) in contents.items()},
-            "files": {file: write_tensors(partial / file, tensors) for file, tensors in files.items()},
+            "parts": contents.parts,
+            "files": _write_files(partial, contents),
             "extra": dict(extra or {}),
         }
         write_json(partial / MANIFEST, manifest)
@@ -83,14 +69,15 @@ def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mappi
         shutil.rmtree(partial, ignore_errors=True)
         raise
     sync_folder(path.parent)
+    _continue_from(path, manifest, parts)
     return path
 
 
 def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, Any]:
     """Copy the checkpoint at `path` into `parts` after verifying every byte of it, and return its `extra`.
 
-    parts: built as they were when saved; a subset of the saved ones may be given. Raises ValueError naming a file that
-    is missing, cut off or altered, and a tensor whose name, shape or dtype does not fit.
+    parts: built as they were when saved, on any placement; a subset of the saved ones may be given. Raises ValueError
+    naming a file that is missing, cut off or altered, and a tensor whose name, shape or dtype does not fit.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -99,10 +86,13 @@ def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, An
         if name not in manifest["parts"]:
             raise ValueError(f"checkpoint {path} has no part {name!r}; it has {', '.join(manifest['parts'])}")
         if isinstance(part, Optimizer):
-            _restore_optimizer(part, path / f"{name}.safetensors", manifest["parts"][name])
+            _restore_optimizer(part, path, name, manifest)
+        elif _in_chains(manifest, name):
+            _load_chains(path, manifest, name, part)
         else:
             for file, tensors in _describe(name, part)[0].items():
                 read_tensors(path / file, tensors)
+    _continue_from(path, manifest, parts)
     extra: dict[str, Any] = manifest["extra"]
     return extra
 
@@ -116,8 +106,9 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
         )
     manifest = read_json(path / MANIFEST)
     version = manifest.get("hotrow_checkpoint") if isinstance(manifest, dict) else None
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{path / MANIFEST}: format version {version!r}; this hotrow reads version {FORMAT_VERSION}")
+    if version not in READ_VERSIONS:
+        reads = " and ".join(map(str, READ_VERSIONS))
+        raise ValueError(f"{path / MANIFEST}: format version {version!r}; this hotrow reads versions {reads}")
     return dict(manifest)
 
 
@@ -136,17 +127,14 @@ def verify(path: Path, manifest: Mapping[str, Any] | None = None) -> int:
             raise ValueError(f"checkpoint file {file} is missing; use another checkpoint of the run")
         if (size := file.stat().st_size) != record["num_bytes"]:
             raise ValueError(
-                f"checkpoint file {file} has {size} bytes, not {record['num_bytes']}: it is damaged; {_CURE}"
+                f"checkpoint file {file} has {size} bytes, not {record['num_bytes']}: it is damaged; {CURE}"
             )
-        if (checksum := _crc32(file)) != record["crc32"]:
+        if (checksum := crc32(file)) != record["crc32"]:
             raise ValueError(
-                f"checkpoint file {file} has crc32 {checksum}, not {record['crc32']}: it is damaged; {_CURE}"
+                f"checkpoint file {file} has crc32 {checksum}, not {record['crc32']}: it is damaged; {CURE}"
             )
         total += size
     return total
-
-
-_CURE = "remove its step folder and resume from an earlier checkpoint"
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
@@ -171,89 +159,139 @@ def prune_checkpoints(folder: Path, *, keep_last: int, keep: int | None = None) 
     return removed
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> dict[str, Any]:
-    """Write a safetensors file from the tensors' own memory; returns its size and crc32, as the manifest has them."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    # Wide elements first keeps every tensor aligned to its element, as the safetensors library lays files out.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + _num_bytes(tensor)
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    checksum = zlib.crc32(head)
-    with atomic_write(path) as file:
-        file.write(head)
-        for _, tensor in ordered:
-            for chunk in _chunks(tensor):
-                file.write(chunk)
-                checksum = zlib.crc32(chunk, checksum)
-    return {"num_bytes": len(head) + end, "crc32": f"{checksum:08x}"}
+@dataclass
+class _Contents:
+    """What a checkpoint is made of."""
+
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the manifest says of each."""
+    new: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    """Files to be written, and their tensors."""
+    kept: dict[str, Saved] = field(default_factory=dict)
+    """Files of the checkpoint before, and where it lies."""
 
 
-def read_tensors(path: Path, into: Mapping[str, Stored]) -> None:
-    """Copy the tensors of a safetensors file into existing ones, in pieces; ValueError where names or shapes differ."""
-    with _open(path) as file:
-        if (found := sorted(file.keys())) != sorted(into):
-            raise ValueError(f"{path} holds {_few(found)}; this model has {_few(sorted(into))}")
-        for name, tensor in into.items():
-            stored = file.get_slice(name)
-            shape, dtype = list(stored.get_shape()), stored.get_dtype()
-            if shape != list(tensor.shape) or dtype != _DTYPES[tensor.dtype]:
-                own = f"{tensor.dtype} {list(tensor.shape)}"
-                raise ValueError(f"{path}: {name} is {dtype} {shape}; this model has {own}")
-            if not shape:
-                assert isinstance(tensor, Tensor)
-                tensor.data.copy_(file.get_tensor(name))
-                continue
-            for piece in _pieces(tensor):
-                if isinstance(tensor, Tensor):
-                    tensor.data[piece] = stored[piece]
-                else:
-                    tensor.write(piece, stored[piece])
+def _contents(parts: Mapping[str, Part]) -> _Contents:
+    contents = _Contents()
+    for name, part in parts.items():
+        files, contents.parts[name] = _describe(name, part)
+        if (tiers := _tiers(part)) is None:
+            contents.new |= files
+            continue
+        chains = contents.parts[name]["chains"] = {}
+        before = _last_one(tiers)
+        for table, arrays in _tables(part).items():
+            found = next_chain(name, table, arrays, before)
+            chains[table] = found.chain.to_json()
+            contents.new |= found.new_file
+            contents.kept |= {file: before for file in found.kept_files if before is not None}
+    return contents
 
 
-def _pieces(tensor: Stored) -> Iterator[slice]:
-    """Ranges of the first axis that fit a chunk."""
-    if not isinstance(tensor, Tensor):
-        return tensor.pieces()
-    num_rows = len(tensor)
-    step = max(1, CHUNK_BYTES // max(1, _num_bytes(tensor) // max(1, num_rows)))
-    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+def _last_one(tiers: Tiers) -> Saved | None:
+    """The checkpoint that has every row but the changed ones as it is; None where its folder is not what it was."""
+    if tiers.saved is None:
+        return None
+    path, manifest = tiers.saved
+    try:
+        same = read_manifest(path)["files"] == manifest["files"]
+        whole = all((path / file).stat().st_size == record["num_bytes"] for file, record in manifest["files"].items())
+    except (ValueError, OSError):
+        return None
+    return tiers.saved if same and whole else None
 
 
-def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Stored]], dict[str, Any]]:
-    """A part as `({file: {tensor name: tensor}}, JSON-ready rest)`."""
+def _write_files(folder: Path, contents: _Contents) -> dict[str, Any]:
+    """The files, in `folder`; returns their sizes and checksums, which those of the checkpoint before bring along."""
+    inner = {folder / parent for file in (*contents.kept, *contents.new) for parent in Path(file).parents}
+    for each in sorted(inner):
+        each.mkdir(mode=0o700, exist_ok=True)
+    for file, before in contents.kept.items():
+        link_or_copy(before.path / file, folder / file)
+    records = {file: before.manifest["files"][file] for file, before in contents.kept.items()}
+    records |= {file: write_tensors(folder / file, tensors) for file, tensors in contents.new.items()}
+    for each in inner:
+        sync_folder(each)
+    return records
+
+
+def _in_chains(manifest: Mapping[str, Any], name: str) -> bool:
+    """Whether the part was in tiers."""
+    return "chains" in manifest["parts"][name]
+
+
+def _load_chains(path: Path, manifest: Mapping[str, Any], name: str, part: Part) -> None:
+    if not isinstance(part, EmbeddingCollection | SparseOptimizer):
+        raise ValueError(f"checkpoint {path}: part {name!r} is of embedding tables; this is a {type(part).__name__}")
+    for table, arrays in _tables(part).items():
+        chain = Chain.of(manifest, name, table)
+        if chain is None:
+            raise ValueError(
+                f"checkpoint {path} has no table {table!r} in its part {name!r}; load it into the same model"
+            )
+        load_chain(path, chain, arrays)
+
+
+def _continue_from(path: Path, manifest: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+    """What this checkpoint holds of tables in tiers, all of it, the next one need not write but where it changes."""
+    for tiers in {tiers for part in parts.values() if (tiers := _tiers(part)) is not None}:
+        held = {
+            (table, array)
+            for name, part in parts.items()
+            if _tiers(part) is tiers
+            for table, arrays in _tables(part).items()
+            for array in arrays
+            if Chain.of(manifest, name, table) is not None
+        }
+        states = {(table, state.name) for table, states in tiers.states.items() for state in states}
+        if held == {(table.name, "weight") for table in tiers.tables} | states:
+            # In this order: cut short in between, the next one has rows that did not change.
+            tiers.saved = Saved(path.absolute(), manifest)
+            tiers.clear_changed()
+
+
+def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """A part as `({file: {tensor name: tensor}}, JSON-ready rest)`, its tables whole."""
     check_name(name, what="checkpoint part")
     if isinstance(part, EmbeddingCollection):
-        names = [check_name(table, what="table name") for table in part.weights]
-        return {f"{name}/{table}.safetensors": {"weight": _stored(part, table)} for table in names}, {}
+        tables = {check_name(table, what="table name"): arrays for table, arrays in _tables(part).items()}
+        return {f"{name}/{table}.safetensors": arrays for table, arrays in tables.items()}, {}
     if isinstance(part, Optimizer):
         tensors, rest = _flatten_optimizer(part)
         return {f"{name}.safetensors": {**tensors}}, rest
     return {f"{name}.safetensors": dict(part.state_dict())}, {}
 
 
-def _stored(emb: EmbeddingCollection, table: str) -> Stored:
+def _tables(part: Part) -> dict[str, dict[str, Any]]:
+    """By table, the arrays of rows that a collection (the weights) or its optimizer (each state) is made of."""
+    if isinstance(part, EmbeddingCollection):
+        return {table: {"weight": _stored(part, table)} for table in part.weights}
+    assert isinstance(part, SparseOptimizer)
+    found: dict[str, dict[str, Any]] = {}
+    for key, tensor in _flatten_optimizer(part)[0].items():
+        index, _, state = key.partition(".")
+        found.setdefault(part.emb.tables[int(index)].name, {})[state] = tensor
+    return found
+
+
+def _stored(emb: EmbeddingCollection, table: str) -> Target:
     if emb.tiers is not None:
         return emb.rows(table)
     return emb.stored(table) if table in emb.low else emb.weights[table]
 
 
-def _in_tiers(optimizer: Optimizer) -> TypeGuard[SparseOptimizer]:
-    return isinstance(optimizer, SparseOptimizer) and optimizer.emb.tiers is not None
+def _tiers(part: Part) -> Tiers | None:
+    emb = part.emb if isinstance(part, SparseOptimizer) else part
+    return emb.tiers if isinstance(emb, EmbeddingCollection) else None
 
 
-def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Stored], dict[str, Any]]:
+def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Target], dict[str, Any]]:
     """An optimizer's state as tensors named `<parameter index>.<name>`, and the JSON-ready rest of it."""
-    if _in_tiers(optimizer):
+    if isinstance(optimizer, SparseOptimizer) and _tiers(optimizer) is not None:
         groups = Optimizer.state_dict(optimizer)["param_groups"]
         return {**optimizer.state_rows()}, {"values": {}, "param_groups": groups}
     state = optimizer.state_dict()
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, Target] = {}
     values: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
@@ -261,33 +299,28 @@ def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Stored], dict[st
     return tensors, {"values": values, "param_groups": state["param_groups"]}
 
 
-def _restore_optimizer(optimizer: Optimizer, path: Path, rest: Mapping[str, Any]) -> None:
+def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Mapping[str, Any]) -> None:
     """Put back what `_flatten_optimizer` took apart; state that exists already is filled in place."""
-    existing, _ = _flatten_optimizer(optimizer)
-    if _in_tiers(optimizer):
-        read_tensors(path, existing)
-        optimizer.load_state_dict({"state": {}, "param_groups": list(rest["param_groups"])})
-        return
-    with _open(path) as file:
-        names = list(file.keys())
-    if names and sorted(names) == sorted(existing):
-        read_tensors(path, existing)
-        tensors = existing
+    rest, file = manifest["parts"][name], path / f"{name}.safetensors"
+    tensors, _ = _flatten_optimizer(optimizer)
+    in_tiers = _tiers(optimizer) is not None
+    if _in_chains(manifest, name):
+        _load_chains(path, manifest, name, optimizer)
+    elif in_tiers or _names(file) == sorted(tensors):
+        read_tensors(file, tensors)
     else:  # torch's Adam and SGD make their state at the first step
-        with _open(path) as file:
-            tensors = {name: file.get_tensor(name) for name in names}
+        with open_tensors(file) as opened:
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is no mapping
     state: dict[int, dict[str, Any]] = {}
-    for key, value in {**tensors, **rest["values"]}.items():
-        index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = value
+    for key, value in {**tensors, **rest["values"]}.items() if not in_tiers else ():
+        index, _, entry = key.partition(".")
+        state.setdefault(int(index), {})[entry] = value
     optimizer.load_state_dict({"state": state, "param_groups": list(rest["param_groups"])})
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"checkpoint file {path} cannot be read: {error}; {_CURE}") from None
+def _names(path: Path) -> list[str]:
+    with open_tensors(path) as file:
+        return sorted(file.keys())
 
 
 def _check_room(path: Path, num_bytes: int) -> None:
@@ -295,26 +328,3 @@ def _check_room(path: Path, num_bytes: int) -> None:
     if num_bytes > free:
         short = math.ceil((num_bytes - free) / 2**20)
         raise ValueError(f"checkpoint {path} needs {short} MiB more than the disk has free; free some or move the run")
-
-
-def _num_bytes(tensor: Stored) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
-def _chunks(tensor: Stored) -> Iterator[memoryview]:
-    if not isinstance(tensor, Tensor):
-        return (chunk for rows in tensor.pieces() for chunk in _chunks(tensor.read(rows)))
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return (flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES))
-
-
-def _crc32(path: Path) -> str:
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return f"{checksum:08x}"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"

@@ -68,8 +68,8 @@ class StoredTable(NamedTuple):
         """These rows as float32, exactly."""
         return widen(self.weight[rows], None if self.low is None else self.low[rows])
 
-    def write(self, rows: slice, values: Tensor) -> None:
-        """These rows from float32: exactly, but for float16, which rounds."""
+    def write(self, rows: slice | Tensor, values: Tensor) -> None:
+        """These rows, a range or ids [n], from float32: exactly, but for float16, which rounds."""
         write_rows(self.weight, self.low, rows, values)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import hotrow
+from expanded import expanded
 from hotrow import ops, placement, runs, trainer
 from hotrow.checkpoint import list_checkpoints, verify
 from hotrow.config import Config, apply_overrides, make_config
@@ -45,7 +46,7 @@ def config(dataset: PackedDataset, run: Path, *changes: str, **memory: Any) -> C
 def newest(run: Path) -> tuple[int, dict[str, bytes]]:
     step, path = max(list_checkpoints(run / "checkpoints").items())
     verify(path)
-    return step, {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*.safetensors")}
+    return step, expanded(path)
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[Tiers], None]) -> None:

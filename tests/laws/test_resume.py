@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from expanded import expanded
 from hotrow import runs, trainer
 from hotrow.checkpoint import list_checkpoints, read_manifest
 from hotrow.config import apply_overrides, make_config
@@ -58,8 +59,8 @@ def outcome(run: RunFolder) -> dict[str, Any]:
     manifest = read_manifest(path)
     state = {k: v for k, v in manifest["extra"]["state"].items() if k not in TIMES | PLACED}
     lines = [{k: v for k, v in line.items() if k not in TIMES | PLACED} for line in run.measurements()]
-    tensors = {name: (path / name).read_bytes() for name in manifest["files"]}
-    return {"step": path.name, "state": state, "lines": lines, "metrics": run.record["metrics"], "tensors": tensors}
+    metrics = run.record["metrics"]
+    return {"step": path.name, "state": state, "lines": lines, "metrics": metrics, "tensors": expanded(path)}
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, step_number: int, number: signal.Signals) -> None:

@@ -177,7 +177,9 @@ class World:
     def __init__(self, rng: np.random.Generator, shapes: Sequence[Shape], rigs: Sequence[Rig]) -> None:
         self.rng, self.shapes, self.rigs = rng, list(shapes), rigs
         self.truth = [initial_rows(shape).copy() for shape in shapes]
-        self.dirtied: list[set[int]] = [set(range(shape.pinned)) for shape in shapes]
+        self.dirtied: list[set[int]] = [set() for _ in shapes]
+        self.changed: list[set[int]] = [set() for _ in shapes]
+        """Of them, since clear_changed."""
         self.open: list[Batch] = []
 
     # ---- operations
@@ -248,14 +250,17 @@ class World:
     def release(self, batch: Batch) -> None:
         self.open.remove(batch)
         dirty = batch.updated or bool(self.rng.random() < 0.1)
-        for t in range(len(self.shapes)):
-            self.dirtied[t].update(batch.of(t)[0].tolist() if dirty else [])
-        if dirty or self.rng.random() < 0.7:
+        released = dirty or bool(self.rng.random() < 0.7)
+        if released:
             for flight in batch.flights:
                 flight.release(dirty)
         if self.rng.random() < 0.1:
+            dirty = dirty or not released
             for flight in batch.flights:
                 flight.release(True)  # a second release does nothing
+        for t in range(len(self.shapes)):
+            self.dirtied[t].update(batch.of(t)[0].tolist() if dirty else [])
+            self.changed[t].update(batch.of(t)[0].tolist() if dirty else [])
         batch.flights.clear()  # else: dropping one releases it
 
     def write_back(self) -> None:
@@ -270,19 +275,26 @@ class World:
         old = self.shapes[t]
         num_rows = old.num_rows + int(self.rng.choice([0, 1, 7, 70]))
         shape = old._replace(num_rows=num_rows, pinned=num_rows if old.pinned == old.num_rows else old.pinned)
-        self.dirtied[t] |= set(range(old.pinned, shape.pinned))
         self.shapes[t] = shape
         self.truth[t] = np.concatenate([self.truth[t], initial_rows(shape)[old.num_rows :]])
         for rig in self.rigs:
             rig.grow(t, shape)
 
+    def clear_changed(self) -> None:
+        for rig in self.rigs:
+            rig.caches.clear_changed()
+        for changed in self.changed:
+            changed.clear()
+
     def step(self) -> None:
         what = self.rng.random()
         if what < 0.4 or not self.open:
             self.admit(bad=bool(self.rng.random() < 0.08))
-        elif what < 0.46:
+        elif what < 0.45:
             self.write_back()
-        elif what < 0.5:
+        elif what < 0.48:
+            self.clear_changed()
+        elif what < 0.51:
             self.grow()
         else:
             batch = self.open[int(self.rng.integers(len(self.open)))]
@@ -321,6 +333,7 @@ class World:
                 self._check_holds(batch, flight, rig)
         for t, shape in enumerate(self.shapes):
             self._check_slots(t, shape)
+            self._check_changed(t, shape)
             counts = [rig.counters(t) for rig in self.rigs]
             assert all(each == counts[0] for each in counts)
             assert counts[0]["rows"] == counts[0]["hit_rows"] + counts[0]["read_rows"] + counts[0]["created_rows"]
@@ -349,6 +362,15 @@ class World:
             for row, slot in pairs
         )
 
+    def _check_changed(self, t: int, shape: Shape) -> None:
+        """The rows of batches that were released as updated, however they are asked for."""
+        first, most = (int(self.rng.integers(0, shape.num_rows + 2)) for _ in range(2))
+        for ever, rows in ((False, self.changed[t]), (True, self.dirtied[t])):
+            expected = sorted(row for row in rows if row >= first)[:most]
+            for rig in self.rigs:
+                assert rig.caches.num_changed(t, ever) == len(rows)
+                assert rig.caches.changed_rows(t, ever, first, most).tolist() == expected
+
     def _count(self, batch: Batch, before: list[dict[str, int]]) -> None:
         for t, shape in enumerate(self.shapes):
             ids, _ = batch.of(t)
@@ -376,9 +398,10 @@ class World:
                 assert rig.counters(t)["written_rows"] == 0
                 continue
             changing = {row for batch in self.open if batch.updated for row in batch.of(t)[0].tolist()}
-            rows = np.array(sorted(self.dirtied[t] - changing), np.int64)
+            given = self.dirtied[t] | set(range(shape.pinned))
+            rows = np.array(sorted(given - changing), np.int64)
             np.testing.assert_array_equal(rig.on_medium(t)[rows], self.truth[t][rows])
-            untouched = np.array(sorted(set(range(shape.num_rows)) - self.dirtied[t] - changing), np.int64)
+            untouched = np.array(sorted(set(range(shape.num_rows)) - given - changing), np.int64)
             np.testing.assert_array_equal(self.truth[t][untouched], initial_rows(shape)[untouched])
 
 

@@ -17,11 +17,10 @@ from hotrow.checkpoint import (
     load_checkpoint,
     prune_checkpoints,
     read_manifest,
-    read_tensors,
     save_checkpoint,
     verify,
-    write_tensors,
 )
+from hotrow.checkpoint_tensors import read_tensors, write_tensors
 from hotrow.embedding import EmbeddingCollection
 from hotrow.tables import TableConfig
 
@@ -114,7 +113,7 @@ def test_against_the_safetensors_library(tmp_path: Path, dtype: torch.dtype, sha
 
 
 def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.checkpoint.CHUNK_BYTES", 40)
+    monkeypatch.setattr("hotrow.checkpoint_tensors.CHUNK_BYTES", 40)
     values = torch.randn(13, 3, generator=torch.Generator().manual_seed(0))
     write_tensors(tmp_path / "f.safetensors", {"x": values})
     assert torch.equal(load_file(tmp_path / "f.safetensors")["x"], values)
@@ -125,7 +124,7 @@ def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_split_table_is_written_as_the_float32_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file has the bytes of a float32 table's, and each is read by the other without loss."""
-    monkeypatch.setattr("hotrow.checkpoint.CHUNK_BYTES", 40)
+    monkeypatch.setattr("hotrow.checkpoint_tensors.CHUNK_BYTES", 40)
     monkeypatch.setattr("hotrow.embedding.PIECE_FLOATS", 12)
     make = {
         dtype: EmbeddingCollection(
@@ -191,7 +190,7 @@ def test_a_manifest_cannot_point_out_of_its_folder(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[]", "format version None"),
-        ('{"hotrow_checkpoint": 99}', "format version 99; this hotrow reads"),
+        ('{"hotrow_checkpoint": 99}', "format version 99; this hotrow reads versions 1 and 2"),
     ],
 )
 def test_other_manifests(tmp_path: Path, text: str, message: str) -> None:

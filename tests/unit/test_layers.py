@@ -33,6 +33,8 @@ LEVELS = {
     "hot": 3,
     "metrics": 4,
     "checkpoint": 4,
+    "checkpoint_rows": 4,
+    "checkpoint_tensors": 4,
     "run_folder": 4,
     "progress": 4,
     "session": 4,

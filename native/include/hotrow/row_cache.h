@@ -9,6 +9,7 @@
 // The arrays of slots have num_rows slots of address space, of which only those in use have memory.
 #pragma once
 
+#include <hotrow/row_bits.h>
 #include <hotrow/store.h>
 #include <hotrow/types.h>
 
@@ -93,11 +94,19 @@ class RowCache {
   // in flight, but no read under way. A table whose rows are all pinned stays so. The store has grown before.
   void grow(int64_t num_rows, Slots slots);
 
+  // Rows [0, pinned) among those of slots[0 .. n) were written to.
+  void mark_pinned(const int32_t* slots, int64_t n);
+
+  // Rows that were ever written to by a batch, and those among them that were since clear_changed().
+  const RowBits& written() const { return exists_; }
+  const RowBits& changed() const { return changed_; }
+  void clear_changed() { changed_.clear(); }
+
   // Gives the store every row that differs from it, the pinned ones included, unless all are; flush it for durability.
   void write_back();
 
   CacheCounters counters() const { return counters_; }
-  // Bytes of everything here but slots: the map, a bit for each row, and what is known of each slot.
+  // Bytes of everything here but slots: the map, two bits for each row, and what is known of each slot.
   int64_t num_bytes() const;
   // Of it, the map from ids to slots alone.
   int64_t map_bytes() const { return static_cast<int64_t>(map_.size() * sizeof(map_[0])); }
@@ -132,7 +141,10 @@ class RowCache {
   bool overflow_is_full() const {
     return free_overflow_.empty() && slot_of_place(static_cast<int32_t>(places_.size())) >= sizes_.num_rows;
   }
-  bool exists(uint32_t row) const { return exists_[row / 64] >> (row % 64) & 1; }
+  void mark(uint32_t row) {
+    exists_.add(row);
+    changed_.add(row);
+  }
   int64_t slot_of_place(int32_t place) const { return sizes_.pinned + place; }
 
   CacheSizes sizes_;
@@ -140,9 +152,10 @@ class RowCache {
   InitialRow initial_;
   std::shared_ptr<Store> store_;
   Slots slots_;
-  std::vector<int32_t> map_;      // place + 1 of a row, or 0; linear probing
-  std::vector<uint64_t> exists_;  // a bit per row: the store has it
-  std::vector<Entry> places_;     // of slots [pinned, ...)
+  std::vector<int32_t> map_;  // place + 1 of a row, or 0; linear probing
+  RowBits exists_;            // written to: where no slot has the row, the store does
+  RowBits changed_;
+  std::vector<Entry> places_;  // of slots [pinned, ...)
   std::vector<int32_t> free_overflow_;
   std::vector<int32_t> before_, after_;  // lru: neighbours of a cached place; `cached` is the ring's head
   int64_t num_mapped_ = 0, num_used_ = 0, num_pinned_places_ = 0, hand_ = 0;

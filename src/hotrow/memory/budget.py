@@ -22,6 +22,8 @@ MIDDLE_PLACE_BYTES = 6
 """Of DRAM for each place of the middle tier, at most: 5 of the place, 1 of its set."""
 SET_PLACES = 16
 """Places of the middle tier come in sets of so many (cached_store.h)."""
+ROW_BYTES = 2 / 8
+"""Of every row wherever it lies: a bit whether it was ever written to, one whether it was since the last checkpoint."""
 LEAST_ROWS = 100
 """That a table in tiers caches, or all where it has fewer."""
 SMALL_TABLES_SHARE = 0.5
@@ -172,22 +174,22 @@ def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSl
     """Slots for each table within `budget_bytes`, everything counted.
 
     Small tables lie in DRAM whole, smallest first, as long as they take up to SMALL_TABLES_SHARE of the budget; what is
-    left is cut so that the others get as many cached rows each, since each is looked up as often. A bit for each row of
-    theirs is counted too. Raises ValueError where the bits alone, or a hundred rows a table, are over the budget.
+    left is cut so that the others get as many cached rows each, since each is looked up as often. ROW_BYTES of each row
+    are counted too. Raises ValueError where the bits alone, or a hundred rows a table, are over the budget.
     """
     left = float(budget_bytes)
     slots = [TableSlots(0, 0)] * len(tables)
-    sizes = sorted(range(len(tables)), key=lambda t: tables[t].num_rows * tables[t].record_bytes)
+    costs = [table.num_rows * (table.record_bytes + ROW_BYTES) for table in tables]
+    sizes = sorted(range(len(tables)), key=lambda t: costs[t])
     whole = 0.0
-    fits_all = sum(table.num_rows * table.record_bytes for table in tables) <= budget_bytes
+    fits_all = sum(costs) <= budget_bytes
     for t in sizes:
-        num_bytes = tables[t].num_rows * tables[t].record_bytes
-        if whole + num_bytes > budget_bytes * (1.0 if fits_all else SMALL_TABLES_SHARE):
+        if whole + costs[t] > budget_bytes * (1.0 if fits_all else SMALL_TABLES_SHARE):
             break
-        whole += num_bytes
+        whole += costs[t]
         slots[t] = TableSlots(tables[t].num_rows, 0)
     rest = [t for t in sizes if slots[t].pinned == 0]
-    left -= whole + sum(tables[t].num_rows / 8 for t in rest)
+    left -= whole + sum(tables[t].num_rows * ROW_BYTES for t in rest)
     shares = _level(tables, rest, left)
     for t, cached in shares.items():
         slots[t] = TableSlots(0, cached)
@@ -195,11 +197,9 @@ def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSl
 
 
 def num_bytes(table: TableDemand, slots: TableSlots) -> float:
-    """What they take, all counted; a table that lies there whole needs to know nothing of its rows."""
-    if slots.pinned == table.num_rows:
-        return slots.pinned * table.record_bytes
+    """What they take, all counted."""
     cached = slots.cached * (table.record_bytes + METADATA_BYTES)
-    return slots.pinned * table.record_bytes + cached + table.num_rows / 8
+    return slots.pinned * table.record_bytes + cached + table.num_rows * ROW_BYTES
 
 
 def check_plan(tables: Sequence[TableDemand], slots: Sequence[TableSlots], budget_bytes: int) -> list[TableSlots]:
@@ -226,7 +226,9 @@ def _level(tables: Sequence[TableDemand], rest: Sequence[int], left: float) -> d
         per_level = sum(tables[u].record_bytes + METADATA_BYTES for u in rest[k:])
         cached = min(tables[t].num_rows, int(left / per_level))
         if cached < min(LEAST_ROWS, tables[t].num_rows):
-            needed = sum((tables[u].record_bytes + METADATA_BYTES) * LEAST_ROWS + tables[u].num_rows / 8 for u in rest)
+            needed = sum(
+                (tables[u].record_bytes + METADATA_BYTES) * LEAST_ROWS + tables[u].num_rows * ROW_BYTES for u in rest
+            )
             raise ValueError(
                 f"the memory for tables is too small: table {tables[t].name!r} would keep {max(cached, 0)} of its "
                 f"{tables[t].num_rows:,} rows. About {needed / 2**20:,.1f} MiB more than the tables that lie in memory "

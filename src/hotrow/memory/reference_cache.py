@@ -132,7 +132,8 @@ class RowCache:
         self._policy = _make_policy(policy, self._cached)
         self._initial, self._store, self._records = initial, store, records
         self._place_of: dict[int, int] = {}
-        self._exists: set[int] = set()  # rows that the store has
+        self.written: set[int] = set()  # by a batch, ever: where no slot has the row, the store does
+        self.changed: set[int] = set()  # of them, since clear_changed
         self._places = [_Place() for _ in range(self._cached)]
         self._free_overflow: list[int] = []
         self._num_used = self._num_pinned_places = 0
@@ -173,6 +174,8 @@ class RowCache:
         for place in pins:
             entry = self._places[place]
             entry.dirty = entry.dirty or dirty
+            if dirty and entry.row is not None:
+                self._mark([entry.row])
             entry.pins -= 1
             if entry.pins:
                 continue
@@ -195,6 +198,14 @@ class RowCache:
             self._pinned = num_rows
             self._initial.lay(range(first, num_rows), range(first, num_rows))
 
+    def mark_pinned(self, slots: list[int]) -> None:
+        """The pinned rows among those of `slots` were written to."""
+        self._mark([slot for slot in slots if slot < self._pinned])
+
+    def _mark(self, rows: list[int]) -> None:
+        self.written.update(rows)
+        self.changed.update(rows)
+
     def write_back(self) -> None:
         """Gives the store every row that differs from it, the pinned ones included, unless all are."""
         if self._pinned == self._num_rows:
@@ -204,7 +215,6 @@ class RowCache:
             if entry.row is not None and entry.dirty:
                 moves[entry.row] = self._pinned + place
                 entry.dirty = False
-        self._exists.update(moves)
         self.counts["written_rows"] += len(moves)
         self._write(moves)
 
@@ -216,7 +226,7 @@ class RowCache:
             if row not in self._place_of:
                 place = self._place_for(row, evicted, keep=flight.keep)
                 self._pin(place, flight, pins)
-                (arriving if row in self._exists else fresh)[row] = self._pinned + place
+                (arriving if row in self.written else fresh)[row] = self._pinned + place
         # In this order: what leaves a slot is copied before anything is laid into it.
         self._write(evicted)
         self._initial.lay(list(fresh), list(fresh.values()))
@@ -275,7 +285,6 @@ class RowCache:
             return
         if entry.dirty:
             moves[entry.row] = self._pinned + place
-            self._exists.add(entry.row)
             self.counts["written_rows"] += 1
         del self._place_of[entry.row]
         self._places[place] = _Place()
@@ -296,6 +305,7 @@ class Flight:
         self._caches, self.number, self.keep = caches, number, keep
         self.pins: list[list[int]] = [[] for _ in caches.tables]
         self.spans: Sequence[tuple[int, int, int]] = ()
+        self.slots = np.zeros(0, np.int32)
         self.good = True
 
     def wait(self) -> bool:
@@ -306,6 +316,9 @@ class Flight:
         """The batch is over; later calls do nothing."""
         for cache, pins in zip(self._caches.tables, self.pins, strict=True):
             cache.release(pins, dirty=dirty)
+        for table, first, last in self.spans if dirty else ():
+            self._caches.tables[table].mark_pinned(self.slots[first:last].tolist())
+        self.spans = ()
 
     def __del__(self) -> None:
         self.release(False)  # noqa: FBT003
@@ -354,7 +367,7 @@ class Caches:
         self.last_batch += 1
         flight = Flight(self, self.last_batch, keep=keep)
         flight.spans = list(spans)
-        slots = np.zeros(len(ids), np.int32)
+        slots = flight.slots = np.zeros(len(ids), np.int32)
         good = [
             self.tables[t].admit(ids[first:last].tolist(), slots[first:last], flight, flight.pins[t])
             for t, first, last in spans
@@ -366,6 +379,22 @@ class Caches:
     def holds(self, ids: NDArray[Any], slots: NDArray[np.int32], flight: Flight) -> bool:
         """Whether `slots` are still the answer to `ids`."""
         return all(self.tables[t].holds(ids[a:b].tolist(), slots[a:b].tolist()) for t, a, b in flight.spans)
+
+    def num_changed(self, table: int, ever: bool) -> int:  # noqa: FBT001
+        """How many rows were written to since `clear_changed`, or ever."""
+        return len(self._changed(table, ever=ever))
+
+    def changed_rows(self, table: int, ever: bool, first: int, most: int) -> NDArray[np.int64]:  # noqa: FBT001
+        """The first `most` of them from `first` on, rising."""
+        return np.array(sorted(row for row in self._changed(table, ever=ever) if row >= first)[:most], np.int64)
+
+    def _changed(self, table: int, *, ever: bool) -> set[int]:
+        return self.tables[table].written if ever else self.tables[table].changed
+
+    def clear_changed(self) -> None:
+        """From now on."""
+        for table in self.tables:
+            table.changed.clear()
 
     def write_back(self) -> bool:
         """Everything on the medium; False when a store failed."""

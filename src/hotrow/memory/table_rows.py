@@ -3,12 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hotrow import ops
 from hotrow.memory.tiers import Tiers
-from hotrow.reference import widen, write_rows
+from hotrow.reference import row_key, to_float16, uniform_rows, widen, write_rows
+
+Rows = slice | Tensor
+"""Rows of a table: a range of them, or their ids [n], int64."""
+
+
+@dataclass(frozen=True)
+class InitialRows:
+    """What the rows of a table are before they are first written to; JSON-ready by `to_json`. See row_cache.h."""
+
+    table: str
+    seed: int
+    bound: float
+    zero_rows: int
+    dtype: str
+    """Of the weights as files have them: "float32" (also of split ones) or "float16"."""
+    states: dict[str, tuple[float, float, float]]
+    """By name: constant, of_weight and of_sign of its `State`."""
+
+    @classmethod
+    def of(cls, tiers: Tiers, table: int) -> InitialRows:
+        """Of table number `table`."""
+        config = tiers.tables[table]
+        bound, states = config.init.bound_for(config.num_embeddings), tiers.states.get(config.name, ())
+        formulas = {state.name: (state.constant, state.of_weight, state.of_sign) for state in states}
+        dtype = "float16" if config.dtype == "float16" else "float32"
+        return cls(config.name, tiers.seed, float(bound), config.init.zero_rows, dtype, formulas)
+
+    def formula(self, name: str) -> tuple[Any, ...]:
+        """All that the values of one array depend on."""
+        return self.table, self.seed, self.bound, self.zero_rows, self.dtype, self.states.get(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a checkpoint's manifest has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> InitialRows:
+        """What `to_json` gave."""
+        return cls(**{**values, "states": {name: tuple(formula) for name, formula in values["states"].items()}})
+
+    def read(self, name: str, rows: Rows, shape: torch.Size) -> Tensor:
+        """`rows` of the weights (name "weight", float32 or float16) or of a state; shape: of the whole array."""
+        if name == "weight":
+            weights = self._weights(rows, shape[1])
+            return to_float16(weights) if self.dtype == "float16" else weights
+        constant, of_weight, of_sign = self.states[name]
+        values = torch.full((_num(rows), *shape[1:]), constant, dtype=torch.float32)
+        if of_weight or of_sign:  # the state is as long as the row
+            w = self._weights(rows, shape[1])
+            w = to_float16(w).float() if self.dtype == "float16" else w  # as it is stored
+            values = torch.tensor(of_weight, dtype=torch.float32) * w if of_weight else values
+            if of_sign:  # without a needless + 0, which would make +0 of -0
+                values += torch.tensor(of_sign, dtype=torch.float32) * w.sign()
+        return values
+
+    def _weights(self, rows: Rows, dim: int) -> Tensor:
+        key = row_key(self.seed, self.table)
+        if isinstance(rows, Tensor):
+            return uniform_rows(key, rows, dim, self.bound, self.zero_rows)
+        out = torch.empty(_num(rows), dim)
+        ops.fill_uniform(out, key=key, bound=self.bound, zero_rows=self.zero_rows, first_row=rows.start)
+        return out
 
 
 class RowsInTiers:
@@ -19,27 +84,27 @@ class RowsInTiers:
     """
 
     def __init__(self, tiers: Tiers, table: int, array: Tensor, low: Tensor | None = None) -> None:
-        self._tiers, self._table, self._array, self._low = tiers, table, array, low
+        self.tiers, self.table, self._array, self._low = tiers, table, array, low
         self.shape = array.shape
         self.dtype = torch.float32 if low is not None else array.dtype
 
     def pieces(self) -> Iterator[slice]:
         """Ranges of rows that together are the table, each as many as memory is set aside for."""
-        num_rows, step = self.shape[0], self._tiers.piece_rows(self._table)
+        num_rows, step = self.shape[0], self.tiers.piece_rows(self.table)
         return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
-    def read(self, rows: slice) -> Tensor:
+    def read(self, rows: Rows) -> Tensor:
         """These rows [n, ...], exactly, as a copy."""
-        with self._tiers.rows(self._table, torch.arange(rows.start, rows.stop)) as slots:
+        with self.tiers.rows(self.table, _ids(rows)) as slots:
             return self._at(slots)
 
-    def write(self, rows: slice, values: Tensor) -> None:
+    def write(self, rows: Rows, values: Tensor) -> None:
         """Make these rows `values` [n, ...]; those that are so already stay as they are, and cost no write."""
-        ids = torch.arange(rows.start, rows.stop)
-        with self._tiers.rows(self._table, ids) as slots:
+        ids = _ids(rows)
+        with self.tiers.rows(self.table, ids) as slots:
             differs = (_bits(self._at(slots)) != _bits(values)).reshape(len(ids), -1).any(dim=1)
         if differs.any():
-            with self._tiers.rows(self._table, ids[differs], write=True) as slots:
+            with self.tiers.rows(self.table, ids[differs], write=True) as slots:
                 self._put(slots, values[differs])
 
     def _at(self, slots: Tensor) -> Tensor:
@@ -50,6 +115,35 @@ class RowsInTiers:
             write_rows(self._array, self._low, slots, values)
         else:
             self._array[slots] = values
+
+
+class ChangedRows:
+    """The values of `array` in the rows that were ever written to, or that were since `Tiers.clear_changed()`.
+
+    ids: the ids of those rows instead. No row may change while they are read.
+    """
+
+    def __init__(self, array: RowsInTiers, *, ever: bool, ids: bool = False) -> None:
+        self._array, self._ever, self._ids = array, ever, ids
+        num_rows = array.tiers.num_changed(array.table, ever=ever)
+        self.shape = torch.Size((num_rows, *(() if ids else array.shape[1:])))
+        self.dtype = torch.int64 if ids else array.dtype
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Their ids [n], rising, as many at a time as memory is set aside for."""
+        return self._array.tiers.changed_rows(self._array.table, ever=self._ever)
+
+    def read(self, rows: Tensor) -> Tensor:
+        """What is said of a piece."""
+        return rows if self._ids else self._array.read(rows)
+
+
+def _ids(rows: Rows) -> Tensor:
+    return rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop)
+
+
+def _num(rows: Rows) -> int:
+    return len(rows) if isinstance(rows, Tensor) else rows.stop - rows.start
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +64,13 @@ class State(NamedTuple):
             self.array[rows] = self.constant
         if self.of_sign:
             self.array[rows].add_(weights.sign(), alpha=self.of_sign)
+
+
+class Saved(NamedTuple):
+    """The checkpoint that has every row of a collection as it is, but for the changed ones."""
+
+    path: Path
+    manifest: Mapping[str, Any]
 
 
 class Flight:
@@ -113,6 +121,7 @@ class Tiers:
         """Of each table, once it is laid out."""
         self.caches: Any = None
         self.stores: list[Store] = []
+        self.saved: Saved | None = None
         self._announced: dict[int, tuple[KeyedJaggedTensor, Flight]] = {}
         self.altered = self.unannounced = self.foreseen = 0
         """Training batches that were changed after they were announced, that never were, and that were as announced."""
@@ -337,6 +346,21 @@ class Tiers:
         """How many rows of a table to ask `rows` for at once, for a bounded use of memory beside the cache."""
         num_bytes = min(PIECE_BYTES, self.memory.waiting_bytes // len(self.tables))
         return max(1, num_bytes // sum(part for _, part in self._parts(self.tables[table])))
+
+    def num_changed(self, table: int, *, ever: bool) -> int:
+        """How many rows of a table were ever written to, or since `clear_changed`."""
+        return int(self._laid_out().num_changed(table, ever))
+
+    def changed_rows(self, table: int, *, ever: bool) -> Iterator[Tensor]:
+        """Their ids, rising, in pieces for `rows`."""
+        caches, first, most = self._laid_out(), 0, self.piece_rows(table)
+        while len(ids := caches.changed_rows(table, ever, first, most)):
+            yield torch.from_numpy(ids)
+            first = int(ids[-1]) + 1
+
+    def clear_changed(self) -> None:
+        """A checkpoint has every row as it is: from now on, those count as changed that are written to from now on."""
+        self._laid_out().clear_changed()
 
     def write_every_row(self, *, piece_rows: int = 1 << 13) -> None:
         """Give every row of the tables that are not in DRAM whole its initial values, and the store those that leave.

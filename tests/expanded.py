@@ -1,0 +1,59 @@
+"""What a checkpoint says, read by the safetensors library and expanded by the readable formulas, whatever its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hotrow.reference import row_key, to_float16, uniform_rows
+
+
+def expanded(path: Path) -> dict[str, bytes]:
+    """The bytes of every tensor, `<file>:<name>` as if all tables had been in memory."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    found: dict[str, Tensor] = {}
+    for part, rest in manifest["parts"].items():
+        if "chains" not in rest:
+            files = [file for file in manifest["files"] if file.startswith((f"{part}/", f"{part}."))]
+            found |= {f"{file}:{name}": tensor for file in files for name, tensor in load_file(path / file).items()}
+        for number, (table, chain) in enumerate(rest.get("chains", {}).items()):
+            for name, tensor in _table(path / part / table, chain).items():
+                whole = (
+                    f"{part}/{table}.safetensors:weight" if name == "weight" else f"{part}.safetensors:{number}.{name}"
+                )
+                found[whole] = tensor
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in sorted(found.items())}
+
+
+def _table(folder: Path, chain: dict[str, Any]) -> dict[str, Tensor]:
+    links = sorted(folder.iterdir())
+    assert len(links) == len(chain["links"])
+    tensors: dict[str, Tensor] = {}
+    for link, num_rows in zip(links, chain["links"], strict=True):
+        loaded = load_file(link)
+        rows = loaded.pop("rows")
+        assert rows.dtype == torch.int64 and len(rows) == num_rows and (rows.diff() > 0).all()
+        for name, values in loaded.items():
+            if name not in tensors:
+                tensors[name] = _initial(name, chain, values.shape[1:])
+            tensors[name][rows] = values
+    return tensors
+
+
+def _initial(name: str, chain: dict[str, Any], shape: torch.Size) -> Tensor:
+    initial, num_rows = chain["initial"], chain["num_rows"]
+    if name != "weight" and len(shape) == 0:
+        return torch.full((num_rows,), initial["states"][name][0])
+    key, rows = row_key(initial["seed"], initial["table"]), torch.arange(num_rows)
+    weights = uniform_rows(key, rows, shape[0], initial["bound"], initial["zero_rows"])
+    weights = to_float16(weights) if initial["dtype"] == "float16" else weights
+    if name == "weight":
+        return weights
+    constant, of_weight, of_sign = initial["states"][name]
+    state = of_weight * weights.float() if of_weight else torch.full(weights.shape, constant)
+    return state + of_sign * weights.float().sign() if of_sign else state
