@@ -1,7 +1,8 @@
 """Checkpoints: folders of safetensors files and a manifest that are whole or absent, and refuse to load when damaged.
 
     step-1200/
-      manifest.json                      format version, size and crc32 of every file, what the caller adds
+      manifest.json                      format version, size and crc32 of every file, the bytes of those that are new,
+                                         what the caller adds
       embedding/<table>.safetensors      one file per table; of tables in tiers a chain (checkpoint_rows.py):
       embedding/<table>/000.safetensors  rows that were ever written to; 001 those that changed since, and so on
       model.safetensors  dense_optimizer.safetensors  sparse_optimizer.safetensors (in tiers <table>/000.safetensors)
@@ -28,7 +29,15 @@ from torch.optim import Optimizer
 from hotrow.checkpoint_rows import Chain, link_or_copy, load_chain, next_chain
 from hotrow.checkpoint_tensors import CURE, Stored, Target, crc32, num_bytes, open_tensors, read_tensors, write_tensors
 from hotrow.embedding import EmbeddingCollection
-from hotrow.files import PARTIAL_SUFFIX, check_name, disk_free_bytes, read_json, sync_folder, write_json
+from hotrow.files import (
+    PARTIAL_SUFFIX,
+    check_name,
+    disk_free_bytes,
+    folder_bytes,
+    read_json,
+    sync_folder,
+    write_json,
+)
 from hotrow.memory.tiers import Saved, Tiers
 from hotrow.optim import SparseOptimizer
 
@@ -61,6 +70,7 @@ def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mappi
             "hotrow_checkpoint": FORMAT_VERSION,
             "parts": contents.parts,
             "files": _write_files(partial, contents),
+            "written_bytes": folder_bytes(partial),
             "extra": dict(extra or {}),
         }
         write_json(partial / MANIFEST, manifest)

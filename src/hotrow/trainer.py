@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from hotrow import ops, optim
 from hotrow.batch import Batch
-from hotrow.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
+from hotrow.checkpoint import Part, load_checkpoint, prune_checkpoints, read_manifest, save_checkpoint
 from hotrow.config import Config, MemoryConfig, interval_steps, is_due
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
@@ -38,7 +38,7 @@ from hotrow.schedule import Schedule
 from hotrow.session import PHASES, Interrupt, StepClock
 from hotrow.tables import Dtype, TableConfig
 from hotrow.tier_report import TierReport
-from hotrow.write_budget import LEDGER, WriteLedger, Writes, checkpoint_bytes, folder_bytes
+from hotrow.write_budget import LEDGER, WriteLedger, Writes, checkpoint_bytes
 
 EVAL_BATCH_SIZE = 4096
 LOOKAHEAD = MemoryConfig().lookahead
@@ -226,7 +226,8 @@ class Training:
         self.lookahead = config.memory.lookahead if isinstance(config.memory, MemoryConfig) else LOOKAHEAD
         budget = config.write_budget
         ledger = None if budget is None else WriteLedger(folder.path / LEDGER, budget)
-        self.writes = Writes(tiers, ledger, checkpoint_bytes=checkpoint_bytes(config, tables, self.parts.model))
+        most = checkpoint_bytes(config, tables, self.parts.model, in_tiers=tiers is not None)
+        self.writes = Writes(tiers, ledger, checkpoint_bytes=most)
         self._before = State()  # where this session began
         if not self._has("val"):
             self._without_validation()
@@ -417,7 +418,8 @@ class Training:
                     "results agree within docs/numerics.md, not to the bit",
                 )
         self.state = State(**extra["state"])
-        self.state.drive_written_bytes += folder_bytes(path)  # when it was written, it did not count itself
+        # When it was written, it did not count itself.
+        self.state.drive_written_bytes += read_manifest(path).get("written_bytes", 0)
         self._before = replace(self.state)
         self.clock.seconds, self.clock.num_steps = dict(self.state.seconds), self.state.step
         if self.state.ended == ALL_DONE and self.state.step < self.num_steps:

@@ -15,10 +15,12 @@ from typing import Any
 
 from torch import nn
 
+from hotrow.checkpoint import read_manifest
 from hotrow.config import Config
-from hotrow.files import ByteRate, read_json, write_json
+from hotrow.files import ByteRate, folder_bytes, read_json, write_json
 from hotrow.memory.tiers import Tiers
-from hotrow.placement import disk_bytes, required_bytes, size
+from hotrow.placement import required_bytes, size
+from hotrow.reference import NUM_STATES
 from hotrow.tables import TableConfig
 
 LEDGER = "writes.json"
@@ -117,6 +119,8 @@ class Writes:
         self._reserve = 0 if tiers is None else tiers.memory.waiting_bytes
         """For the steps until the next look."""
         self._first = (0, 0.0, 0)
+        self.restore_bytes = self._restore_bytes()
+        """What taking up the newest checkpoint may write, at most."""
         self._announced = False
         self.book()
 
@@ -125,12 +129,20 @@ class Writes:
         """Since the session began."""
         return self._checkpoints + self._counted("written_bytes")
 
-    @property
-    def restore_bytes(self) -> int:
-        """What taking up a checkpoint may write: every row on disk, once for its weights and once for each state."""
-        if self._tiers is None:
-            return 0
-        return disk_bytes(self._tiers) * max((len(store.rows.parts) for store in self._stores), default=0)
+    def _restore_bytes(self, path: Path | None = None) -> int:
+        """What taking up the checkpoint at `path` may write; None: one that holds every row on disk, once.
+
+        Weights and each state are written one after the other, and of each every link of a chain: rows of one link lie
+        in rising order, so that no sector is written twice for it.
+        """
+        chains = {} if path is None else read_manifest(path)["parts"].get("embedding", {}).get("chains", {})
+        total = 0.0
+        for store in self._stores:
+            rows = store.rows
+            whole = store.padded_record_bytes * rows.num_rows
+            links = chains[rows.table]["links"] if rows.table in chains else (rows.num_rows,)
+            total += len(rows.parts) * sum(min(num_rows * store.write_bytes, whole) for num_rows in links)
+        return int(total)
 
     def _counted(self, name: str) -> int:
         return sum(store.counters()[name] for store in self._stores)
@@ -166,6 +178,7 @@ class Writes:
             self.ledger.expect(self.checkpoint_bytes)
         yield
         self._checkpoints += folder_bytes(path)
+        self.restore_bytes = self._restore_bytes(path)
         if self.ledger is not None:
             self.book()
             self.ledger.expect(self._reserve)
@@ -177,6 +190,7 @@ class Writes:
 
         Raises WriteBudgetError where these, and the checkpoint that ends the session, are more than what is left.
         """
+        self.restore_bytes = self._restore_bytes(path)
         if self.ledger is not None:
             needed = self.restore_bytes + self.checkpoint_bytes
             if needed > self.ledger.left():
@@ -272,16 +286,15 @@ class Writes:
         }
 
 
-def folder_bytes(path: Path) -> int:
-    """Of the files in the folder `path`, those it shares with another by hard links left out."""
-    found = (file.stat() for file in path.rglob("*") if file.is_file())
-    return sum(stat.st_size for stat in found if stat.st_nlink == 1)
+def checkpoint_bytes(config: Config, tables: Sequence[TableConfig], model: nn.Module, *, in_tiers: bool) -> int:
+    """What a checkpoint takes, at most: tables and states, MLPs with two states per weight, and its manifest.
 
-
-def checkpoint_bytes(config: Config, tables: Sequence[TableConfig], model: nn.Module) -> int:
-    """What a checkpoint takes, at most: tables and states, MLPs with two states per weight, and its manifest."""
+    Of tables in tiers also the number of each row, beside the weights and beside each state.
+    """
     dense = sum(parameter.nbytes for parameter in model.parameters())
-    return required_bytes(config, tables) + 3 * dense + (len(tables) + 16 << 10)
+    num_rows = in_tiers * sum(table.num_embeddings for table in tables)
+    numbers = 8 * num_rows * (1 + NUM_STATES[config.optimizer.sparse.name])
+    return required_bytes(config, tables) + numbers + 3 * dense + (len(tables) + 16 << 10)
 
 
 def check_write_budget(config: Config, tables: Sequence[TableConfig]) -> None:

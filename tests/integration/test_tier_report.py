@@ -62,7 +62,7 @@ def train(dataset: PackedDataset, run: Path, *, quiet: bool = True, **memory: An
         "model": {"embedding_dim": DIM, "bottom_mlp": [8], "top_mlp": [8]},
         "optimizer": {"sparse": {"name": "adagrad", "lr": 0.1}},
         "train": {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "threads": 1, "log_every": 4},
-        "memory": {"dram": 160_000, "policy": "lru", "lookahead": 0, **memory},
+        "memory": {"dram": 180_000, "policy": "lru", "lookahead": 0, **memory},
     }
     return runs.train(make_config(raw), quiet=quiet)
 

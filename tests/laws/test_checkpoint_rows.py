@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_tiers import OPTIMIZERS, budget, make_batch, tables
+from test_tiers import OPTIMIZERS, ROWS, budgets, make_batch, tables
 
 import hotrow
 from expanded import expanded
@@ -48,7 +48,7 @@ class Model:
     def train(self, seed: int, *, num_batches: int = 6) -> None:
         """Skewed batches, several announced ahead; the loop is left with some still in flight."""
         rng = np.random.default_rng(seed)
-        batches = [make_batch(rng, wide=False) for _ in range(num_batches + 3)]
+        batches = [make_batch(rng, ROWS, wide=False) for _ in range(num_batches + 3)]
         for number, batch in enumerate(hotrow.lookahead(batches, self.emb, depth=3)):
             self.step(batch)
             if number == num_batches - 1:
@@ -64,7 +64,7 @@ def make(folder: Path | None, optimizer: str, dtype: str = "float32", *, seed: i
     if folder is None:
         return Model(EmbeddingCollection(tables(dtype), seed=seed), optimizer)
     slots, kind = options.pop("slots", 120), options.pop("kind", "ssd")
-    memory = hotrow.Memory(dram=budget(dtype, optimizer, slots), **{kind: folder}, **options)
+    memory = hotrow.Memory(dram=budgets(dtype, optimizer, slots, 0)[0], **{kind: folder}, **options)
     return Model(EmbeddingCollection(tables(dtype), memory=memory, seed=seed), optimizer)
 
 

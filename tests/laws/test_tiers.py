@@ -173,7 +173,7 @@ def budgets(dtype: str, optimizer: str, slots: int, middle: int) -> tuple[int, i
     small = 5 * 4 * (per_weight + 4 * states) + 20
     smallest = 4 * (per_weight + 4 * states) + row_wise // 2
     maps = MIDDLE_PLACE_BYTES * min(sum(ROWS.values()) + 48, middle * level // smallest)
-    return int((slots * level + small + maps + 150) * 8 / 7) + 16, middle * (level - 2 * METADATA_BYTES)
+    return int((slots * level + small + maps + 300) * 8 / 7) + 16, middle * (level - 2 * METADATA_BYTES)
 
 
 def make_sides(

@@ -282,7 +282,7 @@ def misses_per_step(
     """Rows that the caches had to bring, once they are warm; the slots; and rows for which there was none."""
     rng = np.random.default_rng(1)
     tables = [
-        hotrow.TableConfig(name=name, num_embeddings=len(each), embedding_dim=4, feature_names=(name,))
+        hotrow.TableConfig(name=name, num_embeddings=len(each), embedding_dim=16, feature_names=(name,))
         for name, each in rates.items()
     ]
     emb = hotrow.EmbeddingCollection(tables, memory=hotrow.Memory(dram=budget, file=folder, plan=plan))  # type: ignore[arg-type]
@@ -309,13 +309,13 @@ def test_misses_against_the_best_that_any_fixed_set_of_rows_does(tmp_path: Path,
     rates = {
         name: zipf_counts(n, z, 128.0) for name, n, z in (("a", 40_000, 1.05), ("b", 40_000, 0.9), ("c", 300, 1.05))
     }
-    budget = sum(map(len, rates.values())) * 16 * 2 // parts
+    budget = sum(map(len, rates.values())) * 64 * 2 // parts
     plan = plan_by_counts(rates, num_steps=1, depth=4)
     planned, slots, overflown = misses_per_step(tmp_path, plan, rates, budget, depth=4)
     default, _, _ = misses_per_step(tmp_path, None, rates, budget, depth=4)
     chances = np.sort(np.concatenate([-np.expm1(-each) for each in rates.values()]))[::-1]
     best = chances[sum(map(sum, slots)) :].sum()
-    uses = plan.uses([TableDemand(name, len(each), 16) for name, each in rates.items()])
+    uses = plan.uses([TableDemand(name, len(each), 64) for name, each in rates.items()])
     expected = sum(use.rows_per_step for use in uses) - expected_hits(uses, slots)
     assert planned == pytest.approx(expected, rel=0.05)
     assert best * 0.98 <= planned <= best * 1.08

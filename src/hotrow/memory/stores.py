@@ -134,6 +134,12 @@ class Store:
         return None if self._file is None else self._file.path
 
     @property
+    def write_bytes(self) -> float:
+        """The least that is written of the medium for one row: its sector, or what the row takes."""
+        sector = None if self._file is None else self._file.sector
+        return max(float(sector or 0), self.padded_record_bytes)
+
+    @property
     def padded_record_bytes(self) -> float:
         """What a record takes on its medium, padding included."""
         return store_file.padded_record_bytes(self.rows, None if self._file is None else self._file.sector)
