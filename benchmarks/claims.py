@@ -315,8 +315,9 @@ def large_line(cell: dict[str, Any]) -> str:
     """The large model in a sentence."""
     losses = f"{cell['losses'][0]:.3f} to {cell['losses'][-1]:.3f}"
     return (
-        f"Tables of {cell['table_bytes'] / 2**30:.0f} GiB ({cell['disk_bytes'] / 2**30:.0f} GiB on disk) in a group of "
-        f"{cell['limit_bytes'] / 2**30:.0f} GiB: {cell['num_steps']:,} steps, {cell['samples_per_s']:,.0f} samples/s, "
+        f"Tables of {cell['table_bytes'] / 2**30:.0f} GiB, dim {cell['dim']}, Zipf {cell['zipf']} "
+        f"({cell['disk_bytes'] / 2**30:.0f} GiB on disk) in a group of {cell['limit_bytes'] / 2**30:.0f} GiB: "
+        f"{cell['num_steps']:,} steps, {cell['samples_per_s']:,.0f} samples/s, "
         f"peak {cell['peak_bytes'] / 2**30:.2f} GiB, {cell['hit_rate']:.1%} of lookups hit, "
         f"{cell['evicted_rows'] / 1e6:.1f}M rows left and {cell['read_rows'] / 1e6:.1f}M came back, "
         f"{cell['written_bytes'] / 2**30:.1f} GiB written; loss {losses}."

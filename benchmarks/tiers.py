@@ -10,7 +10,7 @@ Stretches of steps alternate, and every loss equals that in DRAM to the bit, or 
 be measured as stated is named with its reason, and not reported. Files of up to 18 GB lie under --folder while it runs.
 
 Beside the steps: `id_to_slot`, what mapping a batch's ids takes when its rows are there, beside the kaggle step.
---large is a cell of its own: tables of 40 GB, a group of 4 GiB, ten million evictions.
+--large is a cell of its own: tables of 40 GiB, dim 128, Zipf 0.9, a group of 4 GiB, ten million evictions.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ KAGGLE_DIM, MAPPED_BATCHES, REPEATS = 16, 32, 5
 MOST_ID_SHARE = 0.05
 """Of the kaggle step, that mapping ids to slots may take."""
 LARGE_BYTES, LARGE_GROUP_BYTES, LARGE_DRAM_BYTES = 40 << 30, 4 << 30, 3 << 30
+LARGE_DIM, LARGE_ZIPF = 128, 0.9
+"""Records of a whole sector, and many rows that leave at each step."""
 LARGE_EVICTIONS, LARGE_STEPS = 10_000_000, 100
 
 
@@ -144,7 +146,7 @@ def hits_alone(before: dict[str, dict[str, int]], after: dict[str, dict[str, int
 
 def large(folder: Path, *, threads: int) -> dict[str, Any]:
     """Train tables of LARGE_BYTES inside a group until LARGE_EVICTIONS rows have left and come back."""
-    cell = MemoryCell(group="large", side="tiers", ahead=4, dram_parts=1, zipf=1.05)
+    cell = MemoryCell(group="large", side="tiers", ahead=4, dram_parts=1, zipf=LARGE_ZIPF, embedding_dim=LARGE_DIM)
     work = replace(cell.work, rows=tuple(n * LARGE_BYTES // cell.work.table_bytes + 1 for n in cell.work.rows))
     start, group = time.monotonic(), MemoryGroup()
     with tempfile.TemporaryDirectory(prefix="hotrow-tiers-", dir=folder) as files:
@@ -159,6 +161,8 @@ def large(folder: Path, *, threads: int) -> dict[str, Any]:
     return {
         "name": "large",
         "table_bytes": work.table_bytes,
+        "dim": LARGE_DIM,
+        "zipf": LARGE_ZIPF,
         "limit_bytes": LARGE_GROUP_BYTES,
         "peak_bytes": peak,
         "build_s": built_s,
@@ -209,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CELL", help="cells to measure; all where none is named")
     parser.add_argument("--quick", action="store_true", help="small tables: tries the cells, measures nothing of worth")
-    parser.add_argument("--large", action="store_true", help="only the large model; 80 GB of disk")
+    parser.add_argument("--large", action="store_true", help="only the large model; 45 GB of disk")
     parser.add_argument("--threads", type=int, help="default: 2, where there are as many cores")
     parser.add_argument("--folder", type=Path, default=Path(), help="where files lie: on the disk to measure")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
