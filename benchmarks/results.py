@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -12,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hotrow import bench, cells
+
+PLACES = {"--dlrm": "PATH", "--folder": "DIR"}
+"""Options that name a place on this machine, and what stands in a command for it."""
 
 
 def run_as_script(
@@ -57,11 +59,11 @@ def record(name: str, report: dict[str, Any], out: str | None) -> None:
 
 
 def command_line(name: str, arguments: Sequence[str]) -> str:
-    """What a reader would type; where a peer lies on this machine is nobody's business."""
-    words = [
-        "PATH" if before == "--dlrm" else re.sub("^--dlrm=.*", "--dlrm=PATH", word)
-        for before, word in pairwise(["", *arguments])
-    ]
+    """What a reader would type; places on this machine are nobody's business."""
+    words = []
+    for before, word in pairwise(["", *arguments]):
+        option, equals, _ = word.partition("=")
+        words.append(PLACES.get(before) or (f"{option}={PLACES[option]}" if equals and option in PLACES else word))
     return " ".join(["python -m", f"benchmarks.{name}", *words])
 
 

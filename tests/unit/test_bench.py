@@ -310,6 +310,8 @@ def test_the_command_of_a_report_names_no_folder_of_this_machine() -> None:
     for arguments in (["--quick", "--dlrm", "/home/me/dlrm"], ["--quick", "--dlrm=/home/me/dlrm"]):
         line = results.command_line("end_to_end", arguments)
         assert line.replace("=", " ") == "python -m benchmarks.end_to_end --quick --dlrm PATH"
+    line = results.command_line("tiers", ["--folder", "/mnt/mine", "--quick", "large"])
+    assert line == "python -m benchmarks.tiers --folder DIR --quick large"
 
 
 def test_pages_name_other_runs_once() -> None:
