@@ -13,7 +13,18 @@ import torch
 import yaml
 from torch import Tensor
 
-from benchmarks import claims, end_to_end, kernels, peak_memory, precision, results, step_peers, step_shapes, updates
+from benchmarks import (
+    claims,
+    end_to_end,
+    kernels,
+    peak_memory,
+    precision,
+    results,
+    step_peers,
+    step_shapes,
+    tiers,
+    updates,
+)
 from hotrow import bench, cells, ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,6 +160,7 @@ def test_claims_and_readme_name_cells_that_exist() -> None:
     found += [end_to_end.cell(shape, peer) for shape in step_shapes.SHAPES.values() for peer in step_peers.peers(None)]
     known = {cell.name for cell in found} | {"peak_memory_kaggle_vs_torch"}
     known |= {f"precision_{variant}" for variant in precision.VARIANTS}
+    known |= {tiers.name_of(cell) for cell in tiers.step_cells(quick=True, threads=2)}
     papers = yaml.safe_load((claims.ROOT / "docs" / "claims.yaml").read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
     assert named | set(claims.README_CELLS) <= known
