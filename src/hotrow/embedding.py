@@ -128,9 +128,9 @@ class EmbeddingCollection(nn.Module):
         same objects, longer: param groups, schedulers and state dicts go on. It may be called at any time, also between
         forward and step and while batches are announced, but no other thread may use the collection meanwhile.
 
-        The table's arrays move to larger memory: for a moment they are there twice. In tiers more rows take disk, a bit
-        of memory each, and of a table that lies in memory whole their slots; a warning says what goes over the budget.
-        Checkpoints fit collections whose tables have as many rows.
+        The table's arrays move to larger memory: for a moment they are there twice. In tiers more rows take disk, two
+        bits of memory each, and of a table that lies in memory whole their slots; a warning says what goes over the
+        budget. Checkpoints fit collections whose tables have as many rows.
 
         Raises ValueError for an unknown table and for fewer rows than it has, MemoryError where there is no memory;
         then nothing has changed. Raises StoreError where the store cannot grow, after which it does no more.

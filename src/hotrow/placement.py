@@ -162,7 +162,7 @@ def _check_slots(
             f"train.batch_size below {config.train.batch_size}"
         )
     memory = _memory(chosen, budget, Path(FOLDER))
-    memory.plan_places(demands, plan_slots(demands, memory.budget_bytes(demands)))
+    memory.plan_places(demands, slots_of(memory.budget_bytes(demands)))
 
 
 def _least(short: Any, budget: int) -> int:

@@ -40,8 +40,8 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
     runs = folder.path if folder else Path(config.run or "runs")
     tables = tables_of(config, dataset)
-    check_write_budget(config, tables)  # what cannot be is refused before a folder is made
-    choose(config, tables, runs, dataset=dataset)
+    memory = choose(config, tables, runs, dataset=dataset)  # what cannot be is refused before a folder is made
+    check_write_budget(config, tables, in_tiers=memory is not None)
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
@@ -82,8 +82,8 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     newest = checkpoints[max(checkpoints)] if checkpoints else None
     dataset = PackedDataset.open(config.data, verify="sizes")
     tables = tables_of(config, dataset)
-    check_write_budget(config, tables)
-    choose(config, tables, folder.path, dataset=dataset)
+    memory = choose(config, tables, folder.path, dataset=dataset)
+    check_write_budget(config, tables, in_tiers=memory is not None)
     return _run(config, dataset, folder, newest, quiet=quiet)
 
 

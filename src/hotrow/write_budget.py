@@ -132,16 +132,19 @@ class Writes:
     def _restore_bytes(self, path: Path | None = None) -> int:
         """What taking up the checkpoint at `path` may write; None: one that holds every row on disk, once.
 
-        Weights and each state are written one after the other, and of each every link of a chain: rows of one link lie
-        in rising order, so that no sector is written twice for it.
+        Weights and each state are written one after the other: rows that were written to by now, then every link of a
+        chain. Rows of one pass lie in rising order, so that no sector is written twice in it.
         """
+        if self._tiers is None:
+            return 0
         chains = {} if path is None else read_manifest(path)["parts"].get("embedding", {}).get("chains", {})
         total = 0.0
-        for store in self._stores:
-            rows = store.rows
-            whole = store.padded_record_bytes * rows.num_rows
-            links = chains[rows.table]["links"] if rows.table in chains else (rows.num_rows,)
-            total += len(rows.parts) * sum(min(num_rows * store.write_bytes, whole) for num_rows in links)
+        for t, store in enumerate(self._tiers.stores):
+            rows, whole = store.rows, store.padded_record_bytes * store.rows.num_rows
+            links = chains[rows.table]["links"] if rows.table in chains else [rows.num_rows]
+            passes = [self._tiers.num_changed(t, ever=True), *links]  # what was written to is made untouched first
+            if store.path is not None:
+                total += len(rows.parts) * sum(min(num_rows * store.write_bytes, whole) for num_rows in passes)
         return int(total)
 
     def _counted(self, name: str) -> int:
@@ -292,14 +295,17 @@ def checkpoint_bytes(config: Config, tables: Sequence[TableConfig], model: nn.Mo
     Of tables in tiers also the number of each row, beside the weights and beside each state.
     """
     dense = sum(parameter.nbytes for parameter in model.parameters())
+    return _rows_bytes(config, tables, in_tiers=in_tiers) + 3 * dense + (len(tables) + 16 << 10)
+
+
+def _rows_bytes(config: Config, tables: Sequence[TableConfig], *, in_tiers: bool) -> int:
     num_rows = in_tiers * sum(table.num_embeddings for table in tables)
-    numbers = 8 * num_rows * (1 + NUM_STATES[config.optimizer.sparse.name])
-    return required_bytes(config, tables) + numbers + 3 * dense + (len(tables) + 16 << 10)
+    return required_bytes(config, tables) + 8 * num_rows * (1 + NUM_STATES[config.optimizer.sparse.name])
 
 
-def check_write_budget(config: Config, tables: Sequence[TableConfig]) -> None:
+def check_write_budget(config: Config, tables: Sequence[TableConfig], *, in_tiers: bool) -> None:
     """Raises ValueError where the budget is below a checkpoint, with which every session ends."""
-    budget, least = config.write_budget, required_bytes(config, tables)
+    budget, least = config.write_budget, _rows_bytes(config, tables, in_tiers=in_tiers)
     if budget is not None and budget.num_bytes < least:
         raise ValueError(
             f"memory.write_budget is {budget.text}, but a checkpoint takes {size(least)}: raise it, lower "

@@ -92,7 +92,7 @@ def test_it_saves_ends_and_goes_on_to_the_same_bits(
     """Over several sessions, one killed by an error and one resumed too early among them."""
     sessions = Sessions(monkeypatch, clock)
     # Rows of half a sector and less share sectors, so that what is written is several times what rows take.
-    budget = 2_200_000 if where == "ssd" else 800_000
+    budget = 1_900_000 if where == "ssd" else 800_000
     force = {"force": True} if where == "ssd" else {}
     memory = {where: str(tmp_path / "rows"), **force}
     plain, failed = trainer.train_step, []

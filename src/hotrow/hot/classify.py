@@ -18,7 +18,9 @@ from hotrow.host import usable_cores
 from hotrow.hot.hot_set import HotRows, HotSet
 
 
-def hot_samples(dataset: PackedDataset, hot: HotSet, *, split: str = "train", threads: int | None = None) -> Any:
+def hot_samples(
+    dataset: PackedDataset, hot: HotSet, *, split: str = "train", threads: int | None = None
+) -> NDArray[np.bool_]:
     """bool [rows of the split]: whether a sample is hot. A sample without any id is.
 
     Reads the split once, `threads` blocks at a time. Raises ValueError where the hot set lacks a table.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hotrow import ops
-from hotrow.memory.tiers import Tiers
+from hotrow.memory.tiers import State, Tiers
 from hotrow.reference import row_key, to_float16, uniform_rows, widen, write_rows
 
 Rows = slice | Tensor
@@ -57,15 +57,13 @@ class InitialRows:
         if name == "weight":
             weights = self._weights(rows, shape[1])
             return to_float16(weights) if self.dtype == "float16" else weights
-        constant, of_weight, of_sign = self.states[name]
-        values = torch.full((_num(rows), *shape[1:]), constant, dtype=torch.float32)
-        if of_weight or of_sign:  # the state is as long as the row
+        state = State(name, torch.zeros(_num(rows), *shape[1:]), *self.states[name])
+        w = state.array
+        if state.of_weight or state.of_sign:  # the state is as long as the row
             w = self._weights(rows, shape[1])
             w = to_float16(w).float() if self.dtype == "float16" else w  # as it is stored
-            values = torch.tensor(of_weight, dtype=torch.float32) * w if of_weight else values
-            if of_sign:  # without a needless + 0, which would make +0 of -0
-                values += torch.tensor(of_sign, dtype=torch.float32) * w.sign()
-        return values
+        state.fill(slice(0, _num(rows)), w)
+        return state.array
 
     def _weights(self, rows: Rows, dim: int) -> Tensor:
         key = row_key(self.seed, self.table)

@@ -202,7 +202,7 @@ class Tiers:
         """`table` takes the place of the one of its name, which has fewer rows; those beyond are untouched.
 
         Every row keeps its slot, so batches may be in flight. A table that lies in DRAM whole stays there, any other
-        takes room on disk and a bit per row: what is over the budget then is a warning. Its arrays are moved, which
+        takes room on disk and two bits per row: what is over the budget then is a warning. Its arrays are moved, which
         takes twice their memory for a moment. Raises ValueError for too many rows, StoreError where the store cannot
         grow.
         """
