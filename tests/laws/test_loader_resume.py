@@ -47,14 +47,29 @@ def row_numbers(batches: list[Batch] | Iterator[Batch]) -> list[int]:
     return [int(n) for batch in batches for n in batch.sparse.bags("row")[0]]
 
 
-loaders = st.fixed_dictionaries(
-    {
-        "batch_size": st.integers(20, 400),
-        "window_rows": st.integers(60, 1200),
-        "shuffle_seed": st.one_of(st.none(), st.integers(0, 2**64 - 1)),
-        "drop_last": st.sampled_from(["keep", "drop"]),
-        "prefetch": st.booleans(),
-    }
+def some_rows(share: float, seed: int) -> np.ndarray:
+    """Of which rows something is said; in stretches too, so that blocks are without any and full of them."""
+    random = np.random.default_rng(seed)
+    return (random.random(NUM_ROWS) < share) ^ (random.random(NUM_ROWS // 100 + 1) < 0.3).repeat(100)[:NUM_ROWS]
+
+
+marks = st.builds(some_rows, st.sampled_from([0.0, 0.1, 0.5, 0.9]), st.integers(0, 9))
+loaders = st.builds(
+    lambda plain, rows: {**plain, **rows},
+    st.fixed_dictionaries(
+        {
+            "batch_size": st.integers(20, 400),
+            "window_rows": st.integers(60, 1200),
+            "shuffle_seed": st.one_of(st.none(), st.integers(0, 2**64 - 1)),
+            "drop_last": st.sampled_from(["keep", "drop"]),
+            "prefetch": st.booleans(),
+        }
+    ),
+    st.one_of(
+        st.just({}),
+        st.fixed_dictionaries({"only": marks.filter(lambda rows: rows.sum() >= 400)}),
+        st.fixed_dictionaries({"front": marks, "front_batches": st.integers(1, 5)}),
+    ),
 )
 
 
@@ -103,12 +118,53 @@ def test_every_row_once_per_epoch_with_its_own_columns(split: Split, arguments: 
                 wanted = ids[0][ids[1][row] : ids[1][row + 1]]
                 np.testing.assert_array_equal(values[offsets[sample] : offsets[sample + 1]].numpy(), wanted)
     assert len(set(numbers)) == len(numbers)
-    kept = (
-        NUM_ROWS if arguments["drop_last"] == "keep" else NUM_ROWS // arguments["batch_size"] * arguments["batch_size"]
-    )
-    assert len(numbers) == kept
-    if arguments["shuffle_seed"] is None:
-        assert numbers == list(range(kept))
+    wanted = np.flatnonzero(arguments.get("only", np.ones(NUM_ROWS, bool)))
+    size = arguments["batch_size"]
+    kept = len(wanted) if arguments["drop_last"] == "keep" else len(wanted) // size * size
+    assert len(numbers) == kept and set(numbers) <= set(wanted.tolist())
+    if arguments["shuffle_seed"] is None and "front" not in arguments:
+        assert numbers == wanted[:kept].tolist()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    front=marks,
+    size=st.integers(5, 90),
+    num_batches=st.integers(1, 6),
+    window_rows=st.integers(60, 1200),
+    seed=st.one_of(st.none(), st.integers(0, 99)),
+)
+def test_whole_batches_of_front_rows_come_first_in_each_group(
+    split: Split, front: np.ndarray, size: int, num_batches: int, window_rows: int, seed: int | None
+) -> None:
+    """Against the same order without `front`, grouped row by row."""
+    loader = Loader(split, size, shuffle_seed=seed, window_rows=window_rows, front=front, front_batches=num_batches)
+    if seed is None:
+        order = list(range(NUM_ROWS))
+    else:
+        order = row_numbers(Loader(split, size, shuffle_seed=seed, window_rows=loader.window_rows).epoch(2))
+    wanted: list[int] = []
+    for start in range(0, NUM_ROWS, size * num_batches):
+        group = order[start : start + size * num_batches]
+        pure = [row for row in group if front[row]]
+        pure = pure[: len(pure) // size * size]
+        wanted += pure + [row for row in group if row not in set(pure)]
+    batches = list(loader.epoch(2))
+    assert row_numbers(batches) == wanted
+    assert [len(batch) for batch in batches[:-1]] == [size] * (loader.num_batches - 1)
+
+
+def test_rows_left_out_and_rows_moved_are_refused_together(split: Split) -> None:
+    every = np.ones(NUM_ROWS, bool)
+    with pytest.raises(ValueError, match="only and front are both given"):
+        Loader(split, 8, shuffle_seed=1, only=every, front=every)
+    for name in ("only", "front"):
+        with pytest.raises(ValueError, match=rf"{name} says \(5,\) of rows, but split 'train' has 1037"):
+            Loader(split, 8, shuffle_seed=1, **{name: every[:5]})
+    with pytest.raises(ValueError, match="front_batches is 0"):
+        Loader(split, 8, shuffle_seed=1, front=every, front_batches=0)
+    nothing = Loader(split, 8, shuffle_seed=1, only=~every)
+    assert nothing.num_batches == nothing.num_rows == 0 and list(nothing) == []
 
 
 @pytest.mark.parametrize("seed", [None, 7])

@@ -6,7 +6,8 @@
     batches   |0|1|2|3|4|5|6|7|8|9|...             rows permuted within each window, cut every batch_size
 
 Every draw is a function of (seed, epoch) or (seed, epoch, window) alone, so batch k needs no batch before it. There is
-no per-row Python: a window's columns are gathered once, a batch is slices of them.
+no per-row Python: a window's columns are gathered once, a batch is slices of them. Of a split with some rows left out
+(`only`) the same picture holds of the rows that stay; hot/order.py makes batches of hot and of cold rows that way.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ class Loader:
     split: a split of an open `PackedDataset`. batch_size: rows B per batch.
     shuffle_seed: 0 .. 2^64 - 1, or None for stored order. Every row comes exactly once per epoch.
     window_rows: rows held and mixed at a time; `buffer_bytes` says what that costs.
+    only: bool [rows of the split]; the rows there are, the others are left out. None: all.
+    front, front_batches: bool [rows of the split] and how many batches W make a group: of every W batches of the order
+    above as many come first as its rows of `front` fill, made of them alone; the other rows keep their order. Nothing
+    leaves its group. `window_rows` is then a multiple of W * batch_size.
     drop_last: "keep" hands out the shorter last batch, "drop" does not.
     start: where to begin. prefetch: make the next batch in a background thread; changes no batch and no state.
 
@@ -97,29 +102,43 @@ class Loader:
         *,
         shuffle_seed: int | None,
         window_rows: int = WINDOW_ROWS,
+        only: NDArray[np.bool_] | None = None,
+        front: NDArray[np.bool_] | None = None,
+        front_batches: int = 1,
         drop_last: Literal["keep", "drop"] = "keep",
         start: LoaderState = LoaderState(),
         prefetch: bool = False,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("window_rows", window_rows)):
+        sizes = {"batch_size": batch_size, "window_rows": window_rows, "front_batches": front_batches}
+        for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        for name, rows in (("only", only), ("front", front)):
+            if rows is not None and rows.shape != (split.num_rows,):
+                raise ValueError(f"{name} says {rows.shape} of rows, but split {split.name!r} has {split.num_rows}")
         if shuffle_seed is not None and not 0 <= shuffle_seed < 1 << 64:
             raise ValueError(f"shuffle_seed is {shuffle_seed}; it must be from 0 to 2^64 - 1, or None for stored order")
         if drop_last not in ("keep", "drop"):
             raise ValueError(f"drop_last is {drop_last!r}; choose 'keep' or 'drop'")
-        if drop_last == "drop" and 0 < split.num_rows < batch_size:
+        if only is not None and front is not None:
+            raise ValueError("only and front are both given; a loader leaves rows out or moves some to the front")
+        self.num_rows = split.num_rows if only is None else int(only.sum())
+        """Rows per epoch."""
+        if drop_last == "drop" and 0 < self.num_rows < batch_size:
             raise ValueError(
-                f"batch_size is {batch_size} but split {split.name!r} has {split.num_rows} rows, so drop_last='drop' "
+                f"batch_size is {batch_size} but split {split.name!r} has {self.num_rows} rows, so drop_last='drop' "
                 "would drop them all; lower batch_size"
             )
         self.split, self.batch_size, self.shuffle_seed = split, batch_size, shuffle_seed
+        self.only, self.front, self.group_rows = only, front, front_batches * batch_size
         # In stored order a window only has to be read, so it is a block, used where it is mapped.
         most = split.num_rows if shuffle_seed is not None else int(split.block_rows.max(initial=1))
         self.window_rows = min(window_rows, max(most, 1))
+        if front is not None:
+            self.window_rows = max(1, window_rows // self.group_rows) * self.group_rows
         self.prefetch = prefetch
         rounded_up = 0 if drop_last == "drop" else batch_size - 1
-        self.num_batches = (split.num_rows + rounded_up) // batch_size
+        self.num_batches = (self.num_rows + rounded_up) // batch_size
         """Batches per epoch."""
         if start.epoch < 0 or not 0 <= start.batch <= self.num_batches:
             raise ValueError(
@@ -147,7 +166,7 @@ class Loader:
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """Batches `start_batch` and after of `epoch`, leaving `state()` as it is."""
-        rows = _EpochRows(self.split, self.shuffle_seed, epoch, self.window_rows)
+        rows = _EpochRows(self, epoch)
         keys = self.split.info.feature_names
         for arrays in self._ahead(rows, start_batch) if self.prefetch else self._each(rows, start_batch):
             offsets = None if arrays.offsets is None else torch.from_numpy(arrays.offsets)
@@ -155,7 +174,7 @@ class Loader:
             yield Batch(torch.from_numpy(arrays.dense), sparse, torch.from_numpy(arrays.label))
 
     def _make(self, rows: _EpochRows, k: int) -> _BatchArrays:
-        return rows.batch(k * self.batch_size, min((k + 1) * self.batch_size, self.split.num_rows))
+        return rows.batch(k * self.batch_size, min((k + 1) * self.batch_size, self.num_rows))
 
     def _each(self, rows: _EpochRows, start_batch: int) -> Iterator[_BatchArrays]:
         for k in range(start_batch, self.num_batches):
@@ -174,20 +193,29 @@ class Loader:
 class _EpochRows:
     """The rows of one epoch in their shuffled order; holds the columns of one window at a time."""
 
-    def __init__(self, split: Split, seed: int | None, epoch: int, window_rows: int) -> None:
-        self._split, self._seed, self._epoch, self._window_rows = split, seed, epoch, window_rows
-        blocks = split.num_blocks
+    def __init__(self, loader: Loader, epoch: int) -> None:
+        self._loader, self._split, self._seed, self._epoch = loader, loader.split, loader.shuffle_seed, epoch
+        blocks, seed = self._split.num_blocks, self._seed
         self._order = np.arange(blocks) if seed is None else permutation(blocks, seed=seed, epoch=epoch, family=_BLOCKS)
-        self._ends = np.cumsum(split.block_rows[self._order])
+        self._block_starts = np.cumsum(self._split.block_rows) - self._split.block_rows
+        self._block_rows = self._split.block_rows
+        if loader.only is not None:
+            self._block_rows = np.array([int(self._of_block(loader.only, index).sum()) for index in range(blocks)], int)
+        self._ends = np.cumsum(self._block_rows[self._order])
         self._window_index = -1
         self._window: list[Ids] = []
+
+    def _of_block(self, rows: NDArray[np.bool_], index: int) -> NDArray[np.bool_]:
+        """What is said of the rows of a block."""
+        start = int(self._block_starts[index])
+        return rows[start : start + int(self._split.block_rows[index])]
 
     def batch(self, start: int, stop: int) -> _BatchArrays:
         """Rows `start` to `stop` of the epoch, copied out of their windows."""
         pieces: list[list[Ids]] = []
         while start < stop:
-            window_index, first = divmod(start, self._window_rows)
-            last = min(first + stop - start, self._window_rows)
+            window_index, first = divmod(start, self._loader.window_rows)
+            last = min(first + stop - start, self._loader.window_rows)
             piece = [slice_ids(column, first, last) for column in self._load(window_index)]
             start += last - first
             # The next window is written over this one, so what is needed of this one is copied first.
@@ -202,15 +230,18 @@ class _EpochRows:
         return self._window
 
     def _gather(self, window_index: int) -> list[Ids]:
-        start = window_index * self._window_rows
-        stop = min(start + self._window_rows, self._split.num_rows)
+        start = window_index * self._loader.window_rows
+        stop = min(start + self._loader.window_rows, self._loader.num_rows)
         order = None
         if self._seed is not None:
             order = permutation(stop - start, seed=self._seed, epoch=self._epoch, family=_WINDOWS, index=window_index)
-        pieces = []
+        pieces, front = [], []
         for index, first, last in self._segments(start, stop):
-            block = self._split.block(index)
-            pieces.append([slice_ids(column, first, last) for column in (block.label, *block.dense, *block.ids)])
+            pieces.append(self._rows_of_block(index, first, last))
+            if self._loader.front is not None:
+                front.append(self._of_block(self._loader.front, index)[first:last])
+        if front:
+            order = _grouped(np.arange(stop - start) if order is None else order, np.concatenate(front), self._loader)
         window: list[Ids] = []
         for j, parts in enumerate(zip(*pieces, strict=True)):
             column = parts[0] if len(parts) == 1 else concatenate_ids(parts)
@@ -218,28 +249,48 @@ class _EpochRows:
             window.append(column if order is None else _take(column, order, room))
         return window
 
+    def _rows_of_block(self, index: int, first: int, last: int) -> list[Ids]:
+        """Columns of rows `first` to `last` of those that a block has."""
+        block, only = self._split.block(index), self._loader.only
+        columns = (block.label, *block.dense, *block.ids)
+        if only is None:
+            return [slice_ids(column, first, last) for column in columns]
+        picked = np.flatnonzero(self._of_block(only, index))[first:last]
+        return [_take(column, picked, None) for column in columns]
+
     def _segments(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Block, its first and its last row, for each run of the epoch's rows `start` to `stop`."""
         index = int(np.searchsorted(self._ends, start, "right"))
         while start < stop:
             block = int(self._order[index])
-            block_start = int(self._ends[index] - self._split.block_rows[block])
+            block_start = int(self._ends[index] - self._block_rows[block])
             end = min(stop, int(self._ends[index]))
             yield block, start - block_start, end - block_start
             start, index = end, index + 1
 
 
+def _grouped(order: NDArray[np.int64], front: NDArray[np.bool_], loader: Loader) -> NDArray[np.int64]:
+    """`order` with whole batches of `front` rows first in every group; front: of the rows before they are ordered."""
+    groups = []
+    for start in range(0, len(order), loader.group_rows):
+        group = order[start : start + loader.group_rows]
+        moved = np.flatnonzero(front[group])
+        moved = moved[: len(moved) // loader.batch_size * loader.batch_size]
+        groups += [group[moved], np.delete(group, moved)]
+    return np.concatenate(groups)
+
+
 def _take(column: Ids, order: NDArray[np.int64], room: Ids | None) -> Ids:
-    """The rows of `column` in `order`; `room`, a column no longer needed, is written over where it fits."""
+    """These rows of `column`; `room`, a column no longer needed, is written over where it fits."""
     # mode="clip": "raise" would go through a buffer, and a permutation needs no check.
     if not isinstance(column, Ragged):
-        out = room if isinstance(room, np.ndarray) and len(room) == len(order) else np.empty_like(column)
+        out = room if isinstance(room, np.ndarray) and len(room) == len(order) else np.empty(len(order), column.dtype)
         np.take(column, order, out=out, mode="clip")
         return out
     splits = np.zeros(len(order) + 1, np.int64)
     np.cumsum(np.diff(column.row_splits)[order], out=splits[1:])
     shift = column.row_splits[order] - splits[:-1]
-    values = np.empty_like(column.values)
+    values = np.empty(int(splits[-1]), column.values.dtype)
     for a in range(0, len(order), _GATHER_ROWS):
         b = min(a + _GATHER_ROWS, len(order))
         index = np.repeat(shift[a:b], np.diff(splits[a : b + 1])) + np.arange(splits[a], splits[b])
