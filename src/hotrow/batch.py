@@ -148,11 +148,16 @@ class KeyedJaggedTensor:
         changed.values, changed._offsets = values, self._offsets
         return changed
 
+    def span(self, key: str) -> slice:
+        """Where the ids of a feature lie among `values`."""
+        f = self.keys.index(key)
+        ends = f * self.stride, (f + 1) * self.stride
+        return slice(*ends) if self._offsets is None else slice(*(int(self._offsets[end]) for end in ends))
+
     def bags(self, key: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(values, offsets [B + 1], weights)` of one feature, as views, offsets starting at 0."""
-        f = self.keys.index(key)
+        f, span = self.keys.index(key), self.span(key)
         offsets = self.offsets[f * self.stride : (f + 1) * self.stride + 1]
-        span = slice(int(offsets[0]), int(offsets[-1]))
         return self.values[span], offsets - offsets[0], None if self.weights is None else self.weights[span]
 
     def __repr__(self) -> str:

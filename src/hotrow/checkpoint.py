@@ -287,7 +287,8 @@ def _tables(part: Part) -> dict[str, dict[str, Any]]:
 def _stored(emb: EmbeddingCollection, table: str) -> Target:
     if emb.tiers is not None:
         return emb.rows(table)
-    return emb.stored(table) if table in emb.low else emb.weights[table]
+    stored = emb.stored(table)
+    return stored if table in emb.low else stored.weight
 
 
 def _tiers(part: Part) -> Tiers | None:

@@ -234,8 +234,40 @@ class MemoryConfig(_Section):
 class HotConfig(_Section):
     """Scheduling of batches by how popular their rows are."""
 
-    schedule: Literal["none"] = "none"
-    """`none`: batches come in the loader's order. No other schedule is implemented yet."""
+    schedule: Literal["none", "fae", "fixed", "window"] = "none"
+    """A sample is hot where all its rows are. `none`: batches come in the loader's order. `fixed`: batches of cold and
+    of hot samples in turns, `rate` percent of each class at a time. `fae`: so too, and after each turn the rate follows
+    the loss on validation rows. `window`: of every `window` batches as many as their hot samples fill come first."""
+    budget: str | int = "512MiB"
+    """Bytes, or text such as 512MiB, of hot rows with their optimizer states; tables below 1 MiB are hot whole."""
+    rows: Literal["exact", "sampled", "covering"] = "exact"
+    """How hot rows are found: `exact` those of most accesses, `sampled` FAE's estimate of them from 5 % of the samples,
+    `covering` so that most samples are hot. `hotrow inspect --hot` compares them."""
+    rate: Annotated[float, Field(ge=1, le=100)] = 50
+    """Percent of the cold batches, then of the hot ones, trained in one turn. `fae` begins with it: it halves it where
+    the loss rose, doubles it where it fell four times running. Only for `fae` and `fixed`."""
+    window: Annotated[int, Field(ge=2, le=1024)] = 4
+    """Batches within which samples are reordered. Only for `window`."""
+    eval_samples: Count = 65536
+    """Samples of the validation split, its first, whose loss `fae` goes by."""
+    link: str | None = None
+    """Bytes per second, text such as 12GB, of the link to a fast device that a second memory of this machine plays: hot
+    rows are copied to it for turns of hot batches and back after them, and what would cross the link is counted. null
+    means no such copies: hot batches use the tables. Results are the same bits. Only for `fae` and `fixed`."""
+
+    @model_validator(mode="after")
+    def _bytes(self) -> HotConfig:
+        for name, text in (("budget", self.budget), ("link", self.link)):
+            if text is not None and parse_bytes(text) <= 0:
+                raise ValueError(f"{name} is {text!r}; it must be a positive number of bytes, such as 512MiB")
+        if self.link is not None and not self.takes_turns:
+            raise ValueError(f"link is {self.link!r}, but only hot turns use it: set schedule to fae or fixed")
+        return self
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether batches are of one class."""
+        return self.schedule in ("fae", "fixed")
 
 
 class ParallelConfig(_Section):

@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +64,24 @@ class StoredTable(NamedTuple):
         step = max(1, PIECE_FLOATS // dim)
         return (slice(first, min(first + step, num_rows)) for first in range(start, num_rows, step))
 
-    def read(self, rows: slice) -> Tensor:
-        """These rows as float32, exactly."""
+    def read(self, rows: slice | Tensor) -> Tensor:
+        """These rows, a range or ids [n], as float32, exactly."""
         return widen(self.weight[rows], None if self.low is None else self.low[rows])
 
     def write(self, rows: slice | Tensor, values: Tensor) -> None:
         """These rows, a range or ids [n], from float32: exactly, but for float16, which rounds."""
         write_rows(self.weight, self.low, rows, values)
+
+
+class Copies(Protocol):
+    """Copies of some rows of every table, with the states of its optimizer."""
+
+    arrays: ops.Arrays
+    states: list[ops.Arrays]
+    """For each state of the optimizer."""
+
+    def slots(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch with rows of the copies for ids."""
 
 
 class EmbeddingCollection(nn.Module):
@@ -93,6 +104,9 @@ class EmbeddingCollection(nn.Module):
     its collection. A forked child computes on one thread, and cannot use its parent's collection in tiers.
     Raises ValueError for repeated names and for an unknown `memory`.
     """
+
+    copies: Copies | None = None
+    """What lookups and updates work on instead of the tables, whose rows are out of date then (hot/copies.py)."""
 
     def __init__(self, tables: Iterable[TableConfig], *, memory: Memory | str | None = None, seed: int = 0) -> None:
         super().__init__()
@@ -135,6 +149,7 @@ class EmbeddingCollection(nn.Module):
         Raises ValueError for an unknown table and for fewer rows than it has, MemoryError where there is no memory;
         then nothing has changed. Raises StoreError where the store cannot grow, after which it does no more.
         """
+        self._check_tables_are_live()
         names = [config.name for config in self.tables]
         if table not in names:
             raise ValueError(f"there is no table {table!r} to grow; the tables are {', '.join(names)}")
@@ -189,6 +204,8 @@ class EmbeddingCollection(nn.Module):
         """
         if isinstance(sparse, Tensor):
             sparse = KeyedJaggedTensor.from_dense(self.feature_names, sparse)
+        if self.copies is not None:
+            return self._look_up(self.kernels, self.copies.slots(sparse), blame=sparse)
         if self.tiers is None:
             return self._look_up(self.kernels, sparse, blame=sparse)
         flight, slots = self.tiers.take(sparse, training=torch.is_grad_enabled())
@@ -206,7 +223,9 @@ class EmbeddingCollection(nn.Module):
         of `forward`'s, into the same `step()`. Raises ValueError for an id outside its table.
         """
         found, flight, slots = {}, None, sparse
-        if self.tiers is not None:
+        if self.copies is not None:
+            slots = self.copies.slots(sparse)
+        elif self.tiers is not None:
             flight, slots = self.tiers.take(sparse, training=torch.is_grad_enabled())
         for name in self.feature_names:
             if name in sparse.keys:
@@ -216,6 +235,18 @@ class EmbeddingCollection(nn.Module):
         if flight is not None and not torch.is_grad_enabled():
             flight.release(updated=False)
         return found
+
+    @property
+    def live_arrays(self) -> ops.Arrays:
+        """What lookups read and updates write: the tables' rows, or their copies."""
+        return self.arrays if self.copies is None else self.copies.arrays
+
+    def _check_tables_are_live(self) -> None:
+        if self.copies is not None:
+            raise RuntimeError(
+                "the tables' hot rows are out of date, their copies on the fast device are live: read and change "
+                "tables inside `with copies.flushed()`, or after copies.give_back()"
+            )
 
     def _look_up(
         self, kernels: ops.Kernels, sparse: KeyedJaggedTensor, *, blame: KeyedJaggedTensor, flight: Flight | None = None
@@ -231,6 +262,7 @@ class EmbeddingCollection(nn.Module):
 
     def stored(self, name: str) -> StoredTable:
         """The table `name` as it lies in memory."""
+        self._check_tables_are_live()
         return StoredTable(self.weights[name], self.low.get(name))
 
     def float32(self, name: str) -> Tensor:
@@ -250,6 +282,7 @@ class EmbeddingCollection(nn.Module):
 
     def rows(self, name: str) -> RowsInTiers:
         """The weights of the table `name` of a collection in tiers, to be read and written piece by piece."""
+        self._check_tables_are_live()
         assert self.tiers is not None
         return RowsInTiers(self.tiers, list(self.weights).index(name), self.weights[name], self.low.get(name))
 
@@ -277,6 +310,7 @@ class EmbeddingCollection(nn.Module):
         self._pending = [(number, p._replace(grad=p.grad * factor)) for number, p in self._pending]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        self._check_tables_are_live()
         if self.tiers is not None:
             raise ValueError(
                 "a collection in tiers has no state_dict, since its tables may be larger than memory; "
@@ -314,6 +348,7 @@ class EmbeddingCollection(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: all but native handles and what belongs to steps under way."""
+        self._check_tables_are_live()
         if self.tiers is not None:
             raise TypeError("a collection in tiers cannot be copied or pickled: its files belong to it alone")
         made = ("kernels", "sequence_kernels", "arrays", "optimizers", "_pending", "_forwards", "_leaf")
@@ -371,7 +406,7 @@ class _Lookup(torch.autograd.Function):
         flight: Flight | None,
     ) -> Tensor:
         ctx.sparse, ctx.emb, ctx.kernels, ctx.number, ctx.flight = sparse, emb, kernels, number, flight
-        return kernels.lookup(emb.arrays, sparse, blame=blame)
+        return kernels.lookup(emb.live_arrays, sparse, blame=blame)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -391,5 +426,5 @@ class _Lookup(torch.autograd.Function):
         emb._pending.append((ctx.number, Pending(ctx.kernels, ctx.sparse, grad, ctx.flight)))
         weight_grad = None
         if ctx.needs_input_grad[1]:
-            weight_grad = ctx.kernels.weight_gradient(emb.arrays, ctx.sparse, grad)
+            weight_grad = ctx.kernels.weight_gradient(emb.live_arrays, ctx.sparse, grad)
         return None, weight_grad, None, None, None, None, None, None

@@ -117,7 +117,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         if (pending := self.emb.pending) and self._may_step():
             rules = [self._rule(group) for group in self.param_groups]
             lookups = [(p.kernels, p.sparse, p.grad) for p in pending]
-            self.emb.kernels.update(self.emb.arrays, self._arrays, lookups, rules)
+            states = self._arrays if self.emb.copies is None else self.emb.copies.states
+            self.emb.kernels.update(self.emb.live_arrays, states, lookups, rules)
             self._count_step()
             self.emb.clear_pending(updated=True)
         return loss

@@ -40,6 +40,12 @@ def _demands(config: Config, tables: Sequence[TableConfig], *, training: bool) -
     return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states) for t in tables]
 
 
+def record_bytes(config: Config, tables: Sequence[TableConfig]) -> dict[str, int]:
+    """Of a row of each table, its optimizer state included."""
+    demands = _demands(config, tables, training=True)
+    return {table.name: demand.record_bytes for table, demand in zip(tables, demands, strict=True)}
+
+
 def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
     """Bytes of the tables; training: and of their optimizer state."""
     return sum(table.num_rows * table.record_bytes for table in _demands(config, tables, training=training))

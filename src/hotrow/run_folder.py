@@ -132,8 +132,8 @@ class RunFolder:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def rewind(self, step: int) -> None:
-        """Forget what metrics.jsonl says of steps after `step`: they are about to be taken again."""
-        kept = [line for line in self.measurements() if line["step"] <= step]
+        """Forget what metrics.jsonl says of steps after `step`, and of a swap right after it: they come again."""
+        kept = [line for line in self.measurements() if line["step"] < step + (line["kind"] != "swap")]
         with atomic_write(self.path / METRICS) as file:
             file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
 

@@ -8,9 +8,10 @@ rows in api.py, what surrounds a run (clock, threads, signals) in session.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
+from hotrow.hot.turns import Turns
 from hotrow.memory.budget import Memory
 from hotrow.memory.lookahead import lookahead
 from hotrow.metrics import BinaryMetrics
 from hotrow.models import build_model
-from hotrow.placement import choose, close_tiers, size
+from hotrow.placement import choose, close_tiers, record_bytes, size
 from hotrow.progress import ProgressLine, duration, rate
 from hotrow.run_folder import RunFolder
 from hotrow.schedule import Schedule
@@ -63,7 +65,7 @@ class Parts:
     embedding: EmbeddingCollection
     model: nn.Module
     dense_optimizer: Optimizer
-    sparse_optimizer: Optimizer
+    sparse_optimizer: optim.SparseOptimizer
     schedule: Schedule
 
     def with_state(self) -> dict[str, Part]:
@@ -95,7 +97,9 @@ def build(config: Config, tables: Sequence[TableConfig], *, num_dense: int, memo
     return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule)
 
 
-def build_optimizers(config: Config, embedding: EmbeddingCollection, model: nn.Module) -> tuple[Optimizer, Optimizer]:
+def build_optimizers(
+    config: Config, embedding: EmbeddingCollection, model: nn.Module
+) -> tuple[Optimizer, optim.SparseOptimizer]:
     """The torch optimizer of `model` and the fused one of `embedding`."""
     dense, sparse = config.optimizer.dense, config.optimizer.sparse
     options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
@@ -158,10 +162,15 @@ def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
 
 
 @torch.no_grad()
-def evaluate(embedding: EmbeddingCollection, model: nn.Module, loader: Loader) -> dict[str, Any]:
-    """The metrics of `BinaryMetrics` over every row of the loader's split, None for those it leaves undefined."""
+def evaluate(
+    embedding: EmbeddingCollection, model: nn.Module, loader: Loader, *, num_batches: int | None = None
+) -> dict[str, Any]:
+    """The metrics of `BinaryMetrics` over the rows of the loader's split, None for those it leaves undefined.
+
+    num_batches: over the first so many of its batches; None: all.
+    """
     metrics = BinaryMetrics()
-    for batch in loader.epoch(0):
+    for batch in islice(loader.epoch(0), num_batches):
         metrics.update(model(batch.dense, embedding(batch.sparse)), batch.label)
     values = metrics.compute()
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
@@ -175,6 +184,8 @@ class State:
     epoch: int = 0
     batch: int = 0
     """Batches of the current epoch already taken."""
+    turns: dict[str, Any] = field(default_factory=dict)
+    """Where the order of batches stands, and what it cost (hot/turns.py)."""
     window_loss: float = 0.0
     """Sum of the losses of the last `window_steps` steps, those not yet in metrics.jsonl."""
     window_steps: int = 0
@@ -214,13 +225,21 @@ class Training:
         self.interrupt, self.progress, self.clock, self.state = interrupt, progress, StepClock(), State()
         tables = tables_of(config, dataset)
         shuffle_seed = options.seed if options.shuffle else None
-        self.loader = Loader(dataset.split("train"), options.batch_size, shuffle_seed=shuffle_seed)
-        self.steps_per_epoch = self.loader.num_batches
+        self.turns = Turns(
+            config.hot,
+            dataset,
+            record_bytes(config, tables),
+            batch_size=options.batch_size,
+            shuffle_seed=shuffle_seed,
+            seed=options.seed,
+        )
+        self.steps_per_epoch = self.turns.order.num_batches
         self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
         memory = choose(config, tables, folder.path, dataset=dataset)
         self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory)
+        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer)
         tiers = self.parts.embedding.tiers
         self.report = None if tiers is None else TierReport(tiers)
         self.lookahead = config.memory.lookahead if isinstance(config.memory, MemoryConfig) else LOOKAHEAD
@@ -247,22 +266,44 @@ class Training:
 
     def run(self) -> None:
         """Train until the run has ended or a signal asks to stop; the state is then on disk."""
-        while self.state.ended is None:
+        while self._train_turn():
+            if swap := self.turns.end(self._turn_loss):
+                self.folder.measure("swap", step=self.state.step, epoch=self.epochs, **swap)
+                if swap["rate"] != swap["next_rate"]:
+                    rates = f"{swap['next_rate']:g} % of a class, not {swap['rate']:g}"
+                    self.say(f"step {self.state.step}: turns of {rates}")
+        self.turns.close()
+
+    def _train_turn(self) -> bool:
+        """Train what is left of the turn, which without a hot schedule is the epoch; whether another may follow."""
+        if self.state.ended is not None:
+            return False
+        self.clock.lap(None)
+        batches = self.turns.batches(self.state.epoch)
+        depth = self.lookahead if self.report and not self.turns.on_copies else 0
+        for batch in lookahead(batches, self.parts.embedding, depth=depth):
+            self.clock.lap("data")
+            try:
+                loss: float | None = float(train_step(self.parts, batch, self.state.step, self.clock))
+            except NonFiniteError as error:
+                self._skip(str(error))
+                loss = None
+            self.turns.count(batch)
+            self._count(len(batch), loss)
+            stop = self.interrupt.signal is not None or self.writes.spent
+            self._do_what_is_due(stop=stop)
+            if stop or self.state.ended or self.writes.spent:  # by the checkpoint that was due
+                return False
             self.clock.lap(None)
-            batches = self.loader.epoch(self.state.epoch, self.state.batch)
-            for batch in lookahead(batches, self.parts.embedding, depth=self.lookahead if self.report else 0):
-                self.clock.lap("data")
-                try:
-                    loss: float | None = float(train_step(self.parts, batch, self.state.step, self.clock))
-                except NonFiniteError as error:
-                    self._skip(str(error))
-                    loss = None
-                self._count(len(batch), loss)
-                stop = self.interrupt.signal is not None or self.writes.spent
-                self._do_what_is_due(stop=stop)
-                if stop or self.state.ended or self.writes.spent:  # by the checkpoint that was due
-                    return
-                self.clock.lap(None)
+        return True
+
+    def _turn_loss(self) -> float:
+        """LogLoss of the validation rows that a schedule goes by."""
+        loader = Loader(self.dataset.split("val"), EVAL_BATCH_SIZE, shuffle_seed=None)
+        num_batches = math.ceil(self.config.hot.eval_samples / EVAL_BATCH_SIZE)
+        with self._aside():
+            result = evaluate(self.parts.embedding, self.parts.model, loader, num_batches=num_batches)
+        return float(result["logloss"])
 
     def _skip(self, found: str) -> None:
         """Drop the gradients of a step that is not to be taken and count it; ValueError where that is not allowed."""
@@ -377,14 +418,21 @@ class Training:
         self.say(f"{split} at step {self.state.step}: {scores(result)}")
         return result
 
-    def _aside(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.report is None else self.report.aside()
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What happens inside is not training, and finds the tables whole."""
+        with ExitStack() as stack:
+            stack.enter_context(self.turns.whole())
+            if self.report is not None:
+                stack.enter_context(self.report.aside())
+            yield
 
     def save(self) -> Path:
         """A checkpoint of the parts and the state; older ones go as the config says."""
         path = self.folder.checkpoints / f"step-{self.state.step}"
         if not path.exists():
             self._count_writes()
+            self.state.turns = self.turns.to_json()
             extra = {
                 "state": asdict(self.state),
                 "dataset": self.dataset.checksum,
@@ -418,6 +466,7 @@ class Training:
                     "results agree within docs/numerics.md, not to the bit",
                 )
         self.state = State(**extra["state"])
+        self.turns.restore(self.state.turns)
         # When it was written, it did not count itself.
         self.state.drive_written_bytes += read_manifest(path).get("written_bytes", 0)
         self._before = replace(self.state)
@@ -461,6 +510,7 @@ class Training:
             "train_s": round(self.state.train_s, 3),
             "best_step": self.state.best_step if self.state.best else None,
             **({"memory": {**self._tier_figures(), **memory}} if memory else {}),
+            **({"hot": hot} if (hot := self.turns.figures()) else {}),
             **({"write_budget": writes} if writes else {}),
         }
 
@@ -491,6 +541,7 @@ class Training:
         val = f"val {scores(state.val)}" if state.val else "not evaluated yet"
         epoch = f"epoch {self.epochs:.2f}/{self.config.train.epochs}  step {state.step}/{self.num_steps}"
         epoch += f" ({state.skipped} skipped)" if state.skipped else ""
+        epoch += self.turns.line()
         speed = f"{rate(state.num_samples / state.train_s)} samples/s"
         if self.report is not None:
             shares += f", of it waiting {state.stall_s / total:.0%}; {size(self.writes.num_bytes)} written"

@@ -70,6 +70,12 @@ memory.lookahead 4
 memory.force False
 memory.write_budget None
 hot.schedule none
+hot.budget 512MiB
+hot.rows exact
+hot.rate 50
+hot.window 4
+hot.eval_samples 65536
+hot.link None
 parallel.sharding auto
 parallel.exchange all_to_all
 parallel.wire_dtype fp32
@@ -133,7 +139,11 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "memory": {"ssd": "a", "file": "b"}}, "memory: ssd is 'a' and file is 'b'; name one of them"),
         ({"data": "d", "memory": {"policy": "fifo"}}, r"memory\.policy is 'fifo'; allowed: clock, lfu, lru"),
         ({"data": "d", "memory": {"lookahead": -1}}, r"memory\.lookahead is -1; allowed: an integer >= 0"),
-        ({"data": "d", "hot": {"schedule": "fae"}}, r"hot\.schedule is 'fae'; allowed: none"),
+        ({"data": "d", "hot": {"schedule": "lru"}}, r"hot\.schedule is 'lru'; allowed: none, fae, fixed, window"),
+        ({"data": "d", "hot": {"rate": 0.5}}, r"hot\.rate is 0\.5; allowed: a number >= 1 and <= 100"),
+        ({"data": "d", "hot": {"budget": "much"}}, "hot: size 'much' is not understood"),
+        ({"data": "d", "hot": {"budget": 0}}, "hot: budget is 0; it must be a positive number of bytes"),
+        ({"data": "d", "hot": {"schedule": "window", "link": "12GB"}}, "hot: link is '12GB', but only hot turns"),
         ({"data": "d", "parallel": {"wire_dtype": "bf16"}}, r"parallel\.wire_dtype is 'bf16'; allowed: fp32"),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from hotrow.data.packed_reader import PackedDataset
-from hotrow.hot.calibrate import WAYS, Calibration, calibrate
-from hotrow.hot.classify import hot_samples
+from hotrow.hot.calibrate import WAYS
+from hotrow.hot.find import find_hot
 from hotrow.hot.hot_set import HotSet
 from hotrow.reference import NUM_STATES, Algorithm
 
@@ -37,32 +36,15 @@ def compare_ways(
     record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
     ways = []
     for how in WAYS:
-        start = time.perf_counter()
         try:
-            found = calibrate(dataset, how, budget_bytes, record_bytes=record_bytes, seed=seed)
+            found = find_hot(dataset, how, budget_bytes, record_bytes=record_bytes, seed=seed, threads=threads)
         except ValueError as error:
             if how != "sampled":  # the others only fail where no way can work
                 raise
             ways.append({"name": how, "budget_bytes": budget_bytes, "error": str(error)})
             continue
-        middle = time.perf_counter()
-        is_hot = hot_samples(dataset, found.hot, threads=threads)
-        times = {"calibrate_s": middle - start, "classify_s": time.perf_counter() - middle}
-        hot_share = float(is_hot.mean()) if len(is_hot) else 0.0
-        ways.append({**_sizes(found), "hot_samples": hot_share, **times, **_accesses(dataset, found.hot)})
+        ways.append({**found.to_json(), **_accesses(dataset, found.rows)})
     return {"budget_bytes": budget_bytes, "optimizer": optimizer, "embedding_dim": embedding_dim, "ways": ways}
-
-
-def _sizes(found: Calibration) -> dict[str, Any]:
-    hot = found.hot
-    return {
-        "name": hot.how,
-        "budget_bytes": found.budget_bytes,
-        "hot_bytes": hot.num_bytes,
-        "hot_rows": hot.num_rows,
-        "tables": {name: rows.num_rows for name, rows in hot.rows.items()},
-        **found.detail,
-    }
 
 
 def _accesses(dataset: PackedDataset, hot: HotSet) -> Mapping[str, float]:

@@ -1,0 +1,184 @@
+"""Hot rows on a fast device: copies of rows and optimizer states, of which one side is live at a time.
+
+    cold turn   lookups and updates work on the tables
+    fetch       tables --gather--> copies        one gather a table and array
+    hot turn    lookups and updates work on the copies; the tables' hot rows are out of date
+    give_back   copies --scatter--> tables
+
+Rows of a prefix keep their numbers as slots; listed rows follow them. Every copy is exact, so that a run with copies
+has the bits of one without (law 2). Here the device is memory of this machine; what crosses is counted (link.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hotrow import ops
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.embedding import EmbeddingCollection, StoredTable
+from hotrow.hot.hot_set import HotRows, HotSet
+from hotrow.hot.link import Link
+from hotrow.optim import SparseOptimizer
+
+
+class Rows(Protocol):
+    """An array that is read and written by row: of a table in memory, in tiers, or of its copies."""
+
+    def read(self, rows: slice | Tensor) -> Tensor:
+        """These rows [n, ...]."""
+
+    def write(self, rows: slice | Tensor, values: Tensor) -> None:
+        """Make these rows `values`."""
+
+
+class _Array:
+    """A tensor as `Rows`."""
+
+    def __init__(self, array: Tensor) -> None:
+        self._array = array
+
+    def read(self, rows: slice | Tensor) -> Tensor:
+        return self._array[rows]
+
+    def write(self, rows: slice | Tensor, values: Tensor) -> None:
+        self._array[rows] = values
+
+
+class HotCopies:
+    """Copies of the rows `hot` of the tables of `emb`, with the states of `optimizer`; the tables are live at first.
+
+    optimizer: the only one of `emb`. link: where crossing bytes are counted. Raises MemoryError where the copies find
+    no memory.
+    """
+
+    def __init__(self, emb: EmbeddingCollection, optimizer: SparseOptimizer, hot: HotSet, link: Link) -> None:
+        self.emb, self.optimizer, self.hot, self.link = emb, optimizer, hot, link
+        self.rows = [hot.rows[table.name] for table in emb.tables]
+        self._tables = {name: t for t, table in enumerate(emb.tables) for name in table.feature_names}
+        self._weights = [_room(emb.weights[table.name], own.num_rows) for table, own in self._each()]
+        low = [(emb.low.get(table.name), own.num_rows) for table, own in self._each()]
+        self._low = [None if array is None else _room(array, num_rows) for array, num_rows in low]
+        self._states = {
+            name: [_room(optimizer.state[emb.weights[table.name]][name], own.num_rows) for table, own in self._each()]
+            for name in optimizer.state_names
+        }
+        self.arrays = ops.Arrays(self._weights, self._low)
+        """What lookups read and updates write while the copies are live."""
+        self.states = [ops.Arrays(arrays) for arrays in self._states.values()]
+        self._changed = False
+        self.seconds = 0.0
+        """Spent copying rows to and fro."""
+
+    def _each(self) -> Iterator[tuple[Any, HotRows]]:
+        return zip(self.emb.tables, self.rows, strict=True)
+
+    @property
+    def live(self) -> bool:
+        """Whether the copies are, and not the tables' rows."""
+        return self.emb.copies is self
+
+    def fetch(self) -> None:
+        """From now on the copies are live: of every hot row, with its states, as the tables have them."""
+        if self.live:
+            return
+        self._check_no_step_under_way()
+        start = time.perf_counter()
+        self._copy(to_tables=False)
+        self.emb.copies = self
+        self.link.swap(to_device_bytes=self.hot.num_bytes)
+        self.seconds += time.perf_counter() - start
+
+    def give_back(self) -> None:
+        """From now on the tables are live, as the copies were."""
+        with self.flushed():
+            pass
+        self.emb.copies = None
+
+    @contextmanager
+    def flushed(self) -> Iterator[None]:
+        """Inside, the tables are live and whole, to be read and not changed: for evaluations and checkpoints."""
+        self._check_no_step_under_way()
+        live = self.emb.copies
+        self.emb.copies = None
+        if live is not None and self._changed:
+            start = time.perf_counter()
+            self._copy(to_tables=True)
+            self.link.swap(from_device_bytes=self.hot.num_bytes)
+            self._changed = False
+            self.seconds += time.perf_counter() - start
+        yield
+        self.emb.copies = live
+
+    def _check_no_step_under_way(self) -> None:
+        if self.emb.pending:
+            raise RuntimeError("gradients of hot rows await the optimizer: call step() or zero_grad() first")
+
+    @torch.no_grad()
+    def _copy(self, *, to_tables: bool) -> None:
+        for t, own in enumerate(self.rows):
+            for table, copies in self._pairs(t):
+                for rows, slots in self._pieces(t, own):
+                    if to_tables:
+                        table.write(rows, copies.read(slots))
+                    else:
+                        copies.write(slots, table.read(rows))
+
+    def _pairs(self, t: int) -> Iterator[tuple[Rows, Rows]]:
+        """Every array of a table, and that of its copies."""
+        name = self.emb.tables[t].name
+        weight, low = self._weights[t], self._low[t]
+        if self.emb.tiers is None:
+            arrays, lower = self.emb.weights[name], self.emb.low.get(name)
+            yield _Array(arrays), _Array(weight)
+            if low is not None and lower is not None:
+                yield _Array(lower), _Array(low)
+            states: Any = {n: _Array(self.optimizer.state[self.emb.weights[name]][n]) for n in self._states}
+        else:
+            yield self.emb.rows(name), _Array(weight) if low is None else StoredTable(weight, low)
+            states = {n: self.optimizer.state_rows()[f"{t}.{n}"] for n in self._states}
+        for n, copies in self._states.items():
+            yield states[n], _Array(copies[t])
+
+    def _pieces(self, t: int, own: HotRows) -> Iterator[tuple[slice | Tensor, slice]]:
+        """Rows of a table and their slots, as many at a time as memory is set aside for."""
+        step = own.num_rows if self.emb.tiers is None else self.emb.tiers.piece_rows(t)
+        for start in range(0, own.prefix, max(1, step)):
+            span = slice(start, min(start + step, own.prefix))
+            yield span, span
+        for start in range(0, len(own.listed), max(1, step)):
+            rows = torch.from_numpy(own.listed[start : start + step])
+            yield rows, slice(own.prefix + start, own.prefix + start + len(rows))
+
+    def slots(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch with slots for ids. Raises ValueError where a row is not hot: its only copy is in the tables."""
+        self._changed |= torch.is_grad_enabled()
+        values = sparse.values
+        for name in (key for key in sparse.keys if key in self._tables):
+            span, own = sparse.span(name), self.rows[self._tables[name]]
+            beyond = sparse.values[span] >= own.prefix
+            if bool(beyond.any()):
+                values = values.clone() if values is sparse.values else values
+                self._move(name, own, beyond, values[span])
+        return sparse.with_values(values)
+
+    def _move(self, feature: str, own: HotRows, beyond: Tensor, ids: Tensor) -> None:
+        """Slots for those ids of a feature that lie beyond the prefix, in place."""
+        listed, found = torch.from_numpy(own.listed), ids[beyond].long()
+        places = torch.searchsorted(listed, found)
+        cold = found if not len(listed) else found[listed[places.clamp(max=len(listed) - 1)] != found]
+        if len(cold):
+            raise ValueError(
+                f"feature {feature!r} looks up row {int(cold[0])}, which is not hot, while hot rows live on the fast "
+                "device: call give_back() before batches that are not all hot"
+            )
+        ids[beyond] = (own.prefix + places).to(ids.dtype)
+
+
+def _room(array: Tensor, num_rows: int) -> Tensor:
+    return ops.allocate(num_rows, *array.shape[1:], dtype=array.dtype)

@@ -1,0 +1,63 @@
+"""What crosses the link between the tables and a fast device, in bytes: counted here, timed by nobody.
+
+    hybrid       every batch: pooled rows over, their gradients back, dense inputs and labels over
+    hot turns    a hot batch: its ids, dense inputs and labels over; a cold one as in the hybrid
+                 a swap: the hot rows with their optimizer states over, and back
+
+As of FAE (Adnan et al., VLDB'22), whose table of transfers leaves out gradients, dense inputs and labels; counting them
+changes both sides. Seconds are bytes over the rate that was declared, and stand where it says that they are modelled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hotrow.batch import Batch
+
+
+@dataclass
+class Link:
+    """Bytes so far, by what they were for."""
+
+    to_device_bytes: int = 0
+    from_device_bytes: int = 0
+    sync_bytes: int = 0
+    """Of both: hot rows, at swaps and before evaluations and checkpoints."""
+    num_swaps: int = 0
+    """Copies of the hot rows, either way."""
+    hot_batches: int = 0
+    cold_batches: int = 0
+    hybrid_bytes: int = 0
+    """What the same batches would have taken with all rows in the tables."""
+
+    def swap(self, *, to_device_bytes: int = 0, from_device_bytes: int = 0) -> None:
+        """Hot rows were copied."""
+        self.to_device_bytes += to_device_bytes
+        self.from_device_bytes += from_device_bytes
+        self.sync_bytes += to_device_bytes + from_device_bytes
+        self.num_swaps += 1
+
+    def count(self, batch: Batch, *, width: int, hot: bool) -> None:
+        """A batch was trained; width: of a sample's pooled rows."""
+        inputs = batch.dense.nbytes + batch.label.nbytes
+        pooled = 4 * width * len(batch)
+        self.hybrid_bytes += inputs + 2 * pooled
+        if hot:
+            offsets = 0 if batch.sparse.one_hot else batch.sparse.offsets.nbytes
+            self.to_device_bytes += inputs + batch.sparse.values.nbytes + offsets
+            self.hot_batches += 1
+        else:
+            self.to_device_bytes += inputs + pooled
+            self.from_device_bytes += pooled
+            self.cold_batches += 1
+
+    def to_json(self, *, bytes_per_s: float) -> dict[str, Any]:
+        """For run.json; bytes_per_s: of the link, each way."""
+        crossed = self.to_device_bytes + self.from_device_bytes
+        return {
+            **asdict(self),
+            "hybrid_ratio": round(self.hybrid_bytes / crossed, 3) if crossed else None,
+            "modelled_link_s": round(crossed / bytes_per_s, 6),
+            "modelled_hybrid_link_s": round(self.hybrid_bytes / bytes_per_s, 6),
+        }

@@ -1,0 +1,179 @@
+"""When hot, when cold: the order of an epoch's batches, and how it follows the loss.
+
+    none     batches as the loader shuffles them
+    window   of every `window` batches as many as their hot samples fill come first, hot alone; nothing moves further
+    fixed    cold batches, then hot ones, `rate` percent of each class at a time
+    fae      so too, and after each swap the rate follows the validation loss (Adnan et al., VLDB'22, section 1.4 of
+             its runtime): halved where the loss rose, doubled where it fell FALLS times running, within 1 .. 100
+
+A `BatchOrder` is a few classes of batches, each with its own loader, taken in turn. `none` and `window` have one class,
+whose turn is the epoch. Every sample comes once per epoch, whatever the rate does meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.batch import Batch
+from hotrow.config import HotConfig
+from hotrow.data.loader import Loader
+from hotrow.data.packed_reader import Split
+
+FALLS = 4
+"""Swaps in a row after which the loss had fallen, before the rate is doubled."""
+LOWEST, HIGHEST = 1.0, 100.0
+"""Percent of a class at a time."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How much of a class is trained at a time, and what the losses said of it."""
+
+    percent: float
+    loss: float | None = None
+    """After the last swap."""
+    falls: int = 0
+    """Swaps running by which the loss fell; counted anew where the rate is doubled."""
+
+    def after(self, loss: float) -> Rate:
+        """The rate once the loss after a swap is known. A loss that stays has not fallen; nor has one that is NaN."""
+        if self.loss is None:
+            return replace(self, loss=loss)
+        if not loss < self.loss:
+            return Rate(max(LOWEST, self.percent / 2), loss)
+        if self.falls + 1 == FALLS:
+            return Rate(min(HIGHEST, self.percent * 2), loss)
+        return Rate(self.percent, loss, self.falls + 1)
+
+
+@dataclass
+class Turn:
+    """Where the order stands; with the epoch's number, all that a checkpoint must bring back."""
+
+    name: str
+    """The class whose turn it is."""
+    taken: dict[str, int]
+    """Batches of each class already taken in this epoch."""
+    stop: int
+    """Of its class, the batch at which the turn ends."""
+    rate: Rate
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Turn:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(value["name"], dict(value["taken"]), value["stop"], Rate(**value["rate"]))
+
+
+@dataclass
+class _Reading:
+    """A class' batches being read, from one turn to the next: a window of rows is gathered once."""
+
+    epoch: int
+    batch: int
+    """The next one."""
+    batches: Iterator[Batch]
+
+
+class BatchOrder:
+    """Classes of batches taken in turn, `rate` percent of a class at a time; the first class begins.
+
+    loaders: by class; one without rows has no turns. rate: percent, from LOWEST to HIGHEST.
+    """
+
+    def __init__(self, loaders: Mapping[str, Loader], *, rate: float = HIGHEST) -> None:
+        self.loaders = {name: loader for name, loader in loaders.items() if loader.num_batches}
+        self.num_batches = sum(loader.num_batches for loader in self.loaders.values())
+        """Per epoch."""
+        self._reading: dict[str, _Reading] = {}
+        self.turn = Turn("", {}, 0, Rate(rate))
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.turn = replace(self.turn, taken=dict.fromkeys(self.loaders, 0))
+        self._begin_turn(next(iter(self.loaders), ""))
+
+    def _begin_turn(self, name: str) -> None:
+        """A turn of the class `name`: where no other has batches left, all of its own."""
+        total, taken = self._total(name), self.turn.taken.get(name, 0)
+        share = math.ceil(total * self.turn.rate.percent / 100 - 1e-9)  # 0.29 * 100 is above 29
+        alone = not any(self._has_more(other) for other in self.loaders if other != name)
+        self.turn = replace(self.turn, name=name, stop=total if alone else min(total, taken + share))
+
+    def _total(self, name: str) -> int:
+        return self.loaders[name].num_batches if name else 0
+
+    def _has_more(self, name: str) -> bool:
+        return self.turn.taken[name] < self._total(name)
+
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """The rest of the turn; `count` says which of them were trained."""
+        name = self.turn.name
+        first = self.turn.taken[name]
+        reading = self._reading.get(name)
+        if reading is None or (reading.epoch, reading.batch) != (epoch, first):
+            reading = self._reading[name] = _Reading(epoch, first, self.loaders[name].epoch(epoch, first))
+        for batch in islice(reading.batches, self.turn.stop - first):
+            reading.batch += 1
+            yield batch
+
+    def count(self) -> None:
+        """A batch of the turn was trained."""
+        self.turn.taken[self.turn.name] += 1
+
+    @property
+    def next_name(self) -> str:
+        """The class whose turn comes after this one; of the next epoch's first where this one ends its epoch."""
+        names = [*self.loaders]
+        at = names.index(self.turn.name)
+        left = [name for name in names[at + 1 :] + names[: at + 1] if self._has_more(name)]
+        return left[0] if left else names[0]
+
+    def end_turn(self, loss: float | None = None) -> None:
+        """To the next turn; loss: on validation rows, for the rate to follow."""
+        if loss is not None:
+            self.turn = replace(self.turn, rate=self.turn.rate.after(loss))
+        if any(self._has_more(name) for name in self.loaders):
+            self._begin_turn(self.next_name)
+        else:
+            self._begin_epoch()
+
+    def to_json(self) -> dict[str, Any]:
+        """Where it stands; `restore` takes it up."""
+        return asdict(self.turn)
+
+    def restore(self, value: Mapping[str, Any]) -> None:
+        """Go on from there. Raises ValueError where it is of other classes, or of more batches than there are."""
+        turn = Turn.from_json(value)
+        most = {name: loader.num_batches for name, loader in self.loaders.items()}
+        if turn.taken.keys() != most.keys() or any(turn.taken[name] > most[name] for name in most):
+            raise ValueError(
+                f"the order stands at {turn.taken} batches, but an epoch has {most}: it is of other data, another "
+                "batch size or another hot set"
+            )
+        self.turn = turn
+
+
+def batch_order(
+    config: HotConfig,
+    split: Split,
+    is_hot: NDArray[np.bool_] | None,
+    *,
+    batch_size: int,
+    shuffle_seed: int | None,
+) -> BatchOrder:
+    """The order `config.schedule` asks for. is_hot: bool [rows of the split]; None without a schedule."""
+    if is_hot is None:
+        return BatchOrder({"all": Loader(split, batch_size, shuffle_seed=shuffle_seed)})
+    if config.schedule == "window":
+        loader = Loader(split, batch_size, shuffle_seed=shuffle_seed, front=is_hot, front_batches=config.window)
+        return BatchOrder({"all": loader})
+    classes = {"cold": ~is_hot, "hot": is_hot}  # cold first: it touches more rows
+    loaders = {name: Loader(split, batch_size, shuffle_seed=shuffle_seed, only=only) for name, only in classes.items()}
+    return BatchOrder(loaders, rate=config.rate)

@@ -1,0 +1,137 @@
+"""The turns of a run: which batches come next, on which side the hot rows live meanwhile, and what that cost.
+
+`Turns` puts order.py (when hot, when cold), find.py (what is hot), copies.py and link.py together for the trainer,
+which trains turn after turn. Without a hot schedule there is one class of batches, and a turn is an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from hotrow.batch import Batch
+from hotrow.config import HotConfig
+from hotrow.data.packed_reader import PackedDataset
+from hotrow.embedding import EmbeddingCollection
+from hotrow.files import parse_bytes
+from hotrow.hot.copies import HotCopies
+from hotrow.hot.find import find_hot
+from hotrow.hot.link import Link
+from hotrow.hot.order import batch_order
+from hotrow.optim import SparseOptimizer
+
+
+class Turns:
+    """The batches of the training split, turn by turn.
+
+    record_bytes: of a row of each table, optimizer state included. seed: of the sampled and covering ways to find hot
+    rows. Raises ValueError where no hot set fits, and for "fae" without validation rows.
+    """
+
+    def __init__(
+        self,
+        config: HotConfig,
+        dataset: PackedDataset,
+        record_bytes: Mapping[str, int],
+        *,
+        batch_size: int,
+        shuffle_seed: int | None,
+        seed: int,
+    ) -> None:
+        self.config = config
+        if config.schedule == "fae" and not ("val" in dataset.splits and dataset.split("val").num_rows):
+            raise ValueError(
+                f"hot.schedule is fae, whose rate follows the validation loss, but {dataset.path} has no rows in a "
+                "split 'val'; prepare the data with one, or set hot.schedule to fixed"
+            )
+        self.found = None
+        if config.schedule != "none":
+            budget = parse_bytes(config.budget)
+            self.found = find_hot(dataset, config.rows, budget, record_bytes=record_bytes, seed=seed)
+        is_hot = None if self.found is None else self.found.is_hot
+        self.order = batch_order(
+            config, dataset.split("train"), is_hot, batch_size=batch_size, shuffle_seed=shuffle_seed
+        )
+        self.link = Link()
+        self.copies: HotCopies | None = None
+        self._width = 0
+        self._seconds_before = 0.0
+
+    def attach(self, emb: EmbeddingCollection, optimizer: SparseOptimizer) -> None:
+        """These tables are trained: with copies of their hot rows where the config has a link to a fast device."""
+        self._width = emb.output_dim
+        if self.config.takes_turns and self.config.link is not None and self.found is not None:
+            self.copies = HotCopies(emb, optimizer, self.found.rows, self.link)
+
+    @property
+    def on_copies(self) -> bool:
+        """Whether the copies of hot rows are live."""
+        return self.copies is not None and self.copies.live
+
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """The rest of the turn; hot rows are brought to its side first."""
+        if self.copies is not None:
+            self.copies.fetch() if self.order.turn.name == "hot" else self.copies.give_back()
+        return self.order.batches(epoch)
+
+    def count(self, batch: Batch) -> None:
+        """A batch of the turn was trained."""
+        self.order.count()
+        self.link.count(batch, width=self._width, hot=self.on_copies)
+
+    def end(self, logloss: Callable[[], float]) -> dict[str, Any] | None:
+        """To the next turn. Where that is another class', a swap, what was decided; logloss: on validation rows."""
+        order, turn = self.order, self.order.turn
+        if order.next_name == turn.name:
+            order.end_turn()
+            return None
+        loss = logloss() if self.config.schedule == "fae" else None
+        order.end_turn(loss)
+        rates = {"rate": turn.rate.percent, "next_rate": order.turn.rate.percent}
+        return {"turn": turn.name, "logloss": loss, **rates}
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, the tables are whole, to be read and not changed."""
+        return nullcontext() if self.copies is None else self.copies.flushed()
+
+    def close(self) -> None:
+        """No more turns in this session: the tables are live."""
+        if self.copies is not None:
+            self.copies.give_back()
+
+    def to_json(self) -> dict[str, Any]:
+        """Where the turns stand, and what they cost over all sessions; `restore` takes it up."""
+        cost = {} if self.copies is None else {"link": asdict(self.link), "sync_s": self.sync_s}
+        return {"order": self.order.to_json(), **cost}
+
+    def restore(self, value: Mapping[str, Any]) -> None:
+        """Go on from there. Raises ValueError where it is of other data, or of a version that had no turns."""
+        if "order" not in value:
+            raise ValueError("the checkpoint does not say where its batches stand: an earlier version wrote it")
+        self.order.restore(value["order"])
+        vars(self.link).update(value.get("link", {}))
+        self._seconds_before = value.get("sync_s", 0.0)
+
+    @property
+    def sync_s(self) -> float:
+        """Seconds spent copying hot rows, over all sessions."""
+        return round(self._seconds_before + (0.0 if self.copies is None else self.copies.seconds), 6)
+
+    def figures(self) -> dict[str, Any]:
+        """For run.json; docs/runs.md says what each is."""
+        if self.found is None:
+            return {}
+        figures = {"schedule": self.config.schedule, **self.found.to_json()}
+        if self.config.takes_turns:
+            figures["rate"] = self.order.turn.rate.percent
+        if self.copies is not None and self.config.link is not None:
+            rate = parse_bytes(self.config.link)
+            figures |= {"sync_s": self.sync_s, "link": self.link.to_json(bytes_per_s=rate)}
+        return figures
+
+    def line(self) -> str:
+        """For the progress line."""
+        turn = self.order.turn
+        return f"  {turn.name} R({turn.rate.percent:g})" if self.config.takes_turns else ""

@@ -1,0 +1,260 @@
+"""Law 2 for hot rows: a run whose hot rows are copied to a fast device and back has the bits of one without copies.
+
+The truth is the same order of batches trained on the tables themselves: every tensor, state, loss, rate and score.
+"""
+
+from __future__ import annotations
+
+import copy
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_resume import BASE, outcome, signal_at
+
+import hotrow
+from hotrow import KeyedJaggedTensor, TableConfig, runs, trainer
+from hotrow.config import apply_overrides, make_config
+from hotrow.data.packed import PackedDataset
+from hotrow.hot import table_use
+from hotrow.hot.copies import HotCopies
+from hotrow.hot.hot_set import HotRows, HotSet
+from hotrow.hot.link import Link
+from hotrow.run_folder import RunFolder
+
+OPTIMIZERS = {  # and the bytes of a row with its states
+    "sgd": (32, ["optimizer.sparse.name=sgd"]),
+    "adagrad": (64, ["optimizer.sparse.name=adagrad"]),
+    "row-wise adagrad": (36, ["optimizer.sparse.name=row_wise_adagrad"]),
+    "adam": (96, ["optimizer.sparse.name=adam", "optimizer.sparse.lr=0.01"]),
+    "ftrl": (96, ["optimizer.sparse.name=ftrl"]),
+    "float16": (20, ["train.precision=fp16"]),
+    "split": (96, ["train.precision=split_bf16", "optimizer.sparse.name=adam", "optimizer.sparse.lr=0.01"]),
+}
+HOT_ROWS = 160
+"""Of the dataset's 270."""
+TURNS = ["hot.schedule=fae", f"hot.budget={36 * HOT_ROWS}", "hot.rate=40", "hot.eval_samples=100", "checkpoint.every=5"]
+
+
+@pytest.fixture(autouse=True)
+def _no_table_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_use, "SMALL_TABLE_BYTES", 0)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["ranked", "listed"])
+def data(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]
+) -> Path:
+    """Without counts rows are hot wherever they stand in their table, so that copies have other numbers."""
+    return make_dataset(tmp_path_factory.mktemp("hot") / "data", counts=request.param).path
+
+
+def trained(data: Path, run: Path, *changes: str) -> RunFolder:
+    raw = apply_overrides({**BASE, "data": str(data), "run": str(run)}, [*TURNS, *changes])
+    return runs.train(make_config(raw), quiet=True)
+
+
+def without_cost(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "state": {**found["state"], "turns": found["state"]["turns"]["order"]}}
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+@pytest.mark.parametrize(("record_bytes", "changes"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_copies_are_invisible(data: Path, tmp_path: Path, record_bytes: int, changes: list[str]) -> None:
+    changes = [*changes, f"hot.budget={record_bytes * HOT_ROWS}"]
+    plain, copied = (
+        trained(data, tmp_path / "plain", *changes),
+        trained(data, tmp_path / "copied", "hot.link=1GB", *changes),
+    )
+    assert without_cost(outcome(copied)) == without_cost(outcome(plain))
+    hot = copied.record["hot"]
+    assert hot["hot_bytes"] <= record_bytes * HOT_ROWS and 0.1 < hot["hot_samples"] < 0.9
+    assert hot["link"]["hot_batches"] > 4 and hot["link"]["cold_batches"] > 4 and hot["link"]["num_swaps"] > 8
+    assert "link" not in plain.record["hot"]
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+@pytest.mark.parametrize("place", ["ssd", "file"])
+@pytest.mark.parametrize("counts", [True, False])
+def test_copies_of_rows_in_tiers(
+    tmp_path: Path, place: str, counts: bool, make_dataset: Callable[..., PackedDataset]
+) -> None:
+    data = make_dataset(tmp_path / "data", table_rows=(50, 20, 4000), counts=counts).path
+    tiers = [f"memory.{place}={tmp_path / 'rows'}", "memory.dram=110000"]
+    tiers += ["memory.force=true"] if place == "ssd" else []
+    changes = ["train.precision=split_bf16", "optimizer.sparse.name=adagrad", "hot.budget=25000"]
+    plain = trained(data, tmp_path / "plain", *changes)
+    copied = trained(data, tmp_path / "copied", "hot.link=1GB", *changes, *tiers)
+    assert copied.record["memory"]["disk_bytes"] > 0 and copied.record["hot"]["link"]["hot_batches"] > 2
+    found, wanted = without_cost(outcome(copied)), without_cost(outcome(plain))
+    assert found["tensors"] == wanted["tensors"] and found["metrics"] == wanted["metrics"]
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+def test_the_bytes_that_cross_are_those_of_the_batches(data: Path, tmp_path: Path) -> None:
+    """By the formula of hot/link.py, over the whole run, from what the run says of its batches."""
+    run = trained(data, tmp_path / "run", "hot.link=2GB", "hot.schedule=fixed", "hot.rate=50", "train.epochs=2")
+    hot, link = run.record["hot"], run.record["hot"]["link"]
+    dataset = PackedDataset.open(data)
+    num_samples = 2 * dataset.split("train").num_rows
+    width, inputs = 4 * 8, 4 * 3 + 4  # four features of 8 columns, three dense inputs and the label
+    assert link["hybrid_bytes"] == num_samples * (inputs + 2 * 4 * width)
+    assert link["sync_bytes"] == link["num_swaps"] * hot["hot_bytes"]
+    num_hot = round(hot["hot_samples"] * num_samples)
+    pooled = 4 * width * (num_samples - num_hot)
+    assert link["from_device_bytes"] == pooled + (link["num_swaps"] - 4) * hot["hot_bytes"]
+    ids = link["to_device_bytes"] - num_samples * inputs - pooled - 4 * hot["hot_bytes"]  # four hot turns
+    at_least = num_hot * 3 * 4 + link["hot_batches"] * 8  # an id for each one-hot feature, and offsets
+    assert at_least < ids < at_least + num_hot * (4 * 3 + 8 * 4) + link["hot_batches"] * 8
+    crossed = link["to_device_bytes"] + link["from_device_bytes"]
+    assert link["modelled_link_s"] == pytest.approx(crossed / 2e9, abs=1e-6)
+
+
+TABLES = [
+    TableConfig(name="a", num_embeddings=40, embedding_dim=4, feature_names=("a1", "a2")),
+    TableConfig(name="b", num_embeddings=30, embedding_dim=6, feature_names=("b1",), pooling="mean", dtype="float16"),
+    TableConfig(name="c", num_embeddings=25, embedding_dim=3, feature_names=("c1",), dtype="bfloat16"),
+]
+HOT = {
+    "a": HotRows(5, np.array([7, 20, 39])),
+    "b": HotRows(0, np.array([3, 4, 29])),
+    "c": HotRows.first(25),
+}
+HOT_SET = HotSet(how="exact", rows=HOT, record_bytes={"a": 16, "b": 12, "c": 12})
+FEATURES = {"a1": "a", "a2": "a", "b1": "b", "c1": "c"}
+
+
+def random_batch(generator: np.random.Generator, *, hot: bool, one_hot: bool) -> KeyedJaggedTensor:
+    num_samples = 7
+    lengths, values = [], []
+    for table in FEATURES.values():
+        num_rows = next(t.num_embeddings for t in TABLES if t.name == table)
+        own = HOT[table]
+        choices = np.concatenate([np.arange(own.prefix), own.listed]) if hot else np.arange(num_rows)
+        own_lengths = np.ones(num_samples, int) if one_hot else generator.integers(0, 4, num_samples)
+        lengths.append(own_lengths)
+        values.append(generator.choice(choices, own_lengths.sum()))
+    ids = torch.from_numpy(np.concatenate(values))
+    if one_hot:
+        return KeyedJaggedTensor(list(FEATURES), ids)
+    weights = torch.rand(len(ids))
+    return KeyedJaggedTensor(list(FEATURES), ids, weights, lengths=torch.from_numpy(np.concatenate(lengths)))
+
+
+def everything(emb: hotrow.EmbeddingCollection, optimizer: Any) -> list[torch.Tensor]:
+    states = [state for group in optimizer.param_groups for state in optimizer.state[group["params"][0]].values()]
+    return [t.clone() for t in (*emb.weights.values(), *emb.low.values(), *states)]
+
+
+@pytest.mark.parametrize("one_hot", [True, False])
+@pytest.mark.parametrize("name", ["SGD", "RowWiseAdagrad", "Adam"])
+def test_any_turns_of_a_library_user(name: str, one_hot: bool) -> None:
+    """Turns of random lengths, with sequences, several forwards a step, and looks at the tables in between."""
+    generator = np.random.default_rng(5)
+    torch.manual_seed(0)
+    plain = hotrow.EmbeddingCollection(TABLES, seed=3)
+    plain_optimizer = getattr(hotrow, name)(plain, lr=0.1)
+    emb = copy.deepcopy(plain)
+    optimizer = getattr(hotrow, name)(emb, lr=0.1)
+    copies = HotCopies(emb, optimizer, HOT_SET, Link())
+    for _ in range(12):
+        hot = bool(generator.random() < 0.6)
+        copies.fetch() if hot else copies.give_back()
+        for _ in range(generator.integers(0, 3)):
+            sparse, other = (random_batch(generator, hot=hot, one_hot=one_hot) for _ in range(2))
+            for collection, its_optimizer in ((plain, plain_optimizer), (emb, optimizer)):
+                found = collection.sequence(other)
+                loss = collection(sparse).square().sum() + sum(values.cos().sum() for values, _ in found.values())
+                loss.backward()
+                its_optimizer.step()
+        with copies.flushed():
+            wanted, own = everything(plain, plain_optimizer), everything(emb, optimizer)
+            assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True))
+    assert copies.link.num_swaps > 6
+
+
+def test_one_side_is_live_at_a_time() -> None:
+    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    copies = HotCopies(emb, optimizer, HOT_SET, Link())
+    generator = np.random.default_rng(5)
+    copies.fetch()
+    cold = KeyedJaggedTensor(list(FEATURES), torch.tensor([1, 39, 3, 29, 29, 0, 0]).repeat(4)[:28])
+    with pytest.raises(
+        ValueError, match="feature 'a1' looks up row 29, which is not hot, while hot rows live on the fast"
+    ):
+        emb(cold)
+    for read in (
+        emb.state_dict,
+        lambda: emb.read_rows("a", slice(0, 2)),
+        lambda: emb.float32("a"),
+        lambda: emb.grow("a", 50),
+        lambda: copy.deepcopy(emb),
+        lambda: emb.load_state_dict({}),
+        lambda: hotrow.save_checkpoint(Path("never"), {"embedding": emb}),
+    ):
+        with pytest.raises(RuntimeError, match="hot rows are out of date, their copies on the fast device are live"):
+            read()
+    emb(random_batch(generator, hot=True, one_hot=True)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"await the optimizer: call step\(\) or zero_grad\(\) first"):
+        copies.give_back()
+    optimizer.step()
+    copies.give_back()
+    assert emb.state_dict() and not copies.live and not Path("never").exists()
+
+
+def test_flushing_what_has_not_changed_copies_nothing() -> None:
+    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+    copies = HotCopies(emb, hotrow.SGD(emb, lr=0.1), HOT_SET, Link())
+    copies.fetch()
+    with torch.no_grad():
+        emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True))
+    copies.give_back()
+    copies.give_back()
+    assert copies.link.num_swaps == 1 and copies.link.from_device_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+@pytest.mark.parametrize("schedule", ["fae", "fixed", "window"])
+def test_interrupted_at_any_step_of_a_turn(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """Law 3: within a turn, at its last step and its first, at the end of an epoch."""
+    changes = [f"hot.schedule={schedule}", *(["hot.link=1GB"] if schedule != "window" else [])]
+    whole = trained(data, tmp_path / "whole", *changes)
+    expected = without_cost(outcome(whole))
+    swaps = [line["step"] for line in whole.measurements() if line["kind"] == "swap"]
+    assert bool(swaps) == (schedule != "window")
+    for stop in sorted({2, 15, 16, *swaps[:4], *(step + 1 for step in swaps[:2])}):
+        with monkeypatch.context() as patch:
+            signal_at(patch, stop, signal.SIGTERM)
+            run = trained(data, tmp_path / f"stopped-{stop}", *changes)
+        assert run.record["status"] == "interrupted" and run.record["steps"] == stop
+        run = runs.resume(run.path, quiet=True)
+        assert without_cost(outcome(run)) == expected, f"stopped after step {stop}"
+        if schedule != "window":
+            link, before = run.record["hot"]["link"], whole.record["hot"]["link"]
+            assert (link["hot_batches"], link["hybrid_bytes"]) == (before["hot_batches"], before["hybrid_bytes"])
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+def test_killed_right_after_a_swap(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decision was written, and the checkpoint is from before: it is decided again, and stands once."""
+    changes = ["hot.link=1GB", "checkpoint.every=1"]
+    whole = trained(data, tmp_path / "whole", *changes)
+    swap = [line["step"] for line in whole.measurements() if line["kind"] == "swap"][1]
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
+        if number == swap:
+            raise RuntimeError("killed")
+        return plain(parts, batch, number, clock)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(trainer, "train_step", step)
+        trained(data, tmp_path / "killed", *changes)
+    assert without_cost(outcome(runs.resume(tmp_path / "killed", quiet=True))) == without_cost(outcome(whole))
