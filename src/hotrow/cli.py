@@ -287,12 +287,12 @@ def study(
     name: Annotated[
         str,
         typer.Argument(
-            help="kernels: embedding kernels over shapes. memory: training with a part of the tables in DRAM."
+            help="kernels: embedding kernels over shapes. memory: a part of the tables in DRAM. hot: hot rows first."
         ),
     ],
     *,
     data: Annotated[
-        list[str] | None, typer.Option(help="memory: also a packed dataset or plain trace; may be repeated.")
+        list[str] | None, typer.Option(help="memory, hot: a packed dataset (memory: or plain trace); may be repeated.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of results; default: studies/NAME. Goes on there.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look, in minutes at most.")] = False,
@@ -312,7 +312,7 @@ def study(
             memory_bytes=parse_bytes(memory),
             estimate_only=estimate,
             say=lambda line: print(line, file=sys.stderr),
-            traces=data or (),
+            data=data or (),
         )
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 

@@ -331,7 +331,7 @@ def test_machines_count_where_enough_speed_is_kept() -> None:
 
 def test_presets_expand_and_the_quick_one_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "group_refused", lambda: None)
-    preset = memory.with_traces(runner.load_preset("memory"), [])
+    preset = memory.with_data(runner.load_preset("memory"), [])
     for quick, least in ((True, 7), (False, 30)):
         plan = runner.make_plan(preset, quick=quick, memory_bytes=32 << 30, cores=2, study=memory)
         assert len(plan.cells) + len(plan.skipped) >= least and len({c.key for c in plan.cells}) == len(plan.cells)
@@ -358,4 +358,4 @@ def test_cells_of_the_benchmark_have_names_and_two_sizes() -> None:
 
 def test_data_is_for_this_study_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the study 'kernels' takes no data"):
-        runner.run_study("kernels", tmp_path, traces=["x"])
+        runner.run_study("kernels", tmp_path, data=["x"])

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +96,7 @@ class SyntheticSource:
         """Which features are lists, by name."""
         return {table.name: table.kind for table in self.config.tables}
 
-    def scout(self) -> SourceInfo:
+    def scout(self, *, count: Literal["estimate", "exact"] = "exact") -> SourceInfo:
         """Exact number of rows; one pretended file, named by a digest of the config so that a change is noticed."""
         num_bytes = self.config.num_rows * 4 * (1 + len(self.config.dense) + len(self.config.tables))
         file = FileInfo(f"synthetic:{self.config.digest}", num_bytes, mtime_ns=0)

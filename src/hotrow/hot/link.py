@@ -40,17 +40,14 @@ class Link:
 
     def count(self, batch: Batch, *, width: int, hot: bool) -> None:
         """A batch was trained; width: of a sample's pooled rows."""
-        inputs = batch.dense.nbytes + batch.label.nbytes
-        pooled = 4 * width * len(batch)
-        self.hybrid_bytes += inputs + 2 * pooled
-        if hot:
-            offsets = 0 if batch.sparse.one_hot else batch.sparse.offsets.nbytes
-            self.to_device_bytes += inputs + batch.sparse.values.nbytes + offsets
-            self.hot_batches += 1
-        else:
-            self.to_device_bytes += inputs + pooled
-            self.from_device_bytes += pooled
-            self.cold_batches += 1
+        offsets = 0 if batch.sparse.one_hot else batch.sparse.offsets.nbytes
+        inputs, ids = batch.dense.nbytes + batch.label.nbytes, batch.sparse.values.nbytes + offsets
+        to_device, from_device = crossing(len(batch), width=width, input_bytes=inputs, id_bytes=ids, hot=hot)
+        self.to_device_bytes += to_device
+        self.from_device_bytes += from_device
+        self.hybrid_bytes += sum(crossing(len(batch), width=width, input_bytes=inputs, id_bytes=ids, hot=False))
+        self.hot_batches += hot
+        self.cold_batches += not hot
 
     def to_json(self, *, bytes_per_s: float) -> dict[str, Any]:
         """For run.json; bytes_per_s: of the link, each way."""
@@ -61,3 +58,9 @@ class Link:
             "modelled_link_s": round(crossed / bytes_per_s, 6),
             "modelled_hybrid_link_s": round(self.hybrid_bytes / bytes_per_s, 6),
         }
+
+
+def crossing(num_samples: int, *, width: int, input_bytes: int, id_bytes: int, hot: bool) -> tuple[int, int]:
+    """Bytes to the device and from it, of samples whose dense inputs and labels, and whose ids, take so many."""
+    pooled = 4 * width * num_samples
+    return (input_bytes + id_bytes, 0) if hot else (input_bytes + pooled, pooled)

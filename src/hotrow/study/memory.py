@@ -304,7 +304,7 @@ def machines(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def with_traces(preset: Mapping[str, Any], traces: Sequence[str]) -> dict[str, Any]:
+def with_data(preset: Mapping[str, Any], traces: Sequence[str]) -> dict[str, Any]:
     """The preset, its group of traces with those paths; without paths that group is left out."""
     groups = []
     for group in preset["groups"]:

@@ -21,13 +21,15 @@ from hotrow import bench
 from hotrow.files import atomic_write, available_memory_bytes, read_json, write_json
 from hotrow.host import usable_cores
 from hotrow.progress import ProgressLine, duration
-from hotrow.study import kernels, memory
+from hotrow.study import hot, kernels, memory
+from hotrow.study.hot_page import hot_page
 from hotrow.study.memory_page import memory_page
 from hotrow.study.page import study_page
 
-STUDIES: dict[str, Any] = {"kernels": kernels, "memory": memory}
-"""What each consists of: `expand` its cells, `refusal`, `estimate_s`, `setup_of`, `measure` and `summary`."""
-PAGES = {"kernels": study_page, "memory": memory_page}
+STUDIES: dict[str, Any] = {"kernels": kernels, "memory": memory, "hot": hot}
+"""What each consists of: `expand` its cells, `refusal`, `estimate_s`, `setup_of`, `measure` and `summary`; `with_data`
+where it takes data."""
+PAGES = {"kernels": study_page, "memory": memory_page, "hot": hot_page}
 MEMORY_SHARE = 0.6
 """Of what this process may use: what the tables of one cell take at most, unless told otherwise."""
 SPREADS = {"spread_ms": ("least_ms", "most_ms"), "spread": ("least_speed", "most_speed")}
@@ -79,23 +81,25 @@ def run_study(
     estimate_only: bool = False,
     say: Callable[[str], None] = lambda line: None,
     preset: Mapping[str, Any] | None = None,
-    traces: Sequence[str] = (),
+    data: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure what is left of the study `name`, and write its files into `out`; the result names and counts them.
 
     out: folder, by default studies/<name> or studies/<name>-quick. quick: a first look, in under a minute.
     memory_bytes: what the tables of one cell may take; by default 60 % of what this process may use. estimate_only:
     measure nothing and write nothing. say: is told the number of cells and the estimate before the first begins.
-    preset: in place of the study's own. traces: packed datasets or plain traces to train on, in the study `memory`.
+    preset: in place of the study's own. data: packed datasets to train on, in the studies `memory` (also plain traces)
+    and `hot`.
 
     Raises ValueError for an unknown study, and where `out` holds cells of another machine, backend or version.
     """
     preset = preset or load_preset(name)
     study = STUDIES[name]
-    if traces and study is not memory:
-        raise ValueError(f"the study {name!r} takes no data; --data is for the study 'memory'")
-    if study is memory:
-        preset = memory.with_traces(preset, traces)
+    if hasattr(study, "with_data"):
+        preset = study.with_data(preset, data)
+    elif data:
+        takers = " and ".join(repr(other) for other, one in STUDIES.items() if hasattr(one, "with_data"))
+        raise ValueError(f"the study {name!r} takes no data; --data is for the studies {takers}")
     folder = Path(out) if out is not None else Path("studies") / (f"{name}-quick" if quick else name)
     file = folder / f"{name}.json"
     if memory_bytes is None:  # as before where this goes on: what fits must not change on the way
@@ -175,12 +179,16 @@ def _measure(
             cells = list(group)
             try:
                 for cell, row in study.measure(cells, quick=quick, folder=out):
+                    if isinstance(row, str):  # why there is none
+                        failed.append({"key": cell.key, "reason": row})
+                        continue
                     rows[cell.key] = {**row, **now}
                     num_done += 1
                     write()
                     line.update(lambda: f"{num_done}/{len(left)} cells  {cell.key}  {study.headline(row)}")  # noqa: B023
             except study.FAILURES as error:
-                failed += [{"key": cell.key, "reason": str(error)} for cell in cells if cell.key not in rows]
+                known = rows.keys() | {cell["key"] for cell in failed}
+                failed += [{"key": cell.key, "reason": str(error)} for cell in cells if cell.key not in known]
     return failed
 
 

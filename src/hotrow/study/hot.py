@@ -1,0 +1,294 @@
+"""The cells of the study `hot`: how much of a dataset is hot, and what training by it does.
+
+    coverage    a hot set of so many bytes, or by a threshold  ->  share of samples all of whose rows are hot, and
+                what an epoch sends over the link to a fast device beside the hybrid of CPU tables and a device's MLP
+    quality     an epoch of a hot schedule beside one in shuffled order, from the same weights, over seeds
+
+Without a GPU the fast device is a second memory of this machine: bytes and schedules are real, seconds on a link are
+bytes over a rate, and are named modelled.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotrow.config import Config, make_config
+from hotrow.data.packed_reader import PackedDataset
+from hotrow.hot.classify import hot_samples
+from hotrow.hot.compare import record_bytes_of
+from hotrow.hot.find import find_hot
+from hotrow.hot.hot_set import HotSet
+from hotrow.hot.link import crossing
+from hotrow.hot.threshold import by_threshold
+from hotrow.reference import Algorithm
+from hotrow.runs import train
+from hotrow.study.shapes import SHAPES, make_shape
+
+LINK = "12GB"
+"""Bytes per second of the modelled link: what a PCIe 3.0 x16 slot carries, as in the paper's machine."""
+SWAPS = 4
+"""Copies of the hot rows in an epoch of turns of 50 %: to the device and back, twice."""
+PREPARE_PER_S, COVERAGE_PER_S, TRAIN_PER_S = 1e5, 1e6, 3e4  # samples, for the estimate alone
+BELOW = 0.001
+"""Time to AUC is to this much below the lowest that shuffled training ended with."""
+FAILURES = (ValueError,)
+"""What ends the cells of one dataset and not the study."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotCell:
+    """One measurement: a hot set of a dataset, or an epoch by it."""
+
+    group: str
+    kind: str
+    """coverage | quality"""
+    source: str
+    """A shape, or the path of a packed dataset."""
+    rows: str
+    """exact | sampled | covering | threshold"""
+    amount: float
+    """Share of the tables' bytes; of threshold percent of a table's accesses."""
+    num_samples: int = 1_000_000
+    """Of a shape; all splits."""
+    scale: float = 0.1
+    """Of the rows of a shape's tables."""
+    small_table: str = "1MiB"
+    """Tables below are hot whole."""
+    embedding_dim: int = 16
+    optimizer: Algorithm = "row_wise_adagrad"
+    schedule: str = "none"
+    batch_size: int = 2048
+    seeds: int = 5
+
+    @property
+    def name(self) -> str:
+        """Of the data."""
+        return self.source if self.source in SHAPES else Path(self.source).name
+
+    @property
+    def key(self) -> str:
+        """Names the cell in files."""
+        shape = f"{self.num_samples}x{self.scale:g}" if self.source in SHAPES else "all"
+        schedule = "" if self.kind == "coverage" else f"/{self.schedule}x{self.seeds}/{self.batch_size}"
+        return f"{self.group}/{self.name}/{shape}/{self.rows}/{self.amount:g}/{self.embedding_dim}{schedule}"
+
+
+def expand(group: Mapping[str, Any], axes: Mapping[str, Any], *, memory_bytes: int) -> list[HotCell]:
+    """The cells of a group of the preset."""
+    found = [{**group["fixed"], **dict(zip(axes, values, strict=True))} for values in product(*axes.values())]
+    return [HotCell(group=group["name"], kind=group["kind"], **fields) for fields in found]
+
+
+def with_data(preset: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """The preset with packed datasets among its sources, also of its quick form."""
+
+    def more(axes: Mapping[str, Any]) -> dict[str, Any]:
+        return {**axes, "source": [*axes["source"], *paths]} if "source" in axes else dict(axes)
+
+    groups = [{**group, "axes": more(group["axes"])} for group in preset["groups"]]
+    quick = {name: more(axes) for name, axes in preset["quick"]["axes"].items()}
+    return {**preset, "groups": groups, "quick": {**preset["quick"], "axes": quick}}
+
+
+def setup_of(cell: HotCell) -> tuple[Any, ...]:
+    """Cells with the same one use the same dataset."""
+    return cell.source, str(cell.num_samples), str(cell.scale)
+
+
+def refusal(cell: HotCell, *, memory_bytes: int, cores: int) -> str | None:
+    """Why the cell cannot be measured here, or None."""
+    if cell.source not in SHAPES:
+        return None
+    num_rows = sum(table.num_embeddings for table in SHAPES[cell.source](1, scale=cell.scale).tables)
+    needed = 2 * num_rows * cell.embedding_dim * 4
+    if needed > memory_bytes:
+        return f"tables and copies of hot rows may take {needed / 1e9:.1f} GB, --memory allows {memory_bytes / 1e9:.1f}"
+    return None
+
+
+def estimate_s(cells: Sequence[HotCell]) -> float:
+    """About how long measuring them takes: making the data, reading it, training on it."""
+    made = sum(cell.num_samples / PREPARE_PER_S for cell in {setup_of(cell): cell for cell in cells}.values())
+    read = sum(cell.num_samples / COVERAGE_PER_S for cell in cells)
+    return made + read + sum(2 * c.seeds * c.num_samples / TRAIN_PER_S for c in cells if c.kind == "quality")
+
+
+def headline(row: Mapping[str, Any]) -> str:
+    """A measured row in a word."""
+    if row["kind"] == "coverage":
+        return f"{row['hot_samples']:.1%} of the samples are hot"
+    return f"AUC {row['auc_fae']:.4f}, shuffled {row['auc_baseline']:.4f}"
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the page needs beside the rows."""
+    return {"link_bytes_per_s": LINK}
+
+
+# ---- measuring
+
+
+def measure(cells: Sequence[HotCell], *, quick: bool, folder: Path) -> Iterator[tuple[HotCell, dict[str, Any] | str]]:
+    """The cells, all of one dataset, with their rows, or why one has none; files lie below `folder` while this runs."""
+    first = cells[0]
+    with tempfile.TemporaryDirectory(prefix="hotrow-study-", dir=folder) as there:
+        path = Path(first.source)
+        if first.source in SHAPES:
+            path = make_shape(first.source, first.num_samples, first.scale, Path(there) / first.name)
+        dataset = PackedDataset.open(path)
+        for cell in cells:
+            try:
+                row = coverage(cell, dataset) if cell.kind == "coverage" else quality(cell, dataset, Path(there))
+            except ValueError as error:  # no hot set fits that budget
+                yield cell, str(error)
+            else:
+                yield cell, {"key": cell.key, "name": cell.name, **asdict(cell), **row}
+
+
+def coverage(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
+    """What a hot set takes and covers, and what an epoch by it sends over the link."""
+    record_bytes = record_bytes_of(dataset, embedding_dim=cell.embedding_dim, optimizer=cell.optimizer)
+    table_bytes = sum(table.num_embeddings * record_bytes[table.name] for table in dataset.info.tables)
+    budget = None if cell.rows == "threshold" else int(cell.amount * table_bytes)
+    if budget is None:
+        hot = by_threshold(dataset, cell.amount, record_bytes=record_bytes)
+        is_hot, times = hot_samples(dataset, hot), {}
+    else:
+        found = find_hot(dataset, cell.rows, budget, record_bytes=record_bytes)
+        hot, is_hot = found.rows, found.is_hot
+        times = {"calibrate_s": found.calibrate_s, "classify_s": found.classify_s}
+    return {
+        "budget_bytes": budget,
+        "table_bytes": table_bytes,
+        "hot_bytes": hot.num_bytes,
+        "hot_rows": hot.num_rows,
+        "hot_samples": float(is_hot.mean()),
+        **times,
+        **link_bytes(dataset, hot, is_hot, cell.embedding_dim),
+    }
+
+
+def link_bytes(dataset: PackedDataset, hot: HotSet, is_hot: np.ndarray[Any, Any], embedding_dim: int) -> dict[str, Any]:
+    """Bytes over the link in an epoch of turns of 50 %, and in one of the hybrid; ids: the mean of a sample's."""
+    width = embedding_dim * len(dataset.info.features)
+    num_samples, num_hot = len(is_hot), int(is_hot.sum())
+    ids = sum(int(dataset.counts(table.name).sum(dtype="u8")) for table in dataset.info.tables) / max(1, num_samples)
+
+    def both(count: int, *, on_copies: bool) -> int:
+        inputs = count * 4 * (1 + len(dataset.info.dense))
+        return sum(crossing(count, width=width, input_bytes=inputs, id_bytes=round(4 * ids * count), hot=on_copies))
+
+    sync = SWAPS * hot.num_bytes if 0 < num_hot < num_samples else 2 * hot.num_bytes if num_hot else 0
+    crossed = both(num_hot, on_copies=True) + both(num_samples - num_hot, on_copies=False) + sync
+    hybrid = both(num_samples, on_copies=False)
+    return {"link_bytes": crossed, "sync_bytes": sync, "hybrid_bytes": hybrid, "hybrid_ratio": hybrid / max(1, crossed)}
+
+
+def quality(cell: HotCell, dataset: PackedDataset, folder: Path) -> dict[str, Any]:
+    """The schedule beside shuffled order, seed by seed."""
+    record_bytes = record_bytes_of(dataset, embedding_dim=cell.embedding_dim, optimizer=cell.optimizer)
+    table_bytes = sum(table.num_embeddings * record_bytes[table.name] for table in dataset.info.tables)
+    budget = int(cell.amount * table_bytes)
+    runs: dict[str, list[dict[str, Any]]] = {"baseline": [], "fae": []}
+    for seed in range(1, cell.seeds + 1):
+        for side, schedule in (("baseline", "none"), ("fae", cell.schedule)):
+            runs[side].append(epoch(config_of(cell, dataset, budget, schedule, seed), folder / f"{side}-{seed}"))
+    return {"budget_bytes": budget, "table_bytes": table_bytes, "seeds": cell.seeds, **compared(runs)}
+
+
+def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule: str, seed: int) -> Config:
+    """An epoch of a DLRM of the published size for dim 16."""
+    hot: dict[str, Any] = {"schedule": schedule}
+    if schedule != "none":
+        hot |= {"budget": budget_bytes, "rows": cell.rows}
+    if schedule in ("fae", "fixed"):
+        hot |= {"link": LINK}
+    return make_config(
+        {
+            "data": str(dataset.path),
+            "model": {"embedding_dim": cell.embedding_dim},
+            "optimizer": {"sparse": {"name": cell.optimizer}},
+            "train": {"batch_size": cell.batch_size, "seed": seed, "eval_every": 0.1},
+            "memory": "dram",
+            "hot": hot,
+        },
+        origin="the study",
+    )
+
+
+def epoch(config: Config, folder: Path) -> dict[str, Any]:
+    """Train, and what is to be known of it; the run's files go."""
+    run = train(config.model_copy(update={"run": str(folder)}), quiet=True)
+    record, lines = run.record, run.measurements()
+    shutil.rmtree(folder)
+    return {
+        **{name: record["metrics"]["test"][name] for name in ("auc", "logloss", "accuracy")},
+        "train_s": record["train_s"],
+        "num_samples": record["rows"]["train"],
+        "num_steps": record["steps"],
+        "curve": [(line["step"], line["auc"]) for line in lines if line["kind"] == "eval" and line["split"] == "val"],
+        "swaps": [line for line in lines if line["kind"] == "swap"],
+        "hot": record.get("hot"),
+    }
+
+
+def compared(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Both sides over seeds: means, spreads, paired differences, and how long until the same AUC."""
+    found: dict[str, Any] = {}
+    for name in ("auc", "logloss", "accuracy"):
+        found |= paired(name, {side: [float(run[name]) for run in own] for side, own in runs.items()})
+    target = min(run["curve"][-1][1] for run in runs["baseline"]) - BELOW
+    found["target_auc"] = target
+    for side, own in runs.items():
+        shares = [share_until(run, target) for run in own]
+        reached = [share for share in shares if share is not None]
+        found[f"epochs_to_auc_{side}"] = statistics.median(reached) if len(reached) == len(shares) else None
+        found[f"train_s_{side}"] = statistics.median(float(run["train_s"]) for run in own)
+    return {**found, **hot_figures(runs["fae"])}
+
+
+def paired(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of each side the mean and the standard deviation over seeds; the mean difference and its standard error."""
+    found = {}
+    for side, own in values.items():
+        found |= {f"{name}_{side}": statistics.mean(own), f"{name}_{side}_sd": statistics.stdev(own)}
+    differences = [b - a for a, b in zip(values["baseline"], values["fae"], strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return {**found, f"{name}_difference": statistics.mean(differences), f"{name}_difference_se": error}
+
+
+def share_until(run: Mapping[str, Any], auc: float) -> float | None:
+    """Share of the epoch after which validation AUC was at least that; None: never."""
+    return next((step / run["num_steps"] for step, value in run["curve"] if value >= auc), None)
+
+
+def hot_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the scheduled runs: what was hot, how often sides were swapped, and what crossed the link."""
+    hot = [run["hot"] for run in runs]
+    rates = [line["rate"] for line in runs[0]["swaps"]]
+    figures = {
+        "hot_bytes": hot[0]["hot_bytes"],
+        "hot_rows": hot[0]["hot_rows"],
+        "hot_samples": hot[0]["hot_samples"],
+        "num_swaps": statistics.mean(len(run["swaps"]) for run in runs),
+        "rates": rates,
+        "preprocess_s": statistics.median(own["calibrate_s"] + own["classify_s"] for own in hot),
+    }
+    if "link" in hot[0]:
+        link = [own["link"] for own in hot]
+        figures |= {
+            "sync_share": statistics.median(own["sync_s"] / run["train_s"] for own, run in zip(hot, runs, strict=True)),
+            **{n: statistics.mean(own[n] for own in link) for n in ("sync_bytes", "hybrid_bytes", "hybrid_ratio")},
+            **{n: statistics.mean(own[n] for own in link) for n in ("modelled_link_s", "modelled_hybrid_link_s")},
+        }
+    return figures

@@ -1,0 +1,101 @@
+"""The page of the study `hot`: one HTML file with its chart inside, from the preset and the measured rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hotrow.charts import line_chart
+from hotrow.pages import load_template
+from hotrow.study.page import by_reason, machine_line
+
+Row = Mapping[str, Any]
+
+
+def hot_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """The HTML; `report` is what the study's JSON file holds. Text is escaped."""
+    rows: Sequence[Row] = report["cells"]
+    charts = {
+        source: line_chart(
+            lines,
+            x_label="hot rows with their optimizer states, MB",
+            y_label="hot samples",
+            label=f"share of hot samples by bytes, {source}",
+        )
+        for source, lines in coverage_lines(rows).items()
+    }
+    return load_template("study/hot.html").render(
+        title=preset["title"],
+        about=preset["about"],
+        machine=machine_line(report),
+        quick=report["quick"],
+        link=report.get("link_bytes_per_s"),
+        charts=charts,
+        groups=[
+            {**group, "rows": [SHOWN[group["kind"]](row) for row in rows if row["group"] == group["name"]]}
+            for group in preset["groups"]
+        ],
+        skipped=by_reason(report["skipped"]),
+    )
+
+
+def coverage_lines(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Source -> way -> (MB, share of hot samples)."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in sorted((r for r in rows if r["kind"] == "coverage"), key=lambda row: float(row["hot_bytes"])):
+        lines = found.setdefault(row["name"], {})
+        lines.setdefault(row["rows"], []).append((row["hot_bytes"] / 1e6, row["hot_samples"]))
+    return found
+
+
+def shown_coverage(row: Row) -> dict[str, str]:
+    """A row's numbers as text."""
+    amount = f"{row['amount']:g} %" if row["rows"] == "threshold" else f"{row['amount']:.0%} of the bytes"
+    return {
+        "name": row["name"],
+        "rows": row["rows"],
+        "amount": amount,
+        "hot_mb": f"{row['hot_bytes'] / 1e6:.1f}",
+        "hot_rows": f"{row['hot_rows']:,}",
+        "share": f"{row['hot_bytes'] / row['table_bytes']:.1%}",
+        "hot_samples": f"{row['hot_samples']:.1%}",
+        "link_mb": f"{row['link_bytes'] / 1e6:,.0f}",
+        "ratio": f"{row['hybrid_ratio']:.2f}",
+    }
+
+
+def shown_quality(row: Row) -> dict[str, str]:
+    """A row's numbers as text; empty where the schedule has none."""
+
+    def pair(name: str, form: str) -> str:
+        return f"{row[name + '_baseline']:{form}} / {row[name + '_fae']:{form}}"
+
+    def difference(name: str) -> str:
+        return f"{row[name + '_difference']:+.5f} ± {row[name + '_difference_se']:.5f}"
+
+    def either(name: str, form: str) -> str:
+        return "" if row.get(name) is None else f"{row[name]:{form}}"
+
+    epochs = [row["epochs_to_auc_baseline"], row["epochs_to_auc_fae"]]
+    return {
+        "name": row["name"],
+        "schedule": row["schedule"],
+        "seeds": str(row["seeds"]),
+        "hot_samples": f"{row['hot_samples']:.1%}",
+        "auc": pair("auc", ".4f"),
+        "auc_difference": difference("auc"),
+        "auc_sd": f"{row['auc_baseline_sd']:.5f}",
+        "logloss": pair("logloss", ".4f"),
+        "accuracy": pair("accuracy", ".4f"),
+        "epochs": " / ".join("never" if share is None else f"{share:.1f}" for share in epochs),
+        "swaps": f"{row['num_swaps']:.0f}",
+        "sync_share": either("sync_share", ".1%"),
+        "ratio": either("hybrid_ratio", ".2f"),
+        "seconds": pair("train_s", ".1f"),
+        "modelled": (
+            f"{row['modelled_hybrid_link_s']:.2f} / {row['modelled_link_s']:.2f}" if "modelled_link_s" in row else ""
+        ),
+    }
+
+
+SHOWN = {"coverage": shown_coverage, "quality": shown_quality}
