@@ -259,7 +259,7 @@ def compared(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 def paired(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Of each side the mean and the standard deviation over seeds; the mean difference and its standard error."""
-    found = {}
+    found: dict[str, float] = {}
     for side, own in values.items():
         found |= {f"{name}_{side}": statistics.mean(own), f"{name}_{side}_sd": statistics.stdev(own)}
     differences = [b - a for a, b in zip(values["baseline"], values["fae"], strict=True)]
