@@ -1,20 +1,21 @@
 """Ways to find hot rows while a model trains, on real rows in their stored order: which one hotrow.hot.tracker took.
 
-For each tenth of a stream each way names k rows, from what it saw before; asked is how many of them are among the k rows
-of most accesses so far, how many among those of the tenth before, and which share of the tenth's accesses they take,
-beside the most that any k rows take. All have as many slots. benchmarks.hot puts the figures into docs/benchmarks.json.
+For each tenth of a stream each way names k rows, from what it saw before; asked is how many of them are among the k
+rows of most accesses so far, how many among those of the tenth before, and which share of the tenth's accesses they
+take, beside the most that any k rows take. benchmarks.hot puts the figures into docs/benchmarks.json.
 
-    hot_sketch   hotrow's: SpaceSaving in buckets of four, scores halved (CAFE's HotSketch by accesses)
-    srrip        Hotline's tracker (arXiv 2204.05436, v1) with whole keys: 4-way, 2 re-reference bits, inserted at 2, hits
-                 set 0; its rows of fewest re-reference bits are taken
-    srrip_k      the same with as many slots as rows wanted, all of which are hot: Hotline's own reading
+    tracker      hotrow's: Misra and Gries' counters in buckets of four, scores halved
+    hot_sketch   CAFE's HotSketch, by accesses: SpaceSaving in as many buckets of four, scores halved alike
+    srrip        Hotline's tracker (arXiv 2204.05436, v1) with whole keys: as many slots in sets of four, 2 re-reference
+                 bits, inserted at 2, a hit sets 0; the k of fewest are taken
+    srrip_k      the same with k slots, all of which are hot: Hotline's own reading
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,47 +48,76 @@ class Way(Protocol):
         """k rows, or fewer."""
 
 
-class HotSketch:
-    """hotrow's tracker, over one table that holds every row of the stream."""
+class Tracker:
+    """hotrow's, over one table that holds every row of the stream; row 0, which it passes over, is none of them."""
 
     def __init__(self, num_rows: int, k: int) -> None:
         self._tracker = HotTracker({"all": num_rows + 1}, {"all": 1 << 20}, (k + 1) << 20)
 
     def observe(self, rows: NDArray[np.int64]) -> None:
+        """As asked."""
         self._tracker.observe({"all": rows + 1})
 
     def top(self, k: int) -> set[int]:
+        """As asked."""
         own = self._tracker.hot_set().rows["all"]
         return {row - 1 for row in [*range(own.prefix), *own.listed.tolist()] if row}
 
 
-class Srrip:
-    """Sets of four [row, re-reference bits]; a full set's first at 3 leaves, all of it aged until there is one."""
+class Buckets:
+    """Sets of rows by the hash of the row."""
 
     def __init__(self, num_slots: int) -> None:
-        self._sets: list[list[list[int]]] = [[] for _ in range(-(-num_slots // 4))]
+        self.sets: list[dict[int, int]] = [{} for _ in range(-(-num_slots // 4))]
+
+    def own(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, dict[int, int]]]:
+        """(row, its set)."""
+        places = mix64(rows.astype(np.uint64)) % np.uint64(len(self.sets))
+        return ((row, self.sets[place]) for row, place in zip(rows.tolist(), places.tolist(), strict=True))
+
+
+class HotSketch(Buckets):
+    """row -> score; a newcomer to a full set takes the place, and the score + 1, of its least."""
+
+    since = 0
 
     def observe(self, rows: NDArray[np.int64]) -> None:
-        places = mix64(rows.astype(np.uint64)) % np.uint64(len(self._sets))
-        for row, place in zip(rows.tolist(), places.tolist(), strict=True):
-            own = self._sets[place]
-            for entry in own:
-                if entry[0] == row:
-                    entry[1] = 0
-                    break
+        """As asked."""
+        for row, own in self.own(rows):
+            if row in own or len(own) < 4:
+                own[row] = own.get(row, 0) + 1
             else:
-                if len(own) < 4:
-                    own.append([row, 2])
-                    continue
-                age = 3 - max(entry[1] for entry in own)
-                for entry in own:
-                    entry[1] += age
-                victim = next(entry for entry in own if entry[1] == 3)
-                victim[:] = [row, 2]
+                least = min(own, key=own.__getitem__)
+                own[row] = own.pop(least) + 1
+        self.since += len(rows)
+        if self.since >= tracker.HALVING * 4 * len(self.sets):
+            self.since = 0
+            for own in self.sets:
+                own.update({row: score >> 1 for row, score in own.items()})
 
     def top(self, k: int) -> set[int]:
-        entries = sorted((entry[1], entry[0]) for own in self._sets for entry in own)
-        return {row for _, row in entries[:k]}
+        """As asked."""
+        return {row for _, row in sorted((-score, row) for own in self.sets for row, score in own.items())[:k]}
+
+
+class Srrip(Buckets):
+    """row -> re-reference bits; of a full set the first at 3 leaves, all aged until there is one."""
+
+    def observe(self, rows: NDArray[np.int64]) -> None:
+        """As asked."""
+        for row, own in self.own(rows):
+            if row in own:
+                own[row] = 0
+                continue
+            if len(own) == 4:
+                age = 3 - max(own.values())
+                own.update({other: bits + age for other, bits in own.items()})
+                del own[next(other for other, bits in own.items() if bits == 3)]
+            own[row] = 2
+
+    def top(self, k: int) -> set[int]:
+        """As asked."""
+        return {row for _, row in sorted((bits, row) for own in self.sets for row, bits in own.items())[:k]}
 
 
 def stream_of(accesses: Accesses) -> NDArray[np.int64]:
@@ -145,18 +175,29 @@ def recall(rows: set[int], counts: Counter[int], k: int) -> float:
 
 
 WAYS = {
-    "hot_sketch": HotSketch,
+    "tracker": Tracker,
+    "hot_sketch": lambda num_rows, k: HotSketch(tracker.SLOTS_PER_ROW * k),
     "srrip": lambda num_rows, k: Srrip(tracker.SLOTS_PER_ROW * k),
     "srrip_k": lambda num_rows, k: Srrip(k),
 }
 
 
-def comparison(data: Path, names: Sequence[str] = tuple(STREAMS)) -> list[dict[str, Any]]:
+def drifting(stream: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The stream, of whose rows three in ten exchange their names after each tenth: a drift there is no doubt of."""
+    generator = np.random.default_rng(0)
+    names, parts = np.arange(int(stream.max()) + 1), []
+    for part in np.array_split(stream, NUM_PARTS):
+        parts.append(names[part])
+        moved = np.flatnonzero(generator.random(len(names)) < 0.3)
+        names[moved] = names[generator.permutation(moved)]
+    return np.concatenate(parts)
+
+
+def comparison(data: Path) -> Iterator[dict[str, Any]]:
     """A row for each stream and k."""
-    rows = []
-    for name in names:
-        source, file = STREAMS[name]
+    for name, (source, file) in STREAMS.items():
         stream = open_stream(source, data / file)
-        for share in SHARES:
-            rows.append({"stream": name, "share": share, "ways": measure_ways(stream, share, WAYS)})
-    return rows
+        told = {name: stream} | ({f"{name}, renamed": drifting(stream)} if source == "criteo" else {})
+        for own_name, own in told.items():
+            for share in SHARES:
+                yield {"stream": own_name, "share": share, "ways": measure_ways(own, share, WAYS)}

@@ -37,7 +37,8 @@ void lru_hits(const uint32_t* rows, size_t n, size_t num_rows, size_t capacity, 
     cached[row] = 1;
     before[row] = ring;
     after[row] = after[ring];
-    before[after[ring]] = after[ring] = row;
+    before[after[ring]] = row;
+    after[ring] = row;
   }
 }
 

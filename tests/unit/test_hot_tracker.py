@@ -1,4 +1,4 @@
-"""The online tracker against dictionaries that count, its sketch and the caches against readable and brute force ones."""
+"""The online tracker against dictionaries that count; its sketch and the caches against readable and brute ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readable twins of native/{parse,count,vocabulary,reuse,optimum,sketch}.cpp: what they compute, in Python; the fallback.
+"""Readable twins of native/{parse,count,vocabulary,reuse,optimum,sketch}.cpp: what they compute; the fallback.
 
 Same names, arguments, results and file bytes as the native module's (native/include/hotrow/encode_*.h has the contracts
 and the layouts), at a small fraction of the speed, and with everything in memory. Called through `hotrow.data.native`.

@@ -1,4 +1,4 @@
-"""Readable twins of native/{optimum,sketch}.cpp: caches by a list and by looking ahead, Misra and Gries' counters slot by slot."""
+"""Readable twins of native/{optimum,sketch}.cpp: caches run row by row, Misra and Gries' counters slot by slot."""
 
 # ruff: noqa: D103, RUF100 - the native module's signatures, documented in its headers
 

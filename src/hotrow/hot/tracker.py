@@ -155,15 +155,12 @@ class HotTracker:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from there, to the bit. Raises ValueError where tables, budget or seed are others."""
-        own = self.state_dict()
-        facts = state["facts"].tolist()
-        same = len(facts) == len(own["facts"]) and facts[:1] + facts[3:] == own["facts"].tolist()[:1] + own[
-            "facts"
-        ].tolist()[3:]
-        if not same or state["slots"].shape != own["slots"].shape:
+        own, facts = self.state_dict(), state["facts"].tolist()
+        mine = own["facts"].tolist()
+        if (facts[0], facts[3:], state["slots"].shape) != (mine[0], mine[3:], own["slots"].shape):
             raise ValueError(
                 f"the tracker's state is of other tables, another budget or seed: {len(state['slots']):,} slots, seed "
-                f"{facts[0]}; here {len(own['slots']):,}, seed {self.seed}. Start a new tracker, or restore the settings"
+                f"{facts[0]}; here {len(own['slots']):,}, seed {self.seed}. Start anew, or restore the settings"
             )
         self._slots = state["slots"].numpy().copy().view(np.uint64)
         self.num_observed, self._since_halving = facts[1:3]
