@@ -28,6 +28,7 @@ from hotrow.data.reference_reuse import mix64
 from hotrow.hot import tracker
 from hotrow.hot.tracker import HotTracker
 
+DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 NUM_PARTS, BATCH = 10, 1 << 14
 SHARES = (0.01, 0.05)
 """k, of the rows that the stream has."""

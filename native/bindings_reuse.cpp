@@ -1,4 +1,5 @@
-// Stack distances as a Python class, hits of caches and the sketch of hot rows as functions; see bindings_ops.cpp for the rules.
+// Stack distances as a Python class, hits of caches and the sketch of hot rows as functions; see bindings_ops.cpp for
+// the rules.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 

@@ -43,13 +43,14 @@ void lru_hits(const uint32_t* rows, size_t n, size_t num_rows, size_t capacity, 
 }
 
 void belady_hits(const uint32_t* rows, size_t n, size_t num_rows, size_t capacity, uint8_t* hits) {
-  std::vector<uint32_t> next_use(n);              // of the row of each access, after it
+  std::vector<uint32_t> next_use(n);               // of the row of each access, after it
   std::vector<uint32_t> use_of(num_rows, kNever);  // the next one of each row
   for (size_t i = n; i-- > 0;) {
     next_use[i] = use_of[rows[i]];
     use_of[rows[i]] = static_cast<uint32_t>(i);
   }
-  // A use names its row. The heap holds the uses of cached rows, farthest first, and some of rows that left or moved on.
+  // A use names its row. The heap holds the uses of cached rows, farthest first, and some of rows that left or moved
+  // on.
   std::vector<uint8_t> cached(num_rows);
   std::vector<uint32_t> heap;
   size_t size = 0;

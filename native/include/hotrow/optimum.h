@@ -1,4 +1,5 @@
-// Which accesses of a stream a cache of so many rows hits: the cache that training has (LRU), and the best there can be.
+// Which accesses of a stream a cache of so many rows hits: the cache that training has (LRU), and the best there can
+// be.
 //
 //   lru      starts empty; every row accessed is admitted, the one accessed longest ago leaves
 //   belady   knows the future (Belady's MIN), may refuse a row, and starts with the rows it wants: of all rows at hand

@@ -35,9 +35,7 @@ def is_hot(block: Block, rows: list[HotRows]) -> NDArray[np.bool_]:
     return hits_of(block.ids, rows, len(block.label))[0]
 
 
-def hits_of(
-    columns: Sequence[Ids], rows: Sequence[HotRows], num_samples: int
-) -> tuple[NDArray[np.bool_], int]:
+def hits_of(columns: Sequence[Ids], rows: Sequence[HotRows], num_samples: int) -> tuple[NDArray[np.bool_], int]:
     """Of each of these samples whether it is hot, and how many lookups are; columns, rows: by feature."""
     hot = np.ones(num_samples, np.bool_)
     num_hits = 0

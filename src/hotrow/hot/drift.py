@@ -130,6 +130,12 @@ def _part(
     return found
 
 
+def show_part(tracker: HotTracker, dataset: PackedDataset, part: tuple[int, int]) -> None:
+    """The training samples from part[0] to part[1] to the tracker, as training shows them."""
+    for columns, _ in _slices(dataset, *part):
+        _show(tracker, dataset, columns)
+
+
 def _show(tracker: HotTracker, dataset: PackedDataset, columns: Sequence[Ids]) -> None:
     """A batch to the tracker, the features of a table one after another."""
     ids: dict[str, list[NDArray[Any]]] = {}
