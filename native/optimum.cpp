@@ -54,13 +54,6 @@ void belady_hits(const uint32_t* rows, size_t n, size_t num_rows, size_t capacit
   std::vector<uint8_t> cached(num_rows);
   std::vector<uint32_t> heap;
   size_t size = 0;
-  for (size_t i = 0; i < n && size < capacity; ++i) {
-    if (use_of[rows[i]] != i) continue;  // not its first
-    cached[rows[i]] = 1;
-    heap.push_back(static_cast<uint32_t>(i));
-    ++size;
-  }
-  std::make_heap(heap.begin(), heap.end());
   const auto holds = [&](uint32_t use) { return cached[rows[use]] && use_of[rows[use]] == use; };
   const auto pop = [&] {
     std::pop_heap(heap.begin(), heap.end());

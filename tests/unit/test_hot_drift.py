@@ -125,7 +125,7 @@ def test_caches_against_brute_force(dataset: PackedDataset) -> None:
         expected = {"hot_samples": sum(map(all, part)) / len(part), "hot_accesses": sum(lookups) / len(lookups)}
         assert own["lru"] == pytest.approx(expected)
     total = {name: sum(p[name]["hot_accesses"] * p["accesses"] for p in found["parts"]) for name in NAMES}
-    assert total["belady"] >= max(total.values()), "no fixed set and no cache of as many rows hits more"
+    assert total["belady"] >= total["whole"] - 800, "no fixed set of as many rows hits more, once its rows are loaded"
     assert total["belady"] > 1.05 * total["lru"] > 0
 
 
@@ -161,7 +161,6 @@ def test_moving_rows(tmp_path: Path) -> None:
     for part in found["parts"][1:]:
         assert part["lru"]["hot_accesses"] == pytest.approx(1 - 100 / 800), "all but the first access of each row"
         assert part["belady"]["hot_accesses"] >= part["lru"]["hot_accesses"]
-    assert found["parts"][0]["belady"]["hot_accesses"] == 1.0, "it starts with the rows it wants"
 
 
 def test_hostile_datasets(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:

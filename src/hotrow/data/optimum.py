@@ -18,10 +18,7 @@ def lru_hits(rows: NDArray[np.uint32], num_rows: int, capacity: int) -> NDArray[
 
 
 def belady_hits(rows: NDArray[np.uint32], num_rows: int, capacity: int) -> NDArray[np.bool_]:
-    """The same of a cache that knows the future, starts with the rows it wants and may refuse one.
-
-    No cache of as many rows hits more accesses of the stream, and no fixed set of rows.
-    """
+    """The same of a cache that knows the future and may refuse a row: none that loads on access hits more."""
     return _hits("belady_hits", rows, num_rows, capacity)
 
 

@@ -32,7 +32,7 @@ def belady_hits(rows: NDArray[np.uint32], num_rows: int, capacity: int, out: NDA
     uses: dict[int, list[int]] = {}
     for i in range(len(rows) - 1, -1, -1):
         uses.setdefault(int(rows[i]), []).append(i)  # the next one last
-    cached = set(sorted(uses, key=lambda row: uses[row][-1])[:capacity])
+    cached: set[int] = set()
     for i, row in enumerate(rows.tolist()):
         out[i] = row in cached
         uses[row].pop()

@@ -3,8 +3,11 @@
     whole      the rows of most accesses of the whole split: what `calibrate` finds, which has seen every tenth before
     first      those of the first tenth: a set chosen once, then kept
     tracked    what an online tracker holds when the tenth begins, from what came before it alone
-    lru        a cache of as many rows over all tables, empty at first: every row accessed is admitted
-    belady     the cache that hits most accesses there can be; it knows the future
+    lru        a cache of as many rows over all tables: every row accessed is admitted
+    belady     the cache that hits most accesses of those that load a row when it is accessed; it knows the future
+
+Sets are filled before they are asked, caches start empty and miss every row's first access: a set that knows the split
+may serve more than any cache.
 
 Samples are taken in stored order, in which a split by time keeps time; where that order is random there is no drift to
 see, and the first tenth differs from the whole by its size alone.
