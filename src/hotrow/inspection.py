@@ -187,8 +187,11 @@ def drift_sentences(drift: Mapping[str, Any]) -> list[str]:
     told = [f"Tracked: by a tracker of {size(drift['tracker_bytes'])}, which knows only what came before the tenth."]
     if "cache_rows" not in drift:
         return [*told, f"Caches: {drift['caches']}."]
-    caches = f"Caches of {drift['cache_rows']:,} rows over all tables start empty and miss first accesses, which sets may serve; Belady's knows the future."
-    return [*told, f"{caches} A sample is hot if all its lookups hit."]
+    return [
+        *told,
+        f"Caches of {drift['cache_rows']:,} rows over all tables start empty and miss first accesses, which sets may "
+        "serve; Belady's knows the future. A sample is hot if all its lookups hit.",
+    ]
 
 
 def inspection_page(report: Mapping[str, Any]) -> str:
