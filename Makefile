@@ -57,6 +57,7 @@ bench: $(VENV)/.bench $(CORE) ## measure against every peer here (14 GB of RAM, 
 	@$(BIN)/python -m benchmarks.parquet_encode --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.block_store --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.tiers --out docs/benchmarks.json $(if $(FOLDER),--folder '$(FOLDER)')
+	@$(BIN)/python -m benchmarks.hot --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.claims
 
 docs: $(VENV)/.dev ## the documentation as one folder of HTML, site/; fails on a dead link

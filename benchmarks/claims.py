@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.hot_page import hot_tables
 from benchmarks.step_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -330,6 +331,7 @@ TABLES = {
     "peak_memory": memory_table,
     "updates": update_table,
     "tiers": tiers_table,
+    "hot": hot_tables,
 }
 """Of the reports that have a form of their own."""
 

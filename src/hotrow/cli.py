@@ -229,6 +229,9 @@ def inspect(
         str | None,
         typer.Option(help="Bytes of a fast device, e.g. 256MiB: which rows to keep there, chosen in three ways."),
     ] = None,
+    drift: Annotated[
+        bool, typer.Option("--drift", help="With --hot: how hot rows age, tenth by tenth of the training split.")
+    ] = False,
     optimizer: Annotated[str, typer.Option(help="Whose state is kept beside hot rows.")] = "sgd",
     out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
     json_: Json = False,
@@ -248,6 +251,7 @@ def inspect(
             sample=sample,
             seed=seed,
             hot=hot,
+            drift=drift,
             optimizer=optimizer,  # type: ignore[arg-type]
             out=out,
             progress=progress,

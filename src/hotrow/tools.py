@@ -21,7 +21,8 @@ from hotrow.data.packed_reader import crc32_of_file
 from hotrow.data.progress import ProgressCallback
 from hotrow.files import available_memory_bytes, disk_free_bytes, file_system, parse_bytes
 from hotrow.host import host_facts, versions
-from hotrow.hot.compare import compare_ways
+from hotrow.hot.compare import compare_ways, record_bytes_of
+from hotrow.hot.drift import measure_drift
 from hotrow.inspection import write_inspection
 from hotrow.memory.folder import remove_left_folders
 from hotrow.memory.store_file import direct_io
@@ -41,6 +42,7 @@ def inspect(
     sample: float | None = None,
     seed: int = 0,
     hot: int | str | None = None,
+    drift: bool = False,
     optimizer: Algorithm = "sgd",
     out: Path | str | None = None,
     progress: ProgressCallback | None = None,
@@ -49,12 +51,14 @@ def inspect(
 
     The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
     read only so many, the first. hot: bytes of a fast device, or text such as 256MiB, of a packed dataset only: three
-    ways to choose the rows for it are compared, the state of `optimizer` counted. With `out` the report is also written
-    there, as JSON, CSV and HTML, and `files` names them.
+    ways to choose the rows for it are compared, the state of `optimizer` counted; drift: and how such rows age over the
+    training split. With `out` the report is also written there, as JSON, CSV and HTML, and `files` names them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is no hot row.
     """
+    if drift and hot is None:
+        raise ValueError("drift needs hot, the bytes of the fast device whose rows are followed: --hot 256MiB --drift")
     found = open_accesses(path, split=split, progress=progress)
     if batches is not None:
         found = first_batches(found, batches, batch_size=batch_size)
@@ -68,6 +72,9 @@ def inspect(
         if hot is not None:
             budget = parse_bytes(hot)
             report["hot"] = compare_ways(dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed)
+            if drift:
+                record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
+                report["hot"]["drift"] = measure_drift(dataset, budget, record_bytes=record_bytes, seed=seed)
     elif hot is not None:
         raise ValueError(f"hot is {hot!r}: {path} is a trace, which has no samples to be hot; give a packed dataset")
     return {**report, "files": write_inspection(out, report)} if out is not None else report

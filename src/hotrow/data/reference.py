@@ -1,4 +1,4 @@
-"""Readable twins of native/{parse,count,vocabulary,reuse}.cpp: what they compute, in Python; the fallback.
+"""Readable twins of native/{parse,count,vocabulary,reuse,optimum,sketch}.cpp: what they compute; the fallback.
 
 Same names, arguments, results and file bytes as the native module's (native/include/hotrow/encode_*.h has the contracts
 and the layouts), at a small fraction of the speed, and with everything in memory. Called through `hotrow.data.native`.
@@ -21,6 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.data.reference_caches import belady_hits as belady_hits
+from hotrow.data.reference_caches import lru_hits as lru_hits
+from hotrow.data.reference_caches import sketch_add as sketch_add
 from hotrow.data.reference_reuse import StackDistances as StackDistances
 
 NUMBER = re.compile(rb"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")

@@ -20,7 +20,7 @@ import numpy as np
 
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.hot.covering import covering
-from hotrow.hot.hot_set import HotSet
+from hotrow.hot.hot_set import HotSet, check_budget
 from hotrow.hot.sampled import sampled
 from hotrow.hot.table_use import Found, TableUse, tables_of
 
@@ -46,18 +46,9 @@ def calibrate(
     if how not in WAYS:
         raise ValueError(f"no way to calibrate is called {how!r}; choose one of {', '.join(WAYS)}")
     tables = tables_of(dataset, record_bytes)
-    _check_budget(tables, budget_bytes)
+    check_budget([(len(t.counts), t.record_bytes) for t in tables], budget_bytes)
     rows, detail = WAYS[how](dataset, tables, budget_bytes, seed)
     return Calibration(HotSet(how=how, rows=rows, record_bytes=record_bytes), budget_bytes, detail)
-
-
-def _check_budget(tables: Sequence[TableUse], budget_bytes: int) -> None:
-    least = sum((len(t.counts) if t.is_small else 1) * t.record_bytes for t in tables)
-    if least > budget_bytes:
-        raise ValueError(
-            f"a hot set of {budget_bytes:,} bytes is too small: tables below 1 MiB, which are hot whole, and a row of "
-            f"each other take {least:,}; raise the budget by {least - budget_bytes:,} bytes"
-        )
 
 
 # ---- by the accesses of every row

@@ -5,14 +5,14 @@ A comparison per id: rows are numbered by popularity, so hot rows are a prefix b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.packed_format import Block, Ragged
+from hotrow.data.packed_format import Block, Ids, Ragged
 from hotrow.data.packed_reader import PackedDataset, Split
 from hotrow.host import usable_cores
 from hotrow.hot.hot_set import HotRows, HotSet
@@ -25,27 +25,35 @@ def hot_samples(
 
     Reads the split once, `threads` blocks at a time. Raises ValueError where the hot set lacks a table.
     """
-    rows = _by_feature(dataset, hot.rows)
+    rows = by_feature(dataset, hot.rows)
     pieces = list(_blocks(dataset.split(split), lambda block: is_hot(block, rows), threads))
     return np.concatenate([np.empty(0, np.bool_), *pieces])
 
 
 def is_hot(block: Block, rows: list[HotRows]) -> NDArray[np.bool_]:
     """Of each sample of a block; rows: the hot ones, for each feature."""
-    hot = np.ones(len(block.label), np.bool_)
-    for ids, own in zip(block.ids, rows, strict=True):
-        hot &= _all_hot(ids, own)
-    return hot
+    return hits_of(block.ids, rows, len(block.label))[0]
 
 
-def _all_hot(ids: NDArray[Any] | Ragged, rows: HotRows) -> NDArray[np.bool_]:
-    if not isinstance(ids, Ragged):
-        return rows.contains(ids)
-    cold = np.concatenate([[0], np.cumsum(~rows.contains(ids.values))])
-    return np.asarray(cold[ids.row_splits[1:]] == cold[ids.row_splits[:-1]])
+def hits_of(columns: Sequence[Ids], rows: Sequence[HotRows], num_samples: int) -> tuple[NDArray[np.bool_], int]:
+    """Of each of these samples whether it is hot, and how many lookups are; columns, rows: by feature."""
+    hot = np.ones(num_samples, np.bool_)
+    num_hits = 0
+    for ids, own in zip(columns, rows, strict=True):
+        found = own.contains(ids.values if isinstance(ids, Ragged) else ids)
+        num_hits += int(np.count_nonzero(found))
+        hot &= _every(found, ids.row_splits) if isinstance(ids, Ragged) else found
+    return hot, num_hits
 
 
-def _by_feature(dataset: PackedDataset, rows: Mapping[str, HotRows]) -> list[HotRows]:
+def _every(found: NDArray[np.bool_], row_splits: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of each sample, whether all of its lookups were found."""
+    cold = np.concatenate([[0], np.cumsum(~found)])
+    return np.asarray(cold[row_splits[1:]] == cold[row_splits[:-1]])
+
+
+def by_feature(dataset: PackedDataset, rows: Mapping[str, HotRows]) -> list[HotRows]:
+    """The hot rows that each feature looks up in."""
     for feature in dataset.info.features:
         if feature.table not in rows:
             raise ValueError(f"the hot set has no table {feature.table!r}; it has {', '.join(rows) or 'none'}")

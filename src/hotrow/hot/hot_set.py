@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,21 @@ from numpy.typing import NDArray
 
 SMALL_TABLE_BYTES = 1 << 20
 """A table of fewer bytes is hot whole, as in FAE: it is looked up as often as any other and costs next to nothing."""
+
+
+def is_small(num_rows: int, record_bytes: int) -> bool:
+    """Whether a table is hot whole."""
+    return num_rows * record_bytes < SMALL_TABLE_BYTES
+
+
+def check_budget(tables: Iterable[tuple[int, int]], budget_bytes: int) -> None:
+    """Raises ValueError where small tables, and a row of every other, do not fit; tables: (rows, bytes of a row)."""
+    least = sum(record_bytes * (n if is_small(n, record_bytes) else 1) for n, record_bytes in tables)
+    if least > budget_bytes:
+        raise ValueError(
+            f"a hot set of {budget_bytes:,} bytes is too small: tables below 1 MiB, which are hot whole, and a row of "
+            f"each other take {least:,}; raise the budget by {least - budget_bytes:,} bytes"
+        )
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,7 @@ class HotSet:
     """The hot rows of all tables, and what they take."""
 
     how: str
-    """exact | sampled | covering"""
+    """exact | sampled | covering, or tracked"""
     rows: Mapping[str, HotRows]
     """By table."""
     record_bytes: Mapping[str, int]

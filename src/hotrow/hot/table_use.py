@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hotrow.data.packed_format import Block, Ragged
 from hotrow.data.packed_reader import PackedDataset
-from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows
+from hotrow.hot.hot_set import HotRows, is_small
 
 Found = tuple[dict[str, HotRows], dict[str, Any]]
 """Hot rows by table, and what else a way to find them has to say."""
@@ -33,7 +33,7 @@ class TableUse:
     @property
     def is_small(self) -> bool:
         """Whether the table is hot whole."""
-        return len(self.counts) * self.record_bytes < SMALL_TABLE_BYTES
+        return is_small(len(self.counts), self.record_bytes)
 
     @cached_property
     def _places(self) -> NDArray[np.int64]:
@@ -57,11 +57,14 @@ def tables_of(dataset: PackedDataset, record_bytes: Mapping[str, int]) -> list[T
     if all(f"counts/{name}" in dataset.info.files for name in names):
         return [TableUse(name, record_bytes[name], dataset.counts(name), None) for name in names]
     warnings.warn(f"{dataset.path} carries no counts: its training split is counted, each time anew", stacklevel=3)
-    tables = []
-    for name, counts in count_accesses(dataset, 1.0, seed=0).items():
-        order = np.concatenate([[0], 1 + np.argsort(-counts[1:], kind="stable")])
-        tables.append(TableUse(name, record_bytes[name], counts[order], order))
-    return tables
+    counts = count_accesses(dataset, 1.0, seed=0)
+    return [ranked(name, record_bytes[name], own) for name, own in counts.items()]
+
+
+def ranked(name: str, record_bytes: int, counts: NDArray[np.int64]) -> TableUse:
+    """A table by its accesses, row by row."""
+    order = np.concatenate([[0], 1 + np.argsort(-counts[1:], kind="stable")])
+    return TableUse(name, record_bytes, counts[order], order)
 
 
 def count_accesses(dataset: PackedDataset, share: float, *, seed: int) -> dict[str, NDArray[np.int64]]:

@@ -1,0 +1,120 @@
+"""The part of docs/benchmarks.md on hot rows: what benchmarks.hot measured, in its own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def held(promise: str, *, holds: bool) -> str:
+    """A promise and what became of it."""
+    return f"{promise}: {'held' if holds else '**not held**'}"
+
+
+def grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown lines; the first column is text, the others numbers."""
+    rule = "|".join(["---", *["---:"] * (len(columns) - 1)])
+    return [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def hot_tables(cells: list[dict[str, Any]]) -> list[str]:
+    """A table for each kind of cell that there is."""
+    kinds = (
+        ("hot_classify", classified),
+        ("hot_calibrate", calibrated),
+        ("hot_track", tracked),
+        ("hot_trackers", compared),
+    )
+    lines: list[str] = []
+    for name, make in kinds:
+        own = [c for c in cells if c["name"] == name or (name == "hot_classify" and c["name"].startswith(name))]
+        if own:
+            lines += ["", *make(own)]
+    return lines[1:]
+
+
+def millions(value: float) -> str:
+    """Samples a second."""
+    return f"{value / 1e6:.1f}M"
+
+
+def classified(cells: list[dict[str, Any]]) -> list[str]:
+    """Which samples are hot."""
+    samples, target = cells[0]["samples"], cells[0]["target"]
+    rows = []
+    for cell in cells:
+        low, high = cell["spread"]
+        row = [cell["name"], f"{millions(cell['samples_per_s'])} ({millions(low)}-{millions(high)})"]
+        row.append(held(f"{target / 1e6:.0f}M", holds=cell["samples_per_s"] >= target))
+        if "ratio" in cell:
+            a, b = cell["ratio_spread"]
+            row += [f"{millions(cell['bitmaps_samples_per_s'])}", f"{cell['ratio']:.2f}x ({a:.2f}-{b:.2f})"]
+            row += [f"{cell['dict_extrapolated_s']:.2f}", f"{cell['listed_rows']:,}", f"{cell['share_of_limit']:.0%}"]
+        else:
+            row += [""] * 5
+        rows.append([*row, str(cell["rounds"]), str(cell["stolen_rounds"])])
+    head = ("cell", "samples/s", "promised", "bitmaps of numpy, samples/s", "bitmaps / ours")
+    head = (*head, "dict and loop, s, **extrapolated**", "listed rows", "share of limit", "rounds", "stolen")
+    on_slice = max(cell.get("dict_slice_samples", 0) for cell in cells)
+    text = (
+        f"Which of {samples:,} synthetic samples of Criteo Kaggle's shape are hot (26 one-hot columns). `prefix`: hot "
+        "rows are prefixes, the data already read once; `listed`: those of a tracker, part of them a list; `first`: "
+        "prefixes, the data opened anew, so that checksums and values are checked as blocks are read. The limit is "
+        "reading the ids once, at the rate that memory is summed by as many threads. The dict and loop of FAE's "
+        f"released code (a look-up per id, up to the first that is cold) ran on {on_slice:,} samples, its dict made "
+        "beforehand; its column is that time scaled to all."
+    )
+    return [text, "", *grid(head, rows)]
+
+
+def calibrated(cells: list[dict[str, Any]]) -> list[str]:
+    """What choosing rows takes."""
+    (cell,) = cells
+    most = f"at most {cell['most']:.0%}"
+    rows = []
+    for how, own in cell["ways"].items():
+        low, high = own["spread"]
+        promise = held(most, holds=own["share_of_epoch"] <= cell["most"])
+        seconds = f"{own['seconds']:.3f} ({low:.3f}-{high:.3f})"
+        rows.append([how, seconds, f"{own['hot_samples']:.1%}", f"{own['share_of_epoch']:.1%}", promise])
+    text = (
+        f"Choosing hot rows for {cell['budget_bytes'] / 1e6:.1f} MB from the same {cell['samples']:,} samples, then "
+        f"classifying them ({cell['classify_s']:.3f} s, measured). The epoch is **extrapolated**: "
+        f"{cell['epoch_extrapolated_s']:.1f} s, from measured steps of 2,048 samples at Kaggle's full cardinalities, "
+        f"dim 16, SGD ({cell['step_ms']:.1f} ms each). Counts are the dataset's own, made when it was prepared. "
+        f"{cell['rounds']} rounds, {cell['stolen_rounds']} stolen."
+    )
+    head = ("way", "calibrate, s, measured", "hot samples", "with classifying, of the epoch", "promised")
+    return [text, "", *grid(head, rows)]
+
+
+def tracked(cells: list[dict[str, Any]]) -> list[str]:
+    """What a batch takes beside its step."""
+    (cell,) = cells
+    low, high = cell["spread"]
+    promise = held(f"at most {cell['most']:.0%}", holds=cell["share"] <= cell["most"])
+    return [
+        f"A batch of {cell['lookups']:,} lookups shown to the tracker: {cell['observe_ms']:.2f} ms on one thread, beside "
+        f"a step of {cell['step_ms']:.1f} ms at Kaggle's full cardinalities, dim 16: {cell['share']:.1%} "
+        f"({low:.1%}-{high:.1%}) of it ({promise}). Budget 256 MiB, of which {cell['hot_rows']:,} rows are named hot "
+        f"in {cell['hot_set_s']:.2f} s, once; the tracker takes {cell['tracker_bytes'] / 2**20:.0f} MiB. "
+        f"{cell['rounds']} rounds, {cell['stolen_rounds']} stolen."
+    ]
+
+
+def compared(cells: list[dict[str, Any]]) -> list[str]:
+    """Who tracks best."""
+    (cell,) = cells
+    names = list(next(iter(cell["streams"].values())))
+    text = (
+        "Ways to find hot rows in one pass (benchmarks/hot_trackers.py), on real rows in their stored order; "
+        "`renamed`: three rows in ten exchange their names after each tenth. k rows are named before each tenth but "
+        "the first. Each cell: recall of the k rows of most accesses so far / of those of the tenth before / accesses "
+        "of the tenth that they take, of the most that any k rows take. Means over nine tenths; the same on every machine."
+    )
+    fields = ("recall_so_far", "recall_last_part", "of_best")
+    rows = [
+        [stream, *(" / ".join(f"{ways[name][field]:.0%}" for field in fields) for name in names)]
+        for stream, ways in cell["streams"].items()
+    ]
+    return [text, "", *grid(("rows, k of all", *names), rows)]

@@ -1,0 +1,261 @@
+"""The online tracker against dictionaries that count; its sketch and the caches against readable and brute ones."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotrow.data import reference_caches
+from hotrow.data.native import backend
+from hotrow.data.optimum import belady_hits, lru_hits
+from hotrow.hot import tracker as tracker_module
+from hotrow.hot.hot_set import HotRows
+from hotrow.hot.tracker import HotTracker
+
+SIZES = {"small": 100, "a": 50_000, "b": 30_000}
+RECORD = {"small": 64, "a": 64, "b": 96}
+LEAST = 100 * 64 + 64 + 96
+
+
+def rows_of(rows: HotRows) -> set[int]:
+    return set(range(rows.prefix)) | set(rows.listed.tolist())
+
+
+def skewed(num_rows: int, n: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return (num_rows * np.random.default_rng(seed).random(n) ** 6).astype(np.int64)
+
+
+# ---- the sketch and the caches against their twins
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("num_buckets", [1, 3, 64])
+def test_the_sketch_against_its_readable_twin(num_buckets: int, dtype: Any) -> None:
+    slots = [np.zeros(4 * num_buckets, np.uint64) for _ in range(2)]
+    for seed, first_key in ((0, 1), (7, (1 << 40) - 5000)):
+        for k in range(5):
+            ids = skewed(4000, 700, k).astype(dtype)
+            for module, own in zip((backend(), reference_caches), slots, strict=True):
+                module.sketch_add(own, seed, first_key, 4000, ids)
+            assert slots[0].tolist() == slots[1].tolist()
+    assert (slots[0] != 0).all()
+
+
+def test_a_score_stops_at_the_highest() -> None:
+    slots = np.array([0, 0, 0, 2 << 24 | (1 << 24) - 3], np.uint64)
+    backend().sketch_add(slots, 0, 1, 2, np.array([0, 1, 0, 1, 1, 1]))  # row 0 is passed over
+    assert slots.tolist() == [0, 0, 0, 2 << 24 | (1 << 24) - 1], "it neither wraps nor runs into the key"
+
+
+@pytest.mark.parametrize("module", [backend(), reference_caches])
+def test_what_the_sketch_refuses(module: Any) -> None:
+    ids = np.array([1], np.int64)
+    with pytest.raises(ValueError, match="four for each"):
+        module.sketch_add(np.zeros(6, np.uint64), 0, 1, 2, ids)
+    with pytest.raises(ValueError, match="below num_rows"):
+        module.sketch_add(np.zeros(4, np.uint64), 0, 1, 1, ids)
+    with pytest.raises(ValueError, match="below num_rows"):
+        module.sketch_add(np.zeros(4, np.uint64), 0, 1, 2, -ids)
+    with pytest.raises(ValueError, match=r"below 2\^40"):
+        module.sketch_add(np.zeros(4, np.uint64), 0, 1 << 39, 1 << 40, ids)
+
+
+@given(st.lists(st.integers(0, 5), max_size=40), st.integers(0, 7))
+def test_lru_against_an_ordered_dict(stream: list[int], capacity: int) -> None:
+    rows = np.array(stream, np.uint32)
+    cached: OrderedDict[int, None] = OrderedDict()
+    expected = []
+    for row in stream:
+        expected.append(row in cached)
+        cached[row] = None
+        cached.move_to_end(row)
+        while len(cached) > capacity:
+            cached.popitem(last=False)
+    assert lru_hits(rows, 6, capacity).tolist() == expected
+    out = np.empty(len(rows), np.bool_)
+    reference_caches.lru_hits(rows, 6, capacity, out)
+    assert out.tolist() == expected
+
+
+def most_hits(stream: tuple[int, ...], capacity: int) -> int:
+    """By trying everything: after each miss, whether to take the row and which to give up."""
+
+    @functools.cache
+    def best(at: int, cached: frozenset[int]) -> int:
+        if at == len(stream):
+            return 0
+        row = stream[at]
+        if row in cached:
+            return 1 + best(at + 1, cached)
+        choices = [cached, *((cached - {gone}) | {row} for gone in cached)]
+        choices += [cached | {row}] if len(cached) < capacity else []
+        return max(best(at + 1, own) for own in choices)
+
+    return best(0, frozenset())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=14), st.integers(0, 4))
+def test_belady_against_trying_everything(stream: list[int], capacity: int) -> None:
+    rows = np.array(stream, np.uint32)
+    hits = belady_hits(rows, 6, capacity)
+    assert int(hits.sum()) == most_hits(tuple(stream), capacity)
+    out = np.empty(len(rows), np.bool_)
+    reference_caches.belady_hits(rows, 6, capacity, out)
+    assert out.tolist() == hits.tolist()
+
+
+@pytest.mark.parametrize("capacity", [1, 50, 2000])
+def test_belady_on_a_long_stream(capacity: int) -> None:
+    """Long enough for its heap to be cleaned: equal to the twin, above LRU and any fixed set that is loaded."""
+    rows = skewed(3000, 4000, 3).astype(np.uint32)
+    hits = belady_hits(rows, 3000, capacity)
+    out = np.empty(len(rows), np.bool_)
+    reference_caches.belady_hits(rows, 3000, capacity, out)
+    assert out.tolist() == hits.tolist()
+    best_fixed = sum(n - 1 for _, n in Counter(rows.tolist()).most_common(capacity))
+    assert hits.sum() >= max(best_fixed, int(lru_hits(rows, 3000, capacity).sum()))
+
+
+def test_caches_refuse_what_they_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="capacity is -1"):
+        lru_hits(np.zeros(1, np.uint32), 1, -1)
+    with pytest.raises(ValueError, match="rows must be below num_rows"):
+        belady_hits(np.ones(1, np.uint32), 1, 1)
+    assert belady_hits(np.empty(0, np.uint32), 0, 3).tolist() == []
+
+
+# ---- the tracker
+
+
+def test_what_fits_is_counted_exactly() -> None:
+    """Few enough rows that no bucket overflows: the set is that of dictionaries, ties to the first keys."""
+    tracker = HotTracker(SIZES, RECORD, LEAST + 3000 * 96)
+    counts: dict[tuple[str, int], int] = Counter()
+    for k in range(6):
+        batch = {name: np.unique(skewed(900, 300, 10 * k + t)) for t, name in enumerate(("a", "b"))}
+        batch = {name: np.repeat(ids, 1 + ids % 3) for name, ids in batch.items()}
+        tracker.observe({**batch, "small": np.arange(50)})
+        for name, ids in batch.items():
+            counts.update((name, row) for row in ids.tolist() if row)
+    hot = tracker.hot_set()
+    assert rows_of(hot.rows["small"]) == set(range(100))
+    for name in ("a", "b"):
+        assert rows_of(hot.rows[name]) == {0} | {row for own, row in counts if own == name}
+
+
+def test_the_budget_takes_the_rows_of_most_accesses_per_byte() -> None:
+    tracker = HotTracker(SIZES, RECORD, LEAST + 40 * 64)
+    ids = {name: np.arange(1, 40).repeat(np.arange(1, 40)) for name in ("a", "b")}
+    tracker._slots = np.zeros(1 << 14, np.uint64)  # room for all of them: what is asked is the choice
+    tracker.observe(ids)
+    hot = tracker.hot_set()
+    order = sorted((-row / RECORD[name], name, row) for name in ("a", "b") for row in range(1, 40))
+    expected: dict[str, set[int]] = {"a": {0}, "b": {0}}
+    room = 40 * 64
+    for _, name, row in order:
+        room -= RECORD[name]
+        if room < 0:
+            break
+        expected[name].add(row)
+    assert {name: rows_of(hot.rows[name]) for name in ("a", "b")} == expected
+    assert hot.how == "tracked" and LEAST < hot.num_bytes <= tracker.budget_bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(budget=st.integers(LEAST, 4_000_000), seed=st.integers(0, 3), num_batches=st.integers(0, 4))
+def test_never_over_the_budget_nor_over_its_memory(budget: int, seed: int, num_batches: int) -> None:
+    tracker = HotTracker(SIZES, RECORD, budget, seed=seed)
+    before = tracker.num_bytes
+    for k in range(num_batches):
+        tracker.observe({"a": skewed(50_000, 5000, k).astype(np.int32), "b": skewed(30_000, 5000, k)})
+    hot = tracker.hot_set()
+    assert hot.num_bytes <= budget
+    assert hot.num_bytes == sum(len(rows_of(hot.rows[name])) * RECORD[name] for name in SIZES)
+    assert tracker.num_bytes == before <= 8 * 4 * (budget // 64 + 1)
+    assert all(0 in rows_of(rows) for rows in hot.rows.values())
+    assert all(max(rows_of(rows)) < SIZES[name] for name, rows in hot.rows.items())
+
+
+def test_scores_never_exceed_the_accesses() -> None:
+    """And the rows that take most are in it: Misra and Gries' promise, bucket by bucket."""
+    tracker = HotTracker({"a": 50_000}, {"a": 64}, 64 * 500)
+    ids = skewed(50_000, 30_000, 5)
+    for batch in np.array_split(ids, 30):
+        tracker.observe({"a": batch})
+    counts = Counter(ids.tolist())
+    slots = tracker._slots[tracker._slots != 0].tolist()
+    assert len({slot >> 24 for slot in slots}) == len(slots), "no row twice"
+    assert all((slot & 0xFFFFFF) <= counts[(slot >> 24) - 1] for slot in slots)
+    top = [row for row, _ in counts.most_common(400) if row]
+    assert len(set(top) & rows_of(tracker.hot_set().rows["a"])) > 0.9 * len(top)
+
+
+def test_what_was_hot_gives_way() -> None:
+    """Ten thousand accesses of old rows, then other rows: these take over within a few halvings."""
+    tracker = HotTracker({"a": 50_000}, {"a": 64}, 64 * 101)
+    tracker.observe({"a": np.tile(np.arange(1, 101), 100)})
+    assert rows_of(tracker.hot_set().rows["a"]) >= set(range(1, 90))
+    for _ in range(30):
+        tracker.observe({"a": np.tile(np.arange(1001, 1101), 20)})
+    assert len(rows_of(tracker.hot_set().rows["a"]) & set(range(1001, 1101))) > 90
+
+
+def test_a_budget_for_everything_takes_everything() -> None:
+    tracker = HotTracker(SIZES, RECORD, sum(SIZES[t] * RECORD[t] for t in SIZES))
+    assert [rows.prefix for rows in tracker.hot_set().rows.values()] == list(SIZES.values())
+    small = HotTracker({"s": 10}, {"s": 64}, 640)
+    small.observe({"s": np.arange(10)})
+    assert small.hot_set().num_bytes == 640
+
+
+def test_the_same_batches_and_seed_give_the_same_set_also_from_a_checkpoint() -> None:
+    batches = [{"a": skewed(50_000, 4000, k), "b": skewed(30_000, 4000, 100 + k)} for k in range(8)]
+    made = [HotTracker(SIZES, RECORD, LEAST + 64 * 300, seed=5) for _ in range(3)]
+    for batch in batches[:4]:
+        made[0].observe(batch)
+        made[1].observe({name: torch.from_numpy(ids) for name, ids in batch.items()})
+    state = made[1].state_dict()
+    made[2].load_state_dict(state)
+    for batch in batches[4:]:
+        for own in made:
+            own.observe(batch)
+    states = [own.state_dict() for own in made]
+    assert all(torch.equal(states[0][name], other[name]) for other in states[1:] for name in states[0])
+    assert made[0].num_observed == 8 * 8000
+    sets = [{name: rows_of(rows) for name, rows in own.hot_set().rows.items()} for own in made]
+    assert sets[0] == sets[1] == sets[2]
+    other = HotTracker(SIZES, RECORD, LEAST + 64 * 300, seed=6)
+    for wrong in (other, HotTracker(SIZES, RECORD, LEAST, seed=5), HotTracker({"a": 90_000}, RECORD, 64 * 300, seed=5)):
+        with pytest.raises(ValueError, match="of other tables, another budget or seed"):
+            wrong.load_state_dict(state)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="raise the budget by 1 bytes"):
+        HotTracker(SIZES, RECORD, LEAST - 1)
+    tracker = HotTracker(SIZES, RECORD, LEAST)
+    with pytest.raises(ValueError, match="no table is called 'c'; the tracker has small, a, b"):
+        tracker.observe({"c": np.arange(3)})
+    with pytest.raises(ValueError, match="table 'b' has 30,000 rows, an id is 30000"):
+        tracker.observe({"b": np.array([1, 30_000])})
+    with pytest.raises(ValueError, match="ids of table 'a' are float64"):
+        tracker.observe({"a": np.zeros(3)})
+    tracker.observe({"a": np.empty(0, np.int64)})
+    assert tracker.num_observed == 0 and tracker.hot_set().num_bytes == LEAST
+
+
+def test_halving_keeps_keys_and_halves_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = HotTracker({"a": 50_000}, {"a": 64}, 64 * 101)
+    tracker.observe({"a": np.repeat([5, 6], [9, 4])})
+    monkeypatch.setattr(tracker_module, "HALVING", 0)
+    tracker.observe({})
+    found = {(int(slot) >> 24) - 1: int(slot) & 0xFFFFFF for slot in tracker._slots if slot}
+    assert found == {5: 4, 6: 2}
