@@ -239,7 +239,9 @@ class HotConfig(_Section):
     of hot samples in turns, `rate` percent of each class at a time. `fae`: so too, and after each turn the rate follows
     the loss on validation rows. `window`: of every `window` batches as many as their hot samples fill come first."""
     budget: str | int = "512MiB"
-    """Bytes, or text such as 512MiB, of hot rows with their optimizer states; tables below 1 MiB are hot whole."""
+    """Bytes, or text such as 512MiB, of hot rows with their optimizer states."""
+    small_table: str | int = "1MiB"
+    """Bytes, or text such as 64KiB: tables of fewer, with their optimizer states, are hot whole."""
     rows: Literal["exact", "sampled", "covering"] = "exact"
     """How hot rows are found: `exact` those of most accesses, `sampled` FAE's estimate of them from 5 % of the samples,
     `covering` so that most samples are hot. `hotrow inspect --hot` compares them."""
@@ -262,6 +264,8 @@ class HotConfig(_Section):
                 raise ValueError(f"{name} is {text!r}; it must be a positive number of bytes, such as 512MiB")
         if self.link is not None and not self.takes_turns:
             raise ValueError(f"link is {self.link!r}, but only hot turns use it: set schedule to fae or fixed")
+        if parse_bytes(self.small_table) < 0:
+            raise ValueError(f"small_table is {self.small_table!r}; it must be a number of bytes, such as 1MiB, or 0")
         return self
 
     @property

@@ -71,6 +71,7 @@ memory.force False
 memory.write_budget None
 hot.schedule none
 hot.budget 512MiB
+hot.small_table 1MiB
 hot.rows exact
 hot.rate 50
 hot.window 4

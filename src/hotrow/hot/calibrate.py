@@ -20,7 +20,7 @@ import numpy as np
 
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.hot.covering import covering
-from hotrow.hot.hot_set import HotSet, check_budget
+from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotSet, check_budget
 from hotrow.hot.sampled import sampled
 from hotrow.hot.table_use import Found, TableUse, tables_of
 
@@ -36,17 +36,24 @@ class Calibration:
 
 
 def calibrate(
-    dataset: PackedDataset, how: str, budget_bytes: int, *, record_bytes: Mapping[str, int], seed: int = 0
+    dataset: PackedDataset,
+    how: str,
+    budget_bytes: int,
+    *,
+    record_bytes: Mapping[str, int],
+    small_table_bytes: int = SMALL_TABLE_BYTES,
+    seed: int = 0,
 ) -> Calibration:
     """The hot set of a packed dataset within `budget_bytes`, by training accesses; the same for the same seed.
 
-    how: exact | sampled | covering. record_bytes: of a row of each table, optimizer state included. Raises ValueError
-    for another `how` and where the budget does not hold the small tables and a row of every other.
+    how: exact | sampled | covering. record_bytes: of a row of each table, optimizer state included. small_table_bytes:
+    tables of fewer are hot whole. Raises ValueError for another `how` and where the budget does not hold the small
+    tables and a row of every other.
     """
     if how not in WAYS:
         raise ValueError(f"no way to calibrate is called {how!r}; choose one of {', '.join(WAYS)}")
-    tables = tables_of(dataset, record_bytes)
-    check_budget([(len(t.counts), t.record_bytes) for t in tables], budget_bytes)
+    tables = tables_of(dataset, record_bytes, small_table_bytes=small_table_bytes)
+    check_budget([(len(t.counts), t.record_bytes) for t in tables], budget_bytes, small_table_bytes)
     rows, detail = WAYS[how](dataset, tables, budget_bytes, seed)
     return Calibration(HotSet(how=how, rows=rows, record_bytes=record_bytes), budget_bytes, detail)
 

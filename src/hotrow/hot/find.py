@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.hot.calibrate import Calibration, calibrate
 from hotrow.hot.classify import hot_samples
-from hotrow.hot.hot_set import HotSet
+from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotSet
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,15 @@ def find_hot(
     budget_bytes: int,
     *,
     record_bytes: Mapping[str, int],
+    small_table_bytes: int = SMALL_TABLE_BYTES,
     seed: int = 0,
     threads: int | None = None,
 ) -> FoundHot:
     """Calibrate and classify the training split; see `calibrate` for the arguments and what it raises."""
     start = time.perf_counter()
-    found = calibrate(dataset, how, budget_bytes, record_bytes=record_bytes, seed=seed)
+    found = calibrate(
+        dataset, how, budget_bytes, record_bytes=record_bytes, small_table_bytes=small_table_bytes, seed=seed
+    )
     middle = time.perf_counter()
     is_hot = hot_samples(dataset, found.hot, threads=threads)
     return FoundHot(found, is_hot, middle - start, time.perf_counter() - middle)

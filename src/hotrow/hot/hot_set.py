@@ -14,18 +14,20 @@ SMALL_TABLE_BYTES = 1 << 20
 """A table of fewer bytes is hot whole, as in FAE: it is looked up as often as any other and costs next to nothing."""
 
 
-def is_small(num_rows: int, record_bytes: int) -> bool:
+def is_small(num_rows: int, record_bytes: int, small_table_bytes: int = SMALL_TABLE_BYTES) -> bool:
     """Whether a table is hot whole."""
-    return num_rows * record_bytes < SMALL_TABLE_BYTES
+    return num_rows * record_bytes < small_table_bytes
 
 
-def check_budget(tables: Iterable[tuple[int, int]], budget_bytes: int) -> None:
+def check_budget(
+    tables: Iterable[tuple[int, int]], budget_bytes: int, small_table_bytes: int = SMALL_TABLE_BYTES
+) -> None:
     """Raises ValueError where small tables, and a row of every other, do not fit; tables: (rows, bytes of a row)."""
-    least = sum(record_bytes * (n if is_small(n, record_bytes) else 1) for n, record_bytes in tables)
+    least = sum(record_bytes * (n if is_small(n, record_bytes, small_table_bytes) else 1) for n, record_bytes in tables)
     if least > budget_bytes:
         raise ValueError(
-            f"a hot set of {budget_bytes:,} bytes is too small: tables below 1 MiB, which are hot whole, and a row of "
-            f"each other take {least:,}; raise the budget by {least - budget_bytes:,} bytes"
+            f"a hot set of {budget_bytes:,} bytes is too small: tables below {small_table_bytes:,} bytes, which are "
+            f"hot whole, and a row of each other take {least:,}; raise the budget by {least - budget_bytes:,} bytes"
         )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hotrow.data.packed_format import Block, Ragged
 from hotrow.data.packed_reader import PackedDataset
-from hotrow.hot.hot_set import HotRows, is_small
+from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, is_small
 
 Found = tuple[dict[str, HotRows], dict[str, Any]]
 """Hot rows by table, and what else a way to find them has to say."""
@@ -29,11 +29,13 @@ class TableUse:
     """Accesses, falling from the second on [N]."""
     order: NDArray[np.int64] | None
     """The row at each place; None: rows are numbered so already."""
+    small_table_bytes: int = SMALL_TABLE_BYTES
+    """Below, it is hot whole."""
 
     @property
     def is_small(self) -> bool:
         """Whether the table is hot whole."""
-        return is_small(len(self.counts), self.record_bytes)
+        return is_small(len(self.counts), self.record_bytes, self.small_table_bytes)
 
     @cached_property
     def _places(self) -> NDArray[np.int64]:
@@ -51,20 +53,24 @@ class TableUse:
         return HotRows.first(num_rows) if self.order is None else HotRows.of(np.sort(self.order[:num_rows]))
 
 
-def tables_of(dataset: PackedDataset, record_bytes: Mapping[str, int]) -> list[TableUse]:
+def tables_of(
+    dataset: PackedDataset, record_bytes: Mapping[str, int], *, small_table_bytes: int = SMALL_TABLE_BYTES
+) -> list[TableUse]:
     """The tables with their counts; where the dataset carries none its training split is counted, with a warning."""
     names = [table.name for table in dataset.info.tables]
     if all(f"counts/{name}" in dataset.info.files for name in names):
-        return [TableUse(name, record_bytes[name], dataset.counts(name), None) for name in names]
+        return [TableUse(name, record_bytes[name], dataset.counts(name), None, small_table_bytes) for name in names]
     warnings.warn(f"{dataset.path} carries no counts: its training split is counted, each time anew", stacklevel=3)
     counts = count_accesses(dataset, 1.0, seed=0)
-    return [ranked(name, record_bytes[name], own) for name, own in counts.items()]
+    return [ranked(name, record_bytes[name], own, small_table_bytes) for name, own in counts.items()]
 
 
-def ranked(name: str, record_bytes: int, counts: NDArray[np.int64]) -> TableUse:
+def ranked(
+    name: str, record_bytes: int, counts: NDArray[np.int64], small_table_bytes: int = SMALL_TABLE_BYTES
+) -> TableUse:
     """A table by its accesses, row by row."""
     order = np.concatenate([[0], 1 + np.argsort(-counts[1:], kind="stable")])
-    return TableUse(name, record_bytes, counts[order], order)
+    return TableUse(name, record_bytes, counts[order], order, small_table_bytes)
 
 
 def count_accesses(dataset: PackedDataset, share: float, *, seed: int) -> dict[str, NDArray[np.int64]]:

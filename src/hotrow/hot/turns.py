@@ -48,8 +48,14 @@ class Turns:
             )
         self.found = None
         if config.schedule != "none":
-            budget = parse_bytes(config.budget)
-            self.found = find_hot(dataset, config.rows, budget, record_bytes=record_bytes, seed=seed)
+            self.found = find_hot(
+                dataset,
+                config.rows,
+                parse_bytes(config.budget),
+                record_bytes=record_bytes,
+                small_table_bytes=parse_bytes(config.small_table),
+                seed=seed,
+            )
         is_hot = None if self.found is None else self.found.is_hot
         self.order = batch_order(
             config, dataset.split("train"), is_hot, batch_size=batch_size, shuffle_seed=shuffle_seed

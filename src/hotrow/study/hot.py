@@ -24,6 +24,7 @@ import numpy as np
 
 from hotrow.config import Config, make_config
 from hotrow.data.packed_reader import PackedDataset
+from hotrow.files import parse_bytes
 from hotrow.hot.classify import hot_samples
 from hotrow.hot.compare import record_bytes_of
 from hotrow.hot.find import find_hot
@@ -62,13 +63,22 @@ class HotCell:
     """Of a shape; all splits."""
     scale: float = 0.1
     """Of the rows of a shape's tables."""
-    small_table: str = "1MiB"
-    """Tables below are hot whole."""
+    small_table: str = "100KiB"
+    """Tables below are hot whole: a tenth of FAE's, as the tables of a shape are of its data's."""
     embedding_dim: int = 16
     optimizer: Algorithm = "row_wise_adagrad"
     schedule: str = "none"
     batch_size: int = 2048
     seeds: int = 5
+
+    def __post_init__(self) -> None:
+        if self.seeds < 2:
+            raise ValueError(f"seeds is {self.seeds}; differences between runs need at least 2")
+
+    @property
+    def small_table_bytes(self) -> int:
+        """`small_table` as a number."""
+        return parse_bytes(self.small_table)
 
     @property
     def name(self) -> str:
@@ -161,10 +171,11 @@ def coverage(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
     table_bytes = sum(table.num_embeddings * record_bytes[table.name] for table in dataset.info.tables)
     budget = None if cell.rows == "threshold" else int(cell.amount * table_bytes)
     if budget is None:
-        hot = by_threshold(dataset, cell.amount, record_bytes=record_bytes)
+        hot = by_threshold(dataset, cell.amount, record_bytes=record_bytes, small_table_bytes=cell.small_table_bytes)
         is_hot, times = hot_samples(dataset, hot), {}
     else:
-        found = find_hot(dataset, cell.rows, budget, record_bytes=record_bytes)
+        small = cell.small_table_bytes
+        found = find_hot(dataset, cell.rows, budget, record_bytes=record_bytes, small_table_bytes=small)
         hot, is_hot = found.rows, found.is_hot
         times = {"calibrate_s": found.calibrate_s, "classify_s": found.classify_s}
     return {
@@ -210,7 +221,7 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
     """An epoch of a DLRM of the published size for dim 16."""
     hot: dict[str, Any] = {"schedule": schedule}
     if schedule != "none":
-        hot |= {"budget": budget_bytes, "rows": cell.rows}
+        hot |= {"budget": budget_bytes, "rows": cell.rows, "small_table": cell.small_table}
     if schedule in ("fae", "fixed"):
         hot |= {"link": LINK}
     return make_config(

@@ -1,0 +1,126 @@
+"""The study hot: its cells, what they say against counting by hand and against runs, and its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotrow import runs
+from hotrow.config import make_config
+from hotrow.data.packed import PackedDataset
+from hotrow.hot.find import find_hot
+from hotrow.hot.threshold import by_threshold
+from hotrow.study import hot, runner
+
+CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
+    """Its rows are numbered by popularity but for ties and noise, so a hot prefix is what counts say nearly."""
+    rows = {"train": 900, "val": 99, "test": 99}
+    return make_dataset(tmp_path_factory.mktemp("study") / "planted", counts=True, rows=rows)
+
+
+def test_hot_samples_of_a_threshold_by_hand(dataset: PackedDataset) -> None:
+    record_bytes = {"t0": 8, "t1": 12, "t2": 20}
+    found = by_threshold(dataset, 2.0, record_bytes=record_bytes, small_table_bytes=0)
+    for table in dataset.info.tables:
+        counts = dataset.counts(table.name)
+        wanted = 1 + sum(int(n) >= 0.02 * counts.sum() for n in counts[1:])
+        assert found.rows[table.name].num_rows == wanted
+    assert 3 < found.num_rows < 250
+    whole = by_threshold(dataset, 1.0, record_bytes=record_bytes)
+    assert whole.num_rows == 270
+    with pytest.raises(ValueError, match="percent is 101; a threshold is from 0 to 100"):
+        by_threshold(dataset, 101, record_bytes=record_bytes)
+
+
+def test_bytes_over_the_link_are_those_of_a_run(dataset: PackedDataset, tmp_path: Path) -> None:
+    """The formula of a coverage cell against what a run of turns of 50 % counts, without what evaluations add."""
+    cell = hot.HotCell(**{**CELL, "small_table": "0", "embedding_dim": 8})
+    row = hot.coverage(cell, dataset)
+    raw = {
+        "data": str(dataset.path),
+        "model": {"embedding_dim": 8, "bottom_mlp": [4], "top_mlp": [4]},
+        "train": {"batch_size": 64, "eval_every": None, "threads": 1},
+        "hot": {"schedule": "fixed", "rate": 50, "budget": row["budget_bytes"], "small_table": 0, "link": "1GB"},
+        "run": str(tmp_path / "run"),
+    }
+    record = runs.train(make_config(raw), quiet=True).record["hot"]
+    assert {name: record[name] for name in ("hot_bytes", "hot_rows", "hot_samples")} == {
+        name: row[name] for name in ("hot_bytes", "hot_rows", "hot_samples")
+    }
+    link = record["link"]
+    assert link["hybrid_bytes"] == row["hybrid_bytes"]
+    assert link["num_swaps"] == 4 and link["sync_bytes"] == row["sync_bytes"]
+    crossed = link["to_device_bytes"] + link["from_device_bytes"]
+    offsets = link["hot_batches"] * 8 + round(record["hot_samples"] * 900) * 4 * 8  # of bags, which the cell leaves out
+    assert row["link_bytes"] == pytest.approx(crossed - offsets, rel=0.01)
+
+
+def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path) -> None:
+    preset = runner.load_preset("hot")
+    fixed = {"num_samples": 3000, "scale": 0.001, "seeds": 2, "small_table": "0", "embedding_dim": 4, "batch_size": 64}
+    axes = {
+        "thresholds": {"amount": [1.0]},
+        "budgets": {"rows": ["exact", "sampled", "covering"], "amount": [0.3]},
+        "quality": {"schedule": ["fae", "window"]},
+    }
+    axes = {name: {**own, "source": ["avazu"] if name != "quality" else []} for name, own in axes.items()}
+    preset["quick"] = {"leave_out": [], "fixed": fixed, "axes": axes}
+    result = runner.run_study("hot", tmp_path / "out", quick=True, preset=preset, data=[str(dataset.path)])
+    report = json.loads((tmp_path / "out" / "hot.json").read_text())
+    assert result["measured"] + len(report["skipped"]) == result["cells"] == 10
+    assert {cell["name"] for cell in report["cells"]} == {"avazu", "planted"}
+    coverage = [cell for cell in report["cells"] if cell["kind"] == "coverage"]
+    for cell in coverage:
+        assert {"name", "budget_bytes", "hot_bytes", "hot_rows", "hot_samples"} <= cell.keys()
+        assert 0 < cell["hot_samples"] <= 1 and cell["hot_bytes"] <= (cell["budget_bytes"] or cell["table_bytes"])
+    quality = [cell for cell in report["cells"] if cell["kind"] == "quality"]
+    assert len(quality) == 2
+    for cell in quality:
+        assert {"name", "auc_baseline", "auc_fae", "logloss_baseline", "logloss_fae", "seeds"} <= cell.keys()
+        assert cell["auc_difference"] == pytest.approx(cell["auc_fae"] - cell["auc_baseline"])
+        assert ("modelled_link_s" in cell) == (cell["schedule"] == "fae")
+    page = (tmp_path / "out" / "hot.html").read_text()
+    assert "No fast device was" in page and "planted" in page and page.count("<svg") == 2
+    assert (tmp_path / "out" / "hot.csv").read_text().count("\n") == len(report["cells"]) + 1
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()], "data and runs are gone"
+
+
+def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: PackedDataset, tmp_path: Path) -> None:
+    fields = {**CELL, "source": str(dataset.path), "group": "budgets", "small_table": "1MiB"}
+    cells = [hot.HotCell(**{**fields, "amount": amount}) for amount in (0.01, 1.0)]
+    found = dict(hot.measure(cells, quick=True, folder=tmp_path))
+    assert "is too small: tables below 1,048,576 bytes, which are hot whole, and a row" in found[cells[0]]
+    assert found[cells[1]]["hot_samples"] == 1.0  # type: ignore[index]
+
+
+def test_differences_are_paired_by_seed() -> None:
+    found = hot.paired("auc", {"baseline": [0.70, 0.80, 0.75], "fae": [0.71, 0.81, 0.77]})
+    differences = np.array([0.01, 0.01, 0.02])
+    assert found["auc_difference"] == pytest.approx(differences.mean())
+    assert found["auc_difference_se"] == pytest.approx(differences.std(ddof=1) / np.sqrt(3))
+    assert found["auc_baseline_sd"] == pytest.approx(0.05)
+
+
+def test_time_to_auc_is_the_first_evaluation_that_reached_it() -> None:
+    run = {"num_steps": 40, "curve": [(10, 0.6), (20, 0.7), (30, 0.65), (40, 0.72)]}
+    assert hot.share_until(run, 0.65) == 0.5
+    assert hot.share_until(run, 0.73) is None
+
+
+def test_one_seed_is_no_study() -> None:
+    with pytest.raises(ValueError, match="seeds is 1; differences between runs need at least 2"):
+        hot.HotCell(**{**CELL, "seeds": 1})
+
+
+def test_found_hot_says_what_it_took(dataset: PackedDataset) -> None:
+    found = find_hot(dataset, "exact", 3000, record_bytes={"t0": 8, "t1": 12, "t2": 20}, small_table_bytes=0).to_json()
+    assert found["hot_bytes"] <= 3000 and found["calibrate_s"] > 0 and found["classify_s"] > 0
