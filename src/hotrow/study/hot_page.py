@@ -68,10 +68,10 @@ def shown_quality(row: Row) -> dict[str, str]:
     """A row's numbers as text; empty where the schedule has none."""
 
     def pair(name: str, form: str) -> str:
-        return f"{row[name + '_baseline']:{form}} / {row[name + '_fae']:{form}}"
+        return f"{row[name + '_baseline']:{form}}\u00a0/\u00a0{row[name + '_fae']:{form}}"
 
     def difference(name: str) -> str:
-        return f"{row[name + '_difference']:+.5f} ± {row[name + '_difference_se']:.5f}"
+        return f"{row[name + '_difference']:+.5f} \u00b1 {row[name + '_difference_se']:.5f}"
 
     def either(name: str, form: str) -> str:
         return "" if row.get(name) is None else f"{row[name]:{form}}"
