@@ -94,7 +94,7 @@ def tracked(cells: list[dict[str, Any]]) -> list[str]:
     low, high = cell["spread"]
     promise = held(f"at most {cell['most']:.0%}", holds=cell["share"] <= cell["most"])
     return [
-        f"A batch of {cell['lookups']:,} lookups shown to the tracker: {cell['observe_ms']:.2f} ms on one thread, beside "
+        f"A batch of {cell['lookups']:,} lookups shown to the tracker: {cell['observe_ms']:.2f} ms, one thread, beside "
         f"a step of {cell['step_ms']:.1f} ms at Kaggle's full cardinalities, dim 16: {cell['share']:.1%} "
         f"({low:.1%}-{high:.1%}) of it ({promise}). Budget 256 MiB, of which {cell['hot_rows']:,} rows are named hot "
         f"in {cell['hot_set_s']:.2f} s, once; the tracker takes {cell['tracker_bytes'] / 2**20:.0f} MiB. "
@@ -110,7 +110,7 @@ def compared(cells: list[dict[str, Any]]) -> list[str]:
         "Ways to find hot rows in one pass (benchmarks/hot_trackers.py), on real rows in their stored order; "
         "`renamed`: three rows in ten exchange their names after each tenth. k rows are named before each tenth but "
         "the first. Each cell: recall of the k rows of most accesses so far / of those of the tenth before / accesses "
-        "of the tenth that they take, of the most that any k rows take. Means over nine tenths; the same on every machine."
+        "of the tenth that they take, of the most that any k rows take. Means over nine tenths; no times."
     )
     fields = ("recall_so_far", "recall_last_part", "of_best")
     rows = [
