@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-
-def held(promise: str, *, holds: bool) -> str:
-    """A promise and what became of it."""
-    return f"{promise}: {'held' if holds else '**not held**'}"
-
-
-def grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown lines; the first column is text, the others numbers."""
-    rule = "|".join(["---", *["---:"] * (len(columns) - 1)])
-    return [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
+from benchmarks.markdown import held, table
 
 
 def hot_tables(cells: list[dict[str, Any]]) -> list[str]:
@@ -31,6 +22,11 @@ def hot_tables(cells: list[dict[str, Any]]) -> list[str]:
         if own:
             lines += ["", *make(own)]
     return lines[1:]
+
+
+def sides(columns: Sequence[str]) -> dict[str, str]:
+    """The first column is text, the others numbers."""
+    return {name: "left" if k == 0 else "right" for k, name in enumerate(columns)}
 
 
 def millions(value: float) -> str:
@@ -64,7 +60,7 @@ def classified(cells: list[dict[str, Any]]) -> list[str]:
         f"released code (a look-up per id, up to the first that is cold) ran on {on_slice:,} samples, its dict made "
         "beforehand; its column is that time scaled to all."
     )
-    return [text, "", *grid(head, rows)]
+    return [text, "", *table(sides(head), rows)]
 
 
 def calibrated(cells: list[dict[str, Any]]) -> list[str]:
@@ -85,7 +81,7 @@ def calibrated(cells: list[dict[str, Any]]) -> list[str]:
         f"{cell['rounds']} rounds, {cell['stolen_rounds']} stolen."
     )
     head = ("way", "calibrate, s, measured", "hot samples", "with classifying, of the epoch", "promised")
-    return [text, "", *grid(head, rows)]
+    return [text, "", *table(sides(head), rows)]
 
 
 def tracked(cells: list[dict[str, Any]]) -> list[str]:
@@ -117,4 +113,4 @@ def compared(cells: list[dict[str, Any]]) -> list[str]:
         [stream, *(" / ".join(f"{ways[name][field]:.0%}" for field in fields) for name in names)]
         for stream, ways in cell["streams"].items()
     ]
-    return [text, "", *grid(("rows, k of all", *names), rows)]
+    return [text, "", *table(sides(("rows, k of all", *names)), rows)]
