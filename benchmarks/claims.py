@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from benchmarks.hot_page import hot_tables
+from benchmarks.markdown import held, table
 from benchmarks.step_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,11 +111,6 @@ def share(cell: dict[str, Any]) -> str:
     return "" if cell.get("share_of_limit") is None else f"{cell['share_of_limit']:.0%}"
 
 
-def held(promise: str, *, holds: bool) -> str:
-    """A promise and what became of it."""
-    return f"{promise}: {'held' if holds else '**not held**'}"
-
-
 def promised(cell: dict[str, Any]) -> str:
     """The least ratio that hotrow promises, if it promises one."""
     if "target" not in cell:
@@ -134,16 +130,6 @@ def over_floor(cell: dict[str, Any]) -> str:
 def milliseconds(cell: dict[str, Any]) -> list[str]:
     """Ours, the peer's and the limit's, in three digits; nothing for a limit that there is not."""
     return ["" if cell[f"{who}_ms"] is None else f"{cell[f'{who}_ms']:.3g}" for who in ("ours", "peer", "limit")]
-
-
-def table(columns: dict[str, str], rows: list[list[Any]]) -> list[str]:
-    """Markdown lines; `columns` maps each head to "left" or "right"."""
-    rule = "|".join({"left": "---", "right": "---:"}[side] for side in columns.values())
-    return [
-        f"| {' | '.join(columns)} |",
-        f"|{rule}|",
-        *(f"| {' | '.join(str(value) for value in row)} |" for row in rows),
-    ]
 
 
 def cell_table(cells: list[dict[str, Any]]) -> list[str]:

@@ -295,7 +295,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
     generator = np.random.default_rng(5)
     batches = [
         {name: column_ids(generator, n, shape.batch_size, shape.zipf) for name, n in sizes.items()}
-        for _ in range(16 if quick else 512)
+        for _ in range(16 if quick else 256)
     ]
     for batch in batches[: len(batches) // 2]:  # its memory is there, and half full of rows
         tracker.observe(batch)
@@ -307,7 +307,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
         tracker.observe(batches[number % len(batches)])
         number += 1
 
-    found, num_stolen = rounds_of({"step": run, "observe": observe}, 8 * num_rounds)
+    found, num_stolen = rounds_of({"step": run, "observe": observe}, 2 * num_rounds)
     shares = [b / a for a, b in zip(found["step"], found["observe"], strict=True)]
     start = time.perf_counter()
     hot = tracker.hot_set()

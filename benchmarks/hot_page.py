@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-
-def held(promise: str, *, holds: bool) -> str:
-    """A promise and what became of it."""
-    return f"{promise}: {'held' if holds else '**not held**'}"
-
-
-def grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown lines; the first column is text, the others numbers."""
-    rule = "|".join(["---", *["---:"] * (len(columns) - 1)])
-    return [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
+from benchmarks.markdown import held, table
 
 
 def hot_tables(cells: list[dict[str, Any]]) -> list[str]:
@@ -31,6 +22,11 @@ def hot_tables(cells: list[dict[str, Any]]) -> list[str]:
         if own:
             lines += ["", *make(own)]
     return lines[1:]
+
+
+def sides(columns: Sequence[str]) -> dict[str, str]:
+    """The first column is text, the others numbers."""
+    return {name: "left" if k == 0 else "right" for k, name in enumerate(columns)}
 
 
 def millions(value: float) -> str:
@@ -64,7 +60,7 @@ def classified(cells: list[dict[str, Any]]) -> list[str]:
         f"released code (a look-up per id, up to the first that is cold) ran on {on_slice:,} samples, its dict made "
         "beforehand; its column is that time scaled to all."
     )
-    return [text, "", *grid(head, rows)]
+    return [text, "", *table(sides(head), rows)]
 
 
 def calibrated(cells: list[dict[str, Any]]) -> list[str]:
@@ -85,7 +81,7 @@ def calibrated(cells: list[dict[str, Any]]) -> list[str]:
         f"{cell['rounds']} rounds, {cell['stolen_rounds']} stolen."
     )
     head = ("way", "calibrate, s, measured", "hot samples", "with classifying, of the epoch", "promised")
-    return [text, "", *grid(head, rows)]
+    return [text, "", *table(sides(head), rows)]
 
 
 def tracked(cells: list[dict[str, Any]]) -> list[str]:
@@ -94,7 +90,7 @@ def tracked(cells: list[dict[str, Any]]) -> list[str]:
     low, high = cell["spread"]
     promise = held(f"at most {cell['most']:.0%}", holds=cell["share"] <= cell["most"])
     return [
-        f"A batch of {cell['lookups']:,} lookups shown to the tracker: {cell['observe_ms']:.2f} ms on one thread, beside "
+        f"A batch of {cell['lookups']:,} lookups shown to the tracker: {cell['observe_ms']:.2f} ms, one thread, beside "
         f"a step of {cell['step_ms']:.1f} ms at Kaggle's full cardinalities, dim 16: {cell['share']:.1%} "
         f"({low:.1%}-{high:.1%}) of it ({promise}). Budget 256 MiB, of which {cell['hot_rows']:,} rows are named hot "
         f"in {cell['hot_set_s']:.2f} s, once; the tracker takes {cell['tracker_bytes'] / 2**20:.0f} MiB. "
@@ -110,11 +106,11 @@ def compared(cells: list[dict[str, Any]]) -> list[str]:
         "Ways to find hot rows in one pass (benchmarks/hot_trackers.py), on real rows in their stored order; "
         "`renamed`: three rows in ten exchange their names after each tenth. k rows are named before each tenth but "
         "the first. Each cell: recall of the k rows of most accesses so far / of those of the tenth before / accesses "
-        "of the tenth that they take, of the most that any k rows take. Means over nine tenths; the same on every machine."
+        "of the tenth that they take, of the most that any k rows take. Means over nine tenths; no times."
     )
     fields = ("recall_so_far", "recall_last_part", "of_best")
     rows = [
         [stream, *(" / ".join(f"{ways[name][field]:.0%}" for field in fields) for name in names)]
         for stream, ways in cell["streams"].items()
     ]
-    return [text, "", *grid(("rows, k of all", *names), rows)]
+    return [text, "", *table(sides(("rows, k of all", *names)), rows)]

@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks import (
     claims,
     end_to_end,
+    hot_page,
     kernels,
     peak_memory,
     precision,
@@ -340,6 +341,21 @@ def test_pages_say_whether_a_promise_is_held() -> None:
     assert "### kaggle" in page
     assert "| theirs | 1.60x (1.50-1.80) | 1.70x: **not held** | 1.20x (at most 1.25x: held) |" in page
     assert "| 1.70x: held | 1.26x (at most 1.25x: **not held**) |" in page
+
+
+def test_hot_tables_say_what_is_held_and_what_is_extrapolated() -> None:
+    rounds = {"rounds": 3, "stolen_rounds": 0}
+    first = {"name": "hot_classify_first", "samples": 1000, "samples_per_s": 4e6, "spread": [3e6, 6e6], "target": 5e6}
+    ways = {"exact": {"seconds": 0.5, "spread": [0.4, 0.6], "hot_samples": 0.25, "share_of_epoch": 0.06}}
+    chosen = {"name": "hot_calibrate", "samples": 1000, "budget_bytes": 1e6, "step_ms": 40.0, "classify_s": 0.1}
+    chosen |= {"epoch_extrapolated_s": 10.0, "most": 0.05, "ways": ways}
+    track = {"name": "hot_track", "lookups": 9, "observe_ms": 0.5, "step_ms": 50.0, "share": 0.01}
+    track |= {"spread": [0.0, 0.03], "most": 0.02, "tracker_bytes": 1 << 20, "hot_rows": 5, "hot_set_s": 0.1}
+    page = "\n".join(hot_page.hot_tables([own | rounds for own in (first, chosen, track)]))
+    assert "| hot_classify_first | 4.0M (3.0M-6.0M) | 5M: **not held** |" in page
+    assert "| exact | 0.500 (0.400-0.600) | 25.0% | 6.0% | at most 5%: **not held** |" in page
+    assert "The epoch is **extrapolated**: 10.0 s" in page
+    assert "1.0% (0.0%-3.0%) of it (at most 2%: held)" in page
 
 
 def test_update_table_sets_skews_side_by_side() -> None:

@@ -20,6 +20,7 @@ from hotrow.hot.compare import record_bytes_of
 from hotrow.hot.drift import measure_drift
 from hotrow.hot.hot_set import HotRows
 from hotrow.hot.tracker import HotTracker
+from hotrow.inspection import print_inspection
 
 BUDGET = 700_000
 NAMES = ("whole", "first", "tracked", "lru", "belady")
@@ -205,7 +206,9 @@ def test_a_dataset_without_counts_is_counted_with_a_warning(dataset: PackedDatas
         measure_drift(dataset, BUDGET, record_bytes=dict.fromkeys(("t0", "t1", "t2"), 64))
 
 
-def test_inspect_reports_drift(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
+def test_inspect_reports_drift(
+    make_dataset: Callable[..., PackedDataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = {"train": 900, "val": 8, "test": 8}
     data = make_dataset(tmp_path / "data", rows=rows, table_rows=(60_000, 200), counts=True)
     report = tools.inspect(data.path, hot="512KiB", drift=True, out=tmp_path / "out")
@@ -215,5 +218,8 @@ def test_inspect_reports_drift(make_dataset: Callable[..., PackedDataset], tmp_p
     page = (tmp_path / "out" / "hotness.html").read_text()
     assert "hot set of the whole split" in page and "Belady" in page
     assert "drift" not in tools.inspect(data.path, hot="512KiB")["hot"]
+    print_inspection(report)
+    shown = capsys.readouterr().out
+    assert "of each tenth" in shown and f"{report['hot']['drift']['parts'][9]['lru']['hot_samples']:.1%} (" in shown
     with pytest.raises(ValueError, match="drift needs hot"):
         tools.inspect(data.path, drift=True)

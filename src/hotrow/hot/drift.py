@@ -36,7 +36,7 @@ NUM_PARTS = 10
 BATCH_SIZE = 2048
 """Samples the tracker is shown at a time."""
 MOST_ACCESSES = 1 << 26
-"""Accesses for which caches are run: they need about 20 bytes each."""
+"""Accesses for which caches are run: they need about 25 bytes each."""
 SETS, CACHES = ("whole", "first", "tracked"), ("lru", "belady")
 
 
