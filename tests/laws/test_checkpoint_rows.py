@@ -226,13 +226,19 @@ def test_a_part_loaded_alone_leaves_the_other_as_it_is(tmp_path: Path, name: str
 # ---- what a chain goes on from
 
 
-def test_a_failed_save_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain = make(tmp_path / "rows", "adagrad"), make(None, "adagrad")
+def saved_once(folder: Path) -> tuple[Model, Model]:
+    """A model in tiers, its checkpoint `step-1`, trained on since; and its twin in DRAM, which was not saved."""
+    model, plain = make(folder / "rows", "adagrad"), make(None, "adagrad")
     for each in (model, plain):
         each.train(1, num_batches=20)
-    save_checkpoint(tmp_path / "step-1", model.parts)
+    save_checkpoint(folder / "step-1", model.parts)
     for each in (model, plain):
         each.train(2)
+    return model, plain
+
+
+def test_a_failed_save_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = saved_once(tmp_path)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -248,12 +254,7 @@ def test_a_failed_save_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_checkpoint_of_a_part_is_whole_and_ends_no_chain(tmp_path: Path) -> None:
-    model, plain = make(tmp_path / "rows", "adagrad"), make(None, "adagrad")
-    for each in (model, plain):
-        each.train(1, num_batches=20)
-    save_checkpoint(tmp_path / "step-1", model.parts)
-    for each in (model, plain):
-        each.train(2)
+    model, plain = saved_once(tmp_path)
     for name in ("embedding", "sparse"):
         paths = [
             save_checkpoint(tmp_path / f"{name}-{n}", {name: each.parts[name]}) for n, each in enumerate((model, plain))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hotrow import runs
-from hotrow.config import make_config
+from hotrow.config import Config, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.hot.find import find_hot
 from hotrow.hot.threshold import by_threshold
@@ -64,7 +64,12 @@ def test_bytes_over_the_link_are_those_of_a_run(dataset: PackedDataset, tmp_path
     assert row["link_bytes"] == pytest.approx(crossed - offsets, rel=0.01)
 
 
-def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path) -> None:
+def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(raw: dict[str, Any], *, origin: str) -> Config:
+        model, options = {"bottom_mlp": [4], "top_mlp": [4]}, {"threads": 1}
+        return make_config({**raw, "model": raw["model"] | model, "train": raw["train"] | options}, origin=origin)
+
+    monkeypatch.setattr(hot, "make_config", small)
     preset = runner.load_preset("hot")
     fixed = {"num_samples": 3000, "scale": 0.001, "seeds": 2, "small_table": "0", "embedding_dim": 4, "batch_size": 64}
     axes = {
