@@ -32,6 +32,7 @@ TESTS = (
     "tests/unit/test_spill.py",
     "tests/unit/test_stores.py",
     "tests/unit/test_cached_store.py",
+    "tests/unit/test_hot_tracker.py",
 )
 # The editable install answers for hotrow before sys.path does; here the sanitized copy must.
 RUN = """
