@@ -13,6 +13,8 @@ which the hypervisor took processor time away counts for none.
     calibrate                          the ways to choose rows; what that and classification take of an epoch
     track                              showing a batch to the tracker, beside the training step it belongs to
     trackers                           ways to track, on real rows (hot_trackers.py; nothing is timed)
+    quality_criteo, quality_synthetic  turns of hot and cold batches beside shuffled order, over seeds (hot_quality.py)
+    link                               what crosses the link to a fast device, by budget (the same; nothing is timed)
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks import hot_trackers
+from benchmarks import hot_quality, hot_trackers
 from benchmarks.results import record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, column_ids, make_setting
@@ -326,7 +328,8 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
     }
 
 
-CELLS = ("classify_prefix", "classify_listed", "classify_first", "calibrate", "track", "trackers")
+QUALITY = ("quality_criteo", "quality_synthetic", "link")
+CELLS = ("classify_prefix", "classify_listed", "classify_first", "calibrate", "track", "trackers", *QUALITY)
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -338,6 +341,8 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
         for row in hot_trackers.comparison(options.data):
             rows[f"{row['stream']}, {row['share']:.0%}"] = row["ways"]
         return {"streams": rows}
+    if name in QUALITY:
+        return hot_quality.measure(name, options.data, folder, quick=quick)
     if name == "track":
         return track(num_rounds, quick=quick)
     data = Data(folder, quick=quick)
@@ -355,7 +360,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)}; all where none is named")
     parser.add_argument("--folder", type=Path, help="where the prepared data stay; default: a temporary folder")
-    parser.add_argument("--data", type=Path, help="folder of the real files, for trackers")
+    parser.add_argument("--data", type=Path, help="folder of the real files, for trackers and what is after it")
     parser.add_argument("--quick", action="store_true", help="little data: tries the cells, measures nothing of worth")
     parser.add_argument("--threads", type=int, help="default: torch's")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.hot_quality import link_table, quality_table
 from benchmarks.markdown import held, table
 
 
@@ -15,10 +16,12 @@ def hot_tables(cells: list[dict[str, Any]]) -> list[str]:
         ("hot_calibrate", calibrated),
         ("hot_track", tracked),
         ("hot_trackers", compared),
+        ("hot_quality", quality_table),
+        ("hot_link", link_table),
     )
     lines: list[str] = []
     for name, make in kinds:
-        own = [c for c in cells if c["name"] == name or (name == "hot_classify" and c["name"].startswith(name))]
+        own = [c for c in cells if c["name"] == name or c["name"].startswith(f"{name}_")]
         if own:
             lines += ["", *make(own)]
     return lines[1:]
