@@ -17,6 +17,10 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def names(num_features: int) -> list[str]:
+    return [f"x{k}" for k in range(num_features)]
+
+
 def test_linear_is_drawn_as_in_the_reference() -> None:
     layer = linear(300, 500, seeded())
     for tensor, std in ((layer.weight, math.sqrt(2 / 800)), (layer.bias, math.sqrt(1 / 500))):
@@ -64,7 +68,7 @@ def plain_dlrm(model: nn.Module, dense: torch.Tensor, pooled: torch.Tensor) -> t
 @pytest.mark.parametrize("num_features", [1, 5])
 def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
     config = ModelConfig(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6])
-    model = build_model(config, num_dense=num_dense, num_features=num_features, seed=3)
+    model = build_model(config, num_dense=num_dense, feature_names=names(num_features), seed=3)
     dense = torch.randn(7, num_dense, generator=seeded(1))
     pooled = torch.randn(7, num_features, 8, generator=seeded(2), requires_grad=True)
     twin = pooled.detach().clone().requires_grad_()
@@ -82,7 +86,7 @@ def test_first_order_against_plain_torch(num_dense: int) -> None:
         build_model(
             ModelConfig(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6], first_order=first_order),
             num_dense=num_dense,
-            num_features=5,
+            feature_names=names(5),
             seed=3,
         )
         for first_order in (True, False)
@@ -111,7 +115,7 @@ def test_first_order_against_plain_torch(num_dense: int) -> None:
 def test_first_order_at_the_start_is_the_logistic_regression_of_rows_at_zero() -> None:
     """Rows at zero get a gradient in their first column, equal for all features, and no draw differs from without."""
     configs = [ModelConfig(embedding_dim=4, bottom_mlp=[8], top_mlp=[6], first_order=on) for on in (False, True)]
-    without, model = (build_model(config, num_dense=3, num_features=5, seed=3) for config in configs)
+    without, model = (build_model(config, num_dense=3, feature_names=names(5), seed=3) for config in configs)
     dense = torch.randn(7, 3, generator=seeded(1))
     grads = []
     for network in (without, model):
@@ -125,7 +129,7 @@ def test_first_order_at_the_start_is_the_logistic_regression_of_rows_at_zero() -
 
 
 def test_widths_follow_the_paper() -> None:
-    model = build_model(ModelConfig(), num_dense=13, num_features=26, seed=0)
+    model = build_model(ModelConfig(), num_dense=13, feature_names=names(26), seed=0)
     widths = [
         [layer.in_features for layer in mlp.layers] + [mlp.layers[-1].out_features] for mlp in (model.bottom, model.top)
     ]
