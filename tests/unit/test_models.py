@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from hotrow.config import ModelConfig
+from hotrow.config import ModelConfig, load_config
+from hotrow.data.avazu import SCHEMA as AVAZU_SCHEMA
+from hotrow.data.sources import CRITEO_SCHEMA
+from hotrow.data.taobao import HISTORIES_SCHEMA
 from hotrow.models import build_model
 from hotrow.models.layers import MLP, linear
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -134,3 +140,27 @@ def test_widths_follow_the_paper() -> None:
         [layer.in_features for layer in mlp.layers] + [mlp.layers[-1].out_features] for mlp in (model.bottom, model.top)
     ]
     assert widths == [[13, 512, 256, 64, 16], [16 + 27 * 26 // 2, 512, 256, 1]]
+
+
+# Of FAE (VLDB 2022, Table 2), RMC1 to RMC4: bottom MLP, top MLP of a step or sample, and TBSM's last.
+SHAPES = {
+    "taobao-tbsm": ([1, 16], [22, 15, 15], [30, 60, 1]),
+    "criteo-kaggle": ([13, 512, 256, 64, 16], [367, 512, 256, 1], None),
+    "criteo-terabyte": ([13, 512, 256, 64], [415, 512, 512, 256, 1], None),
+    "avazu": (None, [16 + 21 * 22 // 2, 512, 256, 1], None),  # its bottom MLP has no input here: see the recipe
+}
+SCHEMAS = {"taobao": HISTORIES_SCHEMA, "criteo": CRITEO_SCHEMA, "avazu": AVAZU_SCHEMA}
+
+
+def widths(mlp: nn.Module) -> list[int]:
+    return [mlp.layers[0].in_features, *(layer.out_features for layer in mlp.layers)]  # type: ignore[union-attr, misc]
+
+
+@pytest.mark.parametrize("recipe", SHAPES)
+def test_recipes_have_the_shapes_of_the_papers_workloads(recipe: str) -> None:
+    config, schema = load_config(RECIPES / f"{recipe}.yaml").model, SCHEMAS[recipe.split("-")[0]]
+    model = build_model(config, num_dense=len(schema.dense), feature_names=schema.feature_names, seed=0)
+    bottom, top, final = SHAPES[recipe]
+    assert bottom is None or widths(model.bottom) == bottom
+    assert widths(model.top) == top
+    assert final is None or widths(model.final) == final
