@@ -53,11 +53,11 @@ VARIANTS = {
     "float16 tables": ["train.precision=fp16"],
     "split weights": ["train.precision=split_bf16", "optimizer.sparse.name=sgd"],
 }
-MEMORY: dict[str, dict[str, Any]] = {
-    "ahead": {},
-    "as they come": {"lookahead": 0, "policy": "lru"},
-    "ahead by one": {"lookahead": 1, "policy": "lfu"},
-}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((variant, {}) for variant in VARIANTS),
+    ("adam", {"lookahead": 0, "policy": "lru"}),
+    ("split weights", {"lookahead": 1, "policy": "lfu"}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +82,9 @@ def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
 
 
 @native
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY.keys())
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_run_in_tiers_is_the_run_in_dram(
-    data: Path, tmp_path: Path, changes: list[str], memory: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("variant", "memory"), CASES, ids=str)
+def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, variant: str, memory: dict[str, Any]) -> None:
+    changes = VARIANTS[variant]
     expected = outcome(runs.train(config(data, tmp_path / "plain", changes)))
     run = runs.train(config(data, tmp_path / "tiers", changes, tiers(data, changes, **memory)))
     tables = run.record["memory"]["tables"]

@@ -120,6 +120,12 @@ def test_negatives_are_uniform_over_what_was_seen() -> None:
         assert abs(count - expected) < 5 * expected**0.5 + 0.06 * expected, item
 
 
+def test_negatives_of_a_target_are_drawn_apart() -> None:
+    item = read(HistoriesSource(make_events(20_000, num_items=5000), schema(negatives=3)))["item"]
+    same = [len({*item[i + 1 : i + 4]}) < 3 for i in range(0, len(item), 4)]
+    assert np.mean(same) < 0.05
+
+
 def test_another_seed_draws_others_and_nothing_else_moves() -> None:
     one, two, again = (read(HistoriesSource(make_events(), schema(seed=seed))) for seed in (1, 2, 1))
     assert one == again
@@ -250,3 +256,10 @@ def test_rows_to_predict_come_with_their_histories() -> None:
     given = pa.table({name: rows[name] for name in schema().feature_names})
     again = read(open_columns(given, schema(), name="frame", labels="auto"))
     assert {name: again[name] for name in schema().feature_names} == {n: rows[n] for n in schema().feature_names}
+
+
+def test_text_to_predict_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "new.csv"
+    path.write_text("\n".join(LINES) + "\n")
+    with pytest.raises(ValueError, match=r"new.csv: rows to predict bring their histories, as lists in item_history, "):
+        open_source("taobao-histories", path, labels="auto")

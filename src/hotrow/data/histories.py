@@ -28,12 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import Chunk, KeyKind, Keys, Position, SkippedRows, SourceInfo
-from hotrow.data.columns import ColumnsSource
+from hotrow.data.columns import ColumnsSource, input_files
 from hotrow.data.convert import IdEncoding
 from hotrow.data.inputs import prefetch
 from hotrow.data.rowsort import Columns, RowSort
 from hotrow.data.schema import HISTORY, HistoriesSpec, Schema
 from hotrow.data.split import GOLDEN, mix64
+from hotrow.data.tabular import is_parquet
 from hotrow.files import explain_full_disk
 
 NEGATIVE_SALT = 0xE6
@@ -47,10 +48,20 @@ Integers = NDArray[np.int64]
 def open_columns(
     data: Any, schema: Schema, *, name: str, labels: Literal["required", "auto"] = "required", **options: Any
 ) -> ColumnsSource | HistoriesSource:
-    """The source of `data` read by `schema`: of samples made from events where it says so, unless rows to predict."""
-    if schema.histories is None or labels == "auto":
-        return ColumnsSource(data, schema, name=name, labels=labels, **options)
-    return HistoriesSource(data, schema, name=name, **options)
+    """The source of `data` read by `schema`: of samples made from events where it says so, unless rows to predict.
+
+    Raises ValueError where rows to predict are text, whose histories nothing cuts into lists.
+    """
+    if schema.histories is not None and labels == "required":
+        return HistoriesSource(data, schema, name=name, **options)
+    lists = [column.column for column in schema.categorical if column.kind == "sequence" and column.separator is None]
+    files = input_files(data)
+    if schema.histories is not None and lists and files is not None and not is_parquet(files[0]):
+        raise ValueError(
+            f"{files[0].name}: rows to predict bring their histories, as lists in {', '.join(lists)}, and text has no "
+            f"lists; give Parquet or a frame with the columns {', '.join(schema.feature_names)}"
+        )
+    return ColumnsSource(data, schema, name=name, labels=labels, **options)
 
 
 @dataclass(frozen=True)
