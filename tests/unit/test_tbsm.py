@@ -188,3 +188,28 @@ def test_defaults_are_those_of_the_reference_script() -> None:
         "attention": [20, 15, 15, 20],
         "final": [30, 60, 1],
     }
+
+
+def test_gradients_repeat_to_the_bit_on_several_threads() -> None:
+    """Rows that stand in many steps get the sum of many gradients, in one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        embedding = make_embedding()
+        model, lengths = make_model(embedding), [STEPS] * 4000
+        sparse, seen = jagged(make_ids(lengths), lengths), []
+        for _ in range(8):
+            model(torch.empty(len(lengths), 0), look_up(model, embedding, sparse)).square().sum().backward()
+            seen.append([pending.grad.clone() for pending in embedding.pending])
+            embedding.clear_pending()
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, first) for grads in seen for one, first in zip(grads, seen[0], strict=True))
+
+
+def test_a_batch_without_a_feature_is_refused() -> None:
+    embedding = make_embedding()
+    model, ids = make_model(embedding), make_ids([2, 3])
+    del ids["user"]
+    with pytest.raises(ValueError, match="feature 'user' is missing from the batch; it has item, item_history"):
+        model(torch.empty(2, 0), look_up(model, embedding, jagged(ids, [2, 3])))

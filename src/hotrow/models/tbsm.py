@@ -83,11 +83,11 @@ class TBSM(nn.Module):
         sample_L = torch.repeat_interleave(torch.arange(num_samples), lengths_B)
         starts_B = lengths_B.cumsum(0) - lengths_B
         slot_L = num_slots - lengths_B[sample_L] + torch.arange(len(sample_L)) - starts_B[sample_L]
-        slot_S = torch.cat([slot_L, torch.full((num_samples,), num_slots)])
-        z_SM = self._steps(dense_BI, rows, torch.cat([sample_L, torch.arange(num_samples)]), slot_S)
-        z_LM, w_BM = z_SM[: len(sample_L)], z_SM[len(sample_L) :]
+        place_L = sample_L * num_slots + slot_L
+        z_SM = self._steps(dense_BI, rows, place_L)
+        z_LM, w_BM = z_SM[: len(place_L)], z_SM[len(place_L) :]
         empty = z_SM.new_zeros(num_samples * num_slots, z_SM.shape[1])
-        H_BTM = empty.index_copy(0, sample_L * num_slots + slot_L, z_LM).view(num_samples, num_slots, -1)
+        H_BTM = empty.index_copy(0, place_L, z_LM).view(num_samples, num_slots, -1)
         target_BM = w_BM @ self.inner_MM.T @ self.inner_MM
         products_BT = torch.bmm(H_BTM, target_BM[:, :, None]).squeeze(2)
         y_BT = torch.sigmoid(self.attention(products_BT))
@@ -95,21 +95,27 @@ class TBSM(nn.Module):
         logits_B1: Tensor = self.final(torch.cat([c_BM, w_BM], dim=1))
         return logits_B1.squeeze(1)
 
-    def _steps(
-        self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]], sample_S: Tensor, slot_S: Tensor
-    ) -> Tensor:
-        """Unit vectors z [S, M] of all steps, one DLRM call."""
-        position_S = slot_S.to(torch.float32) / (self.history_steps + 1)
-        dense_SI = torch.cat([position_S[:, None], dense_BI[sample_S]], dim=1)
+    def _steps(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]], place_L: Tensor) -> Tensor:
+        """Unit vectors z [S, M] of all steps, one DLRM call; place_L: sample * T + slot of the histories' steps."""
+        num_slots = self.history_steps
+        slot_S = torch.cat([place_L % num_slots, torch.full((len(dense_BI),), num_slots)])
+        position_S = slot_S.to(torch.float32) / (num_slots + 1)
+        dense_SI = torch.cat([dense_BI[place_L // num_slots], dense_BI])
         vectors = []
         for name in self.single:
             values_BD, history = rows[name][0], self.histories.get(name)
-            vectors.append(values_BD[sample_S] if history is None else torch.cat([rows[history][0], values_BD]))
-        z_SM = self.top(dot_interaction(self.bottom(dense_SI), torch.stack(vectors, dim=1)))
+            # Through all slots: each place is taken once, so backward sums in one order, on any number of threads.
+            past_LD = _in_every_slot(values_BD, num_slots)[place_L] if history is None else rows[history][0]
+            vectors.append(torch.cat([past_LD, values_BD]))
+        x_SD = self.bottom(torch.cat([position_S[:, None], dense_SI], dim=1))
+        z_SM = self.top(dot_interaction(x_SD, torch.stack(vectors, dim=1)))
         return normalize(z_SM, dim=1)
 
     def _lengths(self, rows: Mapping[str, tuple[Tensor, Tensor]], num_samples: int) -> Tensor:
         """Steps of each sample's history [B], checked."""
+        for name in (*self.single, *self.histories.values()):
+            if name not in rows:
+                raise ValueError(f"feature {name!r} is missing from the batch; it has {', '.join(rows)}")
         for name in self.single:
             lengths_B = rows[name][1].diff()
             _check(lengths_B == 1, lengths_B, name, "where tbsm needs exactly one: its histories end in _history")
@@ -136,6 +142,11 @@ def _pair(feature_names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]
         if name not in feature_names:
             raise ValueError(f"feature {history!r} is the history of {name!r}, which the data has not; tbsm needs both")
     return tuple(name for name in feature_names if name not in histories.values()), histories
+
+
+def _in_every_slot(values_BD: Tensor, num_slots: int) -> Tensor:
+    """[B * T, D]: row b in places b * T to b * T + T - 1."""
+    return values_BD[:, None].expand(-1, num_slots, -1).reshape(-1, values_BD.shape[1])
 
 
 def _check(good_B: Tensor, lengths_B: Tensor, name: str, reason: str) -> None:
