@@ -191,14 +191,17 @@ def test_defaults_are_those_of_the_reference_script() -> None:
 
 
 def test_gradients_repeat_to_the_bit_on_several_threads() -> None:
-    """Rows that stand in many steps get the sum of many gradients, in one order."""
+    """Rows that stand in many steps get the sum of many gradients, in one order.
+
+    Torch's own gather adds them as threads come, which shows now and then, mostly on a busy machine.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(4)
     try:
         embedding = make_embedding()
-        model, lengths = make_model(embedding), [STEPS] * 2500
+        model, lengths = make_model(embedding), [STEPS] * 4000
         sparse, seen = jagged(make_ids(lengths), lengths), []
-        for _ in range(6):
+        for _ in range(8):
             model(torch.empty(len(lengths), 0), look_up(model, embedding, sparse)).square().sum().backward()
             seen.append([pending.grad.clone() for pending in embedding.pending])
             embedding.clear_pending()
