@@ -36,6 +36,7 @@ from hotrow.data.prepare import RawEncoder, run_prepare
 from hotrow.data.progress import progress_bar
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import atomic_write, explain_full_disk
+from hotrow.models import look_up
 from hotrow.placement import choose, close_tiers
 from hotrow.run_folder import RunFolder
 from hotrow.runs import train
@@ -137,7 +138,7 @@ class Run:
         """`predict` piece by piece, in bounded memory."""
         embedding, model = self._network
         for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE):
-            yield torch.sigmoid(model(batch.dense, embedding(batch.sparse))).numpy()
+            yield torch.sigmoid(model(batch.dense, look_up(model, embedding, batch.sparse))).numpy()
 
     def write_scores(self, data: Any, out: Path | str) -> int:
         """Write `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
@@ -228,7 +229,7 @@ def fit(
     has wrong.
     """
     changes = [f"model.name={model}", *(f"{_option(name)}={json.dumps(value)}" for name, value in overrides.items())]
-    make_config(apply_overrides({"data": ""}, [*FIT_DEFAULTS, *changes]), origin="fit")  # before hours of preparation
+    make_config(apply_overrides({"data": ""}, [*_fit_defaults(model), *changes]), origin="fit")  # before hours of work
     packed = isinstance(data, str | Path) and (Path(data) / MANIFEST).is_file()
     if packed and (label is not None or time is not None):
         raise ValueError(f"label and time are for raw data, but {data} is a packed dataset; leave them out")
@@ -238,7 +239,7 @@ def fit(
             data = _prepare_into(folder, data, label=label, time=time, quiet=quiet).path
         dataset = PackedDataset.open(data)
         raw = {"data": str(dataset.path), "run": str(folder.path)}
-        config = make_config(apply_overrides(raw, [*_defaults(dataset), *changes]), origin="fit")
+        config = make_config(apply_overrides(raw, [*_defaults(dataset, model), *changes]), origin="fit")
     return Run(train(config, folder=folder, quiet=quiet).path)
 
 
@@ -261,7 +262,12 @@ def _is_paths(data: Any) -> bool:
     return isinstance(data, str | Path) or (isinstance(data, list | tuple) and all(map(_is_paths, data)))
 
 
-def _defaults(dataset: PackedDataset) -> list[str]:
+def _fit_defaults(model: str) -> list[str]:
+    """FIT_DEFAULTS, of which `model` has each."""
+    return [change for change in FIT_DEFAULTS if model == "dlrm" or not change.startswith("model.first_order")]
+
+
+def _defaults(dataset: PackedDataset, model: str) -> list[str]:
     num_rows = dataset.split("train").num_rows
     batch_size = min(2048, max(64, num_rows // 200))
     steps_per_epoch = -(-num_rows // batch_size)
@@ -269,7 +275,7 @@ def _defaults(dataset: PackedDataset) -> list[str]:
     # A quarter of a short epoch is too little to judge progress by.
     size = [f"train.batch_size={batch_size}", f"train.epochs={epochs}", f"train.eval_every={1 if epochs > 5 else 0.25}"]
     stops = "val" in dataset.splits and dataset.split("val").num_rows > 0
-    return [*FIT_DEFAULTS, *size, *([] if stops else ["train.early_stopping=null"])]
+    return [*_fit_defaults(model), *size, *([] if stops else ["train.early_stopping=null"])]
 
 
 def _option(name: str) -> str:

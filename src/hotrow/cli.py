@@ -95,7 +95,9 @@ def init(
 
 @verb("prepare", example="hotrow prepare criteo train.txt --out data/criteo")
 def prepare(
-    source: Annotated[str, typer.Argument(help="criteo, avazu, taobao, movielens, csv, parquet, or auto to tell.")],
+    source: Annotated[
+        str, typer.Argument(help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, or auto to tell.")
+    ],
     paths: Paths,
     *,
     out: Annotated[Path, typer.Option(help="Folder of the packed dataset; work left there is continued.")],

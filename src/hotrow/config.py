@@ -37,8 +37,10 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """Which network stands on the tables, and how wide it is."""
 
-    name: Literal["dlrm"] = "dlrm"
-    """The network. `dlrm`: bottom MLP on the dense inputs, pairwise dot products with the embeddings, top MLP."""
+    name: Literal["dlrm", "tbsm"] = "dlrm"
+    """The network. `dlrm`: bottom MLP on the dense inputs, pairwise dot products with the embeddings, top MLP. `tbsm`:
+    such a network makes a vector of every step of a history, and attention compares them with the last step's; features
+    named X_history hold the earlier ids of feature X (docs/prepare.md)."""
     embedding_dim: Width = 16
     """Columns D of every table; also the width of the bottom MLP's last layer."""
     embedding_init: NotNegative | None = None
@@ -47,12 +49,42 @@ class ModelConfig(_Section):
     bottom_mlp: list[Width] = [512, 256, 64]
     """Widths of the bottom MLP's hidden layers; a last layer of `embedding_dim` follows by itself."""
     top_mlp: list[Width] = [512, 256]
-    """Widths of the top MLP's hidden layers; the last layer, one logit, follows by itself."""
+    """Widths of the top MLP's hidden layers; the last layer, one logit, follows by itself. With `tbsm` all widths of
+    the top MLP of a step, the last that of its vector."""
     interaction: Literal["dot"] = "dot"
     """How features meet. `dot`: every pair of the F + 1 vectors, without the pair of a vector with itself."""
     first_order: bool = False
     """Whether the logit also gets the first column of every pooled row and a linear map of the dense inputs, as in a
-    logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP."""
+    logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP. Only for
+    dlrm."""
+    history_steps: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Most ids of a history; a longer one is an error. null means 20. Only for tbsm."""
+    attention_mlp: list[Width] | None = None
+    """Widths of the hidden layers between the products of all steps with the last and the steps' weights; null means
+    [15, 15]. Only for tbsm."""
+    final_mlp: list[Width] | None = None
+    """Widths of the hidden layers on the attended history beside the last step's vector; one logit follows by itself.
+    null means [60]. Only for tbsm."""
+
+    @model_validator(mode="after")
+    def _only_what_acts(self) -> ModelConfig:
+        if self.name == "tbsm" and self.first_order:
+            raise ValueError("first_order is true, but tbsm has no first-order term; remove it or choose dlrm")
+        for field in _TBSM_DEFAULTS:
+            if self.name != "tbsm" and (value := getattr(self, field)) is not None:
+                raise ValueError(f"{field} is {value}, but {self.name} has no history; remove it or choose tbsm")
+        if self.name == "tbsm" and not self.top_mlp:
+            raise ValueError("top_mlp is [], but with tbsm its last width is that of a step's vector; give one or more")
+        return self
+
+    def tbsm_options(self) -> dict[str, Any]:
+        """The options that tbsm alone has, defaults filled in."""
+        given = {name: getattr(self, name) for name in _TBSM_DEFAULTS}
+        return {name: _TBSM_DEFAULTS[name] if value is None else value for name, value in given.items()}
+
+
+_TBSM_DEFAULTS: dict[str, Any] = {"history_steps": 20, "attention_mlp": [15, 15], "final_mlp": [60]}
+"""Those of the reference's script for Taobao."""
 
 
 class DenseOptimizerConfig(_Section):

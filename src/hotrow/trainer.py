@@ -32,7 +32,7 @@ from hotrow.hot.turns import Turns
 from hotrow.memory.budget import Memory
 from hotrow.memory.lookahead import lookahead
 from hotrow.metrics import BinaryMetrics
-from hotrow.models import build_model
+from hotrow.models import build_model, look_up
 from hotrow.placement import choose, close_tiers, record_bytes, size
 from hotrow.progress import ProgressLine, duration, rate
 from hotrow.run_folder import RunFolder
@@ -84,8 +84,8 @@ def build_network(
     config: Config, tables: Sequence[TableConfig], *, num_dense: int, memory: Memory | None = None
 ) -> tuple[EmbeddingCollection, nn.Module]:
     """The tables and the model on them, all random draws from `config.train.seed`; memory: None: all in DRAM."""
-    seed, num_features = config.train.seed, sum(len(table.feature_names) for table in tables)
-    model = build_model(config.model, num_dense=num_dense, num_features=num_features, seed=seed)
+    seed, feature_names = config.train.seed, [name for table in tables for name in table.feature_names]
+    model = build_model(config.model, num_dense=num_dense, feature_names=feature_names, seed=seed)
     return EmbeddingCollection(tables, memory=memory, seed=seed), model
 
 
@@ -135,9 +135,9 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     parts.schedule.apply(step)
     parts.dense_optimizer.zero_grad()
     parts.sparse_optimizer.zero_grad()
-    pooled_BP = parts.embedding(batch.sparse)
+    rows = look_up(parts.model, parts.embedding, batch.sparse)
     clock.lap("lookup")
-    logits_B = parts.model(batch.dense, pooled_BP)
+    logits_B = parts.model(batch.dense, rows)
     loss = binary_cross_entropy_with_logits(logits_B, batch.label)
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     check_finite(parts, batch, loss.detach())
@@ -171,7 +171,7 @@ def evaluate(
     """
     metrics = BinaryMetrics()
     for batch in islice(loader.epoch(0), num_batches):
-        metrics.update(model(batch.dense, embedding(batch.sparse)), batch.label)
+        metrics.update(model(batch.dense, look_up(model, embedding, batch.sparse)), batch.label)
     values = metrics.compute()
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 

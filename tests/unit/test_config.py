@@ -32,6 +32,9 @@ model.bottom_mlp [512, 256, 64]
 model.top_mlp [512, 256]
 model.interaction dot
 model.first_order False
+model.history_steps None
+model.attention_mlp None
+model.final_mlp None
 optimizer.dense.name sgd
 optimizer.dense.lr 0.1
 optimizer.dense.weight_decay 0.0
@@ -119,6 +122,19 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "train": {"threads": "many"}}, r"train\.threads is 'many'; allowed: auto or an integer >= 1"),
         ({"data": "d", "train": 3}, "train is 3; allowed: a mapping with batch_size, epochs"),
         ({"data": "d", "model": {"top_mlp": [8, 0]}}, r"model\.top_mlp is 0; allowed: a list of integers >= 1"),
+        (
+            {"data": "d", "model": {"attention_mlp": [8]}},
+            r"model: attention_mlp is \[8\], but dlrm has no history; remove it or choose tbsm",
+        ),
+        (
+            {"data": "d", "model": {"name": "tbsm", "first_order": True}},
+            "model: first_order is true, but tbsm has no first-order term; remove it or choose dlrm",
+        ),
+        ({"data": "d", "model": {"name": "tbsm", "top_mlp": []}}, r"model: top_mlp is \[\], but with tbsm its last"),
+        (
+            {"data": "d", "model": {"name": "tbsm", "history_steps": 0}},
+            r"model\.history_steps is 0; allowed: an integer >= 1",
+        ),
         ({"data": "d", "train": {"precision": "bf16"}}, r"train\.precision is 'bf16'; allowed: fp32, fp16, split_bf16"),
         ({"data": "d", "device": "cuda"}, "device is 'cuda'; allowed: auto, cpu"),
         (

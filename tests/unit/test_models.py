@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from hotrow.config import ModelConfig
+from hotrow.config import ModelConfig, load_config
+from hotrow.data.avazu import SCHEMA as AVAZU_SCHEMA
+from hotrow.data.sources import CRITEO_SCHEMA
+from hotrow.data.taobao import HISTORIES_SCHEMA
 from hotrow.models import build_model
 from hotrow.models.layers import MLP, linear
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def names(num_features: int) -> list[str]:
+    return [f"x{k}" for k in range(num_features)]
 
 
 def test_linear_is_drawn_as_in_the_reference() -> None:
@@ -64,7 +74,7 @@ def plain_dlrm(model: nn.Module, dense: torch.Tensor, pooled: torch.Tensor) -> t
 @pytest.mark.parametrize("num_features", [1, 5])
 def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
     config = ModelConfig(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6])
-    model = build_model(config, num_dense=num_dense, num_features=num_features, seed=3)
+    model = build_model(config, num_dense=num_dense, feature_names=names(num_features), seed=3)
     dense = torch.randn(7, num_dense, generator=seeded(1))
     pooled = torch.randn(7, num_features, 8, generator=seeded(2), requires_grad=True)
     twin = pooled.detach().clone().requires_grad_()
@@ -82,7 +92,7 @@ def test_first_order_against_plain_torch(num_dense: int) -> None:
         build_model(
             ModelConfig(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6], first_order=first_order),
             num_dense=num_dense,
-            num_features=5,
+            feature_names=names(5),
             seed=3,
         )
         for first_order in (True, False)
@@ -111,7 +121,7 @@ def test_first_order_against_plain_torch(num_dense: int) -> None:
 def test_first_order_at_the_start_is_the_logistic_regression_of_rows_at_zero() -> None:
     """Rows at zero get a gradient in their first column, equal for all features, and no draw differs from without."""
     configs = [ModelConfig(embedding_dim=4, bottom_mlp=[8], top_mlp=[6], first_order=on) for on in (False, True)]
-    without, model = (build_model(config, num_dense=3, num_features=5, seed=3) for config in configs)
+    without, model = (build_model(config, num_dense=3, feature_names=names(5), seed=3) for config in configs)
     dense = torch.randn(7, 3, generator=seeded(1))
     grads = []
     for network in (without, model):
@@ -125,8 +135,32 @@ def test_first_order_at_the_start_is_the_logistic_regression_of_rows_at_zero() -
 
 
 def test_widths_follow_the_paper() -> None:
-    model = build_model(ModelConfig(), num_dense=13, num_features=26, seed=0)
+    model = build_model(ModelConfig(), num_dense=13, feature_names=names(26), seed=0)
     widths = [
         [layer.in_features for layer in mlp.layers] + [mlp.layers[-1].out_features] for mlp in (model.bottom, model.top)
     ]
     assert widths == [[13, 512, 256, 64, 16], [16 + 27 * 26 // 2, 512, 256, 1]]
+
+
+# Of FAE (VLDB 2022, Table 2), RMC1 to RMC4: bottom MLP, top MLP of a step or sample, and TBSM's last.
+SHAPES = {
+    "taobao-tbsm": ([1, 16], [22, 15, 15], [30, 60, 1]),
+    "criteo-kaggle": ([13, 512, 256, 64, 16], [367, 512, 256, 1], None),
+    "criteo-terabyte": ([13, 512, 256, 64], [415, 512, 512, 256, 1], None),
+    "avazu": (None, [16 + 21 * 22 // 2, 512, 256, 1], None),  # its bottom MLP has no input here: see the recipe
+}
+SCHEMAS = {"taobao": HISTORIES_SCHEMA, "criteo": CRITEO_SCHEMA, "avazu": AVAZU_SCHEMA}
+
+
+def widths(mlp: nn.Module) -> list[int]:
+    return [mlp.layers[0].in_features, *(layer.out_features for layer in mlp.layers)]  # type: ignore[union-attr, misc]
+
+
+@pytest.mark.parametrize("recipe", SHAPES)
+def test_recipes_have_the_shapes_of_the_papers_workloads(recipe: str) -> None:
+    config, schema = load_config(RECIPES / f"{recipe}.yaml").model, SCHEMAS[recipe.split("-")[0]]
+    model = build_model(config, num_dense=len(schema.dense), feature_names=schema.feature_names, seed=0)
+    bottom, top, final = SHAPES[recipe]
+    assert bottom is None or widths(model.bottom) == bottom
+    assert widths(model.top) == top
+    assert final is None or widths(model.final) == final

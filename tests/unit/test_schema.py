@@ -8,6 +8,7 @@ import yaml
 
 from hotrow.data import schema as words
 from hotrow.data.schema import load_schema, parse_schema
+from hotrow.data.taobao import HISTORIES_SCHEMA
 
 MINIMAL = {"label": "click", "categorical": ["user", "item"]}
 
@@ -100,9 +101,12 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "prepare.md"
 
 
 def test_the_documented_example_is_a_schema() -> None:
-    (example,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    schema = parse_schema(yaml.safe_load(example), where="docs")
+    plain, histories = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    schema = parse_schema(yaml.safe_load(plain), where="docs")
     assert schema.table_names == ("user_id", "item", "tags")
+    schema = parse_schema(yaml.safe_load(histories), where="docs")
+    assert schema.feature_names == HISTORIES_SCHEMA.feature_names
+    assert schema.histories == HISTORIES_SCHEMA.histories
 
 
 def test_every_field_is_documented() -> None:

@@ -153,8 +153,8 @@ class SkippedRows:
     examples: list[str] = field(default_factory=list)
     max_examples: int = 5
 
-    def add(self, error: RowError) -> None:
-        """Counts one row."""
+    def add(self, error: ValueError) -> None:
+        """Counts one row, left out for `error`."""
         self.num_rows += 1
         if len(self.examples) < self.max_examples:
             self.examples.append(str(error))

@@ -74,6 +74,11 @@ class ColumnsSource:
         return {name: kind_of(encoding) for name, encoding in self.encodings.items()}
 
     @property
+    def has_label(self) -> bool:
+        """Whether chunks carry labels."""
+        return self._has_label
+
+    @property
     def has_time(self) -> bool:
         """Whether chunks carry times."""
         return self._has_time

@@ -72,9 +72,9 @@ def run_prepare(
 ) -> PackedDataset:
     """Prepare raw logs into the packed dataset `out`; called again with the same arguments, it continues what was cut.
 
-    source: criteo, avazu, taobao, movielens, csv, parquet, frame, or auto to tell by the first line. paths: files,
-    folders, patterns, URIs, or one Arrow-capable frame. schema: of csv, parquet and frame (`hotrow init` writes one),
-    a path or a `Schema`; None: guessed, given the names of the `label` and `time` columns.
+    source: criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, frame, or auto to tell by the first line.
+    paths: files, folders, patterns, URIs, or one Arrow-capable frame. schema: of csv, parquet and frame (`hotrow init`
+    writes one), a path or a `Schema`; None: guessed, given the names of the `label` and `time` columns.
     split: time, random or reference; None: reference for criteo, time where there is one, else random. fractions: of
     train, val and test (0.8, 0.1, 0.1) for time and random. seed: of the random split and of `sample`.
     min_count: ids seen fewer times in training rows share row 0. hash_cap: ids modulo this. Both hold for all tables.

@@ -23,6 +23,8 @@ IdType = Literal["int", "text"]
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
 SplitKind = Literal["time", "random", "reference"]
 SPLITS = ("train", "val", "test")
+HISTORY = "_history"
+"""Ends the name of the column that holds the earlier values of another."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -136,6 +138,25 @@ class SplitSpec(_Strict):
         return self
 
 
+class HistoriesSpec(_Strict):
+    """The files hold events of users; rows are made of them: an event, or one drawn in its place, with those before."""
+
+    user: str
+    """Column whose events are one history."""
+    item: str
+    """Column of what an event is of, and what is drawn; all other one_hot columns but the user's describe it."""
+    length: int = Field(default=20, ge=1, le=1024)
+    """Most events of a history: the latest before the target."""
+    min_length: int = Field(default=1, ge=0)
+    """A user's first events, so many, are no targets."""
+    every: int = Field(default=1, ge=1)
+    """One target in so many events of a user."""
+    negatives: int = Field(default=1, ge=1, le=100)
+    """Rows with label 0 for each target, their items drawn alike from all that were seen before it."""
+    seed: int = Field(default=0, ge=0)
+    """Of what is drawn."""
+
+
 class CsvSpec(_Strict):
     """How text files are cut into columns."""
 
@@ -158,6 +179,8 @@ class Schema(_Strict):
     tables: dict[str, TableSpec] = {}
     """Options of tables by name; a table not listed has the defaults."""
     split: SplitSpec = SplitSpec()
+    histories: HistoriesSpec | None = None
+    """None: a row of the files is a row."""
     csv: CsvSpec = CsvSpec()
     licence: str = ""
     """Note on the data's licence, kept in dataset.json."""
@@ -178,6 +201,32 @@ class Schema(_Strict):
         if unknown := sorted(set(self.tables) - set(self.table_names)):
             raise ValueError(
                 f"tables lists {unknown[0]!r}, which no feature uses{nearest(unknown[0], self.table_names)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _histories_fit(self) -> Schema:
+        if self.histories is None:
+            return self
+        single = [c.column for c in self.categorical if c.kind == "one_hot"]
+        for field, name in (("user", self.histories.user), ("item", self.histories.item)):
+            if name not in single:
+                raise ValueError(f"histories.{field} is {name!r}, which is no one_hot column of categorical; list it")
+        if self.histories.user == self.histories.item:
+            raise ValueError(f"histories.user and histories.item are both {self.histories.user!r}; name two columns")
+        past = [name + HISTORY for name in single if name != self.histories.user]
+        for column in self.categorical:
+            if column.kind != "one_hot" and (column.kind != "sequence" or column.column not in past):
+                raise ValueError(
+                    f"column {column.column!r} of kind {column.kind}: with `histories` lists are of kind sequence and "
+                    f"named after what they repeat: {', '.join(past)}"
+                )
+        if self.time is None or self.dense or self.label.positive is not None or self.label.at_least is not None:
+            raise ValueError("with `histories` name a time, no dense column, and a label without a rule: it is made")
+        if self.split.kind not in (None, "time"):
+            raise ValueError(
+                f"split.kind is {self.split.kind!r}, but with `histories` targets of one split would stand in "
+                "histories of another; use time"
             )
         return self
 
@@ -230,8 +279,8 @@ class Schema(_Strict):
         return parse_schema(value, where="options")
 
     def to_json(self) -> dict[str, Any]:
-        """This record as JSON-ready values; `parse_schema` is the inverse."""
-        return self.model_dump(mode="json")
+        """This record as JSON-ready values; `parse_schema` is the inverse. Without histories it is silent of them."""
+        return self.model_dump(mode="json", exclude={"histories"} if self.histories is None else None)
 
 
 def parse_schema(value: Any, *, where: str) -> Schema:
@@ -289,6 +338,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "categorical": CategoricalSpec,
     "tables": TableSpec,
     "split": SplitSpec,
+    "histories": HistoriesSpec,
     "csv": CsvSpec,
 }
 

@@ -15,14 +15,15 @@ from hotrow.data.columns import ColumnsSource, input_files, is_paths
 from hotrow.data.convert import IdEncoding
 from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.guess import guess_columns
+from hotrow.data.histories import HistoriesSource, open_columns
 from hotrow.data.inputs import find_files
 from hotrow.data.movielens import movielens_layout, open_movielens
 from hotrow.data.schema import Schema, nearest, parse_schema
 from hotrow.data.tabular import is_parquet
+from hotrow.data.taobao import HISTORIES_SCHEMA, looks_like_taobao, open_taobao
 from hotrow.data.taobao import SCHEMA as TAOBAO_SCHEMA
-from hotrow.data.taobao import looks_like_taobao, open_taobao
 
-SOURCE_NAMES = ("criteo", "avazu", "taobao", "movielens", "csv", "parquet", "frame", "auto")
+SOURCE_NAMES = ("criteo", "avazu", "taobao", "taobao-histories", "movielens", "csv", "parquet", "frame", "auto")
 Labels = Literal["required", "auto"]
 CRITEO_LICENCE = "Criteo AI Lab click logs: CC BY-NC-SA 4.0 for the 1TB set; the Kaggle set has its challenge's terms"
 
@@ -99,16 +100,20 @@ def open_source(
         raise ValueError(f"skip_bad_rows is {skip_bad_rows}; it must be at least 0")
     if name == "auto":
         name = _tell_source(data) if schema is None and label is None else _tell_format(data)
+    if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
+        raise ValueError(f"source {name} makes no histories; use csv, parquet or frame with this schema")
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(paths, labels=labels, skip_bad_rows=skip_bad_rows)
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
     notes: tuple[str, ...] = ()
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": skip_bad_rows}
+    source: ColumnsSource | HistoriesSource
     if name == "movielens":
         source = open_movielens(data, schema, **options)
-    elif name == "taobao":
-        source = open_taobao(data, schema or TAOBAO_SCHEMA, **options)
+    elif name in ("taobao", "taobao-histories"):
+        own = TAOBAO_SCHEMA if name == "taobao" else HISTORIES_SCHEMA
+        source = open_taobao(data, schema or own, name=name, **options)
     elif name == "avazu":
         source = open_avazu(data, schema or AVAZU_SCHEMA, **options)
     elif name == "criteo":
@@ -117,7 +122,7 @@ def open_source(
         if schema is None:
             guess = guess_columns(data, label=label, time=time)
             schema, notes = guess.schema(), (guess.summary(),)
-        source = ColumnsSource(data, schema, name=name, **options)
+        source = open_columns(data, schema, name=name, **options)
     return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes))
 
 

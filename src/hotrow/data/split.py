@@ -30,12 +30,13 @@ def row_uniform(seed: int, first_row: int, num_rows: int, *, salt: int) -> NDArr
     splitmix64 (Steele, Lea, Flood 2014) of the row number, started from the mixed seed; the upper 53 bits.
     """
     rows = np.arange(first_row, first_row + num_rows, dtype=np.uint64)
-    start = _mix(np.array([(seed + salt * GOLDEN) % 2**64], dtype=np.uint64))
-    bits = _mix(start + rows * np.uint64(GOLDEN)) >> np.uint64(11)
+    start = mix64(np.array([(seed + salt * GOLDEN) % 2**64], dtype=np.uint64))
+    bits = mix64(start + rows * np.uint64(GOLDEN)) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
 
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's mixing of each number."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

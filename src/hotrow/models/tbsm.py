@@ -1,0 +1,155 @@
+"""TBSM (Ishkhanov et al., 2020): a DLRM makes a vector of each step, attention compares them with a target's.
+
+    step j: its ids' and the sample's other rows, (position, dense) --bottom MLP, dots, top MLP--> z_j / |z_j|
+
+    history z_0 .. z_{L-1} --> H_BTM --- H_BTM A^T A w_BM --attention MLP, sigmoid--> y_BT --> c_BM = sum_T y_BT H_BTM
+    target  z_L            --> w_BM                                             [c | w] --final MLP--> logits_B
+
+Which ids are steps is told by names: feature `item_history` holds the earlier `item`s, oldest first, and `item` is the
+target's; a feature without a history, such as `user`, stands in every step. A position is slot / (T + 1), the target's
+T / (T + 1); histories lie at the end of their T slots.
+
+As in facebookresearch/tbsm with the options of its Taobao script (`tsl`, `def`, one head, mechanism `mlp`): vectors on
+the unit sphere, the inner product by A^T A with A ~ N(0, sqrt(1 / M)), an attention MLP over all T products with a
+sigmoid at its end, ReLU after every layer of the step's DLRM, the position as a dense input, how weights are drawn.
+Otherwise: there an absent step is an id 0 that is looked up, trained and attended to; here it is nothing: no row, no
+product, no vector, and a shorter history is one whatever else is in its batch. There one DLRM call per step or for all
+slots; here one for the steps that are there. Dense inputs of a sample, which the reference's data has none of, stand in
+every step. Its other kinds (several heads, `mha`, `rnn`, other inner products) are not here.
+
+Shape suffixes as in hotrow.batch, and: T history_steps, M width of z, S steps of a batch (histories, then targets), L
+steps of its histories alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from hotrow.models.layers import MLP
+from hotrow.ops import dot_interaction
+
+SUFFIX = "_history"
+"""Feature `X_history` holds the earlier ids of feature `X`."""
+
+
+class TBSM(nn.Module):
+    """dense [B, I], rows of every feature not pooled (`EmbeddingCollection.sequence`) -> logits [B].
+
+    num_dense: I. feature_names: of the collection. bottom_mlp: hidden widths, D is appended. top_mlp: widths of the
+    step's top MLP, the last is M. attention_mlp: hidden widths between T and T. final_mlp: hidden, 1 is appended.
+    history_steps: T. generator: CPU generator from which all weights are drawn, in the order of the drawing above.
+
+    Raises ValueError where no feature has a history or a history has no feature; and, of a batch, where a history is
+    longer than T, histories of a sample differ in length, or a target or other id is not exactly one.
+    """
+
+    takes_sequences = True
+
+    def __init__(
+        self,
+        *,
+        num_dense: int,
+        feature_names: Sequence[str],
+        embedding_dim: int,
+        bottom_mlp: Sequence[int],
+        top_mlp: Sequence[int],
+        attention_mlp: Sequence[int],
+        final_mlp: Sequence[int],
+        history_steps: int,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.single, self.histories = _pair(feature_names)
+        self.history_steps = history_steps
+        num_vectors = len(self.single) + 1
+        num_pairs = num_vectors * (num_vectors - 1) // 2
+        width = top_mlp[-1]
+        self.bottom = MLP([1 + num_dense, *bottom_mlp, embedding_dim], generator=generator)
+        self.top = MLP([embedding_dim + num_pairs, *top_mlp], generator=generator)
+        A_MM = torch.empty(width, width).normal_(0.0, math.sqrt(1.0 / width), generator=generator)
+        self.inner_MM = nn.Parameter(A_MM)
+        self.attention = MLP([history_steps, *attention_mlp, history_steps], generator=generator, last="linear")
+        self.final = MLP([2 * width, *final_mlp, 1], generator=generator, last="linear")
+
+    def forward(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """Logits [B]; rows: feature -> (values [.., D], offsets [B + 1])."""
+        num_samples, num_slots = len(dense_BI), self.history_steps
+        lengths_B = self._lengths(rows, num_samples)
+        sample_L = torch.repeat_interleave(torch.arange(num_samples), lengths_B)
+        starts_B = lengths_B.cumsum(0) - lengths_B
+        slot_L = num_slots - lengths_B[sample_L] + torch.arange(len(sample_L)) - starts_B[sample_L]
+        place_L = sample_L * num_slots + slot_L
+        z_SM = self._steps(dense_BI, rows, place_L)
+        z_LM, w_BM = z_SM[: len(place_L)], z_SM[len(place_L) :]
+        empty = z_SM.new_zeros(num_samples * num_slots, z_SM.shape[1])
+        H_BTM = empty.index_copy(0, place_L, z_LM).view(num_samples, num_slots, -1)
+        target_BM = w_BM @ self.inner_MM.T @ self.inner_MM
+        products_BT = torch.bmm(H_BTM, target_BM[:, :, None]).squeeze(2)
+        y_BT = torch.sigmoid(self.attention(products_BT))
+        c_BM = torch.bmm(y_BT[:, None, :], H_BTM).squeeze(1)
+        logits_B1: Tensor = self.final(torch.cat([c_BM, w_BM], dim=1))
+        return logits_B1.squeeze(1)
+
+    def _steps(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]], place_L: Tensor) -> Tensor:
+        """Unit vectors z [S, M] of all steps, one DLRM call; place_L: sample * T + slot of the histories' steps."""
+        num_slots = self.history_steps
+        slot_S = torch.cat([place_L % num_slots, torch.full((len(dense_BI),), num_slots)])
+        position_S = slot_S.to(torch.float32) / (num_slots + 1)
+        dense_SI = torch.cat([dense_BI[place_L // num_slots], dense_BI])
+        vectors = []
+        for name in self.single:
+            values_BD, history = rows[name][0], self.histories.get(name)
+            # Through all slots: each place is taken once, so backward sums in one order, on any number of threads.
+            past_LD = _in_every_slot(values_BD, num_slots)[place_L] if history is None else rows[history][0]
+            vectors.append(torch.cat([past_LD, values_BD]))
+        x_SD = self.bottom(torch.cat([position_S[:, None], dense_SI], dim=1))
+        z_SM = self.top(dot_interaction(x_SD, torch.stack(vectors, dim=1)))
+        return normalize(z_SM, dim=1)
+
+    def _lengths(self, rows: Mapping[str, tuple[Tensor, Tensor]], num_samples: int) -> Tensor:
+        """Steps of each sample's history [B], checked."""
+        for name in (*self.single, *self.histories.values()):
+            if name not in rows:
+                raise ValueError(f"feature {name!r} is missing from the batch; it has {', '.join(rows)}")
+        for name in self.single:
+            lengths_B = rows[name][1].diff()
+            _check(lengths_B == 1, lengths_B, name, "where tbsm needs exactly one: its histories end in _history")
+        first, *others = self.histories.values()
+        expected_B: Tensor = rows[first][1].diff()
+        assert len(expected_B) == num_samples
+        cure = f"but model.history_steps is {self.history_steps}; raise it, or prepare shorter histories"
+        _check(expected_B <= self.history_steps, expected_B, first, cure)
+        for name in others:
+            lengths_B = rows[name][1].diff()
+            _check(lengths_B == expected_B, lengths_B, name, f"but {first!r} has another number; steps must agree")
+        return expected_B
+
+
+def _pair(feature_names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The features with one id per step, and of those with a history its name."""
+    histories = {name.removesuffix(SUFFIX): name for name in feature_names if name.endswith(SUFFIX)}
+    if not histories:
+        raise ValueError(
+            f"model tbsm needs a history, a feature such as 'item{SUFFIX}' beside 'item'; the data has "
+            f"{', '.join(feature_names)}: prepare taobao-histories, or give the schema `histories`"
+        )
+    for name, history in histories.items():
+        if name not in feature_names:
+            raise ValueError(f"feature {history!r} is the history of {name!r}, which the data has not; tbsm needs both")
+    return tuple(name for name in feature_names if name not in histories.values()), histories
+
+
+def _in_every_slot(values_BD: Tensor, num_slots: int) -> Tensor:
+    """[B * T, D]: row b in places b * T to b * T + T - 1."""
+    return values_BD[:, None].expand(-1, num_slots, -1).reshape(-1, values_BD.shape[1])
+
+
+def _check(good_B: Tensor, lengths_B: Tensor, name: str, reason: str) -> None:
+    if not bool(good_B.all()):
+        sample = int((~good_B).nonzero()[0])
+        raise ValueError(f"feature {name!r}, sample {sample} of the batch: {int(lengths_B[sample])} ids, {reason}")

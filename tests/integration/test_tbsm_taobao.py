@@ -1,0 +1,176 @@
+"""TBSM on real rows: two hours of Taobao prepared, trained, and held against plain torch on the same samples.
+
+The truth is tests/plain_tbsm.py under torch's own optimizers: other code, other draws, the same task.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from hotrow import runs, trainer
+from hotrow.config import Config, make_config
+from hotrow.data.loader import Loader
+from hotrow.data.packed import PackedDataset
+from hotrow.data.prepare import run_prepare
+from hotrow.data.schema import parse_schema
+from hotrow.data.taobao import HISTORIES_SCHEMA
+from plain_tbsm import PlainTBSM
+
+FEATURES = (("user", None), ("item", "item_history"), ("category", "category_history"))
+DIM, STEPS, BATCH_SIZE = 8, 6, 128
+DENSE_LR, SPARSE_LR = 0.002, 0.1
+NUM_SEEDS = 12
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MODEL: dict[str, Any] = {"bottom_mlp": [], "top_mlp": [15, 15], "attention_mlp": [15, 15], "final_mlp": [60]}
+
+
+@pytest.fixture(scope="module")
+def dataset(real_data: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    """Every event of a user but the first is a target; two hours leave few of a user."""
+    value = HISTORIES_SCHEMA.to_json()
+    value["histories"] |= {"every": 1, "length": STEPS}
+    out = tmp_path_factory.mktemp("taobao") / "data"
+    path = real_data("taobao_userbehavior_110k.csv.gz")
+    return run_prepare("taobao-histories", path, out, schema=parse_schema(value, where="test"))
+
+
+def config(dataset: PackedDataset, folder: Path, *, seed: int, max_steps: int | None) -> Config:
+    """One epoch, or part of one."""
+    return make_config(
+        {
+            "data": str(dataset.path),
+            "run": str(folder),
+            "model": {"name": "tbsm", "embedding_dim": DIM, "history_steps": STEPS, **MODEL},
+            "optimizer": {"dense": {"name": "adam", "lr": DENSE_LR}, "sparse": {"name": "adagrad", "lr": SPARSE_LR}},
+            "train": {
+                "batch_size": BATCH_SIZE,
+                "max_steps": max_steps,
+                "eval_every": None,
+                "seed": seed,
+                "threads": 1,
+            },
+        }
+    )
+
+
+def fresh(dataset: PackedDataset, *, seed: int) -> PlainTBSM:
+    """The plain model, its weights drawn by itself."""
+    rows = {table.name: table.num_embeddings for table in dataset.info.tables}
+    widths = {name.removesuffix("_mlp"): value for name, value in MODEL.items()}
+    return PlainTBSM(FEATURES, [rows[name] for name, _ in FEATURES], dim=DIM, steps=STEPS, seed=seed, **widths)
+
+
+def started_as(run: Config, dataset: PackedDataset) -> PlainTBSM:
+    """The plain model with the weights that `run` starts from."""
+    parts = trainer.build(run, trainer.tables_of(run, dataset), num_dense=0)
+    twin = fresh(dataset, seed=0)
+    with torch.no_grad():
+        twin.A.copy_(parts.model.inner_MM)
+        for table, (name, _) in zip(twin.tables, FEATURES, strict=True):
+            table.weight.copy_(parts.embedding.weights[name])
+        for part in ("bottom", "top", "attention", "final"):
+            for mine, theirs in zip(getattr(parts.model, part).layers, getattr(twin, part), strict=True):
+                theirs.load_state_dict(mine.state_dict())
+    return twin
+
+
+def metrics_of(run: Config) -> dict[str, float]:
+    """Of the finished run, on the test split."""
+    metrics: dict[str, float] = runs.train(run, quiet=True).record["metrics"]["test"]
+    return metrics
+
+
+def padded(batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """A batch as PlainTBSM takes it."""
+    ids = {}
+    for name, history in FEATURES:
+        ids[name] = batch.sparse.bags(name)[0].long()
+        if history is not None:
+            values, offsets, _ = batch.sparse.bags(history)
+            lengths = offsets.diff()
+            slots = torch.arange(STEPS) >= STEPS - lengths[:, None]
+            ids[history] = torch.zeros(len(lengths), STEPS, dtype=torch.int64).masked_scatter(slots, values.long())
+    return batch.dense, ids, lengths
+
+
+def trained(model: PlainTBSM, dataset: PackedDataset, *, shuffle_seed: int, max_steps: int | None) -> dict[str, float]:
+    """Test metrics of plain torch after an epoch, or part of one."""
+    tables = list(model.tables.parameters())
+    others = [p for name, p in model.named_parameters() if not name.startswith("tables")]
+    optimizers = [torch.optim.Adam(others, lr=DENSE_LR), torch.optim.Adagrad(tables, lr=SPARSE_LR)]
+    loader = Loader(dataset.split("train"), BATCH_SIZE, shuffle_seed=shuffle_seed)
+    for batch in islice(loader.epoch(0), max_steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        binary_cross_entropy_with_logits(model(*padded(batch)), batch.label).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        test = list(Loader(dataset.split("test"), 4096, shuffle_seed=None).epoch(0))
+        logits = torch.cat([model(*padded(batch)) for batch in test])
+    label = torch.cat([batch.label for batch in test])
+    logloss = float(binary_cross_entropy_with_logits(logits, label))
+    return {"auc": auc(logits.numpy(), label.numpy()), "logloss": logloss}
+
+
+def auc(scores: NDArray[np.float32], label: NDArray[np.float32]) -> float:
+    """Share of pairs in the right order, ties half."""
+    positive, negative = scores[label == 1], np.sort(scores[label == 0])
+    below = np.searchsorted(negative, positive, "left") + np.searchsorted(negative, positive, "right")
+    return float(below.mean() / 2 / len(negative))
+
+
+def test_what_was_prepared(dataset: PackedDataset, real_data: Callable[[str], Path]) -> None:
+    """Counted by hand: a pair for every event of a user but the first."""
+    path = real_data("taobao_userbehavior_110k.csv.gz")
+    with gzip.open(path, "rt") as lines:
+        num_events = Counter(line.split(",")[0] for line in lines)
+    targets = sum(num_events.values()) - len(num_events)
+    rows = {split: dataset.split(split).num_rows for split in ("train", "val", "test")}
+    skipped = dataset.info.summary["rows_skipped"]
+    print(f"{targets:,} targets, {skipped} without a negative, rows {rows}")
+    assert sum(rows.values()) == 2 * (targets - skipped)
+    assert skipped < 10
+    for split in rows:
+        label = torch.cat([batch.label for batch in Loader(dataset.split(split), 4096, shuffle_seed=None).epoch(0)])
+        assert float(label.mean()) == 0.5
+
+
+def test_quality_against_plain_torch_from_the_same_start(dataset: PackedDataset, tmp_path: Path) -> None:
+    """Same weights at the start, same batches, other code: what is learned is the same but for rounding."""
+    found = []
+    for seed in (1, 3, 4):
+        run = config(dataset, tmp_path / str(seed), seed=seed, max_steps=180)
+        twin = started_as(run, dataset)
+        found.append((metrics_of(run), trained(twin, dataset, shuffle_seed=seed, max_steps=180)))
+    for mine, theirs in found:
+        print({name: (round(mine[name], 4), round(theirs[name], 4)) for name in ("auc", "logloss")})
+        assert abs(mine["auc"] - theirs["auc"]) < 0.01
+        assert abs(mine["logloss"] - theirs["logloss"]) < 0.01
+    assert np.mean([mine["auc"] for mine, _ in found]) > 0.6, "something was learned"
+
+
+@pytest.mark.slow
+def test_quality_against_plain_torch_from_starts_of_its_own(dataset: PackedDataset, tmp_path: Path) -> None:
+    """Starts are a lottery: from some nothing is learned in an epoch, in plain torch too. So means over many."""
+    mine, theirs = np.empty((2, NUM_SEEDS))
+    for seed in range(NUM_SEEDS):
+        mine[seed] = metrics_of(config(dataset, tmp_path / str(seed), seed=seed, max_steps=None))["auc"]
+        theirs[seed] = trained(fresh(dataset, seed=100 + seed), dataset, shuffle_seed=200 + seed, max_steps=None)["auc"]
+    error = float(np.sqrt((mine.var(ddof=1) + theirs.var(ddof=1)) / NUM_SEEDS))
+    print(f"test AUC: hotrow {mine.mean():.4f} {mine.round(4)}, plain {theirs.mean():.4f} {theirs.round(4)}")
+    print(f"difference {mine.mean() - theirs.mean():+.4f}, its standard error {error:.4f}")
+    assert abs(mine.mean() - theirs.mean()) < 3 * error
+    assert np.median(mine) > 0.65

@@ -1,0 +1,138 @@
+"""Laws 2 and 3 for TBSM, whose rows are looked up as sequences: placement and interruptions change no bit of a run."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from test_resume import outcome, signal_at
+
+import hotrow
+from hotrow import ops, placement, runs, trainer
+from hotrow.config import apply_overrides, make_config
+from hotrow.data.packed import PackedDataset
+from hotrow.data.prepare import run_prepare
+from hotrow.data.schema import parse_schema
+
+native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
+SCHEMA = parse_schema(
+    {
+        "label": "came",
+        "time": "time",
+        "categorical": [
+            "user",
+            "item",
+            "category",
+            {"column": "item_history", "kind": "sequence", "table": "item"},
+            {"column": "category_history", "kind": "sequence", "table": "category"},
+        ],
+        "histories": {"user": "user", "item": "item", "length": 6},
+    },
+    where="test",
+)
+BASE: dict[str, Any] = {
+    "model": {
+        "name": "tbsm",
+        "embedding_dim": 8,
+        "bottom_mlp": [],
+        "top_mlp": [12, 9],
+        "history_steps": 6,
+        "attention_mlp": [7],
+        "final_mlp": [10],
+    },
+    "train": {"batch_size": 37, "max_steps": 45, "eval_every": 20, "log_every": 4, "seed": 5, "threads": 1},
+}
+VARIANTS = {
+    "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
+    "row-wise adagrad": ["optimizer.dense.name=adam", "optimizer.sparse.name=row_wise_adagrad"],
+    "adam": ["optimizer.dense.name=adagrad", "optimizer.sparse.name=adam"],
+    "float16 tables": ["train.precision=fp16"],
+    "split weights": ["train.precision=split_bf16", "optimizer.sparse.name=sgd"],
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((variant, {}) for variant in VARIANTS),
+    ("adam", {"lookahead": 0, "policy": "lru"}),
+    ("split weights", {"lookahead": 1, "policy": "lfu"}),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Users who keep to few categories, of a thousand items each of which comes seldom."""
+    rng = np.random.default_rng(1)
+    user, item = rng.integers(0, 300, 2600), rng.integers(0, 200, 2600)
+    item = item * 7 + user % 7
+    events = pa.table({"user": user, "item": item, "category": item % 7, "time": np.arange(2600)})
+    return run_prepare("frame", events, tmp_path_factory.mktemp("tbsm") / "data", schema=SCHEMA).path
+
+
+def config(data: Path, run: Path, changes: list[str], memory: Any = "dram") -> Any:
+    return make_config(apply_overrides({**BASE, "data": str(data), "run": str(run), "memory": memory}, changes))
+
+
+def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
+    """A config's `memory` that keeps about half of the rows in DRAM."""
+    plain = config(data, Path("run"), changes)
+    needed = placement.required_bytes(plain, trainer.tables_of(plain, PackedDataset.open(data)))
+    return {"dram": int(0.6 * needed), **options}
+
+
+@native
+@pytest.mark.parametrize(("variant", "memory"), CASES, ids=str)
+def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, variant: str, memory: dict[str, Any]) -> None:
+    changes = VARIANTS[variant]
+    expected = outcome(runs.train(config(data, tmp_path / "plain", changes)))
+    run = runs.train(config(data, tmp_path / "tiers", changes, tiers(data, changes, **memory)))
+    tables = run.record["memory"]["tables"]
+    assert tables["item"]["read_rows"] > 20, "the run did not exercise the store"
+    assert tables["item"]["written_rows"] > 20
+    assert outcome(run) == expected
+    assert not (run.path / "memory").exists()
+
+
+@native
+def test_stopped_and_resumed_elsewhere(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = VARIANTS["adam"]
+    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
+    here = tiers(data, changes)
+    for stop, (before, after) in {6: (here, "dram"), 31: ("dram", here)}.items():
+        with monkeypatch.context() as patch:
+            signal_at(patch, stop, signal.SIGTERM)
+            run = runs.train(config(data, tmp_path / str(stop), changes, before))
+        assert (run.record["status"], run.record["steps"]) == ("interrupted", stop)
+        assert outcome(runs.resume(run.path, [f"memory={after}"])) == expected
+
+
+@native
+def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows to predict bring their histories as lists; in tiers they get the same scores."""
+    changes = VARIANTS["sgd"]
+    run = runs.train(config(data, tmp_path / "run", changes))
+    rows = {"user": [3, 4, 999], "item": [10, 4, 5], "category": [3, 4, 5]}
+    lists = {"item_history": [[10, 17], [], [10**9, 5]], "category_history": [[3, 3], [], [1, 5]]}
+    new = pa.table({**rows, **{name: pa.array(values, pa.list_(pa.int64())) for name, values in lists.items()}})
+    loaded = hotrow.load(run.path)
+    scores, expected = loaded.predict(new), loaded.evaluate("test")
+    assert np.isfinite(scores).all()
+    assert len(set(scores.tolist())) == 3
+    needed = placement.required_bytes(
+        config(data, run.path, changes), trainer.tables_of(config(data, run.path, []), PackedDataset.open(data))
+    )
+    monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
+    again = hotrow.load(run.path)
+    assert again.evaluate("test") == expected
+    assert again._network[0].tiers is not None
+    np.testing.assert_array_equal(again.predict(new), scores)
+    again.close()
+
+
+def test_fit_and_what_it_refuses(data: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": "tbsm", "quiet": True, "max_steps": 5, "top_mlp": [9, 9]}
+    run = hotrow.fit(data, run=tmp_path / "run", history_steps=6, **options)
+    assert run.record["steps"] == 5
+    with pytest.raises(ValueError, match=r"'item_history', sample .* but model\.history_steps is 5; raise it"):
+        hotrow.fit(data, run=tmp_path / "short", history_steps=5, **options)

@@ -1,0 +1,218 @@
+"""TBSM against the plain torch of tests/plain_tbsm.py: same weights, same logits, same gradients, any padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotrow import KeyedJaggedTensor, TableConfig
+from hotrow.config import ModelConfig
+from hotrow.embedding import EmbeddingCollection
+from hotrow.models import build_model, look_up
+from hotrow.models.tbsm import TBSM
+from hotrow.optim import SGD
+from plain_tbsm import PlainTBSM
+
+DIM, STEPS, ROWS = 8, 6, {"user": 30, "item": 50, "category": 9}
+FEATURES = (("user", None), ("item", "item_history"), ("category", "category_history"))
+CONFIG = ModelConfig(
+    name="tbsm",
+    embedding_dim=DIM,
+    bottom_mlp=[5],
+    top_mlp=[12, 7],
+    history_steps=STEPS,
+    attention_mlp=[4],
+    final_mlp=[11],
+)
+
+
+def make_embedding() -> EmbeddingCollection:
+    histories = dict(FEATURES)
+    tables = [
+        TableConfig(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=DIM,
+            feature_names=tuple(filter(None, (name, histories[name]))),
+        )
+        for name, rows in ROWS.items()
+    ]
+    return EmbeddingCollection(tables, seed=3)
+
+
+def make_model(embedding: EmbeddingCollection, *, num_dense: int = 0) -> TBSM:
+    model = build_model(CONFIG, num_dense=num_dense, feature_names=embedding.feature_names, seed=5)
+    assert isinstance(model, TBSM)
+    return model
+
+
+def twin_of(model: TBSM, embedding: EmbeddingCollection, *, num_dense: int) -> PlainTBSM:
+    """The plain model with the same weights."""
+    widths = {"bottom": [5], "top": [12, 7], "attention": [4], "final": [11]}
+    twin = PlainTBSM(FEATURES, list(ROWS.values()), dim=DIM, steps=STEPS, seed=0, num_dense=num_dense, **widths)
+    with torch.no_grad():
+        for table, name in zip(twin.tables, ROWS, strict=True):
+            table.weight.copy_(embedding.weights[name])
+        twin.A.copy_(model.inner_MM)
+        for part in widths:
+            for mine, theirs in zip(getattr(model, part).layers, getattr(twin, part), strict=True):
+                theirs.weight.copy_(mine.weight)
+                theirs.bias.copy_(mine.bias)
+    return twin
+
+
+def make_ids(lengths: Sequence[int], seed: int = 1) -> dict[str, Tensor]:
+    """One id per feature; ids of histories one behind the other."""
+    g = torch.Generator().manual_seed(seed)
+    ids = {}
+    for name, history in FEATURES:
+        ids[name] = torch.randint(0, ROWS[name], (len(lengths),), generator=g)
+        if history is not None:
+            ids[history] = torch.randint(0, ROWS[name], (sum(lengths),), generator=g)
+    return ids
+
+
+def jagged(ids: dict[str, Tensor], lengths: Sequence[int], **other: Sequence[int]) -> KeyedJaggedTensor:
+    every = [other.get(name, lengths if name.endswith("_history") else [1] * len(lengths)) for name in ids]
+    flat = torch.tensor([length for own in every for length in own])
+    return KeyedJaggedTensor(list(ids), torch.cat(list(ids.values())), lengths=flat)
+
+
+def padded(ids: dict[str, Tensor], lengths: Sequence[int], *, filler: int) -> dict[str, Tensor]:
+    """Histories at the end of [B, STEPS], `filler` before."""
+    out = dict(ids)
+    for name in ids:
+        if name.endswith("_history"):
+            out[name] = torch.full((len(lengths), STEPS), filler)
+            for row, own in zip(out[name], ids[name].split(list(lengths)), strict=True):
+                row[STEPS - len(own) :] = own
+    return out
+
+
+LENGTHS = [3, 0, 6, 1, 6, 2, 0, 5]
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+@pytest.mark.parametrize("filler", [0, 4])
+def test_against_plain_torch(num_dense: int, filler: int) -> None:
+    embedding = make_embedding()
+    model = make_model(embedding, num_dense=num_dense)
+    twin = twin_of(model, embedding, num_dense=num_dense)
+    dense, ids = torch.randn(len(LENGTHS), num_dense), make_ids(LENGTHS)
+    logits = model(dense, look_up(model, embedding, jagged(ids, LENGTHS)))
+    expected = twin(dense, padded(ids, LENGTHS, filler=filler), torch.tensor(LENGTHS))
+    assert logits.shape == (len(LENGTHS),)
+    assert float(logits.detach().std()) > 1e-3, "the samples differ"
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    optimizer = SGD(embedding, lr=1.0)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    optimizer.step()
+    for name, table in zip(ROWS, twin.tables, strict=True):
+        updated = table.weight.detach() - table.weight.grad.to_dense()
+        torch.testing.assert_close(embedding.weights[name], updated, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.inner_MM.grad, twin.A.grad, rtol=1e-4, atol=1e-5)
+    for part in ("bottom", "top", "attention", "final"):
+        for mine, theirs in zip(getattr(model, part).layers, getattr(twin, part), strict=True):
+            torch.testing.assert_close(mine.weight.grad, theirs.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_history_is_the_same_among_longer_ones() -> None:
+    embedding = make_embedding()
+    model, ids = make_model(embedding), make_ids(LENGTHS)
+    logits = model(torch.empty(len(LENGTHS), 0), look_up(model, embedding, jagged(ids, LENGTHS)))
+    for b, length in enumerate(LENGTHS):
+        first = sum(LENGTHS[:b])
+        own = {n: v[first : first + length] if n.endswith("_history") else v[b : b + 1] for n, v in ids.items()}
+        alone = model(torch.empty(1, 0), look_up(model, embedding, jagged(own, [length])))
+        torch.testing.assert_close(alone[0], logits[b], rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_order_of_a_history_matters_and_so_does_each_step() -> None:
+    embedding = make_embedding()
+    model, ids = make_model(embedding), make_ids([5])
+    logit = model(torch.empty(1, 0), look_up(model, embedding, jagged(ids, [5])))
+    turned = {name: values.flip(0) for name, values in ids.items()}
+    shorter = {name: values[1:] if name.endswith("_history") else values for name, values in ids.items()}
+    for other, length in ((turned, 5), (shorter, 4)):
+        assert abs(float(model(torch.empty(1, 0), look_up(model, embedding, jagged(other, [length]))) - logit)) > 1e-6
+
+
+def test_batches_it_refuses() -> None:
+    embedding = make_embedding()
+    model = make_model(embedding)
+
+    def score(sparse: KeyedJaggedTensor) -> None:
+        model(torch.empty(sparse.stride, 0), look_up(model, embedding, sparse))
+
+    longer = [2, STEPS + 1]
+    with pytest.raises(ValueError, match=r"'item_history', sample 1 of the batch: 7 ids, but model.history_steps is 6"):
+        score(jagged(make_ids(longer), longer))
+    ids = make_ids([2, 3])
+    with pytest.raises(ValueError, match=r"'category_history', sample 0 of the batch: 3 ids, but 'item_history' has"):
+        score(jagged(ids, [2, 3], category_history=[3, 2]))
+    ids = make_ids([2, 3]) | {"user": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(ValueError, match="'user', sample 1 of the batch: 2 ids, where tbsm needs exactly one"):
+        score(jagged(ids, [2, 3], user=[1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["user", "item"], "needs a history, a feature such as 'item_history' beside 'item'; the data has user, item"),
+        (["user", "item_history"], "'item_history' is the history of 'item', which the data has not"),
+    ],
+)
+def test_data_it_refuses(names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_model(CONFIG, num_dense=0, feature_names=names, seed=0)
+
+
+def test_defaults_are_those_of_the_reference_script() -> None:
+    """1-16, 22-15-15, 20-15-15-20 and 30-60-1 with dimension 16 and three features."""
+    names = ["user", "item", "item_history", "category", "category_history"]
+    config = ModelConfig(name="tbsm", embedding_dim=16, bottom_mlp=[], top_mlp=[15, 15])
+    model = build_model(config, num_dense=0, feature_names=names, seed=0)
+    assert isinstance(model, TBSM)
+    widths = {
+        part: [getattr(model, part).layers[0].in_features, *(la.out_features for la in getattr(model, part).layers)]
+        for part in ("bottom", "top", "attention", "final")
+    }
+    assert widths == {
+        "bottom": [1, 16],
+        "top": [22, 15, 15],
+        "attention": [20, 15, 15, 20],
+        "final": [30, 60, 1],
+    }
+
+
+def test_gradients_repeat_to_the_bit_on_several_threads() -> None:
+    """Rows that stand in many steps get the sum of many gradients, in one order.
+
+    Torch's own gather adds them as threads come, which shows now and then, mostly on a busy machine.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        embedding = make_embedding()
+        model, lengths = make_model(embedding), [STEPS] * 4000
+        sparse, seen = jagged(make_ids(lengths), lengths), []
+        for _ in range(8):
+            model(torch.empty(len(lengths), 0), look_up(model, embedding, sparse)).square().sum().backward()
+            seen.append([pending.grad.clone() for pending in embedding.pending])
+            embedding.clear_pending()
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, first) for grads in seen for one, first in zip(grads, seen[0], strict=True))
+
+
+def test_a_batch_without_a_feature_is_refused() -> None:
+    embedding = make_embedding()
+    model, ids = make_model(embedding), make_ids([2, 3])
+    del ids["user"]
+    with pytest.raises(ValueError, match="feature 'user' is missing from the batch; it has item, item_history"):
+        model(torch.empty(2, 0), look_up(model, embedding, jagged(ids, [2, 3])))
