@@ -241,3 +241,33 @@ def update(
         bits = w.to(tl.int32, bitcast=True)
         tl.store(address.to(tl.pointer_type(tl.int16)) + at, (bits >> 16).to(tl.int16), mask=live)
         tl.store(low_address + at, bits.to(tl.int16), mask=live)
+
+
+@triton.jit
+def move_rows(
+    blocks, rows, buffer, INTO_BUFFER: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """Rows of arrays into their blocks of a buffer, or back: block program_id(1), BLOCK_N of its rows.
+
+    blocks: int64 [*, 5]: address of the array, words in a row, where its rows stand in `rows`, how many, and where the
+    block starts in the buffer, in words: of 4 bytes (WIDE) or 2. A word is copied as it is.
+    """
+    block = blocks + tl.program_id(1) * 5
+    address, words, first = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    count, start = tl.load(block + 3), tl.load(block + 4)
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    row = tl.load(rows + first + n, mask=n < count, other=0)
+    if WIDE:  # noqa: SIM108  # only the branch that is taken is compiled
+        array = address.to(tl.pointer_type(tl.int32))
+    else:
+        array = address.to(tl.pointer_type(tl.int16))
+    done = tl.zeros([], dtype=tl.int64)
+    while done < words:
+        w = (done + tl.arange(0, BLOCK_W))[None, :]
+        mask = (n < count)[:, None] & (w < words)
+        there, here = array + row[:, None] * words + w, buffer + start + n[:, None] * words + w
+        if INTO_BUFFER:
+            tl.store(here, tl.load(there, mask=mask, other=0), mask=mask)
+        else:
+            tl.store(there, tl.load(here, mask=mask, other=0), mask=mask)
+        done += BLOCK_W

@@ -189,7 +189,7 @@ class Kernels:
             out = torch.empty(sparse.stride, self.layout.width, device=weights.device)
         batch = _Uploaded.of(sparse, weights.device)
         for kind, num_features, features in self._features(weights, sparse.keys):
-            _launch(
+            launch(
                 triton_kernels.lookup,
                 (-(-sparse.stride // kind.rows), num_features),
                 (out, out.stride(0), batch.values, batch.offsets, batch.weights, features, weights.addresses),
@@ -212,7 +212,7 @@ class Kernels:
         grad = _rows_contiguous(grad, weights.device)
         out = torch.zeros(sparse.values.numel(), device=weights.device)
         for kind, num_features, features in self._features(weights, sparse.keys):
-            _launch(
+            launch(
                 triton_kernels.weight_gradient,
                 (-(-sparse.stride // kind.rows), num_features),
                 (out, grad, grad.stride(0), batch.values, batch.offsets, features, weights.addresses),
@@ -270,7 +270,7 @@ class Kernels:
         first = 0
         for kind in sorted(set(weights.kinds)):
             last = first + sum(n for n, own in zip(counts, weights.kinds, strict=True) if own == kind)
-            _launch(
+            launch(
                 triton_kernels.update,
                 (-(-(last - first) // kind.rows),),
                 (found.keys, found.sources, found.scales if scaled else found.keys, first, last, weights.ranked),
@@ -408,7 +408,7 @@ def _numbers(rule: Rule) -> list[float]:
     ]
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], arrays: Sequence[Any], **more: Any) -> None:
-    """Without contraction: a * b + c rounds twice, as in the reference."""
+def launch(kernel: Any, grid: tuple[int, ...], arrays: Sequence[Any], **more: Any) -> None:
+    """Runs a kernel, if there is work, without contraction: a * b + c rounds twice, as in the reference."""
     if 0 not in grid:
         kernel[grid](*arrays, **more, num_warps=4, enable_fp_fusion=False)
