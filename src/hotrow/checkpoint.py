@@ -287,7 +287,7 @@ def _tables(part: Part) -> dict[str, dict[str, Any]]:
 def _stored(emb: EmbeddingCollection, table: str) -> Target:
     if emb.tiers is not None:
         return emb.rows(table)
-    return emb.stored(table) if table in emb.low else emb.weights[table]
+    return emb.stored(table) if table in emb.low else emb.stored(table).weight
 
 
 def _tiers(part: Part) -> Tiers | None:

@@ -68,13 +68,16 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._initial_states: dict[str, Sequence[State]] = {
             group["name"]: self._untouched(group) for group in self.param_groups
         }
-        if emb.tiers is not None:
-            emb.tiers.attach(self._initial_states)
+        if emb.in_slots is not None:
+            emb.in_slots.attach(self._initial_states)
         self._take_arrays()
         emb.optimizers.add(self)
 
     def _take_arrays(self) -> None:
-        self._arrays = [ops.Arrays(self._states(name)) for name in self.state_names]
+        if self.emb.device_rows is not None:
+            self._arrays = self.emb.device_rows.state_arrays
+        else:
+            self._arrays = [ops.Arrays(self._states(name)) for name in self.state_names]
 
     def follow_growth(self, table: str, first: int) -> None:
         """`EmbeddingCollection.grow` has made the arrays of `table` longer: states for its rows from `first` on."""
@@ -157,6 +160,8 @@ class SparseOptimizer(torch.optim.Optimizer):
                 "the states of tables in tiers have no state_dict, since they may be larger than memory; "
                 "hotrow.save_checkpoint writes them piece by piece"
             )
+        if self.emb.device_rows is not None:
+            self.emb.device_rows.flush()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,6 +169,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Raises ValueError where it is of other tables or another optimizer; then nothing has changed.
         """
+        if self.emb.device_rows is not None:
+            self.emb.device_rows.flush()
         own = [group["name"] for group in self.param_groups]
         given = [group.get("name") for group in state_dict["param_groups"]]
         if own != given:

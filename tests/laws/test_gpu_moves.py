@@ -70,6 +70,7 @@ def test_a_row_that_leaves_is_there_when_it_is_asked_for_again() -> None:
     streams = Streams(DEVICE)
     mover = Mover(host, slots, streams)
     mover.send_back([torch.tensor([5])], [torch.tensor([1])], after=streams.moment())
+    mover.settle()
     mover.bring([torch.tensor([5])], [torch.tensor([0])], after=streams.moment()).wait()
     assert slots[0][0][0].tolist() == host[0][0][5].tolist() == [4.0, 5.0, 6.0, 7.0]
 

@@ -37,7 +37,7 @@ class Moment:
 
     def reached(self) -> bool:
         """Whether the work before it is done."""
-        return self._event is None or bool(self._event.query())
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Sleep until it is reached."""
@@ -55,13 +55,13 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def moment(self) -> Moment:
         """Now, on the current stream."""
         if self._copying is None:
             return Moment()
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return Moment(event)
 
@@ -207,8 +207,10 @@ class Mover:
         self._leaving: list[Arriving] = []
 
     def bring(self, rows: Sequence[Tensor], slots: Sequence[Tensor], *, after: Moment) -> Moment:
-        """Row rows[t][i] of each table into slot slots[t][i]; returns when they are there, as a moment."""
-        self.settle()  # a row may be asked for that is on its way out
+        """Row rows[t][i] of each table into slot slots[t][i]; returns when they are there, as a moment.
+
+        Of a row that was sent back `settle` must have been called since.
+        """
         blocks, num_bytes = lay_out(self._host, [len(own) for own in rows])
         if not blocks:
             return Moment()
