@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_device import DEVICE, assert_agrees
 from torch import Tensor
 
-from gpu_device import DEVICE, assert_agrees
 import hotrow
 from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
 from hotrow.memory.budget import TableDemand, TableSlots
@@ -108,7 +108,7 @@ class Side:
         return [each for own in stored for each in own if each is not None] + states
 
 
-def drive(sides: list[Side], seed: int, *, depth: int, num_batches: int = 12, size: int = 4) -> None:
+def drive(sides: list[Side], seed: int, *, depth: int, num_batches: int = 9, size: int = 4) -> None:
     """The same random schedule on every side."""
     for side in sides:
         rng = np.random.default_rng(seed)
@@ -157,12 +157,13 @@ def make_sides(dtype: str, optimizer: str, **memory: Any) -> list[Side]:
     ("optimizer", "dtype", "depth"),
     [
         *[(name, "float32", 2) for name in OPTIMIZERS],
-        *[("sgd", "float16", 0), ("adagrad", "float16", 3), ("ftrl", "bfloat16", 1), ("row_wise_adagrad", "bfloat16", 2)],
+        *[("sgd", "float16", 0), ("adagrad", "float16", 3)],
+        *[("ftrl", "bfloat16", 1), ("row_wise_adagrad", "bfloat16", 2)],
     ],
 )
 def test_every_optimizer_and_storage(optimizer: str, dtype: str, depth: int) -> None:
     sides = make_sides(dtype, optimizer, plan=plan_for(22, pinned=3))
-    drive(sides, seed=len(optimizer) + depth, depth=depth, size=2)
+    drive(sides, seed=len(optimizer) + depth, depth=depth, num_batches=12, size=2)
     check(*sides)
     rows = sides[1].emb.device_rows
     assert rows is not None
@@ -171,7 +172,7 @@ def test_every_optimizer_and_storage(optimizer: str, dtype: str, depth: int) -> 
     assert (rows.foreseen > 0) == (depth > 0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_schedules_and_sizes(seed: int) -> None:
     """From slots that two batches fill to all rows on the device; rows on their way go in pieces at times."""
     rng = np.random.default_rng(seed)
@@ -179,7 +180,7 @@ def test_random_schedules_and_sizes(seed: int) -> None:
     rows = int(rng.choice([24, 40, 59]))
     more = {"plan": plan_for(rows, int(rng.integers(0, 8)))} if seed % 3 else {}
     sides = make_sides(dtype, optimizer, hbm=["1MiB", "12KiB"][seed % 2] if more else "1MiB", **more)
-    drive(sides, seed, depth=int(rng.integers(0, 5)), num_batches=9, size=2)
+    drive(sides, seed, depth=int(rng.integers(0, 5)), num_batches=7, size=2)
     check(*sides)
 
 
@@ -188,7 +189,7 @@ def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:
     sides = make_sides("float32", "adagrad", plan=plan_for(24))
     for side in sides:
         rng = np.random.default_rng(1)
-        batches = [make_batch(rng, size=6) for _ in range(12)]
+        batches = [make_batch(rng, size=6) for _ in range(8)]
         for batch in hotrow.lookahead(batches, side.emb, depth=5):
             side.forward(batch)
             side.step()
@@ -302,7 +303,7 @@ def test_a_lookup_that_nobody_wanted_lets_go_of_its_rows() -> None:
 
 
 def test_the_directory_against_a_dictionary() -> None:
-    """Random batches: each row has one slot, rows of batches in flight keep theirs, and only updated ones leave dirty."""
+    """Random batches: a row has one slot, those of batches in flight keep theirs, updated ones are copied back."""
     rng = np.random.default_rng(0)
     directory = Directory(50, TableSlots(4, 20))
     lies = {row: row for row in range(4)}

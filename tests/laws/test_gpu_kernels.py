@@ -41,13 +41,13 @@ def check_lookup(case: Case, what: object) -> None:
     assert_agrees(kernels.weight_gradient(weights, batch, case.grads[0].to(DEVICE)), gradient, what)
 
 
-def check_update(case: Case, algorithm: Algorithm, what: object) -> None:
-    """Twice: the same bits."""
+def check_update(case: Case, algorithm: Algorithm, what: object, *, runs: int = 1) -> None:
+    """Several runs: the same bits."""
     lookups = [(case.layout, batch, grad) for batch, grad in zip(case.batches, case.grads, strict=True)]
     expected, expected_low, expected_states = clones(case.weights), clones(case.low), case.states(algorithm)
     reference.update(case.layout, expected, expected_states, lookups, rules(algorithm), low=expected_low)
     first: list[Tensor] = []
-    for _ in range(2):
+    for _ in range(runs):
         found, low = to_device(case.weights), to_device(case.low)
         states = [to_device(state) for state in case.states(algorithm)]
         kernels = Kernels(case.layout)
@@ -77,8 +77,9 @@ def test_lookup_and_gradient_of_sample_weights(dim: int, dtype: Dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_update(algorithm: Algorithm, dtype: Dtype) -> None:
-    for dim, kind in zip((3, 33, 16, 130), (KINDS[1], KINDS[2], KINDS[4], KINDS[5]), strict=True):
-        check_update(make_case(3, dim=dim, dtype=dtype, num_samples=7, **kind), algorithm, (dim, dtype, kind))
+    for dim, kind in zip((3, 33, 130), (KINDS[1], KINDS[2], KINDS[5]), strict=True):
+        case = make_case(3, dim=dim, dtype=dtype, num_samples=7, **kind)
+        check_update(case, algorithm, (dim, dtype, kind), runs=1 + (dim == 33))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -298,6 +299,9 @@ for storage in (0, 1, 2):
         check(kernels.update, SORTED, ALGORITHM=algorithm, STORAGE=storage, SCALED=True, BLOCK_N=8, BLOCK_D=64)
 types = {**BATCH, "out": FLOAT, "grad": FLOAT, "grad_stride": "i32"}
 check(kernels.weight_gradient, types, STORAGE=0, **tile)
+for wide, into in ((True, False), (False, True)):
+    types = {"blocks": LONG, "rows": LONG, "buffer": "*i32" if wide else "*i16"}
+    check(kernels.move_rows, types, INTO_BUFFER=into, WIDE=wide, BLOCK_N=8, BLOCK_W=64)
 """
 
 
@@ -316,4 +320,4 @@ def test_large_batches_repeat_to_the_bit() -> None:
     check_lookup(case, "large")
     for algorithm in ALGORITHMS:
         for _ in range(5):
-            check_update(case, algorithm, "large")
+            check_update(case, algorithm, "large", runs=2)

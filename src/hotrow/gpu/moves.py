@@ -8,7 +8,7 @@ A buffer holds a block [n, ...] for each array of each table, one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ Parts = Sequence[Sequence[Tensor]]
 class Moment:
     """A point of a stream's work. Without streams it has always been reached."""
 
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event | None = None, device: torch.device | None = None) -> None:
+        self._event, self._device = event, device
 
     def reached(self) -> bool:
         """Whether the work before it is done."""
@@ -45,9 +45,9 @@ class Moment:
             self._event.synchronize()
 
     def precede(self) -> None:
-        """What is given to the current stream from now on runs after it; nobody sleeps."""
+        """What is given to the device's current stream from now on runs after it; nobody sleeps."""
         if self._event is not None:
-            self._event.wait()
+            self._event.wait(torch.cuda.current_stream(self._device))
 
 
 class Streams:
@@ -63,7 +63,12 @@ class Streams:
             return Moment()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
-        return Moment(event)
+        return Moment(event, self.device)
+
+    def share(self, arrays: Iterable[Tensor]) -> None:
+        """Both streams work on them: their memory is not given away while either does."""
+        for array in arrays if self._copying is not None else ():
+            array.record_stream(self._copying)
 
     @contextmanager
     def copying(self, *, after: Moment) -> Iterator[None]:

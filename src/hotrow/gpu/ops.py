@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -410,5 +411,8 @@ def _numbers(rule: Rule) -> list[float]:
 
 def launch(kernel: Any, grid: tuple[int, ...], arrays: Sequence[Any], **more: Any) -> None:
     """Runs a kernel, if there is work, without contraction: a * b + c rounds twice, as in the reference."""
-    if 0 not in grid:
+    if 0 in grid:
+        return
+    device = arrays[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arrays, **more, num_warps=4, enable_fp_fusion=False)

@@ -277,6 +277,7 @@ class DeviceRows:
         low = [parts[1] if parts[0].dtype == torch.bfloat16 else None for parts in self._parts]
         self.state_arrays = [Arrays([parts[k - count] for parts in self._parts]) for k in range(count)]
         self._streams = Streams(self.device)
+        self._streams.share(array for parts in self._parts for array in parts)
         self._mover = Mover(self._host, self._parts, self._streams)
         self._released = self._streams.moment()
         self.arrays = Arrays(weights, low)
@@ -382,8 +383,9 @@ class DeviceRows:
             ]
             raise ValueError(
                 f"the batch looks up {len(rows[t]):,} rows of table {self.tables[t].name!r}, {missing:,} more than "
-                f"there are slots for: of {sum(slots):,} on the device {held:,} hold pinned rows and rows of batches before "
-                f"their step; {self._use(needed)}, or make batches smaller"
+                f"there are slots for: of {sum(slots):,} on the device {held:,} hold rows that stay and rows of "
+                f"batches before their step; DeviceMemory: hbm is {self.memory.hbm_bytes:,} bytes; "
+                f"{self._use(needed)}, or make batches smaller"
             )
         return self._admit(sparse, spans, rows)
 
