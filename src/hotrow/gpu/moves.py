@@ -67,8 +67,9 @@ class Streams:
 
     def share(self, arrays: Iterable[Tensor]) -> None:
         """Both streams work on them: their memory is not given away while either does."""
-        for array in arrays if self._copying is not None else ():
-            array.record_stream(self._copying)
+        if self._copying is not None:
+            for array in arrays:
+                array.record_stream(self._copying)
 
     @contextmanager
     def copying(self, *, after: Moment) -> Iterator[None]:
