@@ -21,12 +21,14 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here: the ker
 from kernel_cases import assert_same_bits  # noqa: E402  # a sibling of the laws
 
 
-def assert_agrees(found: Tensor, expected: Tensor, what: object = "") -> None:
-    """Interpreted: to the bit. On a GPU: within the tolerance of docs/numerics.md."""
+def assert_agrees(
+    found: Tensor, expected: Tensor, what: object = "", *, rtol: float = 1e-6, atol: float = 1e-7
+) -> None:
+    """Interpreted: to the bit. On a GPU: within a tolerance, of docs/numerics.md where none is given."""
     if not HAS_GPU:
         assert_same_bits(found, expected, what)
         return
-    same = torch.isclose(found.cpu().float(), expected.float(), rtol=1e-6, atol=1e-7, equal_nan=True)
+    same = torch.isclose(found.cpu().float(), expected.float(), rtol=rtol, atol=atol, equal_nan=True)
     assert same.all(), f"{what}: {int((~same).sum())} of {same.numel()} differ"
 
 

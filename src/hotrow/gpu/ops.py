@@ -237,7 +237,9 @@ class Kernels:
         pending, states, rules: as hotrow.ops.Kernels.update; gradients on the tables' device. All rules are of one
         algorithm. Raises ValueError for an id outside its table; then no row has changed.
         """
-        (algorithm,) = {rule.algorithm for rule in rules} or {"sgd"}
+        algorithms = sorted({rule.algorithm for rule in rules})
+        if len(algorithms) != 1:
+            raise ValueError(f"rules are of {', '.join(algorithms) or 'none'}; one update takes one algorithm")
         for served, sparse, _ in pending:
             served._check_batch(weights, sparse, None)
         grads = [_rows_contiguous(grad, weights.device) for _, _, grad in pending]
@@ -252,7 +254,7 @@ class Kernels:
         scales = None
         if any(part.scales is not None for part in parts):
             scales = _cat([_or_ones(part) for part in parts], spans)[order]
-        self._apply(weights, states, rules, algorithm, _Pieces(keys, sources, scales), self._counts(spans))
+        self._apply(weights, states, rules, algorithms[0], _Pieces(keys, sources, scales), self._counts(spans))
 
     def _apply(
         self,

@@ -303,13 +303,18 @@ class DeviceRows:
         low, high = 0, total * MOVING_SHARE // (MOVING_SHARE - 1) + MOVING_SHARE
         while low < high:
             middle = (low + high) // 2
-            plan = self._plan(middle)
-            enough = all(
-                own.cached >= n or own.pinned >= table.num_embeddings
-                for own, n, table in zip(plan, needed, self.tables, strict=True)
-            )
-            low, high = (low, middle) if enough else (middle + 1, high)
+            low, high = (low, middle) if self._suffices(middle, needed) else (middle + 1, high)
         return f"raise it to {high:,} bytes (DeviceMemory(hbm={high}))"
+
+    def _suffices(self, hbm_bytes: int, needed: Sequence[int]) -> bool:
+        try:
+            plan = self._plan(hbm_bytes)
+        except ValueError:  # a plan of the user's has a least budget
+            return False
+        return all(
+            own.cached >= n or own.pinned >= table.num_embeddings
+            for own, n, table in zip(plan, needed, self.tables, strict=True)
+        )
 
     # ---- batches in flight
 
