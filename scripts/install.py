@@ -10,6 +10,7 @@ Standard library only, because it runs before anything is installed. The Makefil
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -29,7 +30,7 @@ QUIET = ["--disable-pip-version-check", "--no-input"]
 BUILD_TOOLS = ["cmake", "ninja"]
 # Sums of wheel sizes on Linux x86-64 and Python 3.11; pip's cache and configuration decide what is really fetched.
 CPU_TORCH_MB, CUDA_TORCH_MB = 200, 2700
-GROUP_MB = {"tensorboard": 150, "test": 110, "dev": 40, "bench": 60}
+GROUP_MB = {"tensorboard": 150, "test": 300, "dev": 40, "bench": 60}
 CUDA_DISK_GIB = 9
 
 TORCH_OF_CALLER = """
@@ -79,8 +80,15 @@ def make_venv() -> None:
         purelib = Path(sysconfig.get_path("purelib", "venv", vars=base))
         (purelib / "caller.pth").write_text("\n".join(folders) + "\n")
         pins = re.sub(r"(?m)^torch==.*$", f"torch=={kept}", pins)
+        if importlib.util.find_spec("triton") is not None:
+            pins = without_triton(pins)
         say(f"keeping torch {kept} of {sys.executable}")
     CONSTRAINTS.write_text(pins)
+
+
+def without_triton(pins: str) -> str:
+    """A CUDA build of torch asks for one version of triton, its own."""
+    return re.sub(r"(?m)^triton==.*\n", "", pins)
 
 
 def requirements(groups: list[str]) -> list[str]:
@@ -113,6 +121,7 @@ def announce_download(groups: list[str]) -> None:
     size = CUDA_TORCH_MB if cuda else CPU_TORCH_MB
     say(f"about {size + others} MB to download: torch {metadata['version']} {size} MB, all else {others} MB")
     if cuda:
+        CONSTRAINTS.write_text(without_triton(CONSTRAINTS.read_text()))
         say("this torch brings CUDA libraries, which hotrow does not need. For the CPU build, point pip at it first")
         say("(PIP_FIND_LINKS or PIP_INDEX_URL; torch's install page says where), or activate an environment with torch")
         if (free := shutil.disk_usage(".").free / 2**30) < CUDA_DISK_GIB:

@@ -287,8 +287,7 @@ def _tables(part: Part) -> dict[str, dict[str, Any]]:
 def _stored(emb: EmbeddingCollection, table: str) -> Target:
     if emb.tiers is not None:
         return emb.rows(table)
-    stored = emb.stored(table)
-    return stored if table in emb.low else stored.weight
+    return emb.stored(table) if table in emb.low else emb.stored(table).weight
 
 
 def _tiers(part: Part) -> Tiers | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.memory.budget import Memory
+from hotrow.memory.device_rows import DeviceFlight, DeviceMemory, DeviceRows
 from hotrow.memory.table_rows import RowsInTiers
 from hotrow.memory.tiers import Flight, Tiers
 from hotrow.reference import Layout, row_key, widen, write_rows
@@ -36,8 +37,8 @@ class Pending(NamedTuple):
     sparse: KeyedJaggedTensor
     grad: Tensor
     """[B, output_dim], of a sequence [L, D]; float32."""
-    flight: Flight | None = None
-    """In tiers: what keeps the rows in their slots, which stand in `sparse` for ids."""
+    flight: Flight | DeviceFlight | None = None
+    """In tiers and on devices: what keeps the rows in their slots, which stand in `sparse` for ids."""
 
 
 class StoredTable(NamedTuple):
@@ -93,7 +94,8 @@ class EmbeddingCollection(nn.Module):
         output:  [ user 16 | clicked 8 | shown 8 ]     output_dim = 32
 
     tables: one TableConfig each. memory: None or "dram": all rows in DRAM; a `Memory`: part of them, the rest on disk,
-    with the same bits in every result, but for `state_dict` and copies, which such a collection refuses. seed: of the
+    with the same bits in every result, but for `state_dict` and copies, which such a collection refuses; a
+    `DeviceMemory`: all in DRAM, and lookups and updates in slots of a device (docs/gpu.md). seed: of the
     initial rows, each a function of (seed, table name, row, column) alone. `parameters()` is empty; `state_dict()`
     holds `<table>.weight`: float32 also of bfloat16 tables, whose halves it joins and loading splits again, without
     loss; float16 of float16 tables.
@@ -108,13 +110,18 @@ class EmbeddingCollection(nn.Module):
     copies: Copies | None = None
     """What lookups and updates work on instead of the tables, whose rows are out of date then (hot/copies.py)."""
 
-    def __init__(self, tables: Iterable[TableConfig], *, memory: Memory | str | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, tables: Iterable[TableConfig], *, memory: Memory | DeviceMemory | str | None = None, seed: int = 0
+    ) -> None:
         super().__init__()
-        if not isinstance(memory, Memory) and memory not in (None, "dram"):
-            raise ValueError(f"memory is {memory!r}; pass None or 'dram' (all rows in DRAM) or a hotrow.Memory")
+        if not isinstance(memory, Memory | DeviceMemory) and memory not in (None, "dram"):
+            raise ValueError(
+                f"memory is {memory!r}; pass None or 'dram' (all rows in DRAM), hotrow.Memory or hotrow.DeviceMemory"
+            )
         self.tables = check_tables(tables)
         self.seed = seed
         self.tiers: Tiers | None = None
+        self.device_rows: DeviceRows | None = None
         if isinstance(memory, Memory):
             self.tiers = Tiers(self.tables, Layout.of(self.tables), memory, seed=seed)
             self.weights, self.low = self.tiers.weights, self.tiers.low
@@ -131,6 +138,9 @@ class EmbeddingCollection(nn.Module):
         are here and not in an optimizer because initial rows and checkpoints are float32 before there is one."""
         for table in self.tables:
             _fill_initial_rows(self.stored(table.name), table, seed)
+        if isinstance(memory, DeviceMemory):
+            host = [(weight, self.low.get(name)) for name, weight in self.weights.items()]
+            self.device_rows = DeviceRows(self.tables, Layout.of(self.tables), memory, host)
         self._prepare()
 
     def grow(self, table: str, num_embeddings: int) -> None:
@@ -149,7 +159,7 @@ class EmbeddingCollection(nn.Module):
         Raises ValueError for an unknown table and for fewer rows than it has, MemoryError where there is no memory;
         then nothing has changed. Raises StoreError where the store cannot grow, after which it does no more.
         """
-        self._check_tables_are_live()
+        self.check_tables_are_live()
         names = [config.name for config in self.tables]
         if table not in names:
             raise ValueError(f"there is no table {table!r} to grow; the tables are {', '.join(names)}")
@@ -159,6 +169,8 @@ class EmbeddingCollection(nn.Module):
                 f"table {table!r} has {old.num_embeddings:,} rows and cannot be given {num_embeddings!r}: tables only "
                 "grow; for fewer rows make a new collection"
             )
+        if self.device_rows is not None:
+            raise ValueError(f"table {table!r} has slots on a device and cannot grow: make a collection with more rows")
         bound = old.init.bound_for(old.num_embeddings)
         new = replace(old, num_embeddings=num_embeddings, init=replace(old.init, bound=bound))
         if self.tiers is not None:
@@ -179,9 +191,10 @@ class EmbeddingCollection(nn.Module):
         layout = Layout.of(self.tables)
         self.feature_names = tuple(feature.name for feature in layout.features)
         self.output_dim = layout.width
-        self.kernels = ops.Kernels(layout)
-        self.sequence_kernels = {
-            feature.name: ops.Kernels(layout.sequence_of(feature.name), among=layout) for feature in layout.features
+        make: Any = ops.Kernels if self.device_rows is None else self.device_rows.make_kernels
+        self.kernels: ops.Kernels = make(layout)
+        self.sequence_kernels: dict[str, ops.Kernels] = {
+            feature.name: make(layout.sequence_of(feature.name), among=layout) for feature in layout.features
         }
         self._take_arrays()
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -204,15 +217,27 @@ class EmbeddingCollection(nn.Module):
         """
         if isinstance(sparse, Tensor):
             sparse = KeyedJaggedTensor.from_dense(self.feature_names, sparse)
-        if self.copies is not None:
-            return self._look_up(self.kernels, self.copies.slots(sparse), blame=sparse)
-        if self.tiers is None:
-            return self._look_up(self.kernels, sparse, blame=sparse)
-        flight, slots = self.tiers.take(sparse, training=torch.is_grad_enabled())
+        flight, slots = self._take(sparse)
         out = self._look_up(self.kernels, slots, blame=sparse, flight=flight)
-        if not torch.is_grad_enabled():
+        if flight is not None and not torch.is_grad_enabled():
             flight.release(updated=False)
         return out
+
+    @property
+    def in_slots(self) -> Tiers | DeviceRows | None:
+        """What brings rows before their batches; None where lookups find all of them by their ids."""
+        return self.tiers if self.device_rows is None else self.device_rows
+
+    def _take(self, sparse: KeyedJaggedTensor) -> tuple[Flight | DeviceFlight | None, KeyedJaggedTensor]:
+        """What keeps the rows of a batch in their slots, and the batch with slots for ids."""
+        if self.copies is not None:
+            return None, self.copies.slots(sparse)
+        if self.in_slots is None:
+            return None, sparse
+        flight, slots = self.in_slots.take(sparse, training=torch.is_grad_enabled())
+        if self.device_rows is not None:
+            self.arrays = self.device_rows.arrays
+        return flight, slots
 
     def sequence(self, sparse: KeyedJaggedTensor) -> dict[str, tuple[Tensor, Tensor]]:
         """The row of every id, not pooled: feature -> (values [L, D] float32, offsets int64 [B + 1]).
@@ -222,11 +247,8 @@ class EmbeddingCollection(nn.Module):
         For each feature of this collection among `sparse.keys`; per-sample weights play no part. Gradients go the way
         of `forward`'s, into the same `step()`. Raises ValueError for an id outside its table.
         """
-        found, flight, slots = {}, None, sparse
-        if self.copies is not None:
-            slots = self.copies.slots(sparse)
-        elif self.tiers is not None:
-            flight, slots = self.tiers.take(sparse, training=torch.is_grad_enabled())
+        found = {}
+        flight, slots = self._take(sparse)
         for name in self.feature_names:
             if name in sparse.keys:
                 values, offsets, _ = slots.bags(name)
@@ -241,7 +263,8 @@ class EmbeddingCollection(nn.Module):
         """What lookups read and updates write: the tables' rows, or their copies."""
         return self.arrays if self.copies is None else self.copies.arrays
 
-    def _check_tables_are_live(self) -> None:
+    def check_tables_are_live(self) -> None:
+        """Raises RuntimeError where copies of hot rows are live and the tables are out of date."""
         if self.copies is not None:
             raise RuntimeError(
                 "the tables' hot rows are out of date, their copies on the fast device are live: read and change "
@@ -249,7 +272,12 @@ class EmbeddingCollection(nn.Module):
             )
 
     def _look_up(
-        self, kernels: ops.Kernels, sparse: KeyedJaggedTensor, *, blame: KeyedJaggedTensor, flight: Flight | None = None
+        self,
+        kernels: ops.Kernels,
+        sparse: KeyedJaggedTensor,
+        *,
+        blame: KeyedJaggedTensor,
+        flight: Flight | DeviceFlight | None = None,
     ) -> Tensor:
         number = next(self._forwards)
         return _Lookup.apply(self._leaf, sparse.weights, sparse, blame, self, kernels, number, flight)  # type: ignore[no-any-return, no-untyped-call]
@@ -261,8 +289,10 @@ class EmbeddingCollection(nn.Module):
         return tensor.fill_(value) if value and self.tiers is None else tensor
 
     def stored(self, name: str) -> StoredTable:
-        """The table `name` as it lies in memory."""
-        self._check_tables_are_live()
+        """The table `name` as it lies in memory; with slots on a device, after they were written back to it."""
+        self.check_tables_are_live()
+        if self.device_rows is not None:
+            self.device_rows.flush()
         return StoredTable(self.weights[name], self.low.get(name))
 
     def float32(self, name: str) -> Tensor:
@@ -282,7 +312,7 @@ class EmbeddingCollection(nn.Module):
 
     def rows(self, name: str) -> RowsInTiers:
         """The weights of the table `name` of a collection in tiers, to be read and written piece by piece."""
-        self._check_tables_are_live()
+        self.check_tables_are_live()
         assert self.tiers is not None
         return RowsInTiers(self.tiers, list(self.weights).index(name), self.weights[name], self.low.get(name))
 
@@ -296,6 +326,8 @@ class EmbeddingCollection(nn.Module):
     @property
     def pending(self) -> list[Pending]:
         """Batches whose gradients await `optimizer.step()`, in the order of their forward passes."""
+        if self.device_rows is not None:
+            self.device_rows.refresh()
         return [pending for _, pending in sorted(self._pending, key=lambda entry: entry[0])]
 
     def clear_pending(self, *, updated: bool = False) -> None:
@@ -310,14 +342,14 @@ class EmbeddingCollection(nn.Module):
         self._pending = [(number, p._replace(grad=p.grad * factor)) for number, p in self._pending]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
-        self._check_tables_are_live()
+        self.check_tables_are_live()
         if self.tiers is not None:
             raise ValueError(
                 "a collection in tiers has no state_dict, since its tables may be larger than memory; "
                 "hotrow.save_checkpoint writes them piece by piece, read_rows() gives some rows"
             )
-        for name, weight in self.weights.items():
-            destination[f"{prefix}{name}.weight"] = self.float32(name) if name in self.low else weight
+        for name in self.weights:
+            destination[f"{prefix}{name}.weight"] = self.float32(name) if name in self.low else self.stored(name).weight
 
     def _load_from_state_dict(
         self,
@@ -348,9 +380,11 @@ class EmbeddingCollection(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: all but native handles and what belongs to steps under way."""
-        self._check_tables_are_live()
+        self.check_tables_are_live()
         if self.tiers is not None:
             raise TypeError("a collection in tiers cannot be copied or pickled: its files belong to it alone")
+        if self.device_rows is not None:
+            raise TypeError("a collection with slots on a device cannot be copied or pickled; copy its state_dict()")
         made = ("kernels", "sequence_kernels", "arrays", "optimizers", "_pending", "_forwards", "_leaf")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
@@ -403,7 +437,7 @@ class _Lookup(torch.autograd.Function):
         emb: EmbeddingCollection,
         kernels: ops.Kernels,
         number: int,
-        flight: Flight | None,
+        flight: Flight | DeviceFlight | None,
     ) -> Tensor:
         ctx.sparse, ctx.emb, ctx.kernels, ctx.number, ctx.flight = sparse, emb, kernels, number, flight
         return kernels.lookup(emb.live_arrays, sparse, blame=blame)

@@ -379,7 +379,8 @@ class _Interaction(torch.autograd.Function):
 def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
     """`[dense, T_i . T_j for i > j]` with T = [dense; pooled], the dot interaction of DLRM: [B, D + (F + 1) F / 2].
 
-    float32; pairs in the order (1,0), (2,0), (2,1), (3,0), ..., vector 0 the dense one. Differentiable once.
+    float32; pairs in the order (1,0), (2,0), (2,1), (3,0), ..., vector 0 the dense one. Differentiable once. On other
+    devices than the CPU torch's operations run, as without the native module.
     Raises ValueError where shapes or dtypes do not fit.
     """
     fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
@@ -388,7 +389,7 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
             f"dense is {dense_BD.dtype} {tuple(dense_BD.shape)} and pooled {pooled_BFD.dtype} "
             f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
         )
-    if _native() is None:
+    if _native() is None or dense_BD.device.type != "cpu":
         return reference.interact(dense_BD, pooled_BFD)
     return _Interaction.apply(dense_BD, pooled_BFD)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -433,7 +434,7 @@ class _MLP(torch.autograd.Function):
 def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, last: Activation) -> Tensor:
     """`x = relu(x W^T + b)` for each W [O, I], b [O] in turn; after the last one only if `last` is "relu".
 
-    float32 [B, I] -> [B, O of the last]; NaN goes through. Differentiable once.
+    float32 [B, I] -> [B, O of the last]; NaN goes through. Differentiable once. Devices as `dot_interaction`.
     Raises ValueError where shapes or dtypes do not fit.
     """
     width = x_BI.shape[-1]
@@ -444,7 +445,7 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
                 f"bias {bias.dtype} {tuple(bias.shape)}; pass float32 [B, I], [O, I] and [O]"
             )
         width = len(bias)
-    if _native() is None:
+    if _native() is None or x_BI.device.type != "cpu":
         return reference.mlp(x_BI, weights, biases, last=last)
     parameters = [p for pair in zip(weights, biases, strict=True) for p in pair]
     return _MLP.apply(x_BI, last, *parameters)  # type: ignore[no-any-return, no-untyped-call]

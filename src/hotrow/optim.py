@@ -68,13 +68,16 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._initial_states: dict[str, Sequence[State]] = {
             group["name"]: self._untouched(group) for group in self.param_groups
         }
-        if emb.tiers is not None:
-            emb.tiers.attach(self._initial_states)
+        if emb.in_slots is not None:
+            emb.in_slots.attach(self._initial_states)
         self._take_arrays()
         emb.optimizers.add(self)
 
     def _take_arrays(self) -> None:
-        self._arrays = [ops.Arrays(self._states(name)) for name in self.state_names]
+        if self.emb.device_rows is not None:
+            self._arrays = self.emb.device_rows.state_arrays
+        else:
+            self._arrays = [ops.Arrays(self._states(name)) for name in self.state_names]
 
     def follow_growth(self, table: str, first: int) -> None:
         """`EmbeddingCollection.grow` has made the arrays of `table` longer: states for its rows from `first` on."""
@@ -146,6 +149,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def state_rows(self) -> dict[str, RowsInTiers]:
         """The states of tables in tiers, `<number of the table>.<name>`, to be read and written piece by piece."""
+        self.emb.check_tables_are_live()
         tiers, names = self.emb.tiers, self.state_names
         assert tiers is not None
         states = {(t, name): self._states(name)[t] for t in range(len(self.param_groups)) for name in names}
@@ -153,11 +157,14 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Raises ValueError for tables in tiers, whose states may be larger than memory."""
+        self.emb.check_tables_are_live()
         if self.emb.tiers is not None:
             raise ValueError(
                 "the states of tables in tiers have no state_dict, since they may be larger than memory; "
                 "hotrow.save_checkpoint writes them piece by piece"
             )
+        if self.emb.device_rows is not None:
+            self.emb.device_rows.flush()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,6 +172,9 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Raises ValueError where it is of other tables or another optimizer; then nothing has changed.
         """
+        self.emb.check_tables_are_live()
+        if self.emb.device_rows is not None:
+            self.emb.device_rows.flush()
         own = [group["name"] for group in self.param_groups]
         given = [group.get("name") for group in state_dict["param_groups"]]
         if own != given:

@@ -190,6 +190,7 @@ def test_one_side_is_live_at_a_time() -> None:
         emb(cold)
     for read in (
         emb.state_dict,
+        optimizer.state_dict,
         lambda: emb.read_rows("a", slice(0, 2)),
         lambda: emb.float32("a"),
         lambda: emb.grow("a", 50),

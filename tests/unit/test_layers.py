@@ -22,6 +22,7 @@ LEVELS = {
     "charts": 0,
     "reference": 1,
     "ops": 1,
+    "gpu": 1,
     "optim": 2,
     "embedding": 2,
     "gradients": 2,
@@ -94,6 +95,7 @@ HEAVY = [
     "pyarrow.dataset",
     "jinja2",
     "fbgemm_gpu",
+    "triton",
 ]
 LEAN = """
 import os, sys, threading, torch

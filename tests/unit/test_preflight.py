@@ -156,7 +156,7 @@ def test_every_dependency_is_pinned_and_has_its_reason(name: str) -> None:
 
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "fbgemm_gpu": "fbgemm-gpu-cpu"}
-EXTRAS = {"src": (), "examples": (), "tests": ("test",), "benchmarks": ("bench", "test"), "scripts": ("dev",)}
+EXTRAS = {"src": ("gpu",), "examples": (), "tests": ("test",), "benchmarks": ("bench", "test"), "scripts": ("dev",)}
 
 
 @pytest.mark.parametrize("folder", EXTRAS)

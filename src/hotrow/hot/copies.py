@@ -54,10 +54,12 @@ class HotCopies:
     """Copies of the rows `hot` of the tables of `emb`, with the states of `optimizer`; the tables are live at first.
 
     optimizer: the only one of `emb`. link: where crossing bytes are counted. Raises MemoryError where the copies find
-    no memory.
+    no memory, ValueError where the tables have slots on a device already.
     """
 
     def __init__(self, emb: EmbeddingCollection, optimizer: SparseOptimizer, hot: HotSet, link: Link) -> None:
+        if emb.device_rows is not None:
+            raise ValueError("the tables have slots on a device already: make the collection without DeviceMemory")
         self.emb, self.optimizer, self.hot, self.link = emb, optimizer, hot, link
         self.rows = [hot.rows[table.name] for table in emb.tables]
         self._tables = {name: t for t, table in enumerate(emb.tables) for name in table.feature_names}

@@ -10,6 +10,7 @@ from torch import nn
 
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
+from hotrow.memory.device_rows import DeviceRows
 from hotrow.memory.tiers import Tiers
 
 Item = TypeVar("Item", Batch, KeyedJaggedTensor)
@@ -25,9 +26,8 @@ class Lookahead(Generic[Item]):
             raise ValueError(f"lookahead was given a {type(module).__name__} to look ahead for; pass the nn.Module")
         self.batches: Any = batches
         self.depth = depth
-        self.tiers: list[Tiers] = [
-            part.tiers for part in module.modules() if isinstance(part, EmbeddingCollection) and part.tiers is not None
-        ]
+        collections = [part for part in module.modules() if isinstance(part, EmbeddingCollection)]
+        self.tiers: list[Tiers | DeviceRows] = [part.in_slots for part in collections if part.in_slots is not None]
         self._state: Any = None
 
     def state(self) -> Any:

@@ -1,0 +1,361 @@
+"""Law 2 on devices: with slots in device memory before tables in DRAM, tables, states and losses are those without.
+
+To the bit where the kernels are interpreted, else within docs/numerics.md. Schedules are drawn at random, as in
+test_tiers.py; the truth is the same schedule on a collection whose lookups find every row in DRAM.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_device import DEVICE, assert_agrees
+from torch import Tensor
+
+import hotrow
+from benchmarks import gpu
+from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
+from hotrow.memory.budget import TableDemand, TableSlots
+from hotrow.memory.device_rows import MOVING_SHARE, Directory, plan_slots_on_device
+from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
+from hotrow.tables import TableConfig, Uniform
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda emb: SGD(emb, lr=0.1),
+    "adagrad": lambda emb: Adagrad(emb, lr=0.1, initial_accumulator_value=0.25),
+    "row_wise_adagrad": lambda emb: RowWiseAdagrad(emb, lr=0.1),
+    "adam": lambda emb: Adam(emb, lr=0.01),
+    "ftrl": lambda emb: FTRL(emb, lr=0.1, l1=0.01, l2=0.02),
+}
+FEATURES = ("a", "b", "c", "d")
+ROWS = {"t": 60, "u": 90, "v": 5}
+WIDTH = 6 + 2 * 11 + 4
+
+
+def tables(dtype: str) -> list[TableConfig]:
+    init = Uniform(zero_rows=1)
+    kind: Any = {"dtype": dtype}
+    return [
+        TableConfig(name="t", num_embeddings=60, embedding_dim=6, feature_names=("a",), init=init, **kind),
+        TableConfig(name="u", num_embeddings=90, embedding_dim=11, feature_names=("b", "d"), pooling="mean", **kind),
+        TableConfig(name="v", num_embeddings=5, embedding_dim=4, feature_names=("c",), **kind),
+    ]
+
+
+def make_batch(rng: np.random.Generator, *, size: int = 4) -> KeyedJaggedTensor:
+    """Samples with bags of 0 to 2 skewed ids, or one-hot; weighted at times."""
+    limits = [ROWS["t"], ROWS["u"], ROWS["v"], ROWS["u"]]
+    one_hot = rng.random() < 0.4
+    lengths = np.ones(4 * size, np.int64) if one_hot else rng.integers(0, 3, 4 * size)
+    counts = lengths.reshape(4, size).sum(1)
+    ids = np.concatenate([rng.integers(0, n, k) * (rng.random(k) < 0.7) for n, k in zip(limits, counts, strict=True)])
+    values = torch.from_numpy(ids.astype(np.int64 if rng.random() < 0.5 else np.int32))
+    weights = torch.from_numpy(rng.random(len(ids)).astype(np.float32)) if rng.random() < 0.3 else None
+    return KeyedJaggedTensor(FEATURES, values, weights, lengths=None if one_hot else torch.from_numpy(lengths))
+
+
+def plan_for(rows: int, pinned: int = 0) -> Any:
+    """So many slots for each of the two large tables, of which the first for good."""
+
+    def plan(demands: Any, budget_bytes: int) -> list[TableSlots]:
+        return [TableSlots(min(pinned, rows - 1), rows - min(pinned, rows - 1))] * 2 + [TableSlots(5, 0)]
+
+    return plan
+
+
+class Side:
+    """A collection, its optimizer and a dense layer on the same device; `seen` is all it ever returned."""
+
+    def __init__(self, dtype: str, optimizer: str, memory: DeviceMemory | None) -> None:
+        self.emb = EmbeddingCollection(tables(dtype), memory=memory, seed=3)
+        self.optimizer = OPTIMIZERS[optimizer](self.emb)
+        self.device = torch.device("cpu") if memory is None else DEVICE
+        self.dense = torch.nn.Linear(WIDTH, 1, bias=False)
+        with torch.no_grad():
+            self.dense.weight.copy_(torch.linspace(-1, 1, WIDTH))
+        self.dense.to(self.device)
+        self.dense_optimizer = torch.optim.SGD(self.dense.parameters(), lr=0.05)
+        self.seen: list[Tensor] = []
+
+    def forward(self, batch: KeyedJaggedTensor) -> None:
+        # One sample after the other: a matrix product of torch sums in an order that depends on the device.
+        loss = (self.emb(batch) * self.dense.weight).sum(1).square().sum()
+        loss.backward()
+        self.seen.append(loss.detach().cpu())
+
+    def sequence(self, batch: KeyedJaggedTensor) -> None:
+        parts = self.emb.sequence(batch)
+        self.seen.extend(values.detach().cpu().clone() for values, _ in parts.values())
+        sum((values * values).sum() for values, _ in parts.values()).backward()  # type: ignore[union-attr]
+
+    def evaluate(self, batch: KeyedJaggedTensor) -> None:
+        with torch.no_grad():
+            self.seen.append(self.emb(batch).cpu().clone())
+
+    def step(self) -> None:
+        self.dense_optimizer.step()
+        self.dense_optimizer.zero_grad()
+        self.optimizer.step()
+
+    def arrays(self) -> list[Tensor]:
+        """Weights, split ones joined, and states of every row, in DRAM."""
+        weights = [self.emb.stored(name).read(slice(0, num_rows)) for name, num_rows in ROWS.items()]
+        states = [tensor for state in self.optimizer.state_dict()["state"].values() for tensor in state.values()]
+        return weights + states
+
+
+def drive(sides: list[Side], seed: int, *, depth: int, num_batches: int = 9, size: int = 4) -> None:
+    """The same random schedule on every side."""
+    for side in sides:
+        rng = np.random.default_rng(seed)
+        batches = [make_batch(rng, size=size) for _ in range(num_batches)]
+        stray, done = make_batch(rng, size=size), 0
+        while done < num_batches:
+            for batch in hotrow.lookahead(batches[done:], side.emb, depth=depth):
+                done += 1
+                what = rng.random(6)
+                if what[0] < 0.08:
+                    continue  # skipped
+                if what[1] < 0.2 and batch.values.numel():
+                    batch.values[int(rng.integers(batch.values.numel()))] = int(rng.integers(0, 5))
+                if what[2] < 0.2:
+                    side.evaluate(stray)
+                if what[3] < 0.15:
+                    side.sequence(batch)
+                side.forward(batch)
+                if what[3] > 0.9:
+                    side.forward(batch)
+                if what[4] > 0.9:
+                    continue  # several batches to a step
+                if what[4] < 0.05:
+                    side.optimizer.zero_grad()
+                if what[5] > 0.9:
+                    side.arrays()  # read out between forward and step
+                side.step()
+                if what[5] < 0.1:
+                    break  # the loop is left early
+        side.step()
+
+
+def check(plain: Side, other: Side) -> None:
+    """On a GPU differences of single operations add up over steps, and float16 rounds some the other way."""
+    for number, (a, b) in enumerate(zip(other.seen, plain.seen, strict=True)):
+        assert_agrees(a, b, f"output {number}", rtol=1e-3, atol=1e-4)
+    for number, (a, b) in enumerate(zip(other.arrays(), plain.arrays(), strict=True)):
+        assert_agrees(a, b, f"array {number}", rtol=1e-3, atol=1e-4)
+
+
+def make_sides(dtype: str, optimizer: str, **memory: Any) -> list[Side]:
+    where = DeviceMemory(**{"hbm": "1MiB", "device": str(DEVICE), **memory})
+    return [Side(dtype, optimizer, None), Side(dtype, optimizer, where)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "depth"),
+    [
+        *[(name, "float32", 2) for name in OPTIMIZERS],
+        *[("sgd", "float16", 0), ("adagrad", "float16", 3)],
+        *[("ftrl", "bfloat16", 1), ("row_wise_adagrad", "bfloat16", 2)],
+    ],
+)
+def test_every_optimizer_and_storage(optimizer: str, dtype: str, depth: int) -> None:
+    sides = make_sides(dtype, optimizer, plan=plan_for(22, pinned=3))
+    drive(sides, seed=len(optimizer) + depth, depth=depth, num_batches=12, size=2)
+    check(*sides)
+    rows = sides[1].emb.device_rows
+    assert rows is not None
+    counts = rows.counters()["u"]
+    assert counts["evicted_rows"] > 5 and counts["written_rows"] > 5, "the schedule did not exercise the slots"
+    assert (rows.foreseen > 0) == (depth > 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules_and_sizes(seed: int) -> None:
+    """From slots that two batches fill to all rows on the device; rows on their way go in pieces at times."""
+    rng = np.random.default_rng(seed)
+    dtype, optimizer = str(rng.choice(["float32", "float16", "bfloat16"])), str(rng.choice(list(OPTIMIZERS)))
+    rows = int(rng.choice([24, 40, 59]))
+    more = {"plan": plan_for(rows, int(rng.integers(0, 8)))} if seed % 3 else {}
+    sides = make_sides(dtype, optimizer, hbm=["1MiB", "12KiB"][seed % 2] if more else "1MiB", **more)
+    drive(sides, seed, depth=int(rng.integers(0, 5)), num_batches=7, size=2)
+    check(*sides)
+
+
+def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:
+    """Announcements beyond it wait for their turn, and no result shows it."""
+    sides = make_sides("float32", "adagrad", plan=plan_for(24))
+    for side in sides:
+        rng = np.random.default_rng(1)
+        batches = [make_batch(rng, size=6) for _ in range(8)]
+        for batch in hotrow.lookahead(batches, side.emb, depth=5):
+            side.forward(batch)
+            side.step()
+    check(*sides)
+    rows = sides[1].emb.device_rows
+    assert rows is not None and rows.postponed > 0 and rows.foreseen > 0
+    assert all(directory.num_free == 24 for directory in rows.directories[:2]), "rows are still held"
+
+
+def test_too_few_slots_are_refused_with_the_number_to_use() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(limit, generator=generator)[:50] for limit in (60, 90)])
+    lengths = torch.ones(4, 50, dtype=torch.int64)
+    lengths[2:] = 0
+    batch = KeyedJaggedTensor(FEATURES, ids.flatten(), lengths=lengths.flatten())
+    small = Side("float32", "adam", DeviceMemory(hbm=4000, device=str(DEVICE)))
+    with pytest.raises(ValueError, match=r"the batch looks up 50 rows of table 't', \d+ more than there are slots"):
+        small.emb(batch)
+    with pytest.raises(ValueError, match="raise it to") as refused:
+        small.emb(batch)
+    number = int(str(refused.value).split("hbm=")[1].split(")")[0])
+    enough = Side("float32", "adam", DeviceMemory(hbm=number, device=str(DEVICE)))
+    enough.forward(batch)
+    enough.step()
+    with pytest.raises(ValueError, match="would have 0 pinned and 0 other slots") as refused:
+        Side("float32", "adam", DeviceMemory(hbm=200, device=str(DEVICE)))
+    number = int(str(refused.value).split("hbm=")[1].split(")")[0])
+    Side("float32", "adam", DeviceMemory(hbm=number, device=str(DEVICE)))
+
+
+def test_a_plan_by_counts_gives_often_used_rows_slots_for_good() -> None:
+    counts = {name: np.arange(n, 0, -1) ** 3 for name, n in ROWS.items()}
+    plan = hotrow.plan_by_counts(counts, num_steps=10_000_000, depth=1, least_cached=dict.fromkeys(ROWS, 20))
+    sides = make_sides("float32", "adagrad", hbm=12_000, plan=plan)
+    drive(sides, seed=3, depth=1, num_batches=6, size=2)
+    check(*sides)
+    rows = sides[1].emb.device_rows
+    assert rows is not None and all(own.pinned for own in rows.slots)
+    assert not all(own.pinned == n for own, n in zip(rows.slots, ROWS.values(), strict=True))
+
+
+def test_slots_stay_within_the_budget() -> None:
+    for hbm in (3000, 9000, 30_000, 10**6):
+        side = Side("bfloat16", "adagrad", DeviceMemory(hbm=hbm, device=str(DEVICE)))
+        rows = side.emb.device_rows
+        assert rows is not None
+        held = sum(array.nbytes for parts in rows._parts for array in parts)
+        assert held <= hbm - hbm // MOVING_SHARE
+    assert [sum(own) for own in rows.slots] == list(ROWS.values()), "all rows fit into the last"
+
+
+def test_small_tables_come_whole_and_others_get_as_many_rows_each() -> None:
+    demands = [TableDemand("a", 1000, 8), TableDemand("b", 10, 80), TableDemand("c", 70, 100)]
+    assert plan_slots_on_device(demands, 10_000) == [TableSlots(0, 275), TableSlots(10, 0), TableSlots(0, 70)]
+    assert plan_slots_on_device(demands, 15_800) == [TableSlots(1000, 0), TableSlots(10, 0), TableSlots(70, 0)]
+
+
+def step_both(plain: Side, other: Side, seed: int) -> None:
+    """Steps on the same batches from the same dense weights, then everything is the same."""
+    plain.dense.load_state_dict(other.dense.state_dict())
+    rng = np.random.default_rng(seed)
+    for side in (plain, other):
+        side.seen.clear()
+    for batch in [make_batch(rng, size=2) for _ in range(3)]:
+        for side in (plain, other):
+            side.forward(batch)
+            side.step()
+    check(plain, other)
+
+
+def test_checkpoints_load_into_the_other_kind(tmp_path: Path) -> None:
+    """Saved with slots on a device, loaded without, and back again into slots that hold rows as they were before."""
+    plain, other = make_sides("bfloat16", "adam", plan=plan_for(24))
+    drive([other], seed=5, depth=2, size=2, num_batches=6)
+    one, two = ({"embedding": side.emb, "sparse": side.optimizer} for side in (plain, other))
+    hotrow.save_checkpoint(tmp_path / "one", two)
+    hotrow.load_checkpoint(tmp_path / "one", one)
+    step_both(plain, other, seed=1)
+    hotrow.load_checkpoint(tmp_path / "one", two)
+    hotrow.load_checkpoint(tmp_path / "one", one)
+    step_both(plain, other, seed=2)
+
+
+def test_state_dicts_are_taken_and_given() -> None:
+    plain, other = make_sides("float32", "adagrad", plan=plan_for(24))
+    drive([other], seed=5, depth=2, size=2, num_batches=6)
+    taken = [copy.deepcopy(part.state_dict()) for part in (other.emb, other.optimizer)]
+    for part, state in zip((plain.emb, plain.optimizer), taken, strict=True):
+        part.load_state_dict(state)
+    step_both(plain, other, seed=1)
+    for side in (plain, other):
+        for part, state in zip((side.emb, side.optimizer), taken, strict=True):
+            part.load_state_dict(state)
+    assert torch.equal(other.emb.read_rows("u", slice(0, 90)), taken[0]["u.weight"])
+    step_both(plain, other, seed=2)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    _, side = make_sides("float32", "sgd")
+    with pytest.raises(ValueError, match="slots on the device already"):
+        SGD(side.emb, lr=0.1)
+    with pytest.raises(ValueError, match="cannot grow"):
+        side.emb.grow("t", 100)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(side.emb)
+    with pytest.raises(ValueError, match="feature 'a', sample 0, position 0: id 60 is outside its table of 60 rows"):
+        side.emb(KeyedJaggedTensor(FEATURES, torch.tensor([60, 0, 0, 0])))
+    for hbm in (0, -1, True, "0"):
+        with pytest.raises(ValueError, match="DeviceMemory: hbm is"):
+            DeviceMemory(hbm=hbm, device="cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="finds no CUDA device"):
+            DeviceMemory(hbm=1)
+
+
+def test_the_benchmark_compares_four_ways_and_refuses_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.main(["--quick", "--part", "2", "--stretches", "1", "--device", str(DEVICE)])
+    printed = capsys.readouterr().out
+    assert all(f"{name} " in printed for name in ("torch hybrid", "our hybrid", "cached", "all in HBM"))
+    assert "rows found on the device: 100.0%" in printed
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"needs a GPU; torch .* finds none here"):
+        gpu.main([])
+
+
+def test_a_lookup_that_nobody_wanted_lets_go_of_its_rows() -> None:
+    _, side = make_sides("float32", "sgd", plan=plan_for(40))
+    rows = side.emb.device_rows
+    assert rows is not None
+    side.emb(make_batch(np.random.default_rng(0)))
+    assert [directory.num_free for directory in rows.directories] == [40, 40, 0]
+
+
+def test_the_directory_against_a_dictionary() -> None:
+    """Random batches: a row has one slot, those of batches in flight keep theirs, updated ones are copied back."""
+    rng = np.random.default_rng(0)
+    directory = Directory(50, TableSlots(4, 20))
+    lies = {row: row for row in range(4)}
+    dirty: set[int] = set()
+    flights: list[tuple[np.ndarray, np.ndarray]] = []
+    for _ in range(400):
+        rows = np.unique(rng.integers(0, 50, rng.integers(0, 10)))
+        held = {row for batch, _ in flights for row in batch.tolist()}
+        new = {row for row in rows.tolist() if row >= 4} | {row for row in held if row >= 4}
+        assert directory.num_short(rows) == max(0, len(new) - 20)
+        if len(new) <= 20:
+            slots, moves = directory.admit(rows)
+            for row in moves.leaving.tolist():
+                assert row in dirty and row not in held and row not in rows
+            gone = [row for row, slot in lies.items() if slot in moves.coming_slots and row not in rows]
+            for row in gone:
+                del lies[row]
+                assert (row in moves.leaving) == (row in dirty)
+                dirty.discard(row)
+            for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+                assert lies.setdefault(row, slot) == slot, "a row has moved"
+            assert set(moves.coming.tolist()) <= set(rows.tolist())
+            assert len(set(lies.values())) == len(lies)
+            flights.append((rows, slots))
+        if flights and rng.random() < 0.6:
+            batch, slots = flights.pop(int(rng.integers(len(flights))))
+            updated = bool(rng.random() < 0.5)
+            directory.release(slots, updated=updated)
+            dirty |= set(batch.tolist()) if updated else set()
+    assert directory.counts["evicted_rows"] > 200 and directory.counts["written_rows"] > 50

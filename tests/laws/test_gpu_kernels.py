@@ -1,0 +1,323 @@
+"""Law 1 on devices: the Triton kernels equal the reference, and torch; interpreted on the CPU where there is no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from itertools import chain
+
+import pytest
+import torch
+from gpu_device import DEVICE, assert_agrees, needs_gpu, to_device
+from kernel_cases import DTYPES, SENTINEL, Case, Guarded, assert_same_bits, bits, clones, make_case, rules, stored
+from torch import Tensor, nn
+
+from hotrow import KeyedJaggedTensor, TableConfig, reference
+from hotrow.gpu.ops import Arrays, Kernels
+from hotrow.reference import ALGORITHMS, Algorithm, Layout, Rule
+from hotrow.tables import Dtype
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+KINDS = [
+    {"pooling": pooling, "weighted": weighted, "id_dtype": id_dtype, "jagged": jagged}
+    for pooling, weighted, id_dtype, jagged in itertools.product(
+        ("sum", "mean"), (False, True), (torch.int32, torch.int64), (False, True)
+    )
+][::3]  # each value of each axis occurs, and twice
+
+
+def check_lookup(case: Case, what: object) -> None:
+    batch, weights = case.batches[0], Arrays(to_device(case.weights), to_device(case.low))
+    expected = torch.full((batch.stride, case.layout.width + 3), SENTINEL)
+    out = expected.to(DEVICE, copy=True)
+    reference.lookup(case.layout, case.weights, batch, expected[:, : case.layout.width])
+    kernels = Kernels(case.layout)
+    kernels.lookup(weights, batch, out)
+    assert_agrees(out, expected, what)
+    assert_agrees(kernels.lookup(weights, batch), expected[:, : case.layout.width].contiguous(), what)
+    gradient = torch.zeros(batch.values.numel())
+    reference.weight_gradient(case.layout, case.weights, batch, case.grads[0], gradient)
+    assert_agrees(kernels.weight_gradient(weights, batch, case.grads[0].to(DEVICE)), gradient, what)
+
+
+def check_update(case: Case, algorithm: Algorithm, what: object, *, runs: int = 1) -> None:
+    """Several runs: the same bits."""
+    lookups = [(case.layout, batch, grad) for batch, grad in zip(case.batches, case.grads, strict=True)]
+    expected, expected_low, expected_states = clones(case.weights), clones(case.low), case.states(algorithm)
+    reference.update(case.layout, expected, expected_states, lookups, rules(algorithm), low=expected_low)
+    first: list[Tensor] = []
+    for _ in range(runs):
+        found, low = to_device(case.weights), to_device(case.low)
+        states = [to_device(state) for state in case.states(algorithm)]
+        kernels = Kernels(case.layout)
+        pending = [(kernels, batch, grad.to(DEVICE)) for _, batch, grad in lookups]
+        kernels.update(Arrays(found, low), [Arrays(state) for state in states], pending, rules(algorithm))
+        ours, theirs = chain(found, low, *states), chain(expected, expected_low, *expected_states)
+        results = []
+        for mine, other in zip(ours, theirs, strict=True):
+            if mine is not None and other is not None:
+                results.append(mine)
+                if mine.dtype in (torch.float32, torch.float16):
+                    assert_agrees(mine, other, (what, algorithm))
+                elif DEVICE.type == "cpu":
+                    assert_same_bits(mine, other, (what, algorithm))
+        for one, again in zip(first, results, strict=bool(first)):
+            assert torch.equal(bits(one), bits(again)), "two runs differ"
+        first = results
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 33])
+def test_lookup_and_gradient_of_sample_weights(dim: int, dtype: Dtype) -> None:
+    for kind in KINDS:
+        check_lookup(make_case(1, dim=dim, dtype=dtype, **kind), (dim, dtype, kind))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_update(algorithm: Algorithm, dtype: Dtype) -> None:
+    for dim, kind in zip((3, 33, 130), (KINDS[1], KINDS[2], KINDS[5]), strict=True):
+        case = make_case(3, dim=dim, dtype=dtype, num_samples=7, **kind)
+        check_update(case, algorithm, (dim, dtype, kind), runs=1 + (dim == 33))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_several_batches_update_in_forward_order(algorithm: Algorithm) -> None:
+    check_update(make_case(4, dim=8, num_batches=3, num_samples=5), algorithm, "three batches")
+
+
+@pytest.mark.parametrize("num_samples", [0, 1])
+@pytest.mark.parametrize("jagged", [True, False])
+def test_tiny_batches(jagged: bool, num_samples: int) -> None:
+    case = make_case(6, dim=8, num_samples=num_samples, jagged=jagged)
+    check_lookup(case, num_samples)
+    check_update(case, "adagrad", num_samples)
+
+
+def mixed_tables() -> tuple[list[TableConfig], list[Tensor], list[Tensor | None]]:
+    """Widths, storages and poolings of all sorts; the second table is shared by two features."""
+    configs = [
+        TableConfig(name="a", num_embeddings=30, embedding_dim=70, feature_names=("a",), pooling="mean"),
+        TableConfig(name="b", num_embeddings=9, embedding_dim=5, feature_names=("b", "c"), dtype="float16"),
+        TableConfig(name="d", num_embeddings=11, embedding_dim=19, feature_names=("d",), dtype="bfloat16"),
+        TableConfig(name="e", num_embeddings=8, embedding_dim=6, feature_names=("e",)),
+    ]
+    generator = torch.Generator().manual_seed(5)
+    weights, low = [], []
+    for config in configs:
+        values = torch.randn(config.num_embeddings, config.embedding_dim, generator=generator)
+        high, halves = stored([values], config.dtype)
+        weights += high
+        low += halves
+    return configs, weights, low
+
+
+def mixed_batch(seed: int, *, weighted: bool) -> KeyedJaggedTensor:
+    """Keys in another order than the tables', and one of another collection."""
+    generator, keys, size = torch.Generator().manual_seed(seed), ("e", "x", "c", "a", "d", "b"), 6
+    lengths = torch.randint(0, 4, (len(keys), size), generator=generator)
+    limits = {"a": 30, "b": 9, "c": 9, "d": 11, "e": 8, "x": 10**9}
+    counts = lengths.sum(1).tolist()
+    ids = [torch.randint(limits[key], (n,), generator=generator) for key, n in zip(keys, counts, strict=True)]
+    values = torch.cat(ids)
+    weights = torch.randn(values.numel(), generator=generator) if weighted else None
+    return KeyedJaggedTensor(keys, values, weights, lengths=lengths.flatten())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_tables_of_all_sorts_with_sequences_in_one_step(algorithm: Algorithm) -> None:
+    """Two pooled lookups, one weighted, and a sequence of a shared table between them."""
+    configs, weights, low = mixed_tables()
+    layout = Layout.of(configs)
+    single = layout.sequence_of("c")
+    batches = [mixed_batch(1, weighted=False), mixed_batch(2, weighted=True)]
+    sequence = KeyedJaggedTensor(("c",), torch.tensor([3, 8, 3, 0]))
+    generator = torch.Generator().manual_seed(9)
+    shapes = [(6, layout.width), (4, single.width), (6, layout.width)]
+    grads = [torch.randn(shape, generator=generator) for shape in shapes]
+    served = [(layout, batches[0]), (single, sequence), (layout, batches[1])]
+    numbers = [rules(algorithm)[k % 3] for k in range(4)]
+    num_states = reference.NUM_STATES[algorithm]
+    wide = algorithm != "row_wise_adagrad"
+    states = [[torch.rand(w.shape if wide else w.shape[:1]) for w in weights] for _ in range(num_states)]
+    expected, expected_low, expected_states = clones(weights), clones(low), [clones(state) for state in states]
+    pending = [(own, batch, grad) for (own, batch), grad in zip(served, grads, strict=True)]
+    reference.update(layout, expected, expected_states, pending, numbers, low=expected_low)
+
+    found, found_low, found_states = to_device(weights), to_device(low), [to_device(state) for state in states]
+    kernels, sequence_kernels = Kernels(layout), Kernels(single, among=layout)
+    arrays = Arrays(found, found_low)
+    for own, batch in zip((kernels, sequence_kernels, kernels), (batches[0], sequence, batches[1]), strict=True):
+        pooled = torch.empty(batch.stride, own.layout.width)
+        reference.lookup(own.layout, weights, batch, pooled)
+        assert_agrees(own.lookup(arrays, batch), pooled)
+    lookups = [
+        (own, batch, grad.to(DEVICE))
+        for own, (_, batch), grad in zip((kernels, sequence_kernels, kernels), served, grads, strict=True)
+    ]
+    kernels.update(arrays, [Arrays(state) for state in found_states], lookups, numbers)
+    for mine, other in zip(chain(found, *found_states), chain(expected, *expected_states), strict=True):
+        if mine.dtype != torch.bfloat16 or DEVICE.type == "cpu":
+            assert_agrees(mine, other, algorithm)
+    assert_agrees(reference.widen(found[2].cpu(), found_low[2].cpu()), reference.widen(expected[2], expected_low[2]))
+
+
+def test_nothing_beside_the_arrays_is_written() -> None:
+    case = make_case(3, dim=17)
+    weights, states = ([Guarded(tensor) for tensor in part] for part in (case.weights, case.states("adagrad")[0]))
+    if DEVICE.type != "cpu":
+        pytest.skip("guard words stand in host memory")
+    kernels = Kernels(case.layout)
+    pending = [(kernels, case.batches[0], case.grads[0])]
+    arrays = (Arrays([guarded.tensor for guarded in part]) for part in (weights, states))
+    kernels.update(next(arrays), list(arrays), pending, rules("adagrad"))
+    for guarded in (*weights, *states):
+        guarded.check()
+
+
+@pytest.mark.parametrize(("bad", "id_dtype"), [(-1, torch.int32), (9, torch.int64), (2**40, torch.int64)])
+def test_bad_ids_are_named_and_change_nothing(bad: int, id_dtype: torch.dtype) -> None:
+    """Feature c, table "shared" of 9 rows, sample 5: the second of its ids is bad."""
+    case = make_case(9, dim=16, id_dtype=id_dtype)
+    batch, grad = case.batches[0], case.grads[0].to(DEVICE)
+    batch.values[int(batch.offsets[5]) + 1] = bad
+    weights = to_device(case.weights)
+    kernels, arrays = Kernels(case.layout), Arrays(weights)
+    message = f"feature 'c', sample 5, position 1: id {bad} is outside its table of 9 rows"
+    with pytest.raises(ValueError, match=message):
+        kernels.lookup(arrays, batch)
+    with pytest.raises(ValueError, match=message):
+        kernels.weight_gradient(arrays, batch, grad)
+    with pytest.raises(ValueError, match=message):
+        kernels.update(arrays, [], [(kernels, batch, grad)], rules("sgd"))
+    for ours, before in zip(weights, case.weights, strict=True):
+        assert torch.equal(ours.cpu(), before)
+
+
+def test_altered_offsets_missing_features_and_arrays_elsewhere_are_refused() -> None:
+    case = make_case(10, dim=4)
+    batch, kernels, arrays = case.batches[0], Kernels(case.layout), Arrays(to_device(case.weights))
+    with pytest.raises(ValueError, match="feature 'b' is missing from the batch"):
+        kernels.lookup(arrays, KeyedJaggedTensor(("a",), batch.values[:1]))
+    with pytest.raises(ValueError, match="pass contiguous float32"):
+        Arrays([torch.zeros(4, 6, device=DEVICE)[:, ::2]])
+    with pytest.raises(ValueError, match="arrays are on meta; Triton runs on"):
+        Arrays([torch.zeros(4, 6, device="meta")])
+    for bad in (-3, 10**9):
+        batch.offsets[30] = bad
+        with pytest.raises(ValueError, match="offsets have changed"):
+            kernels.lookup(arrays, batch)
+        with pytest.raises(ValueError, match="offsets have changed"):
+            kernels.update(arrays, [], [(kernels, batch, case.grads[0].to(DEVICE))], rules("sgd"))
+
+
+def test_signed_zeros_and_infinities() -> None:
+    case = make_case(8, dim=33, jagged=False)
+    case.weights[0].fill_(-0.0)
+    case.weights[1][:, ::3] = float("inf")
+    check_lookup(case, "specials")
+
+
+def test_float16_rounds_as_the_reference() -> None:
+    """From 65520 up infinite; NaN keeps its sign and leading payload; ties to even."""
+    patterns = torch.tensor([0x7FC00000, 0x7F812345, -0x7EDCB0, 0x477FF000, 0x477FEFFF, 0x3F801000, 0x33000000, 1])
+    values = patterns.to(torch.int32).view(torch.float32)[:, None]
+    layout = Layout((reference.Feature("f", 0, slice(0, 1), "sum"),), 1)
+    batch, rule = KeyedJaggedTensor(("f",), torch.arange(len(values))), [Rule(algorithm="sgd", lr=1.0)]
+    found, expected = torch.zeros(len(values), 1).half().to(DEVICE), torch.zeros(len(values), 1).half()
+    kernels = Kernels(layout)
+    kernels.update(Arrays([found]), [], [(kernels, batch, -values.to(DEVICE))], rule)
+    reference.update(layout, [expected], [], [(layout, batch, -values)], rule)
+    numbers = ~values[:, 0].isnan()  # what the sum made of a NaN is the machine's matter
+    assert_same_bits(found.cpu()[numbers], expected[numbers])
+    assert found.cpu()[~numbers].isnan().all()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_steps_against_torch(optimizer: str, mode: str) -> None:
+    """nn.EmbeddingBag, autograd and torch.optim on one table: three steps with empty bags and repeated ids."""
+    num_rows, dim, size = 12, 10, 8
+    generator = torch.Generator().manual_seed(2)
+    bag = nn.EmbeddingBag(num_rows, dim, mode=mode, include_last_offset=True)
+    layout = Layout((reference.Feature("f", 0, slice(0, dim), mode),), dim)  # type: ignore[arg-type]
+    weight = bag.weight.detach().to(DEVICE, copy=True)
+    state = torch.zeros_like(weight)
+    theirs = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer](bag.parameters(), lr=0.3)
+    kernels, rule = Kernels(layout), Rule(algorithm=optimizer, lr=0.3, eps=1e-10)  # type: ignore[arg-type]
+    for _ in range(3):
+        lengths = torch.randint(0, 5, (size,), generator=generator)
+        ids = torch.randint(num_rows, (int(lengths.sum()),), generator=generator)
+        batch = KeyedJaggedTensor(("f",), ids, lengths=lengths)
+        sample_weights = torch.rand(len(ids), generator=generator).requires_grad_() if mode == "sum" else None
+        upstream = torch.randn(size, dim, generator=generator)
+        out = bag(ids, batch.offsets, per_sample_weights=sample_weights)
+        theirs.zero_grad()
+        out.backward(upstream)
+        given = KeyedJaggedTensor(
+            ("f",), ids, None if sample_weights is None else sample_weights.detach(), lengths=lengths
+        )
+        arrays = Arrays([weight])
+        torch.testing.assert_close(kernels.lookup(arrays, given).cpu(), out.detach(), rtol=2e-5, atol=2e-5)
+        if sample_weights is not None:
+            gradient = kernels.weight_gradient(arrays, given, upstream.to(DEVICE))
+            torch.testing.assert_close(gradient, sample_weights.grad, rtol=1e-4, atol=1e-4)
+        states = [Arrays([state])] if optimizer == "adagrad" else []
+        kernels.update(arrays, states, [(kernels, given, upstream.to(DEVICE))], [rule])
+        theirs.step()
+        torch.testing.assert_close(weight.cpu(), bag.weight.detach(), rtol=2e-5, atol=2e-5)
+
+
+COMPILE = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hotrow.gpu import kernels
+
+LONG, FLOAT = "*i64", "*fp32"
+BATCH = {"values": "*i32", "offsets": LONG, "features": LONG, "tables": LONG, "num_samples": "i32"}
+SORTED = dict.fromkeys(("keys", "sources", "table_of", "dims", "weights", "lows", "states_a", "states_b"), LONG)
+SORTED |= {"scales": FLOAT, "numbers": FLOAT, "first": "i32", "last": "i32"}
+
+def check(kernel, types, **constants):
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    assert made.asm["cubin"]
+    words = re.findall(r"[a-z]+[.][a-z0-9.]*f32", made.asm["ptx"])
+    bad = [word for word in words if re.match("fma|mad|ex2|lg2|rsqrt|rcp|red|atom", word) or "approx" in word]
+    bad += [word for word in words if "ftz" in word or re.match("(add|sub|mul|div|sqrt)[.](?!rn[.])", word)]
+    assert not bad and "atom" not in made.asm["ptx"], (kernel, bad)
+
+tile = {"ONE_HOT": False, "BLOCK_B": 8, "BLOCK_D": 64}
+for storage in (0, 1, 2):
+    types = {**BATCH, "out": FLOAT, "out_stride": "i32", "sample_weights": FLOAT}
+    check(kernels.lookup, types, WEIGHTED=True, STORAGE=storage, **tile)
+    for algorithm in kernels.ALGORITHMS.values() if storage == 2 else ():
+        check(kernels.update, SORTED, ALGORITHM=algorithm, STORAGE=storage, SCALED=True, BLOCK_N=8, BLOCK_D=64)
+types = {**BATCH, "out": FLOAT, "grad": FLOAT, "grad_stride": "i32"}
+check(kernels.weight_gradient, types, STORAGE=0, **tile)
+for wide, into in ((True, False), (False, True)):
+    types = {"blocks": LONG, "rows": LONG, "buffer": "*i32" if wide else "*i16"}
+    check(kernels.move_rows, types, INTO_BUFFER=into, WIDE=wide, BLOCK_N=8, BLOCK_W=64)
+"""
+
+
+def test_kernels_compile_to_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a GPU that need not be there: every float operation rounds to nearest once, none is contracted or atomic."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_large_batches_repeat_to_the_bit() -> None:
+    """Many programs at once on a real device: ten runs of one update."""
+    case = make_case(5, dim=64, num_samples=5000, num_rows=30_000, longest=19, crowded=True)
+    check_lookup(case, "large")
+    for algorithm in ALGORITHMS:
+        for _ in range(5):
+            check_update(case, algorithm, "large", runs=2)
