@@ -54,7 +54,7 @@ def quality(packed: Path, folder: Path, fields: dict[str, Any]) -> dict[str, Any
 
 
 def budgets(packed: Path, shape: dict[str, Any]) -> list[dict[str, Any]]:
-    """Bytes over the link by budget, rows chosen by counts and by samples covered; SGD, so that a row is its weights."""
+    """Bytes over the link by budget, rows chosen by counts and by samples covered; with SGD a row is its weights."""
     dataset, found = PackedDataset.open(packed), []
     for rows in ("exact", "covering"):
         for amount in BUDGETS:
@@ -82,15 +82,14 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         loss = f"{cell['logloss_baseline']:.4f} / {cell['logloss_fae']:.4f}"
         shares = [f"{cell['hot_samples']:.1%}", f"{cell['num_swaps']:.0f}"]
         name = cell["name"].removeprefix("hot_quality_")
-        rows.append(
-            [name, f"{cell['samples']:,}", cell["seeds"], *shares, auc, f"{difference:+.5f} ({error:.5f})", promise, loss]
-        )
+        shown = f"{difference:+.5f} ({error:.5f})"
+        rows.append([name, f"{cell['samples']:,}", cell["seeds"], *shares, auc, shown, promise, loss])
     text = (
-        "An epoch of turns of cold and hot batches whose rate follows the validation loss, beside one in shuffled order, "
-        "from the same weights: `criteo` the 80,000 real rows (half of the tables' bytes hot, chosen so that most samples "
-        "are), `synthetic` clicks of Criteo Kaggle's shape with a planted teacher (a fifth of the bytes, by counts). DLRM, "
-        "dim 16, row-wise Adagrad. Pairs: shuffled / turns, means over seeds; the difference is paired by seed, its "
-        "standard error in brackets."
+        "An epoch of turns of cold and hot batches whose rate follows the validation loss, beside one in shuffled "
+        "order, from the same weights: `criteo` the 80,000 real rows (half of the tables' bytes hot, chosen so that "
+        "most samples are), `synthetic` clicks of Criteo Kaggle's shape with a planted teacher (a fifth of the bytes, "
+        "by counts). DLRM, dim 16, row-wise Adagrad. Pairs: shuffled / turns, means over seeds; the difference is "
+        "paired by seed, its standard error in brackets."
     )
     head = ("data", "samples", "seeds", "hot samples", "swaps", "AUC", "difference", "promised", "LogLoss")
     return [text, "", *table({name: "left" if k in (0, 7) else "right" for k, name in enumerate(head)}, rows)]
@@ -112,11 +111,11 @@ def link_table(cells: list[dict[str, Any]]) -> list[str]:
     ]
     most = max(own["hybrid_ratio"] for own in cell["budgets"] if own["amount"] <= 0.5)
     promise = held(f"at least {cell['least_ratio']:g}x, with half of the bytes hot", holds=most >= cell["least_ratio"])
+    hybrid = f"{cell['budgets'][0]['hybrid_bytes'] / 1e6:.0f} MB"
     text = (
-        "Bytes over the link to a fast device in an epoch of turns of 50 %, on the same real rows, dim 16, SGD; the hybrid "
-        "(pooled rows over, their gradients back) takes "
-        f"{cell['budgets'][0]['hybrid_bytes'] / 1e6:.0f} MB. Counted, by the formulas of hot/link.py, which a run's counts "
-        f"equal. {promise} ({most:.2f}x)."
+        "Bytes over the link to a fast device in an epoch of turns of 50 %, on the same real rows, dim 16, SGD; the "
+        f"hybrid (pooled rows over, their gradients back) takes {hybrid}. Counted, by the formulas of hot/link.py, "
+        f"which a run's counts equal. {promise} ({most:.2f}x)."
     )
-    head = ("rows by", "budget, of the tables' bytes", "hot MB", "hot samples", "MB over the link", "fewer than the hybrid")
+    head = ("rows by", "budget, of the tables' bytes", "hot MB", "hot samples", "MB over the link", "times fewer")
     return [text, "", *table({name: "left" if k == 0 else "right" for k, name in enumerate(head)}, rows)]
