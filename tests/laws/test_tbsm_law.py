@@ -94,6 +94,20 @@ def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, variant: 
     assert not (run.path / "memory").exists()
 
 
+@pytest.mark.parametrize("variant", ["adam", "split weights"])
+def test_copies_of_hot_rows_change_nothing(data: Path, tmp_path: Path, variant: str) -> None:
+    """A sample is hot where the rows of all its steps are."""
+    hot = ["hot.schedule=fae", "hot.small_table=0", "hot.budget=60000", "hot.rate=25", *VARIANTS[variant]]
+    plain = runs.train(config(data, tmp_path / "plain", hot))
+    copied = runs.train(config(data, tmp_path / "copied", [*hot, "hot.link=1GB"]))
+    link = copied.record["hot"]["link"]
+    assert link["hot_batches"] > 5 and link["cold_batches"] > 5
+    found, wanted = outcome(copied), outcome(plain)
+    for each in (found, wanted):
+        each["state"]["turns"] = each["state"]["turns"]["order"]
+    assert found == wanted
+
+
 @native
 def test_stopped_and_resumed_elsewhere(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = VARIANTS["adam"]

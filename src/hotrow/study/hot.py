@@ -31,6 +31,7 @@ from hotrow.hot.find import find_hot
 from hotrow.hot.hot_set import HotSet
 from hotrow.hot.link import crossing
 from hotrow.hot.threshold import by_threshold
+from hotrow.models.tbsm import SUFFIX as HISTORY
 from hotrow.reference import Algorithm
 from hotrow.runs import train
 from hotrow.study.shapes import SHAPES, make_shape
@@ -69,7 +70,7 @@ class HotCell:
     optimizer: Algorithm = "row_wise_adagrad"
     schedule: str = "none"
     batch_size: int = 2048
-    seeds: int = 5
+    seeds: int = 3
 
     def __post_init__(self) -> None:
         if self.seeds < 2:
@@ -218,7 +219,7 @@ def quality(cell: HotCell, dataset: PackedDataset, folder: Path) -> dict[str, An
 
 
 def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule: str, seed: int) -> Config:
-    """An epoch of a DLRM of the published size for dim 16."""
+    """An epoch of a DLRM with the default MLPs; of a TBSM with the published ones where samples have histories."""
     hot: dict[str, Any] = {"schedule": schedule}
     if schedule != "none":
         hot |= {"budget": budget_bytes, "rows": cell.rows, "small_table": cell.small_table}
@@ -227,7 +228,7 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
     return make_config(
         {
             "data": str(dataset.path),
-            "model": {"embedding_dim": cell.embedding_dim},
+            "model": {"embedding_dim": cell.embedding_dim, **model_of(dataset)},
             "optimizer": {"sparse": {"name": cell.optimizer}},
             "train": {"batch_size": cell.batch_size, "seed": seed, "eval_every": 0.1},
             "memory": "dram",
@@ -235,6 +236,14 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
         },
         origin="the study",
     )
+
+
+def model_of(dataset: PackedDataset) -> dict[str, Any]:
+    """Options of the model that FAE trains on such data."""
+    if not any(name.endswith(HISTORY) for name in dataset.info.feature_names):
+        return {}
+    widths: dict[str, Any] = {"bottom_mlp": [], "top_mlp": [15, 15], "attention_mlp": [15, 15], "final_mlp": [60]}
+    return {"name": "tbsm", **widths}
 
 
 def epoch(config: Config, folder: Path) -> dict[str, Any]:
