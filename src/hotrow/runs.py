@@ -145,6 +145,9 @@ def _begin(training: Training) -> None:
         folder.warn("reference_backend", backend.reason)
     if backend.threads < torch.get_num_threads():
         folder.warn("forked_process", "this process was forked after hotrow's kernels were loaded: they use one thread")
+    if config.hot.schedule != "none" and any(f"counts/{t.name}" not in dataset.info.files for t in dataset.info.tables):
+        text = f"{config.data} carries no counts: its training split was counted to find hot rows"
+        folder.warn("counted_to_find_hot_rows", text)
     _warn_of_tiers(training)
     if short := training.writes.too_little_to_resume():
         folder.warn("write_budget_too_small_to_resume", short)

@@ -20,7 +20,7 @@ import hotrow
 from hotrow import KeyedJaggedTensor, TableConfig, runs, trainer
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
-from hotrow.hot import table_use
+from hotrow.hot import turns
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.link import Link
@@ -37,12 +37,14 @@ OPTIMIZERS = {  # and the bytes of a row with its states
 }
 HOT_ROWS = 160
 """Of the dataset's 270."""
-TURNS = ["hot.schedule=fae", f"hot.budget={36 * HOT_ROWS}", "hot.rate=40", "hot.eval_samples=100", "checkpoint.every=5"]
-
-
-@pytest.fixture(autouse=True)
-def _no_table_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_use, "SMALL_TABLE_BYTES", 0)
+TURNS = [
+    "hot.schedule=fae",
+    "hot.small_table=0",
+    f"hot.budget={36 * HOT_ROWS}",
+    "hot.rate=40",
+    "hot.eval_samples=100",
+    "checkpoint.every=5",
+]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["ranked", "listed"])
@@ -112,6 +114,25 @@ def test_the_bytes_that_cross_are_those_of_the_batches(data: Path, tmp_path: Pat
     assert at_least < ids < at_least + num_hot * (4 * 3 + 8 * 4) + link["hot_batches"] * 8
     crossed = link["to_device_bytes"] + link["from_device_bytes"]
     assert link["modelled_link_s"] == pytest.approx(crossed / 2e9, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+def test_what_cannot_be_is_refused_and_what_is_done_is_said(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
+) -> None:
+    run = trained(data, tmp_path / "run", "train.max_steps=2")
+    counted = "counted_to_find_hot_rows" in run.record["warnings"]
+    assert counted == ("counts/t0" not in PackedDataset.open(data).info.files)
+    with pytest.raises(ValueError, match=r"a hot set of 40 bytes is too small: .* raise the budget by \d+ bytes"):
+        trained(data, tmp_path / "small", "hot.budget=40")
+    rows = {"train": 64, "test": 64}
+    without = make_dataset(tmp_path / "without", rows=rows).path
+    with pytest.raises(ValueError, match=r"hot\.schedule is fae, whose rate follows the validation loss"):
+        trained(without, tmp_path / "unvalidated")
+    trained(without, tmp_path / "fixed", "hot.schedule=fixed", "train.max_steps=2", "train.eval_every=null")
+    monkeypatch.setattr(turns, "available_memory_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"copies of hot rows take [\d,]+ bytes, and there are 1,000; lower"):
+        trained(data, tmp_path / "large", "hot.link=1GB")
 
 
 TABLES = [

@@ -15,7 +15,7 @@ from hotrow.batch import Batch
 from hotrow.config import HotConfig
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.files import parse_bytes
+from hotrow.files import available_memory_bytes, parse_bytes
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.find import find_hot
 from hotrow.hot.link import Link
@@ -66,9 +66,17 @@ class Turns:
         self._seconds_before = 0.0
 
     def attach(self, emb: EmbeddingCollection, optimizer: SparseOptimizer) -> None:
-        """These tables are trained: with copies of their hot rows where the config has a link to a fast device."""
+        """These tables are trained: with copies of their hot rows where the config has a link to a fast device.
+
+        Raises ValueError where memory does not hold the copies.
+        """
         self._width = emb.output_dim
         if self.config.takes_turns and self.config.link is not None and self.found is not None:
+            if (needed := self.found.rows.num_bytes) > (free := available_memory_bytes()):
+                raise ValueError(
+                    f"hot.budget is {self.config.budget}: copies of hot rows take {needed:,} bytes, and there are "
+                    f"{free:,}; lower hot.budget, or set hot.link to null for a schedule without copies"
+                )
             self.copies = HotCopies(emb, optimizer, self.found.rows, self.link)
 
     @property
