@@ -107,6 +107,8 @@ class EmbeddingCollection(nn.Module):
     Raises ValueError for repeated names and for an unknown `memory`.
     """
 
+    device_rows: DeviceRows | None = None
+    """Slots in device memory, where the collection was made with them."""
     copies: Copies | None = None
     """What lookups and updates work on instead of the tables, whose rows are out of date then (hot/copies.py)."""
 
@@ -121,7 +123,6 @@ class EmbeddingCollection(nn.Module):
         self.tables = check_tables(tables)
         self.seed = seed
         self.tiers: Tiers | None = None
-        self.device_rows: DeviceRows | None = None
         if isinstance(memory, Memory):
             self.tiers = Tiers(self.tables, Layout.of(self.tables), memory, seed=seed)
             self.weights, self.low = self.tiers.weights, self.tiers.low

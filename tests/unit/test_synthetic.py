@@ -230,7 +230,8 @@ def test_criteo_text_is_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_presets() -> None:
-    assert set(PRESETS) == {"criteo-kaggle", "criteo-terabyte"}
+    assert set(PRESETS) == {"criteo-kaggle", "criteo-terabyte", "avazu"}
+    assert len(PRESETS["avazu"](10).tables) == 21
     kaggle, terabyte = criteo_kaggle(10), criteo_terabyte(10)
     assert sum(table.num_embeddings for table in kaggle.tables) == 33_762_577
     assert sum(table.num_embeddings for table in terabyte.tables) == 882_774_559

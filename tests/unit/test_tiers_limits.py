@@ -96,7 +96,7 @@ def test_an_unknown_policy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory", ["disk", 3, {"dram": "1GiB"}])
 def test_memory_of_another_kind(memory: Any) -> None:
     tables = [TableConfig(name="a", num_embeddings=9, embedding_dim=8, feature_names=("a",))]
-    with pytest.raises(ValueError, match=r"memory is .*; pass None or 'dram' \(all rows in DRAM\) or a hotrow.Memory"):
+    with pytest.raises(ValueError, match=r"memory is .*; pass None or 'dram' \(all rows in DRAM\), hotrow.Memory or"):
         EmbeddingCollection(tables, memory=memory)
 
 
