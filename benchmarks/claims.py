@@ -352,14 +352,27 @@ def claim_row(claim: dict[str, Any], cells: dict[str, dict[str, Any]]) -> str:
     if cell is None:
         return f"| {claim['claim']} | {claim['figure']} | {claim.get('page', 'not yet')} | | | |"
     note = f"; {claim['note']}" if "note" in claim else ""
-    if "relative_speed" in cell:
-        ours = f"{cell['relative_speed']:.0%} of the speed with all in memory"
-    else:
-        ours = f"validation AUC {score(cell)}" if "auc" in cell else f"{factor(cell)} over {cell['peer']}"
+    threads = cell.get("threads", cell["machine"]["usable_cores"])
     return (
-        f"| {claim['claim']} | {claim['figure']} | {ours}{note} | "
-        f"`{cell['command']}` | {cell['machine']['cpu']}, {cell['threads']} threads | {cell['date']} |"
+        f"| {claim['claim']} | {claim['figure']} | {ours(cell)}{note} | "
+        f"`{cell['command']}` | {cell['machine']['cpu']}, {threads} threads | {cell['date']} |"
     )
+
+
+def ours(cell: dict[str, Any]) -> str:
+    """What a cell says to a claim."""
+    if "relative_speed" in cell:
+        return f"{cell['relative_speed']:.0%} of the speed with all in memory"
+    if "auc_difference" in cell:
+        difference = f"{cell['auc_difference']:+.4f} (standard error {cell['auc_difference_se']:.4f})"
+        return f"AUC {difference} beside shuffled order, {cell['seeds']} seeds"
+    if "budgets" in cell:
+        half = next(own for own in cell["budgets"] if own["rows"] == "covering" and own["amount"] == 0.5)
+        return f"half of the bytes serve {half['hot_samples']:.1%}"
+    if "ways" in cell:
+        shares = [f"{how} {own['share_of_epoch']:.1%}" for how, own in cell["ways"].items()]
+        return f"of an epoch: {', '.join(shares)}"
+    return f"validation AUC {score(cell)}" if "auc" in cell else f"{factor(cell)} over {cell['peer']}"
 
 
 def claims_page(papers: list[dict[str, Any]], cells: dict[str, dict[str, Any]]) -> str:

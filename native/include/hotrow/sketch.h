@@ -5,8 +5,7 @@
 //   add(k): bucket = upper 32 bits of mix64(k ^ mix64(seed + 1)), times num_buckets, over 2^32
 //           a slot of the bucket has k:          its score + 1
 //           else the least score, of the first slot that has it, is at most 1 (an empty one has 0): that slot goes,
-//           those
-//                after it move up, (k, 1) becomes the last: of rows seen once, the one seen longest ago goes
+//           later ones move up, (k, 1) becomes the last: of rows seen once, the one seen longest ago goes
 //           else:                                the least score - 1, in the first slot that has it
 //
 // A score is never above the accesses of its key. A newcomer takes from the least what it would need to be kept, so
