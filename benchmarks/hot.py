@@ -13,7 +13,8 @@ which the hypervisor took processor time away counts for none.
     calibrate                          the ways to choose rows; what that and classification take of an epoch
     track                              showing a batch to the tracker, beside the training step it belongs to
     trackers                           ways to track, on real rows (hot_trackers.py; nothing is timed)
-    quality_criteo, quality_synthetic  turns of hot and cold batches beside shuffled order, over seeds (hot_quality.py)
+    quality_criteo, quality_synthetic  turns of hot and cold batches beside shuffled order, over seeds (hot_quality.py);
+    quality_synthetic_10               the rate begins at the paper's 50, or at 10
     link                               what crosses the link to a fast device, by budget (the same; nothing is timed)
 """
 
@@ -328,7 +329,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
     }
 
 
-QUALITY = ("quality_criteo", "quality_synthetic", "link")
+QUALITY = ("quality_criteo", "quality_synthetic", "quality_synthetic_10", "link")
 CELLS = ("classify_prefix", "classify_listed", "classify_first", "calibrate", "track", "trackers", *QUALITY)
 
 

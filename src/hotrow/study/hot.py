@@ -69,6 +69,8 @@ class HotCell:
     embedding_dim: int = 16
     optimizer: Algorithm = "row_wise_adagrad"
     schedule: str = "none"
+    rate: float = 50
+    """Percent of a class in a turn, of fae the first."""
     batch_size: int = 2048
     seeds: int = 3
 
@@ -90,7 +92,7 @@ class HotCell:
     def key(self) -> str:
         """Names the cell in files."""
         shape = f"{self.num_samples}x{self.scale:g}" if self.source in SHAPES else "all"
-        schedule = "" if self.kind == "coverage" else f"/{self.schedule}x{self.seeds}/{self.batch_size}"
+        schedule = "" if self.kind == "coverage" else f"/{self.schedule}{self.rate:g}x{self.seeds}/{self.batch_size}"
         return f"{self.group}/{self.name}/{shape}/{self.rows}/{self.amount:g}/{self.embedding_dim}{schedule}"
 
 
@@ -224,7 +226,7 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
     if schedule != "none":
         hot |= {"budget": budget_bytes, "rows": cell.rows, "small_table": cell.small_table}
     if schedule in ("fae", "fixed"):
-        hot |= {"link": LINK}
+        hot |= {"link": LINK, "rate": cell.rate}
     return make_config(
         {
             "data": str(dataset.path),

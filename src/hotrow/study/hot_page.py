@@ -79,7 +79,7 @@ def shown_quality(row: Row) -> dict[str, str]:
     epochs = [row["epochs_to_auc_baseline"], row["epochs_to_auc_fae"]]
     return {
         "name": row["name"],
-        "schedule": row["schedule"],
+        "schedule": row["schedule"] + ("" if row["schedule"] == "window" else f" R({row['rate']:g})"),
         "seeds": str(row["seeds"]),
         "hot_samples": f"{row['hot_samples']:.1%}",
         "auc": pair("auc", ".4f"),
