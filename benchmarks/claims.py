@@ -352,7 +352,7 @@ def claim_row(claim: dict[str, Any], cells: dict[str, dict[str, Any]]) -> str:
     if cell is None:
         return f"| {claim['claim']} | {claim['figure']} | {claim.get('page', 'not yet')} | | | |"
     note = f"; {claim['note']}" if "note" in claim else ""
-    threads = cell.get("threads", cell["machine"]["usable_cores"])
+    threads = cell["threads"] if "threads" in cell else cell["machine"]["usable_cores"]
     return (
         f"| {claim['claim']} | {claim['figure']} | {ours(cell)}{note} | "
         f"`{cell['command']}` | {cell['machine']['cpu']}, {threads} threads | {cell['date']} |"

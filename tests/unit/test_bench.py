@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks import (
     claims,
     end_to_end,
+    hot,
     hot_page,
     kernels,
     peak_memory,
@@ -162,6 +163,7 @@ def test_claims_and_readme_name_cells_that_exist() -> None:
     known = {cell.name for cell in found} | {"peak_memory_kaggle_vs_torch"}
     known |= {f"precision_{variant}" for variant in precision.VARIANTS}
     known |= {tiers.name_of(cell) for cell in tiers.step_cells(quick=True, threads=2)}
+    known |= {f"hot_{name}" for name in hot.CELLS}
     papers = yaml.safe_load((claims.ROOT / "docs" / "claims.yaml").read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
     assert named | set(claims.README_CELLS) <= known
@@ -365,3 +367,19 @@ def test_update_table_sets_skews_side_by_side() -> None:
         {**cell, "name": "update_vs_locks_zipf", "ratio": 4.0, "note": "3 rows wrong"},
     ]
     assert claims.update_table(rows)[-1] == "| locks | 2.00x (1.00-3.00) | 4.00x (1.00-3.00) | zipf: 3 rows wrong |"
+
+
+def test_quality_and_link_tables_say_what_is_held() -> None:
+    row = {
+        "samples": 69000, "seeds": 5, "rate": 50.0, "hot_samples": 0.7, "num_swaps": 3, "auc_baseline": 0.75,
+        "auc_fae": 0.749, "auc_difference": -0.001, "auc_difference_se": 0.002, "logloss_baseline": 0.1,
+        "logloss_fae": 0.1,
+    }  # fmt: skip
+    names = ("hot_quality_criteo", "hot_quality_synthetic", "hot_quality_synthetic_10")
+    bytes_ = {"hot_bytes": 5e6, "hot_samples": 0.7, "link_bytes": 9e7, "hybrid_bytes": 2e8, "hybrid_ratio": 2.5}
+    budgets = [{"rows": "covering", "amount": 0.5, **bytes_}]
+    cells = [{"name": name, **row} for name in names] + [{"name": "hot_link", "budgets": budgets, "least_ratio": 4.0}]
+    page = "\n".join(hot_page.hot_tables(cells))
+    assert "| criteo | 69,000 | 50 | 5 | 70.0% | 3 | 0.7500 / 0.7490 | -0.00100 (0.00200) | within two standard" in page
+    assert page.count("at most 0.0005: **not held**") == 2
+    assert "at least 4x, with half of the bytes hot: **not held** (2.50x)" in page
