@@ -47,7 +47,7 @@ format: $(VENV)/.dev ## ruff and clang-format, in place
 	@$(RUFF) format $(wildcard $(PYTHON_FILES))
 	@$(CLANG_FORMAT) -i $$(git ls-files 'native/*.cpp' 'native/*.h')
 
-bench: $(VENV)/.bench $(CORE) ## measure against every peer here (14 GB of RAM, 20 GB of disk, 1.5 hours), and rewrite the figures of README and docs
+bench: $(VENV)/.bench $(CORE) ## measure against every peer here (14 GB of RAM, 20 GB of disk, 2 hours), and rewrite the figures of README and docs
 	@$(BIN)/python -m benchmarks.kernels --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.updates --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.overlap --out docs/benchmarks.json

@@ -333,6 +333,17 @@ QUALITY = ("quality_criteo", "quality_synthetic", "quality_synthetic_10", "link"
 CELLS = ("classify_prefix", "classify_listed", "classify_first", "calibrate", "track", "trackers", *QUALITY)
 
 
+def absent(name: str, data: Path) -> str | None:
+    """What a cell on real rows lacks, or None."""
+    files = {
+        "trackers": [file for _, file in hot_trackers.STREAMS.values()],
+        "quality_criteo": [hot_quality.CRITEO],
+        "link": [hot_quality.CRITEO],
+    }
+    lost = [file for file in files.get(name, ()) if not (data / file).exists()]
+    return f"{', '.join(lost)} is not in {data} (--data, or HOTROW_DATA)" if lost else None
+
+
 def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One cell's figures."""
     quick, threads = options.quick, torch.get_num_threads()
@@ -376,6 +387,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         cells = []
         for name in options.names or CELLS:
+            if missing := absent(name, options.data):
+                print(f"{name}: not measured, {missing}", file=sys.stderr, flush=True)
+                continue
             cells.append({"name": f"hot_{name}", **measure(name, options, options.folder or Path(temporary))})
             print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
     print(json.dumps({"cells": cells, "quick": options.quick, **bench.circumstances()}))

@@ -91,6 +91,17 @@ def without_triton(pins: str) -> str:
     return re.sub(r"(?m)^triton==.*\n", "", pins)
 
 
+def refresh_pins() -> None:
+    """Take up pins that changed since .venv was made; torch stays the caller's, triton that of another torch."""
+    before, pins = CONSTRAINTS.read_text(), Path("constraints.txt").read_text()
+    if any(VENV.glob("lib/python*/site-packages/caller.pth")):
+        kept = next(pin for pin in before.split() if pin.startswith("torch=="))
+        pins = re.sub(r"(?m)^torch==.*$", kept, pins)
+    if "triton==" not in before and importable("triton"):
+        pins = without_triton(pins)
+    CONSTRAINTS.write_text(pins)
+
+
 def requirements(groups: list[str]) -> list[str]:
     """Requirement lines of pyproject.toml: what runs and builds hotrow, and the optional `groups`."""
     pyproject = tomllib.loads(Path("pyproject.toml").read_text())
@@ -138,6 +149,7 @@ def importable(name: str) -> bool:
 
 def install_packages(groups: list[str]) -> None:
     """Install what `requirements` lists at the versions of constraints.txt."""
+    refresh_pins()
     announce_download(groups)
     run(PYTHON, "-m", "pip", "install", *QUIET, "-c", CONSTRAINTS, *requirements(groups))
 

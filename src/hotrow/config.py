@@ -283,7 +283,7 @@ class HotConfig(_Section):
     window: Annotated[int, Field(ge=2, le=1024)] = 4
     """Batches within which samples are reordered. Only for `window`."""
     eval_samples: Count = 65536
-    """Samples of the validation split, its first, whose loss `fae` goes by."""
+    """Samples of the validation split, its first, whose loss `fae` goes by; rounded up to batches of 4096."""
     link: str | None = None
     """Bytes per second, text such as 12GB, of the link to a fast device that a second memory of this machine plays: hot
     rows are copied to it for turns of hot batches and back after them, and what would cross the link is counted. null

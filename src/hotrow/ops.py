@@ -221,12 +221,7 @@ class Kernels:
         """
         found = self._positions.get(keys)
         if found is None:
-            for feature in self.layout.features:
-                if feature.name not in keys:
-                    raise ValueError(
-                        f"feature {feature.name!r} is missing from the batch, whose keys are {', '.join(keys) or '-'}; "
-                        "every feature of the tables must be among them (others are left to other collections)"
-                    )
+            self.layout.check_keys(keys)
             found = self._positions[keys] = [keys.index(f.name) if f else 0 for f in self._features]
         return found
 

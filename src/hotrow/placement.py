@@ -113,7 +113,7 @@ def _plan(
     config: Config, tables: Sequence[TableConfig], chosen: MemoryConfig, dataset: PackedDataset | None
 ) -> CountsPlan | None:
     """By the accesses that preparation counted; None where it did not."""
-    if dataset is None or any(f"counts/{table.name}" not in dataset.info.files for table in tables):
+    if dataset is None or not dataset.has_counts:
         return None
     num_rows = dataset.split("train").num_rows
     if not num_rows:

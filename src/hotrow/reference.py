@@ -73,6 +73,15 @@ class Layout:
                 width += table.embedding_dim
         return Layout(tuple(features), width)
 
+    def check_keys(self, keys: tuple[str, ...]) -> None:
+        """Raises ValueError naming a feature that is missing among the keys of a batch."""
+        for feature in self.features:
+            if feature.name not in keys:
+                raise ValueError(
+                    f"feature {feature.name!r} is missing from the batch, whose keys are {', '.join(keys) or '-'}; "
+                    "every feature of the tables must be among them (others are left to other collections)"
+                )
+
     def sequence_of(self, name: str) -> Layout:
         """The layout of a lookup that serves the feature `name` alone, whose bags are its single ids: [L, D]."""
         (feature,) = (f for f in self.features if f.name == name)

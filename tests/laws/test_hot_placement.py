@@ -22,6 +22,7 @@ from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.hot import turns
 from hotrow.hot.copies import HotCopies
+from hotrow.hot.find import find_hot
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.link import Link
 from hotrow.run_folder import RunFolder
@@ -110,10 +111,27 @@ def test_the_bytes_that_cross_are_those_of_the_batches(data: Path, tmp_path: Pat
     pooled = 4 * width * (num_samples - num_hot)
     assert link["from_device_bytes"] == pooled + (link["num_swaps"] - 4) * hot["hot_bytes"]
     ids = link["to_device_bytes"] - num_samples * inputs - pooled - 4 * hot["hot_bytes"]  # four hot turns
-    at_least = num_hot * 3 * 4 + link["hot_batches"] * 8  # an id for each one-hot feature, and offsets
-    assert at_least < ids < at_least + num_hot * (4 * 3 + 8 * 4) + link["hot_batches"] * 8
+    offsets = 8 * (4 * num_hot + link["hot_batches"])  # of every bag, and one more a batch
+    assert ids == 4 * (3 * num_hot + 2 * num_bag_ids_of_hot_samples(dataset, hot)) + offsets
     crossed = link["to_device_bytes"] + link["from_device_bytes"]
     assert link["modelled_link_s"] == pytest.approx(crossed / 2e9, abs=1e-6)
+
+
+def num_bag_ids_of_hot_samples(dataset: PackedDataset, hot: dict[str, Any]) -> int:
+    """By hand: ids of `bag` in samples all of whose rows are hot, in an epoch."""
+    found = find_hot(dataset, "exact", 36 * HOT_ROWS, record_bytes={f"t{t}": 36 for t in range(3)}, small_table_bytes=0)
+    assert found.rows.num_rows == hot["hot_rows"]
+    rows = {
+        name: {*range(own.prefix), *own.listed.tolist()} for name, own in found.rows.rows.items()
+    }
+    number = 0
+    for block in map(dataset.split("train").block, range(dataset.split("train").num_blocks)):
+        bags = block.ids[3]
+        for i in range(len(block.label)):
+            bag = bags.values[bags.row_splits[i] : bags.row_splits[i + 1]].tolist()
+            singles = all(int(block.ids[t][i]) in rows[f"t{t}"] for t in range(3))
+            number += len(bag) if singles and {*bag} <= rows["t0"] else 0
+    return number
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
@@ -235,6 +253,10 @@ def test_flushing_what_has_not_changed_copies_nothing() -> None:
     copies.fetch()
     with torch.no_grad():
         emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True))
+    with pytest.raises(RuntimeError, match="stopped"), copies.flushed():
+        assert not copies.live
+        raise RuntimeError("stopped")
+    assert copies.live, "an evaluation that failed leaves them live"
     copies.give_back()
     copies.give_back()
     assert copies.link.num_swaps == 1 and copies.link.from_device_bytes == 0

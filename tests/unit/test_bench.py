@@ -369,6 +369,14 @@ def test_update_table_sets_skews_side_by_side() -> None:
     assert claims.update_table(rows)[-1] == "| locks | 2.00x (1.00-3.00) | 4.00x (1.00-3.00) | zipf: 3 rows wrong |"
 
 
+def test_cells_on_real_rows_say_what_they_lack(tmp_path: Path) -> None:
+    assert hot.absent("calibrate", tmp_path) is None
+    assert "criteo_terabyte_80k.tsv.gz is not in" in (hot.absent("link", tmp_path) or "")
+    (tmp_path / "criteo_terabyte_80k.tsv.gz").touch()
+    assert hot.absent("quality_criteo", tmp_path) is None
+    assert "taobao_userbehavior_110k.csv.gz, embedding_trace" in (hot.absent("trackers", tmp_path) or "")
+
+
 def test_quality_and_link_tables_say_what_is_held() -> None:
     row = {
         "samples": 69000, "seeds": 5, "rate": 50.0, "hot_samples": 0.7, "num_swaps": 3, "auc_baseline": 0.75,

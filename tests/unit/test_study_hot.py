@@ -13,7 +13,6 @@ import pytest
 from hotrow import runs
 from hotrow.config import Config, make_config
 from hotrow.data.packed import PackedDataset
-from hotrow.hot.find import find_hot
 from hotrow.hot.threshold import by_threshold
 from hotrow.study import hot, runner
 
@@ -124,8 +123,3 @@ def test_time_to_auc_is_the_first_evaluation_that_reached_it() -> None:
 def test_one_seed_is_no_study() -> None:
     with pytest.raises(ValueError, match="seeds is 1; differences between runs need at least 2"):
         hot.HotCell(**{**CELL, "seeds": 1})
-
-
-def test_found_hot_says_what_it_took(dataset: PackedDataset) -> None:
-    found = find_hot(dataset, "exact", 3000, record_bytes={"t0": 8, "t1": 12, "t2": 20}, small_table_bytes=0).to_json()
-    assert found["hot_bytes"] <= 3000 and found["calibrate_s"] > 0 and found["classify_s"] > 0

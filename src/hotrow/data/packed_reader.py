@@ -250,6 +250,11 @@ class PackedDataset:
             raise ValueError(f"{self.path} has no split {name!r}; its splits are {', '.join(self.splits)}")
         return self.splits[name]
 
+    @property
+    def has_counts(self) -> bool:
+        """Whether the accesses of every table's rows are known."""
+        return all(f"counts/{table.name}" in self.info.files for table in self.info.tables)
+
     def counts(self, table: str) -> NDArray[np.unsignedinteger[Any]]:
         """Accesses of each row of `table` in the training split: uint32 or uint64 [num_embeddings], memory-mapped."""
         num_embeddings = self._table(table).num_embeddings

@@ -163,12 +163,7 @@ class Kernels:
         """Where each feature of the layout stands among `keys`. Raises ValueError naming one that is missing."""
         found = self._positions.get(keys)
         if found is None:
-            for feature in self.layout.features:
-                if feature.name not in keys:
-                    raise ValueError(
-                        f"feature {feature.name!r} is missing from the batch, whose keys are {', '.join(keys) or '-'}; "
-                        "every feature of the tables must be among them (others are left to other collections)"
-                    )
+            self.layout.check_keys(keys)
             found = self._positions[keys] = [keys.index(feature.name) for feature in self.layout.features]
         return found
 

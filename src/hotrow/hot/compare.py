@@ -49,7 +49,7 @@ def compare_ways(
 
 def _accesses(dataset: PackedDataset, hot: HotSet) -> Mapping[str, float]:
     """Share of the training accesses that fall on hot rows, where the dataset carries counts."""
-    if any(f"counts/{name}" not in dataset.info.files for name in hot.rows):
+    if not dataset.has_counts:
         return {}
     counts = {name: dataset.counts(name) for name in hot.rows}
     hits = sum(

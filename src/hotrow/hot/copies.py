@@ -114,8 +114,10 @@ class HotCopies:
             self.link.swap(from_device_bytes=self.hot.num_bytes)
             self._changed = False
             self.seconds += time.perf_counter() - start
-        yield
-        self.emb.copies = live
+        try:
+            yield
+        finally:
+            self.emb.copies = live
 
     def _check_no_step_under_way(self) -> None:
         if self.emb.pending:

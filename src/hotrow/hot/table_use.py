@@ -57,8 +57,8 @@ def tables_of(
     dataset: PackedDataset, record_bytes: Mapping[str, int], *, small_table_bytes: int = SMALL_TABLE_BYTES
 ) -> list[TableUse]:
     """The tables with their counts; where the dataset carries none its training split is counted, with a warning."""
-    names = [table.name for table in dataset.info.tables]
-    if all(f"counts/{name}" in dataset.info.files for name in names):
+    if dataset.has_counts:
+        names = [table.name for table in dataset.info.tables]
         return [TableUse(name, record_bytes[name], dataset.counts(name), None, small_table_bytes) for name in names]
     warnings.warn(f"{dataset.path} carries no counts: its training split is counted, each time anew", stacklevel=3)
     counts = count_accesses(dataset, 1.0, seed=0)

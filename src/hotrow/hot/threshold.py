@@ -1,4 +1,4 @@
-"""FAE's own parameter: a row is hot where it takes at least so many percent of its table's accesses (section 3 there).
+"""FAE's own parameter: a row is hot where it takes at least so many percent of its table's accesses.
 
 Budgets are what hotrow goes by; thresholds are here to draw the paper's curves.
 """

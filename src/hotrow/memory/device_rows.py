@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 MOVING_SHARE = 8
 """This part of the budget is for rows on their way, half in each direction; larger moves go in pieces."""
-HOST_BYTES = 4
-"""Of DRAM for each row of a table, which says where on the device it lies."""
 
 Span = tuple[int, int, int]
 """A table, and from where to where a batch's ids look it up."""
@@ -397,16 +395,10 @@ class DeviceRows:
     def _spans(self, sparse: KeyedJaggedTensor) -> list[Span]:
         if self.arrays is None:
             self._lay_out()
-        stride = sparse.stride
-        spans = []
-        for feature in self.layout.features:
-            if feature.name in sparse.keys:
-                start = sparse.keys.index(feature.name) * stride
-                ends = (start, start + stride)
-                if not sparse.one_hot:
-                    ends = (int(sparse.offsets[ends[0]]), int(sparse.offsets[ends[1]]))
-                spans.append((feature.table, *ends))
-        return spans
+        names = set(sparse.keys)
+        served = [feature for feature in self.layout.features if feature.name in names]  # in the order of their tables
+        spans = [(feature.table, sparse.span(feature.name)) for feature in served]
+        return [(table, span.start, span.stop) for table, span in spans]
 
     def _rows(self, sparse: KeyedJaggedTensor, spans: Sequence[Span]) -> list[NDArray[np.int64]] | None:
         """The different rows of each table that the batch looks up, rising; None where an id is out of range."""

@@ -306,16 +306,10 @@ class Tiers:
         return self._fly(sparse.values.numpy(), self._spans(sparse), keep=keep)
 
     def _spans(self, sparse: KeyedJaggedTensor) -> list[tuple[int, int, int]]:
-        stride = sparse.stride
-        spans = []
-        for feature in self.layout.features:  # in the order of their tables
-            if feature.name in sparse.keys:
-                start = sparse.keys.index(feature.name) * stride
-                ends = (start, start + stride)
-                if not sparse.one_hot:
-                    ends = (int(sparse.offsets[ends[0]]), int(sparse.offsets[ends[1]]))
-                spans.append((feature.table, *ends))
-        return spans
+        names = set(sparse.keys)
+        served = [feature for feature in self.layout.features if feature.name in names]  # in the order of their tables
+        spans = [(feature.table, sparse.span(feature.name)) for feature in served]
+        return [(table, span.start, span.stop) for table, span in spans]
 
     def _bad_id(self, sparse: KeyedJaggedTensor) -> str:
         served = replace(self.layout, features=tuple(f for f in self.layout.features if f.name in sparse.keys))
