@@ -121,9 +121,7 @@ def num_bag_ids_of_hot_samples(dataset: PackedDataset, hot: dict[str, Any]) -> i
     """By hand: ids of `bag` in samples all of whose rows are hot, in an epoch."""
     found = find_hot(dataset, "exact", 36 * HOT_ROWS, record_bytes={f"t{t}": 36 for t in range(3)}, small_table_bytes=0)
     assert found.rows.num_rows == hot["hot_rows"]
-    rows = {
-        name: {*range(own.prefix), *own.listed.tolist()} for name, own in found.rows.rows.items()
-    }
+    rows = {name: {*range(own.prefix), *own.listed.tolist()} for name, own in found.rows.rows.items()}
     number = 0
     for block in map(dataset.split("train").block, range(dataset.split("train").num_blocks)):
         bags = block.ids[3]
