@@ -13,6 +13,7 @@ import pytest
 
 from hotrow import placement
 from hotrow.config import apply_overrides, make_config
+from hotrow.data.packed_reader import PackedDataset
 from hotrow.memory.budget import Memory
 from hotrow.placement import choose, required_bytes
 from hotrow.tables import TableConfig
@@ -96,7 +97,8 @@ def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path, counted
 class Counted:
     """In the place of a packed dataset: Zipf's accesses to `large`, of 1,000 batches of 50,000."""
 
-    info = SimpleNamespace(files={"counts/large": None, "counts/small": None})
+    info = SimpleNamespace(tables=TABLES, files={"counts/large": None, "counts/small": None})
+    has_counts = PackedDataset.has_counts
 
     def split(self, name: str) -> SimpleNamespace:
         assert name == "train"
@@ -127,7 +129,7 @@ def test_the_accesses_of_the_training_split_decide(tmp_path: Path) -> None:
 
 def test_where_none_were_counted_shares_are_equal(tmp_path: Path) -> None:
     class Uncounted(Counted):
-        info = SimpleNamespace(files={"counts/small": None})
+        info = SimpleNamespace(tables=TABLES, files={"counts/small": None})
 
     for dataset in (None, Uncounted()):
         memory = choose(config({"dram": "40MiB"}), TABLES, tmp_path, dataset=dataset)  # type: ignore[arg-type]
