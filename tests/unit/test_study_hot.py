@@ -15,6 +15,7 @@ from hotrow.config import Config, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.hot.threshold import by_threshold
 from hotrow.study import hot, runner
+from hotrow.study.hot_counted import coverage
 
 CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
 
@@ -43,7 +44,7 @@ def test_hot_samples_of_a_threshold_by_hand(dataset: PackedDataset) -> None:
 def test_bytes_over_the_link_are_those_of_a_run(dataset: PackedDataset, tmp_path: Path) -> None:
     """The formula of a coverage cell against what a run of turns of 50 % counts, without what evaluations add."""
     cell = hot.HotCell(**{**CELL, "small_table": "0", "embedding_dim": 8})
-    row = hot.coverage(cell, dataset)
+    row = coverage(cell, dataset)
     raw = {
         "data": str(dataset.path),
         "model": {"embedding_dim": 8, "bottom_mlp": [4], "top_mlp": [4]},
@@ -74,18 +75,20 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
     axes = {
         "thresholds": {"amount": [1.0]},
         "budgets": {"rows": ["exact", "sampled", "covering"], "amount": [0.3]},
+        "slots": {"amount": [0.7]},
         "quality": {"schedule": ["fae", "window"]},
     }
     axes = {name: {**own, "source": ["avazu"] if name != "quality" else []} for name, own in axes.items()}
     preset["quick"] = {"leave_out": ["rates"], "fixed": fixed, "axes": axes}
     result = runner.run_study("hot", tmp_path / "out", quick=True, preset=preset, data=[str(dataset.path)])
     report = json.loads((tmp_path / "out" / "hot.json").read_text())
-    assert result["measured"] + len(report["skipped"]) == result["cells"] == 10
+    assert result["measured"] + len(report["skipped"]) == result["cells"] == 12
     assert {cell["name"] for cell in report["cells"]} == {"avazu", "planted"}
     coverage = [cell for cell in report["cells"] if cell["kind"] == "coverage"]
     for cell in coverage:
         assert {"name", "budget_bytes", "hot_bytes", "hot_rows", "hot_samples"} <= cell.keys()
         assert 0 < cell["hot_samples"] <= 1 and cell["hot_bytes"] <= (cell["budget_bytes"] or cell["table_bytes"])
+    assert all(cell["hit_rows"] <= 1 for cell in report["cells"] if cell["kind"] == "cached")
     quality = [cell for cell in report["cells"] if cell["kind"] == "quality"]
     assert len(quality) == 2
     for cell in quality:

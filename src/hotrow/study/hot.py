@@ -2,6 +2,7 @@
 
     coverage    a hot set of so many bytes, or by a threshold  ->  share of samples all of whose rows are hot, and
                 what an epoch sends over the link to a fast device beside the hybrid of CPU tables and a device's MLP
+    cached      so many bytes of slots before the tables, and mixed batches  ->  the same, and which rows were there
     quality     an epoch of a hot schedule beside one in shuffled order, from the same weights, over seeds
 
 Without a GPU the fast device is a second memory of this machine: bytes and schedules are real, seconds on a link are
@@ -20,26 +21,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hotrow.config import Config, make_config
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.files import parse_bytes
-from hotrow.hot.classify import hot_samples
-from hotrow.hot.compare import record_bytes_of
-from hotrow.hot.find import find_hot
-from hotrow.hot.hot_set import HotSet
-from hotrow.hot.link import crossing
-from hotrow.hot.threshold import by_threshold
 from hotrow.models.tbsm import SUFFIX as HISTORY
 from hotrow.reference import Algorithm
 from hotrow.runs import train
+from hotrow.study.hot_counted import counted, sizes_of
 from hotrow.study.shapes import SHAPES, make_shape
 
 LINK = "12GB"
 """Bytes per second of the modelled link: what a PCIe 3.0 x16 slot carries, as in the paper's machine."""
-SWAPS = 4
-"""Copies of the hot rows in an epoch of turns of 50 %: to the device and back, twice."""
 PREPARE_PER_S, COVERAGE_PER_S, TRAIN_PER_S = 1e5, 1e6, 3e4  # samples, for the estimate alone
 BELOW = 0.001
 """Time to AUC is to this much below the lowest that shuffled training ended with."""
@@ -53,11 +45,11 @@ class HotCell:
 
     group: str
     kind: str
-    """coverage | quality"""
+    """coverage | cached | quality"""
     source: str
     """A shape, or the path of a packed dataset."""
     rows: str
-    """exact | sampled | covering | threshold"""
+    """exact | sampled | covering | threshold; of cached slots for good by exact counts"""
     amount: float
     """Share of the tables' bytes; of threshold percent of a table's accesses."""
     num_samples: int = 1_000_000
@@ -92,7 +84,7 @@ class HotCell:
     def key(self) -> str:
         """Names the cell in files."""
         shape = f"{self.num_samples}x{self.scale:g}" if self.source in SHAPES else "all"
-        schedule = "" if self.kind == "coverage" else f"/{self.schedule}{self.rate:g}x{self.seeds}/{self.batch_size}"
+        schedule = f"/{self.schedule}{self.rate:g}x{self.seeds}/{self.batch_size}" if self.kind == "quality" else ""
         return f"{self.group}/{self.name}/{shape}/{self.rows}/{self.amount:g}/{self.embedding_dim}{schedule}"
 
 
@@ -140,6 +132,8 @@ def headline(row: Mapping[str, Any]) -> str:
     """A measured row in a word."""
     if row["kind"] == "coverage":
         return f"{row['hot_samples']:.1%} of the samples are hot"
+    if row["kind"] == "cached":
+        return f"{row['hybrid_ratio']:.2f} times fewer bytes"
     return f"AUC {row['auc_fae']:.4f}, shuffled {row['auc_baseline']:.4f}"
 
 
@@ -161,57 +155,16 @@ def measure(cells: Sequence[HotCell], *, quick: bool, folder: Path) -> Iterator[
         dataset = PackedDataset.open(path)
         for cell in cells:
             try:
-                row = coverage(cell, dataset) if cell.kind == "coverage" else quality(cell, dataset, Path(there))
-            except ValueError as error:  # no hot set fits that budget
+                row = quality(cell, dataset, Path(there)) if cell.kind == "quality" else counted(cell, dataset)
+            except ValueError as error:  # no hot set fits that budget, or no batch
                 yield cell, str(error)
             else:
                 yield cell, {"key": cell.key, "name": cell.name, **asdict(cell), **row}
 
 
-def coverage(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
-    """What a hot set takes and covers, and what an epoch by it sends over the link."""
-    record_bytes = record_bytes_of(dataset, embedding_dim=cell.embedding_dim, optimizer=cell.optimizer)
-    table_bytes = sum(table.num_embeddings * record_bytes[table.name] for table in dataset.info.tables)
-    budget = None if cell.rows == "threshold" else int(cell.amount * table_bytes)
-    if budget is None:
-        hot = by_threshold(dataset, cell.amount, record_bytes=record_bytes, small_table_bytes=cell.small_table_bytes)
-        is_hot, times = hot_samples(dataset, hot), {}
-    else:
-        small = cell.small_table_bytes
-        found = find_hot(dataset, cell.rows, budget, record_bytes=record_bytes, small_table_bytes=small)
-        hot, is_hot = found.rows, found.is_hot
-        times = {"calibrate_s": found.calibrate_s, "classify_s": found.classify_s}
-    return {
-        "budget_bytes": budget,
-        "table_bytes": table_bytes,
-        "hot_bytes": hot.num_bytes,
-        "hot_rows": hot.num_rows,
-        "hot_samples": float(is_hot.mean()),
-        **times,
-        **link_bytes(dataset, hot, is_hot, cell.embedding_dim),
-    }
-
-
-def link_bytes(dataset: PackedDataset, hot: HotSet, is_hot: np.ndarray[Any, Any], embedding_dim: int) -> dict[str, Any]:
-    """Bytes over the link in an epoch of turns of 50 %, and in one of the hybrid; ids: the mean of a sample's."""
-    width = embedding_dim * len(dataset.info.features)
-    num_samples, num_hot = len(is_hot), int(is_hot.sum())
-    ids = sum(int(dataset.counts(table.name).sum(dtype="u8")) for table in dataset.info.tables) / max(1, num_samples)
-
-    def both(count: int, *, on_copies: bool) -> int:
-        inputs = count * 4 * (1 + len(dataset.info.dense))
-        return sum(crossing(count, width=width, input_bytes=inputs, id_bytes=round(4 * ids * count), hot=on_copies))
-
-    sync = SWAPS * hot.num_bytes if 0 < num_hot < num_samples else 2 * hot.num_bytes if num_hot else 0
-    crossed = both(num_hot, on_copies=True) + both(num_samples - num_hot, on_copies=False) + sync
-    hybrid = both(num_samples, on_copies=False)
-    return {"link_bytes": crossed, "sync_bytes": sync, "hybrid_bytes": hybrid, "hybrid_ratio": hybrid / max(1, crossed)}
-
-
 def quality(cell: HotCell, dataset: PackedDataset, folder: Path) -> dict[str, Any]:
     """The schedule beside shuffled order, seed by seed."""
-    record_bytes = record_bytes_of(dataset, embedding_dim=cell.embedding_dim, optimizer=cell.optimizer)
-    table_bytes = sum(table.num_embeddings * record_bytes[table.name] for table in dataset.info.tables)
+    _, table_bytes = sizes_of(cell, dataset)
     budget = int(cell.amount * table_bytes)
     runs: dict[str, list[dict[str, Any]]] = {"baseline": [], "fae": []}
     for seed in range(1, cell.seeds + 1):

@@ -64,6 +64,18 @@ def shown_coverage(row: Row) -> dict[str, str]:
     }
 
 
+def shown_cached(row: Row) -> dict[str, str]:
+    """A row's numbers as text."""
+    return {
+        "name": row["name"],
+        "amount": f"{row['amount']:.0%} of the bytes",
+        "slot_mb": f"{row['budget_bytes'] / 1e6:.1f}",
+        "hit_rows": f"{row['hit_rows']:.1%}",
+        "link_mb": f"{row['link_bytes'] / 1e6:,.0f}",
+        "ratio": f"{row['hybrid_ratio']:.2f}",
+    }
+
+
 def shown_quality(row: Row) -> dict[str, str]:
     """A row's numbers as text; empty where the schedule has none."""
 
@@ -98,4 +110,4 @@ def shown_quality(row: Row) -> dict[str, str]:
     }
 
 
-SHOWN = {"coverage": shown_coverage, "quality": shown_quality}
+SHOWN = {"coverage": shown_coverage, "cached": shown_cached, "quality": shown_quality}

@@ -1,0 +1,108 @@
+"""What the study `hot` counts: hot rows, hot samples, and what crosses the link in an epoch; nothing is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.loader import Loader
+from hotrow.data.packed_reader import PackedDataset
+from hotrow.hot.cached import cached_crossing
+from hotrow.hot.classify import hot_samples
+from hotrow.hot.compare import record_bytes_of
+from hotrow.hot.find import find_hot
+from hotrow.hot.hot_set import HotSet
+from hotrow.hot.link import crossing
+from hotrow.hot.threshold import by_threshold
+from hotrow.memory.budget import TableDemand
+from hotrow.memory.device_rows import slot_bytes
+from hotrow.plan.solve import plan_by_counts
+
+if TYPE_CHECKING:
+    from hotrow.study.hot import HotCell
+
+SWAPS = 4
+"""Copies of the hot rows in an epoch of turns of 50 %: to the device and back, twice."""
+
+
+def counted(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
+    """The cell's figures. Raises ValueError where no hot set fits its budget, or no batch its slots."""
+    return coverage(cell, dataset) if cell.kind == "coverage" else cached(cell, dataset)
+
+
+def sizes_of(cell: HotCell, dataset: PackedDataset) -> tuple[dict[str, int], int]:
+    """Bytes of a row of each table with its states, and of all rows."""
+    record_bytes = record_bytes_of(dataset, embedding_dim=cell.embedding_dim, optimizer=cell.optimizer)
+    return record_bytes, sum(table.num_embeddings * record_bytes[table.name] for table in dataset.info.tables)
+
+
+def coverage(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
+    """What a hot set takes and covers, and what an epoch by it sends over the link."""
+    record_bytes, table_bytes = sizes_of(cell, dataset)
+    budget = None if cell.rows == "threshold" else int(cell.amount * table_bytes)
+    if budget is None:
+        hot = by_threshold(dataset, cell.amount, record_bytes=record_bytes, small_table_bytes=cell.small_table_bytes)
+        is_hot, times = hot_samples(dataset, hot), {}
+    else:
+        small = cell.small_table_bytes
+        found = find_hot(dataset, cell.rows, budget, record_bytes=record_bytes, small_table_bytes=small)
+        hot, is_hot = found.rows, found.is_hot
+        times = {"calibrate_s": found.calibrate_s, "classify_s": found.classify_s}
+    return {
+        "budget_bytes": budget,
+        "table_bytes": table_bytes,
+        "hot_bytes": hot.num_bytes,
+        "hot_rows": hot.num_rows,
+        "hot_samples": float(is_hot.mean()),
+        **times,
+        **link_bytes(dataset, hot, is_hot, cell.embedding_dim),
+    }
+
+
+def link_bytes(dataset: PackedDataset, hot: HotSet, is_hot: NDArray[np.bool_], embedding_dim: int) -> dict[str, Any]:
+    """Bytes over the link in an epoch of turns of 50 %, and in one of the hybrid."""
+    num_samples, num_hot = len(is_hot), int(is_hot.sum())
+    sync = SWAPS * hot.num_bytes if 0 < num_hot < num_samples else 2 * hot.num_bytes if num_hot else 0
+    crossed = sync + sum(sent(dataset, num_hot, embedding_dim, hot=True))
+    crossed += sum(sent(dataset, num_samples - num_hot, embedding_dim, hot=False))
+    hybrid = sum(sent(dataset, num_samples, embedding_dim, hot=False))
+    return {"link_bytes": crossed, "sync_bytes": sync, "hybrid_bytes": hybrid, "hybrid_ratio": hybrid / max(1, crossed)}
+
+
+def sent(dataset: PackedDataset, num_samples: int, embedding_dim: int, *, hot: bool) -> tuple[int, int]:
+    """Bytes to the device and from it, of so many samples of the training split; of ids the mean of a sample's."""
+    ids = sum(int(dataset.counts(table.name).sum(dtype="u8")) for table in dataset.info.tables)
+    ids_each = ids / max(1, dataset.split("train").num_rows)
+    width, inputs = embedding_dim * len(dataset.info.features), num_samples * 4 * (1 + len(dataset.info.dense))
+    id_bytes = round(4 * ids_each * num_samples)
+    return crossing(num_samples, width=width, input_bytes=inputs, id_bytes=id_bytes, hot=hot)
+
+
+def cached(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
+    """What an epoch in shuffled order sends over the link with slots on the device, shared out by the counts."""
+    record_bytes, table_bytes = sizes_of(cell, dataset)
+    tables, split = dataset.info.tables, dataset.split("train")
+    demands = [TableDemand(table.name, table.num_embeddings, record_bytes[table.name]) for table in tables]
+    least = {t.name: cell.batch_size * sum(f.table == t.name for f in dataset.info.features) for t in tables}
+    plan = plan_by_counts(
+        {table.name: dataset.counts(table.name) for table in tables},
+        num_steps=split.num_rows / cell.batch_size,
+        depth=0,
+        least_cached=least,
+    )
+    budget = int(cell.amount * table_bytes)
+    slots = {table.name: own for table, own in zip(tables, plan(demands, slot_bytes(budget)), strict=True)}
+    batches = Loader(split, cell.batch_size, shuffle_seed=1).epoch(0)
+    found = cached_crossing(batches, dataset.info, slots, record_bytes)
+    crossed = found.to_device_bytes + found.from_device_bytes
+    hybrid = sum(sent(dataset, split.num_rows, cell.embedding_dim, hot=False))
+    return {
+        "budget_bytes": budget,
+        "table_bytes": table_bytes,
+        "hit_rows": found.hit_rows / found.rows,
+        "link_bytes": crossed,
+        "hybrid_bytes": hybrid,
+        "hybrid_ratio": hybrid / crossed,
+    }
