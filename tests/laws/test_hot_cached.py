@@ -1,4 +1,4 @@
-"""Bytes that slots on a device save, as hot/cached.py counts them, against the slots of a run and against a dictionary."""
+"""Bytes through slots on a device, as hot/cached.py counts them, against the slots of a run and a set of ids."""
 
 from __future__ import annotations
 

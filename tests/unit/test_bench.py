@@ -385,9 +385,16 @@ def test_quality_and_link_tables_say_what_is_held() -> None:
     }  # fmt: skip
     names = ("hot_quality_criteo", "hot_quality_synthetic", "hot_quality_synthetic_10")
     bytes_ = {"hot_bytes": 5e6, "hot_samples": 0.7, "link_bytes": 9e7, "hybrid_bytes": 2e8, "hybrid_ratio": 2.5}
-    budgets = [{"rows": "covering", "amount": 0.5, **bytes_}]
+    slots = {"rows": "slots", "hit_rows": 0.8, "link_bytes": 4e7, "hybrid_ratio": 5.0}
+    budgets = [
+        {"rows": "covering", "amount": 0.5, **bytes_},
+        {**slots, "amount": 0.5},
+        {**slots, "amount": 0.9, "hybrid_ratio": 9.0},
+        {"rows": "slots", "amount": 0.1, "refused": "a batch looks up more rows"},
+    ]
     cells = [{"name": name, **row} for name in names] + [{"name": "hot_link", "budgets": budgets, "least_ratio": 4.0}]
     page = "\n".join(hot_page.hot_tables(cells))
     assert "| criteo | 69,000 | 50 | 5 | 70.0% | 3 | 0.7500 / 0.7490 | -0.00100 (0.00200) | within two standard" in page
     assert page.count("at most 0.0005: **not held**") == 2
-    assert "at least 4x, with half of the bytes hot: **not held** (2.50x)" in page
+    assert "With half of the bytes there, turns at least 4x: **not held** (2.50x), slots at least 4x: held (5.00x)" in page
+    assert "| slots | 10% |  |  |  | no batch fits |" in page
