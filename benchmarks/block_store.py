@@ -4,8 +4,9 @@
 
 A table of 1M records of 512 bytes (dim 64 and Adagrad's state), in files under --folder (default: here), which are
 removed at the end; up to 4 GB lie there. Reads go past the page cache, so every row is cold. A round moves 8192 rows,
-in holes 2048: read, or half of them written and half read, then synced. "written" is space that has data; "holes" is
-space of a sparse file that nothing was written to yet, in pages no round touched before.
+in holes that are written to 2048: read, or half of them written and half read, then synced. Rows are drawn at random
+and given in their order, as steps give theirs. "written" is space that has data; "holes" is space of a sparse file that
+nothing was written to yet, in pages no round touched before.
 
 Peers: the bare loop (block_store.cpp, compiled here by CXX or c++), which keeps as many I/Os under way and looks at no
 byte: the ratio is our share of what the machine allows; io_uring, against which our thread pool is held; RocksDB
@@ -43,7 +44,7 @@ HEADER_BYTES = PAGE_BYTES = 4096
 PAGE_ROWS = PAGE_BYTES // RECORD_BYTES
 CHUNK_ROWS = 1 << 16
 ROCKS_THREADS = 16
-HOLE_PAGES = 1 << 20  # for every round there may be: a sparse file costs nothing
+HOLE_PAGES = 1 << 22  # for every round there may be: a sparse file costs nothing
 
 
 @functools.cache
@@ -124,8 +125,8 @@ class Space:
 class Rounds:
     """The rows of each round, the same for both sides; on holes, of pages that no other round or side has touched."""
 
-    def __init__(self, space: Space, what: str) -> None:
-        self.space, self.what = space, what
+    def __init__(self, space: Space, what: str, *, mixed: bool = False) -> None:
+        self.space, self.what, self.mixed = space, what, mixed
         self.pages = np.random.default_rng(5).permutation(HOLE_PAGES if what == "holes" else 0)
         self.taken = 0
 
@@ -133,16 +134,18 @@ class Rounds:
         """The next round's."""
         count, g = self.space.batch_rows, np.random.default_rng(number)
         if self.what == "written":
-            return g.choice(self.space.num_rows, count, replace=False)
-        count //= 4  # the file system makes room for each
+            return np.sort(g.choice(self.space.num_rows, count, replace=False))
+        if self.mixed:
+            count //= 4  # the file system makes room for each
         if self.taken + count > len(self.pages):
             raise ValueError("no holes are left: fewer rounds, or more rows")
         self.taken += count
-        return self.pages[self.taken - count : self.taken] * PAGE_ROWS + g.integers(0, PAGE_ROWS, count)
+        pages = self.pages[self.taken - count : self.taken]
+        return np.sort(pages * PAGE_ROWS + g.integers(0, PAGE_ROWS, count))
 
 
 class Side:
-    """What both sides share: the rows of a round, of which the first half is written where `mixed`."""
+    """What both sides share: the rows of a round, of which every second is written where `mixed`."""
 
     def __init__(self, rounds: Rounds, *, mixed: bool) -> None:
         self.rounds, self.mixed = rounds, mixed
@@ -151,7 +154,8 @@ class Side:
     def prepare(self, batch: int) -> None:
         """Draw the rows."""
         self.rows = self.rounds.rows(batch)
-        self.num_writes = len(self.rows) // 2 if self.mixed else 0
+        self.written = self.rows[1::2] if self.mixed else self.rows[:0]
+        self.read = self.rows[::2] if self.mixed else self.rows
 
     def outputs(self) -> Iterable[Tensor]:
         """Nothing: the bare loop looks at no byte."""
@@ -173,11 +177,11 @@ class ByStore(Side):
     def run(self) -> None:
         """Write, read, and wait for both."""
         before = self.store.counters()
-        n = self.num_writes
-        if n:
-            self.store.write(self.rows[:n], self.slots[:n], [self.out])
-        self.store.read(self.rows[n:], self.slots[n : len(self.rows)], [self.out])
-        if n:
+        slots = np.split(self.slots[: len(self.rows)], [len(self.written)])
+        if self.mixed:
+            self.store.write(self.written, slots[0], [self.out])
+        self.store.read(self.read, slots[1], [self.out])
+        if self.mixed:
             self.store.flush()
         after = self.store.counters()
         self.num_ios += sum(after[name] - before[name] for name in ("reads", "writes"))
@@ -185,7 +189,7 @@ class ByStore(Side):
 
     def outputs(self) -> Iterable[Tensor]:
         """The rows read."""
-        return (self.out[self.num_writes :],) if self.compared else ()
+        return (self.out[len(self.written) :],) if self.compared else ()
 
 
 class Bare(Side):
@@ -244,14 +248,14 @@ def cell(space: Space, name: str, peer: str, build: Callable[[], tuple[Side, Sid
 
 
 def against_bare(space: Space, *, what: str, name: str, mixed: bool, batch: int) -> tuple[Side, Side]:
-    store, rounds = space.store("io_uring", what, name), Rounds(space, what)
+    store, rounds = space.store("io_uring", what, name), Rounds(space, what, mixed=mixed)
     assert store.path is not None
     return ByStore(rounds, store, mixed=mixed), Bare(rounds, store.path, mixed=mixed, batch=batch)
 
 
 def threads_against_ring(space: Space, *, what: str, name: str, mixed: bool) -> tuple[Side, Side]:
     threads, ring = (
-        ByStore(Rounds(space, what), space.store(io, what, name), mixed=mixed, compared=not mixed)
+        ByStore(Rounds(space, what, mixed=mixed), space.store(io, what, name), mixed=mixed, compared=not mixed)
         for io in ("threads", "io_uring")
     )
     return threads, ring
