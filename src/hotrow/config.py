@@ -274,9 +274,10 @@ class HotConfig(_Section):
     """Bytes, or text such as 512MiB, of hot rows with their optimizer states."""
     small_table: str | int = "1MiB"
     """Bytes, or text such as 64KiB: tables of fewer, with their optimizer states, are hot whole."""
-    rows: Literal["exact", "sampled", "covering"] = "exact"
+    rows: Literal["exact", "sampled", "covering", "tracked"] = "exact"
     """How hot rows are found: `exact` those of most accesses, `sampled` FAE's estimate of them from 5 % of the samples,
-    `covering` so that most samples are hot. `hotrow inspect --hot` compares them."""
+    `covering` so that most samples are hot. `hotrow inspect --hot` compares them. `tracked` learns them while training,
+    in fixed memory: the first epoch is in shuffled order, each later one goes by the rows most used lately."""
     rate: Annotated[float, Field(ge=1, le=100)] = 50
     """Percent of the cold batches, then of the hot ones, trained in one turn. `fae` begins with it: it halves it where
     the loss rose, doubles it where it fell four times running. Only for `fae` and `fixed`."""
@@ -357,6 +358,15 @@ class Config(_Section):
         for path, value in (("train.eval_every", self.train.eval_every), ("checkpoint.every", self.checkpoint.every)):
             if value is not None and value > 1 and value != int(value):
                 raise ValueError(f"{path} is {value}; it is a share of an epoch up to 1, above that a whole number")
+        return self
+
+    @model_validator(mode="after")
+    def _tracked_rows_are_used(self) -> Config:
+        if self.hot.schedule != "none" and self.hot.rows == "tracked" and self.train.epochs < 2:
+            raise ValueError(
+                "hot.rows is tracked, which goes by what the first epoch used from the second on, but train.epochs is "
+                f"{self.train.epochs}: raise it, or set hot.rows to exact"
+            )
         return self
 
     @property

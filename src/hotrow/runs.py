@@ -145,7 +145,7 @@ def _begin(training: Training) -> None:
         folder.warn("reference_backend", backend.reason)
     if backend.threads < torch.get_num_threads():
         folder.warn("forked_process", "this process was forked after hotrow's kernels were loaded: they use one thread")
-    if config.hot.schedule != "none" and not dataset.has_counts:
+    if training.turns.found is not None and not dataset.has_counts:
         text = f"{config.data} carries no counts: its training split was counted to find hot rows"
         folder.warn("counted_to_find_hot_rows", text)
     _warn_of_tiers(training)

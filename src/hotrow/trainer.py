@@ -272,6 +272,10 @@ class Training:
                 if swap["rate"] != swap["next_rate"]:
                     rates = f"{swap['next_rate']:g} % of a class, not {swap['rate']:g}"
                     self.say(f"step {self.state.step}: turns of {rates}")
+            if learned := self.turns.learn():
+                self.folder.measure("hot", step=self.state.step, epoch=self.epochs, **learned)
+                rows, samples = learned["hot_rows"], learned["hot_samples"]
+                self.say(f"step {self.state.step}: {rows:,} rows are hot from here on, {samples:.1%} of the samples")
         self.turns.close()
 
     def _train_turn(self) -> bool:
@@ -427,6 +431,9 @@ class Training:
                 stack.enter_context(self.report.aside())
             yield
 
+    def _saved_parts(self) -> dict[str, Part]:
+        return {**self.parts.with_state(), **self.turns.parts()}
+
     def save(self) -> Path:
         """A checkpoint of the parts and the state; older ones go as the config says."""
         path = self.folder.checkpoints / f"step-{self.state.step}"
@@ -443,7 +450,7 @@ class Training:
                 "config": self.config.model_dump(mode="json"),
             }
             with self._aside(), self.writes.saving(path):
-                save_checkpoint(path, self.parts.with_state(), extra=extra)
+                save_checkpoint(path, self._saved_parts(), extra=extra)
         keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
         prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
         return path
@@ -455,7 +462,7 @@ class Training:
         the dense layers' sums may then differ in their last bits.
         """
         with self._aside(), self.writes.restoring(path):
-            extra = load_checkpoint(path, self.parts.with_state())
+            extra = load_checkpoint(path, self._saved_parts())
         if extra["dataset"] != self.dataset.checksum:
             raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
         for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa)):

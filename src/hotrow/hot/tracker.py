@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hotrow.data.native import backend
-from hotrow.hot.hot_set import HotRows, HotSet, check_budget, is_small
+from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
 
 SLOTS_PER_ROW = 4
 """Slots of the sketch for each row that the budget holds: 32 bytes a row, as CAFE has it."""
@@ -46,26 +46,40 @@ class _Large:
 class HotTracker:
     """The rows of most accesses per byte, lately, within `budget_bytes`; the same for the same batches and seed.
 
-    num_embeddings, record_bytes: by table, bytes with optimizer state. As in `calibrate`, tables below 1 MiB and row 0
-    of every other are hot whatever is accessed. Raises ValueError where the budget does not hold those.
+    num_embeddings, record_bytes: by table, bytes with optimizer state. As in `calibrate`, tables of fewer bytes than
+    `small_table_bytes` and row 0 of every other are hot whatever is accessed. Raises ValueError where the budget does
+    not hold those.
     """
 
     def __init__(
-        self, num_embeddings: Mapping[str, int], record_bytes: Mapping[str, int], budget_bytes: int, *, seed: int = 0
+        self,
+        num_embeddings: Mapping[str, int],
+        record_bytes: Mapping[str, int],
+        budget_bytes: int,
+        *,
+        small_table_bytes: int = SMALL_TABLE_BYTES,
+        seed: int = 0,
     ) -> None:
-        check_budget([(n, record_bytes[name]) for name, n in num_embeddings.items()], budget_bytes)
+        sizes = [(n, record_bytes[name]) for name, n in num_embeddings.items()]
+        check_budget(sizes, budget_bytes, small_table_bytes)
         self.budget_bytes, self.seed = budget_bytes, seed
-        self.num_observed = 0
-        """Accesses of tracked tables so far."""
         self._num_embeddings, self._record_bytes = dict(num_embeddings), dict(record_bytes)
         self._large: dict[str, _Large] = {}
         first_key = 1
         for name, n in num_embeddings.items():
-            if not is_small(n, record_bytes[name]):
+            if not is_small(n, record_bytes[name], small_table_bytes):
                 self._large[name] = _Large(name, n, record_bytes[name], first_key)
                 first_key += n
-        self._since_halving = 0
-        self._slots = np.zeros(self._num_slots(), np.uint64)
+        self.slots = torch.zeros(self._num_slots(), dtype=torch.int64)
+        """The sketch; with `numbers` all that changes, in place."""
+        self.numbers = torch.zeros(2, dtype=torch.int64)
+        """Accesses of tracked tables so far, and since the last halving."""
+        self._slots: NDArray[np.uint64] = self.slots.numpy().view(np.uint64)
+
+    @property
+    def num_observed(self) -> int:
+        """Accesses of tracked tables so far."""
+        return int(self.numbers[0])
 
     def _num_slots(self) -> int:
         """Of the sketch: for as many rows as the budget may come to hold, or as there are."""
@@ -95,7 +109,7 @@ class HotTracker:
                 raise ValueError(f"no table is called {name!r}; the tracker has {', '.join(self._num_embeddings)}")
             if name in self._large:
                 self._observe(self._large[name], np.ascontiguousarray(own))
-        if self._since_halving >= HALVING * len(self._slots):
+        if int(self.numbers[1]) >= HALVING * len(self._slots):
             self._halve()
 
     def _observe(self, table: _Large, ids: NDArray[Any]) -> None:
@@ -106,21 +120,20 @@ class HotTracker:
         except ValueError:
             bad = ids[(ids < 0) | (ids >= table.num_rows)]
             raise ValueError(f"table {table.name!r} has {table.num_rows:,} rows, an id is {bad[0]}") from None
-        self.num_observed += len(ids)
-        self._since_halving += len(ids)
+        self.numbers += len(ids)
 
     def _halve(self) -> None:
         scores = self._slots & np.uint64((1 << SCORE_BITS) - 1)
         self._slots -= scores - (scores >> np.uint64(1))
-        self._since_halving = 0
+        self.numbers[1] = 0
 
-    def hot_set(self) -> HotSet:
-        """The rows of highest score per byte that the budget holds, as of now.
+    def hot_set(self, slots: Tensor | None = None) -> HotSet:
+        """The rows of highest score per byte that the budget holds; slots: of another time, None means as of now.
 
         What room is left holds whole tables that fit, as in `calibrate`; no other row that was not seen.
         """
         tables = list(self._large.values())
-        found = self._best(tables)
+        found = self._best(tables, self._slots if slots is None else slots.numpy().view(np.uint64))
         rows = {name: HotRows.first(n) for name, n in self._num_embeddings.items()}
         room = self._room() - sum(len(own) * table.record_bytes for own, table in zip(found, tables, strict=True))
         for own, table in zip(found, tables, strict=True):
@@ -131,9 +144,9 @@ class HotTracker:
                 rows[table.name] = HotRows.of(np.concatenate([np.zeros(1, np.int64), own]))
         return HotSet(how="tracked", rows=rows, record_bytes=self._record_bytes)
 
-    def _best(self, tables: list[_Large]) -> list[NDArray[np.int64]]:
+    def _best(self, tables: list[_Large], slots: NDArray[np.uint64]) -> list[NDArray[np.int64]]:
         """Of each tracked table, the rows taken beside row 0, rising."""
-        slots = self._slots[self._slots != 0]
+        slots = slots[slots != 0]
         keys = (slots >> np.uint64(SCORE_BITS)).astype(np.int64)
         scores = (slots & np.uint64((1 << SCORE_BITS) - 1)).astype(np.int64)
         first_keys = np.array([table.first_key for table in tables], np.int64)
@@ -147,9 +160,9 @@ class HotTracker:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors that `load_state_dict` of a tracker made alike takes; a copy."""
-        facts = [self.seed, self.num_observed, self._since_halving, *(t.first_key for t in self._large.values())]
+        facts = [self.seed, *self.numbers.tolist(), *(t.first_key for t in self._large.values())]
         return {
-            "slots": torch.from_numpy(self._slots.view(np.int64).copy()),
+            "slots": self.slots.clone(),
             "facts": torch.tensor(facts, dtype=torch.int64),
         }
 
@@ -162,5 +175,5 @@ class HotTracker:
                 f"the tracker's state is of other tables, another budget or seed: {len(state['slots']):,} slots, seed "
                 f"{facts[0]}; here {len(own['slots']):,}, seed {self.seed}. Start anew, or restore the settings"
             )
-        self._slots = state["slots"].numpy().copy().view(np.uint64)
-        self.num_observed, self._since_halving = facts[1:3]
+        self.slots.copy_(state["slots"])
+        self.numbers.copy_(state["facts"][1:3])

@@ -1,7 +1,7 @@
 """The turns of a run: which batches come next, on which side the hot rows live meanwhile, and what that cost.
 
-`Turns` puts order.py (when hot, when cold), find.py (what is hot), copies.py and link.py together for the trainer,
-which trains turn after turn. Without a hot schedule there is one class of batches, and a turn is an epoch.
+`Turns` puts order.py (when hot, when cold), find.py and learner.py (what is hot), copies.py and link.py together for
+the trainer, which trains turn after turn. Without a hot schedule there is one class of batches, and a turn is an epoch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from hotrow.data.packed_reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import available_memory_bytes, parse_bytes
 from hotrow.hot.copies import HotCopies
-from hotrow.hot.find import find_hot
+from hotrow.hot.find import FoundHot, find_hot
+from hotrow.hot.learner import Learner
 from hotrow.hot.link import Link
-from hotrow.hot.order import batch_order
+from hotrow.hot.order import BatchOrder, batch_order
 from hotrow.optim import SparseOptimizer
 
 
@@ -40,44 +41,71 @@ class Turns:
         shuffle_seed: int | None,
         seed: int,
     ) -> None:
-        self.config = config
+        self.config, self.dataset = config, dataset
+        self._batch_size, self._shuffle_seed = batch_size, shuffle_seed
         if config.schedule == "fae" and not ("val" in dataset.splits and dataset.split("val").num_rows):
             raise ValueError(
                 f"hot.schedule is fae, whose rate follows the validation loss, but {dataset.path} has no rows in a "
                 "split 'val'; prepare the data with one, or set hot.schedule to fixed"
             )
-        self.found = None
-        if config.schedule != "none":
-            self.found = find_hot(
-                dataset,
-                config.rows,
-                parse_bytes(config.budget),
-                record_bytes=record_bytes,
-                small_table_bytes=parse_bytes(config.small_table),
-                seed=seed,
-            )
-        is_hot = None if self.found is None else self.found.is_hot
-        self.order = batch_order(
-            config, dataset.split("train"), is_hot, batch_size=batch_size, shuffle_seed=shuffle_seed
-        )
+        self.found: FoundHot | None = None
+        self.learner: Learner | None = None
+        sizes: dict[str, Any] = {"small_table_bytes": parse_bytes(config.small_table), "seed": seed}
+        budget = parse_bytes(config.budget)
+        if config.schedule != "none" and config.rows == "tracked":
+            self.learner = Learner(dataset, record_bytes, budget, batch_size=batch_size, **sizes)
+        elif config.schedule != "none":
+            self.found = find_hot(dataset, config.rows, budget, record_bytes=record_bytes, **sizes)
+        self.order = self._make_order()
         self.link = Link()
         self.copies: HotCopies | None = None
+        self._live: tuple[EmbeddingCollection, SparseOptimizer] | None = None
         self._width = 0
         self._seconds_before = 0.0
+
+    def _make_order(self) -> BatchOrder:
+        is_hot, split = None if self.found is None else self.found.is_hot, self.dataset.split("train")
+        return batch_order(self.config, split, is_hot, batch_size=self._batch_size, shuffle_seed=self._shuffle_seed)
 
     def attach(self, emb: EmbeddingCollection, optimizer: SparseOptimizer) -> None:
         """These tables are trained: with copies of their hot rows where the config has a link to a fast device.
 
         Raises ValueError where memory does not hold the copies.
         """
-        self._width = emb.output_dim
-        if self.config.takes_turns and self.config.link is not None and self.found is not None:
-            if (needed := self.found.rows.num_bytes) > (free := available_memory_bytes()):
-                raise ValueError(
-                    f"hot.budget is {self.config.budget}: copies of hot rows take {needed:,} bytes, and there are "
-                    f"{free:,}; lower hot.budget, or set hot.link to null for a schedule without copies"
-                )
-            self.copies = HotCopies(emb, optimizer, self.found.rows, self.link)
+        self._width, self._live = emb.output_dim, (emb, optimizer)
+        self._make_copies()
+
+    def _make_copies(self) -> None:
+        if self._live is None or self.found is None or not self.config.takes_turns or self.config.link is None:
+            return
+        if (needed := self.found.rows.num_bytes) > (free := available_memory_bytes()):
+            raise ValueError(
+                f"hot.budget is {self.config.budget}: copies of hot rows take {needed:,} bytes, and there are "
+                f"{free:,}; lower hot.budget, or set hot.link to null for a schedule without copies"
+            )
+        self.copies = HotCopies(*self._live, self.found.rows, self.link)
+
+    def learn(self) -> dict[str, Any] | None:
+        """Where an epoch has just ended and hot rows are learned: what is hot from here on."""
+        if self.learner is None or not self.order.begins_epoch:
+            return None
+        self._go_by(self.learner.learn())
+        assert self.found is not None
+        names = ("budget_bytes", "hot_bytes", "hot_rows", "hot_samples")
+        return {name: value for name, value in self.found.to_json().items() if name in names}
+
+    def _go_by(self, found: FoundHot) -> None:
+        """Batches and copies of these hot rows, from the epoch's beginning; the rate stays."""
+        if self.copies is not None:
+            self.copies.give_back()
+            self._seconds_before += self.copies.seconds
+            self.copies = None
+        reached = None if self.found is None else self.order.turn.rate
+        self.found = found
+        self.order = self._make_order()
+        if reached is not None:
+            self.order.begin_at(reached)
+        self._make_copies()
 
     @property
     def on_copies(self) -> bool:
@@ -93,6 +121,8 @@ class Turns:
     def count(self, batch: Batch) -> None:
         """A batch of the turn was trained."""
         self.order.count()
+        if self.learner is not None:
+            self.learner.observe(batch)
         self.link.count(batch, width=self._width, hot=self.on_copies)
 
     def end(self, logloss: Callable[[], float]) -> dict[str, Any] | None:
@@ -106,6 +136,10 @@ class Turns:
         rates = {"rate": turn.rate.percent, "next_rate": order.turn.rate.percent}
         return {"turn": turn.name, "logloss": loss, **rates}
 
+    def parts(self) -> dict[str, Learner]:
+        """What a checkpoint holds beside `to_json`, by the names of the files."""
+        return {} if self.learner is None else {"hot": self.learner}
+
     def whole(self) -> AbstractContextManager[None]:
         """Inside, the tables are whole, to be read and not changed."""
         return nullcontext() if self.copies is None else self.copies.flushed()
@@ -117,13 +151,15 @@ class Turns:
 
     def to_json(self) -> dict[str, Any]:
         """Where the turns stand, and what they cost over all sessions; `restore` takes it up."""
-        cost = {} if self.copies is None else {"link": asdict(self.link), "sync_s": self.sync_s}
-        return {"order": self.order.to_json(), **cost}
+        cost = {} if self.config.link is None else {"link": asdict(self.link), "sync_s": self.sync_s}
+        return {"order": self.order.to_json(), "classes": self.found is not None, **cost}
 
     def restore(self, value: Mapping[str, Any]) -> None:
         """Go on from there. Raises ValueError where it is of other data, or of a version that had no turns."""
         if "order" not in value:
             raise ValueError("the checkpoint does not say where its batches stand: an earlier version wrote it")
+        if self.learner is not None and value["classes"]:
+            self._go_by(self.learner.found())
         self.order.restore(value["order"])
         vars(self.link).update(value.get("link", {}))
         self._seconds_before = value.get("sync_s", 0.0)
@@ -148,4 +184,6 @@ class Turns:
     def line(self) -> str:
         """For the progress line."""
         turn = self.order.turn
+        if self.learner is not None and self.found is None:
+            return "  learning"
         return f"  {turn.name} R({turn.rate.percent:g})" if self.config.takes_turns else ""
