@@ -77,6 +77,7 @@ hot.budget 512MiB
 hot.small_table 1MiB
 hot.rows exact
 hot.rate 50
+hot.shuffled_end 0
 hot.window 4
 hot.eval_samples 65536
 hot.link None

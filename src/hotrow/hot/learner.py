@@ -41,11 +41,10 @@ class Learner(nn.Module):
         budget_bytes: int,
         *,
         small_table_bytes: int,
-        batch_size: int,
         seed: int,
     ) -> None:
         super().__init__()
-        self.dataset, self.batch_size = dataset, batch_size
+        self.dataset = dataset
         info = dataset.info
         self.features = {table.name: [f.name for f in info.features if f.table == table.name] for table in info.tables}
         rows = {table.name: table.num_embeddings for table in info.tables}
@@ -72,7 +71,7 @@ class Learner(nn.Module):
         start = time.perf_counter()
         hot = self.tracker.hot_set(self.began_with)
         middle = time.perf_counter()
-        is_hot = whole_batches(hot_samples(self.dataset, hot), self.batch_size)
+        is_hot = hot_samples(self.dataset, hot)
         found = Calibration(hot, self.tracker.budget_bytes, {})
         return FoundHot(found, is_hot, middle - start, time.perf_counter() - middle)
 

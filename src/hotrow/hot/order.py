@@ -7,7 +7,8 @@
              al., VLDB'22): halved where the loss rose, doubled where it fell FALLS times running, within 1 .. 100
 
 A `BatchOrder` is a few classes of batches, each with its own loader, taken in turn. `none` and `window` have one class,
-whose turn is the epoch. Every sample comes once per epoch, whatever the rate does meanwhile.
+whose turn is the epoch. `fixed` and `fae` may keep some samples of both classes for a last turn in shuffled order, so
+that an epoch does not end on one class. Every sample comes once per epoch, whatever the rate does meanwhile.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from hotrow.data.packed_reader import Split
 
 FALLS = 4
 """Swaps in a row after which the loss had fallen, before the rate is doubled."""
+MIXED = "mixed"
+"""The class whose turn comes when the others have no batches left."""
 LOWEST, HIGHEST = 1.0, 100.0
 """Percent of a class at a time."""
 
@@ -82,7 +85,7 @@ class _Reading:
 
 
 class BatchOrder:
-    """Classes of batches taken in turn, `rate` percent of a class at a time; the first class begins.
+    """Classes of batches taken in turn, `rate` percent of a class at a time; the first class begins, MIXED ends.
 
     loaders: by class; one without rows has no turns. rate: percent, from LOWEST to HIGHEST.
     """
@@ -108,7 +111,7 @@ class BatchOrder:
         """A turn of the class `name`: where no other has batches left, all of its own."""
         total, taken = self._total(name), self.turn.taken.get(name, 0)
         share = math.ceil(total * self.turn.rate.percent / 100 - 1e-9)  # 0.29 * 100 is above 29
-        alone = not any(self._has_more(other) for other in self.loaders if other != name)
+        alone = not any(self._has_more(other) for other in self.loaders if other not in (name, MIXED))
         self.turn = replace(self.turn, name=name, stop=total if alone else min(total, taken + share))
 
     @property
@@ -143,7 +146,7 @@ class BatchOrder:
         names = [*self.loaders]
         at = names.index(self.turn.name)
         left = [name for name in names[at + 1 :] + names[: at + 1] if self._has_more(name)]
-        return left[0] if left else names[0]
+        return next((name for name in left if name != MIXED), left[0] if left else names[0])
 
     def end_turn(self, loss: float | None = None) -> None:
         """To the next turn; loss: on validation rows, for the rate to follow."""
@@ -177,13 +180,29 @@ def batch_order(
     *,
     batch_size: int,
     shuffle_seed: int | None,
+    mixed: NDArray[np.bool_] | None = None,
 ) -> BatchOrder:
-    """The order `config.schedule` asks for. is_hot: bool [rows of the split]; None where nothing is hot yet."""
+    """The order `config.schedule` asks for. is_hot: bool [rows of the split]; None where nothing is hot yet.
+
+    mixed: bool [rows of the split], samples kept for the end of the epoch where batches come in turns.
+    """
     if is_hot is None:
         return BatchOrder({"all": Loader(split, batch_size, shuffle_seed=shuffle_seed)})
     if config.schedule == "window":
         loader = Loader(split, batch_size, shuffle_seed=shuffle_seed, front=is_hot, front_batches=config.window)
         return BatchOrder({"all": loader})
     classes = {"cold": ~is_hot, "hot": is_hot}  # cold first: it touches more rows
+    if mixed is not None:
+        classes = {**{name: own & ~mixed for name, own in classes.items()}, MIXED: mixed}
     loaders = {name: Loader(split, batch_size, shuffle_seed=shuffle_seed, only=only) for name, only in classes.items()}
     return BatchOrder(loaders, rate=config.rate)
+
+
+def mixed_samples(num_samples: int, share: float, *, batch_size: int, seed: int) -> NDArray[np.bool_] | None:
+    """bool [num_samples]: those kept for the end of an epoch, drawn by `seed`, whole batches of them; None for none."""
+    count = int(num_samples * share) // batch_size * batch_size
+    if not count:
+        return None
+    kept = np.zeros(num_samples, np.bool_)
+    kept[np.random.default_rng(seed).permutation(num_samples)[:count]] = True
+    return kept

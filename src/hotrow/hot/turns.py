@@ -18,9 +18,9 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.files import available_memory_bytes, parse_bytes
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.find import FoundHot, find_hot
-from hotrow.hot.learner import Learner
+from hotrow.hot.learner import Learner, whole_batches
 from hotrow.hot.link import Link
-from hotrow.hot.order import BatchOrder, batch_order
+from hotrow.hot.order import BatchOrder, batch_order, mixed_samples
 from hotrow.optim import SparseOptimizer
 
 
@@ -53,9 +53,11 @@ class Turns:
         sizes: dict[str, Any] = {"small_table_bytes": parse_bytes(config.small_table), "seed": seed}
         budget = parse_bytes(config.budget)
         if config.schedule != "none" and config.rows == "tracked":
-            self.learner = Learner(dataset, record_bytes, budget, batch_size=batch_size, **sizes)
+            self.learner = Learner(dataset, record_bytes, budget, **sizes)
         elif config.schedule != "none":
             self.found = find_hot(dataset, config.rows, budget, record_bytes=record_bytes, **sizes)
+        share = config.shuffled_end if config.takes_turns else 0.0
+        self._mixed = mixed_samples(dataset.split("train").num_rows, share, batch_size=batch_size, seed=seed)
         self.order = self._make_order()
         self.link = Link()
         self.copies: HotCopies | None = None
@@ -64,8 +66,17 @@ class Turns:
         self._seconds_before = 0.0
 
     def _make_order(self) -> BatchOrder:
-        is_hot, split = None if self.found is None else self.found.is_hot, self.dataset.split("train")
-        return batch_order(self.config, split, is_hot, batch_size=self._batch_size, shuffle_seed=self._shuffle_seed)
+        is_hot = None if self.found is None else self.found.is_hot
+        if is_hot is not None and self.learner is not None:
+            is_hot = whole_batches(is_hot if self._mixed is None else is_hot & ~self._mixed, self._batch_size)
+        return batch_order(
+            self.config,
+            self.dataset.split("train"),
+            is_hot,
+            batch_size=self._batch_size,
+            shuffle_seed=self._shuffle_seed,
+            mixed=self._mixed,
+        )
 
     def attach(self, emb: EmbeddingCollection, optimizer: SparseOptimizer) -> None:
         """These tables are trained: with copies of their hot rows where the config has a link to a fast device.
