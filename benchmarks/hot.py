@@ -15,6 +15,7 @@ which the hypervisor took processor time away counts for none.
     trackers                           ways to track, on real rows (hot_trackers.py; nothing is timed)
     quality_criteo, quality_synthetic  turns of hot and cold batches beside shuffled order, over seeds (hot_quality.py);
     quality_synthetic_10               the rate begins at the paper's 50, or at 10
+    quality_synthetic_end              a tenth of the samples at the end, in shuffled order
     link                               what crosses the link to a fast device, by budget (the same; nothing is timed)
 """
 
@@ -329,7 +330,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
     }
 
 
-QUALITY = ("quality_criteo", "quality_synthetic", "quality_synthetic_10", "link")
+QUALITY = ("quality_criteo", "quality_synthetic", "quality_synthetic_10", "quality_synthetic_end", "link")
 CELLS = ("classify_prefix", "classify_listed", "classify_first", "calibrate", "track", "trackers", *QUALITY)
 
 

@@ -18,9 +18,12 @@ SMALL_TABLE = "32KiB"
 """Of 80,000 rows: FAE's megabyte is for 45 million."""
 BUDGETS = (0.1, 0.25, 0.5, 0.75, 0.9)
 """Shares of the tables' bytes."""
+END = 0.1
+"""Of the samples, in shuffled order at the end of the epoch: the cell quality_synthetic_end."""
 TURNS, SLOTS = ("exact", "covering"), "slots"
 LINK_BATCH = 1024
 """Samples, of mixed batches: from 1024 up is what the promise is for."""
+SETTINGS = ("rows", "amount", "batch_size", "rate", "shuffled_end")
 MOST_DIFFERENCE, LEAST_RATIO = 0.0005, 4.0
 
 
@@ -37,7 +40,7 @@ def measure(name: str, data: Path, folder: Path, *, quick: bool) -> dict[str, An
     if name.startswith("quality_synthetic"):
         num_samples, scale = (50_000, 0.01) if quick else (2_500_000, 0.1)
         shape = {"source": "kaggle", "num_samples": num_samples, "scale": scale, "small_table": "100KiB"}
-        shape |= {"rate": 10.0 if name.endswith("_10") else 50.0}
+        shape |= {"rate": 10.0 if name.endswith("_10") else 50.0, "shuffled_end": END if name.endswith("_end") else 0.0}
         packed = folder / f"kaggle-{num_samples}"
         if not (packed / "dataset.json").exists():
             make_shape("kaggle", num_samples, scale, packed)
@@ -55,7 +58,7 @@ def quality(packed: Path, folder: Path, fields: dict[str, Any]) -> dict[str, Any
     cell = hot.HotCell(group="quality", kind="quality", schedule="fae", **fields)
     row = hot.quality(cell, PackedDataset.open(packed), folder)
     samples = PackedDataset.open(packed).split("train").num_rows
-    return {"samples": samples, **{n: getattr(cell, n) for n in ("rows", "amount", "batch_size", "rate")}, **row}
+    return {"samples": samples, **{n: getattr(cell, n) for n in SETTINGS}, **row}
 
 
 def budgets(packed: Path, shape: dict[str, Any]) -> list[dict[str, Any]]:
@@ -90,8 +93,8 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         auc = f"{cell['auc_baseline']:.4f} / {cell['auc_fae']:.4f}"
         loss = f"{cell['logloss_baseline']:.4f} / {cell['logloss_fae']:.4f}"
         shares = [f"{cell['hot_samples']:.1%}", f"{cell['num_swaps']:.0f}"]
-        name = cell["name"].removeprefix("hot_quality_").removesuffix("_10")
-        what = [name, f"{cell['samples']:,}", f"{cell['rate']:g}", cell["seeds"]]
+        name = cell["name"].removeprefix("hot_quality_").removesuffix("_10").removesuffix("_end")
+        what = [name, f"{cell['samples']:,}", f"{cell['rate']:g}", f"{cell.get('shuffled_end', 0):.0%}", cell["seeds"]]
         rows.append([*what, *shares, auc, f"{difference:+.5f} ({error:.5f})", promise, loss])
     text = (
         "An epoch of turns of cold and hot batches whose rate follows the validation loss, beside one in shuffled "
@@ -100,9 +103,9 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         "by counts). DLRM, dim 16, row-wise Adagrad. Pairs: shuffled / turns, means over seeds; the difference is "
         "paired by seed, its standard error in brackets."
     )
-    head = ("data", "samples", "first rate", "seeds", "hot samples")
+    head = ("data", "samples", "first rate", "shuffled end", "seeds", "hot samples")
     head = (*head, "swaps", "AUC", "difference", "promised", "LogLoss")
-    return [text, "", *table({name: "left" if k in (0, 8) else "right" for k, name in enumerate(head)}, rows)]
+    return [text, "", *table({name: "left" if k in (0, 9) else "right" for k, name in enumerate(head)}, rows)]
 
 
 def link_table(cells: list[dict[str, Any]]) -> list[str]:

@@ -394,7 +394,7 @@ def test_quality_and_link_tables_say_what_is_held() -> None:
     ]
     cells = [{"name": name, **row} for name in names] + [{"name": "hot_link", "budgets": budgets, "least_ratio": 4.0}]
     page = "\n".join(hot_page.hot_tables(cells))
-    assert "| criteo | 69,000 | 50 | 5 | 70.0% | 3 | 0.7500 / 0.7490 | -0.00100 (0.00200) | within two standard" in page
+    assert "| criteo | 69,000 | 50 | 0% | 5 | 70.0% | 3 | 0.7500 / 0.7490 | -0.00100 (0.00200) | within two" in page
     assert page.count("at most 0.0005: **not held**") == 2
     assert "turns at least 4x: **not held** (2.50x), slots at least 4x: held (5.00x)" in page
     assert "| slots | 10% |  |  |  | no batch fits |" in page

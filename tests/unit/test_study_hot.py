@@ -79,7 +79,7 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
         "quality": {"schedule": ["fae", "window"]},
     }
     axes = {name: {**own, "source": ["avazu"] if name != "quality" else []} for name, own in axes.items()}
-    preset["quick"] = {"leave_out": ["rates"], "fixed": fixed, "axes": axes}
+    preset["quick"] = {"leave_out": ["rates", "ends"], "fixed": fixed, "axes": axes}
     result = runner.run_study("hot", tmp_path / "out", quick=True, preset=preset, data=[str(dataset.path)])
     report = json.loads((tmp_path / "out" / "hot.json").read_text())
     assert result["measured"] + len(report["skipped"]) == result["cells"] == 12

@@ -63,6 +63,8 @@ class HotCell:
     schedule: str = "none"
     rate: float = 50
     """Percent of a class in a turn, of fae the first."""
+    shuffled_end: float = 0.0
+    """Share of the samples that turns keep for the end of the epoch, in shuffled order."""
     batch_size: int = 2048
     seeds: int = 3
 
@@ -84,7 +86,9 @@ class HotCell:
     def key(self) -> str:
         """Names the cell in files."""
         shape = f"{self.num_samples}x{self.scale:g}" if self.source in SHAPES else "all"
-        schedule = f"/{self.schedule}{self.rate:g}x{self.seeds}/{self.batch_size}" if self.kind == "quality" else ""
+        end = f"+{self.shuffled_end:g}" if self.shuffled_end else ""
+        schedule = f"/{self.schedule}{self.rate:g}{end}x{self.seeds}/{self.batch_size}"
+        schedule = schedule if self.kind == "quality" else ""
         return f"{self.group}/{self.name}/{shape}/{self.rows}/{self.amount:g}/{self.embedding_dim}{schedule}"
 
 
@@ -179,7 +183,7 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
     if schedule != "none":
         hot |= {"budget": budget_bytes, "rows": cell.rows, "small_table": cell.small_table}
     if schedule in ("fae", "fixed"):
-        hot |= {"link": LINK, "rate": cell.rate}
+        hot |= {"link": LINK, "rate": cell.rate, "shuffled_end": cell.shuffled_end}
     return make_config(
         {
             "data": str(dataset.path),

@@ -91,7 +91,7 @@ def shown_quality(row: Row) -> dict[str, str]:
     epochs = [row["epochs_to_auc_baseline"], row["epochs_to_auc_fae"]]
     return {
         "name": row["name"],
-        "schedule": row["schedule"] + ("" if row["schedule"] == "window" else f" R({row['rate']:g})"),
+        "schedule": schedule_of(row),
         "seeds": str(row["seeds"]),
         "hot_samples": f"{row['hot_samples']:.1%}",
         "auc": pair("auc", ".4f"),
@@ -108,6 +108,12 @@ def shown_quality(row: Row) -> dict[str, str]:
             f"{row['modelled_hybrid_link_s']:.2f} / {row['modelled_link_s']:.2f}" if "modelled_link_s" in row else ""
         ),
     }
+
+
+def schedule_of(row: Row) -> str:
+    """Its name, first rate and end."""
+    end = f", {row['shuffled_end']:.0%} shuffled at the end" if row["shuffled_end"] else ""
+    return row["schedule"] + ("" if row["schedule"] == "window" else f" R({row['rate']:g}){end}")
 
 
 SHOWN = {"coverage": shown_coverage, "cached": shown_cached, "quality": shown_quality}
