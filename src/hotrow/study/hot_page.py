@@ -113,7 +113,7 @@ def shown_quality(row: Row) -> dict[str, str]:
 def schedule_of(row: Row) -> str:
     """Its name, first rate and end."""
     end = f", {row['shuffled_end']:.0%} shuffled at the end" if row["shuffled_end"] else ""
-    return row["schedule"] + ("" if row["schedule"] == "window" else f" R({row['rate']:g}){end}")
+    return str(row["schedule"]) + ("" if row["schedule"] == "window" else f" R({row['rate']:g}){end}")
 
 
 SHOWN = {"coverage": shown_coverage, "cached": shown_cached, "quality": shown_quality}
