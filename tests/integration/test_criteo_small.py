@@ -1,7 +1,7 @@
 """The main job on real rows: 80,000 of Criteo 1TB prepared, trained by the recipe, and held against independent truths.
 
 `test_against_plain_pytorch` holds it against a DLRM of nn.EmbeddingBag and torch.optim.SGD on the same batches,
-`test_against_logistic_regression` against sklearn's on hashed raw ids, which this file reads from the text by itself.
+`test_against_..._regression` against sklearn's on hashed raw ids, which this file reads from the text by itself.
 """
 
 from __future__ import annotations
@@ -172,13 +172,9 @@ def test_against_the_known_score(recipe_aucs: list[float]) -> None:
     assert float(np.mean(recipe_aucs)) > 0.717
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="not held yet: mean test AUC 0.7213, that of a regression whose L2 strength is tuned too 0.7241",
-)
-def test_against_logistic_regression(
-    dataset: PackedDataset, recipe_aucs: list[float], real_data: Callable[[str], Path]
-) -> None:
+@pytest.fixture(scope="module")
+def regression_aucs(dataset: PackedDataset, real_data: Callable[[str], Path]) -> dict[float, tuple[float, float]]:
+    """Validation and test AUC of hashed logistic regressions fitted here, by their strength of L2 (1.0: sklearn's)."""
     from scipy.sparse import csr_matrix, hstack
     from sklearn.linear_model import LogisticRegression
 
@@ -188,13 +184,28 @@ def test_against_logistic_regression(
     dense = (dense - dense[TRAIN].mean(0)) / dense[TRAIN].std(0)
     inputs = hstack([csr_matrix(dense), ids]).tocsr()
     scores = {}
-    for strength in (0.03, 0.1, 0.3, 1.0):  # of L2, chosen on the validation rows, as the recipe was
+    for strength in (0.03, 0.1, 0.3, 1.0):
         fitted = LogisticRegression(C=strength, max_iter=300).fit(inputs[TRAIN], labels[TRAIN])
         logits = fitted.decision_function(inputs)
         scores[strength] = auc(logits[VAL], labels[VAL]), auc(logits[TEST], labels[TEST])
-    regression = max(scores.values())[1]
-    mean = float(np.mean(recipe_aucs))
-    print(
-        f"test AUC: recipe {mean:.4f} {np.round(recipe_aucs, 4)}, hashed logistic regression {regression:.4f} {scores}"
-    )
-    assert mean > regression
+    return scores
+
+
+def test_against_logistic_regression(
+    recipe_aucs: list[float], regression_aucs: dict[float, tuple[float, float]]
+) -> None:
+    """As the library fits it; its L2 tuned is the next test."""
+    assert float(np.mean(recipe_aucs)) > regression_aucs[1.0][1]
+
+
+@pytest.mark.xfail(
+    strict=False,
+    reason="not held: mean test AUC 0.7213, that of a regression whose L2 strength is tuned too 0.7241",
+)
+def test_against_tuned_logistic_regression(
+    recipe_aucs: list[float], regression_aucs: dict[float, tuple[float, float]]
+) -> None:
+    """Its strength chosen on the validation rows, as the recipe was: on a par in cross-validation (see the recipe)."""
+    mean, tuned = float(np.mean(recipe_aucs)), max(regression_aucs.values())[1]
+    print(f"test AUC: recipe {mean:.4f} {np.round(recipe_aucs, 4)}, regressions {regression_aucs}")
+    assert mean > tuned
