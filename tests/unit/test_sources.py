@@ -1,5 +1,6 @@
 """The built-in layouts on rows made in their published form, and on real rows where they are at hand."""
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hotrow.data.columns import ColumnsSource
 from hotrow.data.criteo import CriteoSource
 from hotrow.data.movielens import movielens_layout, open_movielens
 from hotrow.data.schema import parse_schema
+from hotrow.data.sources import open_source
 from hotrow.data.taobao import looks_like_taobao, open_taobao
 from raw_rows import read
 
@@ -135,6 +137,15 @@ def test_avazu_test_file_has_no_label(tmp_path: Path) -> None:
     assert chunk.label is None and chunk.num_rows == 1
     with pytest.raises(ValueError, match="lacks column 'click'"):
         open_avazu(path)
+
+
+@pytest.mark.parametrize("source", ["auto", "movielens", "avazu", "taobao", "csv"])
+def test_a_file_cut_short_is_named_whoever_looks_at_it_first(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "ratings.csv.gz"
+    rows = "userId,movieId,rating,timestamp\n" + "1,2,3,4\n" * 999
+    path.write_bytes(gzip.compress(rows.encode())[:-20])
+    with pytest.raises(ValueError, match=r"ratings\.csv\.gz: .*fetch it again"):
+        open_source(source, path)
 
 
 def test_bad_events_are_named(tmp_path: Path) -> None:
