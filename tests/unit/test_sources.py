@@ -148,6 +148,22 @@ def test_a_file_cut_short_is_named_whoever_looks_at_it_first(source: str, tmp_pa
         open_source(source, path)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("bad", ["1e999,u1,1", "0.5,u1,7", "0.5,u1"])
+def test_lines_are_those_of_an_editor(bad: str, end: str, tmp_path: Path) -> None:
+    schema = parse_schema({"label": "click", "dense": ["price"], "categorical": ["user"]}, where="s")
+    lines = ["", "price,user,click", "0.5,u1,0", "", "", '0.5,"a', 'b",1', "0.5,u3,1", "", bad, "0.5,u1,1", "", bad, ""]
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + end.join(lines).encode())
+    first, second = (i + 1 for i, line in enumerate(lines) if line == bad)
+    with pytest.raises(RowError, match=rf"rows\.csv:{first}[: ]"):
+        read(ColumnsSource(path, schema))
+    source = ColumnsSource(path, schema, skip_bad_rows=2)
+    assert read(source)["user"] == ["u1", f"a{end}b", "u3", "u1"]
+    first_text, second_text = source.skipped.examples
+    assert f"rows.csv:{first}" in first_text and f"rows.csv:{second}" in second_text
+
+
 def test_bad_events_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("1,2,3,pv,10\n1,2.5,3,pv,11\n")
