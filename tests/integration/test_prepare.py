@@ -152,6 +152,30 @@ def test_new_rows_meet_the_vocabularies_of_training(tmp_path: Path) -> None:
         next(encoder.batches(test.drop_columns("item")))
 
 
+@pytest.mark.parametrize("source", ["criteo", "csv"])
+def test_a_bad_row_to_predict_is_not_offered_to_be_skipped(source: str, tmp_path: Path) -> None:
+    if source == "criteo":
+        good, bad = "1" + "\t1" * 13 + "\tab" * 26 + "\n", "1" + "\t1" * 13 + "\tzz" * 26 + "\n"
+    else:
+        good, bad = "0.5,u1,1\n1.5,u2,0\n", "much,u1,1\n"
+    header = "price,user,click\n" if source == "csv" else ""
+    (tmp_path / "old.csv").write_text(header + good * 50)
+    (tmp_path / "new.csv").write_text(header + good + bad)
+    run_prepare(source, tmp_path / "old.csv", tmp_path / "out", split="random")
+    with pytest.raises(RowError, match=r"new\.csv:\d.*; correct the (line|row)$"):
+        list(RawEncoder(tmp_path / "out").batches(tmp_path / "new.csv"))
+
+
+def test_a_flipped_byte_of_a_vocabulary_is_refused_before_a_row_is_encoded(tmp_path: Path) -> None:
+    prepare(open_source("frame", to_table(make_rows(300)), schema=SCHEMA), tmp_path / "out")
+    path = tmp_path / "out" / "vocab" / "user"
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"vocab/user.*altered"):
+        RawEncoder(tmp_path / "out")
+
+
 def test_a_vocabulary_that_is_not_the_datasets_is_refused(tmp_path: Path) -> None:
     for seed in (0, 1):
         prepare(open_source("frame", to_table(make_rows(300, seed)), schema=SCHEMA), tmp_path / str(seed))

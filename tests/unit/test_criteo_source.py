@@ -7,6 +7,7 @@ import importlib
 import math
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from hotrow.data import criteo, native, reference
 from hotrow.data.chunk import Chunk, Position, RowError
 from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
-from hotrow.data.inputs import prefetch
+from hotrow.data.inputs import ByteStream, find_files, prefetch
 
 try:
     NATIVE: ModuleType | None = importlib.import_module("hotrow._native")
@@ -209,6 +210,17 @@ def test_a_file_that_cannot_be_read_is_named(content: bytes, message: str, tmp_p
     with pytest.raises(ValueError, match=message) as caught:
         read(path)
     assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, lambda raw: pa.compress(raw, codec="zstd", asbytes=True)])
+def test_a_damaged_file_says_how_far_it_could_be_read(compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, 3 << 20, dtype=np.uint8).tobytes()
+    (tmp_path / "rows.gz").write_bytes(compress(raw)[: 2 << 20])
+    (file,) = find_files([tmp_path / "rows.gz"], matches=bool, wanted="any")
+    with ByteStream(file) as stream, pytest.raises(ValueError, match="reading failed after byte ") as caught:
+        stream.readinto(memoryview(bytearray(4 << 20)))
+    place = re.search("after byte ([0-9,]+) of", str(caught.value))
+    assert place is not None and (1 << 20) < int(place[1].replace(",", "")) <= 2 << 20
 
 
 def test_missing_paths_are_named(tmp_path: Path) -> None:

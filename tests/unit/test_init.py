@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from hotrow.data.chunk import RowError
+from hotrow.data.columns import ColumnsSource
 from hotrow.data.guess import guess_columns, guess_schema
 from hotrow.data.init import init_schema, run_init
 from hotrow.data.schema import load_schema
@@ -186,3 +188,41 @@ def test_hostile_names_stay_within_their_line() -> None:
     value = yaml.safe_load(text)
     assert value["categorical"][0]["column"] == evil
     assert json.dumps(evil) in text
+
+
+def test_types_that_are_no_feature_are_left_out_aloud() -> None:
+    spans = {
+        "wait": pa.array([datetime.timedelta(seconds=i) for i in range(N)]),
+        "clock": pa.array([datetime.time(i % 24) for i in range(N)]),
+        "waits": pa.array([[datetime.timedelta(seconds=i)] for i in range(N)]),
+        "every": pa.array([pa.MonthDayNano([i % 9, 2, 3]) for i in range(N)]),
+    }
+    left_out = {g.column: g.reason for g in guess_columns(clicks(**spans)).of("")}
+    assert all(f"type {values.type} is no id, number" in left_out[name] for name, values in spans.items())
+
+
+@pytest.mark.parametrize("stray", ["7", "nan", "", "yes"])
+@pytest.mark.parametrize("label", ["click", None])
+def test_a_stray_value_in_a_label_is_a_bad_row_and_no_rating(stray: str, label: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    labels = [str(i % 2) for i in range(50)]
+    labels[20] = stray
+    path.write_text("user,click\n" + "".join(f"u{i % 9},{value}\n" for i, value in enumerate(labels)))
+    schema = guess_schema(path, label=label)
+    assert (schema.label.column, schema.label.at_least) == ("click", None)
+    with pytest.raises(RowError, match=r"rows.csv:22 \(click\): .* is no label; it must be 0 or 1"):
+        list(ColumnsSource(path, schema).chunks())
+    (guess,) = guess_columns(path, label=label).of("label")
+    assert "1 rows are neither 0 nor 1" in guess.reason
+
+
+@pytest.mark.parametrize("word", ["nan", "-Infinity", "inf", "NaN"])
+def test_a_number_that_is_none_is_a_bad_row_and_no_id(word: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    prices = [f"{i}.25" for i in range(50)]
+    prices[20] = word
+    path.write_text("user,price,click\n" + "".join(f"u{i % 9},{p},{i % 2}\n" for i, p in enumerate(prices)))
+    schema = guess_schema(path)
+    assert schema.dense_names == ("price",)
+    with pytest.raises(RowError, match=rf"rows.csv:22 \(price\): '{word}' is no finite float32 number"):
+        list(ColumnsSource(path, schema).chunks())

@@ -1,5 +1,6 @@
 """The built-in layouts on rows made in their published form, and on real rows where they are at hand."""
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hotrow.data.columns import ColumnsSource
 from hotrow.data.criteo import CriteoSource
 from hotrow.data.movielens import movielens_layout, open_movielens
 from hotrow.data.schema import parse_schema
+from hotrow.data.sources import open_source
 from hotrow.data.taobao import looks_like_taobao, open_taobao
 from raw_rows import read
 
@@ -135,6 +137,31 @@ def test_avazu_test_file_has_no_label(tmp_path: Path) -> None:
     assert chunk.label is None and chunk.num_rows == 1
     with pytest.raises(ValueError, match="lacks column 'click'"):
         open_avazu(path)
+
+
+@pytest.mark.parametrize("source", ["auto", "movielens", "avazu", "taobao", "csv"])
+def test_a_file_cut_short_is_named_whoever_looks_at_it_first(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "ratings.csv.gz"
+    rows = "userId,movieId,rating,timestamp\n" + "1,2,3,4\n" * 999
+    path.write_bytes(gzip.compress(rows.encode())[:-20])
+    with pytest.raises(ValueError, match=r"ratings\.csv\.gz: .*fetch it again"):
+        open_source(source, path)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("bad", ["1e999,u1,1", "0.5,u1,7", "0.5,u1"])
+def test_lines_are_those_of_an_editor(bad: str, end: str, tmp_path: Path) -> None:
+    schema = parse_schema({"label": "click", "dense": ["price"], "categorical": ["user"]}, where="s")
+    lines = ["", "price,user,click", "0.5,u1,0", "", "", '0.5,"a', 'b",1', "0.5,u3,1", "", bad, "0.5,u1,1", "", bad, ""]
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + end.join(lines).encode())
+    first, second = (i + 1 for i, line in enumerate(lines) if line == bad)
+    with pytest.raises(RowError, match=rf"rows\.csv:{first}[: ]"):
+        read(ColumnsSource(path, schema))
+    source = ColumnsSource(path, schema, skip_bad_rows=2)
+    assert read(source)["user"] == ["u1", f"a{end}b", "u3", "u1"]
+    first_text, second_text = source.skipped.examples
+    assert f"rows.csv:{first}" in first_text and f"rows.csv:{second}" in second_text
 
 
 def test_bad_events_are_named(tmp_path: Path) -> None:

@@ -153,10 +153,15 @@ class SkippedRows:
     examples: list[str] = field(default_factory=list)
     max_examples: int = 5
 
+    @property
+    def wants_examples(self) -> bool:
+        """Whether the next error is kept as an example."""
+        return len(self.examples) < self.max_examples
+
     def add(self, error: ValueError) -> None:
         """Counts one row, left out for `error`."""
         self.num_rows += 1
-        if len(self.examples) < self.max_examples:
+        if self.wants_examples:
             self.examples.append(str(error))
 
 

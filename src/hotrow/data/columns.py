@@ -153,11 +153,11 @@ class ColumnsSource:
 
     def _convert(self, file_index: int, rows: Rows, dictionaries: DictionaryReader) -> Chunk:
         for error in rows.bad:
-            self._skip(error)
+            self._skip(error, file_index)
         batch = rows.batch
         parts, faults = self._columns_of(batch, dictionaries)
         if faults:
-            batch = self._without(batch, rows, faults, self._reader.files[file_index].path)
+            batch = self._without(batch, rows, faults, file_index)
             parts, faults = self._columns_of(batch, dictionaries)
             assert not faults, "rows without a fault convert"
         label, time, dense, keys = parts
@@ -193,19 +193,24 @@ class ColumnsSource:
             faults.append(fault)
         return (label, time, dense, KeyColumns(keys)), [f for f in faults if f is not None]
 
-    def _without(self, batch: pa.RecordBatch, rows: Rows, faults: Sequence[Fault], path: str) -> pa.RecordBatch:
+    def _without(self, batch: pa.RecordBatch, rows: Rows, faults: Sequence[Fault], file_index: int) -> pa.RecordBatch:
         """`batch` less its bad rows; raises RowError for the first one beyond those that may be skipped."""
+        path = self._reader.files[file_index].path
         bad = np.logical_or.reduce([fault.rows for fault in faults])
         for row in np.flatnonzero(bad):
             fault = next(f for f in faults if f.rows[row])
-            self._skip(
-                RowError(file=path, line=int(rows.lines[row]), name=fault.column, reason=fault.describe(int(row)))
-            )
+            reason = fault.describe(int(row))
+            self._skip(RowError(file=path, line=int(rows.lines[row]), name=fault.column, reason=reason), file_index)
         return batch.filter(pa.array(~bad))
 
-    def _skip(self, error: RowError) -> None:
+    def _skip(self, error: RowError, file_index: int) -> None:
+        """Counts a bad row, or raises its error; the line is looked up only where it is going to be read."""
+        is_last = self.skipped.num_rows >= self._skip_bad_rows
+        if isinstance(self._reader, TextReader) and (is_last or self.skipped.wants_examples):
+            line = self._reader.line_of(file_index, error.line)
+            error = RowError(file=error.file, line=line, column=error.column, name=error.name, reason=error.reason)
         self.skipped.add(error)
-        if self.skipped.num_rows > self._skip_bad_rows:
+        if is_last:
             reason = f"{error.reason}; correct the row, or {SKIP_CURE}"
             raise RowError(file=error.file, line=error.line, column=error.column, name=error.name, reason=reason)
 

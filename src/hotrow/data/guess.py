@@ -37,6 +37,10 @@ NUMBER_NAMES = (
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
 """Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
+NO_NUMBERS = r"(?i)^[+-]?(nan|inf|infinity)$"
+"""Words that float columns are written with; preparation refuses them by row."""
+MOSTLY = 0.9
+"""Share of 0 and 1 from which another value in a label is taken for a bad row, not for another sort of label."""
 FEW_VALUES = 64
 """Integers with at most this many values, or spread ten times wider than their number, are taken for ids."""
 
@@ -60,6 +64,8 @@ class ColumnFacts:
     median: float = 0.0
     share_ones: float | None = None
     """Of a column with no value but 0 and 1."""
+    share_binary: float = 0.0
+    """Share of the rows that hold 0 or 1."""
     separator: str | None = None
 
     @property
@@ -215,6 +221,7 @@ def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     array = plain(array)
     counts = np.empty(0) if pa.types.is_nested(array.type) else _value_counts(array)
     facts: dict[str, Any] = {"num_distinct": len(counts), "num_once": int((counts == 1).sum())}
+    facts["share_binary"] = _share_binary(array)
     kind, numbers = _read_as(array)
     if numbers is not None and len(numbers):
         facts |= {"low": numbers.min(), "high": numbers.max(), "median": float(np.median(numbers))}
@@ -229,6 +236,18 @@ def _value_counts(array: pa.Array) -> np.ndarray[Any, Any]:
     return counts
 
 
+def _share_binary(array: pa.Array) -> float:
+    """The share of rows, missing ones among them, that hold 0 or 1."""
+    kind = array.type
+    if is_text(kind):
+        hits = pc.match_substring_regex(array, r"^[01](\.0+)?$")
+    elif pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        hits = pc.is_in(array.cast(pa.float64(), safe=False), pa.array([0.0, 1.0]))
+    else:
+        return 0.0
+    return (pc.sum(hits).as_py() or 0) / max(len(array), 1)
+
+
 def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
     """What the values are, and as numbers where they are some."""
     values = array.drop_null()
@@ -237,9 +256,11 @@ def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
     if is_text(values.type):
         if pc.all(pc.match_substring_regex(values, INTEGER)).as_py():
             return "int", pc.cast(values, pa.float64()).to_numpy()
-        if pc.all(pc.match_substring_regex(values, NUMBER)).as_py():
-            padded = pc.any(pc.match_substring_regex(values, r"^0\d")).as_py()
-            return ("text", None) if padded else ("float", pc.cast(values, pa.float64()).to_numpy())
+        numbers = values.filter(pc.invert(pc.match_substring_regex(values, NO_NUMBERS)))
+        whole = pc.all(pc.match_substring_regex(numbers, INTEGER)).as_py()
+        if not whole and pc.all(pc.match_substring_regex(numbers, NUMBER)).as_py():
+            padded = pc.any(pc.match_substring_regex(numbers, r"^0\d")).as_py()
+            return ("text", None) if padded else ("float", pc.cast(numbers, pa.float64()).to_numpy())
         is_time = pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")).as_py()
         return ("time" if is_time else "text"), None
     if pa.types.is_boolean(values.type):
@@ -254,7 +275,8 @@ def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
         # Integers with missing values arrive from pandas as floats.
         is_whole = len(numbers) and bool((np.floor(numbers) == numbers).all())
         return ("int" if is_whole else "float"), numbers
-    return "text", None
+    is_bytes = pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
+    return ("text" if is_bytes else "other"), None
 
 
 def _separator(array: pa.Array) -> str | None:
@@ -273,6 +295,9 @@ def _find_label(facts: Sequence[ColumnFacts], name: str | None) -> Guess | None:
     named = [f for f in binary if _like(LABEL_NAMES, f.name)]
     if named:
         return _binary_label(named[0], "named like a label")
+    stray = [f for f in facts if f.share_binary >= MOSTLY and _like(LABEL_NAMES, f.name)]
+    if stray:
+        return _binary_label(stray[0], "named like a label")
     if len(binary) == 1:
         return _binary_label(binary[0], "the only column of 0 and 1")
     ratings = [f for f in facts if _like(r"(.*_)?(rating|stars)", f.name) and f.kind in ("int", "float")]
@@ -280,11 +305,14 @@ def _find_label(facts: Sequence[ColumnFacts], name: str | None) -> Guess | None:
 
 
 def _binary_label(facts: ColumnFacts, why: str) -> Guess:
-    return Guess("label", facts.name, {"column": facts.name}, f"{why}; {100 * (facts.share_ones or 0):.3g} % are 1")
+    if facts.share_ones is None or facts.share_binary < 1:
+        num_others = round((1 - facts.share_binary) * facts.num_rows)
+        return Guess("label", facts.name, {"column": facts.name}, f"{why}; {num_others:,} rows are neither 0 nor 1")
+    return Guess("label", facts.name, {"column": facts.name}, f"{why}; {100 * facts.share_ones:.3g} % are 1")
 
 
 def _named_label(facts: ColumnFacts) -> Guess:
-    if facts.share_ones is not None:
+    if facts.share_ones is not None or facts.share_binary >= MOSTLY:
         return _binary_label(facts, "0 and 1")
     if facts.kind in ("int", "float") and 2 < facts.high <= 10:
         threshold = 4 if facts.high <= 5 else 7

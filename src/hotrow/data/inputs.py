@@ -30,6 +30,8 @@ _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\x
 """First bytes of a compressed file -> Arrow's codec; the name of the file does not matter."""
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 DISCARD_BYTES = 1 << 22
+INFLATE_BYTES = 1 << 18
+"""Decompressed at a time, so how closely the place of damage is named: Arrow drops what it had until then."""
 T = TypeVar("T")
 _from_uri: Callable[[str], tuple[Any, str]] = fs.FileSystem.from_uri
 
@@ -64,13 +66,14 @@ class InputFile:
         return stored if codec is None else pa.CompressedInputStream(stored, codec)
 
     def read_head(self, num_bytes: int) -> tuple[bytes, int]:
-        """The first `num_bytes` of decompressed text, and about how many stored bytes they took."""
-        with self.open_file() as stored:
-            codec = _codec(stored)
-            if codec is None:
-                return stored.read(num_bytes), num_bytes
-            with pa.CompressedInputStream(stored, codec) as stream:
-                return stream.read(num_bytes), stored.tell()
+        """The first `num_bytes` of decompressed text, and about how many stored bytes they took.
+
+        Raises ValueError naming the file where it cannot be read.
+        """
+        with ByteStream(self) as stream:
+            text = bytearray(num_bytes)
+            num_bytes = stream.readinto(memoryview(text))
+            return bytes(text[:num_bytes]), stream.stored_offset
 
     def first_line(self) -> str:
         """The first line of a text file, without its end and a byte-order mark; undecodable bytes are replaced."""
@@ -219,10 +222,10 @@ class ByteStream:
 
     def readinto(self, buffer: memoryview) -> int:
         """Fill `buffer` as far as the data goes; the number of bytes, 0 at the end."""
-        filled = 0
+        filled, whole = 0, self.codec is None
         while filled < len(buffer):
             try:
-                num_bytes = self._stream.readinto(buffer[filled:])
+                num_bytes = self._stream.readinto(buffer[filled : None if whole else filled + INFLATE_BYTES])
             except (pa.ArrowException, OSError) as error:
                 raise ValueError(
                     f"{self.file.name}: reading failed after byte {self.offset + filled:,} of its "

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.data.chunk import Keys
+from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
 from hotrow.data.convert import IdEncoding
 from hotrow.data.packed import Ids, PackedDataset, Ragged
 from hotrow.data.packed_format import read_info
@@ -135,7 +135,8 @@ class RawEncoder:
                     "file that belongs to it"
                 )
         fits = sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2
-        self._vocabularies = {name: v.load() if fits else v for name, v in vocabularies.items()}
+        # Those that are read anyway are checked to the last byte; those searched on disk were when they were prepared.
+        self._vocabularies = {n: Vocabulary.open(v.path).load() if fits else v for n, v in vocabularies.items()}
 
     def batches(self, data: Any, *, batch_size: int = 65536) -> Iterator[Batch]:
         """Batches of at most `batch_size` rows, in the data's order.
@@ -147,10 +148,19 @@ class RawEncoder:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:
             tables = {name: _Searched(vocabulary) for name, vocabulary in self._vocabularies.items()}
             encode = RowEncoder(self.schema, self._transforms, tables, executor)
-            for chunk in opened.source.chunks(rows_per_chunk=batch_size):
+            for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
                 dense, ids = encode(chunk)
                 label = np.full(chunk.num_rows, np.nan, np.float32) if chunk.label is None else chunk.label
                 yield _batch(dense, ids, np.array(label))
+
+
+def _none_left_out(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The same chunks; the error of a bad row does not offer to skip it, for every row to predict has its score."""
+    try:
+        yield from chunks
+    except RowError as error:
+        reason = error.reason.replace(f", or {SKIP_CURE}", "")
+        raise RowError(file=error.file, line=error.line, column=error.column, name=error.name, reason=reason) from None
 
 
 @dataclass(frozen=True)

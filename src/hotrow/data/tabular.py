@@ -7,12 +7,13 @@ columns mean; `columns.py` does.
 from __future__ import annotations
 
 import csv
+import io
 import re
 import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,7 +46,7 @@ class Rows:
 
     batch: pa.RecordBatch
     lines: np.ndarray[Any, np.dtype[np.int64]]
-    """[num_rows] 1-based line (text) or row number (Parquet, frames) of each row in its file."""
+    """[num_rows] 1-based row number of each row in its file, of text with the header (`TextReader.line_of`)."""
     end: int
     """Position after these rows: rows of the file consumed, bad lines included."""
     bad: tuple[RowError, ...] = ()
@@ -352,6 +353,26 @@ class TextReader:
                 nothing = pa.RecordBatch.from_pylist([], pa.schema([(name, pa.string()) for name in columns]))
                 yield Rows(nothing, np.arange(0), bad[-1].line - header_lines, bad)
 
+    def line_of(self, file_index: int, record: int) -> int:
+        """The line on which a record of a file begins; both count from 1, the header included.
+
+        They differ after blank lines, which Arrow passes over, and newlines in quotes. Reads the file up to there.
+        """
+        delimiter, _ = self._head(file_index)
+        file = self._files[file_index]
+        with _naming(file), file.open_stream() as stream:
+            records = csv.reader(
+                io.TextIOWrapper(stream, "utf-8-sig", errors="replace", newline=""), delimiter=delimiter
+            )
+            num_records, line = 0, 1
+            with suppress(csv.Error):  # a value longer than Python's limit: the record's number is what is known
+                for fields in records:
+                    num_records += bool(fields)
+                    if num_records == record:
+                        return line
+                    line = records.line_num + 1
+        return record
+
     def _blocks(
         self, stream: Any, file_index: int, columns: Sequence[str], places: _LinePlaces
     ) -> Iterator[pa.RecordBatch]:
@@ -394,7 +415,7 @@ class TextReader:
 
 
 class _LinePlaces:
-    """Line numbers of the rows Arrow yields, and the errors of lines it could not cut into columns."""
+    """Record numbers of the rows Arrow yields, and the errors of lines it could not cut into columns."""
 
     def __init__(self, path: str, header_lines: int) -> None:
         self._path, self._header_lines = path, header_lines
