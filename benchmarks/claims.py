@@ -59,6 +59,8 @@ CLAIMS_HEAD = """\
 What the papers behind hotrow say, and what was measured here; made from docs/claims.yaml and docs/benchmarks.json. "Not
 read": the paper's body was not at hand, so no figure is printed for it. "Not yet": not built, or not measured. Figures
 of one row come from different machines and peers: see docs/benchmarks.md."""
+LEAST_OVER_FLOOR = 0.95
+"""A step faster than this beside its floor shows that a neighbour slowed the machine while that was measured."""
 NOT_MEASURED = "Not measured yet: `make bench` fills this in.\n"
 
 
@@ -124,6 +126,8 @@ def over_floor(cell: dict[str, Any]) -> str:
     if cell["limit_ms"] is None:
         return ""
     over = cell["ours_ms"] / cell["limit_ms"]
+    if over < LEAST_OVER_FLOOR:
+        return f"{over:.2f}x (floor measured in a slower moment: says nothing)"
     most = cell.get("most_over_limit")
     return f"{over:.2f}x" + ("" if most is None else f" ({held(f'at most {most:.2f}x', holds=over <= most)})")
 

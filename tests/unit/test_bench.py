@@ -406,6 +406,8 @@ def test_pages_say_whether_a_promise_is_held() -> None:
     assert "### kaggle" in page
     assert "| theirs | 1.60x (1.50-1.80) | 1.70x: **not held** | 1.20x (at most 1.25x: held) |" in page
     assert "| 1.70x: held | 1.26x (at most 1.25x: **not held**) |" in page
+    page = "\n".join(claims.step_tables([{**cell, "ours_ms": 9.0}]))
+    assert "| 0.90x (floor measured in a slower moment: says nothing) |" in page
 
 
 def test_a_promise_that_is_not_held_stands_beside_what_the_limit_alone_takes() -> None:
