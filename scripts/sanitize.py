@@ -149,8 +149,9 @@ def main(arguments: list[str]) -> int:
     suppressions.write_text(SUPPRESSIONS)
     for name, options in sanitizer.environment.items():
         environment[name] = options.format(suppressions=suppressions)
+    # Captured file descriptors would swallow reports beside tests that pass.
     left_out = [word for test in sanitizer.left_out for word in ("--deselect", test)]
-    command = [sys.executable, "-m", "pytest", *left_out, *(arguments or ["-q", *sanitizer.tests])]
+    command = [sys.executable, "-m", "pytest", "--capture=sys", *left_out, *(arguments or ["-q", *sanitizer.tests])]
     return subprocess.run(command, env=environment, check=False).returncode
 
 
