@@ -7,7 +7,7 @@ Builds go to build/sanitize and build/sanitize-thread and leave the installed on
 tests start find the sanitized build too. Leaks are not looked for: Python frees late. The thread sanitizer does not
 know the barriers of libgomp, so its build does without OpenMP: the same tasks run on std::thread (native/include/
 hotrow/parallel.h). It sees every lock, Python's among them, but only our own code's accesses: Python and torch are not
-instrumented. Where a report says <null>, `addr2line -f -C -e build/sanitize-thread/site/hotrow/_native*.so OFFSET` names it.
+instrumented. Where a report says <null>, this names the place: addr2line -f -C -e .../site/hotrow/_native*.so OFFSET
 """
 
 from __future__ import annotations
