@@ -33,7 +33,7 @@ test: $(VENV)/.test $(CORE) ## the tests, but for the slow ones
 test-all: $(VENV)/.test $(CORE) ## all tests
 	@$(PYTEST) $(ARGS)
 
-sanitize: $(VENV)/.test $(VENV)/.core-1 ## the tests of the native code under address and undefined-behaviour sanitizers
+sanitize: $(VENV)/.test $(VENV)/.core-1 ## the tests of the native code under sanitizers: addresses, undefined behaviour; ARGS=--thread: data races
 	@$(BIN)/python scripts/sanitize.py $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, clang-format; changes nothing
@@ -52,6 +52,7 @@ bench: $(VENV)/.bench $(CORE) ## measure against every peer here (14 GB of RAM, 
 	@$(BIN)/python -m benchmarks.updates --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.overlap --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.end_to_end --out docs/benchmarks.json $(if $(DLRM),--dlrm '$(DLRM)')
+	@$(BIN)/python -m benchmarks.step_profile --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.peak_memory --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.parse --out docs/benchmarks.json
 	@$(BIN)/python -m benchmarks.parquet_encode --out docs/benchmarks.json

@@ -2,7 +2,8 @@
 
     python -m benchmarks.kernels --out docs/benchmarks.json [--quick] [CELL ...]
 
-FBGEMM's one parallel CPU optimizer is row-wise Adagrad, so that is what it is compared in on the pooled shape.
+The MLP stands against torch.compile too. FBGEMM's one parallel CPU optimizer is row-wise Adagrad, so that is what it
+is compared in on the pooled shape.
 """
 
 from __future__ import annotations
@@ -15,8 +16,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import run_as_script
-from hotrow import cells
+from hotrow import cells, ops
 
+TARGETS = {
+    "step_sgd_8x50_uniform": 3.7,
+    "step_sgd_8x50_zipf": 6.0,
+    "step_adam_26x1_dim64": 20.0,
+    "fbgemm_rowwise_adagrad_8x50_uniform": 2.0,
+    "fbgemm_rowwise_adagrad_8x50_zipf": 2.0,
+    "fbgemm_sgd_26x1_dim64": 5.0,
+    "fbgemm_adagrad_26x1_dim64": 5.0,
+}
+"""Least ratio peer / ours that hotrow promises."""
+LEAST_SHARES = {"lookup_8x50_uniform": 0.85, "update_sgd_8x50_uniform": 0.75}
+"""Least share of the limit that hotrow promises."""
 FBGEMM_OPTIMIZERS: tuple[cells.Optimizer, ...] = ("sgd", "adagrad", "rowwise_adagrad")
 
 
@@ -82,9 +95,38 @@ def fbgemm_cells(*, quick: bool) -> list[cells.Cell]:
     ]
 
 
+def compiled_mlp_cell(*, quick: bool) -> cells.Cell:
+    """An MLP, forward and backward, against what torch.compile makes of torch's linear and relu."""
+    batch_size, widths = (64, (20, 16, 1)) if quick else (2048, (367, 512, 256, 1))
+
+    def build() -> tuple[cells.Contender, cells.Contender]:
+        side = partial(cells.Dense, batch_size=batch_size, widths=widths)
+        ours = side(lambda x, *p: ops.mlp(x, p[::2], p[1::2], last="linear"))
+        return ours, side(torch.compile(cells.mlp_in_torch))
+
+    return cells.Cell(
+        name="mlp_367_512_256_1_vs_compiled",
+        peer="torch.compile of linear + relu",
+        build=build,
+        limit_s=lambda threads: cells.mlp_limit_s(widths, batch_size, gradient_of_inputs=True),
+    )
+
+
+def promises(name: str) -> dict[str, float]:
+    """What hotrow promises of a cell, as fields of a Cell."""
+    found = {"target": TARGETS[name]} if name in TARGETS else {}
+    return found | ({"most_over_limit": 1 / LEAST_SHARES[name]} if name in LEAST_SHARES else {})
+
+
+def kernel_cells(*, quick: bool) -> list[cells.Cell]:
+    """Those of `hotrow bench` and those against FBGEMM, with their promises."""
+    found = [*cells.cells(quick=quick), compiled_mlp_cell(quick=quick), *fbgemm_cells(quick=quick)]
+    return [replace(cell, **promises(cell.name)) for cell in found]
+
+
 def main() -> None:
     """Measure in a fresh process and add the result to the file of results."""
-    run_as_script("kernels", lambda o: [*cells.cells(quick=o.quick), *fbgemm_cells(quick=o.quick)], __doc__)
+    run_as_script("kernels", lambda options: kernel_cells(quick=options.quick), __doc__)
 
 
 if __name__ == "__main__":

@@ -174,20 +174,36 @@ def make_setting(shape: StepShape) -> Setting:
 @functools.cache
 def floor_s(shape: StepShape, sparse: cells.Optimizer, threads: int) -> float | None:
     """What the rows, the interaction and the matrix products of one step cost by themselves on this machine."""
+    parts = floor_parts_s(shape, sparse, threads)
+    return None if parts is None else sum(parts.values())
+
+
+def floor_parts_s(shape: StepShape, sparse: cells.Optimizer, threads: int) -> dict[str, float] | None:
+    """The parts of the floor; None without the native module."""
     starts = torch.tensor([0, *shape.rows[:-1]]).cumsum(0)
     starts = starts.repeat_interleave(shape.batch_size * shape.lookups)
-    embedding = cells.rows_limit_s(
-        [starts + batch.sparse.values for batch in make_setting(shape).batches],
-        num_rows=sum(shape.rows),
-        dim=shape.embedding_dim,
-        part="step",
-        optimizer=sparse,
-        threads=threads,
-    )
-    interaction = cells.interaction_limit_s(shape.batch_size, len(shape.rows), shape.embedding_dim, threads)
-    if embedding is None or interaction is None:
-        return None
+    batches = [starts + batch.sparse.values for batch in make_setting(shape).batches]
+    parts: tuple[tuple[str, cells.Part], ...] = (("rows read", "lookup"), ("rows updated", "update"))
+    found = {
+        what: cells.rows_limit_s(
+            batches,
+            num_rows=sum(shape.rows),
+            dim=shape.embedding_dim,
+            part=part,
+            optimizer=sparse,
+            threads=threads,
+        )
+        for what, part in parts
+    }
+    found["interaction"] = cells.interaction_limit_s(shape.batch_size, len(shape.rows), shape.embedding_dim, threads)
+    known = {what: seconds for what, seconds in found.items() if seconds is not None}
+    return {**known, "products": products_s(shape)} if len(known) == len(found) else None
+
+
+def products_s(shape: StepShape) -> float:
+    """What the matrix products of one step cost by themselves, forward and backward."""
     bottom = (shape.num_dense, *shape.bottom_mlp, shape.embedding_dim)
     top = (shape.top_inputs, *shape.top_mlp, 1)
-    products = cells.mlp_limit_s(bottom, shape.batch_size, gradient_of_inputs=False)
-    return embedding + interaction + products + cells.mlp_limit_s(top, shape.batch_size, gradient_of_inputs=True)
+    return cells.mlp_limit_s(bottom, shape.batch_size, gradient_of_inputs=False) + cells.mlp_limit_s(
+        top, shape.batch_size, gradient_of_inputs=True
+    )

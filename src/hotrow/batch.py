@@ -78,8 +78,7 @@ class KeyedJaggedTensor:
         if lengths is not None:
             self._check_bags(lengths.numel())
             lengths = lengths.to(torch.int64)
-            if bool((lengths < 0).any()):
-                raise ValueError(self._explain_bag("length", lengths, lengths < 0, "it must be 0 or more"))
+            self._check_lengths("length", lengths, num_values, "it must be 0 or more")
             summed = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
             torch.cumsum(lengths, 0, out=summed[1:])
             if int(summed[-1]) != num_values:
@@ -96,10 +95,16 @@ class KeyedJaggedTensor:
                 f"offsets must rise from 0 to the number of values ({num_values}); "
                 f"got {int(offsets[0])} .. {int(offsets[-1])}"
             )
-        if bool((offsets.diff() < 0).any()):
-            falls = offsets.diff()
-            raise ValueError(self._explain_bag("length by the offsets", falls, falls < 0, "offsets must rise"))
+        self._check_lengths("length by the offsets", offsets.diff(), num_values, "offsets must rise")
         return offsets
+
+    def _check_lengths(self, what: str, lengths: Tensor, num_values: int, rule: str) -> None:
+        """Each lies in [0, num_values]: longer ones might overflow, and sum to the right number."""
+        if bool((lengths < 0).any()):
+            raise ValueError(self._explain_bag(what, lengths, lengths < 0, rule))
+        if bool((lengths > num_values).any()):
+            cure = f"there are {num_values} values in all"
+            raise ValueError(self._explain_bag(what, lengths, lengths > num_values, cure))
 
     def _check_bags(self, num_bags: int) -> None:
         if num_bags % max(len(self.keys), 1) or (num_bags and not self.keys):

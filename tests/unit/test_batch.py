@@ -36,6 +36,8 @@ def tensor(*numbers: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         ({"keys": (), "values": tensor(1)}, "1 bags do not divide among 0 keys"),
         ({"lengths": tensor(1, 2, 2)}, "3 bags do not divide among 2 keys"),
         ({"lengths": tensor(1, 3, -1, 2)}, "feature 'b', sample 0: the length is -1; it must be 0 or more"),
+        ({"lengths": tensor(1, 3, 6, 2)}, "feature 'b', sample 0: the length is 6; there are 5 values in all"),
+        ({"values": tensor(), "lengths": tensor(*[2**62] * 4)}, f"sample 0: the length is {2**62}; there are 0 values"),
         ({"lengths": tensor(1, 3, 0, 2)}, "lengths sum to 6, but there are 5 values"),
         ({"lengths": tensor(1, 1, 1, 2, dtype=torch.float32)}, r"lengths is torch.float32 \(4,\); pass a 1-D integer"),
         ({"lengths": tensor(1, 1, 1, 1, dtype=torch.bool)}, "lengths is torch.bool"),
@@ -51,6 +53,10 @@ def tensor(*numbers: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         (
             {"offsets": tensor(0, 4, 3, 4, 5)},
             "feature 'a', sample 1: the length by the offsets is -1; offsets must rise",
+        ),
+        (
+            {"values": tensor(), "offsets": tensor(0, 2**62, -(2**63), -(2**62), 0)},
+            f"feature 'a', sample 0: the length by the offsets is {2**62}; there are 0 values in all",
         ),
         ({"lengths": tensor(2, 3), "offsets": tensor(0, 3, 5)}, "lengths and offsets disagree .*; pass one of them"),
     ],

@@ -23,6 +23,7 @@ from benchmarks import (
     precision,
     results,
     step_peers,
+    step_profile,
     step_shapes,
     tiers,
     updates,
@@ -217,6 +218,10 @@ def test_an_unknown_shape_or_peer_is_refused(shape: str, peer: str, what: str) -
 
 
 def test_every_promise_names_a_peer() -> None:
+    found = {cell.name: cell for cell in kernels.kernel_cells(quick=True)}
+    assert set(kernels.TARGETS) | set(kernels.LEAST_SHARES) <= set(found)
+    assert found["fbgemm_sgd_26x1_dim64"].target == 5
+    assert found["update_sgd_8x50_uniform"].most_over_limit == 1 / 0.75
     names = {peer.name for peer in step_peers.peers(None)}
     assert {name for shape in step_shapes.SHAPES.values() for name in shape.targets} <= names
 
@@ -260,8 +265,66 @@ def test_floor_counts_every_id_row_and_product(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cells, "rows_limit_s", rows_limit)
     monkeypatch.setattr(cells, "interaction_limit_s", lambda *sizes: 10.0)
     monkeypatch.setattr(cells, "mlp_limit_s", mlp_limit)
-    assert step_shapes.floor_s(shape, "sgd", 1) == 211.0
-    assert seen == [(32, 16, 4, "step"), ((3, 5, 4), 8, False), ((4 + 3, 6, 1), 8, True)]
+    assert step_shapes.floor_s(shape, "sgd", 1) == 212.0
+    rows = [(32, 16, 4, "lookup"), (32, 16, 4, "update")]
+    assert seen == [*rows, ((3, 5, 4), 8, False), ((4 + 3, 6, 1), 8, True)]
+
+
+# ---- steps part by part
+
+
+def small_one_hot() -> cells.Shape:
+    return cells.Shape(num_tables=3, num_embeddings=40, embedding_dim=5, batch_size=70, lookups=1, zipf=1.05)
+
+
+def test_the_bare_loop_does_what_a_step_does() -> None:
+    shape = small_one_hot()
+    bare = step_profile.Bare(shape, cells.Ours(shape, "step", "sgd"), distance=4)
+    bench.check_agreement("bare", cells.Ours(shape, "step", "sgd"), bare)
+    bare.tables[2][1, 4] += 0.1 * cells.LR
+    with pytest.raises(ValueError, match="cell bare: output"):
+        bench.check_agreement("bare", cells.Ours(shape, "step", "sgd"), bare)
+
+
+def test_a_step_taken_apart_is_the_step() -> None:
+    shape = step_shapes.SHAPES["kaggle"].small()
+    whole, _ = step_peers.make_ours(step_shapes.make_setting(shape), "sgd")
+    apart = step_profile.Training(shape)
+    for batch in range(3):
+        whole.prepare(batch)
+        whole.run()
+        apart.step.prepare(batch)
+        for run in apart.parts().values():
+            run()
+    assert torch.equal(apart.loss, whole.last_loss)
+    side = step_profile.Embedding(small_one_hot(), "step", "adam")
+    side.prepare(0)
+    for run in side.parts().values():
+        run()
+    assert all(map(torch.equal, side.outputs(), one_step(small_one_hot(), "adam")))
+
+
+def one_step(shape: cells.Shape, optimizer: cells.Optimizer) -> Iterable[Tensor]:
+    ours = cells.Ours(shape, "step", optimizer)
+    ours.prepare(0)
+    ours.run()
+    return ours.outputs()
+
+
+def test_parts_are_timed_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0] * 5)
+    monkeypatch.setattr(step_profile.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(bench, "clean_rounds", lambda one_round, n: ([one_round(i) for i in range(n)], 0))
+    done: list[str] = []
+    parts = {name: partial(done.append, name) for name in ("a", "b")}
+    found = step_profile.measured("made_up", parts, lambda number: None, {"a": 0.5}, num_rounds=3)
+    assert found["parts_ms"] == {"a": 1000.0, "b": 2000.0} and found["step_ms"] == 3000.0
+    assert found["limits_ms"] == {"a": 500.0} and done == ["a", "b"] * 5
+
+
+def test_an_unknown_profile_is_refused() -> None:
+    with pytest.raises(ValueError, match="no profile is called 'kagle'; choose from 26x1_sgd, "):
+        step_profile.measure(["kagle"], quick=True)
 
 
 # ---- other ways to update
@@ -343,6 +406,36 @@ def test_pages_say_whether_a_promise_is_held() -> None:
     assert "### kaggle" in page
     assert "| theirs | 1.60x (1.50-1.80) | 1.70x: **not held** | 1.20x (at most 1.25x: held) |" in page
     assert "| 1.70x: held | 1.26x (at most 1.25x: **not held**) |" in page
+    page = "\n".join(claims.step_tables([{**cell, "ours_ms": 9.0}]))
+    assert "| 0.90x (floor measured in a slower moment: says nothing) |" in page
+
+
+def test_a_promise_that_is_not_held_stands_beside_what_the_limit_alone_takes() -> None:
+    cell = {
+        "name": "fbgemm_sgd_26x1_dim64", "peer": "theirs", "ratio": 4.0, "spread": [3.0, 4.5], "ours_ms": 3.0,
+        "peer_ms": 12.0, "limit_ms": 3.2, "share_of_limit": 0.8, "rounds": 31, "stolen_rounds": 0,
+    }  # fmt: skip
+    update = {**cell, "name": "update_sgd_8x50_uniform", "share_of_limit": 0.74}
+    page = "\n".join(claims.kernel_tables([cell, update]))
+    assert "| theirs | 4.00x (3.00-4.50) | 5.00x: **not held** | 80% |" in page
+    assert "| 74% (at least 75%: **not held**) |" in page
+    assert "| fbgemm_sgd_26x1_dim64 | 5.00x | 4.00x (3.00-4.50) | 2.4 | 3 | 3.2 | 133% | 3.75x |" in page
+    assert "not held. Allowed" not in "\n".join(claims.kernel_tables([{**cell, "ratio": 5.0}]))
+
+
+def test_profiles_set_parts_beside_their_limits() -> None:
+    parts = {"lookup": 2.0, "dense forward": 10.0, "dense backward": 20.0, "dense update": 1.0, "tables' update": 3.0}
+    limits = {"rows read": 1.5, "rows updated": 2.5, "interaction": 1.0, "products": 25.0}
+    step = {"name": "profile_kaggle", "step_ms": 36.0, "parts_ms": parts, "limits_ms": limits}
+    step |= {"dense_share": 25 / 31, "least_dense_share": 0.85}
+    alone = {"name": "profile_26x1_sgd", "step_ms": 3.5, "parts_ms": {"lookup": 1.5, "backward": 0.1, "update": 1.9}}
+    alone |= {"limits_ms": {"lookup": 1.0, "update": 0.75}, "bare_ms": 2.5}
+    page = "\n".join(claims.profile_tables([step, alone]))
+    assert (
+        "| profile_kaggle | 2 (1.5) | 10 | 20 | 1 | 25 | 1 | 81% (at least 85%: **not held**) | 3 (2.5) | 36 (30) |"
+        in page
+    )
+    assert "| profile_26x1_sgd | 1.5 (1) | 0.1 | 1.9 (0.75) | 3.5 (1.75) | 2.5 |" in page
 
 
 def test_hot_tables_say_what_is_held_and_what_is_extrapolated() -> None:
