@@ -7,7 +7,7 @@ one table: the real ones of FOLDER (default ../shared/data), Zipf over the ranks
 one whose ranks drift (a tenth of the rows change places after every 102,400 lookups), and one into which a scan of all
 rows is mixed (a fifth of the lookups). Printed: the share of a batch's different rows that were resident, over the last
 three quarters of the batches, with each policy without and with admission, and Belady's optimum, which knows the future
-and has no batches in flight. Nothing is trained.
+and has no batches in flight: the table of docs/memory.md. Nothing is trained.
 
 --speed prints instead, of Zipf 1.05 and a tenth, the microseconds of a batch's admit and release, interleaved.
 """
@@ -35,7 +35,6 @@ from hotrow.memory.native import backend
 
 BATCH, DEPTH, NUM_ROWS, NUM_LOOKUPS, SEED = 2048, 4, 1_000_000, 1000 * 2048, 0
 PARTS = (10, 32)
-WAYS = [(policy, admission) for admission in ADMISSIONS for policy in POLICIES]
 Ids = NDArray[np.int64]
 
 
@@ -145,9 +144,11 @@ def hit_rows(names: list[str], data: Path) -> Iterator[list[str]]:
         ids = STREAMS[name](data)
         batches, num_rows = [ids[at : at + BATCH] for at in range(0, len(ids), BATCH)], int(ids.max()) + 1
         for part in PARTS:
-            found = [hit_share(batches, num_rows, num_rows // part, *way) for way in WAYS]
-            best = best_share(batches, num_rows, num_rows // part)
-            yield [name, f"1/{part}", *(f"{share:.1%}" for share in [*found, best])]
+            cached, found = num_rows // part, []
+            for policy in POLICIES:
+                shares = [hit_share(batches, num_rows, cached, policy, admission) for admission in ADMISSIONS]
+                found.append(" → ".join(f"{100 * share:.1f}" for share in shares))
+            yield [name, f"1/{part}", *found, f"{100 * best_share(batches, num_rows, cached):.1f}"]
 
 
 def speed_rows(num_rounds: int = 9, num_steps: int = 50) -> Iterator[list[str]]:
@@ -178,11 +179,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--speed", action="store_true")
     options = parser.parse_args()
-    heads = ["stream", "cache", *(f"{policy}, {admission}" for policy, admission in WAYS), "optimum"]
+    heads = ["stream", "cache", *(f"`{policy}`" for policy in POLICIES), "optimum"]
     lines = hit_rows(options.names or [*STREAMS], options.data)
     if options.speed:
         heads, lines = ["policy", *ADMISSIONS, "ratio"], speed_rows()
-    sides = {head: "right" if number else "left" for number, head in enumerate(heads)}
+    sides = {head: "right" if number > 1 or options.speed else "left" for number, head in enumerate(heads)}
     for line in table(sides, []):
         print(line, flush=True)
     for row in lines:

@@ -95,7 +95,8 @@ class Caches : public std::enable_shared_from_this<Caches> {
     stores_.push_back(store);
     nb::gil_scoped_release release;
     caches_.push_back(std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, static_cast<Policy>(policy),
-                                                 static_cast<Admission>(admission), std::move(first), std::move(store), std::move(slots)));
+                                                 static_cast<Admission>(admission), std::move(first), std::move(store),
+                                                 std::move(slots)));
   }
 
   // Sleeps until no read is under way.

@@ -139,8 +139,8 @@ int32_t RowCache::room_for(uint32_t row, bool& admitted) {
   const int64_t in_use = num_pinned_places_ - num_pinned_on_trial_;  // of the admitted
   int32_t place = in_use < sizes_.cached - num_on_trial_ ? next_to_go() : kNone;
   if (frequencies_) {
-    admitted = place == kNone ||
-               frequencies_->estimate(row) > frequencies_->estimate(places_[static_cast<size_t>(place)].row);
+    admitted =
+        place == kNone || frequencies_->estimate(row) > frequencies_->estimate(places_[static_cast<size_t>(place)].row);
     if (num_pinned_on_trial_ < num_on_trial_) place = oldest(trial_ring());
   }
   take_out(place);

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from hotrow import ops, reference
-from hotrow.memory.budget import ADMISSIONS, POLICIES
+from hotrow.memory.budget import ADMISSIONS, METADATA_BYTES, POLICIES
 from hotrow.memory.reference_cache import _Frequencies
 from hotrow.memory.stores import (
     Engines,
@@ -542,6 +542,38 @@ def test_who_makes_room(name: str, policy: str, uses: list[int], left: set[int])
     assert resident(rig) == left, "an evaluation moved something"
 
 
+@needs_native
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_what_is_known_of_a_slot_is_within_what_the_budget_counts(policy: str, admission: str) -> None:
+    rig = Rig("native", [Shape(20_000, 0, 10_000, dim=1)], policy, admission).in_memory()
+    use(rig, *range(0, 20_000, 2))
+    use(rig, *range(10_000))
+    counters = rig.caches.counters(0)
+    assert counters["map_bytes"] == 8 * 10_000
+    bits = 2 * 20_000 // 8
+    assert counters["num_bytes"] - bits <= METADATA_BYTES * 10_000 + 100
+
+
+@needs_native
+@pytest.mark.parametrize("policy", POLICIES)
+def test_admission_against_the_twin(policy: str) -> None:
+    """Long enough for counts to halve many times: the same slots, batch after batch, with several in flight."""
+    rigs = [Rig(name, [Shape(400, 0, 24, dim=1)], policy, "frequency").in_memory() for name in MODULES]
+    rng = np.random.default_rng(11)
+    flights: list[list[Any]] = [[] for _ in rigs]
+    for number in range(600):
+        ids = (rng.zipf(1.2, 8) * (1 + number // 200)) % 400
+        answers = [rig.caches.admit(ids, [(0, 0, 8)], True, 1) for rig in rigs]
+        np.testing.assert_array_equal(*(slots for _, slots in answers))
+        for own, (flight, _) in zip(flights, answers, strict=True):
+            own.append(flight)
+            while len(own) > number // 50 % 5:
+                own.pop(0).release(False)
+    assert rigs[0].counters(0) == rigs[1].counters(0)
+    assert rigs[0].counters(0)["overflow_rows"] > 0
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_an_evaluation_is_no_use(name: str, policy: str, admission: str) -> None:
@@ -586,7 +618,8 @@ def test_rows_that_come_once_leave_those_that_come_again(name: str, policy: str)
             before = rig.counters(0)["hit_rows"]
             use(rig, *popular)
             hits[admission] = rig.counters(0)["hit_rows"] - before
-            for _ in range(64):
+            use(rig, *popular)
+            for _ in range(16):
                 use(rig, next(once))
     assert hits == {"none": 0, "frequency": 15}, "of 16; one slot is on trial"
     for _ in range(60):
