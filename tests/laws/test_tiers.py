@@ -333,6 +333,23 @@ def test_evaluation_leaves_the_cache_as_it_is(folder: Path, policy: str) -> None
         assert torch.equal(bits(a), bits(b))
 
 
+def test_admission_reaches_the_caches(folder: Path) -> None:
+    """A few rows, and others once each: the few are read again only where all are admitted."""
+    read = {}
+    for admission in ("none", "frequency"):
+        side = make_sides(folder, policy="lru", admission=admission, slots=110)[1]
+        few, once = torch.arange(60), iter(torch.arange(60, 710).split(50))
+        for k in range(19):
+            ids = few if k % 3 == 0 else next(once)
+            lengths = torch.zeros((len(FEATURES), len(ids)), dtype=torch.int64)
+            lengths[FEATURES.index("b")] = 1
+            out = side.emb(KeyedJaggedTensor(FEATURES, ids, lengths=lengths.flatten()))
+            out.backward(torch.ones_like(out))
+            side.optimizer.step()
+        read[admission] = counted(side)["read_rows"]
+    assert read["frequency"] < read["none"] / 3, read
+
+
 def counted(side: Side) -> dict[str, int]:
     """The counters of all tables together."""
     tables = side.emb.tiers.counters().values()  # type: ignore[union-attr]
