@@ -227,6 +227,10 @@ class MemoryConfig(_Section):
     policy: Literal["clock", "lfu", "lru"] = "clock"
     """Which row makes room for another. `lru`: the one used longest ago. `clock`: nearly so, in less work. `lfu`: one
     that was used few times. It changes speed, no result."""
+    admission: Literal["none", "frequency"] = "none"
+    """Which rows that come in `policy` decides about. `none`: every one. `frequency`: those that were used more often
+    lately than the row that would make room; others make room first. It changes speed, no result: what is popular stays
+    in a small cache, what has just become so is slower to come."""
     lookahead: Annotated[int, Field(ge=0, le=64)] = 4
     """Batches whose rows are fetched before they are needed; 0: rows are read when they are looked up."""
     force: bool = False

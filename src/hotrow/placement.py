@@ -105,6 +105,7 @@ def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
         file=chosen.file,
         file_bytes=chosen.file_bytes,
         policy=chosen.policy,
+        admission=chosen.admission,
         force=chosen.force,
     )
 

@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from hotrow import ops, reference
-from hotrow.memory.budget import POLICIES
+from hotrow.memory.budget import ADMISSIONS, METADATA_BYTES, POLICIES
+from hotrow.memory.reference_cache import _Frequencies
 from hotrow.memory.stores import (
     Engines,
     Kind,
@@ -87,14 +88,14 @@ def records_of(arrays: Sequence[np.ndarray], slots: np.ndarray) -> np.ndarray:
 class Rig:
     """Caches of one module, their slots and their stores."""
 
-    def __init__(self, name: str, shapes: Sequence[Shape], policy: str) -> None:
+    def __init__(self, name: str, shapes: Sequence[Shape], policy: str, admission: str = "none") -> None:
         self.module, self.shapes = module_of(name), list(shapes)
         self.caches = self.module.make_caches()
         self.caches.last_batch = 2**32 - 12  # so that numbers begin again, in the native module, as a schedule runs
         self.arrays = [shape.arrays() for shape in shapes]
         self.natives: list[Any] = []
         self.stores: list[Store] = []
-        self._policy = POLICIES.index(policy)  # type: ignore[arg-type]
+        self._policy = (POLICIES.index(policy), ADMISSIONS.index(admission))  # type: ignore[arg-type]
 
     def in_memory(self, places: Sequence[int] | None = None) -> Rig:
         """places: of each table, what a tier before its store holds; None: there is none."""
@@ -126,7 +127,7 @@ class Rig:
         first = (KEY, BOUND, ZERO_ROWS, shape.dim, shape.storage)
         self.natives.append(native)
         sizes = (shape.num_rows, shape.pinned, shape.cached)
-        self.caches.add(sizes, self._policy, first, list(shape.states), native, self.arrays[t])
+        self.caches.add(sizes, *self._policy, first, list(shape.states), native, self.arrays[t])
 
     def grow(self, t: int, shape: Shape) -> None:
         if self.stores:
@@ -429,19 +430,24 @@ def draw_places(rng: np.random.Generator, shapes: Sequence[Shape]) -> list[int]:
 
 
 def make_rigs(
-    shapes: Sequence[Shape], policy: str, medium: str, folder: Path, engines: dict[str, Engines], places: list[int]
+    shapes: Sequence[Shape],
+    policy: tuple[str, str],
+    medium: str,
+    folder: Path,
+    engines: dict[str, Engines],
+    places: list[int],
 ) -> list[Rig]:
     before, _, lower = medium.rpartition(" before ")
     if lower in ("threads", "io_uring") and lower not in engines:
         pytest.skip(f"{lower} is refused here")
     places = places if before else []
-    main = Rig(MODULES[0], shapes, policy)
+    main = Rig(MODULES[0], shapes, *policy)
     if lower == "dram":
         main.in_memory(places)
     else:
         kind: Kind = "mapped" if lower == "mapped" else "block"
         main.in_files(folder, kind, engines.get(lower), before or "mapped", places)  # type: ignore[arg-type]
-    return [main, *(Rig(name, shapes, policy).in_memory(places) for name in MODULES[1:])]
+    return [main, *(Rig(name, shapes, *policy).in_memory(places) for name in MODULES[1:])]
 
 
 def drive(seed: int, policy: str, medium: str, folder: Path, engines: dict[str, Engines], num_steps: int = 30) -> None:
@@ -449,13 +455,16 @@ def drive(seed: int, policy: str, medium: str, folder: Path, engines: dict[str, 
     shapes = [draw_shape(rng) for _ in range(int(rng.integers(1, 4)))]
     folder.mkdir(exist_ok=True)
     places = draw_places(np.random.default_rng(seed + 1), shapes)
-    world = World(rng, shapes, make_rigs(shapes, policy, medium, folder, engines, places))
+    admission = ADMISSIONS[seed % 2]
+    world = World(rng, shapes, make_rigs(shapes, (policy, admission), medium, folder, engines, places))
     try:
         for _ in range(num_steps):
             world.step()
         world.end()
     except BaseException as error:
-        error.add_note(f"seed {seed}, policy {policy}, medium {medium}, {shapes}, places {places}")
+        error.add_note(
+            f"seed {seed}, policy {policy}, admission {admission}, medium {medium}, {shapes}, places {places}"
+        )
         raise
     finally:
         for rig in world.rigs:
@@ -533,16 +542,89 @@ def test_who_makes_room(name: str, policy: str, uses: list[int], left: set[int])
     assert resident(rig) == left, "an evaluation moved something"
 
 
+@needs_native
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_evaluation_is_no_use(name: str, policy: str) -> None:
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_what_is_known_of_a_slot_is_within_what_the_budget_counts(policy: str, admission: str) -> None:
+    rig = Rig("native", [Shape(20_000, 0, 10_000, dim=1)], policy, admission).in_memory()
+    use(rig, *range(0, 20_000, 2))
+    use(rig, *range(10_000))
+    counters = rig.caches.counters(0)
+    assert counters["map_bytes"] == 8 * 10_000
+    bits = 2 * 20_000 // 8
+    assert counters["num_bytes"] - bits <= METADATA_BYTES * 10_000 + 100
+
+
+@needs_native
+@pytest.mark.parametrize("policy", POLICIES)
+def test_admission_against_the_twin(policy: str) -> None:
+    """Long enough for counts to halve many times: the same slots, batch after batch, with several in flight."""
+    rigs = [Rig(name, [Shape(400, 0, 24, dim=1)], policy, "frequency").in_memory() for name in MODULES]
+    rng = np.random.default_rng(11)
+    flights: list[list[Any]] = [[] for _ in rigs]
+    for number in range(600):
+        ids = (rng.zipf(1.2, 8) * (1 + number // 200)) % 400
+        answers = [rig.caches.admit(ids, [(0, 0, 8)], True, 1) for rig in rigs]
+        np.testing.assert_array_equal(*(slots for _, slots in answers))
+        for own, (flight, _) in zip(flights, answers, strict=True):
+            own.append(flight)
+            while len(own) > number // 50 % 5:
+                own.pop(0).release(False)
+    assert rigs[0].counters(0) == rigs[1].counters(0)
+    assert rigs[0].counters(0)["overflow_rows"] > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_an_evaluation_is_no_use(name: str, policy: str, admission: str) -> None:
     """Rows looked at without admission make room as if they had not been."""
-    rigs = [Rig(name, [Shape(40, 0, 4)], policy).in_memory() for _ in range(2)]
+    rigs = [Rig(name, [Shape(40, 0, 4)], policy, admission).in_memory() for _ in range(2)]
     rng = np.random.default_rng(5)
     for _ in range(300):
         row = int(rng.integers(0, 8) ** 2 // 2)
         assert use(rigs[0], row) == use(rigs[1], row)
         use(rigs[1], *rng.integers(0, 40, 6).tolist(), keep=False)
     assert rigs[0].counters(0)["evicted_rows"] == rigs[1].counters(0)["evicted_rows"] > 50
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("uses", "left"),
+    [
+        ([0, 0, 1, 1, 2, 2, 3, 4], {1, 2, 4}),  # 3 takes an admitted row's slot, 4, which is on trial too, the one of 3
+        ([0, 0, 1, 1, 2, 2, 3, 3, 4, 5], {1, 2, 5}),  # so too where 3 was used again: on trial it stays
+        (
+            [0, 0, 1, 1, 2, 2, 3, 4, 3, 4, 3],
+            {1, 2, 3},
+        ),  # 3 has come more often than 1 now: admitted, into the slot on trial
+        ([0, 0, 1, 1, 2, 2, 3, 4, 3, 4, 3, 4], {2, 3, 4}),  # 4 has too, and no slot is on trial
+        ([0, 0, 1, 1, 2, 2, 3, 4, 3, 4, 3, 5], {2, 3, 5}),  # 5 has not: it takes the slot all the same
+    ],
+)
+def test_who_is_admitted(name: str, policy: str, uses: list[int], left: set[int]) -> None:
+    rig = Rig(name, [Shape(9, 0, 3)], policy, "frequency").in_memory()
+    for row in uses:
+        use(rig, row)
+    assert resident(rig) == left
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_come_once_leave_those_that_come_again(name: str, policy: str) -> None:
+    """And what was popular makes room for what is, once counts of it have halved."""
+    popular, hits = list(range(16)), {}
+    for admission in ADMISSIONS:
+        rig, once = Rig(name, [Shape(2000, 0, 16)], policy, admission).in_memory(), iter(range(100, 2000))
+        for _ in range(20):
+            before = rig.counters(0)["hit_rows"]
+            use(rig, *popular)
+            hits[admission] = rig.counters(0)["hit_rows"] - before
+            use(rig, *popular)
+            for _ in range(16):
+                use(rig, next(once))
+    assert hits == {"none": 0, "frequency": 15}, "of 16; one slot is on trial"
+    for _ in range(60):
+        use(rig, *range(20, 32), next(once))
+    assert resident(rig) >= set(range(20, 32))
 
 
 def test_an_evaluation_takes_empty_slots_only_when_no_other_is_left(name: str) -> None:
@@ -568,6 +650,22 @@ def test_numbers_of_batches_begin_again(name: str) -> None:
         assert slots.tolist() == list(range(8))
         flight.release(False)
     assert rig.counters(0)["rows"] == 8 + 12 * 9
+
+
+def test_estimates_against_counts() -> None:
+    """The sketch is never below the uses of a row, and seldom above; half of it is what a halving leaves."""
+    rng, sketch = np.random.default_rng(3), _Frequencies(400)
+    rows = rng.zipf(1.3, 3199) % 5000
+    for row in rows.tolist():
+        sketch.count(row)
+    truth = np.minimum(np.bincount(rows, minlength=5000), 15)
+    estimates = np.array([sketch.estimate(row) for row in range(5000)])
+    assert (estimates >= truth).all()
+    assert (estimates[truth > 0] == truth[truth > 0]).mean() > 0.6
+    sketch.count(0)  # the 3200th, 8 for each place
+    halved = np.array([sketch.estimate(row) for row in range(5000)])
+    assert ((halved == estimates // 2) | (halved == (estimates + 1) // 2)).all()
+    assert (halved < estimates).sum() > 500
 
 
 # ---- reads that take their time

@@ -69,6 +69,7 @@ memory.ssd None
 memory.file None
 memory.file_bytes None
 memory.policy clock
+memory.admission none
 memory.lookahead 4
 memory.force False
 memory.write_budget None
@@ -140,7 +141,7 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "device": "cuda"}, "device is 'cuda'; allowed: auto, cpu"),
         (
             {"data": "d", "memory": "ssd"},
-            "memory is 'ssd'; allowed: auto, dram or a mapping with dram, ssd, file, file_bytes, policy",
+            "memory is 'ssd'; allowed: auto, dram or a mapping with dram, ssd, file, file_bytes, policy, admission",
         ),
         ({"data": "d", "memory": 3}, "memory is 3; allowed: auto, dram or a mapping with dram, "),
         ({"data": "d", "memory": {"dran": "2GiB"}}, r"memory\.dran is no known key; did you mean 'dram'?"),

@@ -48,9 +48,11 @@ def test_auto_takes_up_to_60_percent(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_a_mapping_decides_size_folder_and_policy(tmp_path: Path) -> None:
-    chosen = choose(config({"dram": "40MiB", "file": str(tmp_path), "policy": "lfu"}), TABLES, tmp_path)
+    chosen = choose(
+        config({"dram": "40MiB", "file": str(tmp_path), "policy": "lfu", "admission": "frequency"}), TABLES, tmp_path
+    )
     assert chosen is not None
-    assert (chosen.ssd, chosen.folder, chosen.policy) == (None, tmp_path, "lfu")
+    assert (chosen.ssd, chosen.folder, chosen.policy, chosen.admission) == (None, tmp_path, "lfu", "frequency")
     assert choose(config({"ssd": str(tmp_path)}), TABLES, Path("run")).folder == tmp_path  # type: ignore[union-attr]
     assert choose(config({"dram": "99MiB"}, "optimizer.sparse.name=sgd"), TABLES, tmp_path) is None, "all of it fits"
 

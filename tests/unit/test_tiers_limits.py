@@ -91,6 +91,8 @@ def test_a_middle_tier_has_a_size(size: Any) -> None:
 def test_an_unknown_policy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="policy is 'mru'; choose one of clock, lfu, lru"):
         Memory(dram="1GiB", ssd=tmp_path, policy="mru")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="admission is 'all'; choose one of none, frequency"):
+        Memory(dram="1GiB", ssd=tmp_path, admission="all")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("memory", ["disk", 3, {"dram": "1GiB"}])

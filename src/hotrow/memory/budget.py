@@ -14,10 +14,14 @@ from hotrow.files import parse_bytes
 Policy = Literal["clock", "lfu", "lru"]
 POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
 """In the order of the native module's numbers."""
+Admission = Literal["none", "frequency"]
+ADMISSIONS: tuple[Admission, ...] = ("none", "frequency")
+"""So too."""
 Io = Literal["auto", "io_uring", "threads"]
 IOS: tuple[Io, ...] = ("auto", "io_uring", "threads")
 METADATA_BYTES = 32
-"""Of a cached row beside its record, at most: 8 of the map from ids to slots, 16 of the slot's own, 8 of lru's ring."""
+"""Of a cached row beside its record, at most: 8 of the map from ids to slots, 12 of the slot's own, 8 of the rings of
+lru and of rows on trial, 4 of the sketch of frequencies."""
 MIDDLE_PLACE_BYTES = 6
 """Of DRAM for each place of the middle tier, at most: 5 of the place, 1 of its set."""
 SET_PLACES = 16
@@ -45,6 +49,8 @@ class Memory:
     memory (DAX, CXL, tmpfs, or plain). Files are made there and removed with the collection.
     file_bytes: of both, how much `file` holds: rows that leave DRAM lie there before they go to `ssd`.
     policy: which row of the tail makes room: "clock", "lfu" or "lru"; it changes speed, no result.
+    admission: which rows that come in the policy decides about: "none", that is every one, or "frequency": those that
+    were used more often lately than the row that would make room; others make room first. Speed, no result.
     plan: shares the bytes among the tables, given what each would need: `hotrow.plan_by_counts` makes one that knows
     how often each row is used; None: `plan_slots`, which does not.
     pins: by table, ids of rows that stay in DRAM beside those that the plan pins: each takes a cached slot for good.
@@ -57,6 +63,7 @@ class Memory:
     file: str | Path | None = None
     file_bytes: int | str | None = None
     policy: Policy = "clock"
+    admission: Admission = "none"
     plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
     pins: Mapping[str, ArrayLike] | None = None
     force: bool = False
@@ -73,10 +80,10 @@ class Memory:
                 f"Memory: ssd is {self.ssd!r}, file is {self.file!r} and file_bytes is {self.file_bytes!r}; name "
                 "exactly one folder, or, for rows to lie in file before they go to ssd, all three"
             )
-        if self.policy not in POLICIES:
-            raise ValueError(f"Memory: policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
-        if self.io not in IOS:
-            raise ValueError(f"Memory: io is {self.io!r}; choose one of {', '.join(IOS)}")
+        choices = {"policy": (self.policy, POLICIES), "admission": (self.admission, ADMISSIONS), "io": (self.io, IOS)}
+        for name, (chosen, allowed) in choices.items():
+            if chosen not in allowed:
+                raise ValueError(f"Memory: {name} is {chosen!r}; choose one of {', '.join(allowed)}")
 
     @property
     def dram_bytes(self) -> int:

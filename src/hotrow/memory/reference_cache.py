@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hotrow.data.reference_reuse import mix64
 from hotrow.memory.reference import Records
 from hotrow.reference import uniform_rows, widen, write_rows
 
@@ -33,6 +34,34 @@ class _Place:
     """The last that pinned it."""
     pins: int = 0
     dirty: bool = False
+    on_trial: bool = False
+
+
+class _Frequencies:
+    """How often rows were used lately; counters and halvings are stated in native/include/hotrow/frequency.h."""
+
+    def __init__(self, num_places: int) -> None:
+        self._words = [[0] * 16 for _ in range(max(1, (num_places + 1) // 2))]
+        self._halving, self._counted = 8 * max(1, num_places), 0
+
+    def _counters(self, row: int) -> tuple[list[int], list[int]]:
+        """(the word's counters, which of them are the row's)."""
+        h = int(mix64(np.array([row], np.uint64))[0])
+        return self._words[(h >> 32) * len(self._words) >> 32], [4 * g + (h >> 2 * g & 3) for g in range(4)]
+
+    def estimate(self, row: int) -> int:
+        word, own = self._counters(row)
+        return min(word[at] for at in own)
+
+    def count(self, row: int) -> None:
+        word, own = self._counters(row)
+        before = self.estimate(row)
+        for at in own:
+            word[at] += word[at] == before < 15
+        self._counted += 1
+        if self._counted == self._halving:
+            self._counted = 0
+            self._words = [[n // 2 for n in each] for each in self._words]
 
 
 class _Hand:
@@ -51,34 +80,42 @@ class _Hand:
         self._uses[place] = min(self._most, self._uses[place] + 1)
 
     def victim(self, places: Sequence[_Place]) -> int:
-        """One that is not pinned; there must be one."""
+        """One that is not pinned nor on trial; there must be one. The hand is left there."""
         while True:
-            place, self._at = self._at, (self._at + 1) % len(self._uses)
-            if places[place].pins:
-                continue
-            if self._uses[place] == 0:
-                return place
-            self._uses[place] -= 1
+            if not places[self._at].pins and not places[self._at].on_trial:
+                if self._uses[self._at] == 0:
+                    return self._at
+                self._uses[self._at] -= 1
+            self._at = (self._at + 1) % len(self._uses)
+
+    def left(self, place: int) -> None:
+        """It was the victim."""
+        self._at = (place + 1) % len(self._uses)
 
 
 class _Ring:
-    """lru: the place used longest ago makes room."""
+    """lru, and places on trial: the one used longest ago makes room."""
 
     def __init__(self) -> None:
         self._order: dict[int, None] = {}  # first: used longest ago
+
+    def __len__(self) -> int:
+        return len(self._order)
 
     def added(self, place: int) -> None:
         self._order[place] = None
 
     def used(self, place: int) -> None:
-        del self._order[place]
+        self.left(place)
         self.added(place)
 
     def victim(self, places: Sequence[_Place]) -> int:
         """One that is not pinned; there must be one."""
-        place = next(place for place in self._order if not places[place].pins)
+        return next(place for place in self._order if not places[place].pins)
+
+    def left(self, place: int) -> None:
+        """Its row goes."""
         del self._order[place]
-        return place
 
 
 def _make_policy(number: int, num_places: int) -> _Hand | _Ring:
@@ -126,17 +163,26 @@ class RowCache:
     """The slots of one table: [0, pinned) its first rows, then `cached` for the tail, then overflow."""
 
     def __init__(
-        self, sizes: tuple[int, int, int], policy: int, initial: _InitialRows, store: Any, records: Records
+        self,
+        sizes: tuple[int, int, int],
+        policy: int,
+        admission: int,
+        initial: _InitialRows,
+        store: Any,
+        records: Records,
     ) -> None:
         self._num_rows, self._pinned, self._cached = sizes
         self._policy = _make_policy(policy, self._cached)
+        self._frequencies = _Frequencies(self._cached) if admission == 1 else None
+        self._trial = _Ring()
         self._initial, self._store, self._records = initial, store, records
         self._place_of: dict[int, int] = {}
         self.written: set[int] = set()  # by a batch, ever: where no slot has the row, the store does
         self.changed: set[int] = set()  # of them, since clear_changed
         self._places = [_Place() for _ in range(self._cached)]
         self._free_overflow: list[int] = []
-        self._num_used = self._num_pinned_places = 0
+        self._num_used = 0
+        self._in_use = [0, 0]  # cached places that batches pin: admitted, on trial
         self.counts = dict.fromkeys(COUNTERS.split(), 0)
         self._initial.lay(range(self._pinned), range(self._pinned))
 
@@ -180,7 +226,7 @@ class RowCache:
             if entry.pins:
                 continue
             if place < self._cached:
-                self._num_pinned_places -= 1
+                self._in_use[entry.on_trial] -= 1
             else:
                 self._evict(place, leaving)
                 self._free_overflow.append(place)
@@ -236,25 +282,44 @@ class RowCache:
         self.counts["read_rows"] += len(arriving)
 
     def _place_for(self, row: int, evicted: dict[int, int], *, keep: bool) -> int:
+        if keep and self._frequencies:
+            self._frequencies.count(row)
         # Where overflow is full, a cached place is empty: there are as many slots as rows.
-        place = self._room() if keep or self._overflow_is_full() else None
+        place, admitted = self._room_for(row) if keep or self._overflow_is_full() else (None, True)
         if place is None:
             place = self._overflow_place()
             self.counts["overflow_rows"] += keep
         else:
             self.counts["evicted_rows"] += self._places[place].row is not None
             self._evict(place, evicted)
-            self._policy.added(place)
+            self._places[place].on_trial = not admitted
+            self._order_of(place).added(place)
         self._places[place].row = row
         self._place_of[row] = place
         return place
 
-    def _room(self) -> int | None:
-        """A cached place that holds nothing, or whose row goes; None when all are in use."""
+    def _room_for(self, row: int) -> tuple[int | None, bool]:
+        """(a cached place that holds nothing or whose row goes, None when all are in use; whether row is admitted)."""
         if self._num_used < self._cached:
             self._num_used += 1
-            return self._num_used - 1
-        return None if self._num_pinned_places >= self._cached else self._policy.victim(self._places)
+            return self._num_used - 1, True
+        in_use, on_trial = self._in_use
+        if in_use + on_trial >= self._cached:
+            return None, True
+        place = self._policy.victim(self._places) if in_use < self._cached - len(self._trial) else None
+        admitted = True
+        if place is not None and self._frequencies:
+            leaving = self._places[place].row
+            assert leaving is not None
+            admitted = self._frequencies.estimate(row) > self._frequencies.estimate(leaving)
+        if on_trial < len(self._trial):
+            place = self._trial.victim(self._places)
+        assert place is not None
+        self._order_of(place).left(place)
+        return place, admitted
+
+    def _order_of(self, place: int) -> _Hand | _Ring:
+        return self._trial if self._places[place].on_trial else self._policy
 
     def _overflow_is_full(self) -> bool:
         return not self._free_overflow and self._pinned + len(self._places) >= self._num_rows
@@ -270,14 +335,22 @@ class RowCache:
         entry = self._places[place]
         if entry.batch == flight.number:
             return False
-        if flight.keep and entry.batch and place < self._cached:
-            self._policy.used(place)
+        if flight.keep and entry.batch:
+            self._used(place)
         entry.batch = flight.number
-        self._num_pinned_places += entry.pins == 0 and place < self._cached
+        if entry.pins == 0 and place < self._cached:
+            self._in_use[entry.on_trial] += 1
         entry.pins += 1
         pins.append(place)
         self.counts["rows"] += 1
         return True
+
+    def _used(self, place: int) -> None:
+        row = self._places[place].row
+        if self._frequencies and row is not None:
+            self._frequencies.count(row)
+        if place < self._cached:
+            self._order_of(place).used(place)
 
     def _evict(self, place: int, moves: dict[int, int]) -> None:
         entry = self._places[place]
@@ -337,6 +410,7 @@ class Caches:
         self,
         sizes: tuple[int, int, int],
         policy: int,
+        admission: int,
         initial: tuple[int, float, int, int, int],
         states: Sequence[tuple[int, float, float, float]],
         store: Any,
@@ -347,7 +421,8 @@ class Caches:
         if min(pinned, cached) < 0 or pinned + cached > num_rows or num_rows >= 2**31 - 1:
             raise ValueError("pinned + cached slots must be within the table's rows, and these below 2^31")
         self._stores.append(store)
-        self.tables.append(RowCache(sizes, policy, _InitialRows(initial, states, arrays), store, Records(arrays)))
+        first = _InitialRows(initial, states, arrays)
+        self.tables.append(RowCache(sizes, policy, admission, first, store, Records(arrays)))
 
     def grow(self, table: int, num_rows: int, arrays: Sequence[NDArray[Any]]) -> None:
         """A table has more rows, and arrays that are as long."""

@@ -27,7 +27,16 @@ from torch import Tensor
 
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.memory.budget import LEAST_ROWS, POLICIES, Memory, TableDemand, TableSlots, check_plan, plan_slots
+from hotrow.memory.budget import (
+    ADMISSIONS,
+    LEAST_ROWS,
+    POLICIES,
+    Memory,
+    TableDemand,
+    TableSlots,
+    check_plan,
+    plan_slots,
+)
 from hotrow.memory.budget import num_bytes as planned_bytes
 from hotrow.memory.folder import SUFFIX, OwnFolder
 from hotrow.memory.native import backend
@@ -254,6 +263,7 @@ class Tiers:
         caches.add(
             (table.num_embeddings, slots.pinned, slots.cached),
             POLICIES.index(self.memory.policy),
+            ADMISSIONS.index(self.memory.admission),
             (row_key(self.seed, table.name), bound, table.init.zero_rows, table.embedding_dim, _STORAGES[weight.dtype]),
             states,
             store.native,
