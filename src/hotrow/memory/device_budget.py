@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hotrow.files import parse_bytes
+from hotrow.files import available_memory_bytes, parse_bytes
 from hotrow.memory.budget import SMALL_TABLES_SHARE, Memory, TableDemand, TableSlots
 
 MOVING_SHARE = 8
@@ -55,14 +55,19 @@ class DeviceMemory:
         return [TableSlots(*map(int, own)) for own in plan(tables, budget_bytes)]
 
     def checked_slots(self, tables: Sequence[TableDemand]) -> list[TableSlots]:
-        """`slots`, if there is one for each table, and they are within the budget; else ValueError."""
+        """`slots`, if there is one for each table, within the budget, and that within the device; else ValueError."""
+        if self.hbm_bytes > (free := free_bytes(self.device)):
+            raise ValueError(
+                f"DeviceMemory: hbm is {self.hbm_bytes:,} bytes, and of the memory of {self.device} {free:,} are free; "
+                "lower it, and leave room there for dense layers and for the rows of a step"
+            )
         slots = self.slots(tables)
         for table, own in zip(tables, slots, strict=True):
             if min(own) < 0 or not 0 < sum(own) <= table.num_rows:
                 raise ValueError(
                     f"DeviceMemory: table {table.name!r} would have {own.pinned:,} pinned and {own.cached:,} other "
                     f"slots for its {table.num_rows:,} rows in hbm of {self.hbm_bytes:,} bytes; "
-                    f"{self.cure(tables, [1] * len(tables))}"
+                    f"{raise_to(self.least_bytes(tables, [1] * len(tables)))}"
                 )
         needed = sum(sum(own) * table.record_bytes for table, own in zip(tables, slots, strict=True))
         if needed > slot_bytes(self.hbm_bytes):
@@ -71,14 +76,14 @@ class DeviceMemory:
             )
         return slots
 
-    def cure(self, tables: Sequence[TableDemand], needed: Sequence[int]) -> str:
-        """Which budget gives each table so many slots for rows that come and go."""
+    def least_bytes(self, tables: Sequence[TableDemand], needed: Sequence[int]) -> int:
+        """The `hbm` that gives each table so many slots for rows that come and go, or all that it has rows for."""
         total = sum(table.num_rows * table.record_bytes for table in tables)
         low, high = 0, total * MOVING_SHARE // (MOVING_SHARE - 1) + MOVING_SHARE
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self._suffices(tables, middle, needed) else (middle + 1, high)
-        return f"raise it to {high:,} bytes (hbm={high})"
+        return high
 
     def _suffices(self, tables: Sequence[TableDemand], hbm_bytes: int, needed: Sequence[int]) -> bool:
         try:
@@ -88,6 +93,18 @@ class DeviceMemory:
         return all(
             own.cached >= n or own.pinned >= table.num_rows for own, n, table in zip(slots, needed, tables, strict=True)
         )
+
+
+def free_bytes(device: str) -> int:
+    """Of the memory of a device, now."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    return available_memory_bytes()
+
+
+def raise_to(hbm_bytes: int) -> str:
+    """The cure for a budget that is too small."""
+    return f"raise it to {hbm_bytes:,} bytes (hbm={hbm_bytes})"
 
 
 def slot_bytes(hbm_bytes: int) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.memory.below import Below, Held
 from hotrow.memory.budget import TableDemand, TableSlots
-from hotrow.memory.device_budget import MOVING_SHARE, DeviceMemory
+from hotrow.memory.device_budget import MOVING_SHARE, DeviceMemory, raise_to
 from hotrow.memory.directory import Directory, Moves
 from hotrow.memory.tiers import State
 from hotrow.reference import Layout, first_bad_id
@@ -149,6 +149,11 @@ class DeviceRows:
         self.arrays = Arrays(weights, low)
         self._stale = True  # the pinned rows are yet to come
 
+    @property
+    def slots_bytes(self) -> int:
+        """What the slots take on the device."""
+        return sum(part.nbytes for parts in self._parts for part in parts)
+
     # ---- batches in flight
 
     def announce(self, sparse: KeyedJaggedTensor) -> None:
@@ -211,6 +216,15 @@ class DeviceRows:
             flight.landing.arrived.precede()
             return flight, sparse.with_values(flight.slots)
 
+    def is_crowded_by(self, sparse: KeyedJaggedTensor) -> bool:
+        """Whether the batch looks up more rows than there are slots, and has samples to be looked up in two halves."""
+        with self._lock:
+            rows = None if sparse.stride < 2 else self._rows(sparse, self._spans(sparse))
+            return rows is not None and any(
+                len(own) - np.searchsorted(own, slots.pinned) > slots.cached
+                for own, slots in zip(rows, self.slots, strict=True)
+            )
+
     def _is_of(self, flight: DeviceFlight, sparse: KeyedJaggedTensor, spans: list[Span]) -> bool:
         ids, slots = sparse.values.numpy(), flight.slots.numpy()
         if ids.shape != slots.shape or spans != flight.spans:
@@ -236,7 +250,7 @@ class DeviceRows:
                 f"the batch looks up {len(rows[t]):,} rows of table {self.tables[t].name!r}, {missing:,} more than "
                 f"there are slots for: of {sum(slots):,} on the device {held:,} hold rows that stay and rows of "
                 f"batches before their step; DeviceMemory: hbm is {self.memory.hbm_bytes:,} bytes; "
-                f"{self.memory.cure(self._demands(), needed)}, or make batches smaller"
+                f"{raise_to(self.memory.least_bytes(self._demands(), needed))}, or make batches smaller"
             )
         return self._admit(sparse, spans, rows, keep=keep)
 
