@@ -247,6 +247,22 @@ def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:
     assert all(directory.num_free == 24 for directory in rows.directories[:2]), "rows are still held"
 
 
+@pytest.mark.parametrize("seed", [0, 3, 4])
+def test_an_evaluation_may_look_up_more_rows_than_there_are_slots(seed: int) -> None:
+    """Jagged, one-hot and weighted batches, in halves until they fit."""
+    sides = make_sides("float32", "sgd", plan=plan_for(22, pinned=3))
+    rng = np.random.default_rng(seed)
+    small, crowd = make_batch(rng, size=2), make_batch(rng, size=40)
+    rows = sides[1].emb.device_rows
+    assert rows is not None and rows.is_crowded_by(crowd) and not rows.is_crowded_by(small)
+    for side in sides:
+        side.evaluate(crowd)
+        side.forward(small)
+        side.step()
+        side.evaluate(crowd)
+    check(*sides)
+
+
 def test_too_few_slots_are_refused_with_the_number_to_use() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.stack([torch.randperm(limit, generator=generator)[:50] for limit in (60, 90)])
