@@ -146,9 +146,9 @@ def test_yaml_round_trip() -> None:
         ),
         (
             {"data": "d", "memory": "ssd"},
-            "memory is 'ssd'; allowed: auto, dram or a mapping with dram, ssd, file, file_bytes, policy",
+            "memory is 'ssd'; allowed: auto, dram or a mapping with hbm, dram, ssd, file, file_bytes, policy",
         ),
-        ({"data": "d", "memory": 3}, "memory is 3; allowed: auto, dram or a mapping with dram, "),
+        ({"data": "d", "memory": 3}, "memory is 3; allowed: auto, dram or a mapping with hbm, dram, "),
         ({"data": "d", "memory": {"dran": "2GiB"}}, r"memory\.dran is no known key; did you mean 'dram'?"),
         (
             {"data": "d", "memory": {"dram": "2 foo"}},
