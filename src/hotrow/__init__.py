@@ -11,7 +11,7 @@ from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import clip_grad_norm_
 from hotrow.memory.budget import Memory
-from hotrow.memory.device_rows import DeviceMemory
+from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.lookahead import lookahead
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
 from hotrow.plan.solve import plan_by_counts

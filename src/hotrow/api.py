@@ -13,6 +13,7 @@ import html
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cached_property
@@ -28,16 +29,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hotrow.checkpoint import list_checkpoints, load_checkpoint, read_manifest
-from hotrow.config import apply_overrides, make_config, options
+from hotrow.config import Config, apply_overrides, make_config, options
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import MANIFEST
 from hotrow.data.prepare import RawEncoder, run_prepare
 from hotrow.data.progress import progress_bar
+from hotrow.device import Place, cpu_instead, place_tables
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import atomic_write, explain_full_disk
 from hotrow.models import look_up
-from hotrow.placement import choose, close_tiers
+from hotrow.placement import close_tiers
 from hotrow.run_folder import RunFolder
 from hotrow.runs import train
 from hotrow.tables import TableConfig
@@ -109,14 +111,15 @@ class Run:
         return checkpoints.get(self.record.get("chosen_step", -1), checkpoints[max(checkpoints)])
 
     @cached_property
-    def _network(self) -> tuple[EmbeddingCollection, nn.Module]:
+    def _network(self) -> tuple[EmbeddingCollection, nn.Module, Place]:
         made = read_manifest(self.checkpoint)["extra"]
         config = make_config(made["config"], origin=f"config in {self.checkpoint}")
         tables = [TableConfig.from_json(table) for table in made["tables"]]
-        memory = choose(config, tables, self.path, training=False)
-        embedding, model = build_network(config, tables, num_dense=made["num_dense"], memory=memory)
+        config, place = _place_here(config)
+        memory = place_tables(config, tables, self.path, place, training=False)
+        embedding, model = build_network(config, tables, num_dense=made["num_dense"], memory=memory, place=place)
         load_checkpoint(self.checkpoint, {"embedding": embedding, "model": model})
-        return embedding, model
+        return embedding, model, place
 
     def close(self) -> None:
         """Let go of the model, and of files in which tables lie that memory does not hold."""
@@ -136,9 +139,10 @@ class Run:
     @torch.no_grad()
     def predict_batches(self, data: Any) -> Iterator[NDArray[np.float32]]:
         """`predict` piece by piece, in bounded memory."""
-        embedding, model = self._network
+        embedding, model, place = self._network
         for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE):
-            yield torch.sigmoid(model(batch.dense, look_up(model, embedding, batch.sparse))).numpy()
+            logits_B = place.logits(model, batch.dense, look_up(model, embedding, batch.sparse))
+            yield torch.sigmoid(logits_B).cpu().numpy()
 
     def write_scores(self, data: Any, out: Path | str) -> int:
         """Write `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
@@ -176,7 +180,9 @@ class Run:
                     f"{dataset.path}: table {table.name!r} has another vocabulary than run {self.path} has; "
                     "score its raw rows instead (`hotrow predict`)"
                 )
-        return evaluate(*self._network, Loader(dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None))
+        embedding, model, place = self._network
+        loader = Loader(dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
+        return evaluate(embedding, model, loader, place=place)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.record['status']})"
@@ -190,6 +196,15 @@ class Run:
             for name, value in figures.items()
         )
         return f"<table>{rows}</table>"
+
+
+def _place_here(config: Config) -> tuple[Config, Place]:
+    """Where the run was trained, if that is here too; else the CPU, with a warning: scores agree, not to the bit."""
+    try:
+        return config, Place.of(config)
+    except ValueError as error:
+        warnings.warn(f"scores are computed on the CPU, in float32: {error}", stacklevel=3)
+        return cpu_instead(config), Place()
 
 
 def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:

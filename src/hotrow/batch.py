@@ -153,6 +153,15 @@ class KeyedJaggedTensor:
         changed.values, changed._offsets = values, self._offsets
         return changed
 
+    def samples(self, start: int, stop: int) -> KeyedJaggedTensor:
+        """Samples [start, stop) of the batch, as a copy."""
+        bags = [slice(f * self.stride + start, f * self.stride + stop) for f in range(len(self.keys))]
+        offsets = self.offsets
+        ids = [slice(int(offsets[own.start]), int(offsets[own.stop])) for own in bags]
+        weights = None if self.weights is None else torch.cat([self.weights[own] for own in ids])
+        lengths = None if self.one_hot else torch.cat([self.lengths[own] for own in bags])
+        return KeyedJaggedTensor(self.keys, torch.cat([self.values[own] for own in ids]), weights, lengths=lengths)
+
     def span(self, key: str) -> slice:
         """Where the ids of a feature lie among `values`."""
         f = self.keys.index(key)

@@ -164,7 +164,7 @@ def crc32(path: Path) -> str:
 def _chunks(tensor: Stored) -> Iterator[memoryview]:
     if not isinstance(tensor, Tensor):
         return (chunk for piece in tensor.pieces() for chunk in _chunks(tensor.read(piece)))
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return (flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES))
 
 

@@ -26,6 +26,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Width = Annotated[int, Field(ge=1, le=65536)]
+DenseDtype = Literal["fp32", "tf32", "bf16"]
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """How often within training: up to 1 a share of an epoch, above 1 a whole number of steps."""
 
@@ -191,6 +192,10 @@ class TrainConfig(_Section):
     """How weights are stored; all arithmetic is float32. `fp16`: tables in float16, rounded at every update, in half
     the memory. `split_bf16`: tables as float32 in two halves, of which lookups read the upper, a bfloat16; updates lose
     nothing. So are the MLPs' weights with dense `sgd` (Split-SGD-BF16); with other dense optimizers they stay fp32."""
+    dense_dtype: DenseDtype = "fp32"
+    """What dense layers multiply; weights and sums stay float32. `tf32`: products of TensorFloat-32, on a GPU alone.
+    `bf16`: layers compute in bfloat16 where torch's autocast has it, which pays on GPUs and on CPUs with bfloat16
+    products. The run's first line says which."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What a step does whose loss or gradients, of MLPs or tables, are NaN or infinite. `raise`: end the run with what
     was found and where. `skip`: leave the step out for both, count it (`steps_skipped` in run.json) and go on."""
@@ -212,6 +217,9 @@ class CheckpointConfig(_Section):
 class MemoryConfig(_Section):
     """Tables in tiers: as many rows in DRAM as it says, the rest on disk, with the same bits in every result."""
 
+    hbm: str | int | None = None
+    """Bytes, or text such as 8GiB, of the memory of a GPU for slots, where lookups and updates run, before `dram`
+    (docs/gpu.md). null: there are none, and tables train on the CPU."""
     dram: str | int = "auto"
     """Bytes, or text such as 2GiB, for tables, optimizer state, what is known of rows in memory, and buffers. `auto`:
     60 % of what this process may use."""
@@ -242,6 +250,8 @@ class MemoryConfig(_Section):
 
     @model_validator(mode="after")
     def _a_size_and_a_folder(self) -> MemoryConfig:
+        if self.hbm is not None and parse_bytes(self.hbm) <= 0:
+            raise ValueError(f"hbm is {self.hbm!r}; it must be a positive number of bytes, such as 8GiB")
         if self.dram_bytes is not None and self.dram_bytes <= 0:
             raise ValueError(f"dram is {self.dram!r}; it must be a positive number of bytes, such as 2GiB")
         if self.file_bytes is not None and (self.file is None or parse_bytes(self.file_bytes) <= 0):
@@ -337,8 +347,9 @@ class Config(_Section):
 
     data: str
     """Folder of a packed dataset, as `hotrow prepare` writes it; relative to the working directory."""
-    device: Literal["auto", "cpu"] = "auto"
-    """Where the run computes. `auto` is the CPU in this version."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where dense layers compute. `auto`: the CPU, but a GPU where `memory.hbm` gives tables slots there. `cuda`
+    without `memory.hbm`: tables train on the CPU, and pooled rows and their gradients cross."""
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
@@ -362,6 +373,11 @@ class Config(_Section):
                 raise ValueError("checkpoint.keep_best is false, but early_stopping needs it; set it to true")
             if self.train.eval_every is None:
                 raise ValueError("train.eval_every is null, but early_stopping counts evaluations; set it, e.g. to 0.1")
+        if self.hbm is not None and self.hot.link is not None:
+            raise ValueError(
+                f"hot.link is {self.hot.link!r} and memory.hbm is {self.hbm!r}: slots on a device hold hot rows "
+                "already; set one of them to null"
+            )
         for path, value in (("train.eval_every", self.train.eval_every), ("checkpoint.every", self.checkpoint.every)):
             if value is not None and value > 1 and value != int(value):
                 raise ValueError(f"{path} is {value}; it is a share of an epoch up to 1, above that a whole number")
@@ -375,6 +391,11 @@ class Config(_Section):
                 f"{self.train.epochs}: raise it, or set hot.rows to exact"
             )
         return self
+
+    @property
+    def hbm(self) -> str | int | None:
+        """`memory.hbm`; None: no slots on a device."""
+        return None if isinstance(self.memory, str) else self.memory.hbm
 
     @property
     def write_budget(self) -> ByteRate | None:

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
+from hotrow.memory.below import InDram, InTiers
 from hotrow.memory.budget import Memory
-from hotrow.memory.device_rows import DeviceFlight, DeviceMemory, DeviceRows
+from hotrow.memory.device_budget import DeviceMemory
+from hotrow.memory.device_rows import DeviceFlight, DeviceRows
 from hotrow.memory.table_rows import RowsInTiers
 from hotrow.memory.tiers import Flight, Tiers
 from hotrow.reference import Layout, row_key, widen, write_rows
@@ -95,10 +97,10 @@ class EmbeddingCollection(nn.Module):
 
     tables: one TableConfig each. memory: None or "dram": all rows in DRAM; a `Memory`: part of them, the rest on disk,
     with the same bits in every result, but for `state_dict` and copies, which such a collection refuses; a
-    `DeviceMemory`: all in DRAM, and lookups and updates in slots of a device (docs/gpu.md). seed: of the
-    initial rows, each a function of (seed, table name, row, column) alone. `parameters()` is empty; `state_dict()`
-    holds `<table>.weight`: float32 also of bfloat16 tables, whose halves it joins and loading splits again, without
-    loss; float16 of float16 tables.
+    `DeviceMemory`: lookups and updates in slots of a device, before all rows in DRAM or in tiers (docs/gpu.md). seed:
+    of the initial rows, each a function of (seed, table name, row, column) alone. `parameters()` is empty;
+    `state_dict()` holds `<table>.weight`: float32 also of bfloat16 tables, whose halves it joins and loading splits
+    again, without loss; float16 of float16 tables.
 
     `sequence(sparse)` gives rows without pooling. Several forward passes before one optimizer step, sequences among
     them, count as one batch whose bags stand in forward order; a forward under torch.no_grad leaves nothing behind.
@@ -123,26 +125,35 @@ class EmbeddingCollection(nn.Module):
         self.tables = check_tables(tables)
         self.seed = seed
         self.tiers: Tiers | None = None
-        if isinstance(memory, Memory):
-            self.tiers = Tiers(self.tables, Layout.of(self.tables), memory, seed=seed)
-            self.weights, self.low = self.tiers.weights, self.tiers.low
-            self._prepare()
-            return
-        shapes = {table: (table.num_embeddings, table.embedding_dim) for table in self.tables}
-        self.weights = {t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype)) for t, shape in shapes.items()}
+        below = memory.below if isinstance(memory, DeviceMemory) else memory
+        if isinstance(below, Memory):
+            self.tiers = Tiers(self.tables, Layout.of(self.tables), below, seed=seed)
+        self.weights = self._new_weights() if self.tiers is None else self.tiers.weights
         """Rows of each table [N, D] in its dtype, by table name: what lookups read; updated in place. In tiers they are
         indexed by slot, not by row, and only slots in use mean anything."""
-        self.low = {
-            t.name: ops.allocate(*shape, dtype=torch.int16) for t, shape in shapes.items() if t.dtype == "bfloat16"
-        }
+        self.low = self._new_low() if self.tiers is None else self.tiers.low
         """Lower halves [N, D] int16 of the bfloat16 tables: with the upper ones in `weights`, float32 bit for bit. They
         are here and not in an optimizer because initial rows and checkpoints are float32 before there is one."""
-        for table in self.tables:
+        for table in self.tables if self.tiers is None else ():
             _fill_initial_rows(self.stored(table.name), table, seed)
         if isinstance(memory, DeviceMemory):
-            host = [(weight, self.low.get(name)) for name, weight in self.weights.items()]
-            self.device_rows = DeviceRows(self.tables, Layout.of(self.tables), memory, host)
+            self.device_rows = DeviceRows(self.tables, Layout.of(self.tables), memory, self._below())
         self._prepare()
+
+    def _new_weights(self) -> dict[str, Tensor]:
+        shapes = {table: (table.num_embeddings, table.embedding_dim) for table in self.tables}
+        return {t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype)) for t, shape in shapes.items()}
+
+    def _new_low(self) -> dict[str, Tensor]:
+        split = [name for name, weight in self.weights.items() if weight.dtype == torch.bfloat16]
+        return {name: ops.allocate(*self.weights[name].shape, dtype=torch.int16) for name in split}
+
+    def _below(self) -> InDram | InTiers:
+        """What slots of a device stand before."""
+        if self.tiers is not None:
+            return InTiers(self.tiers)
+        low = {name: [half] for name, half in self.low.items()}
+        return InDram({name: [weight, *low.get(name, [])] for name, weight in self.weights.items()})
 
     def grow(self, table: str, num_embeddings: int) -> None:
         """Give `table` rows up to `num_embeddings`; those it has keep their numbers, values and optimizer states.
@@ -218,6 +229,9 @@ class EmbeddingCollection(nn.Module):
         """
         if isinstance(sparse, Tensor):
             sparse = KeyedJaggedTensor.from_dense(self.feature_names, sparse)
+        if self.device_rows is not None and not torch.is_grad_enabled() and self.device_rows.is_crowded_by(sparse):
+            middle = sparse.stride // 2
+            return torch.cat([self(sparse.samples(*half)) for half in ((0, middle), (middle, sparse.stride))])
         flight, slots = self._take(sparse)
         out = self._look_up(self.kernels, slots, blame=sparse, flight=flight)
         if flight is not None and not torch.is_grad_enabled():
@@ -315,6 +329,8 @@ class EmbeddingCollection(nn.Module):
         """The weights of the table `name` of a collection in tiers, to be read and written piece by piece."""
         self.check_tables_are_live()
         assert self.tiers is not None
+        if self.device_rows is not None:
+            self.device_rows.flush()
         return RowsInTiers(self.tiers, list(self.weights).index(name), self.weights[name], self.low.get(name))
 
     def read_rows(self, name: str, rows: slice) -> Tensor:

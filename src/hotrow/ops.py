@@ -379,14 +379,20 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
     Raises ValueError where shapes or dtypes do not fit.
     """
     fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
-    if not fits or dense_BD.dtype != torch.float32 or pooled_BFD.dtype != torch.float32:
+    wide = _autocast(dense_BD) or dense_BD.dtype == pooled_BFD.dtype == torch.float32
+    if not fits or not wide:
         raise ValueError(
             f"dense is {dense_BD.dtype} {tuple(dense_BD.shape)} and pooled {pooled_BFD.dtype} "
             f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
         )
-    if _native() is None or dense_BD.device.type != "cpu":
+    if _native() is None or dense_BD.device.type != "cpu" or _autocast(dense_BD):
         return reference.interact(dense_BD, pooled_BFD)
     return _Interaction.apply(dense_BD, pooled_BFD)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _autocast(values: Tensor) -> bool:
+    """Whether torch chooses the types of operations on them now: then they are left to torch."""
+    return torch.is_autocast_enabled(values.device.type)
 
 
 class _MLP(torch.autograd.Function):
@@ -434,13 +440,14 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
     """
     width = x_BI.shape[-1]
     for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        if weight.shape != (len(bias), width) or {x_BI.dtype, weight.dtype, bias.dtype} != {torch.float32}:
+        narrow = {x_BI.dtype, weight.dtype, bias.dtype} != {torch.float32} and not _autocast(x_BI)
+        if weight.shape != (len(bias), width) or narrow:
             raise ValueError(
                 f"layer {k}: inputs are {x_BI.dtype} of width {width}, weight {weight.dtype} {tuple(weight.shape)}, "
                 f"bias {bias.dtype} {tuple(bias.shape)}; pass float32 [B, I], [O, I] and [O]"
             )
         width = len(bias)
-    if _native() is None or x_BI.device.type != "cpu":
+    if _native() is None or x_BI.device.type != "cpu" or _autocast(x_BI):
         return reference.mlp(x_BI, weights, biases, last=last)
     parameters = [p for pair in zip(weights, biases, strict=True) for p in pair]
     return _MLP.apply(x_BI, last, *parameters)  # type: ignore[no-any-return, no-untyped-call]

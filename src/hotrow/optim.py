@@ -152,6 +152,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.emb.check_tables_are_live()
         tiers, names = self.emb.tiers, self.state_names
         assert tiers is not None
+        if self.emb.device_rows is not None:
+            self.emb.device_rows.flush()
         states = {(t, name): self._states(name)[t] for t in range(len(self.param_groups)) for name in names}
         return {f"{t}.{name}": RowsInTiers(tiers, t, array) for (t, name), array in states.items()}
 

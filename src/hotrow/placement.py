@@ -28,13 +28,16 @@ AUTO_SHARE = 0.6
 """Of the memory this process may use; the rest is for data, MLPs, Python and whoever else is there."""
 FOLDER = "memory"
 """Of a run: where its tables go that memory does not hold, unless the config names a folder."""
+SLOT_OF_ROW_BYTES = 4
+"""Of DRAM for each row of a table with slots on a device: which of them it has."""
 _CURES = (
     "lower model.embedding_dim, use optimizer.sparse.name row_wise_adagrad or sgd, set train.precision to fp16, or "
     "prepare the data with a higher --min-count"
 )
 
 
-def _demands(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
+def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
+    """What the tables' rows take; training: with optimizer state."""
     name = config.optimizer.sparse.name
     states = NUM_STATES[name] * (1 if name == "row_wise_adagrad" else config.model.embedding_dim) if training else 0
     return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states) for t in tables]
@@ -42,13 +45,13 @@ def _demands(config: Config, tables: Sequence[TableConfig], *, training: bool) -
 
 def record_bytes(config: Config, tables: Sequence[TableConfig]) -> dict[str, int]:
     """Of a row of each table, its optimizer state included."""
-    demands = _demands(config, tables, training=True)
+    demands = demands_of(config, tables, training=True)
     return {table.name: demand.record_bytes for table, demand in zip(tables, demands, strict=True)}
 
 
 def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
     """Bytes of the tables; training: and of their optimizer state."""
-    return sum(table.num_rows * table.record_bytes for table in _demands(config, tables, training=training))
+    return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
 
 
 def choose(
@@ -69,6 +72,9 @@ def choose(
     needed, available = required_bytes(config, tables, training=training), available_memory_bytes()
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
     budget = int(AUTO_SHARE * available) if chosen.dram_bytes is None else chosen.dram_bytes
+    if config.hbm is not None:
+        known = SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
+        available, budget = available - known, budget - known
     if config.memory == "dram" and training:
         _check_available(config, needed, available)
         return None
@@ -123,11 +129,11 @@ def _plan(
         {table.name: dataset.counts(table.name) for table in tables},
         num_steps=num_rows / config.train.batch_size,
         depth=chosen.lookahead,
-        least_cached={table.name: max(LEAST_ROWS, _most_rows(config, table)) for table in tables},
+        least_cached={table.name: max(LEAST_ROWS, most_rows(config, table)) for table in tables},
     )
 
 
-def _most_rows(config: Config, table: TableConfig) -> int:
+def most_rows(config: Config, table: TableConfig) -> int:
     """Different ones of the table that a step may look up.
 
     A list of ids counts as one: how long it gets is not known, and what is over goes beside the cache.
@@ -145,7 +151,7 @@ def _check_slots(
     training: bool,
 ) -> None:
     """Raises ValueError where a table's cache would not hold the rows of a batch, with what is missing."""
-    demands = _demands(config, tables, training=training)
+    demands = demands_of(config, tables, training=training)
     slots_of = partial(plan_slots, demands) if plan is None else plan.solver(demands)
 
     def short(budget_bytes: int) -> str | None:
@@ -154,7 +160,7 @@ def _check_slots(
         except ValueError:
             return "the smallest caches there are do not fit"
         for table, (pinned, cached) in zip(tables, slots, strict=True) if training else ():
-            most = min(table.num_embeddings - pinned, _most_rows(config, table))
+            most = min(table.num_embeddings - pinned, most_rows(config, table))
             if cached < most:
                 return (
                     f"table {table.name!r} would keep {cached:,} rows, but a step may look up {most:,} different ones"
@@ -214,15 +220,25 @@ def dram_bytes(tiers: Tiers) -> int:
 
 def describe(embedding: EmbeddingCollection, needed: int) -> str:
     """What lies where, in a line for the user. needed: bytes of tables and optimizer state."""
-    tiers = embedding.tiers
+    tiers, slots = embedding.tiers, _describe_slots(embedding)
     if tiers is None:
-        return f"memory: tables and optimizer state are {size(needed)}, all in DRAM"
+        return f"memory: {slots}tables and optimizer state are {size(needed)}, all in DRAM"
     paths = [store.path for store in tiers.stores if store.path is not None]
     whole = len(tiers.stores) - len(paths)
     middle = f", {size(middle_bytes(tiers))} before it in {tiers.memory.middle}" if middle_bytes(tiers) else ""
     return (
-        f"memory: of {size(needed)} of tables and optimizer state, {size(dram_bytes(tiers))} in DRAM ({whole} of "
-        f"{len(tiers.stores)} tables whole), {size(disk_bytes(tiers))} on disk in {tiers.memory.folder}{middle}"
+        f"memory: {slots}of {size(needed)} of tables and optimizer state, {size(dram_bytes(tiers))} in DRAM ({whole} "
+        f"of {len(tiers.stores)} tables whole), {size(disk_bytes(tiers))} on disk in {tiers.memory.folder}{middle}"
+    )
+
+
+def _describe_slots(embedding: EmbeddingCollection) -> str:
+    rows = embedding.device_rows
+    if rows is None:
+        return ""
+    whole = sum(sum(own) == table.num_embeddings for own, table in zip(rows.slots, rows.tables, strict=True))
+    return (
+        f"slots of {size(rows.slots_bytes)} on {rows.device} ({whole} of {len(rows.tables)} tables whole), behind them "
     )
 
 

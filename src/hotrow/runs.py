@@ -18,9 +18,10 @@ from hotrow import ops
 from hotrow.checkpoint import list_checkpoints
 from hotrow.config import Config, apply_overrides, make_config, parse_yaml
 from hotrow.data.packed import PackedDataset
+from hotrow.device import Place, full_device, in_tiers, place_tables
 from hotrow.files import explain_full_disk
 from hotrow.memory.stores import StoreError
-from hotrow.placement import choose, describe, disk_shortfall, required_bytes
+from hotrow.placement import describe, disk_shortfall, required_bytes
 from hotrow.progress import ProgressLine
 from hotrow.run_folder import CONFIG, RunFolder
 from hotrow.session import Interrupt, threads
@@ -40,8 +41,9 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
     runs = folder.path if folder else Path(config.run or "runs")
     tables = tables_of(config, dataset)
-    memory = choose(config, tables, runs, dataset=dataset)  # what cannot be is refused before a folder is made
-    check_write_budget(config, tables, in_tiers=memory is not None)
+    # What cannot be is refused before a folder is made.
+    memory = place_tables(config, tables, runs, Place.of(config), dataset=dataset)
+    check_write_budget(config, tables, in_tiers=in_tiers(memory))
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
@@ -82,8 +84,8 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     newest = checkpoints[max(checkpoints)] if checkpoints else None
     dataset = PackedDataset.open(config.data, verify="sizes")
     tables = tables_of(config, dataset)
-    memory = choose(config, tables, folder.path, dataset=dataset)
-    check_write_budget(config, tables, in_tiers=memory is not None)
+    memory = place_tables(config, tables, folder.path, Place.of(config), dataset=dataset)
+    check_write_budget(config, tables, in_tiers=in_tiers(memory))
     return _run(config, dataset, folder, newest, quiet=quiet)
 
 
@@ -95,7 +97,7 @@ def _run(
     )
     # Outermost: on a full disk the folder cannot note the failure either.
     team = threads(config.train.threads, pin=config.train.pin)
-    failing = _explain_store_failure(folder)
+    failing = _explain_failure(config, dataset, folder)
     with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
         training = Training(config, dataset, folder, interrupt, progress)
         with closing(training):
@@ -120,24 +122,27 @@ def _train(training: Training, checkpoint: Path | None) -> None:
 
 
 @contextmanager
-def _explain_store_failure(folder: RunFolder) -> Iterator[None]:
-    """A store's failure once more, with what is kept and how to go on."""
+def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) -> Iterator[None]:
+    """A store's or a device's failure once more, with what is kept and how to go on."""
+
+    def kept() -> str:
+        steps = list_checkpoints(folder.checkpoints)
+        if not steps:
+            return f"There is no checkpoint yet; then {resume_command(folder)} starts anew"
+        return f"The checkpoint of step {max(steps)} is whole; then continue with: {resume_command(folder)}"
+
     try:
         yield
     except StoreError as error:
-        steps = list_checkpoints(folder.checkpoints)
-        kept = f"The checkpoint of step {max(steps)} is whole" if steps else "There is no checkpoint yet"
-        cure = (
-            f"then continue with: {resume_command(folder)}" if steps else f"then {resume_command(folder)} starts anew"
-        )
-        raise StoreError(
-            f"{error}. Training stopped at the first row it could not be sure of. {kept}; {cure}"
-        ) from error
+        raise StoreError(f"{error}. Training stopped at the first row it could not be sure of. {kept()}") from error
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{full_device(config, tables_of(config, dataset), error)}. {kept()}") from error
 
 
 def _begin(training: Training) -> None:
     folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
-    training.say(describe(training.parts.embedding, required_bytes(config, training.parts.embedding.tables)))
+    needed = required_bytes(config, training.parts.embedding.tables)
+    training.say(describe(training.parts.embedding, needed) + training.parts.place.line())
     folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)

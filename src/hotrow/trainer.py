@@ -26,14 +26,17 @@ from hotrow.checkpoint import Part, load_checkpoint, prune_checkpoints, read_man
 from hotrow.config import Config, MemoryConfig, interval_steps, is_due
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
+from hotrow.device import Place, in_tiers, place_tables
+from hotrow.device_report import DeviceReport
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.hot.turns import Turns
 from hotrow.memory.budget import Memory
+from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.lookahead import lookahead
 from hotrow.metrics import BinaryMetrics
 from hotrow.models import build_model, look_up
-from hotrow.placement import choose, close_tiers, record_bytes, size
+from hotrow.placement import close_tiers, record_bytes, size
 from hotrow.progress import ProgressLine, duration, rate
 from hotrow.run_folder import RunFolder
 from hotrow.schedule import Schedule
@@ -67,10 +70,12 @@ class Parts:
     dense_optimizer: Optimizer
     sparse_optimizer: optim.SparseOptimizer
     schedule: Schedule
+    place: Place = field(default_factory=Place)
+    """Of the model."""
 
     def with_state(self) -> dict[str, Part]:
         """The parts a checkpoint holds, by the names of their files."""
-        return {name: part for name, part in vars(self).items() if name != "schedule"}
+        return {name: part for name, part in vars(self).items() if name not in ("schedule", "place")}
 
 
 def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
@@ -81,20 +86,36 @@ def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]
 
 
 def build_network(
-    config: Config, tables: Sequence[TableConfig], *, num_dense: int, memory: Memory | None = None
+    config: Config,
+    tables: Sequence[TableConfig],
+    *,
+    num_dense: int,
+    memory: Memory | DeviceMemory | None = None,
+    place: Place | None = None,
 ) -> tuple[EmbeddingCollection, nn.Module]:
-    """The tables and the model on them, all random draws from `config.train.seed`; memory: None: all in DRAM."""
+    """The tables and the model on them, all random draws from `config.train.seed`; memory: None: all in DRAM.
+
+    place: where the model goes; None: it stays on the CPU.
+    """
     seed, feature_names = config.train.seed, [name for table in tables for name in table.feature_names]
     model = build_model(config.model, num_dense=num_dense, feature_names=feature_names, seed=seed)
-    return EmbeddingCollection(tables, memory=memory, seed=seed), model
+    return EmbeddingCollection(tables, memory=memory, seed=seed), model.to((place or Place()).device)
 
 
-def build(config: Config, tables: Sequence[TableConfig], *, num_dense: int, memory: Memory | None = None) -> Parts:
-    """The parts of a run over `tables` and `num_dense` dense inputs; memory: None: all tables in DRAM."""
-    embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory)
+def build(
+    config: Config,
+    tables: Sequence[TableConfig],
+    *,
+    num_dense: int,
+    memory: Memory | DeviceMemory | None = None,
+    place: Place | None = None,
+) -> Parts:
+    """The parts of a run over `tables` and `num_dense` dense inputs; memory and place: as `build_network`."""
+    place = place or Place()
+    embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory, place=place)
     dense_optimizer, sparse_optimizer = build_optimizers(config, embedding, model)
     schedule = Schedule([dense_optimizer, sparse_optimizer], **config.optimizer.schedule.model_dump())
-    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule)
+    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, place)
 
 
 def build_optimizers(
@@ -104,8 +125,9 @@ def build_optimizers(
     dense, sparse = config.optimizer.dense, config.optimizer.sparse
     options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
     dense_optimizer = optim.SplitSGDBF16 if splits_dense(config) else _DENSE_OPTIMIZERS[dense.name]
+    fused = True if all(parameter.device.type == "cpu" for parameter in model.parameters()) else None  # torch's choice
     return (
-        dense_optimizer(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=True),
+        dense_optimizer(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=fused),
         # train_step looks at both sides itself, before either is changed.
         _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
     )
@@ -137,9 +159,10 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     parts.sparse_optimizer.zero_grad()
     rows = look_up(parts.model, parts.embedding, batch.sparse)
     clock.lap("lookup")
-    logits_B = parts.model(batch.dense, rows)
-    loss = binary_cross_entropy_with_logits(logits_B, batch.label)
-    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    with parts.place.arithmetic():
+        logits_B = parts.place.logits(parts.model, batch.dense, rows)
+        loss = binary_cross_entropy_with_logits(logits_B, batch.label.to(logits_B.device))
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     check_finite(parts, batch, loss.detach())
     parts.dense_optimizer.step()
     clock.lap("dense")
@@ -163,15 +186,21 @@ def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
 
 @torch.no_grad()
 def evaluate(
-    embedding: EmbeddingCollection, model: nn.Module, loader: Loader, *, num_batches: int | None = None
+    embedding: EmbeddingCollection,
+    model: nn.Module,
+    loader: Loader,
+    *,
+    num_batches: int | None = None,
+    place: Place | None = None,
 ) -> dict[str, Any]:
     """The metrics of `BinaryMetrics` over the rows of the loader's split, None for those it leaves undefined.
 
-    num_batches: over the first so many of its batches; None: all.
+    num_batches: over the first so many of its batches; None: all. place: of the model; None: the CPU.
     """
+    place = place or Place()
     metrics = BinaryMetrics()
     for batch in islice(loader.epoch(0), num_batches):
-        metrics.update(model(batch.dense, look_up(model, embedding, batch.sparse)), batch.label)
+        metrics.update(place.logits(model, batch.dense, look_up(model, embedding, batch.sparse)), batch.label)
     values = metrics.compute()
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
@@ -237,15 +266,18 @@ class Training:
         self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
-        memory = choose(config, tables, folder.path, dataset=dataset)
-        self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory)
+        place = Place.of(config)
+        memory = place_tables(config, tables, folder.path, place, dataset=dataset)
+        self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory, place=place)
         self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer)
         tiers = self.parts.embedding.tiers
-        self.report = None if tiers is None else TierReport(tiers)
+        slots = self.parts.embedding.device_rows
+        self.reports: list[TierReport | DeviceReport] = [] if tiers is None else [TierReport(tiers)]
+        self.reports += [] if slots is None else [DeviceReport(slots)]
         self.lookahead = config.memory.lookahead if isinstance(config.memory, MemoryConfig) else LOOKAHEAD
         budget = config.write_budget
         ledger = None if budget is None else WriteLedger(folder.path / LEDGER, budget)
-        most = checkpoint_bytes(config, tables, self.parts.model, in_tiers=tiers is not None)
+        most = checkpoint_bytes(config, tables, self.parts.model, in_tiers=in_tiers(memory))
         self.writes = Writes(tiers, ledger, checkpoint_bytes=most)
         self._before = State()  # where this session began
         if not self._has("val"):
@@ -284,7 +316,7 @@ class Training:
             return False
         self.clock.lap(None)
         batches = self.turns.batches(self.state.epoch)
-        depth = self.lookahead if self.report and not self.turns.on_copies else 0
+        depth = self.lookahead if self.reports and not self.turns.on_copies else 0
         for batch in lookahead(batches, self.parts.embedding, depth=depth):
             self.clock.lap("data")
             try:
@@ -306,7 +338,9 @@ class Training:
         loader = Loader(self.dataset.split("val"), EVAL_BATCH_SIZE, shuffle_seed=None)
         num_batches = math.ceil(self.config.hot.eval_samples / EVAL_BATCH_SIZE)
         with self._aside():
-            result = evaluate(self.parts.embedding, self.parts.model, loader, num_batches=num_batches)
+            result = evaluate(
+                self.parts.embedding, self.parts.model, loader, num_batches=num_batches, place=self.parts.place
+            )
         return float(result["logloss"])
 
     def _skip(self, found: str) -> None:
@@ -343,8 +377,8 @@ class Training:
         self.clock.end_step()
         state.seconds = dict(self.clock.seconds)
         self.writes.end_step()
-        if self.report is not None:
-            state.stall_s = round(self._before.stall_s + self.report.tiers.stall_s, 6)
+        if (slots := self.parts.embedding.in_slots) is not None:
+            state.stall_s = round(self._before.stall_s + slots.stall_s, 6)
         if state.step >= self.num_steps:
             state.ended = ALL_DONE
 
@@ -377,7 +411,9 @@ class Training:
         speed = {"samples_per_s": round(state.num_samples / state.train_s, 1), "step_ms": self.clock.step_ms()}
         skipped = {"steps_skipped": state.skipped} if state.skipped else {}
         self._count_writes()
-        tiers = {} if self.report is None else {**self._tier_figures(), **self.report.window()}
+        tiers = self._tier_figures() if self.reports else {}
+        for report in self.reports:
+            tiers |= report.window()
         self.folder.measure("train", step=state.step, epoch=self.epochs, loss=loss, lr=lr, **speed, **tiers, **skipped)
         state.window_loss, state.window_steps = 0.0, 0
 
@@ -417,7 +453,7 @@ class Training:
         """Evaluate the parts on `split`, and say and record the result."""
         loader = Loader(self.dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
         with self._aside():
-            result = evaluate(self.parts.embedding, self.parts.model, loader)
+            result = evaluate(self.parts.embedding, self.parts.model, loader, place=self.parts.place)
         self.folder.measure("eval", step=self.state.step, split=split, epoch=self.epochs, **result)
         self.say(f"{split} at step {self.state.step}: {scores(result)}")
         return result
@@ -427,8 +463,8 @@ class Training:
         """What happens inside is not training, and finds the tables whole."""
         with ExitStack() as stack:
             stack.enter_context(self.turns.whole())
-            if self.report is not None:
-                stack.enter_context(self.report.aside())
+            for report in self.reports:
+                stack.enter_context(report.aside())
             yield
 
     def _saved_parts(self) -> dict[str, Part]:
@@ -447,6 +483,7 @@ class Training:
                 "num_dense": len(self.dataset.info.dense),
                 "threads": torch.get_num_threads(),
                 "isa": ops.backend().isa,
+                "device": self.parts.place.device.type,
                 "config": self.config.model_dump(mode="json"),
             }
             with self._aside(), self.writes.saving(path):
@@ -465,8 +502,9 @@ class Training:
             extra = load_checkpoint(path, self._saved_parts())
         if extra["dataset"] != self.dataset.checksum:
             raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
-        for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa)):
-            if extra[name] != now:
+        device = self.parts.place.device.type
+        for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa), ("device", device)):
+            if extra.get(name, "cpu") != now:  # a checkpoint of older versions has no device
                 self.folder.warn(
                     f"resumed_with_other_{name}",
                     f"checkpoint {path} was written with {name} {extra[name]}, this session has {now}: "
@@ -507,7 +545,9 @@ class Training:
         seconds = self.state.train_s - self._before.train_s
         epochs = (self.state.step - self._before.step) / self.steps_per_epoch
         writes = self.writes.to_json(seconds=seconds, epochs=epochs)
-        memory = {} if self.report is None else self.report.to_json(seconds=seconds, epochs=epochs)
+        memory: dict[str, Any] = {}
+        for report in self.reports:
+            memory |= report.to_json(seconds=seconds, epochs=epochs)
         return {
             "steps": self.state.step,
             "steps_skipped": self.state.skipped,
@@ -524,7 +564,7 @@ class Training:
     def close(self) -> None:
         """Remove the files of tables in tiers, and count what only now is known of them."""
         self.writes.book()
-        overflow = 0 if self.report is None else self.report.overflow_rows
+        overflow = sum(report.overflow_rows for report in self.reports)
         # First: where the disk is full, this makes room for what is to be said.
         close_tiers(self.parts.embedding, self.folder.path)
         self.writes.close()
@@ -550,7 +590,7 @@ class Training:
         epoch += f" ({state.skipped} skipped)" if state.skipped else ""
         epoch += self.turns.line()
         speed = f"{rate(state.num_samples / state.train_s)} samples/s"
-        if self.report is not None:
+        if self.reports:
             shares += f", of it waiting {state.stall_s / total:.0%}; {size(self.writes.num_bytes)} written"
         return f"{epoch}  {speed}  {loss}  {val}  |  {shares}  |  {left} left"
 

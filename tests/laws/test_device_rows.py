@@ -1,4 +1,4 @@
-"""Law 2 on devices: with slots in device memory before tables in DRAM, tables, states and losses are those without.
+"""Law 2 on devices: with slots in device memory before tables in DRAM or tiers, all bits are those without.
 
 To the bit where the kernels are interpreted, else within docs/numerics.md. Schedules are drawn at random, as in
 test_tiers.py; the truth is the same schedule on a collection whose lookups find every row in DRAM.
@@ -20,7 +20,8 @@ import hotrow
 from benchmarks import gpu
 from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
 from hotrow.memory.budget import TableDemand, TableSlots
-from hotrow.memory.device_rows import MOVING_SHARE, Directory, plan_slots_on_device
+from hotrow.memory.device_budget import MOVING_SHARE, plan_slots_on_device
+from hotrow.memory.directory import Directory
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig, Uniform
 
@@ -68,6 +69,14 @@ def plan_for(rows: int, pinned: int = 0) -> Any:
     return plan
 
 
+def tiers(folder: Path, cached: int, kind: str = "ssd", **more: Any) -> hotrow.Memory:
+    """So many rows of each of the two large tables in DRAM, the rest in files of one kind or two."""
+    folders: dict[str, Any] = {"ssd": {"ssd": folder, "force": True}, "file": {"file": folder}}
+    folders["both"] = {**folders["ssd"], "file": folder / "middle", "file_bytes": "64KiB"}
+    plan = lambda demands, budget_bytes: [TableSlots(0, cached)] * 2 + [TableSlots(5, 0)]  # noqa: E731
+    return hotrow.Memory(dram="256KiB", plan=plan, io="threads", **folders[kind], **more)
+
+
 class Side:
     """A collection, its optimizer and a dense layer on the same device; `seen` is all it ever returned."""
 
@@ -103,8 +112,10 @@ class Side:
         self.optimizer.step()
 
     def arrays(self) -> list[Tensor]:
-        """Weights, split ones joined, and states of every row, in DRAM."""
-        weights = [self.emb.stored(name).read(slice(0, num_rows)) for name, num_rows in ROWS.items()]
+        """Weights, split ones joined, and states of every row, as they are below."""
+        weights = [self.emb.read_rows(name, slice(0, num_rows)) for name, num_rows in ROWS.items()]
+        if self.emb.tiers is not None:
+            return weights + [rows.read(slice(0, rows.shape[0])) for rows in self.optimizer.state_rows().values()]
         states = [tensor for state in self.optimizer.state_dict()["state"].values() for tensor in state.values()]
         return weights + states
 
@@ -174,6 +185,41 @@ def test_every_optimizer_and_storage(optimizer: str, dtype: str, depth: int) -> 
     assert (rows.foreseen > 0) == (depth > 0)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "depth", "kind"),
+    [
+        *[(name, "float32", 4 - k, ("ssd", "both")[k % 2]) for k, name in enumerate(OPTIMIZERS)],
+        *[("adagrad", "bfloat16", 3, "ssd"), ("sgd", "float16", 2, "file")],
+    ],
+)
+def test_every_optimizer_before_tiers(tmp_path: Path, optimizer: str, dtype: str, depth: int, kind: str) -> None:
+    """Fewer rows in DRAM than on the device: what leaves the one soon leaves the other too."""
+    sides = make_sides(dtype, optimizer, plan=plan_for(22, pinned=3), below=tiers(tmp_path, 9, kind))
+    drive(sides, seed=len(optimizer) + depth, depth=depth, num_batches=12, size=2)
+    check(*sides)
+    rows, below = sides[1].emb.device_rows, sides[1].emb.tiers
+    assert rows is not None and below is not None
+    above, counts = rows.counters()["u"], below.counters()["u"]
+    assert above["evicted_rows"] > 5 and above["written_rows"] > 5, "the schedule did not exercise the slots"
+    read, written = counts["read_rows"] + counts["middle_hits"], counts["written_rows"] + counts["middle_written_bytes"]
+    assert read > 5 and written > 5, "the schedule did not exercise the files"
+    assert (rows.foreseen > 0) == (depth > 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_schedules_before_tiers(tmp_path: Path, seed: int) -> None:
+    """From caches that hold fewer rows than a batch to all in DRAM; waits for room, pins and policies."""
+    rng = np.random.default_rng(seed)
+    dtype, optimizer = str(rng.choice(["float32", "float16", "bfloat16"])), str(rng.choice(list(OPTIMIZERS)))
+    more: dict[str, Any] = {"policy": str(rng.choice(["clock", "lfu", "lru"]))}
+    below = tiers(tmp_path, int(rng.choice([3, 12, 60])), str(rng.choice(["ssd", "file", "both"])), **more)
+    rows = int(rng.choice([24, 40, 59]))
+    plan = plan_for(rows, int(rng.integers(0, 8)))
+    sides = make_sides(dtype, optimizer, hbm=["1MiB", "12KiB"][seed % 2], plan=plan, below=below)
+    drive(sides, seed, depth=int(rng.integers(0, 6)), num_batches=7, size=int(rng.integers(2, 4)))
+    check(*sides)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schedules_and_sizes(seed: int) -> None:
     """From slots that two batches fill to all rows on the device; rows on their way go in pieces at times."""
@@ -201,6 +247,22 @@ def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:
     assert all(directory.num_free == 24 for directory in rows.directories[:2]), "rows are still held"
 
 
+@pytest.mark.parametrize("seed", [0, 3, 4])
+def test_an_evaluation_may_look_up_more_rows_than_there_are_slots(seed: int) -> None:
+    """Jagged, one-hot and weighted batches, in halves until they fit."""
+    sides = make_sides("float32", "sgd", plan=plan_for(22, pinned=3))
+    rng = np.random.default_rng(seed)
+    small, crowd = make_batch(rng, size=2), make_batch(rng, size=40)
+    rows = sides[1].emb.device_rows
+    assert rows is not None and rows.is_crowded_by(crowd) and not rows.is_crowded_by(small)
+    for side in sides:
+        side.evaluate(crowd)
+        side.forward(small)
+        side.step()
+        side.evaluate(crowd)
+    check(*sides)
+
+
 def test_too_few_slots_are_refused_with_the_number_to_use() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.stack([torch.randperm(limit, generator=generator)[:50] for limit in (60, 90)])
@@ -220,6 +282,31 @@ def test_too_few_slots_are_refused_with_the_number_to_use() -> None:
         Side("float32", "adam", DeviceMemory(hbm=200, device=str(DEVICE)))
     number = int(str(refused.value).split("hbm=")[1].split(")")[0])
     Side("float32", "adam", DeviceMemory(hbm=number, device=str(DEVICE)))
+
+
+def test_tiers_are_asked_for_rows_before_their_batch(tmp_path: Path) -> None:
+    """Also for a batch without room on the device; the far half of what was announced is not waited for."""
+    side = make_sides("float32", "sgd", plan=plan_for(24), below=tiers(tmp_path, 50))[1]
+    rows, below = side.emb.device_rows, side.emb.tiers
+    assert rows is not None and below is not None
+
+    def asked() -> int:
+        return below.counters()["t"]["rows"] + below.counters()["u"]["rows"]
+
+    def batch_of(ids: Tensor) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(FEATURES, torch.cat([ids, ids, torch.zeros_like(ids), ids]))
+
+    batches = [batch_of(torch.arange(*ids)) for ids in ((0, 8), (8, 16), (20, 40))]
+    for batch, num_asked in zip(batches, (16, 16, 40), strict=True):
+        before = asked()
+        rows.announce(batch)
+        assert asked() - before == num_asked, "rows of t and u, once each"
+    assert rows.postponed == 1 and len(rows._landings) == 1
+    for batch in batches:
+        side.forward(batch)
+        side.step()
+    assert not rows._asked and not rows._landings
+    assert rows.foreseen == 2 and rows.stall_s > 0
 
 
 def test_a_plan_by_counts_gives_often_used_rows_slots_for_good() -> None:
@@ -262,9 +349,11 @@ def step_both(plain: Side, other: Side, seed: int) -> None:
     check(plain, other)
 
 
-def test_checkpoints_load_into_the_other_kind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_tiers", [False, True], ids=["dram", "tiers"])
+def test_checkpoints_load_into_the_other_kind(tmp_path: Path, in_tiers: bool) -> None:
     """Saved with slots on a device, loaded without, and back again into slots that hold rows as they were before."""
-    plain, other = make_sides("bfloat16", "adam", plan=plan_for(24))
+    below = tiers(tmp_path / "below", 9) if in_tiers else None
+    plain, other = make_sides("bfloat16", "adam", plan=plan_for(24), below=below)
     drive([other], seed=5, depth=2, size=2, num_batches=6)
     one, two = ({"embedding": side.emb, "sparse": side.optimizer} for side in (plain, other))
     hotrow.save_checkpoint(tmp_path / "one", two)
@@ -273,6 +362,9 @@ def test_checkpoints_load_into_the_other_kind(tmp_path: Path) -> None:
     hotrow.load_checkpoint(tmp_path / "one", two)
     hotrow.load_checkpoint(tmp_path / "one", one)
     step_both(plain, other, seed=2)
+    hotrow.save_checkpoint(tmp_path / "two", two)  # in tiers: what changed since
+    hotrow.load_checkpoint(tmp_path / "two", one)
+    step_both(plain, other, seed=3)
 
 
 def test_state_dicts_are_taken_and_given() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from gpu_device import DEVICE
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from hotrow.gpu import moves
 from hotrow.gpu.moves import Buffers, Moment, Mover, Streams
+from hotrow.memory.below import InDram
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +58,8 @@ def test_rows_move_both_ways(counts: tuple[int, ...], tables: tuple[int, ...]) -
             expected[at] = source[ids]
             assert same(array, expected)
             array += 1 if array.dtype != torch.int16 else 3
-    mover.send_back(rows, places, after=streams.moment())
+    if any(counts):
+        mover.send_back(InDram({}).hold([each.numpy() for each in rows], keep=True), places, after=streams.moment())
     mover.settle()
     for own, at, ids, parts, old in zip(slots, places, rows, host, before, strict=True):
         for array, source, expected in zip(own, parts, old, strict=True):
@@ -69,7 +72,8 @@ def test_a_row_that_leaves_is_there_when_it_is_asked_for_again() -> None:
     slots = [[torch.arange(8.0).view(2, 4).to(DEVICE)]]
     streams = Streams(DEVICE)
     mover = Mover(host, slots, streams)
-    mover.send_back([torch.tensor([5])], [torch.tensor([1])], after=streams.moment())
+    target = InDram({}).hold([np.array([5])], keep=True)
+    mover.send_back(target, [torch.tensor([1])], after=streams.moment())
     mover.settle()
     mover.bring([torch.tensor([5])], [torch.tensor([0])], after=streams.moment()).wait()
     assert slots[0][0][0].tolist() == host[0][0][5].tolist() == [4.0, 5.0, 6.0, 7.0]

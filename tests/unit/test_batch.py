@@ -150,3 +150,20 @@ def test_ids_outside_the_table_are_named_wherever_they_stand(dtype: torch.dtype,
     ):
         emb(KeyedJaggedTensor(KEYS, values, lengths=lengths))
     assert emb.pending == []
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_samples_of_a_batch_have_the_bags_they_had(weighted: bool) -> None:
+    lengths, weights = tensor(1, 2, 0, 3), torch.arange(6.0) if weighted else None
+    batch = KeyedJaggedTensor(("a", "b"), tensor(5, 6, 7, 1, 2, 3), weights, lengths=lengths)
+    for start, stop in ((0, 1), (1, 2), (0, 2), (1, 1)):
+        part = batch.samples(start, stop)
+        assert part.stride == stop - start
+        for key in batch.keys:
+            values, offsets, own = batch.bags(key)
+            first, last = int(offsets[start]), int(offsets[stop])
+            found, ends, theirs = part.bags(key)
+            assert torch.equal(found, values[first:last]) and torch.equal(ends, offsets[start : stop + 1] - first)
+            assert own is None or torch.equal(theirs, own[first:last])
+    assert KeyedJaggedTensor(("a", "b"), tensor(1, 2, 3, 4)).samples(1, 2).values.tolist() == [2, 4]
+    assert KeyedJaggedTensor(("a", "b"), tensor(1, 2, 3, 4)).samples(1, 2).one_hot

@@ -59,11 +59,13 @@ train.seed 1
 train.threads auto
 train.pin auto
 train.precision fp32
+train.dense_dtype fp32
 train.nonfinite raise
 train.log_every 50
 checkpoint.every None
 checkpoint.keep_last 2
 checkpoint.keep_best True
+memory.hbm None
 memory.dram auto
 memory.ssd None
 memory.file None
@@ -138,12 +140,17 @@ def test_yaml_round_trip() -> None:
             r"model\.history_steps is 0; allowed: an integer >= 1",
         ),
         ({"data": "d", "train": {"precision": "bf16"}}, r"train\.precision is 'bf16'; allowed: fp32, fp16, split_bf16"),
-        ({"data": "d", "device": "cuda"}, "device is 'cuda'; allowed: auto, cpu"),
+        ({"data": "d", "device": "gpu"}, "device is 'gpu'; allowed: auto, cpu, cuda"),
+        ({"data": "d", "memory": {"hbm": "0"}}, "memory: hbm is '0'; it must be a positive number of bytes"),
+        (
+            {"data": "d", "memory": {"hbm": "1GiB"}, "hot": {"schedule": "fae", "link": "12GB"}},
+            "hot.link is '12GB' and memory.hbm is '1GiB': slots on a device hold hot rows already",
+        ),
         (
             {"data": "d", "memory": "ssd"},
-            "memory is 'ssd'; allowed: auto, dram or a mapping with dram, ssd, file, file_bytes, policy, admission",
+            "memory is 'ssd'; allowed: auto, dram or a mapping with hbm, dram, ssd, file, file_bytes, policy, admiss",
         ),
-        ({"data": "d", "memory": 3}, "memory is 3; allowed: auto, dram or a mapping with dram, "),
+        ({"data": "d", "memory": 3}, "memory is 3; allowed: auto, dram or a mapping with hbm, dram, "),
         ({"data": "d", "memory": {"dran": "2GiB"}}, r"memory\.dran is no known key; did you mean 'dram'?"),
         (
             {"data": "d", "memory": {"dram": "2 foo"}},

@@ -40,6 +40,8 @@ LEVELS = {
     "progress": 4,
     "session": 4,
     "placement": 4,
+    "device": 4,
+    "device_report": 4,
     "tier_report": 4,
     "write_budget": 4,
     "trainer": 4,

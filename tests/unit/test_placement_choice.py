@@ -114,7 +114,7 @@ class Counted:
 
 
 def test_the_accesses_of_the_training_split_decide(tmp_path: Path) -> None:
-    demands = placement._demands(config({}), TABLES, training=True)
+    demands = placement.demands_of(config({}), TABLES, training=True)
     memory = choose(config({"dram": "40MiB"}, "train.batch_size=500"), TABLES, tmp_path, dataset=Counted())  # type: ignore[arg-type]
     assert memory is not None and memory.plan is not None
     large, small = memory.plan(demands, memory.slots_bytes)

@@ -8,9 +8,10 @@ A buffer holds a block [n, ...] for each array of each table, one after another.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -191,10 +192,24 @@ def move(
     )
 
 
+class Target(Protocol):
+    """Rows of each table in host memory that are to be written to."""
+
+    @property
+    def places(self) -> Sequence[Tensor]:
+        """Of each table, int64 [n]: where in the host's arrays."""
+
+    def wait(self) -> None:
+        """Sleep until they may be written to."""
+
+    def release(self, *, updated: bool) -> None:
+        """They were written to."""
+
+
 class Arriving(NamedTuple):
     """Rows that were copied to the host and are yet to be laid into its arrays."""
 
-    rows: list[Tensor]
+    target: Target
     buffer: Tensor
     blocks: list[Block]
     moment: Moment
@@ -210,7 +225,13 @@ class Mover:
     def __init__(self, host: Parts, slots: Parts, streams: Streams) -> None:
         self._host, self._slots, self._streams = host, slots, streams
         self._buffers = Buffers(streams.device)
-        self._leaving: list[Arriving] = []
+        self._leaving: deque[Arriving] = deque()
+        self.num_settled = 0
+
+    @property
+    def num_sent(self) -> int:
+        """Calls of `send_back` that moved something."""
+        return self.num_settled + len(self._leaving)
 
     def bring(self, rows: Sequence[Tensor], slots: Sequence[Tensor], *, after: Moment) -> Moment:
         """Row rows[t][i] of each table into slot slots[t][i]; returns when they are there, as a moment.
@@ -230,18 +251,19 @@ class Mover:
         self._buffers.give_back(staged, copied)
         return arrived
 
-    def send_back(self, rows: Sequence[Tensor], slots: Sequence[Tensor], *, after: Moment) -> None:
-        """Slot slots[t][i] of each table to row rows[t][i]: read now, in the host's arrays after `settle`."""
-        blocks, num_bytes = lay_out(self._host, [len(own) for own in rows])
-        if not blocks:
-            return
+    def send_back(self, target: Target, slots: Sequence[Tensor], *, after: Moment) -> None:
+        """Slot slots[t][i] of each table to the i-th place of `target`: read now, in the host's arrays after `settle`.
+
+        There must be one.
+        """
+        blocks, num_bytes = lay_out(self._host, [len(own) for own in slots])
         staged = self._buffers.take(num_bytes)
         with self._streams.copying(after=after):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._streams.device)
             move(self._slots, slots, buffer, blocks, into_buffer=True, upload=self._upload)
             staged.copy_(buffer, non_blocking=True)
             moment = self._streams.moment()
-        self._leaving.append(Arriving(list(rows), staged, blocks, moment))
+        self._leaving.append(Arriving(target, staged, blocks, moment))
 
     def _upload(self, numbers: Tensor) -> Tensor:
         staged = self._buffers.take(numbers.nbytes)
@@ -250,10 +272,14 @@ class Mover:
         self._buffers.give_back(staged, self._streams.moment())
         return found.view(numbers.dtype)
 
-    def settle(self) -> None:
-        """Everything that was sent back lies in the host's arrays."""
-        for left in self._leaving:
+    def settle(self, num: int | None = None) -> None:
+        """What the first `num` calls of `send_back` sent lies in the host's arrays; None: what all did."""
+        while self.num_settled < (self.num_sent if num is None else num):
+            left = self._leaving[0]
             left.moment.wait()
-            unpack(self._host, left.rows, left.buffer, left.blocks)
+            left.target.wait()
+            unpack(self._host, left.target.places, left.buffer, left.blocks)
+            left.target.release(updated=True)
             self._buffers.give_back(left.buffer, Moment())
-        self._leaving.clear()
+            self._leaving.popleft()
+            self.num_settled += 1

@@ -3,7 +3,7 @@
     each batch     dense inputs, labels and, for lookup and update, slot numbers over; rows it lacks over, rows back
     at the end     rows that were updated and lie on the device, back
 
-The directories are those of memory/device_rows.py, so the rows that come and leave are those that a run on a device
+The directories are those of memory/directory.py, so the rows that come and leave are those that a run on a device
 moves which looks no further ahead than a batch; link.py has the other ways to train.
 """
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hotrow.batch import Batch
 from hotrow.data.packed_format import DatasetInfo
 from hotrow.memory.budget import TableSlots
-from hotrow.memory.device_rows import Directory
+from hotrow.memory.directory import Directory
 
 SLOT_BYTES = 4
 """Of a slot's number beside a lookup, which is sent twice: for the lookup and for its update."""

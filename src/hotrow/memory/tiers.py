@@ -191,10 +191,9 @@ class Tiers:
                 store = open_cached_store(before, store)
             self.stores.append(store)
             self._add_cache(caches, table, slots, self.stores[-1])
-        ends = np.cumsum([len(ids) for ids in pins]).tolist()
-        spans = [(t, end - len(ids), end) for t, (ids, end) in enumerate(zip(pins, ends, strict=True))]
+        ids, spans = _end_to_end(dict(enumerate(pins)))
         # A flight that is never released: no policy lets its rows go, and batches find them.
-        self._pinned, _ = caches.admit(np.concatenate(pins), spans, True, torch.get_num_threads())  # noqa: FBT003
+        self._pinned, _ = caches.admit(ids, spans, True, torch.get_num_threads())  # noqa: FBT003
         self.caches = caches
 
     def _check_pins(self, pins: Sequence[np.ndarray[Any, Any]]) -> None:
@@ -217,7 +216,7 @@ class Tiers:
         """
         _check_rows(table)
         t = next(t for t, each in enumerate(self.tables) if each.name == table.name)
-        old = [array for _, array in self._arrays(table)]
+        old = [array for _, array in self.arrays_of(table)]
         new = [ops.allocate(table.num_embeddings, *a.shape[1:], dtype=a.dtype, sparse=True) for a in old]
         if self.caches is not None:
             caches, whole = self._laid_out(), self.slots[t].pinned == self.tables[t].num_embeddings
@@ -247,9 +246,10 @@ class Tiers:
         ]
 
     def _parts(self, table: TableConfig) -> tuple[tuple[str, int], ...]:
-        return tuple((name, array[:1].nbytes) for name, array in self._arrays(table))
+        return tuple((name, array[:1].nbytes) for name, array in self.arrays_of(table))
 
-    def _arrays(self, table: TableConfig) -> list[tuple[str, Tensor]]:
+    def arrays_of(self, table: TableConfig) -> list[tuple[str, Tensor]]:
+        """What a record is made of, by name: arrays by slot."""
         low = [("low", self.low[table.name])] if table.name in self.low else []
         states = [(state.name, state.array) for state in self.states.get(table.name, ())]
         return [("weight", self.weights[table.name]), *low, *states]
@@ -267,7 +267,7 @@ class Tiers:
             (row_key(self.seed, table.name), bound, table.init.zero_rows, table.embedding_dim, _STORAGES[weight.dtype]),
             states,
             store.native,
-            [_plain(array) for _, array in self._arrays(table)],
+            [_plain(array) for _, array in self.arrays_of(table)],
         )
 
     # ---- batches in flight
@@ -335,11 +335,21 @@ class Tiers:
 
     # ---- rows by their ids
 
+    def hold(self, rows: Mapping[int, np.ndarray[Any, Any]], *, keep: bool) -> Flight:
+        """Rows of tables, by the tables' numbers, on their way to slots, which the flight's `slots` has end to end.
+
+        keep: into the cache, as for a training batch; else beside it. Raises StoreError where a store has failed.
+        """
+        self._laid_out()
+        self.raise_failure(only_if_failed=True)
+        flight = self._fly(*_end_to_end(rows), keep=keep)
+        assert flight is not None, "ids out of range"
+        return flight
+
     @contextmanager
     def rows(self, table: int, ids: Tensor, *, write: bool = False) -> Iterator[Tensor]:
         """Slots [n] in which the rows `ids` of a table lie inside the block; write: they are changed there."""
-        flight = self._fly(ids.numpy(), [(table, 0, len(ids))], keep=False)
-        assert flight is not None, "ids out of range"
+        flight = self.hold({table: ids.numpy()}, keep=False)
         flight.wait()
         try:
             yield flight.slots.long()
@@ -380,11 +390,8 @@ class Tiers:
         left = {t: self.tables[t].num_embeddings - pinned[t] for t in first}  # of the tail
         while left:
             starts = {t: max(0, end - min(piece_rows, len(first[t]))) for t, end in left.items()}
-            pieces = [pinned[t] + _rows_of_piece(first[t], start, left[t]) for t, start in starts.items()]
-            ends = np.cumsum([len(piece) for piece in pieces]).tolist()
-            spans = [(t, end - len(piece), end) for t, piece, end in zip(starts, pieces, ends, strict=True)]
-            flight = self._fly(np.concatenate(pieces), spans, keep=True)
-            assert flight is not None, "rows of the tables"
+            pieces = {t: pinned[t] + _rows_of_piece(first[t], start, left[t]) for t, start in starts.items()}
+            flight = self.hold(pieces, keep=True)
             flight.wait()
             flight.release(updated=True)
             left = {t: start for t, start in starts.items() if start}
@@ -441,6 +448,15 @@ def _check_rows(table: TableConfig) -> None:
             f"table {table.name!r} has {table.num_embeddings:,} rows; in tiers a table has fewer than "
             f"{MOST_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
         )
+
+
+def _end_to_end(
+    rows: Mapping[int, np.ndarray[Any, Any]],
+) -> tuple[np.ndarray[Any, Any], list[tuple[int, int, int]]]:
+    """The rows of tables one after the other, and of each table where they are."""
+    ends = np.cumsum([len(own) for own in rows.values()]).tolist()
+    spans = [(t, end - len(own), end) for (t, own), end in zip(rows.items(), ends, strict=True)]
+    return np.concatenate([*rows.values()]), spans
 
 
 def _rows_of_piece(first: np.ndarray[Any, Any], start: int, end: int) -> np.ndarray[Any, Any]:

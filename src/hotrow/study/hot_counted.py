@@ -17,7 +17,7 @@ from hotrow.hot.hot_set import HotSet
 from hotrow.hot.link import crossing
 from hotrow.hot.threshold import by_threshold
 from hotrow.memory.budget import TableDemand
-from hotrow.memory.device_rows import slot_bytes
+from hotrow.memory.device_budget import slot_bytes
 from hotrow.plan.solve import plan_by_counts
 
 if TYPE_CHECKING:

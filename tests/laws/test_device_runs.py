@@ -1,0 +1,225 @@
+"""Laws 2 and 3 for runs with slots on a device: `hotrow train` reaches the bits of a run without, also when resumed.
+
+By Triton's interpreter; where a GPU is, dense layers add up in another order, and what is compared is near.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_device import HAS_GPU
+from test_resume import signal_at
+
+import hotrow
+from expanded import expanded
+from hotrow import runs, trainer
+from hotrow.checkpoint import list_checkpoints
+from hotrow.config import apply_overrides, make_config
+from hotrow.data.packed import PackedDataset
+from hotrow.device import Place, full_device, place_tables
+from hotrow.gpu import kernels
+from hotrow.models.dlrm import DLRM
+from hotrow.run_folder import RunFolder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+only_interpreted = pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here: its absence cannot be seen")
+DEVICE = "cuda" if HAS_GPU else "cpu"
+BASE: dict[str, Any] = {
+    "model": {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8]},
+    "train": {"batch_size": 16, "max_steps": 6, "eval_every": None, "log_every": 2, "seed": 5, "threads": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    sizes = {"train": 128, "val": 64, "test": 64}
+    return make_dataset(tmp_path_factory.mktemp("device") / "data", rows=sizes, table_rows=(20, 10, 300)).path
+
+
+def config(data: Path, run: Path, *changes: str, **memory: Any) -> Any:
+    raw = {**BASE, "data": str(data), "run": str(run), "device": DEVICE, "memory": memory or "dram"}
+    return make_config(apply_overrides(raw, changes))
+
+
+def in_tiers(tmp_path: Path) -> dict[str, Any]:
+    """About a third of the large table on the device, and as much in DRAM."""
+    return {"hbm": 3600, "dram": "14KiB", "ssd": str(tmp_path / "disk"), "force": True}
+
+
+def outcome(run: RunFolder) -> dict[str, Any]:
+    """What must not depend on where rows lie, nor on stops."""
+    newest = list_checkpoints(run.checkpoints)
+    lines = [line["loss"] for line in run.measurements() if "loss" in line]
+    return {"losses": lines, "metrics": run.record["metrics"], **expanded(newest[max(newest)])}
+
+
+def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    if not HAS_GPU:
+        assert found == expected
+        return
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["before DRAM", "before tiers"])
+def test_a_run_with_slots_and_its_resumption(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Slots for a third of the large table; stopped, resumed, scored: the bits of a run with all rows in DRAM."""
+    optimizer = "adam" if kind == "before tiers" else "row_wise_adagrad"
+    memory = in_tiers(tmp_path) if kind == "before tiers" else {"hbm": 1500}
+    changes = [f"optimizer.sparse.name={optimizer}", "train.eval_every=4"]
+    plain = runs.train(make_config({**config(data, tmp_path / "plain", *changes).model_dump(), "device": "cpu"}))
+    expected = outcome(plain)
+    with monkeypatch.context() as patch:
+        signal_at(patch, 3, signal.SIGTERM)
+        run = runs.train(config(data, tmp_path / "slots", *changes, **memory))
+    assert run.record["status"] == "interrupted" and run.record["steps"] == 3
+    run = runs.resume(run.path)
+    check(outcome(run), expected)
+    hbm = run.record["memory"]["hbm"]
+    assert 0 < hbm["tables"]["t2"]["cached"] < 150 and hbm["evicted_rows"] > 0, "the slots were not exercised"
+    assert run.record["memory"]["batches"]["foreseen"] > 0
+    assert ("disk_bytes" in run.record["memory"]) == (kind == "before tiers")
+    log = (run.path / "log.txt").read_text()
+    assert "slots of" in log and f"on {DEVICE}" in log and "behind them" in log
+    loaded = hotrow.load(run.path)
+    if not HAS_GPU:
+        assert loaded.evaluate("test") == plain.record["metrics"]["test"]
+    loaded.close()
+
+
+def test_a_full_device_keeps_the_checkpoint_and_names_a_budget(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raised by a stand-in for step 4; with the budget that the message names the run ends as one without slots."""
+    plain = runs.train(make_config({**config(data, tmp_path / "plain").model_dump(), "device": "cpu"}))
+    step = trainer.train_step
+
+    def full(parts: Any, batch: Any, number: int, clock: Any) -> Any:
+        if number == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines")
+        return step(parts, batch, number, clock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", full)
+        with pytest.raises(ValueError, match=r"memory is full \(CUDA out of memory.*GiB.\): slots take") as refused:
+            runs.train(config(data, tmp_path / "run", "checkpoint.every=2", hbm=1500))
+    text = str(refused.value)
+    assert f"The checkpoint of step 2 is whole; then continue with: hotrow train --resume {tmp_path / 'run'}" in text
+    budget = text.split("try memory.hbm=")[1].split(".")[0]
+    assert 0 < int(budget) < 1500
+    run = runs.resume(tmp_path / "run", [f"memory.hbm={budget}"])
+    check(outcome(run), outcome(plain))
+
+
+def test_what_to_say_where_no_smaller_budget_would_do(data: Path, tmp_path: Path) -> None:
+    tables = trainer.tables_of(config(data, tmp_path), PackedDataset.open(data))
+    error = torch.OutOfMemoryError("full")
+    assert "a smaller train.batch_size" in full_device(config(data, tmp_path), tables, error)
+    least = config(data, tmp_path, "train.batch_size=300", hbm=5000)
+    assert "is the least for this train.batch_size; lower that" in full_device(least, tables, error)
+
+
+def test_budgets_that_cannot_be(data: Path, tmp_path: Path) -> None:
+    tables = trainer.tables_of(config(data, tmp_path), PackedDataset.open(data))
+
+    def placed(hbm: Any) -> Any:
+        chosen = config(data, tmp_path, "train.batch_size=40", hbm=hbm)
+        return place_tables(chosen, tables, tmp_path, Place.of(chosen))
+
+    with pytest.raises(
+        ValueError, match=r"table 't2' would have \d+ slots on the device, but a step may look up 40"
+    ) as e:
+        placed(1400)
+    least = int(str(e.value).split("memory.hbm=")[1].split(")")[0])
+    assert placed(least).hbm_bytes == least
+    with pytest.raises(ValueError, match="but a step may look up 40"):
+        placed(least - 8)
+    with pytest.raises(
+        ValueError, match=r"would have 0 pinned and 0 other slots .*raise it to [\d,]+ bytes \(hbm=\d+\)"
+    ):
+        placed(30)
+    with pytest.raises(ValueError, match=rf"of the memory of {DEVICE} [\d,]+ are free; lower it"):
+        placed("4096TiB")
+
+
+@only_interpreted
+def test_what_is_not_here_is_refused_with_the_cure(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*changes: str, **memory: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            runs.train(config(data, tmp_path / "run", *changes, **memory))
+        assert not (tmp_path / "run").exists()
+        return str(error.value)
+
+    assert "device is 'cuda', but torch" in refused("device=cuda")
+    assert "memory.hbm is '1GiB', slots on a GPU, but torch" in refused("device=auto", hbm="1GiB")
+    assert "choose fp32 or bf16, or set device to cuda" in refused("train.dense_dtype=tf32")
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    assert "but device is 'cpu': set device to cuda, or memory.hbm to null" in refused(hbm="1MiB")
+    monkeypatch.setitem(sys.modules, "hotrow.gpu.kernels", None)  # as if an import had failed
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    split = ["train.precision=split_bf16", "optimizer.dense.name=sgd"]
+    assert "keeps the MLPs' weights in halves on the CPU" in refused("device=cuda", *split)
+    assert "model.name is 'tbsm', which computes on the CPU alone" in refused("device=cuda", "model.name=tbsm")
+
+
+@only_interpreted
+def test_scores_where_the_device_is_not(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with slots on a device is read without: a warning says so, and here the bits are those of the CPU."""
+    run = runs.train(config(data, tmp_path / "run", "train.max_steps=2", hbm=1500))
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.warns(UserWarning, match="scores are computed on the CPU, in float32: memory.hbm is 1500"):
+        assert hotrow.load(run.path).evaluate("test") == run.record["metrics"]["test"]
+
+
+def test_dense_layers_in_bfloat16(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near to float32 and not the same; said on the first line; a resumed run has the bits of a whole one."""
+    changes = ["train.dense_dtype=bf16", "train.batch_size=64", "train.epochs=9", "train.max_steps=18"]
+    bf16 = runs.train(config(data, tmp_path / "bf16", *changes))
+    fp32 = runs.train(config(data, tmp_path / "fp32", *changes, "train.dense_dtype=fp32"))
+    found, expected = outcome(bf16), outcome(fp32)
+    assert found["losses"] != expected["losses"]
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=2e-2)
+    assert "in DRAM; dense layers on" in (bf16.path / "log.txt").read_text().splitlines()[0]
+    assert "bfloat16" in (bf16.path / "log.txt").read_text().splitlines()[0]
+    assert "dense layers on" not in (fp32.path / "log.txt").read_text()
+    signal_at(monkeypatch, 7, signal.SIGTERM)
+    run = runs.train(config(data, tmp_path / "stopped", *changes))
+    assert run.record["steps"] == 7
+    check(outcome(runs.resume(run.path)), found)
+    assert hotrow.load(bf16.path).evaluate("test") == bf16.record["metrics"]["test"]
+
+
+def test_bfloat16_layers_against_float32() -> None:
+    """Forward and gradients of a DLRM: relative error of a rounding to 8 bits, few times over; results are float32."""
+    torch.manual_seed(0)
+    model = DLRM(
+        num_dense=5, num_features=3, embedding_dim=8, bottom_mlp=[16], top_mlp=[16],
+        generator=torch.Generator().manual_seed(0), first_order=True,
+    )  # fmt: skip
+    dense, pooled = torch.randn(32, 5), torch.randn(32, 24, requires_grad=True)
+    grads = []
+    for dtype in ("fp32", "bf16"):
+        logits = Place(torch.device("cpu"), dtype).logits(model, dense, pooled)  # type: ignore[arg-type]
+        assert logits.dtype == torch.float32
+        grads.append([logits.detach(), *torch.autograd.grad(logits.square().sum(), [pooled, *model.parameters()])])
+    for full, narrow in zip(*grads, strict=True):
+        assert narrow.dtype == torch.float32
+        assert 0 < float((full - narrow).norm() / full.norm()) < 0.03
+
+
+def test_tf32_is_on_inside_alone() -> None:
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_tf32
+    with Place(torch.device("cuda"), "tf32").arithmetic():
+        assert flags.allow_tf32
+    assert flags.allow_tf32 == before
+    with Place(torch.device("cuda"), "fp32").arithmetic():
+        assert flags.allow_tf32 == before
