@@ -44,7 +44,8 @@ def measure(name: str, data: Path, folder: Path, *, quick: bool) -> dict[str, An
         packed = folder / f"kaggle-{num_samples}"
         if not (packed / "dataset.json").exists():
             make_shape("kaggle", num_samples, scale, packed)
-        return quality(packed, folder, {**shape, "rows": "exact", "amount": 0.2, "batch_size": 2048, "seeds": 5 if name.endswith("_end") else 3})
+        seeds = 5 if name.endswith("_end") else 3
+        return quality(packed, folder, {**shape, "rows": "exact", "amount": 0.2, "batch_size": 2048, "seeds": seeds})
     packed = criteo(data, folder)
     shape = {"source": str(packed), "small_table": SMALL_TABLE}
     if name == "quality_criteo":
