@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -40,12 +42,23 @@ def verb(name: str, *, example: str) -> Callable[[Callable[..., None]], Callable
 
 @contextmanager
 def saying_interruptions() -> Iterator[None]:
-    """Ctrl-C inside ends with what it says and exit code 130, where typer would say only "Aborted."."""
+    """Ctrl-C or SIGTERM inside ends with what it says and the shell's exit code; typer would say only "Aborted."."""
+    got = [signal.SIGINT]
+
+    def terminate(number: int, frame: object) -> None:
+        got[0] = signal.Signals(number)
+        raise KeyboardInterrupt
+
+    alone = threading.current_thread() is threading.main_thread()  # others may not set what a signal does
+    before = signal.signal(signal.SIGTERM, terminate) if alone else None
     try:
         yield
     except KeyboardInterrupt as error:
         print(f"hotrow: {str(error) or 'aborted'}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise typer.Exit(128 + got[0]) from None
+    finally:
+        if alone:
+            signal.signal(signal.SIGTERM, before)
 
 
 def print_result(result: Mapping[str, Any], *, as_json: bool, human: Callable[[], None]) -> None:

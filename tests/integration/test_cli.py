@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from hotrow import cli, demo
@@ -235,3 +237,17 @@ def test_sigterm_saves_says_how_to_go_on_and_resumes(
     result = hotrow("train", "--resume", "runs/packed-dlrm-001", *changes, **tools)
     assert (result["status"], result["epochs"]) == ("finished", epochs)
     assert set(result["warnings"]) <= {"reference_backend"}
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_stop_says_what_it_left(sent: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit) as ended, cli.saying_interruptions():
+        try:
+            os.kill(os.getpid(), sent)
+            time.sleep(10)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("stopped; run the same command to go on") from None
+    assert ended.value.exit_code == 128 + sent
+    assert capsys.readouterr().err == "hotrow: stopped; run the same command to go on\n"
+    assert signal.getsignal(signal.SIGTERM) == before
