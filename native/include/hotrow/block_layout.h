@@ -37,8 +37,11 @@ struct BlockLayout {
     return kHeaderBytes + unit / page_units * page_bytes + unit % page_units * unit_bytes;
   }
   int64_t page_rows() const { return page_units * unit_rows; }
+  // Whole blocks of the file system: growing a file that ends within one would write it through the page cache, beside
+  // direct writes of its rows, and the system takes such a meeting for a lost write (EIO at the next fsync).
   int64_t file_bytes(int64_t num_rows) const {
-    return kHeaderBytes + (num_rows + page_rows() - 1) / page_rows() * page_bytes;
+    const int64_t end = kHeaderBytes + (num_rows + page_rows() - 1) / page_rows() * page_bytes;
+    return (end + kPageBytes - 1) / kPageBytes * kPageBytes;
   }
 };
 

@@ -43,7 +43,8 @@ def block_layout(record_bytes: int, sector: int, num_rows: int) -> list[int]:
     page_bytes = max(unit_bytes, PAGE_BYTES)
     page_units = page_bytes // unit_bytes
     num_pages = -(-num_rows // (page_units * unit_rows))
-    return [unit_bytes, unit_rows, page_bytes, page_units, HEADER_BYTES + num_pages * page_bytes]
+    file_bytes = -(-(HEADER_BYTES + num_pages * page_bytes) // PAGE_BYTES) * PAGE_BYTES
+    return [unit_bytes, unit_rows, page_bytes, page_units, file_bytes]
 
 
 def mapped_file_bytes(record_bytes: int, num_rows: int) -> int:

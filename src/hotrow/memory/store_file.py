@@ -96,6 +96,10 @@ def open_file(path: Path, rows: TableRows, kind: Kind) -> OpenFile:
         is_new = False
     try:
         _lock(descriptor, path)
+        if kind == "block" and hasattr(os, "posix_fadvise"):
+            # Reading ahead of the header would put rows into the page cache, together with it; a header that is written
+            # anew then meets direct writes of those rows, which the system takes for lost (EIO at the next fsync).
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         sector = _make(descriptor, path, rows, kind) if is_new else _check(descriptor, path, rows, kind)
     except BaseException:
         os.close(descriptor)
