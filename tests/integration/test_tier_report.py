@@ -157,11 +157,11 @@ def test_ios_against_arithmetic(dataset: PackedDataset, ids: dict[str, np.ndarra
 def test_seconds_and_bytes_of_the_whole_run(dataset: PackedDataset, tmp_path: Path) -> None:
     run = train(dataset, tmp_path / "run", file=str(tmp_path / "rows"))
     memory, seconds = run.record["memory"], run.record["train_s"]
-    assert memory["stall_share"] == pytest.approx(memory["stall_s"] / seconds, abs=2e-3)
+    rounding = 0.0005 / seconds  # of train_s, which is told to the millisecond
+    assert memory["stall_share"] == pytest.approx(memory["stall_s"] / seconds, abs=rounding + 0.001)
     for name, table in memory["tables"].items():
-        assert table["demanded_bytes_per_s"] * seconds == pytest.approx(BATCH * STEPS * EPOCHS * DIM * 4, rel=0.01), (
-            name
-        )
+        demanded = table["demanded_bytes_per_s"] * seconds
+        assert demanded == pytest.approx(BATCH * STEPS * EPOCHS * DIM * 4, rel=rounding + 0.001), name
     checkpoints = sum(file.stat().st_size for file in (run.path / "checkpoints").rglob("*") if file.is_file())
     assert memory["drive_written_bytes"] == memory["written_bytes"] + checkpoints
     lines = [line for line in run.measurements() if line["kind"] == "train"]
