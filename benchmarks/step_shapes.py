@@ -87,7 +87,7 @@ SHAPES = {
             bottom_mlp=(512, 256, 64),
             top_mlp=(512, 256),
             zipf=CLICKS_ZIPF,
-            targets={"dlrm": 1.7, "torchrec": 1.35},
+            targets={"torch": 1.5, "dlrm": 1.7, "torchrec": 1.35},
         ),
         StepShape(
             name="terabyte",

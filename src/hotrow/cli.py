@@ -43,10 +43,11 @@ def verb(name: str, *, example: str) -> Callable[[Callable[..., None]], Callable
 @contextmanager
 def saying_interruptions() -> Iterator[None]:
     """Ctrl-C or SIGTERM inside ends with what it says and the shell's exit code; typer would say only "Aborted."."""
-    got = [signal.SIGINT]
+    got = signal.SIGINT
 
     def terminate(number: int, frame: object) -> None:
-        got[0] = signal.Signals(number)
+        nonlocal got
+        got = signal.SIGTERM
         raise KeyboardInterrupt
 
     alone = threading.current_thread() is threading.main_thread()  # others may not set what a signal does
@@ -55,7 +56,7 @@ def saying_interruptions() -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         print(f"hotrow: {str(error) or 'aborted'}", file=sys.stderr)
-        raise typer.Exit(128 + got[0]) from None
+        raise typer.Exit(128 + got) from None
     finally:
         if alone:
             signal.signal(signal.SIGTERM, before)

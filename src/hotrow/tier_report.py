@@ -5,8 +5,8 @@ Everything is counted where it happens (row_cache.h, store.h); here counts becom
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,39 +18,50 @@ FILES = {"mapped": "file", "block": "ssd"}
 _GAUGES = ("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_bytes")
 
 
-class TierReport:
-    """What the tiers of a collection did, since it was made: training apart from evaluations and checkpoints."""
+class CountsApart:
+    """Counts by table, of which those of evaluations and checkpoints are kept apart: the rest is training.
 
-    def __init__(self, tiers: Tiers) -> None:
-        self.tiers = tiers
-        self._aside: dict[str, Counter[str]] = {table.name: Counter() for table in tiers.tables}
+    counters: what was counted so far, by table.
+    """
+
+    def __init__(self, counters: Callable[[], Mapping[str, Mapping[str, int]]]) -> None:
+        self._counters = counters
+        self._aside: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._seen: Counter[str] = Counter()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What happens inside is not training."""
-        before = self.tiers.counters()
+        before = self._counters()
         try:
             yield
         finally:
-            for name, counts in self.tiers.counters().items():
+            for name, counts in self._counters().items():
                 self._aside[name].update({key: n - before.get(name, {}).get(key, 0) for key, n in counts.items()})
+
+
+class TierReport(CountsApart):
+    """What the tiers of a collection did, since it was made: training apart from evaluations and checkpoints."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        super().__init__(tiers.counters)
+        self.tiers = tiers
 
     @property
     def overflow_rows(self) -> int:
         """Rows of training batches for which every cached row was in use."""
-        return _sum(self._training().values())["overflow_rows"]
+        return sum_of(self._training().values())["overflow_rows"]
 
     def window(self) -> dict[str, float | None]:
         """Shares of hits in training since this was last asked: whether the rows in use stay the same over time."""
-        now = _sum(self._training().values())
+        now = sum_of(self._training().values())
         since, self._seen = now - self._seen, now
         return {name: hits(since)[name] for name in ("hits_per_lookup", "hits_per_row")}
 
     def to_json(self, *, seconds: float, epochs: float) -> dict[str, Any]:
         """For run.json; see docs/runs.md. seconds, epochs: how much training it was."""
         tiers, training = self.tiers, self._training()
-        aside = _sum(self._with_bytes(self._aside).values())
+        aside = sum_of(self._with_bytes(self._aside).values())
 
         def figures(counts: Counter[str]) -> dict[str, Any]:
             return {**hits(counts), **io(counts), **rates(counts, seconds=seconds, epochs=epochs)}
@@ -60,7 +71,7 @@ class TierReport:
             "disk_bytes": disk_bytes(tiers),
             "folder": str(tiers.memory.folder),
             "batches": {"foreseen": tiers.foreseen, "unannounced": tiers.unannounced, "altered": tiers.altered},
-            **figures(_sum(training.values())),
+            **figures(sum_of(training.values())),
             "tiers": self._by_tier(training),
             "aside": {**hits(aside), **io(aside)},
             "fallbacks": {store.rows.table: store.fallback for store in tiers.stores if store.fallback},
@@ -81,10 +92,10 @@ class TierReport:
         for store in self.tiers.stores:
             if store.path is not None:
                 behind.setdefault(FILES[store.kind], []).append(training[store.rows.table])
-        files = {name: {"tables": len(counts), **io(_sum(counts))} for name, counts in behind.items()}
+        files = {name: {"tables": len(counts), **io(sum_of(counts))} for name, counts in behind.items()}
         middle = [training[store.rows.table] for store in self.tiers.stores if store.middle is not None]
-        before = {"file": {"tables": len(middle), **middle_io(_sum(middle))}} if middle else {}
-        return {"dram": {"tables": len(self.tiers.tables), **hits(_sum(training.values()))}, **before, **files}
+        before = {"file": {"tables": len(middle), **middle_io(sum_of(middle))}} if middle else {}
+        return {"dram": {"tables": len(self.tiers.tables), **hits(sum_of(training.values()))}, **before, **files}
 
     def _training(self) -> dict[str, Counter[str]]:
         """By table: what was counted, less what was aside."""
@@ -93,7 +104,7 @@ class TierReport:
             for name, own in self.tiers.counters().items()
         }
         # A store's share of the engine's processor time is that of its I/Os so far: differences of it mean nothing.
-        total = _sum(counts.values())
+        total = sum_of(counts.values())
         for own in counts.values():
             own["io_cpu_ns"] = total["io_cpu_ns"] * _ios(own) // max(1, _ios(total))
         return self._with_bytes(counts)
@@ -109,7 +120,8 @@ class TierReport:
         return result
 
 
-def _sum(counts: Iterable[Counter[str]]) -> Counter[str]:
+def sum_of(counts: Iterable[Counter[str]]) -> Counter[str]:
+    """Over tables."""
     total: Counter[str] = Counter()
     for one in counts:
         total.update(one)
@@ -125,9 +137,9 @@ def hits(counts: Counter[str]) -> dict[str, Any]:
     lookups, in_dram = counts["lookups"], counts["pinned_lookups"] + counts["hit_lookups"]
     rows, resident = counts["rows"], counts["hit_rows"]
     return {
-        "hits_per_lookup": _ratio(in_dram, lookups),
-        "hits_per_row": _ratio(resident, rows),
-        "unique_ratio": _ratio(rows, lookups - counts["pinned_lookups"]),
+        "hits_per_lookup": ratio(in_dram, lookups),
+        "hits_per_row": ratio(resident, rows),
+        "unique_ratio": ratio(rows, lookups - counts["pinned_lookups"]),
         "lookups": lookups,
         "lookup_misses": lookups - in_dram,
         "unique_rows": rows,
@@ -141,12 +153,12 @@ def io(counts: Counter[str]) -> dict[str, Any]:
     names = ("read_rows", "reads", "read_bytes", "written_rows", "writes", "written_bytes")
     return {
         **{name: counts[name] for name in (*names, "served_from_queue", "read_modify_writes")},
-        "bytes_per_read": _ratio(counts["read_bytes"], counts["reads"], digits=1),
-        "bytes_per_write": _ratio(counts["written_bytes"], counts["writes"], digits=1),
-        "write_amplification": _ratio(counts["written_bytes"], counts["given_bytes"], digits=4),
+        "bytes_per_read": ratio(counts["read_bytes"], counts["reads"], digits=1),
+        "bytes_per_write": ratio(counts["written_bytes"], counts["writes"], digits=1),
+        "write_amplification": ratio(counts["written_bytes"], counts["given_bytes"], digits=4),
         "blocked_s": round(counts["blocked_ns"] / 1e9, 3),
         "io_cpu_s": round(counts["io_cpu_ns"] / 1e9, 3),
-        "cpu_us_per_io": _ratio(counts["io_cpu_ns"] / 1e3, _ios(counts), digits=3),
+        "cpu_us_per_io": ratio(counts["io_cpu_ns"] / 1e3, _ios(counts), digits=3),
     }
 
 
@@ -162,10 +174,11 @@ def middle_io(counts: Counter[str]) -> dict[str, Any]:
 def rates(counts: Counter[str], *, seconds: float, epochs: float) -> dict[str, Any]:
     """What training came to by the second and by the epoch."""
     return {
-        "demanded_bytes_per_s": _ratio(counts["demanded_bytes"], seconds, digits=0),
-        "written_bytes_per_epoch": _ratio(counts["written_bytes"], epochs, digits=0),
+        "demanded_bytes_per_s": ratio(counts["demanded_bytes"], seconds, digits=0),
+        "written_bytes_per_epoch": ratio(counts["written_bytes"], epochs, digits=0),
     }
 
 
-def _ratio(part: float, whole: float, *, digits: int = 6) -> float | None:
+def ratio(part: float, whole: float, *, digits: int = 6) -> float | None:
+    """Rounded for people; None of nothing."""
     return round(part / whole, digits) if whole else None

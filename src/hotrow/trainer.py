@@ -504,10 +504,10 @@ class Training:
             raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
         device = self.parts.place.device.type
         for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa), ("device", device)):
-            if extra.get(name, "cpu") != now:  # a checkpoint of older versions has no device
+            if (then := extra.get(name, "cpu")) != now:  # a checkpoint of older versions has no device
                 self.folder.warn(
                     f"resumed_with_other_{name}",
-                    f"checkpoint {path} was written with {name} {extra[name]}, this session has {now}: "
+                    f"checkpoint {path} was written with {name} {then}, this session has {now}: "
                     "results agree within docs/numerics.md, not to the bit",
                 )
         self.state = State(**extra["state"])

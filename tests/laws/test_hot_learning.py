@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_hot_placement import trained, without_cost
-from test_resume import outcome, signal_at
+from test_hot_placement import stopped_and_resumed, trained, without_cost
+from test_resume import outcome
 
-from hotrow import runs
 from hotrow.batch import Batch
 from hotrow.config import HotConfig, make_config
 from hotrow.data.packed import PackedDataset
@@ -89,18 +87,11 @@ def test_interrupted_at_any_step(data: Path, tmp_path: Path, monkeypatch: pytest
     turns = ["hot.link=1GB", "hot.shuffled_end=0.2"] if schedule == "fae" else []
     changes = [TRACKED, f"hot.schedule={schedule}", *turns]
     whole = trained(data, tmp_path / "whole", *changes)
-    expected = without_cost(outcome(whole))
     assert [line["step"] for line in whole.measurements() if line["kind"] == "hot"] == [14, 28]
     assert whole.record["steps"] == 3 * 14, "as many as in shuffled order"
-    for stop in (5, 14, 15, 27, 28, 33):
-        with monkeypatch.context() as patch:
-            signal_at(patch, stop, signal.SIGTERM)
-            run = trained(data, tmp_path / f"stopped-{stop}", *changes)
-        assert run.record["status"] == "interrupted" and run.record["steps"] == stop
-        run = runs.resume(run.path, quiet=True)
-        assert without_cost(outcome(run)) == expected, f"stopped after step {stop}"
-    if schedule == "fae":
-        assert run.record["hot"]["link"]["hybrid_bytes"] == whole.record["hot"]["link"]["hybrid_bytes"]
+    for run in stopped_and_resumed(data, tmp_path, monkeypatch, whole, (5, 14, 15, 27, 28, 33), changes):
+        if schedule == "fae":
+            assert run.record["hot"]["link"]["hybrid_bytes"] == whole.record["hot"]["link"]["hybrid_bytes"]
 
 
 def test_copies_of_learned_rows_are_invisible(data: Path, tmp_path: Path) -> None:
@@ -118,3 +109,9 @@ def test_an_epoch_alone_learns_for_nobody(data: Path) -> None:
     with pytest.raises(ValueError, match=r"hot\.rows is tracked, .* but train\.epochs is 1: raise it, or"):
         make_config(raw)
     assert make_config({**raw, "hot": {"schedule": "none", "rows": "tracked"}}).hot.rows == "tracked"
+
+
+def test_an_end_of_less_than_a_batch_is_refused(data: Path) -> None:
+    config = HotConfig.model_validate({"schedule": "fixed", "rows": "tracked", "shuffled_end": 0.01})
+    with pytest.raises(ValueError, match=r"hot\.shuffled_end is 0\.01: of [\d,]+ training samples .* one batch of 37"):
+        Turns(config, PackedDataset.open(data), RECORD, batch_size=37, shuffle_seed=1, seed=0)

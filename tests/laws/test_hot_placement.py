@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,25 @@ def trained(data: Path, run: Path, *changes: str) -> RunFolder:
 
 def without_cost(found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "state": {**found["state"], "turns": found["state"]["turns"]["order"]}}
+
+
+def stopped_and_resumed(
+    data: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: RunFolder,
+    stops: Iterable[int],
+    changes: Iterable[str],
+) -> Iterator[RunFolder]:
+    """Law 3: `whole` again for each of `stops`: interrupted after that step and resumed, its outcome is the same."""
+    for stop in stops:
+        with monkeypatch.context() as patch:
+            signal_at(patch, stop, signal.SIGTERM)
+            run = trained(data, folder / f"stopped-{stop}", *changes)
+        assert run.record["status"] == "interrupted" and run.record["steps"] == stop
+        run = runs.resume(run.path, quiet=True)
+        assert without_cost(outcome(run)) == without_cost(outcome(whole)), f"stopped after step {stop}"
+        yield run
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
@@ -268,16 +287,10 @@ def test_interrupted_at_any_step_of_a_turn(
     """Law 3: within a turn, at its last step and its first, at the end of an epoch."""
     changes = [f"hot.schedule={schedule}", *(["hot.link=1GB"] if schedule != "window" else [])]
     whole = trained(data, tmp_path / "whole", *changes)
-    expected = without_cost(outcome(whole))
     swaps = [line["step"] for line in whole.measurements() if line["kind"] == "swap"]
     assert bool(swaps) == (schedule != "window")
-    for stop in sorted({2, 15, *swaps[:3], *(step + 1 for step in swaps[:1])}):
-        with monkeypatch.context() as patch:
-            signal_at(patch, stop, signal.SIGTERM)
-            run = trained(data, tmp_path / f"stopped-{stop}", *changes)
-        assert run.record["status"] == "interrupted" and run.record["steps"] == stop
-        run = runs.resume(run.path, quiet=True)
-        assert without_cost(outcome(run)) == expected, f"stopped after step {stop}"
+    stops = sorted({2, 15, *swaps[:3], *(step + 1 for step in swaps[:1])})
+    for run in stopped_and_resumed(data, tmp_path, monkeypatch, whole, stops, changes):
         if schedule != "window":
             link, before = run.record["hot"]["link"], whole.record["hot"]["link"]
             assert (link["hot_batches"], link["hybrid_bytes"]) == (before["hot_batches"], before["hybrid_bytes"])

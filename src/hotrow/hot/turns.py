@@ -57,7 +57,13 @@ class Turns:
         elif config.schedule != "none":
             self.found = find_hot(dataset, config.rows, budget, record_bytes=record_bytes, **sizes)
         share = config.shuffled_end if config.takes_turns else 0.0
-        self._mixed = mixed_samples(dataset.split("train").num_rows, share, batch_size=batch_size, seed=seed)
+        num_samples = dataset.split("train").num_rows
+        self._mixed = mixed_samples(num_samples, share, batch_size=batch_size, seed=seed)
+        if share and self._mixed is None:
+            raise ValueError(
+                f"hot.shuffled_end is {share:g}: of {num_samples:,} training samples that is less than one batch of "
+                f"{batch_size}; raise it, lower train.batch_size, or set it to 0"
+            )
         self.order = self._make_order()
         self.link = Link()
         self.copies: HotCopies | None = None
