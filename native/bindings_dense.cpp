@@ -1,8 +1,10 @@
 // The dense ops as Python functions; see bindings_ops.cpp for the rules.
 #include <hotrow/dense.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <vector>
 
 #include "bindings.h"
 
@@ -38,28 +40,62 @@ void bind_interact_backward(ConstFloats grad, ConstFloats dense, ConstFloats poo
                     grad_dense.data(), grad_pooled.data(), num_threads);
 }
 
-Layer layer_of(const ConstFloats& x, const ConstFloats& weight) {
-  require(x.ndim() == 2 && weight.ndim() == 2 && x.shape(1) == weight.shape(1), "x must be [B, I], weight [O, I]");
-  return {weight.data(), extent(x, 0), extent(x, 1), extent(weight, 0)};
+using Matrices = std::vector<ConstFloats>;
+
+// Checks that each layer takes what the one before makes of x [B, I].
+std::vector<Layer> layers_of(const ConstFloats& x, const Matrices& weights) {
+  require(x.ndim() == 2 && !weights.empty(), "x must be [B, I], and there must be layers");
+  std::vector<Layer> layers;
+  int64_t width = extent(x, 1);
+  for (size_t k = 0; k < weights.size(); ++k) {
+    require(weights[k].ndim() == 2 && extent(weights[k], 1) == width, "weights must be [O, I of the layer before]");
+    layers.push_back({weights[k].data(), width, extent(weights[k], 0)});
+    width = layers.back().num_outputs;
+  }
+  return layers;
 }
 
-void bind_linear(ConstFloats x, ConstFloats weight, ConstFloats bias, bool relu, FloatMatrix out, int num_threads) {
-  const Layer layer = layer_of(x, weight);
-  require(size(bias) == layer.num_outputs, "bias must be [O]");
-  require(extent(out, 0) == layer.num_samples && extent(out, 1) == layer.num_outputs, "out must be [B, O]");
+void bind_mlp(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<FloatMatrix> outputs,
+              int num_threads) {
+  const std::vector<Layer> layers = layers_of(x, weights);
+  require(biases.size() == layers.size() && outputs.size() == layers.size(), "a bias and an output for each layer");
+  std::vector<const float*> bias;
+  std::vector<float*> out;
+  for (size_t k = 0; k < layers.size(); ++k) {
+    require(size(biases[k]) == layers[k].num_outputs, "biases must be [O]");
+    require(extent(outputs[k], 0) == extent(x, 0) && extent(outputs[k], 1) == layers[k].num_outputs,
+            "outputs must be [B, O]");
+    bias.push_back(biases[k].data());
+    out.push_back(outputs[k].data());
+  }
   nb::gil_scoped_release release;
-  linear(layer, x.data(), bias.data(), relu, out.data(), num_threads);
+  mlp(layers, bias, last_relu, x.data(), extent(x, 0), out, num_threads);
 }
 
-void bind_linear_backward(ConstFloats grad, ConstFloats x, ConstFloats weight, Floats grad_weight, Floats grad_bias,
-                          std::optional<FloatMatrix> grad_x, bool gated, int num_threads) {
-  const Layer layer = layer_of(x, weight);
-  require(size(grad) == layer.num_samples * layer.num_outputs, "grad must be [B, O]");
-  require(size(grad_weight) == size(weight) && size(grad_bias) == layer.num_outputs, "gradients differ from weights");
-  require(!grad_x || size(*grad_x) == size(x), "grad_x must be [B, I]");
+// inputs[0] is x, the others outputs of `mlp`; the first of grad_inputs may be None.
+void bind_mlp_backward(ConstFloats grad, Matrices inputs, Matrices weights, std::vector<FloatMatrix> grad_weights,
+                       std::vector<Floats> grad_biases, std::vector<std::optional<FloatMatrix>> grad_inputs,
+                       int num_threads) {
+  require(inputs.size() == weights.size() && !inputs.empty(), "an input for each weight");
+  const std::vector<Layer> layers = layers_of(inputs[0], weights);
+  require(grad_weights.size() == layers.size() && grad_biases.size() == layers.size() &&
+              grad_inputs.size() == layers.size(),
+          "gradients for each layer");
+  const int64_t num_samples = extent(inputs[0], 0);
+  require(size(grad) == num_samples * layers.back().num_outputs, "grad must be [B, O]");
+  std::vector<const float*> in;
+  std::vector<LayerGradients> gradients;
+  for (size_t k = 0; k < layers.size(); ++k) {
+    require(size(inputs[k]) == num_samples * layers[k].num_inputs, "inputs must be [B, I]");
+    require(size(grad_weights[k]) == size(weights[k]) && size(grad_biases[k]) == layers[k].num_outputs,
+            "gradients differ from weights");
+    require(grad_inputs[k] ? size(*grad_inputs[k]) == size(inputs[k]) : k == 0, "gradients differ from inputs");
+    in.push_back(inputs[k].data());
+    gradients.push_back(
+        {grad_weights[k].data(), grad_biases[k].data(), grad_inputs[k] ? grad_inputs[k]->data() : nullptr});
+  }
   nb::gil_scoped_release release;
-  linear_backward(layer, x.data(), grad.data(), grad_weight.data(), grad_bias.data(), grad_x ? grad_x->data() : nullptr,
-                  gated, num_threads);
+  mlp_backward(layers, in, grad.data(), num_samples, gradients, num_threads);
 }
 
 }  // namespace
@@ -67,8 +103,6 @@ void bind_linear_backward(ConstFloats grad, ConstFloats x, ConstFloats weight, F
 void bind_dense(nb::module_& m) {
   m.def("interact", bind_interact);
   m.def("interact_backward", bind_interact_backward);
-  m.def("linear", bind_linear);
-  m.def("linear_backward", bind_linear_backward, nb::arg("grad"), nb::arg("x"), nb::arg("weight"),
-        nb::arg("grad_weight"), nb::arg("grad_bias"), nb::arg("grad_x").none(), nb::arg("gated"),
-        nb::arg("num_threads"));
+  m.def("mlp", bind_mlp);
+  m.def("mlp_backward", bind_mlp_backward);
 }

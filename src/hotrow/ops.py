@@ -400,16 +400,13 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, last: Activation, *parameters: Tensor) -> Tensor:
-        inputs = [x_BI.detach().contiguous()]
         weights, biases = [p.detach() for p in parameters[::2]], [p.detach() for p in parameters[1::2]]
-        for k, (weight, bias) in enumerate(zip(weights, biases, strict=True), start=1):
-            out = empty(len(x_BI), len(bias))
-            relu = k < len(weights) or last == "relu"
-            _native().linear(inputs[-1], weight, bias, relu, out, torch.get_num_threads())
-            inputs.append(out)
-        ctx.save_for_backward(*inputs, *weights)
+        x_BI = x_BI.detach().contiguous()
+        outputs = [empty(len(x_BI), len(bias)) for bias in biases]
+        _native().mlp(x_BI, weights, biases, last == "relu", outputs, torch.get_num_threads())
+        ctx.save_for_backward(x_BI, *outputs, *weights)
         ctx.last = last
-        return inputs[-1]
+        return outputs[-1]
 
     @staticmethod
     @once_differentiable
@@ -417,19 +414,13 @@ class _MLP(torch.autograd.Function):
         num_layers = len(ctx.saved_tensors) // 2
         *inputs, out_BO = ctx.saved_tensors[: num_layers + 1]
         weights = ctx.saved_tensors[num_layers + 1 :]
-        grad: Tensor | None = grad_BO.contiguous()
-        if ctx.last == "relu":
-            grad = torch.ops.aten.threshold_backward(grad_BO, out_BO, 0)
-        grads: list[Tensor | None] = []
-        for k in reversed(range(num_layers)):
-            grad_weight, grad_bias = empty(*weights[k].shape), empty(len(weights[k]))
-            grad_x = empty(*inputs[k].shape) if k or ctx.needs_input_grad[0] else None
-            _native().linear_backward(
-                grad, inputs[k], weights[k], grad_weight, grad_bias, grad_x, k > 0, torch.get_num_threads()
-            )
-            grads = [grad_weight, grad_bias, *grads]
-            grad = grad_x
-        return grad, None, *grads
+        grad = torch.ops.aten.threshold_backward(grad_BO, out_BO, 0) if ctx.last == "relu" else grad_BO.contiguous()
+        grad_weights, grad_biases = [empty(*w.shape) for w in weights], [empty(len(w)) for w in weights]
+        grad_inputs: list[Tensor | None] = [empty(*x.shape) for x in inputs]
+        if not ctx.needs_input_grad[0]:
+            grad_inputs[0] = None
+        _native().mlp_backward(grad, inputs, weights, grad_weights, grad_biases, grad_inputs, torch.get_num_threads())
+        return grad_inputs[0], None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
 
 
 def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, last: Activation) -> Tensor:

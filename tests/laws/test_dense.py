@@ -115,6 +115,7 @@ MLPS = [
     (0, (5, 1)),
     (3, (37, 1)),
     (131, (9, 64, 1)),
+    (140, (6, 1, 50, 4, 1, 1, 3)),
     (517, (256, 1)),
 ]
 
@@ -193,16 +194,20 @@ def test_mlp_does_not_depend_on_the_thread_count(samples: int, widths: tuple[int
 @pytest.mark.parametrize(("samples", "widths"), MLPS)
 def test_mlp_writes_its_outputs_and_no_more(samples: int, widths: tuple[int, ...]) -> None:
     native = pytest.importorskip("hotrow._native")
-    x, (weight, *_), (bias, *_), _ = mlp_inputs(samples, widths)
-    grad = torch.randn(samples, len(bias))
+    x, weights, biases, grad = mlp_inputs(samples, widths)
+
+    def guarded(tensors: list[Tensor]) -> list[Guarded]:
+        return [Guarded(torch.full_like(tensor, float("nan"))) for tensor in tensors]
+
     for _, threads in every_backend():
-        nan = float("nan")
-        out, grad_x, grad_weight, grad_bias = (Guarded(torch.full_like(t, nan)) for t in (grad, x, weight, bias))
-        native.linear(x, weight, bias, True, out.tensor, threads)
-        native.linear_backward(grad, x, weight, grad_weight.tensor, grad_bias.tensor, grad_x.tensor, True, threads)
-        for guarded in (out, grad_x, grad_weight, grad_bias):
-            guarded.check()
-            assert not guarded.tensor.isnan().any()
+        outputs = guarded([torch.empty(samples, width) for width in widths[1:]])
+        native.mlp(x, weights, biases, True, [out.tensor for out in outputs], threads)
+        inputs = [x, *(out.tensor for out in outputs[:-1])]
+        grads = [guarded(tensors) for tensors in (weights, biases, inputs)]
+        native.mlp_backward(grad, inputs, weights, *([own.tensor for own in made] for made in grads), threads)
+        for own in (*outputs, *(own for made in grads for own in made)):
+            own.check()
+            assert not own.tensor.isnan().any()
 
 
 def test_mlp_lets_nan_through() -> None:

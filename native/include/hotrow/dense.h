@@ -4,6 +4,8 @@
 
 #include <hotrow/kernels.h>
 
+#include <vector>
+
 namespace hotrow {
 
 void interact(const float* dense, const float* pooled, int64_t num_samples, int64_t num_features, int64_t dim,
@@ -11,20 +13,27 @@ void interact(const float* dense, const float* pooled, int64_t num_samples, int6
 void interact_backward(const float* grad, const float* dense, const float* pooled, int64_t num_samples,
                        int64_t num_features, int64_t dim, float* grad_dense, float* grad_pooled, int num_threads);
 
-// One layer of an MLP over a batch: B samples, I inputs, O outputs.
+// One layer of an MLP: I inputs, O outputs.
 struct Layer {
   const float* weight;  // W [O, I]
-  int64_t num_samples, num_inputs, num_outputs;
+  int64_t num_inputs, num_outputs;
 };
 
-// y = x W^T + bias, then y < 0 ? 0 : y where `relu`.  x [B, I], bias [O] -> y [B, O]. Throws std::bad_alloc.
-void linear(const Layer& layer, const float* x, const float* bias, bool relu, float* y, int num_threads);
+// y = x W^T + bias, then y < 0 ? 0 : y, layer by layer; after the last only if `last_relu`.
+//   x [B, I of the first], biases[k] [O] -> outputs[k] [B, O of layer k]. Throws std::bad_alloc.
+void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
+         int64_t num_samples, const std::vector<float*>& outputs, int num_threads);
 
-// For g = dL/dy [B, O] of a layer without ReLU (the caller's g has passed it):
-//     grad_weight = g^T x [O, I];  grad_bias = sum over b of g [O]
-//     grad_x = g W [B, I], and 0 where x <= 0 if `gated`: the gradient before the ReLU that made x;  null: not wanted
-// Throws std::bad_alloc.
-void linear_backward(const Layer& layer, const float* x, const float* g, float* grad_weight, float* grad_bias,
-                     float* grad_x, bool gated, int num_threads);
+// What is to be made of one layer, for g = dL/dy [B, O] before its ReLU:
+struct LayerGradients {
+  float* weight;  // g^T x [O, I]
+  float* bias;    // sum over b of g [O]
+  float* x;       // g W [B, I], and 0 where x <= 0 if a layer made x: g of that layer; null, of the first: not wanted
+};
+
+// inputs[k]: what layer k was given, x or the outputs of the layer before. g: of the last layer, which has no ReLU here
+// (the caller's g has passed it). Throws std::bad_alloc.
+void mlp_backward(const std::vector<Layer>& layers, const std::vector<const float*>& inputs, const float* g,
+                  int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads);
 
 }  // namespace hotrow
