@@ -189,6 +189,13 @@ def _least(short: Any, budget: int) -> int:
     return high
 
 
+def moved(memory: Memory | None, before: Path, after: Path) -> Memory | None:
+    """The same choice for the run folder `after`, where it was made for `before`."""
+    if memory is None or memory.ssd != before / FOLDER:
+        return memory
+    return replace(memory, ssd=after / FOLDER)
+
+
 def close_tiers(embedding: EmbeddingCollection, run: Path) -> None:
     """Remove the files of tables in tiers, and the run's folder for them."""
     if embedding.tiers is not None:

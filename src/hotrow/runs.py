@@ -18,8 +18,10 @@ from hotrow import ops
 from hotrow.checkpoint import list_checkpoints
 from hotrow.config import Config, apply_overrides, make_config, parse_yaml
 from hotrow.data.packed import PackedDataset
-from hotrow.device import Place, full_device, in_tiers, place_tables
+from hotrow.device import Place, full_device, in_folder, in_tiers, place_tables
 from hotrow.files import explain_full_disk
+from hotrow.memory.budget import Memory
+from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.stores import StoreError
 from hotrow.placement import describe, disk_shortfall, required_bytes
 from hotrow.progress import ProgressLine
@@ -47,7 +49,8 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
-    return _run(config, dataset, folder, None, quiet=quiet)
+    memory = in_folder(memory, folder.path, chosen_for=runs)
+    return _run(config, dataset, memory, folder, None, quiet=quiet)
 
 
 RESUMABLE = (
@@ -86,11 +89,17 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     tables = tables_of(config, dataset)
     memory = place_tables(config, tables, folder.path, Place.of(config), dataset=dataset)
     check_write_budget(config, tables, in_tiers=in_tiers(memory))
-    return _run(config, dataset, folder, newest, quiet=quiet)
+    return _run(config, dataset, memory, folder, newest, quiet=quiet)
 
 
 def _run(
-    config: Config, dataset: PackedDataset, folder: RunFolder, checkpoint: Path | None, *, quiet: bool
+    config: Config,
+    dataset: PackedDataset,
+    memory: Memory | DeviceMemory | None,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    *,
+    quiet: bool,
 ) -> RunFolder:
     full = explain_full_disk(
         folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder)}"
@@ -99,7 +108,7 @@ def _run(
     team = threads(config.train.threads, pin=config.train.pin)
     failing = _explain_failure(config, dataset, folder)
     with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
-        training = Training(config, dataset, folder, interrupt, progress)
+        training = Training(config, dataset, memory, folder, interrupt, progress)
         with closing(training):
             _train(training, checkpoint)
     return folder

@@ -26,7 +26,7 @@ from hotrow.checkpoint import Part, load_checkpoint, prune_checkpoints, read_man
 from hotrow.config import Config, MemoryConfig, interval_steps, is_due
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
-from hotrow.device import Place, in_tiers, place_tables
+from hotrow.device import Place, in_tiers
 from hotrow.device_report import DeviceReport
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
@@ -244,10 +244,19 @@ class State:
 
 
 class Training:
-    """The loop of one run: steps, and after each what is due (a metrics line, an evaluation, a checkpoint)."""
+    """The loop of one run: steps, and after each what is due (a metrics line, an evaluation, a checkpoint).
+
+    memory: where rows lie, as `place_tables` has it.
+    """
 
     def __init__(
-        self, config: Config, dataset: PackedDataset, folder: RunFolder, interrupt: Interrupt, progress: ProgressLine
+        self,
+        config: Config,
+        dataset: PackedDataset,
+        memory: Memory | DeviceMemory | None,
+        folder: RunFolder,
+        interrupt: Interrupt,
+        progress: ProgressLine,
     ) -> None:
         options = config.train
         self.config, self.dataset, self.folder = config, dataset, folder
@@ -267,7 +276,6 @@ class Training:
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
         place = Place.of(config)
-        memory = place_tables(config, tables, folder.path, place, dataset=dataset)
         self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory, place=place)
         self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer)
         tiers = self.parts.embedding.tiers
