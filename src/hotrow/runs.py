@@ -23,7 +23,7 @@ from hotrow.files import explain_full_disk
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.stores import StoreError
-from hotrow.placement import describe, disk_shortfall, required_bytes
+from hotrow.placement import copies_bytes, describe, disk_shortfall, required_bytes
 from hotrow.progress import ProgressLine
 from hotrow.run_folder import CONFIG, RunFolder
 from hotrow.session import Interrupt, threads
@@ -150,8 +150,9 @@ def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) 
 
 def _begin(training: Training) -> None:
     folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
-    needed = required_bytes(config, training.parts.embedding.tables)
-    training.say(describe(training.parts.embedding, needed) + training.parts.place.line())
+    emb = training.parts.embedding
+    needed, copies = required_bytes(config, emb.tables), copies_bytes(config, emb.tables)
+    training.say(describe(emb, needed, copies=copies) + training.parts.place.line())
     folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)

@@ -17,7 +17,7 @@ import torch
 from test_resume import BASE, outcome, signal_at
 
 import hotrow
-from hotrow import KeyedJaggedTensor, TableConfig, runs, trainer
+from hotrow import KeyedJaggedTensor, TableConfig, placement, runs, trainer
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.hot import turns
@@ -114,6 +114,24 @@ def test_copies_of_rows_in_tiers(
     assert copied.record["memory"]["disk_bytes"] > 0 and copied.record["hot"]["link"]["hot_batches"] > 2
     found, wanted = without_cost(outcome(copied)), without_cost(outcome(plain))
     assert found["tensors"] == wanted["tensors"] and found["metrics"] == wanted["metrics"]
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+@pytest.mark.parametrize("rows", ["exact", "tracked"])
+def test_tables_and_copies_are_within_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset], rows: str
+) -> None:
+    """By what the run says of both; tables that would fit alone go to disk where they would not with the copies."""
+    data = make_dataset(tmp_path / "data", table_rows=(50, 20, 4000), counts=True).path
+    changes = [f"hot.rows={rows}", "optimizer.sparse.name=adagrad", "hot.budget=32000", "hot.link=1GB"]
+    for available, where in ((250_000, "on disk in"), (450_000, "on disk in"), (490_000, "all in DRAM")):
+        monkeypatch.setattr(placement, "available_memory_bytes", lambda available=available: available)
+        run = trained(data, tmp_path / str(available), *changes)
+        tables = run.record["memory"]["dram_bytes"] if "memory" in run.record else 4070 * 64
+        assert 25_000 < run.record["hot"]["hot_bytes"] <= 32_000
+        assert 0.6 * 0.6 * 250_000 < tables + run.record["hot"]["hot_bytes"] <= 0.6 * available
+        first = (run.path / "log.txt").read_text().splitlines()[0]
+        assert where in first and "up to 0.0 MiB in DRAM for copies of hot rows" in first
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
