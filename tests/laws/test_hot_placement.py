@@ -21,8 +21,8 @@ from hotrow import KeyedJaggedTensor, TableConfig, placement, runs, trainer
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.hot import turns
+from hotrow.hot.calibrate import calibrate
 from hotrow.hot.copies import HotCopies
-from hotrow.hot.find import find_hot
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.link import Link
 from hotrow.run_folder import RunFolder
@@ -156,9 +156,10 @@ def test_the_bytes_that_cross_are_those_of_the_batches(data: Path, tmp_path: Pat
 
 def num_bag_ids_of_hot_samples(dataset: PackedDataset, hot: dict[str, Any]) -> int:
     """By hand: ids of `bag` in samples all of whose rows are hot, in an epoch."""
-    found = find_hot(dataset, "exact", 36 * HOT_ROWS, record_bytes={f"t{t}": 36 for t in range(3)}, small_table_bytes=0)
-    assert found.rows.num_rows == hot["hot_rows"]
-    rows = {name: {*range(own.prefix), *own.listed.tolist()} for name, own in found.rows.rows.items()}
+    record_bytes = {f"t{t}": 36 for t in range(3)}
+    found = calibrate(dataset, "exact", 36 * HOT_ROWS, record_bytes=record_bytes, small_table_bytes=0).hot
+    assert found.num_rows == hot["hot_rows"]
+    rows = {name: {*range(own.prefix), *own.listed.tolist()} for name, own in found.rows.items()}
     number = 0
     for block in map(dataset.split("train").block, range(dataset.split("train").num_blocks)):
         bags = block.ids[3]
