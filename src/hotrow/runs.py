@@ -44,6 +44,7 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     runs = folder.path if folder else Path(config.run or "runs")
     tables = tables_of(config, dataset)
     # What cannot be is refused before a folder is made.
+    _check_vocabularies(dataset)
     memory = place_tables(config, tables, runs, Place.of(config), dataset=dataset)
     check_write_budget(config, tables, in_tiers=in_tiers(memory))
     name = f"{dataset.path.resolve().name}-{config.model.name}"
@@ -51,6 +52,17 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     folder.keep_vocabulary(dataset.path)
     memory = in_folder(memory, folder.path, chosen_for=runs)
     return _run(config, dataset, memory, folder, None, quiet=quiet)
+
+
+def _check_vocabularies(dataset: PackedDataset) -> None:
+    """Raises ValueError where the run would take up vocabularies by which it could score no raw rows.
+
+    By their sizes and headers. Training reads no vocabulary, and reading them all takes a second per GB; what is wrong
+    inside one is said by `hotrow check` and by `predict`, and the same one comes of preparing the same data again.
+    """
+    for table in dataset.info.tables:
+        if f"vocab/{table.name}" in dataset.info.files:
+            dataset.vocabulary(table.name)
 
 
 RESUMABLE = (
