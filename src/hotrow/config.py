@@ -2,7 +2,7 @@
 
 `load_config` reads a file, applies `--set a.b=v` overrides and checks everything; an unknown key, a value out of range
 or a choice this version does not implement is a ValueError naming the field, the value and what is allowed. Nothing
-here acts on a value: `trainer.build` does. docs/config.md has the same as tables, printed by `python -m hotrow.config`.
+here acts on a value: `parts.build` does. docs/config.md has the same as tables, printed by `python -m hotrow.config`.
 """
 
 from __future__ import annotations

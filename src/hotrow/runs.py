@@ -23,11 +23,12 @@ from hotrow.files import explain_full_disk
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.stores import StoreError
+from hotrow.parts import storage_line, tables_of
 from hotrow.placement import copies_bytes, describe, disk_shortfall, required_bytes
 from hotrow.progress import ProgressLine
 from hotrow.run_folder import CONFIG, RunFolder
 from hotrow.session import Interrupt, threads
-from hotrow.trainer import Training, resume_command, storage_line, tables_of
+from hotrow.trainer import Training, resume_command
 from hotrow.write_budget import check_write_budget
 
 
