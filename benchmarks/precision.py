@@ -27,6 +27,7 @@ from hotrow import bench, runs, trainer
 from hotrow.batch import Batch
 from hotrow.config import load_config
 from hotrow.data.prepare import run_prepare
+from hotrow.parts import Parts
 from hotrow.session import StepClock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +64,7 @@ def pack(data: Path, folder: Path) -> Path:
 def clearing_low_bits(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`train_step`, after which lower halves keep their upper 8 bits alone."""
 
-    def clearing(parts: trainer.Parts, batch: Batch, number: int, clock: StepClock) -> Tensor:
+    def clearing(parts: Parts, batch: Batch, number: int, clock: StepClock) -> Tensor:
         loss = step(parts, batch, number, clock)
         for low in parts.embedding.low.values():
             low &= KEEP_24_BITS

@@ -39,11 +39,12 @@ from hotrow.device import Place, cpu_instead, place_tables
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import atomic_write, explain_full_disk
 from hotrow.models import look_up
+from hotrow.parts import build_network
 from hotrow.placement import close_tiers
 from hotrow.run_folder import RunFolder
 from hotrow.runs import train
 from hotrow.tables import TableConfig
-from hotrow.trainer import EVAL_BATCH_SIZE, build_network, evaluate
+from hotrow.trainer import EVAL_BATCH_SIZE, evaluate
 
 FIT_DEFAULTS = (
     "train.early_stopping=4",

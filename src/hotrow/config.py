@@ -2,7 +2,7 @@
 
 `load_config` reads a file, applies `--set a.b=v` overrides and checks everything; an unknown key, a value out of range
 or a choice this version does not implement is a ValueError naming the field, the value and what is allowed. Nothing
-here acts on a value: `trainer.build` does. docs/config.md has the same as tables, printed by `python -m hotrow.config`.
+here acts on a value: `parts.build` does. docs/config.md has the same as tables, printed by `python -m hotrow.config`.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ class MemoryConfig(_Section):
     """Bytes, or text such as 8GiB, of the memory of a GPU for slots, where lookups and updates run, before `dram`
     (docs/gpu.md). null: there are none, and tables train on the CPU."""
     dram: str | int = "auto"
-    """Bytes, or text such as 2GiB, for tables, optimizer state, what is known of rows in memory, and buffers. `auto`:
-    60 % of what this process may use."""
+    """Bytes, or text such as 2GiB, for tables, optimizer state, what is known of rows in memory, buffers, and copies of
+    hot rows (`hot.link`). `auto`: 60 % of what this process may use."""
     ssd: str | None = None
     """Folder of a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
     the folder `memory` of the run. What is there goes when the run ends."""
@@ -304,8 +304,9 @@ class HotConfig(_Section):
     """Samples of the validation split, its first, whose loss `fae` goes by; rounded up to batches of 4096."""
     link: str | None = None
     """Bytes per second, text such as 12GB, of the link to a fast device that a second memory of this machine plays: hot
-    rows are copied to it for turns of hot batches and back after them, and what would cross the link is counted. null
-    means no such copies: hot batches use the tables. Results are the same bits. Only for `fae` and `fixed`."""
+    rows are copied to it for turns of hot batches and back after them, and what would cross the link is counted. The
+    copies are in DRAM, and in the budget of `memory`. null means none: hot batches use the tables. Results are the same
+    bits. Only for `fae` and `fixed`."""
 
     @model_validator(mode="after")
     def _bytes(self) -> HotConfig:

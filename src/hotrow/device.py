@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hotrow.config import Config, DenseDtype
 from hotrow.data.packed import PackedDataset
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
-from hotrow.placement import choose, demands_of, most_rows, size
+from hotrow.placement import choose, demands_of, most_rows, moved, size
 from hotrow.tables import TableConfig
 
 ARITHMETIC = {
@@ -139,6 +139,13 @@ def place_tables(
     if training:
         _check_a_step_fits(config, tables, memory)
     return memory
+
+
+def in_folder(memory: Memory | DeviceMemory | None, run: Path, *, chosen_for: Path) -> Memory | DeviceMemory | None:
+    """What `place_tables` said for a run in the folder `chosen_for`, for one in the folder `run`."""
+    if isinstance(memory, DeviceMemory):
+        return replace(memory, below=moved(memory.below, chosen_for, run))
+    return moved(memory, chosen_for, run)
 
 
 def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: DeviceMemory) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from hotrow.config import Config, MemoryConfig
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.files import available_memory_bytes, disk_free_bytes
+from hotrow.files import available_memory_bytes, disk_free_bytes, parse_bytes
 from hotrow.memory.budget import LEAST_ROWS, Memory, TableDemand, plan_slots
 from hotrow.memory.store_file import no_disk
 from hotrow.memory.tiers import Tiers
@@ -54,6 +54,13 @@ def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: b
     return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
 
 
+def copies_bytes(config: Config, tables: Sequence[TableConfig]) -> int:
+    """What copies of hot rows may take of DRAM beside the tables; 0 where there are none."""
+    if config.hot.link is None:
+        return 0
+    return min(parse_bytes(config.hot.budget), required_bytes(config, tables))
+
+
 def choose(
     config: Config,
     tables: Sequence[TableConfig],
@@ -72,32 +79,39 @@ def choose(
     needed, available = required_bytes(config, tables, training=training), available_memory_bytes()
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
     budget = int(AUTO_SHARE * available) if chosen.dram_bytes is None else chosen.dram_bytes
-    if config.hbm is not None:
-        known = SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
-        available, budget = available - known, budget - known
+    copies = copies_bytes(config, tables) if training else 0
+    known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
+    beside = copies + known
+    available, budget = available - beside, budget - beside
     if config.memory == "dram" and training:
-        _check_available(config, needed, available)
+        _check_available(config, needed, available, copies)
         return None
     if not training:
         budget = min(budget, int(AUTO_SHARE * available))
-    _check_available(config, min(needed, budget), available)
+    if copies and budget <= 0:
+        raise ValueError(
+            f"copies of hot rows may take {size(copies)}, and there are {size(budget + beside)} for them and the "
+            f"tables: lower hot.budget ({config.hot.budget}), or set hot.link to null for a schedule without copies"
+        )
+    _check_available(config, min(needed, budget), available, copies)
     if needed <= budget:
         return None
     memory = _memory(chosen, budget, run)
     if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
         raise ValueError(f"memory.ssd is {str(memory.ssd)!r}, but {reason} (memory.ssd), or set memory.force to true")
     plan = _plan(config, tables, chosen, dataset) if training else None
-    _check_slots(config, tables, chosen, budget, plan, training=training)
+    _check_slots(config, tables, chosen, budget, plan, training=training, beside=beside)
     return replace(memory, plan=plan)
 
 
-def _check_available(config: Config, num_bytes: int, available: int) -> None:
+def _check_available(config: Config, num_bytes: int, available: int, copies: int) -> None:
     if num_bytes > available:
+        beside = f" beside {size(copies)} of copies of hot rows" if copies else ""
         what = config.memory if isinstance(config.memory, str) else f"dram: {config.memory.dram}"
         raise ValueError(
             f"memory is {what!r}: tables and optimizer state take {num_bytes / 2**30:.2f} GiB of DRAM, "
             f"{(num_bytes - available) / 2**30:.2f} GiB more than the {available / 2**30:.2f} GiB this process may "
-            f"use; set memory to auto, which lays the rest on disk, or {_CURES}"
+            f"use{beside}; set memory to auto, which lays the rest on disk, or {_CURES}"
         )
 
 
@@ -149,8 +163,12 @@ def _check_slots(
     plan: CountsPlan | None,
     *,
     training: bool,
+    beside: int,
 ) -> None:
-    """Raises ValueError where a table's cache would not hold the rows of a batch, with what is missing."""
+    """Raises ValueError where a table's cache would not hold the rows of a batch, with what is missing.
+
+    beside: bytes of `memory.dram` that are not in `budget`, because they are not for tables.
+    """
     demands = demands_of(config, tables, training=training)
     slots_of = partial(plan_slots, demands) if plan is None else plan.solver(demands)
 
@@ -171,8 +189,8 @@ def _check_slots(
         least = _least(short, budget)
         raise ValueError(
             f"{budget / 2**20:,.1f} MiB of memory are too little for tables and optimizer state: {reason}. "
-            f"{(least - budget) / 2**20:,.1f} MiB more are needed (memory.dram={-(-least // 2**20)}MiB), or a "
-            f"train.batch_size below {config.train.batch_size}"
+            f"{(least - budget) / 2**20:,.1f} MiB more are needed (memory.dram={-(-(least + beside) // 2**20)}MiB), or "
+            f"a train.batch_size below {config.train.batch_size}"
         )
     memory = _memory(chosen, budget, Path(FOLDER))
     memory.plan_places(demands, slots_of(memory.budget_bytes(demands)))
@@ -187,6 +205,13 @@ def _least(short: Any, budget: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if short(middle) else (low, middle)
     return high
+
+
+def moved(memory: Memory | None, before: Path, after: Path) -> Memory | None:
+    """The same choice for the run folder `after`, where it was made for `before`."""
+    if memory is None or memory.ssd != before / FOLDER:
+        return memory
+    return replace(memory, ssd=after / FOLDER)
 
 
 def close_tiers(embedding: EmbeddingCollection, run: Path) -> None:
@@ -218,17 +243,19 @@ def dram_bytes(tiers: Tiers) -> int:
     return slots + maps + tiers.memory.waiting_bytes
 
 
-def describe(embedding: EmbeddingCollection, needed: int) -> str:
-    """What lies where, in a line for the user. needed: bytes of tables and optimizer state."""
+def describe(embedding: EmbeddingCollection, needed: int, *, copies: int = 0) -> str:
+    """What lies where, in a line for the user. needed: bytes of tables and optimizer state; copies: `copies_bytes`."""
     tiers, slots = embedding.tiers, _describe_slots(embedding)
+    beside = f", beside them up to {size(copies)} in DRAM for copies of hot rows" if copies else ""
     if tiers is None:
-        return f"memory: {slots}tables and optimizer state are {size(needed)}, all in DRAM"
+        return f"memory: {slots}tables and optimizer state are {size(needed)}, all in DRAM{beside}"
     paths = [store.path for store in tiers.stores if store.path is not None]
     whole = len(tiers.stores) - len(paths)
     middle = f", {size(middle_bytes(tiers))} before it in {tiers.memory.middle}" if middle_bytes(tiers) else ""
     return (
         f"memory: {slots}of {size(needed)} of tables and optimizer state, {size(dram_bytes(tiers))} in DRAM ({whole} "
         f"of {len(tiers.stores)} tables whole), {size(disk_bytes(tiers))} on disk in {tiers.memory.folder}{middle}"
+        f"{beside}"
     )
 
 

@@ -18,14 +18,17 @@ from hotrow import ops
 from hotrow.checkpoint import list_checkpoints
 from hotrow.config import Config, apply_overrides, make_config, parse_yaml
 from hotrow.data.packed import PackedDataset
-from hotrow.device import Place, full_device, in_tiers, place_tables
+from hotrow.device import Place, full_device, in_folder, in_tiers, place_tables
 from hotrow.files import explain_full_disk
+from hotrow.memory.budget import Memory
+from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.stores import StoreError
-from hotrow.placement import describe, disk_shortfall, required_bytes
+from hotrow.parts import storage_line, tables_of
+from hotrow.placement import copies_bytes, describe, disk_shortfall, required_bytes
 from hotrow.progress import ProgressLine
 from hotrow.run_folder import CONFIG, RunFolder
 from hotrow.session import Interrupt, threads
-from hotrow.trainer import Training, resume_command, storage_line, tables_of
+from hotrow.trainer import Training, resume_command
 from hotrow.write_budget import check_write_budget
 
 
@@ -42,12 +45,25 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     runs = folder.path if folder else Path(config.run or "runs")
     tables = tables_of(config, dataset)
     # What cannot be is refused before a folder is made.
+    _check_vocabularies(dataset)
     memory = place_tables(config, tables, runs, Place.of(config), dataset=dataset)
     check_write_budget(config, tables, in_tiers=in_tiers(memory))
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
-    return _run(config, dataset, folder, None, quiet=quiet)
+    memory = in_folder(memory, folder.path, chosen_for=runs)
+    return _run(config, dataset, memory, folder, None, quiet=quiet)
+
+
+def _check_vocabularies(dataset: PackedDataset) -> None:
+    """Raises ValueError where the run would take up vocabularies by which it could score no raw rows.
+
+    By their sizes and headers. Training reads no vocabulary, and reading them all takes a second per GB; what is wrong
+    inside one is said by `hotrow check` and by `predict`, and the same one comes of preparing the same data again.
+    """
+    for table in dataset.info.tables:
+        if f"vocab/{table.name}" in dataset.info.files:
+            dataset.vocabulary(table.name)
 
 
 RESUMABLE = (
@@ -86,11 +102,17 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     tables = tables_of(config, dataset)
     memory = place_tables(config, tables, folder.path, Place.of(config), dataset=dataset)
     check_write_budget(config, tables, in_tiers=in_tiers(memory))
-    return _run(config, dataset, folder, newest, quiet=quiet)
+    return _run(config, dataset, memory, folder, newest, quiet=quiet)
 
 
 def _run(
-    config: Config, dataset: PackedDataset, folder: RunFolder, checkpoint: Path | None, *, quiet: bool
+    config: Config,
+    dataset: PackedDataset,
+    memory: Memory | DeviceMemory | None,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    *,
+    quiet: bool,
 ) -> RunFolder:
     full = explain_full_disk(
         folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder)}"
@@ -99,7 +121,7 @@ def _run(
     team = threads(config.train.threads, pin=config.train.pin)
     failing = _explain_failure(config, dataset, folder)
     with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
-        training = Training(config, dataset, folder, interrupt, progress)
+        training = Training(config, dataset, memory, folder, interrupt, progress)
         with closing(training):
             _train(training, checkpoint)
     return folder
@@ -141,8 +163,9 @@ def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) 
 
 def _begin(training: Training) -> None:
     folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
-    needed = required_bytes(config, training.parts.embedding.tables)
-    training.say(describe(training.parts.embedding, needed) + training.parts.place.line())
+    emb = training.parts.embedding
+    needed, copies = required_bytes(config, emb.tables), copies_bytes(config, emb.tables)
+    training.say(describe(emb, needed, copies=copies) + training.parts.place.line())
     folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)

@@ -1,6 +1,6 @@
-"""Training: parts built from a config, one step on one screen, and the loop of a run.
+"""Training: one step on one screen, and the loop of a run.
 
-`build` makes the parts, `train_step` sequences them, `Training` takes step after step and does what is due between
+`train_step` sequences the parts that parts.py builds, `Training` takes step after step and does what is due between
 them. A run is a function of its config, its dataset and its seed. Starting and resuming runs is in runs.py, scoring raw
 rows in api.py, what surrounds a run (clock, threads, signals) in session.py.
 """
@@ -8,7 +8,7 @@ rows in api.py, what surrounds a run (clock, threads, signals) in session.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.optim import Optimizer
 
-from hotrow import ops, optim
+from hotrow import ops
 from hotrow.batch import Batch
 from hotrow.checkpoint import Part, load_checkpoint, prune_checkpoints, read_manifest, save_checkpoint
 from hotrow.config import Config, MemoryConfig, interval_steps, is_due
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
-from hotrow.device import Place, in_tiers, place_tables
+from hotrow.device import Place, in_tiers
 from hotrow.device_report import DeviceReport
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
@@ -35,13 +34,12 @@ from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.lookahead import lookahead
 from hotrow.metrics import BinaryMetrics
-from hotrow.models import build_model, look_up
+from hotrow.models import look_up
+from hotrow.parts import Parts, build, tables_of
 from hotrow.placement import close_tiers, record_bytes, size
 from hotrow.progress import ProgressLine, duration, rate
 from hotrow.run_folder import RunFolder
-from hotrow.schedule import Schedule
 from hotrow.session import PHASES, Interrupt, StepClock
-from hotrow.tables import Dtype, TableConfig
 from hotrow.tier_report import TierReport
 from hotrow.write_budget import LEDGER, WriteLedger, Writes, checkpoint_bytes
 
@@ -50,99 +48,6 @@ LOOKAHEAD = MemoryConfig().lookahead
 ALL_DONE = "all steps are done"
 MOST_SKIPPED = 100
 """Steps skipped one after another; after so many a run ends, because weights that overflow mend in none."""
-_DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
-_TABLE_DTYPES: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "split_bf16": "bfloat16"}
-_SPARSE_OPTIMIZERS: dict[str, Any] = {
-    "sgd": optim.SGD,
-    "adagrad": optim.Adagrad,
-    "row_wise_adagrad": optim.RowWiseAdagrad,
-    "adam": optim.Adam,
-    "ftrl": optim.FTRL,
-}
-
-
-@dataclass
-class Parts:
-    """What a step works on."""
-
-    embedding: EmbeddingCollection
-    model: nn.Module
-    dense_optimizer: Optimizer
-    sparse_optimizer: optim.SparseOptimizer
-    schedule: Schedule
-    place: Place = field(default_factory=Place)
-    """Of the model."""
-
-    def with_state(self) -> dict[str, Part]:
-        """The parts a checkpoint holds, by the names of their files."""
-        return {name: part for name, part in vars(self).items() if name not in ("schedule", "place")}
-
-
-def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
-    """The dataset's tables with the columns, the initial rows and the storage `config` says."""
-    bound, dtype = config.model.embedding_init, _TABLE_DTYPES[config.train.precision]
-    tables = dataset.table_configs(config.model.embedding_dim)
-    return tuple(replace(table, init=replace(table.init, bound=bound), dtype=dtype) for table in tables)
-
-
-def build_network(
-    config: Config,
-    tables: Sequence[TableConfig],
-    *,
-    num_dense: int,
-    memory: Memory | DeviceMemory | None = None,
-    place: Place | None = None,
-) -> tuple[EmbeddingCollection, nn.Module]:
-    """The tables and the model on them, all random draws from `config.train.seed`; memory: None: all in DRAM.
-
-    place: where the model goes; None: it stays on the CPU.
-    """
-    seed, feature_names = config.train.seed, [name for table in tables for name in table.feature_names]
-    model = build_model(config.model, num_dense=num_dense, feature_names=feature_names, seed=seed)
-    return EmbeddingCollection(tables, memory=memory, seed=seed), model.to((place or Place()).device)
-
-
-def build(
-    config: Config,
-    tables: Sequence[TableConfig],
-    *,
-    num_dense: int,
-    memory: Memory | DeviceMemory | None = None,
-    place: Place | None = None,
-) -> Parts:
-    """The parts of a run over `tables` and `num_dense` dense inputs; memory and place: as `build_network`."""
-    place = place or Place()
-    embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory, place=place)
-    dense_optimizer, sparse_optimizer = build_optimizers(config, embedding, model)
-    schedule = Schedule([dense_optimizer, sparse_optimizer], **config.optimizer.schedule.model_dump())
-    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, place)
-
-
-def build_optimizers(
-    config: Config, embedding: EmbeddingCollection, model: nn.Module
-) -> tuple[Optimizer, optim.SparseOptimizer]:
-    """The torch optimizer of `model` and the fused one of `embedding`."""
-    dense, sparse = config.optimizer.dense, config.optimizer.sparse
-    options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
-    dense_optimizer = optim.SplitSGDBF16 if splits_dense(config) else _DENSE_OPTIMIZERS[dense.name]
-    fused = True if all(parameter.device.type == "cpu" for parameter in model.parameters()) else None  # torch's choice
-    return (
-        dense_optimizer(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=fused),
-        # train_step looks at both sides itself, before either is changed.
-        _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
-    )
-
-
-def splits_dense(config: Config) -> bool:
-    """Whether the MLPs' weights are kept in two halves."""
-    return config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd"
-
-
-def storage_line(config: Config) -> str:
-    """How weights are stored, for the user: asked-for bfloat16 does not mean bfloat16 arithmetic here."""
-    tables = {"fp32": "float32", "fp16": "float16", "split_bf16": "float32 in two halves, lookups read the upper"}
-    dense = "likewise" if splits_dense(config) else "float32"
-    return f"tables {tables[config.train.precision]}; MLPs {dense}; all arithmetic is float32"
 
 
 class NonFiniteError(ValueError):
@@ -244,10 +149,19 @@ class State:
 
 
 class Training:
-    """The loop of one run: steps, and after each what is due (a metrics line, an evaluation, a checkpoint)."""
+    """The loop of one run: steps, and after each what is due (a metrics line, an evaluation, a checkpoint).
+
+    memory: where rows lie, as `place_tables` has it.
+    """
 
     def __init__(
-        self, config: Config, dataset: PackedDataset, folder: RunFolder, interrupt: Interrupt, progress: ProgressLine
+        self,
+        config: Config,
+        dataset: PackedDataset,
+        memory: Memory | DeviceMemory | None,
+        folder: RunFolder,
+        interrupt: Interrupt,
+        progress: ProgressLine,
     ) -> None:
         options = config.train
         self.config, self.dataset, self.folder = config, dataset, folder
@@ -267,7 +181,6 @@ class Training:
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
         place = Place.of(config)
-        memory = place_tables(config, tables, folder.path, place, dataset=dataset)
         self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory, place=place)
         self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer)
         tiers = self.parts.embedding.tiers

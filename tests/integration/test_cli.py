@@ -207,6 +207,31 @@ def test_a_damaged_vocabulary_is_found_by_check(
     assert hotrow("check", "packed", "--json", **tools)["ok"]
 
 
+@pytest.mark.parametrize("damage", ["header", "other", "cut", "content"])
+def test_training_looks_at_the_vocabularies_it_takes(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """At sizes and headers, before a folder is made: contents, which `check` reads, can be prepared again."""
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    vocabulary = Path("packed", "vocab", "C3")
+    data, other = vocabulary.read_bytes(), Path("packed", "vocab", "C9").read_bytes()
+    header, content = (data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (40, len(data) - 1))
+    vocabulary.write_bytes({"header": header, "other": other, "cut": data[:-1], "content": content}[damage])
+    train = ("train", "small.yaml", "--set", "train.max_steps=1", "--json")
+    if damage == "content":
+        run = hotrow(*train, **tools)["run_dir"]
+        assert "C3 is missing or damaged" in hotrow("check", run, code=2, **tools)
+        return
+    if damage == "other":  # as a manifest would have it that was made with the wrong file in place
+        manifest = json.loads(Path("packed", "dataset.json").read_text())
+        manifest["files"]["vocab/C3"] = manifest["files"]["vocab/C9"]
+        Path("packed", "dataset.json").write_text(json.dumps(manifest))
+    says = {"header": "its header", "other": "dataset.json names", "cut": "it was cut or altered"}[damage]
+    assert re.search(rf"vocab/C3.* {says}", hotrow(*train, code=2, **tools))
+    assert not Path("runs").exists()
+
+
 def test_debugging_shows_the_traceback(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

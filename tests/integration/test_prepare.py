@@ -180,6 +180,11 @@ def test_a_vocabulary_that_is_not_the_datasets_is_refused(tmp_path: Path) -> Non
     for seed in (0, 1):
         prepare(open_source("frame", to_table(make_rows(300, seed)), schema=SCHEMA), tmp_path / str(seed))
     (tmp_path / "0" / "vocab" / "user").write_bytes((tmp_path / "1" / "vocab" / "user").read_bytes())
+    with pytest.raises(ValueError, match=r"vocab/user has \d+ bytes, dataset\.json says"):
+        RawEncoder(tmp_path / "0")
+    own, other = (json.loads((tmp_path / name / "dataset.json").read_text()) for name in "01")
+    own["files"]["vocab/user"] = other["files"]["vocab/user"]
+    (tmp_path / "0" / "dataset.json").write_text(json.dumps(own))
     with pytest.raises(ValueError, match=r"vocab/user has id .* dataset\.json names"):
         RawEncoder(tmp_path / "0")
 

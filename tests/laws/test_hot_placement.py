@@ -17,12 +17,12 @@ import torch
 from test_resume import BASE, outcome, signal_at
 
 import hotrow
-from hotrow import KeyedJaggedTensor, TableConfig, runs, trainer
+from hotrow import KeyedJaggedTensor, TableConfig, placement, runs, trainer
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.hot import turns
+from hotrow.hot.calibrate import calibrate
 from hotrow.hot.copies import HotCopies
-from hotrow.hot.find import find_hot
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.link import Link
 from hotrow.run_folder import RunFolder
@@ -117,6 +117,24 @@ def test_copies_of_rows_in_tiers(
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
+@pytest.mark.parametrize("rows", ["exact", "tracked"])
+def test_tables_and_copies_are_within_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset], rows: str
+) -> None:
+    """By what the run says of both; tables that would fit alone go to disk where they would not with the copies."""
+    data = make_dataset(tmp_path / "data", table_rows=(50, 20, 4000), counts=True).path
+    changes = [f"hot.rows={rows}", "optimizer.sparse.name=adagrad", "hot.budget=32000", "hot.link=1GB"]
+    for available, where in ((250_000, "on disk in"), (450_000, "on disk in"), (490_000, "all in DRAM")):
+        monkeypatch.setattr(placement, "available_memory_bytes", lambda available=available: available)
+        run = trained(data, tmp_path / str(available), *changes)
+        tables = run.record["memory"]["dram_bytes"] if "memory" in run.record else 4070 * 64
+        assert 25_000 < run.record["hot"]["hot_bytes"] <= 32_000
+        assert 0.6 * 0.6 * 250_000 < tables + run.record["hot"]["hot_bytes"] <= 0.6 * available
+        first = (run.path / "log.txt").read_text().splitlines()[0]
+        assert where in first and "up to 0.0 MiB in DRAM for copies of hot rows" in first
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
 def test_the_bytes_that_cross_are_those_of_the_batches(data: Path, tmp_path: Path) -> None:
     """By the formula of hot/link.py, over the whole run, from what the run says of its batches."""
     run = trained(data, tmp_path / "run", "hot.link=2GB", "hot.schedule=fixed", "hot.rate=50", "train.epochs=2")
@@ -138,9 +156,10 @@ def test_the_bytes_that_cross_are_those_of_the_batches(data: Path, tmp_path: Pat
 
 def num_bag_ids_of_hot_samples(dataset: PackedDataset, hot: dict[str, Any]) -> int:
     """By hand: ids of `bag` in samples all of whose rows are hot, in an epoch."""
-    found = find_hot(dataset, "exact", 36 * HOT_ROWS, record_bytes={f"t{t}": 36 for t in range(3)}, small_table_bytes=0)
-    assert found.rows.num_rows == hot["hot_rows"]
-    rows = {name: {*range(own.prefix), *own.listed.tolist()} for name, own in found.rows.rows.items()}
+    record_bytes = {f"t{t}": 36 for t in range(3)}
+    found = calibrate(dataset, "exact", 36 * HOT_ROWS, record_bytes=record_bytes, small_table_bytes=0).hot
+    assert found.num_rows == hot["hot_rows"]
+    rows = {name: {*range(own.prefix), *own.listed.tolist()} for name, own in found.rows.items()}
     number = 0
     for block in map(dataset.split("train").block, range(dataset.split("train").num_blocks)):
         bags = block.ids[3]

@@ -23,6 +23,7 @@ from hotrow import ops, placement, runs, trainer
 from hotrow.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
+from hotrow.plan import solve
 from hotrow.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
@@ -71,6 +72,24 @@ def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, changes: 
     assert run.record["memory"]["tables"]["t2"]["pinned"] > 0
     assert outcome(run) == expected
     assert run.record["memory"]["batches"]["foreseen"] == run.record["steps"]
+
+
+def test_counts_are_read_and_planned_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a new run and by a resumed one, also in a folder whose name is found only after it is known to fit."""
+    read, planned = solve.TableUse, solve.solve
+    calls: list[str] = []
+    monkeypatch.setattr(
+        solve, "TableUse", lambda demand, *args, **named: (calls.append(demand.name), read(demand, *args, **named))[1]
+    )
+    monkeypatch.setattr(solve, "solve", lambda *args: (calls.append("solve"), planned(*args))[1])
+    monkeypatch.chdir(tmp_path)
+    changes = ["train.max_steps=2", "checkpoint.every=1"]
+    run = runs.train(config(data, Path("runs"), changes, tiers(data, [])).model_copy(update={"run": None}))
+    assert calls == ["t0", "t1", "t2", "solve"]
+    assert f"on disk in {run.path}/memory" in (run.path / "log.txt").read_text()
+    calls.clear()
+    runs.resume(run.path, ["train.max_steps=3"])
+    assert calls == ["t0", "t1", "t2", "solve"]
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())

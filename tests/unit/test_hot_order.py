@@ -13,6 +13,7 @@ import pytest
 from hotrow.batch import Batch
 from hotrow.config import HotConfig
 from hotrow.data.packed import Split
+from hotrow.hot import order as hot_order
 from hotrow.hot.order import BatchOrder, Rate, batch_order, mixed_samples
 from packed_data import make_rows, write_dataset
 
@@ -70,6 +71,24 @@ def test_every_sample_once_per_epoch_in_batches_of_one_class(split: Split, sched
             num_cold = -(-int((~is_hot).sum()) // BATCH)
             assert len(found[0][1]) == math.ceil(num_cold * percent / 100)
     assert seen[0] != seen[1], "each epoch has an order of its own"
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.5])
+@pytest.mark.parametrize("shuffled_end", [0, 0.1])
+def test_classes_share_one_window(
+    split: Split, monkeypatch: pytest.MonkeyPatch, share: float, shuffled_end: float
+) -> None:
+    """Together they hold as many rows as one class alone would, and each mixes rows of as long a stretch."""
+    monkeypatch.setattr(hot_order, "WINDOW_ROWS", 200)
+    config = HotConfig(schedule="fixed", rate=20, shuffled_end=shuffled_end)
+    mixed = mixed_samples(NUM_ROWS, shuffled_end, batch_size=BATCH, seed=0)
+    order = batch_order(config, split, mark(share), batch_size=BATCH, shuffle_seed=4, mixed=mixed)
+    windows = {name: loader.window_rows for name, loader in order.loaders.items()}
+    assert 200 <= sum(windows.values()) < 200 + len(windows)
+    for name, loader in order.loaders.items():
+        assert 200 / NUM_ROWS <= windows[name] / loader.num_rows < (200 + NUM_ROWS / loader.num_rows) / NUM_ROWS
+    rows = [row for _, batches in turns(order, 0) for batch in batches for row in batch]
+    assert Counter(rows) == Counter(range(NUM_ROWS))
 
 
 def test_a_fixed_rate_takes_so_many_percent_of_each_class_in_turn(split: Split) -> None:

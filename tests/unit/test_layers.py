@@ -44,6 +44,7 @@ LEVELS = {
     "device_report": 4,
     "tier_report": 4,
     "write_budget": 4,
+    "parts": 4,
     "trainer": 4,
     "runs": 4,
     "cells": 4,

@@ -28,7 +28,7 @@ from hotrow.data.packed_format import (
     check_values,
     read_info,
 )
-from hotrow.data.vocabulary import open_counts
+from hotrow.data.vocabulary import Vocabulary, open_counts
 from hotrow.tables import TableConfig, Uniform
 
 MAX_OPEN_PARTS = 64
@@ -268,6 +268,17 @@ class PackedDataset:
         """The file that maps raw ids to rows of `table`; its size is checked here, its content by its reader."""
         self._table(table)
         return self._side_file(f"vocab/{table}", check="size")
+
+    def vocabulary(self, table: str) -> Vocabulary:
+        """Raw ids -> rows of `table`, mapped; its size and its header are checked here, its content is not.
+
+        Raises ValueError where there is none, and where it is not the one that the manifest names.
+        """
+        path, wanted = self.vocabulary_path(table), self._table(table).vocabulary
+        found = Vocabulary.open(path, verify="header")
+        if found.id != wanted:
+            raise ValueError(f"{path} has id {found.id}, {MANIFEST} names {wanted}; {CURE}")
+        return found
 
     def table_configs(self, embedding_dim: int) -> tuple[TableConfig, ...]:
         """One table of `embedding_dim` columns per id space, row 0 (rare and unseen ids) starting at zero."""

@@ -23,7 +23,6 @@ from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
 from hotrow.data.convert import IdEncoding
 from hotrow.data.packed import Ids, PackedDataset, Ragged
-from hotrow.data.packed_format import read_info
 from hotrow.data.pipeline import Options, prepare
 from hotrow.data.progress import ProgressCallback
 from hotrow.data.rowencoder import RowEncoder
@@ -115,8 +114,8 @@ class RawEncoder:
     """
 
     def __init__(self, dataset: PackedDataset | Path | str, *, threads: int | None = None) -> None:
-        folder = dataset.path if isinstance(dataset, PackedDataset) else Path(dataset)
-        self.info = read_info(folder)
+        dataset = dataset if isinstance(dataset, PackedDataset) else PackedDataset.open(dataset)
+        folder, self.info = dataset.path, dataset.info
         made: dict[str, Any] = self.info.ids
         if "schema" not in made:
             raise ValueError(
@@ -127,13 +126,7 @@ class RawEncoder:
         self._encodings: dict[str, IdEncoding] = made["encodings"]
         self._transforms = [DenseTransform.parse(column.transform) for column in self.info.dense]
         self._threads = threads or min(8, usable_cores())
-        vocabularies = {t.name: Vocabulary.open(folder / "vocab" / t.name, verify="header") for t in self.info.tables}
-        for table in self.info.tables:
-            if (found := vocabularies[table.name].id) != table.vocabulary:
-                raise ValueError(
-                    f"{folder}/vocab/{table.name} has id {found}, dataset.json names {table.vocabulary}; restore the "
-                    "file that belongs to it"
-                )
+        vocabularies = {table.name: dataset.vocabulary(table.name) for table in self.info.tables}
         fits = sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2
         # Those that are read anyway are checked to the last byte; those searched on disk were when they were prepared.
         self._vocabularies = {n: Vocabulary.open(v.path).load() if fits else v for n, v in vocabularies.items()}

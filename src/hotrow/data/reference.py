@@ -25,6 +25,7 @@ from hotrow.data.reference_caches import belady_hits as belady_hits
 from hotrow.data.reference_caches import lru_hits as lru_hits
 from hotrow.data.reference_caches import sketch_add as sketch_add
 from hotrow.data.reference_reuse import StackDistances as StackDistances
+from hotrow.data.reference_reuse import mix64
 
 NUMBER = re.compile(rb"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 INTEGER = re.compile(rb"-?\d+")
@@ -130,15 +131,6 @@ def parse_rows(
 def count_newlines(text: NDArray[np.uint8]) -> int:
     """How many bytes are newlines."""
     return int(np.count_nonzero(text == ord("\n")))
-
-
-def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The mixing function of encode_hash.h; one-to-one."""
-    x = x ^ (x >> np.uint64(33))
-    x = x * np.uint64(0xFF51AFD7ED558CCD)
-    x = x ^ (x >> np.uint64(33))
-    x = x * np.uint64(0xC4CEB9FE1A85EC53)
-    return x ^ (x >> np.uint64(33))
 
 
 def hash_keys(keys: NDArray[Any], cap: int, out: NDArray[np.uint64]) -> None:

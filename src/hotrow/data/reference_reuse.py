@@ -13,7 +13,7 @@ NUM_GAPS = 128
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The hash of native/include/hotrow/encode_hash.h."""
+    """The mixing function of native/include/hotrow/encode_hash.h; one-to-one."""
     x = x ^ (x >> np.uint64(33))
     x = x * np.uint64(0xFF51AFD7ED558CCD)
     x = x ^ (x >> np.uint64(33))

@@ -12,6 +12,7 @@ Next: classify.py, which says what a hot set covers.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class Calibration:
     budget_bytes: int
     detail: Mapping[str, Any]
     """Of `sampled`: each threshold tried, with the bounds of the estimate and the true size, in bytes."""
+    seconds: float
+    """It took to find it."""
 
 
 def calibrate(
@@ -50,12 +53,14 @@ def calibrate(
     tables of fewer are hot whole. Raises ValueError for another `how` and where the budget does not hold the small
     tables and a row of every other.
     """
+    start = time.perf_counter()
     if how not in WAYS:
         raise ValueError(f"no way to calibrate is called {how!r}; choose one of {', '.join(WAYS)}")
     tables = tables_of(dataset, record_bytes, small_table_bytes=small_table_bytes)
     check_budget([(len(t.counts), t.record_bytes) for t in tables], budget_bytes, small_table_bytes)
     rows, detail = WAYS[how](dataset, tables, budget_bytes, seed)
-    return Calibration(HotSet(how=how, rows=rows, record_bytes=record_bytes), budget_bytes, detail)
+    hot = HotSet(how=how, rows=rows, record_bytes=record_bytes)
+    return Calibration(hot, budget_bytes, detail, time.perf_counter() - start)
 
 
 # ---- by the accesses of every row

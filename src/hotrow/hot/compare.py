@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotrow.data.packed_reader import PackedDataset
-from hotrow.hot.calibrate import WAYS
+from hotrow.hot.calibrate import WAYS, calibrate
 from hotrow.hot.find import find_hot
 from hotrow.hot.hot_set import HotSet
 from hotrow.reference import NUM_STATES, Algorithm
@@ -37,12 +37,13 @@ def compare_ways(
     ways = []
     for how in WAYS:
         try:
-            found = find_hot(dataset, how, budget_bytes, record_bytes=record_bytes, seed=seed, threads=threads)
+            calibration = calibrate(dataset, how, budget_bytes, record_bytes=record_bytes, seed=seed)
         except ValueError as error:
             if how != "sampled":  # the others only fail where no way can work
                 raise
             ways.append({"name": how, "budget_bytes": budget_bytes, "error": str(error)})
             continue
+        found = find_hot(dataset, calibration, threads=threads)
         ways.append({**found.to_json(), **_accesses(dataset, found.rows)})
     return {"budget_bytes": budget_bytes, "optimizer": optimizer, "embedding_dim": embedding_dim, "ways": ways}
 

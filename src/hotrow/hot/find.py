@@ -1,9 +1,8 @@
-"""The hot rows of a dataset and the samples they cover, and how long it took to know."""
+"""Hot rows and the samples they cover, and how long it took to know: what a run, a study and `inspect` report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.packed_reader import PackedDataset
-from hotrow.hot.calibrate import Calibration, calibrate
+from hotrow.hot.calibrate import Calibration
 from hotrow.hot.classify import hot_samples
-from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotSet
+from hotrow.hot.hot_set import HotSet
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,6 @@ class FoundHot:
     calibration: Calibration
     is_hot: NDArray[np.bool_]
     """bool [rows of the training split]."""
-    calibrate_s: float
     classify_s: float
 
     @property
@@ -42,26 +40,13 @@ class FoundHot:
             "tables": {name: rows.num_rows for name, rows in hot.rows.items()},
             **self.calibration.detail,
             "hot_samples": float(self.is_hot.mean()) if len(self.is_hot) else 0.0,
-            "calibrate_s": self.calibrate_s,
+            "calibrate_s": self.calibration.seconds,
             "classify_s": self.classify_s,
         }
 
 
-def find_hot(
-    dataset: PackedDataset,
-    how: str,
-    budget_bytes: int,
-    *,
-    record_bytes: Mapping[str, int],
-    small_table_bytes: int = SMALL_TABLE_BYTES,
-    seed: int = 0,
-    threads: int | None = None,
-) -> FoundHot:
-    """Calibrate and classify the training split; see `calibrate` for the arguments and what it raises."""
+def find_hot(dataset: PackedDataset, calibration: Calibration, *, threads: int | None = None) -> FoundHot:
+    """The samples of the training split that a calibration makes hot."""
     start = time.perf_counter()
-    found = calibrate(
-        dataset, how, budget_bytes, record_bytes=record_bytes, small_table_bytes=small_table_bytes, seed=seed
-    )
-    middle = time.perf_counter()
-    is_hot = hot_samples(dataset, found.hot, threads=threads)
-    return FoundHot(found, is_hot, middle - start, time.perf_counter() - middle)
+    is_hot = hot_samples(dataset, calibration.hot, threads=threads)
+    return FoundHot(calibration, is_hot, time.perf_counter() - start)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from hotrow.batch import Batch
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.hot.calibrate import Calibration
-from hotrow.hot.classify import hot_samples
-from hotrow.hot.find import FoundHot
+from hotrow.hot.find import FoundHot, find_hot
 from hotrow.hot.tracker import HotTracker
 
 
@@ -70,10 +69,7 @@ class Learner(nn.Module):
         """What is hot in the epoch that began last."""
         start = time.perf_counter()
         hot = self.tracker.hot_set(self.began_with)
-        middle = time.perf_counter()
-        is_hot = hot_samples(self.dataset, hot)
-        found = Calibration(hot, self.tracker.budget_bytes, {})
-        return FoundHot(found, is_hot, middle - start, time.perf_counter() - middle)
+        return find_hot(self.dataset, Calibration(hot, self.tracker.budget_bytes, {}, time.perf_counter() - start))
 
 
 def whole_batches(is_hot: NDArray[np.bool_], batch_size: int) -> NDArray[np.bool_]:

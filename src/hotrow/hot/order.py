@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from hotrow.batch import Batch
 from hotrow.config import HotConfig
-from hotrow.data.loader import Loader
+from hotrow.data.loader import WINDOW_ROWS, Loader
 from hotrow.data.packed_reader import Split
 
 FALLS = 4
@@ -194,8 +194,19 @@ def batch_order(
     classes = {"cold": ~is_hot, "hot": is_hot}  # cold first: it touches more rows
     if mixed is not None:
         classes = {**{name: own & ~mixed for name, own in classes.items()}, MIXED: mixed}
-    loaders = {name: Loader(split, batch_size, shuffle_seed=shuffle_seed, only=only) for name, only in classes.items()}
+    loaders = {
+        name: Loader(split, batch_size, shuffle_seed=shuffle_seed, only=only, window_rows=_window_rows(only))
+        for name, only in classes.items()
+    }
     return BatchOrder(loaders, rate=config.rate)
+
+
+def _window_rows(only: NDArray[np.bool_]) -> int:
+    """A class' part of WINDOW_ROWS: its rows of a stretch as long as a window of all samples.
+
+    So classes, whose windows are held at once, hold no more together, and rows are mixed over the same distance.
+    """
+    return max(1, -(-WINDOW_ROWS * int(only.sum()) // max(1, len(only))))
 
 
 def mixed_samples(num_samples: int, share: float, *, batch_size: int, seed: int) -> NDArray[np.bool_] | None:

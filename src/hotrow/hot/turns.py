@@ -16,6 +16,7 @@ from hotrow.config import HotConfig
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import available_memory_bytes, parse_bytes
+from hotrow.hot.calibrate import calibrate
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.find import FoundHot, find_hot
 from hotrow.hot.learner import Learner, whole_batches
@@ -55,7 +56,8 @@ class Turns:
         if config.schedule != "none" and config.rows == "tracked":
             self.learner = Learner(dataset, record_bytes, budget, **sizes)
         elif config.schedule != "none":
-            self.found = find_hot(dataset, config.rows, budget, record_bytes=record_bytes, **sizes)
+            calibration = calibrate(dataset, config.rows, budget, record_bytes=record_bytes, **sizes)
+            self.found = find_hot(dataset, calibration)
         share = config.shuffled_end if config.takes_turns else 0.0
         num_samples = dataset.split("train").num_rows
         self._mixed = mixed_samples(num_samples, share, batch_size=batch_size, seed=seed)

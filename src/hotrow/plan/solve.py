@@ -328,15 +328,18 @@ class CountsPlan:
 
     def __call__(self, demands: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
         """Slots for each table. Raises ValueError where a table has no counts, and as `solve`."""
-        return self._solved.get((*demands, budget_bytes)) or self.solver(demands)(budget_bytes)
+        key = (*demands, budget_bytes)
+        return self._solved[key] if key in self._solved else self.solver(demands)(budget_bytes)
 
     def solver(self, demands: Sequence[TableDemand]) -> Callable[[int], list[TableSlots]]:
         """The plan for these tables, by budgets, once their counts have been read; what it finds is remembered."""
         uses = self.uses(demands)
 
         def solved(budget_bytes: int) -> list[TableSlots]:
-            slots = self._solved[(*demands, budget_bytes)] = solve(uses, budget_bytes)
-            return slots
+            key = (*demands, budget_bytes)
+            if key not in self._solved:
+                self._solved[key] = solve(uses, budget_bytes)
+            return self._solved[key]
 
         return solved
 

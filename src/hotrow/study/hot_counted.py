@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from hotrow.data.loader import Loader
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.hot.cached import cached_crossing
+from hotrow.hot.calibrate import calibrate
 from hotrow.hot.classify import hot_samples
 from hotrow.hot.compare import record_bytes_of
 from hotrow.hot.find import find_hot
@@ -47,9 +48,10 @@ def coverage(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
         is_hot, times = hot_samples(dataset, hot), {}
     else:
         small = cell.small_table_bytes
-        found = find_hot(dataset, cell.rows, budget, record_bytes=record_bytes, small_table_bytes=small)
+        calibration = calibrate(dataset, cell.rows, budget, record_bytes=record_bytes, small_table_bytes=small)
+        found = find_hot(dataset, calibration)
         hot, is_hot = found.rows, found.is_hot
-        times = {"calibrate_s": found.calibrate_s, "classify_s": found.classify_s}
+        times = {"calibrate_s": calibration.seconds, "classify_s": found.classify_s}
     return {
         "budget_bytes": budget,
         "table_bytes": table_bytes,

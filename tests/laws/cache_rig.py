@@ -1,0 +1,142 @@
+"""Caches of the native module or of its readable twin, with slots and stores of their own, for the tests of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from hotrow import ops, reference
+from hotrow.memory.budget import ADMISSIONS, POLICIES
+from hotrow.memory.stores import Engines, Kind, Store, TableRows, open_cached_store, open_store
+
+needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is absent")
+MODULES = ["native", "twin"] if ops.backend().name == "native" else ["twin"]
+KEY, BOUND, ZERO_ROWS = 77, 0.5, 1
+
+
+def module_of(name: str) -> Any:
+    return importlib.import_module("hotrow._native" if name == "native" else "hotrow.memory.reference")
+
+
+class Shape(NamedTuple):
+    """One table."""
+
+    num_rows: int
+    pinned: int
+    cached: int
+    dim: int = 3
+    storage: int = 0
+    states: tuple[tuple[int, float, float, float], ...] = ()
+
+    def arrays(self) -> list[np.ndarray]:
+        """Slots, all 0x55, which no initial row is."""
+        dtype = {0: np.float32, 1: np.float16, 2: np.int16}[self.storage]
+        arrays = [np.empty((self.num_rows, self.dim), dtype)]
+        arrays += [np.empty((self.num_rows, self.dim), np.int16)] if self.storage == 2 else []
+        arrays += [np.empty((self.num_rows, dim), np.float32) for dim, *_ in self.states]
+        for array in arrays:
+            array.view(np.uint8)[:] = 0x55
+        return arrays
+
+
+@cache
+def initial_rows(shape: Shape) -> np.ndarray:
+    """Every row's record before it is written, bytes [num_rows, record_bytes]; by the formulas of row_cache.h."""
+    w = reference.uniform_rows(KEY, torch.arange(shape.num_rows), shape.dim, BOUND, ZERO_ROWS)
+    parts = [w.numpy()]
+    if shape.storage == 1:
+        w = reference.to_float16(w).float()
+        parts = [w.half().numpy()]
+    if shape.storage == 2:
+        parts = [half.view(torch.int16).numpy() for half in reference.split(w)]
+    for dim, constant, of_weight, of_sign in shape.states:
+        state = w.numpy() * np.float32(of_weight) if of_weight else np.full((len(w), dim), constant, np.float32)
+        parts.append(state + np.float32(of_sign) * np.sign(w.numpy()) if of_sign else state)
+    return records_of(parts, np.arange(shape.num_rows))
+
+
+def records_of(arrays: Sequence[np.ndarray], slots: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.ascontiguousarray(array[slots]).view(np.uint8) for array in arrays], axis=1)
+
+
+class Rig:
+    """Caches of one module, their slots and their stores."""
+
+    def __init__(self, name: str, shapes: Sequence[Shape], policy: str, admission: str = "none") -> None:
+        self.module, self.shapes = module_of(name), list(shapes)
+        self.caches = self.module.make_caches()
+        self.caches.last_batch = 2**32 - 12  # so that numbers begin again, in the native module, as a schedule runs
+        self.arrays = [shape.arrays() for shape in shapes]
+        self.natives: list[Any] = []
+        self.stores: list[Store] = []
+        self._policy = (POLICIES.index(policy), ADMISSIONS.index(admission))  # type: ignore[arg-type]
+
+    def in_memory(self, places: Sequence[int] | None = None) -> Rig:
+        """places: of each table, what a tier before its store holds; None: there is none."""
+        for t, shape in enumerate(self.shapes):
+            num_bytes = sum(array[0].nbytes for array in self.arrays[t])
+            store = self.module.open_dram_store(num_bytes, shape.num_rows, f"t{t}")
+            if places:
+                middle = self.module.open_dram_store(num_bytes, places[t], f"t{t}")
+                store = self.module.open_cached_store(middle, store, f"t{t}")
+            self._add(t, store)
+        return self
+
+    def in_files(
+        self, folder: Path, kind: Kind, engines: Engines | None, before: Kind = "mapped", places: Sequence[int] = ()
+    ) -> Rig:
+        for t, shape in enumerate(self.shapes):
+            parts = tuple((f"p{i}", array[0].nbytes) for i, array in enumerate(self.arrays[t]))
+            rows = TableRows(table=f"t{t}", parts=parts, num_rows=shape.num_rows)
+            store = open_store(rows, kind=kind, path=folder / f"{t}.rows", engines=engines)
+            if places:
+                held = TableRows(table=f"t{t}", parts=parts, num_rows=places[t])
+                store = open_cached_store(open_store(held, kind=before, path=folder / f"{t}-middle.rows"), store)
+            self.stores.append(store)
+            self._add(t, self.stores[-1].native)
+        return self
+
+    def _add(self, t: int, native: Any) -> None:
+        shape = self.shapes[t]
+        first = (KEY, BOUND, ZERO_ROWS, shape.dim, shape.storage)
+        self.natives.append(native)
+        sizes = (shape.num_rows, shape.pinned, shape.cached)
+        self.caches.add(sizes, *self._policy, first, list(shape.states), native, self.arrays[t])
+
+    def grow(self, t: int, shape: Shape) -> None:
+        if self.stores:
+            self.stores[t].grow(shape.num_rows)
+        else:
+            assert self.natives[t].grow(shape.num_rows)
+        self.shapes[t], self.arrays[t] = shape, shape.arrays()
+        self.caches.grow(t, shape.num_rows, self.arrays[t])
+
+    def on_medium(self, t: int) -> np.ndarray:
+        """Every row as the store has it."""
+        arrays, rows = self.shapes[t].arrays(), np.arange(self.shapes[t].num_rows)
+        assert self.natives[t].read(rows, rows, self.module.Records(arrays)).wait()
+        return records_of(arrays, rows)
+
+    def counters(self, t: int) -> dict[str, int]:
+        found = self.caches.counters(t)
+        return {name: count for name, count in found.items() if not name.endswith("_bytes")}
+
+    def close(self) -> None:
+        self.natives.clear()
+        for store in self.stores:
+            store.close()
+
+
+def use(rig: Rig, *ids: int, keep: bool = True, dirty: bool = False) -> list[int]:
+    """Admit and release; the slots."""
+    flight, slots = rig.caches.admit(np.array(ids, np.int32), [(0, 0, len(ids))], keep, 1)
+    assert flight.wait()
+    flight.release(dirty)
+    return [int(slot) for slot in slots]
