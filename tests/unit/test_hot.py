@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from hotrow import tools
 from hotrow.data.packed import PackedDataset, Ragged
-from hotrow.hot.calibrate import WAYS, calibrate, most_accessed
+from hotrow.hot.calibrate import WAYS, calibrate
 from hotrow.hot.classify import hot_samples
 from hotrow.hot.compare import compare_ways, record_bytes_of
 from hotrow.hot.covering import most_covered, prefixes_of
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.sampled import estimate
 from hotrow.hot.student import t_quantile
-from hotrow.hot.table_use import TableUse, count_accesses
+from hotrow.hot.table_use import TableUse, count_accesses, most_accessed
 
 TABLE_ROWS = (60_000, 200, 30_000)
 RECORD_BYTES = {"t0": 64, "t1": 64, "t2": 96}
@@ -224,6 +224,23 @@ def test_covering_beats_counting_on_real_rows(real_data: Callable[[str], Path], 
         assert all(len(rows.listed) == 0 for rows in found.hot.rows.values()), "ranked rows: a prefix"
         shares[how] = hot_samples(data, found.hot).mean()
     assert shares["covering"] > 1.05 * shares["exact"] > 0, "of the same bytes"
+
+
+def test_covering_never_covers_less_than_counting(real_data: Callable[[str], Path], tmp_path: Path) -> None:
+    """Histories of 20 steps, where giving way table by table alone ends below the rows of most accesses."""
+    from hotrow.data.prepare import run_prepare
+
+    file = str(real_data("taobao_userbehavior_tail_10k.csv.gz"))
+    data = run_prepare("taobao-histories", [file], tmp_path / "taobao")
+    record_bytes = {table.name: 64 for table in data.info.tables}
+    total = 64 * sum(table.num_embeddings for table in data.info.tables)
+    for percent in range(10, 100, 5):
+        budget, covered = total * percent // 100, {}
+        for how in ("exact", "covering"):
+            hot = calibrate(data, how, budget, record_bytes=record_bytes, small_table_bytes=10_240).hot
+            assert hot.num_bytes <= budget
+            covered[how] = int(hot_samples(data, hot).sum())
+        assert covered["covering"] >= covered["exact"] > 0, f"{percent} % of the bytes"
 
 
 def test_inspect_compares_the_ways(dataset: PackedDataset, tmp_path: Path) -> None:
