@@ -185,7 +185,7 @@ def test_what_is_hot_is_said_and_that_nothing_is(data: Path, tmp_path: Path, sch
     cold = trained(data, tmp_path / "cold", *changes, f"hot.budget={36 * 5}")
     assert cold.record["hot"]["hot_samples"] == 0
     text = cold.record["warnings"]["no_hot_samples"]["text"]
-    assert f"hot.budget is {36 * 5}" in text and f"hot.schedule {schedule} changes nothing; raise hot.budget" in text
+    assert f"hot.budget is {36 * 5}" in text and f"hot.schedule {schedule} does nothing: raise hot.budget" in text
 
 
 TABLES = [

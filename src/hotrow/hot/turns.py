@@ -122,8 +122,8 @@ class Turns:
             return ""
         return (
             f"hot.budget is {self.config.budget}: {int(self.found.is_hot.sum()):,} of {len(self.found.is_hot):,} "
-            f"training samples have all their rows among the {self.found.rows.num_rows:,} that are hot, and fill no batch, so "
-            f"hot.schedule {self.config.schedule} changes nothing; raise hot.budget, or try covering for hot.rows"
+            f"training samples have all their rows among the {self.found.rows.num_rows:,} hot ones, and fill no "
+            f"batch; hot.schedule {self.config.schedule} does nothing: raise hot.budget, or try covering for hot.rows"
         )
 
     def learn(self) -> dict[str, Any] | None:
