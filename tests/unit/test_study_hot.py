@@ -117,6 +117,13 @@ def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: Pack
     assert found[cells[1]]["hot_samples"] == 1.0  # type: ignore[index]
 
 
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+def test_a_dataset_without_counts_is_counted(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
+    made = [make_dataset(tmp_path / f"{there}", counts=there, rows={"train": 900, "val": 99}) for there in (True, False)]
+    rows = [coverage(hot.HotCell(**{**CELL, "small_table": "0"}), dataset) for dataset in made]
+    assert rows[0]["hybrid_bytes"] == rows[1]["hybrid_bytes"] > 0
+
+
 def test_a_way_has_the_same_colour_on_every_chart() -> None:
     def row(name: str, rows: str, hot_bytes: int) -> dict[str, Any]:
         return {"kind": "coverage", "name": name, "rows": rows, "hot_bytes": hot_bytes, "hot_samples": 0.5}
