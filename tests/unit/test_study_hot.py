@@ -119,9 +119,10 @@ def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: Pack
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 def test_a_dataset_without_counts_is_counted(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
-    made = [make_dataset(tmp_path / f"{there}", counts=there, rows={"train": 900, "val": 99}) for there in (True, False)]
-    rows = [coverage(hot.HotCell(**{**CELL, "small_table": "0"}), dataset) for dataset in made]
-    assert rows[0]["hybrid_bytes"] == rows[1]["hybrid_bytes"] > 0
+    rows = {"train": 900, "val": 99}
+    made = [make_dataset(tmp_path / f"{counts}", counts=counts, rows=rows) for counts in (True, False)]
+    found = [coverage(hot.HotCell(**{**CELL, "small_table": "0"}), dataset) for dataset in made]
+    assert found[0]["hybrid_bytes"] == found[1]["hybrid_bytes"] > 0
 
 
 def test_a_way_has_the_same_colour_on_every_chart() -> None:
