@@ -1,5 +1,5 @@
-// The layers of an MLP over a whole batch, cut into tasks for the leaf kernels; see hotrow/dense.h. Compiled once, for the
-// baseline.
+// The layers of an MLP over a whole batch, cut into tasks for the leaf kernels; see hotrow/dense.h. Compiled once, for
+// the baseline.
 //
 // A block of samples goes through all layers before the next one does: what a layer wrote is still in a near cache when
 // the next one reads it, and threads wait for each other once, not after every layer.
@@ -95,9 +95,8 @@ template <class Task>
 void for_blocks(int64_t num_samples, int num_threads, const Task& task) {
   const int64_t most = round_up(std::max<int64_t>(1, num_samples / (2 * num_threads)), kTileRows);
   const int64_t length = std::min(kSamplesPerTask, most);
-  parallel_for((num_samples + length - 1) / length, num_threads, [&](int64_t index, int) {
-    task(index * length, std::min(num_samples, (index + 1) * length));
-  });
+  parallel_for((num_samples + length - 1) / length, num_threads,
+               [&](int64_t index, int) { task(index * length, std::min(num_samples, (index + 1) * length)); });
 }
 
 // ---- forward
@@ -149,14 +148,16 @@ struct Passage {
 void inputs_backward(const std::vector<Passage>& passages, int64_t num_samples, int num_threads) {
   std::vector<View> weights;
   for (const Passage& p : passages) {
-    if (p.gradients.x) weights.push_back({p.layer.weight, p.layer.num_outputs, p.layer.num_inputs, p.layer.num_inputs, 1});
+    if (p.gradients.x)
+      weights.push_back({p.layer.weight, p.layer.num_outputs, p.layer.num_inputs, p.layer.num_inputs, 1});
   }
   const Panels panels(weights, num_threads);
   for_blocks(num_samples, num_threads, [&](int64_t first, int64_t last) {
     for (size_t k = 0; k < weights.size(); ++k) {
       const auto& [layer, x, g, gated, gradients] = passages[k];
-      const Product product{g, layer.num_outputs, panels[k], 0, layer.num_outputs, layer.num_inputs, gradients.x,
-                            false, nullptr, false, gated ? x : nullptr};
+      const Product product{
+          g,     layer.num_outputs,  panels[k], 0, layer.num_outputs, layer.num_inputs, gradients.x, false, nullptr,
+          false, gated ? x : nullptr};
       multiply_rows(product, first, last);
     }
   });
@@ -165,8 +166,8 @@ void inputs_backward(const std::vector<Passage>& passages, int64_t num_samples, 
 // Rows [first, last) of a weight's gradient g^T x and of a bias': g^T is packed stretch by stretch into `tiles`.
 void weight_backward(const Passage& passage, int64_t num_samples, int64_t first, int64_t last, float* tiles) {
   const auto& [layer, x, g, gated, gradients] = passage;
-  const Product whole{nullptr, 0, x, layer.num_inputs, num_samples, layer.num_inputs, gradients.weight,
-                      false, nullptr, false, nullptr};
+  const Product whole{nullptr, 0,       x,     layer.num_inputs, num_samples, layer.num_inputs, gradients.weight,
+                      false,   nullptr, false, nullptr};
   std::fill(gradients.bias + first, gradients.bias + last, 0.0f);
   for (int64_t k = 0; k == 0 || k < num_samples; k += kMostDepth) {
     Product part = stretch(whole, k);
@@ -208,7 +209,8 @@ void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& bias
          int64_t num_samples, const std::vector<float*>& outputs, int num_threads) {
   std::vector<View> weights;  // a layer of one output needs none, and leaves an empty place
   for (const Layer& layer : layers)
-    weights.push_back({layer.weight, layer.num_outputs == 1 ? 0 : layer.num_inputs, layer.num_outputs, 1, layer.num_inputs});
+    weights.push_back(
+        {layer.weight, layer.num_outputs == 1 ? 0 : layer.num_inputs, layer.num_outputs, 1, layer.num_inputs});
   const Panels panels(weights, num_threads);
   for_blocks(num_samples, num_threads, [&](int64_t first, int64_t last) {
     const float* in = x;

@@ -135,6 +135,8 @@ def line_chart(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}"{dashes}>'
             f"<title>{escape(name)}</title></polyline>"
         )
+        if len(pixels) == 1:  # a polyline of one point shows nothing
+            body.append(f'<circle cx="{pixels[0][0]:.1f}" cy="{pixels[0][1]:.1f}" r="4" fill="{colour}"/>')
     for i, name in enumerate(named):
         x, y = LEFT + (WIDTH - LEFT - RIGHT) / per_row * (i % per_row), height + 16 + 18 * (i // per_row)
         ink = f'stroke="{COLOURS[i]}" stroke-width="3"' + (' stroke-dasharray="5 3"' if name in dashed else "")

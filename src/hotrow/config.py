@@ -310,13 +310,16 @@ class HotConfig(_Section):
 
     @model_validator(mode="after")
     def _bytes(self) -> HotConfig:
-        for name, text in (("budget", self.budget), ("link", self.link)):
-            if text is not None and parse_bytes(text) <= 0:
+        sizes = {"budget": self.budget, "link": self.link, "small_table": self.small_table}
+        for name, text in sizes.items():
+            try:
+                size = 1 if text is None else parse_bytes(text)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            if size < (0 if name == "small_table" else 1):
                 raise ValueError(f"{name} is {text!r}; it must be a positive number of bytes, such as 512MiB")
         if self.link is not None and not self.takes_turns:
             raise ValueError(f"link is {self.link!r}, but only hot turns use it: set schedule to fae or fixed")
-        if parse_bytes(self.small_table) < 0:
-            raise ValueError(f"small_table is {self.small_table!r}; it must be a number of bytes, such as 1MiB, or 0")
         return self
 
     @property

@@ -20,11 +20,12 @@ from hotrow.config import Config, apply_overrides, make_config, parse_yaml
 from hotrow.data.packed import PackedDataset
 from hotrow.device import Place, full_device, in_folder, in_tiers, place_tables
 from hotrow.files import explain_full_disk
+from hotrow.hot.turns import check_hot
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.stores import StoreError
 from hotrow.parts import storage_line, tables_of
-from hotrow.placement import copies_bytes, describe, disk_shortfall, required_bytes
+from hotrow.placement import copies_bytes, describe, disk_shortfall, record_bytes, required_bytes
 from hotrow.progress import ProgressLine
 from hotrow.run_folder import CONFIG, RunFolder
 from hotrow.session import Interrupt, threads
@@ -48,6 +49,7 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     _check_vocabularies(dataset)
     memory = place_tables(config, tables, runs, Place.of(config), dataset=dataset)
     check_write_budget(config, tables, in_tiers=in_tiers(memory))
+    check_hot(config.hot, dataset, record_bytes(config, tables))
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
@@ -176,6 +178,7 @@ def _begin(training: Training) -> None:
     if training.turns.found is not None and not dataset.has_counts:
         text = f"{config.data} carries no counts: its training split was counted to find hot rows"
         folder.warn("counted_to_find_hot_rows", text)
+    _say_what_is_hot(training)
     _warn_of_tiers(training)
     if short := training.writes.too_little_to_resume():
         folder.warn("write_budget_too_small_to_resume", short)
@@ -196,6 +199,18 @@ def _begin(training: Training) -> None:
         f"{folder.path}: {verb} step {training.state.step} of {training.num_steps}, {backend.name} kernels "
         f"({backend.isa}, {backend.threads} threads)"
     )
+
+
+def _say_what_is_hot(training: Training) -> None:
+    """Where hot rows are known when the session begins."""
+    if (found := training.turns.found) is None:
+        return
+    facts, seconds = found.to_json(), found.calibration.seconds + found.classify_s
+    training.say(
+        f"hot: {facts['hot_rows']:,} rows ({facts['name']}) in {facts['hot_bytes']:,} of {facts['budget_bytes']:,} "
+        f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s"
+    )
+    training.warn_of_nothing_hot()
 
 
 def _warn_of_tiers(training: Training) -> None:

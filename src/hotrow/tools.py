@@ -23,6 +23,7 @@ from hotrow.files import available_memory_bytes, disk_free_bytes, file_system, p
 from hotrow.host import host_facts, versions
 from hotrow.hot.compare import compare_ways, record_bytes_of
 from hotrow.hot.drift import measure_drift
+from hotrow.hot.hot_set import check_budget
 from hotrow.inspection import write_inspection
 from hotrow.memory.folder import remove_left_folders
 from hotrow.memory.store_file import direct_io
@@ -59,6 +60,8 @@ def inspect(
     """
     if drift and hot is None:
         raise ValueError("drift needs hot, the bytes of the fast device whose rows are followed: --hot 256MiB --drift")
+    # Before anything is read, which may take long.
+    budget = None if hot is None else _hot_budget(path, hot, embedding_dim=embedding_dim, optimizer=optimizer)
     found = open_accesses(path, split=split, progress=progress)
     if batches is not None:
         found = first_batches(found, batches, batch_size=batch_size)
@@ -69,15 +72,26 @@ def inspect(
     if found.kind == "packed dataset":
         dataset = PackedDataset.open(path)
         report |= _dataset_facts(dataset, report["tables"], split)
-        if hot is not None:
-            budget = parse_bytes(hot)
+        if budget is not None:
             report["hot"] = compare_ways(dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed)
             if drift:
                 record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
                 report["hot"]["drift"] = measure_drift(dataset, budget, record_bytes=record_bytes, seed=seed)
-    elif hot is not None:
-        raise ValueError(f"hot is {hot!r}: {path} is a trace, which has no samples to be hot; give a packed dataset")
     return {**report, "files": write_inspection(out, report)} if out is not None else report
+
+
+def _hot_budget(path: Path | str, hot: int | str, *, embedding_dim: int, optimizer: Algorithm) -> int:
+    """`hot` in bytes. Raises ValueError where no hot rows could be found with it."""
+    if Path(path).is_file():
+        raise ValueError(f"hot is {hot!r}: {path} is a trace, which has no samples to be hot; give a packed dataset")
+    dataset = PackedDataset.open(path)
+    record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
+    try:
+        budget = parse_bytes(hot)
+        check_budget([(table.num_embeddings, record_bytes[table.name]) for table in dataset.info.tables], budget)
+    except ValueError as error:
+        raise ValueError(f"hot is {hot!r}: {error}") from None
+    return budget
 
 
 def _dataset_facts(dataset: PackedDataset, tables: list[dict[str, Any]], split: str) -> dict[str, Any]:

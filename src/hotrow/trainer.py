@@ -221,7 +221,14 @@ class Training:
                 self.folder.measure("hot", step=self.state.step, epoch=self.epochs, **learned)
                 rows, samples = learned["hot_rows"], learned["hot_samples"]
                 self.say(f"step {self.state.step}: {rows:,} rows are hot from here on, {samples:.1%} of the samples")
+                self.warn_of_nothing_hot()
         self.turns.close()
+
+    def warn_of_nothing_hot(self) -> None:
+        """Say and count it where the schedule has nothing to do."""
+        if text := self.turns.nothing_hot:
+            self.folder.warn("no_hot_samples", text)
+            self.say(f"warning: {text}")
 
     def _train_turn(self) -> bool:
         """Train what is left of the turn, which without a hot schedule is the epoch; whether another may follow."""

@@ -177,16 +177,34 @@ def test_what_cannot_be_is_refused_and_what_is_done_is_said(
     run = trained(data, tmp_path / "run", "train.max_steps=2")
     counted = "counted_to_find_hot_rows" in run.record["warnings"]
     assert counted == ("counts/t0" not in PackedDataset.open(data).info.files)
-    with pytest.raises(ValueError, match=r"a hot set of 40 bytes is too small: .* raise the budget by \d+ bytes"):
+    least = r"hot\.budget is 40: a hot set of 40 bytes is too small: .* raise the budget by \d+ bytes, or lower"
+    with pytest.raises(ValueError, match=least):
         trained(data, tmp_path / "small", "hot.budget=40")
     rows = {"train": 64, "test": 64}
     without = make_dataset(tmp_path / "without", rows=rows).path
     with pytest.raises(ValueError, match=r"hot\.schedule is fae, whose rate follows the validation loss"):
         trained(without, tmp_path / "unvalidated")
+    assert not (tmp_path / "small").exists() and not (tmp_path / "unvalidated").exists(), "before there is a folder"
     trained(without, tmp_path / "fixed", "hot.schedule=fixed", "train.max_steps=2", "train.eval_every=null")
     monkeypatch.setattr(turns, "available_memory_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"copies of hot rows take [\d,]+ bytes, and there are 1,000; lower"):
         trained(data, tmp_path / "large", "hot.link=1GB")
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+@pytest.mark.parametrize("schedule", ["fae", "fixed", "window"])
+def test_what_is_hot_is_said_and_that_nothing_is(data: Path, tmp_path: Path, schedule: str) -> None:
+    changes = (f"hot.schedule={schedule}", "train.max_steps=2")
+    run = trained(data, tmp_path / "run", *changes)
+    hot = run.record["hot"]
+    share = f"{hot['hot_samples']:.1%} of the samples"
+    line = f"hot: {HOT_ROWS} rows (exact) in {36 * HOT_ROWS:,} of {36 * HOT_ROWS:,} bytes, {share}; found in "
+    assert line in (run.path / "log.txt").read_text() and 0 < hot["hot_samples"] < 1
+    assert "no_hot_samples" not in run.record["warnings"]
+    cold = trained(data, tmp_path / "cold", *changes, f"hot.budget={36 * 5}")
+    assert cold.record["hot"]["hot_samples"] == 0
+    text = cold.record["warnings"]["no_hot_samples"]["text"]
+    assert f"hot.budget is {36 * 5}" in text and f"hot.schedule {schedule} does nothing: raise hot.budget" in text
 
 
 TABLES = [

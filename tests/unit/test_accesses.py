@@ -16,6 +16,7 @@ from hotrow.data.packed import PackedDataset
 from hotrow.data.rowcounts import RowCounts
 
 
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 100, 1000])
 def test_a_dataset_against_the_loader(
     batch_size: int,
@@ -44,12 +45,18 @@ def _without_counts(dataset: PackedDataset, split: object, table: str) -> access
     return accesses.TableAccesses(table, 1, features, lambda n: accesses._split_batches(split, columns, n), empty)
 
 
-def test_a_dataset_without_counts_says_how_to_get_them(
-    tmp_path: Path, make_dataset: Callable[..., PackedDataset]
-) -> None:
-    make_dataset(tmp_path / "data")
-    with pytest.raises(ValueError, match=r"no counts/t0, .* prepare the data again with hotrow prepare, which counts"):
-        open_accesses(tmp_path / "data")
+def test_a_dataset_without_counts_is_counted_first(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
+    dataset = make_dataset(tmp_path / "data")
+    with pytest.warns(UserWarning, match="carries no counts: its training split is counted, .* prepare counts") as said:
+        found = open_accesses(tmp_path / "data", split="val")
+    assert len(said) == 1, "not for each table"
+    for table in found.tables:
+        wanted = np.zeros(table.num_embeddings, int)
+        for batch in Loader(dataset.split("train"), 64, shuffle_seed=None):
+            for feature in table.features:
+                np.add.at(wanted, batch.sparse.bags(feature)[0].numpy(), 1)
+        assert table.num_rare == wanted[0]
+        assert table.counts.tolist() == sorted(wanted[1:].tolist(), reverse=True)
 
 
 def test_an_empty_split_is_refused(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:

@@ -248,6 +248,8 @@ def test_every_chart_is_well_formed(hotness: Hotness) -> None:
 
 
 def test_a_line_goes_where_its_points_are() -> None:
+    alone = charts.line_chart({"a": [(1, 1.0), (9, 0.0)], "b": [(5, 0.5)]}, x_label="x", y_label="y", label="l")
+    assert alone.count("<circle") == 1, "a point alone is seen"
     drawn = charts.line_chart({"a": [(1, 1.0), (10, 0.5), (100, 0.0)]}, x_label="x", y_label="y", label="l")
     (points,) = re.findall(r'<polyline points="([^"]+)"', drawn)
     (x0, y0), (x1, y1), (x2, y2) = (map(float, point.split(",")) for point in points.split())

@@ -16,6 +16,7 @@ from hotrow.data.packed import PackedDataset
 from hotrow.hot.threshold import by_threshold
 from hotrow.study import hot, runner
 from hotrow.study.hot_counted import coverage
+from hotrow.study.hot_page import coverage_lines, megabytes
 
 CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
 
@@ -94,9 +95,16 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
     for cell in quality:
         assert {"name", "auc_baseline", "auc_fae", "logloss_baseline", "logloss_fae", "seeds"} <= cell.keys()
         assert cell["auc_difference"] == pytest.approx(cell["auc_fae"] - cell["auc_baseline"])
-        assert ("modelled_link_s" in cell) == (cell["schedule"] == "fae")
+        assert ("modelled_link_s" in cell) == ("link_bytes" in cell) == (cell["schedule"] == "fae")
+        seconds = {name for name in cell if name.endswith("_s") and "link" in name}
+        assert all(name.startswith("modelled_") for name in seconds), "no link was timed"
+        if cell["schedule"] == "fae":
+            assert cell["link_bytes"] / 12e9 == pytest.approx(cell["modelled_link_s"], rel=1e-3, abs=1e-6)
+            assert 0 < cell["sync_bytes"] < cell["link_bytes"]
     page = (tmp_path / "out" / "hot.html").read_text()
     assert "No fast device was" in page and "planted" in page and page.count("<svg") == 2
+    assert [row["speedup"] for row in report["speedups"]] == ["not measured"] * 5
+    assert page.count('<td class="n">not measured</td>') == 5, "no GPU was used"
     assert (tmp_path / "out" / "hot.csv").read_text().count("\n") == len(report["cells"]) + 1
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()], "data and runs are gone"
 
@@ -107,6 +115,27 @@ def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: Pack
     found = dict(hot.measure(cells, quick=True, folder=tmp_path))
     assert "is too small: tables below 1,048,576 bytes, which are hot whole, and a row" in found[cells[0]]
     assert found[cells[1]]["hot_samples"] == 1.0  # type: ignore[index]
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+def test_a_dataset_without_counts_is_counted(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
+    rows = {"train": 900, "val": 99}
+    made = [make_dataset(tmp_path / f"{counts}", counts=counts, rows=rows) for counts in (True, False)]
+    found = [coverage(hot.HotCell(**{**CELL, "small_table": "0"}), dataset) for dataset in made]
+    assert found[0]["hybrid_bytes"] == found[1]["hybrid_bytes"] > 0
+
+
+def test_a_way_has_the_same_colour_on_every_chart() -> None:
+    def row(name: str, rows: str, hot_bytes: int) -> dict[str, Any]:
+        return {"kind": "coverage", "name": name, "rows": rows, "hot_bytes": hot_bytes, "hot_samples": 0.5}
+
+    rows = [("a", "exact", 5), ("a", "covering", 6), ("b", "covering", 5), ("b", "exact", 6)]
+    lines = coverage_lines([row(*own) for own in rows])
+    assert list(lines["a"]) == list(lines["b"]) == ["covering", "exact"]
+
+
+def test_megabytes_of_little_and_of_much() -> None:
+    assert [megabytes(n) for n in (8_976, 109_684, 49_000_000, 1_234_567_890)] == ["0.00898", "0.11", "49", "1,235"]
 
 
 def test_differences_are_paired_by_seed() -> None:

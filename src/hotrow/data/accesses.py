@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -28,6 +29,8 @@ PIECE_BYTES = 1 << 22
 """Of text parsed at a time."""
 LONGEST_LINE_BYTES = 1 << 12
 """Far above any integer; a longer line is no trace's, and is not gathered in memory to say so."""
+COUNTED_SAMPLES = 1 << 18
+"""Counted at a time, of a dataset without counts."""
 INTEGER = re.compile(rb"-?[0-9]{1,19}")
 BatchIds = Iterator[NDArray[Any]]
 
@@ -63,7 +66,7 @@ class Accesses:
 def open_accesses(path: Path | str, *, split: str = "train", progress: ProgressCallback | None = None) -> Accesses:
     """Of the split of a packed dataset, where `path` is a folder; else of a trace.
 
-    Raises ValueError with the cure: no such split, counts missing, no accesses at all, and all that reading raises.
+    Raises ValueError with the cure: no such split, no accesses at all, and all that reading raises.
     """
     if Path(path).is_dir():
         return split_accesses(PackedDataset.open(path), split)
@@ -93,6 +96,9 @@ def split_accesses(dataset: PackedDataset, name: str = "train") -> Accesses:
         raise ValueError(
             f"{dataset.path}: split {name!r} has no rows, so no accesses; splits with rows: {', '.join(full)}"
         )
+    if not dataset.has_counts:
+        text = "carries no counts: its training split is counted, each time anew; hotrow prepare counts once"
+        warnings.warn(f"{dataset.path} {text}", stacklevel=3)
     return Accesses(
         name=dataset.info.name,
         kind="packed dataset",
@@ -102,14 +108,9 @@ def split_accesses(dataset: PackedDataset, name: str = "train") -> Accesses:
 
 
 def _table_accesses(dataset: PackedDataset, split: Split, table: str) -> TableAccesses:
-    if f"counts/{table}" not in dataset.info.files:
-        raise ValueError(
-            f"{dataset.path} has no counts/{table}, the accesses of each row, so what is hot is not known; "
-            "prepare the data again with hotrow prepare, which counts"
-        )
-    counts = dataset.counts(table)
     features = dataset.info.features
     columns = [j for j, feature in enumerate(features) if feature.table == table]
+    counts = dataset.counts(table) if f"counts/{table}" in dataset.info.files else _counted(dataset, table, columns)
     return TableAccesses(
         name=table,
         num_embeddings=dataset.info.table_by_name[table].num_embeddings,
@@ -118,6 +119,14 @@ def _table_accesses(dataset: PackedDataset, split: Split, table: str) -> TableAc
         counts=counts[1:],
         num_rare=int(counts[0]) if len(counts) else 0,
     )
+
+
+def _counted(dataset: PackedDataset, table: str, columns: list[int]) -> NDArray[np.unsignedinteger[Any]]:
+    """What counts/ would say of a table: accesses by the training split, row 0 first, then falling."""
+    counts = np.zeros(dataset.info.table_by_name[table].num_embeddings, np.int64)
+    for ids in _split_batches(dataset.split("train"), columns, COUNTED_SAMPLES):
+        counts += np.bincount(ids, minlength=len(counts))
+    return np.concatenate([counts[:1], np.sort(counts[1:])[::-1]]).astype(np.uint64)
 
 
 def _split_batches(split: Split, columns: list[int], batch_size: int) -> BatchIds:

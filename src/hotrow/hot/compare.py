@@ -13,7 +13,9 @@ from hotrow.reference import NUM_STATES, Algorithm
 
 
 def record_bytes_of(dataset: PackedDataset, *, embedding_dim: int, optimizer: Algorithm) -> dict[str, int]:
-    """Bytes of a row of each table: float32 weights and the optimizer's state."""
+    """Bytes of a row of each table: float32 weights and the optimizer's state. Raises ValueError for no optimizer."""
+    if optimizer not in NUM_STATES:
+        raise ValueError(f"optimizer is {optimizer!r}; choose one of {', '.join(NUM_STATES)}")
     state = NUM_STATES[optimizer] * (1 if optimizer == "row_wise_adagrad" else embedding_dim)
     return {table.name: 4 * (embedding_dim + state) for table in dataset.info.tables}
 
@@ -31,8 +33,6 @@ def compare_ways(
 
     A way that finds no hot set in the budget says why in `error`. Raises ValueError where none can.
     """
-    if optimizer not in NUM_STATES:
-        raise ValueError(f"optimizer is {optimizer!r}; choose one of {', '.join(NUM_STATES)}")
     record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
     ways = []
     for how in WAYS:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hotrow.data.packed_format import Ragged
 from hotrow.data.packed_reader import PackedDataset
-from hotrow.hot.table_use import Found, TableUse, draw_samples, samples_by_block
+from hotrow.hot.table_use import Found, TableUse, draw_samples, most_accessed, samples_by_block
 
 MOST_SAMPLES = 1 << 20
 """Training samples that are looked at, at most."""
@@ -21,11 +21,19 @@ BINS_PER_OCTAVE, FINE_ROWS = 16, 64
 
 
 def covering(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int) -> Found:
-    """Hot rows by table; how many samples were looked at."""
-    edges = [np.array([len(t.counts)]) if t.is_small else prefixes_of(len(t.counts)) for t in tables]
+    """Hot rows by table; how many samples were looked at.
+
+    Of them, no fewer are covered than by the rows of most accesses, whose prefixes are among those to choose from.
+    """
+    popular = most_accessed(tables, budget_bytes)
+    edges = [
+        np.array([len(t.counts)]) if t.is_small else np.union1d(prefixes_of(len(t.counts)), [n])
+        for t, n in zip(tables, popular, strict=True)
+    ]
     bins = _bins_of_samples(dataset, tables, edges, seed)
     sizes = [own * t.record_bytes for t, own in zip(tables, edges, strict=True)]
-    cuts = most_covered(bins, sizes, budget_bytes)
+    beside = [int(np.searchsorted(own, n)) for own, n in zip(edges, popular, strict=True)]
+    cuts = most_covered(bins, sizes, budget_bytes, beside=beside)
     rows = {t.name: t.first(int(own[cut])) for t, own, cut in zip(tables, edges, cuts, strict=True)}
     return rows, {"samples": bins.shape[1]}
 
@@ -55,30 +63,47 @@ def _bins_of_samples(
     return bins
 
 
-def most_covered(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], budget_bytes: int) -> list[int]:
+def most_covered(
+    bins: NDArray[np.int16],
+    sizes: Sequence[NDArray[np.int64]],
+    budget_bytes: int,
+    *,
+    beside: Sequence[int] | None = None,
+) -> list[int]:
     """For each table the index of a prefix, all within the budget, such that many samples are covered.
 
     bins: [tables, samples], the least prefix of each table that a sample needs. sizes: bytes of each table's prefixes,
-    rising. From the prefixes that cover all samples the table gives way that loses fewest samples per byte saved; a
-    sample that is lost no longer counts for the others. What room is left in the end is given back where it covers
-    most samples per byte. A heuristic: a sample is a conjunction, and the best set is hard to find.
+    rising. beside: another choice within the budget, to begin with where more is covered so.
+
+    A heuristic: a sample is a conjunction, and the best set is hard to find.
+    """
+    found = [_giving_way(bins, sizes, budget_bytes)]
+    if beside is not None:
+        found.append(list(beside))
+    for cuts in found:
+        _fill(bins, sizes, cuts, budget_bytes - _num_bytes(sizes, cuts))
+    return max(found, key=lambda cuts: int((bins <= np.array(cuts)[:, None]).all(axis=0).sum()))
+
+
+def _num_bytes(sizes: Sequence[NDArray[np.int64]], cuts: Sequence[int]) -> int:
+    return sum(int(size[cut]) for size, cut in zip(sizes, cuts, strict=True))
+
+
+def _giving_way(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], budget_bytes: int) -> list[int]:
+    """From the prefixes that cover all samples the table gives way that loses fewest samples per byte saved.
+
+    A sample that is lost no longer counts for the others. What room is left in the end is for `_fill`.
     """
     cuts = [int(own.max(initial=0)) for own in bins]
     covered = np.ones(bins.shape[1], np.bool_)
     histograms = [np.bincount(own, minlength=len(size)) for own, size in zip(bins, sizes, strict=True)]
-
-    def num_bytes() -> int:
-        return sum(int(size[cut]) for size, cut in zip(sizes, cuts, strict=True))
-
-    while num_bytes() > budget_bytes:
-        excess = num_bytes() - budget_bytes
+    while (excess := _num_bytes(sizes, cuts) - budget_bytes) > 0:
         t, cut = _cheapest(histograms, sizes, cuts, excess)
         lost = np.flatnonzero(covered & (bins[t] > cut))
         for histogram, own in zip(histograms, bins, strict=True):
             histogram -= np.bincount(own[lost], minlength=len(histogram))
         covered[lost] = False
         cuts[t] = cut
-    _fill(bins, sizes, cuts, budget_bytes - num_bytes())
     return cuts
 
 

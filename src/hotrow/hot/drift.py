@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from hotrow.data.optimum import belady_hits, lru_hits
 from hotrow.data.packed_format import Ids, Ragged, slice_ids
 from hotrow.data.packed_reader import PackedDataset
-from hotrow.hot.calibrate import calibrate, most_accessed
+from hotrow.hot.calibrate import calibrate
 from hotrow.hot.classify import by_feature, hits_of
 from hotrow.hot.hot_set import HotSet
-from hotrow.hot.table_use import ranked
+from hotrow.hot.table_use import most_accessed, ranked
 from hotrow.hot.tracker import HotTracker
 
 NUM_PARTS = 10

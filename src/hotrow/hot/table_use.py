@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,6 +72,39 @@ def ranked(
     """A table by its accesses, row by row."""
     order = np.concatenate([[0], 1 + np.argsort(-counts[1:], kind="stable")])
     return TableUse(name, record_bytes, counts[order], order, small_table_bytes)
+
+
+def most_accessed(tables: Sequence[TableUse], budget_bytes: int) -> list[int]:
+    """How many rows of each table: those of most accesses per byte, within the budget.
+
+    Of rows of equal accesses per byte the first tables' come first.
+    """
+    rising = [t.counts[:0:-1] for t in tables]
+
+    def all_at(density: float) -> list[int]:
+        """Rows of at least so many accesses per byte."""
+        least = [max(1, math.ceil(density * t.record_bytes)) for t in tables]
+        return [
+            len(t.counts) if t.is_small else len(t.counts) - int(np.searchsorted(own, n))
+            for t, own, n in zip(tables, rising, least, strict=True)
+        ]
+
+    def num_bytes(rows: Sequence[int]) -> int:
+        return sum(n * t.record_bytes for n, t in zip(rows, tables, strict=True))
+
+    found = all_at(0.0)
+    if num_bytes(found) > budget_bytes:
+        low, high = 0.0, 1.0 + max(float(t.counts.max(initial=0)) / t.record_bytes for t in tables)
+        while high - low > 1e-9 * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if num_bytes(all_at(middle)) > budget_bytes else (low, middle)
+        found, ties = all_at(high), all_at(low)
+        for k, t in enumerate(tables):
+            found[k] = min(ties[k], found[k] + (budget_bytes - num_bytes(found)) // t.record_bytes)
+    for k, t in enumerate(tables):  # what is left holds rows that were never accessed, of tables that then fit whole
+        if (len(t.counts) - found[k]) * t.record_bytes <= budget_bytes - num_bytes(found):
+            found[k] = len(t.counts)
+    return found
 
 
 def count_accesses(dataset: PackedDataset, share: float, *, seed: int) -> dict[str, NDArray[np.int64]]:

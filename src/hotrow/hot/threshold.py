@@ -23,7 +23,7 @@ def by_threshold(
 ) -> HotSet:
     """Rows of at least `percent` of the accesses to their table, by exact counts; small tables whole.
 
-    Row 0, which stands for all rare ids, counts as the row that it is. Rows without an access are cold. Raises
+    Row 0, which stands for all rare ids, is hot, as in `calibrate`. Other rows without an access are cold. Raises
     ValueError unless percent is from 0 to 100.
     """
     if not 0 <= percent <= 100:

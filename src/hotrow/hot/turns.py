@@ -19,10 +19,27 @@ from hotrow.files import available_memory_bytes, parse_bytes
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.find import FoundHot, find_hot
+from hotrow.hot.hot_set import check_budget
 from hotrow.hot.learner import Learner, whole_batches
 from hotrow.hot.link import Link
 from hotrow.hot.order import BatchOrder, batch_order, mixed_samples
 from hotrow.optim import SparseOptimizer
+
+
+def check_hot(config: HotConfig, dataset: PackedDataset, record_bytes: Mapping[str, int]) -> None:
+    """Raises ValueError for what cannot be whatever is hot: a budget below the least, "fae" without validation rows."""
+    if config.schedule == "none":
+        return
+    if config.schedule == "fae" and not ("val" in dataset.splits and dataset.split("val").num_rows):
+        raise ValueError(
+            f"hot.schedule is fae, whose rate follows the validation loss, but {dataset.path} has no rows in a "
+            "split 'val'; prepare the data with one, or set hot.schedule to fixed"
+        )
+    tables = [(table.num_embeddings, record_bytes[table.name]) for table in dataset.info.tables]
+    try:
+        check_budget(tables, parse_bytes(config.budget), parse_bytes(config.small_table))
+    except ValueError as error:
+        raise ValueError(f"hot.budget is {config.budget}: {error}, or lower hot.small_table") from None
 
 
 class Turns:
@@ -44,11 +61,7 @@ class Turns:
     ) -> None:
         self.config, self.dataset = config, dataset
         self._batch_size, self._shuffle_seed = batch_size, shuffle_seed
-        if config.schedule == "fae" and not ("val" in dataset.splits and dataset.split("val").num_rows):
-            raise ValueError(
-                f"hot.schedule is fae, whose rate follows the validation loss, but {dataset.path} has no rows in a "
-                "split 'val'; prepare the data with one, or set hot.schedule to fixed"
-            )
+        check_hot(config, dataset, record_bytes)
         self.found: FoundHot | None = None
         self.learner: Learner | None = None
         sizes: dict[str, Any] = {"small_table_bytes": parse_bytes(config.small_table), "seed": seed}
@@ -103,6 +116,17 @@ class Turns:
                 f"{free:,}; lower hot.budget, or set hot.link to null for a schedule without copies"
             )
         self.copies = HotCopies(*self._live, self.found.rows, self.link)
+
+    @property
+    def nothing_hot(self) -> str:
+        """Why the schedule has nothing to do, and the cure; empty where it has, or does not know yet."""
+        if self.found is None or ("hot" in self.order.loaders if self.config.takes_turns else self.found.is_hot.any()):
+            return ""
+        return (
+            f"hot.budget is {self.config.budget}: {int(self.found.is_hot.sum()):,} of {len(self.found.is_hot):,} "
+            f"training samples have all their rows among the {self.found.rows.num_rows:,} hot ones, and fill no "
+            f"batch; hot.schedule {self.config.schedule} does nothing: raise hot.budget, or try covering for hot.rows"
+        )
 
     def learn(self) -> dict[str, Any] | None:
         """Where an epoch has just ended and hot rows are learned: what is hot from here on."""

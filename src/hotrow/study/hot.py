@@ -35,6 +35,16 @@ LINK = "12GB"
 PREPARE_PER_S, COVERAGE_PER_S, TRAIN_PER_S = 1e5, 1e6, 3e4  # samples, for the estimate alone
 BELOW = 0.001
 """Time to AUC is to this much below the lowest that shuffled training ended with."""
+NOT_MEASURED = "not measured"
+MODES = {
+    "embeddings on the CPU by hotrow, MLPs on the GPU": "",
+    "turns of hot and cold batches, as published": ">= 2.34",
+    "slots on the GPU, mixed batches": ">= turns; a tenth of the rows in slots: >= 70% of all in HBM",
+    "slots on the GPU, hot and cold batches": "",
+    "all in HBM": "",
+}
+"""Ways to train with a GPU, and what is promised of their speed over that of torch's tables on the CPU and MLPs on the
+GPU. This study times none of them: benchmarks/gpu.py does, where there is a GPU, but for those with hot batches."""
 FAILURES = (ValueError,)
 """What ends the cells of one dataset and not the study."""
 
@@ -143,7 +153,8 @@ def headline(row: Mapping[str, Any]) -> str:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the page needs beside the rows."""
-    return {"link_bytes_per_s": LINK}
+    speedups = [{"mode": mode, "promised": bar, "speedup": NOT_MEASURED} for mode, bar in MODES.items()]
+    return {"link_bytes_per_s": LINK, "speedups": speedups}
 
 
 # ---- measuring
@@ -266,6 +277,7 @@ def hot_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if "link" in hot[0]:
         link = [own["link"] for own in hot]
         figures |= {
+            "link_bytes": statistics.mean(own["to_device_bytes"] + own["from_device_bytes"] for own in link),
             "sync_share": statistics.median(own["sync_s"] / run["train_s"] for own, run in zip(hot, runs, strict=True)),
             **{n: statistics.mean(own[n] for own in link) for n in ("sync_bytes", "hybrid_bytes", "hybrid_ratio")},
             **{n: statistics.mean(own[n] for own in link) for n in ("modelled_link_s", "modelled_hybrid_link_s")},

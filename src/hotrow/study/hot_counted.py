@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.loader import Loader
+from hotrow.data.packed_format import Ragged
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.hot.cached import cached_crossing
 from hotrow.hot.calibrate import calibrate
@@ -75,11 +76,19 @@ def link_bytes(dataset: PackedDataset, hot: HotSet, is_hot: NDArray[np.bool_], e
 
 def sent(dataset: PackedDataset, num_samples: int, embedding_dim: int, *, hot: bool) -> tuple[int, int]:
     """Bytes to the device and from it, of so many samples of the training split; of ids the mean of a sample's."""
-    ids = sum(int(dataset.counts(table.name).sum(dtype="u8")) for table in dataset.info.tables)
-    ids_each = ids / max(1, dataset.split("train").num_rows)
+    ids_each = num_lookups(dataset) / max(1, dataset.split("train").num_rows)
     width, inputs = embedding_dim * len(dataset.info.features), num_samples * 4 * (1 + len(dataset.info.dense))
     id_bytes = round(4 * ids_each * num_samples)
     return crossing(num_samples, width=width, input_bytes=inputs, id_bytes=id_bytes, hot=hot)
+
+
+def num_lookups(dataset: PackedDataset) -> int:
+    """Of the training split, over all tables."""
+    if dataset.has_counts:
+        return sum(int(dataset.counts(table.name).sum(dtype="u8")) for table in dataset.info.tables)
+    split = dataset.split("train")
+    blocks = (split.block(index) for index in range(split.num_blocks))
+    return sum(len(ids.values) if isinstance(ids, Ragged) else len(ids) for block in blocks for ids in block.ids)
 
 
 def cached(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:

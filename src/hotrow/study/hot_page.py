@@ -30,6 +30,7 @@ def hot_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         machine=machine_line(report),
         quick=report["quick"],
         link=report.get("link_bytes_per_s"),
+        speedups=report["speedups"],
         charts=charts,
         groups=[
             {**group, "rows": [SHOWN[group["kind"]](row) for row in rows if row["group"] == group["name"]]}
@@ -45,7 +46,12 @@ def coverage_lines(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float,
     for row in sorted((r for r in rows if r["kind"] == "coverage"), key=lambda row: float(row["hot_bytes"])):
         lines = found.setdefault(row["name"], {})
         lines.setdefault(row["rows"], []).append((row["hot_bytes"] / 1e6, row["hot_samples"]))
-    return found
+    return {source: {way: lines[way] for way in sorted(lines)} for source, lines in found.items()}
+
+
+def megabytes(num_bytes: float) -> str:
+    """To three digits, or to one megabyte."""
+    return f"{num_bytes / 1e6:,.0f}" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g}"
 
 
 def shown_coverage(row: Row) -> dict[str, str]:
@@ -55,11 +61,11 @@ def shown_coverage(row: Row) -> dict[str, str]:
         "name": row["name"],
         "rows": row["rows"],
         "amount": amount,
-        "hot_mb": f"{row['hot_bytes'] / 1e6:.1f}",
+        "hot_mb": megabytes(row["hot_bytes"]),
         "hot_rows": f"{row['hot_rows']:,}",
         "share": f"{row['hot_bytes'] / row['table_bytes']:.1%}",
         "hot_samples": f"{row['hot_samples']:.1%}",
-        "link_mb": f"{row['link_bytes'] / 1e6:,.0f}",
+        "link_mb": megabytes(row["link_bytes"]),
         "ratio": f"{row['hybrid_ratio']:.2f}",
     }
 
@@ -69,9 +75,9 @@ def shown_cached(row: Row) -> dict[str, str]:
     return {
         "name": row["name"],
         "amount": f"{row['amount']:.0%} of the bytes",
-        "slot_mb": f"{row['budget_bytes'] / 1e6:.1f}",
+        "slot_mb": megabytes(row["budget_bytes"]),
         "hit_rows": f"{row['hit_rows']:.1%}",
-        "link_mb": f"{row['link_bytes'] / 1e6:,.0f}",
+        "link_mb": megabytes(row["link_bytes"]),
         "ratio": f"{row['hybrid_ratio']:.2f}",
     }
 
@@ -101,6 +107,7 @@ def shown_quality(row: Row) -> dict[str, str]:
         "accuracy": pair("accuracy", ".4f"),
         "epochs": " / ".join("never" if share is None else f"{share:.1f}" for share in epochs),
         "swaps": f"{row['num_swaps']:.0f}",
+        "link_mb": megabytes(row["link_bytes"]) if "link_bytes" in row else "",
         "sync_share": either("sync_share", ".1%"),
         "ratio": either("hybrid_ratio", ".2f"),
         "seconds": pair("train_s", ".1f"),
