@@ -156,6 +156,16 @@ def test_all_tables_together_against_adding_up(hotness: Hotness) -> None:
         total += len(IDS[own.table.name])
     curve = dict(map(tuple, hotness.to_json()["locality"]["miss_ratio"]["per_lookup"]))
     assert curve[0.1] == pytest.approx(misses / total)
+    found = hotness.to_json()
+    for per in ("per_lookup", "per_row"):
+        bins = dict(map(tuple, found["locality"]["distances"][per]))
+        assert sum(bins.values()) + found["locality"]["first"][per] == pytest.approx(1)
+        weights = {own.table.name: own.locality.num_accesses(per.removeprefix("per_")) for own in hotness.tables}
+        added = Counter[int]()
+        for table in found["tables"]:
+            for end, share in table["locality"]["distances"][per]:
+                added[end] += share * weights[table["table"]] / sum(weights.values())
+        assert bins == pytest.approx({**dict.fromkeys(bins, 0), **added})
 
 
 def test_a_sample_says_so_and_repeats() -> None:
@@ -240,7 +250,7 @@ def test_the_files(report: dict[str, Any]) -> None:
 def test_every_chart_is_well_formed(hotness: Hotness) -> None:
     page = inspection_page({**hotness.to_json(), "split": "train", "path": "x"})
     drawn = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(drawn) == 6
+    assert len(drawn) == 7
     for text in drawn:
         lines = [node for node in ElementTree.fromstring(text).iter() if node.tag.endswith(("polyline", "rect"))]
         assert len(lines) > 1
