@@ -266,6 +266,18 @@ def test_a_line_goes_where_its_points_are() -> None:
     assert y0 == charts.TOP
 
 
+def test_what_is_more_than_a_whole_or_alone_is_seen() -> None:
+    lines = {"a": [(1, 0.5), (10, 1.35)], "b": [(1, 2.0)]}
+    drawn = ElementTree.fromstring(charts.line_chart(lines, x_label="x", y_label="y", label="l"))
+    (line,) = [node for node in drawn.iter() if node.tag.endswith("polyline")]
+    (dot,) = [node for node in drawn.iter() if node.tag.endswith("circle")]
+    heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+    ticks = [node for node in drawn.iter() if (node.text or "").endswith("%")]
+    at = {float((node.text or "").rstrip("%")) / 100: float(node.attrib["y"]) - 4 for node in ticks}
+    assert float(dot.attrib["cy"]) == at[2.0] == charts.TOP
+    assert heights[0] == at[0.5] and at[1.5] < heights[1] < at[1.25]
+
+
 def test_the_real_trace_is_what_its_readme_says(real_data: Any) -> None:
     found = trace_accesses(real_data("embedding_trace_500k_medium.txt.gz"))
     assert found.num_samples == 429_951 and found.tables[0].num_embeddings <= 500_000
