@@ -203,6 +203,7 @@ class Engine {
   void finish_write(Job& job, bool good);
   void start_write(Job& job);
   void finish_sync(Job& job, bool good);
+  bool is_whole(Table& table);
   void fail(Job& job);
   // The bytes of a row whose write waits or is under way; else null.
   const std::byte* waiting_bytes_of(const Table& table, int64_t row) const;

@@ -3,6 +3,8 @@
 // Everything that decides which bytes are the newest happens on the engine's one thread. A unit is in at most one write
 // at a time; rows written meanwhile change its image, which is written again after. Reads of rows with an image are
 // served from it; others may read beside a write of their sector, which leaves their bytes as they were.
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <new>
@@ -79,6 +81,7 @@ void Engine::end_moves(Call& call, size_t count, bool good) {
   call.good = call.good && good;
   if (good) bump_own(call.table->counted.read_rows, static_cast<int64_t>(count));
   if (call.ended < call.moves.size()) return;
+  call.good = call.good && is_whole(*call.table);
   --call.table->calls_reading;
   const auto n = static_cast<int64_t>(call.moves.size());
   call.good ? call.ticket->done(n) : call.ticket->fail(n);
@@ -238,7 +241,7 @@ void Engine::finish_write(Job& job, bool good) {
 
 void Engine::finish_sync(Job& job, bool good) {
   if (!good) fail(job);
-  const bool all_good = good && !job.table->failure.get();
+  const bool all_good = good && is_whole(*job.table) && !job.table->failure.get();
   std::vector<Ticket*> flushes;
   flushes.swap(job.flushes);
   give_back(job);
@@ -274,6 +277,18 @@ void Engine::drop(Dirty* unit) {
 void Engine::forget(Dirty* unit) {
   bump(unit->table->counted.waiting_bytes, -unit->table->dirty_bytes());
   left_.push_back(unit->chunk);
+}
+
+// A write behind the end of a file that was truncated makes it longer again, and the rows between read as zeros: what
+// was read, or is said to be on the disk, is so only where the file is still as long as its rows need.
+bool Engine::is_whole(Table& table) {
+  const TableFile& file = table.file;
+  struct stat found;
+  if (fstat(file.fd, &found) == 0 && found.st_size >= file.layout.file_bytes(table.num_rows.load())) return true;
+  has_failed_ = true;
+  table.failure.set("rows of table '" + file.table + "' in " + file.path + " are lost. Nothing was trained on wrong " +
+                    "rows; " + cure_of(0) + ", then resume from the last checkpoint");
+  return false;
 }
 
 void Engine::fail(Job& job) {

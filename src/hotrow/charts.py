@@ -55,10 +55,13 @@ def svg(body: Sequence[str], *, width: int = WIDTH, height: int = HEIGHT, label:
 
 
 class Shares:
-    """Maps to a plot area whose y is a share from 0 to 1 and whose x is linear from 0, or logarithmic."""
+    """Maps to a plot area whose y is a share from 0 to 1, or to `top`, and whose x is linear from 0, or logarithmic."""
 
-    def __init__(self, xs: Sequence[float], *, x_scale: Literal["linear", "log"], width: int, height: int) -> None:
+    def __init__(
+        self, xs: Sequence[float], *, x_scale: Literal["linear", "log"], width: int, height: int, top: float = 1.0
+    ) -> None:
         self._scale, self._width, self._height = x_scale, width, height
+        self._quarters = max(4, math.ceil(4 * top - 1e-9))
         self._x0 = math.floor(math.log10(min(xs))) if x_scale == "log" else 0.0
         self._x1 = math.ceil(math.log10(max(xs)) - 1e-9) if x_scale == "log" else max(xs)
         self._x1 += self._x1 == self._x0
@@ -71,12 +74,13 @@ class Shares:
 
     def y(self, share: float) -> float:
         """Pixels from the top."""
-        return self._height - BOTTOM - (self._height - TOP - BOTTOM) * share
+        return self._height - BOTTOM - (self._height - TOP - BOTTOM) * share * 4 / self._quarters
 
     def axes(self, x_label: str, y_label: str) -> list[str]:
         """Grid lines and labels."""
         lines = []
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        for quarter in range(0, self._quarters + 1, math.ceil(self._quarters / 8)):
+            share = quarter / 4
             y = self.y(share)
             lines.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{self._width - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
             lines.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{share:.0%}</text>')
@@ -108,10 +112,10 @@ def line_chart(
     dashed: Collection[str] = (),
     label: str,
 ) -> str:
-    """Shares (y, 0 to 1) against x, one line per name; nothing where there is no point.
+    """Shares (y, 0 to 1 or more) against x, one line per name; nothing where there is no point.
 
-    The first six are coloured and named below the plot; those after them are thin and grey. "stairs": a value holds
-    until the next point. dashed: names of lines drawn so. Hover says the name.
+    The first six are coloured and named below the plot; those after them are thin and grey. One point alone is a dot.
+    "stairs": a value holds until the next point. dashed: names of lines drawn so. Hover says the name.
     """
     points = [point for line in lines.values() for point in line if x_scale == "linear" or point[0] > 0]
     if not points:
@@ -119,7 +123,8 @@ def line_chart(
     named = list(lines)[: len(COLOURS)]
     per_row = 3
     height = HEIGHT - 60
-    plot = Shares([x for x, _ in points], x_scale=x_scale, width=WIDTH, height=height)
+    top = max(y for _, y in points)
+    plot = Shares([x for x, _ in points], x_scale=x_scale, width=WIDTH, height=height, top=top)
     body = plot.axes(x_label, y_label)
     drawn = sorted(enumerate(lines.items()), key=lambda item: (item[1][0] in dashed, -item[0]))
     for i, (name, line) in drawn:  # the named ones above the grey, dashes on top, so that what lies under them shows
@@ -130,6 +135,11 @@ def line_chart(
             if shape == "stairs" and pixels:
                 pixels.append((plot.x(x), pixels[-1][1]))
             pixels.append((plot.x(x), plot.y(y)))
+        if len(line) == 1:
+            ((x, y),) = pixels
+            at = f'cx="{x:.1f}" cy="{y:.1f}" r="4"'
+            body.append(f'<circle {at} fill="{colour}"><title>{escape(name)}</title></circle>')
+            continue
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
         body.append(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}"{dashes}>'

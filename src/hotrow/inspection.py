@@ -14,6 +14,8 @@ from hotrow.pages import load_template
 
 NAME = "hotness"
 Table = Mapping[str, Any]
+ACCESSES = {"lookup": "lookup", "row": "distinct row of a batch"}
+"""What is counted as one access, in words."""
 
 
 def write_inspection(folder: Path | str, report: Mapping[str, Any]) -> list[str]:
@@ -248,13 +250,17 @@ def charts_of(report: Mapping[str, Any]) -> dict[str, str]:
             label="coverage curves",
         ),
         "all_misses": line_chart(
-            {
-                f"per {what}": locality["miss_ratio"][f"per_{per}"]
-                for per, what in (("lookup", "lookup"), ("row", "distinct row of a batch"))
-            },
+            {f"per {what}": locality["miss_ratio"][f"per_{per}"] for per, what in ACCESSES.items()},
             x_label="cache, as a share of each table's rows",
             y_label="share missed",
             label="miss ratio over all tables",
+        ),
+        "distances": line_chart(
+            {f"per {what}": _steps(locality["distances"][f"per_{per}"]) for per, what in ACCESSES.items()},
+            x_label="other rows since the row was accessed last",
+            y_label="share of the accesses",
+            shape="stairs",
+            label="histogram of reuse distances over all tables",
         ),
         "misses": line_chart(
             {table["table"]: _pairs(table["locality"]["miss_ratio"]["per_row"]) for table in largest},
@@ -293,6 +299,12 @@ def drift_charts(report: Mapping[str, Any]) -> dict[str, str]:
         )
         for field, what in (("hot_samples", "samples"), ("hot_accesses", "accesses"))
     }
+
+
+def _steps(distances: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Bins as a line of stairs on a logarithmic axis, where distance 0 begins half a bin below 1."""
+    starts = [0.5, *(end for end, _ in distances)]
+    return list(zip(starts, [*(share for _, share in distances), distances[-1][1]], strict=True))
 
 
 def _pairs(curve: Mapping[str, Sequence[float]]) -> list[tuple[float, float]]:

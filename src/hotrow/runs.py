@@ -7,6 +7,7 @@ ends. The loop itself, and a step, are trainer.py.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -88,6 +89,11 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is.
     """
     folder = RunFolder.open(path)
+    if not (folder.path / CONFIG).is_file():
+        raise ValueError(
+            f"{folder.path} ended before its first step, without a {CONFIG}: there is nothing to go on from, so remove "
+            f"the folder and start it again, as by: {shlex.join(map(str, folder.record['command']))}"
+        )
     raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
     for override in overrides:
         option = override.partition("=")[0]

@@ -193,6 +193,13 @@ def test_failed_before_the_first_checkpoint(data: Path, tmp_path: Path, monkeypa
     assert outcome(runs.resume(tmp_path / "run")) == expected
 
 
+def test_killed_before_it_had_a_config(tmp_path: Path) -> None:
+    run = RunFolder.create(str(tmp_path / "run"), name="any")  # all that a kill, or a full disk, left of the start
+    message = f"{run.path} ended before its first step, without a config.yaml: .* remove the folder and start it again"
+    with pytest.raises(ValueError, match=message):
+        runs.resume(run.path)
+
+
 def test_more_epochs_equal_a_longer_run(data: Path, tmp_path: Path) -> None:
     expected = outcome(runs.train(config(data, tmp_path / "whole", ["train.eval_every=null"])))
     run = runs.train(config(data, tmp_path / "run", ["train.eval_every=null", "train.epochs=1"]))

@@ -80,6 +80,13 @@ def test_against_brute_force(ids: list[int], batch: int) -> None:
         histogram = made.histogram()
         assert {int(d): int(histogram[d]) for d in np.flatnonzero(histogram)} == distances
         assert (made.num_rows, made.num_accesses) == (first, len(accesses))
+        binned = Counter[int]()
+        for distance, number in distances.items():
+            binned[1 << distance.bit_length()] += number
+        bins = made.curve().distances()
+        assert [end for end, _ in bins] == [1 << k for k in range(len(bins))]
+        assert {end: round(share * len(accesses)) for end, share in bins if share} == binned
+        assert [share for _, share in made.curve().distances(10**6)][: len(bins)] == [share for _, share in bins]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

@@ -156,6 +156,16 @@ def test_all_tables_together_against_adding_up(hotness: Hotness) -> None:
         total += len(IDS[own.table.name])
     curve = dict(map(tuple, hotness.to_json()["locality"]["miss_ratio"]["per_lookup"]))
     assert curve[0.1] == pytest.approx(misses / total)
+    found = hotness.to_json()
+    for per in ("per_lookup", "per_row"):
+        bins = dict(map(tuple, found["locality"]["distances"][per]))
+        assert sum(bins.values()) + found["locality"]["first"][per] == pytest.approx(1)
+        weights = {own.table.name: own.locality.num_accesses(per.removeprefix("per_")) for own in hotness.tables}
+        added = Counter[int]()
+        for table in found["tables"]:
+            for end, share in table["locality"]["distances"][per]:
+                added[end] += share * weights[table["table"]] / sum(weights.values())
+        assert bins == pytest.approx({**dict.fromkeys(bins, 0), **added})
 
 
 def test_a_sample_says_so_and_repeats() -> None:
@@ -240,7 +250,7 @@ def test_the_files(report: dict[str, Any]) -> None:
 def test_every_chart_is_well_formed(hotness: Hotness) -> None:
     page = inspection_page({**hotness.to_json(), "split": "train", "path": "x"})
     drawn = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(drawn) == 6
+    assert len(drawn) == 7
     for text in drawn:
         lines = [node for node in ElementTree.fromstring(text).iter() if node.tag.endswith(("polyline", "rect"))]
         assert len(lines) > 1
@@ -256,6 +266,18 @@ def test_a_line_goes_where_its_points_are() -> None:
     assert (x0, x2) == (charts.LEFT, charts.WIDTH - charts.RIGHT)
     assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1) and y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
     assert y0 == charts.TOP
+
+
+def test_what_is_more_than_a_whole_or_alone_is_seen() -> None:
+    lines = {"a": [(1, 0.5), (10, 1.35)], "b": [(1, 2.0)]}
+    drawn = ElementTree.fromstring(charts.line_chart(lines, x_label="x", y_label="y", label="l"))
+    (line,) = [node for node in drawn.iter() if node.tag.endswith("polyline")]
+    (dot,) = [node for node in drawn.iter() if node.tag.endswith("circle")]
+    heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+    ticks = [node for node in drawn.iter() if (node.text or "").endswith("%")]
+    at = {float((node.text or "").rstrip("%")) / 100: float(node.attrib["y"]) - 4 for node in ticks}
+    assert float(dot.attrib["cy"]) == at[2.0] == charts.TOP
+    assert heights[0] == at[0.5] and at[1.5] < heights[1] < at[1.25]
 
 
 def test_the_real_trace_is_what_its_readme_says(real_data: Any) -> None:

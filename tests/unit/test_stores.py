@@ -337,6 +337,22 @@ def test_a_file_truncated_while_open(tmp_path: Path, io: str) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_file_truncated_and_written_behind_its_end(tmp_path: Path, io: str, *, flushed: bool) -> None:
+    """What was cut off reads as zeros then: no read is short."""
+    store = open_store(table_rows(), kind="block", path=tmp_path / "t", engines=Engines(io=io))
+    os.truncate(tmp_path / "t", 8192)
+    write_rows(store, [700])
+    while not store.counters()["writes"]:
+        time.sleep(0.001)
+    message = r"rows of table 'item' in .*/t are lost.* ends before its last row: something truncated it"
+    with pytest.raises(StoreError, match=message):
+        store.flush() if flushed else read_rows(store, [500])
+    with pytest.raises(StoreError):
+        store.close()
+
+
+@needs_native
 @pytest.mark.parametrize("kind", FILE_KINDS)
 def test_a_full_disk(small_disk: tuple[Path, Callable[[int], None]], kind: Kind) -> None:
     folder, resize = small_disk

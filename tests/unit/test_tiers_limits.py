@@ -380,9 +380,16 @@ def test_nothing_to_look_ahead_for(emb: EmbeddingCollection, tmp_path: Path) -> 
 
 
 def test_batches_of_another_kind(emb: EmbeddingCollection) -> None:
-    for item in (torch.zeros(3, 2, dtype=torch.int64), (batch_of(1), 1.0), {"sparse": 1}):
+    for item in (torch.zeros(3, 2, dtype=torch.int64), (batch_of(1), 1.0), {"sparse": 1}, None):
         with pytest.raises(ValueError, match=rf"given a {type(item).__name__} among the batches; it knows Batch"):
-            list(hotrow.lookahead([item], emb))  # type: ignore[list-item]
+            list(hotrow.lookahead([batch_of(0), item, batch_of(2)], emb))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_no_batch_is_taken_for_the_end(tmp_path: Path, depth: int) -> None:
+    """Without tiers nobody looks at the batches, and one that is None is as good as any other."""
+    batches = [batch_of(0), None, batch_of(2)]
+    assert list(hotrow.lookahead(batches, make(tmp_path, tiers=False), depth=depth)) == batches  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4])

@@ -125,6 +125,14 @@ class Hotness:
         weights = [own.locality.num_accesses(per) for own in self.tables]
         return weighted_mean([own.locality.curve(per).first for own in self.tables], weights)
 
+    def distances(self, *, per: Access) -> list[tuple[int, float]]:
+        """Reuse distances of all tables together, each within its own table: see `MissRatioCurve.distances`."""
+        curves = [own.locality.curve(per) for own in self.tables]
+        weights = [own.locality.num_accesses(per) for own in self.tables]
+        most = max(int(curve.capacities[-1]) - 1 for curve in curves)
+        rows = zip(*(curve.distances(most) for curve in curves), strict=True)
+        return [(row[0][0], weighted_mean([share for _, share in row], weights)) for row in rows]
+
     def coverage(self, shares: Sequence[float]) -> list[float]:
         """Over all tables together, the hottest `shares` of each table's rows."""
         total = sum(own.accesses for own in self.tables)
@@ -184,6 +192,7 @@ class Hotness:
                 f"per_{per}": [[share, self.miss_ratio_of_share(share, per=per)] for share in CURVE_SHARES]
                 for per in ACCESSES
             },
+            "distances": {f"per_{per}": _pairs(self.distances(per=per)) for per in ACCESSES},
             "first": {f"per_{per}": self.first(per=per) for per in ACCESSES},
             "windows": self.windows(),
             "exact": all(own.locality.rate == 1 for own in self.tables),
@@ -205,9 +214,14 @@ def locality_json(locality: Locality) -> dict[str, Any]:
         "rows_followed": locality.rows_followed,
         "first": {f"per_{per}": locality.curve(per).first for per in ACCESSES},
         "overlap": {str(k): share for k, share in locality.overlap.items()},
+        "distances": {f"per_{per}": _pairs(locality.curve(per).distances()) for per in ACCESSES},
         "miss_ratio": {"per_lookup": locality.by_lookup.to_json(), "per_row": locality.by_row.to_json()},
         "windows": [asdict(window) for window in locality.windows],
     }
+
+
+def _pairs(distances: Sequence[tuple[int, float]]) -> list[list[float]]:
+    return [list(pair) for pair in distances]
 
 
 def measure_hotness(

@@ -69,6 +69,15 @@ class MissRatioCurve:
         found = self.ratios[np.searchsorted(self.capacities, capacity_rows, "right") - 1]
         return float(found) if np.ndim(capacity_rows) == 0 else found
 
+    def distances(self, least: int = 0) -> list[tuple[int, float]]:
+        """(2^k, share of the accesses at a distance below 2^k and from 2^(k-1) on); the first from 0 on, below 1.
+
+        The last bin is that of the largest distance, or of `least` where that is more. With `first` they sum to 1.
+        """
+        ends = 1 << np.arange(max(int(self.capacities[-1]) - 1, least).bit_length() + 1)
+        shares = 0.0 - np.diff(self.miss_ratio(ends), prepend=1.0)
+        return list(zip(ends.tolist(), shares.tolist(), strict=True))
+
     def to_json(self) -> dict[str, list[float]]:
         """`capacity_rows` and `miss_ratio`, thinned to 16 points per doubling; `from_json` is the inverse of that."""
         octave = np.round(np.log2(self.capacities + 1) * POINTS_PER_OCTAVE)

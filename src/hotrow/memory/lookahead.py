@@ -14,6 +14,8 @@ from hotrow.memory.device_rows import DeviceRows
 from hotrow.memory.tiers import Tiers
 
 Item = TypeVar("Item", Batch, KeyedJaggedTensor)
+_END: Any = object()
+"""Of a loader; None is something that a loader may give by mistake."""
 
 
 class Lookahead(Generic[Item]):
@@ -43,9 +45,9 @@ class Lookahead(Generic[Item]):
         try:
             while True:
                 while more and len(waiting) <= self.depth:
-                    following = next(source, None)
-                    more = following is not None
-                    if following is not None:
+                    following = next(source, _END)
+                    more = following is not _END
+                    if more:
                         if self.depth:
                             self._each("announce", following)
                         waiting.append((following, state_of()))
