@@ -120,7 +120,7 @@ class Writes:
         """For the steps until the next look."""
         self._first = (0, 0.0, 0)
         self.restore_bytes = self._restore_bytes()
-        """What taking up the newest checkpoint may write, at most."""
+        """What a new session that takes up the newest checkpoint may write, at most."""
         self._announced = False
         self.book()
 
@@ -129,11 +129,12 @@ class Writes:
         """Since the session began."""
         return self._checkpoints + self._counted("written_bytes")
 
-    def _restore_bytes(self, path: Path | None = None) -> int:
+    def _restore_bytes(self, path: Path | None = None, *, here: bool = False) -> int:
         """What taking up the checkpoint at `path` may write; None: one that holds every row on disk, once.
 
-        Weights and each state are written one after the other: rows that were written to by now, then every link of a
-        chain. Rows of one pass lie in rising order, so that no sector is written twice in it.
+        Weights and each state are written one after the other: rows that were written to by now, if it is `here` and
+        not in a new session, which has none; then every link of a chain. Rows of one pass lie in rising order, so that
+        no sector is written twice in it.
         """
         if self._tiers is None:
             return 0
@@ -142,7 +143,8 @@ class Writes:
         for t, store in enumerate(self._tiers.stores):
             rows, whole = store.rows, store.padded_record_bytes * store.rows.num_rows
             links = chains[rows.table]["links"] if rows.table in chains else [rows.num_rows]
-            passes = [self._tiers.num_changed(t, ever=True), *links]  # what was written to is made untouched first
+            made_untouched = [self._tiers.num_changed(t, ever=True)] if here else []
+            passes = [*made_untouched, *links]
             if store.path is not None:
                 total += len(rows.parts) * sum(min(num_rows * store.write_bytes, whole) for num_rows in passes)
         return int(total)
@@ -193,17 +195,18 @@ class Writes:
 
         Raises WriteBudgetError where these, and the checkpoint that ends the session, are more than what is left.
         """
-        self.restore_bytes = self._restore_bytes(path)
+        restore_bytes = self._restore_bytes(path, here=True)
         if self.ledger is not None:
-            needed = self.restore_bytes + self.checkpoint_bytes
+            needed = restore_bytes + self.checkpoint_bytes
             if needed > self.ledger.left():
                 raise WriteBudgetError(
-                    f"{self._state(self.ledger)}; to go on from {path} may write {size(self.restore_bytes)} of rows, "
+                    f"{self._state(self.ledger)}; to go on from {path} may write {size(restore_bytes)} of rows, "
                     f"and a checkpoint takes {size(self.checkpoint_bytes)}. Try again "
                     f"{self._when(self.ledger, needed)}. {FEWER}"
                 )
-            self.ledger.expect(self.restore_bytes)
+            self.ledger.expect(restore_bytes)
         yield
+        self.restore_bytes = self._restore_bytes(path)
         if self.ledger is not None:
             self.book()
             self.ledger.expect(self._reserve)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,22 @@ def test_a_budget_under_which_no_stopped_run_goes_on_is_a_warning(
     warning = RunFolder.open(run).record["warnings"]["write_budget_too_small_to_resume"]
     assert "to resume this run may write" in warning["text"]
     assert outcome(runs.resume(run, ["memory.write_budget=null"], quiet=True)) == expected
+
+
+def test_what_is_said_of_going_on_comes_true(data: Path, tmp_path: Path, clock: list[float]) -> None:
+    """A new session has written to no row: it needs less than one that would have to make its own untouched first."""
+    said = []
+    for budget in range(300_000, 700_000, 50_000):
+        run = tmp_path / str(budget)
+        with pytest.raises(WriteBudgetError, match="Training stopped at step") as stopped:
+            runs.train(config(data, run, f"{budget}/day", file=str(tmp_path / f"rows-{budget}")), quiet=True)
+        step = max(list_checkpoints(run / "checkpoints"))
+        clock[0] += 2 * 86_400
+        with suppress(WriteBudgetError):
+            runs.resume(run, quiet=True)
+        said.append("which this one never allows" not in str(stopped.value))
+        assert (max(list_checkpoints(run / "checkpoints")) > step) == said[-1], (budget, str(stopped.value))
+    assert {*said} == {True, False}
 
 
 def test_the_rate_is_said_once_it_is_known(
