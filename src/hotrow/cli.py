@@ -248,6 +248,9 @@ def inspect(
     drift: Annotated[
         bool, typer.Option("--drift", help="With --hot: how hot rows age, tenth by tenth of the training split.")
     ] = False,
+    confidence: Annotated[
+        float, typer.Option(help="With --hot: of the interval of the sampled way, 0.5 to 0.9999.")
+    ] = 0.999,
     optimizer: Annotated[str, typer.Option(help="Whose state is kept beside hot rows.")] = "sgd",
     out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
     json_: Json = False,
@@ -268,6 +271,7 @@ def inspect(
             seed=seed,
             hot=hot,
             drift=drift,
+            confidence=confidence,
             optimizer=optimizer,  # type: ignore[arg-type]
             out=out,
             progress=progress,

@@ -24,6 +24,7 @@ from hotrow.host import host_facts, versions
 from hotrow.hot.compare import compare_ways, record_bytes_of
 from hotrow.hot.drift import measure_drift
 from hotrow.hot.hot_set import check_budget
+from hotrow.hot.sampled import CONFIDENCE, check_confidence
 from hotrow.inspection import write_inspection
 from hotrow.memory.folder import remove_left_folders
 from hotrow.memory.store_file import direct_io
@@ -44,6 +45,7 @@ def inspect(
     seed: int = 0,
     hot: int | str | None = None,
     drift: bool = False,
+    confidence: float = CONFIDENCE,
     optimizer: Algorithm = "sgd",
     out: Path | str | None = None,
     progress: ProgressCallback | None = None,
@@ -53,7 +55,8 @@ def inspect(
     The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
     read only so many, the first. hot: bytes of a fast device, or text such as 256MiB, of a packed dataset only: three
     ways to choose the rows for it are compared, the state of `optimizer` counted; drift: and how such rows age over the
-    training split. With `out` the report is also written there, as JSON, CSV and HTML, and `files` names them.
+    training split; confidence: of the sampled way. With `out` the report is also written there, as JSON, CSV and HTML,
+    and `files` names them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is no hot row.
@@ -61,6 +64,7 @@ def inspect(
     if drift and hot is None:
         raise ValueError("drift needs hot, the bytes of the fast device whose rows are followed: --hot 256MiB --drift")
     # Before anything is read, which may take long.
+    check_confidence(confidence)
     budget = None if hot is None else _hot_budget(path, hot, embedding_dim=embedding_dim, optimizer=optimizer)
     found = open_accesses(path, split=split, progress=progress)
     if batches is not None:
@@ -73,7 +77,9 @@ def inspect(
         dataset = PackedDataset.open(path)
         report |= _dataset_facts(dataset, report["tables"], split)
         if budget is not None:
-            report["hot"] = compare_ways(dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed)
+            report["hot"] = compare_ways(
+                dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed, confidence=confidence
+            )
             if drift:
                 record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
                 report["hot"]["drift"] = measure_drift(dataset, budget, record_bytes=record_bytes, seed=seed)

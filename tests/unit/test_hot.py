@@ -183,6 +183,31 @@ def test_the_interval_holds_the_truth() -> None:
     assert all(high - low < 0.2 * 150_000 for low, high in bounds), "the paper has it within 10 % of the truth"
 
 
+@pytest.mark.parametrize(("confidence", "quantile"), [(0.999, 3.6007), (0.95, 2.0322)])
+def test_the_interval_is_as_wide_as_its_confidence_asks(confidence: float, quantile: float) -> None:
+    """By hand from the same chunks: their mean and variance, and the quantile of a printed table."""
+    hot = np.random.default_rng(1).random(2_000_000) < 0.1
+    chunks = hot[np.random.default_rng([7, 1]).choice(len(hot), 35 * 1024, replace=False)].reshape(35, 1024).sum(1)
+    n = len(hot) / 1024
+    half = quantile * float(np.sqrt((n - 35) / n * chunks.var(ddof=1) / 35))
+    low, high = estimate(hot, 7, confidence)
+    assert (low, high) == pytest.approx(((chunks.mean() - half) * n, (chunks.mean() + half) * n), rel=1e-4)
+
+
+def test_a_lower_confidence_admits_more_and_one_that_means_nothing_is_refused(dataset: PackedDataset) -> None:
+    tried = [
+        calibrate(dataset, "sampled", 900_000, record_bytes=RECORD_BYTES, confidence=c).detail for c in (0.5, 0.999)
+    ]
+    assert [own["confidence"] for own in tried] == [0.5, 0.999]
+    for loose, tight in zip(*(own["thresholds"] for own in tried), strict=False):
+        assert loose["true_bytes"] == tight["true_bytes"] and loose["high_bytes"] <= tight["high_bytes"]
+    for bad in (0.2, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"confidence is .*; it must be a number from 0\.5 to 0\.9999"):
+            calibrate(dataset, "sampled", 900_000, record_bytes=RECORD_BYTES, confidence=bad)
+        with pytest.raises(ValueError, match="confidence is"):
+            compare_ways(dataset, 900_000, embedding_dim=8, confidence=bad)
+
+
 def test_the_sampled_way_tells_its_thresholds(dataset: PackedDataset) -> None:
     found = calibrate(dataset, "sampled", 900_000, record_bytes=RECORD_BYTES)
     tried = found.detail["thresholds"]

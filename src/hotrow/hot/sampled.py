@@ -25,12 +25,22 @@ SAMPLE_SHARE = 0.05
 """Of the training samples, that the estimate counts accesses in."""
 CHUNKS, CHUNK_ROWS = 35, 1024
 CONFIDENCE = 0.999
+"""That the interval holds the true size, as published."""
+MOST_CONFIDENCE = 0.9999
+"""Beyond it 35 chunks say next to nothing."""
 THRESHOLDS = tuple(10 ** (-k / 4) for k in range(8, 33))
 """Per cent of a table's accesses, from 1e-2 to 1e-8, four per power of ten."""
 
 
-def sampled(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int) -> Found:
-    """Hot rows by table; each threshold tried, with the bounds of the estimate and the true size, in bytes."""
+def sampled(
+    dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int, confidence: float
+) -> Found:
+    """Hot rows by table; each threshold tried, with the bounds of the estimate and the true size, in bytes.
+
+    confidence: that the bounds of a table hold its true size. Raises ValueError where the coarsest threshold does not
+    fit.
+    """
+    check_confidence(confidence)
     counts = count_accesses(dataset, SAMPLE_SHARE, seed=seed)
     large = [t for t in tables if not t.is_small]
     fixed = sum(len(t.counts) * t.record_bytes for t in tables if t.is_small)
@@ -39,7 +49,7 @@ def sampled(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: in
     for threshold in THRESHOLDS:
         # A hot row has this share of its table's accesses, so as large a share of the sample's.
         hot = {t.name: counts[t.name] >= max(1.0, threshold / 100 * float(counts[t.name].sum())) for t in large}
-        bounds = [estimate(hot[t.name], seed) for t in large]
+        bounds = [estimate(hot[t.name], seed, confidence) for t in large]
         low, high = (fixed + sum(b[k] * t.record_bytes for b, t in zip(bounds, large, strict=True)) for k in (0, 1))
         true = fixed + sum(int(hot[t.name].sum()) * t.record_bytes for t in large)
         tried.append({"threshold_percent": threshold, "low_bytes": low, "high_bytes": high, "true_bytes": true})
@@ -52,10 +62,17 @@ def sampled(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: in
             f"{THRESHOLDS[0]:g} % of a table's accesses ({tried[0]['true_bytes']:,.0f} bytes); raise it, or count all"
         )
     rows = {t.name: HotRows.first(len(t.counts)) for t in tables if t.is_small}
-    return rows | {name: HotRows.of(np.flatnonzero(own)) for name, own in chosen.items()}, {"thresholds": tried}
+    rows |= {name: HotRows.of(np.flatnonzero(own)) for name, own in chosen.items()}
+    return rows, {"confidence": confidence, "thresholds": tried}
 
 
-def estimate(is_hot: NDArray[np.bool_], seed: int) -> tuple[float, float]:
+def check_confidence(confidence: float) -> None:
+    """Raises ValueError for what no interval can be made with."""
+    if not 0.5 <= confidence <= MOST_CONFIDENCE:
+        raise ValueError(f"confidence is {confidence:g}; it must be a number from 0.5 to {MOST_CONFIDENCE}")
+
+
+def estimate(is_hot: NDArray[np.bool_], seed: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Bounds of how many are hot: mean -+ t * sqrt((N - n) / N * s^2 / n) a chunk, over N chunks of which n were seen.
 
     Entries are taken in a random order, so that a chunk is a sample of the table: in ours the hot rows come first, and
@@ -67,6 +84,6 @@ def estimate(is_hot: NDArray[np.bool_], seed: int) -> tuple[float, float]:
     drawn = np.random.default_rng([seed, 1]).choice(len(is_hot), CHUNKS * CHUNK_ROWS, replace=False)
     hot = is_hot[drawn].reshape(CHUNKS, CHUNK_ROWS).sum(axis=1)
     spread = math.sqrt((num_chunks - CHUNKS) / num_chunks * float(hot.var(ddof=1)) / CHUNKS)
-    half = t_quantile((1 + CONFIDENCE) / 2, CHUNKS - 1) * spread
+    half = t_quantile((1 + confidence) / 2, CHUNKS - 1) * spread
     mean = float(hot.mean())
     return max(0.0, mean - half) * num_chunks, (mean + half) * num_chunks
