@@ -34,9 +34,10 @@ from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import MANIFEST
 from hotrow.data.prepare import RawEncoder, run_prepare
-from hotrow.data.progress import progress_bar
+from hotrow.data.progress import ProgressCallback, progress_bar
 from hotrow.device import Place, cpu_instead, place_tables
 from hotrow.embedding import EmbeddingCollection
+from hotrow.export import export_checkpoint
 from hotrow.files import atomic_write, explain_full_disk
 from hotrow.models import look_up
 from hotrow.parts import build_network
@@ -110,6 +111,24 @@ class Run:
         if not checkpoints:
             raise ValueError(f"run {self.path} has no checkpoint yet; let it train, or resume it")
         return checkpoints.get(self.record.get("chosen_step", -1), checkpoints[max(checkpoints)])
+
+    def export(
+        self, out: Path | str, *, step: int | None = None, progress: ProgressCallback | None = None
+    ) -> dict[str, Any]:
+        """Write weights, vocabularies and rules as the new folder `out`, to score without hotrow; see docs/export.md.
+
+        step: of the checkpoint to take; None: the one this run predicts with. Returns what export.json says.
+        Raises ValueError where there is no such checkpoint, `out` exists already or the disk has too little room.
+        """
+        checkpoint = self.checkpoint if step is None else self._checkpoint_at(step)
+        return export_checkpoint(checkpoint, self.folder.vocabulary, out, progress=progress)
+
+    def _checkpoint_at(self, step: int) -> Path:
+        checkpoints = list_checkpoints(self.folder.checkpoints)
+        if step not in checkpoints:
+            kept = ", ".join(map(str, checkpoints)) or "none"
+            raise ValueError(f"run {self.path} has no checkpoint of step {step}; it keeps {kept}")
+        return checkpoints[step]
 
     @cached_property
     def _network(self) -> tuple[EmbeddingCollection, nn.Module, Place]:

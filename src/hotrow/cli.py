@@ -226,6 +226,33 @@ def predict(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
+@verb("export", example="hotrow export runs/clicks-dlrm-001 --out clicks-export")
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Folder to make; must not exist yet.")],
+    step: Annotated[
+        int | None, typer.Option(help="Of the checkpoint to take; default: the one that `predict` takes.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Weights (safetensors), vocabularies (Parquet) and rules, to score raw rows in plain PyTorch without hotrow."""
+    from hotrow.api import load
+    from hotrow.data.progress import progress_bar
+
+    with saying_interruptions(), progress_bar() as progress:
+        made = load(run).export(out, step=step, progress=progress)
+    result = {
+        "run_dir": str(run),
+        "out": str(out),
+        "step": made["step"],
+        "tables": len(made["tables"]),
+        "files": len(made["files"]) + 1,
+        "bytes": sum(file["num_bytes"] for file in made["files"].values()),
+    }
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
 @verb("inspect", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
 def inspect(
     path: Annotated[Path, typer.Argument(help="A packed dataset, or a trace: a text file of one row id per line.")],
@@ -281,11 +308,11 @@ def inspect(
 
 @verb("check", example="hotrow check data/criteo")
 def check(
-    path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint or a run.")],
+    path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint, a run or an export.")],
     *,
     json_: Json = False,
 ) -> None:
-    """Verify every byte of a packed dataset, a checkpoint or a run against its checksums."""
+    """Verify every byte of a packed dataset, a checkpoint, a run or an export against its checksums."""
     from hotrow import tools
 
     result = tools.check(path)

@@ -19,6 +19,7 @@ from hotrow.data.hotness import measure_hotness
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_reader import crc32_of_file
 from hotrow.data.progress import ProgressCallback
+from hotrow.export import EXPORT, verify_export
 from hotrow.files import available_memory_bytes, disk_free_bytes, file_system, parse_bytes
 from hotrow.host import host_facts, versions
 from hotrow.hot.compare import compare_ways, record_bytes_of
@@ -115,9 +116,9 @@ def _dataset_facts(dataset: PackedDataset, tables: list[dict[str, Any]], split: 
 
 
 def check(path: Path | str) -> dict[str, Any]:
-    """Read every byte of a packed dataset, a checkpoint or a run against its checksums; says what was checked.
+    """Read every byte of a packed dataset, a checkpoint, a run or an export; says what was checked.
 
-    Raises ValueError naming the first file that is missing or damaged, or that `path` is none of the three.
+    Raises ValueError naming the first file that is missing or damaged, or that `path` is none of the four.
     """
     path = Path(path)
     if (path / "dataset.json").is_file():
@@ -131,9 +132,11 @@ def check(path: Path | str) -> dict[str, Any]:
         checkpoints = list_checkpoints(run.checkpoints)
         num_bytes = sum(verify(checkpoint) for checkpoint in checkpoints.values()) + _check_vocabularies(run)
         return {"kind": "run", "path": str(path), "checkpoints": list(checkpoints), "bytes": num_bytes, "ok": True}
+    if (path / EXPORT).is_file():
+        return {"kind": "export", "path": str(path), "bytes": verify_export(path), "ok": True}
     raise ValueError(
-        f"{path} is nothing hotrow wrote: no dataset.json, {MANIFEST} or {RUN} in it; pass a packed dataset, a "
-        "checkpoint (RUN/checkpoints/step-N) or a run"
+        f"{path} is nothing hotrow wrote: no dataset.json, {MANIFEST}, {RUN} or {EXPORT} in it; pass a packed "
+        "dataset, a checkpoint (RUN/checkpoints/step-N), a run or an export"
     )
 
 

@@ -20,7 +20,8 @@ from hotrow import cli, demo
 from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
 
-VERBS = ["demo", "init", "prepare", "inspect", "train", "eval", "predict", "check", "bench", "doctor", "clean"]
+VERBS = ["demo", "init", "prepare", "inspect", "train", "eval", "predict", "export", "check", "bench", "study"]
+VERBS += ["doctor", "clean"]
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 
 
@@ -63,6 +64,10 @@ def test_from_raw_rows_to_scores(
     assert evaluated["auc"] == result["auc"]
     scored = hotrow("predict", result["run_dir"], "clicks.txt", "--out", "scores.parquet", "--json", **tools)
     assert scored["rows"] == 3000
+    exported = hotrow("export", result["run_dir"], "--out", "exported", "--json", **tools)
+    assert (exported["step"], exported["tables"]) == (result["steps"], 26)
+    assert "exported exists already" in hotrow("export", result["run_dir"], "--out", "exported", code=2, **tools)
+    assert hotrow("check", "exported", "--json", **tools)["kind"] == "export"
     for artifact in ("packed", result["run_dir"], f"{result['run_dir']}/checkpoints/step-{result['steps']}"):
         assert hotrow("check", artifact, "--json", **tools)["ok"]
     assert hotrow("clean", result["run_dir"], "--json", **tools)["bytes_freed"] >= 0
@@ -164,6 +169,7 @@ def test_help_has_an_example(verb: str) -> None:
         (["inspect", "absent.txt"], r"absent\.txt: no such file or folder"),
         (["inspect", "small.yaml"], r"small\.yaml:1: 'data: packed' is no row id"),
         (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is no run"),
+        (["export", "nowhere", "--out", "x"], "nowhere is no run"),
         (["clean", "."], "is no run"),
     ],
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import os
 import stat
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -253,3 +256,26 @@ def test_hash_against_python_integers() -> None:
         y = (y ^ y >> 33) * 0xFF51AFD7ED558CCD % 2**64
         y = (y ^ y >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
         assert int(reference.mix64(np.array([x], np.uint64))[0]) == y ^ y >> 33
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])
+def test_entries_are_every_key_with_its_row(tmp_path: Path, piece_bytes: int) -> None:
+    """Against a dictionary: integers of either sign come back from their hashes, texts from their bytes."""
+    numbers = [0, -1, 2**63 - 1, -(2**63), 7919, 7919, *range(-300, 300, 7)]
+    texts = [b"", b"a" * 300, *(b"id %d" % (i % 70) for i in range(100))]
+    whole = Keys(np.array(numbers, np.int64))
+    cases: dict[str, tuple[Keys, Sequence[int | bytes], int]] = {
+        "numbers": (whole, numbers, 0),
+        "texts": (strings(texts), texts, 0),
+        "capped": (whole, [number % 101 for number in numbers], 101),
+    }
+    for name, (keys, values, cap) in cases.items():
+        (tmp_path / name).mkdir()
+        found: dict[int | bytes, int] = {}
+        for piece, rows in build(tmp_path / name, keys, hash_cap=cap).entries(piece_bytes=piece_bytes):
+            raw, ends = piece.values.tobytes(), piece.offsets
+            given = piece.values.tolist() if ends is None else [raw[a:b] for a, b in itertools.pairwise(ends)]
+            assert 0 < len(given) == len(rows)
+            found |= dict(zip(given, rows.tolist(), strict=True))
+        ranked = collections.Counter(values).most_common()  # ties by first appearance
+        assert found == {value: row for row, (value, _) in enumerate(ranked, 1)}

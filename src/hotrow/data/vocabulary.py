@@ -35,6 +35,8 @@ ALIGNMENT = 64
 """Sections start at multiples of this: a cache line, and any element's own alignment."""
 PIECE_BYTES = 1 << 22
 
+_MIX_FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+"""Of `mix` in docs/vocabulary.md."""
 _HEADER = struct.Struct("<8s6I5Q")
 _NUMBERS = (
     "index_bytes",
@@ -351,6 +353,33 @@ class Vocabulary:
                 raise _damaged(self.path, f"its section {name} does not match its checksum")
         return Vocabulary(self.path, self.header, _as_table(self.header, arrays))
 
+    def entries(self, *, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[Keys, NDArray[Any]]]:
+        """Every key with its row, in the file's order, a piece at a time, read rather than mapped.
+
+        Integers are int64 in two's complement. With a `hash_cap` keys are what raw ids became: integers below it.
+        """
+        header, first = self.header, 0
+        with self.path.open("rb") as file:
+            while first < header.num_keys:
+                last = self._piece_end(file, first, piece_bytes)
+                rows = _read_section(file, header, "rows", first, last).view(_dtype(header, "rows"))
+                if stores_bytes(header.key_kind, header.hash_cap):
+                    offsets, data = _read_keys(file, header, first, last)
+                    ends = offsets.view(np.int64)
+                    yield Keys(data, ends - ends[0]), rows
+                else:
+                    yield Keys(unmix(_read_section(file, header, "hashes", first, last).view("<u8"))), rows
+                first = last
+
+    def _piece_end(self, file: BinaryIO, first: int, piece_bytes: int) -> int:
+        """Keys [first, it) take about `piece_bytes`, and are at least one."""
+        header = self.header
+        last = min(first + max(1, piece_bytes // 8), header.num_keys)
+        if stores_bytes(header.key_kind, header.hash_cap):
+            offsets = _read_section(file, header, "key_offsets", first, last + 1).view("<u8")
+            last = first + max(1, int(np.searchsorted(offsets, offsets[0] + np.uint64(piece_bytes), "right")) - 1)
+        return last
+
     def load_slice(self, part: int, num_parts: int) -> Vocabulary:
         """The keys whose hash falls in part `part` of `num_parts` equal ones, in memory; others are unseen to it.
 
@@ -369,6 +398,15 @@ class Vocabulary:
         if table.key_offsets is not None:
             table = replace(table, key_offsets=table.key_offsets - table.key_offsets[0])
         return Vocabulary(self.path, header, table)
+
+
+def unmix(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The integers [n] whose hashes these are: `mix` of docs/vocabulary.md backwards."""
+    x = hashes ^ (hashes >> np.uint64(33))  # a shift by half of the bits or more undoes itself
+    for factor in _MIX_FACTORS[::-1]:
+        x = x * np.uint64(pow(factor, -1, 2**64))
+        x ^= x >> np.uint64(33)
+    return x.view(np.int64)
 
 
 def _dtype(header: Header, name: str) -> np.dtype[Any]:
