@@ -15,7 +15,7 @@ from hotrow import placement
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.files import parse_bytes
-from hotrow.memory.budget import Memory
+from hotrow.memory.budget import Memory, TableDemand, plan_slots
 from hotrow.placement import choose, required_bytes
 from hotrow.tables import TableConfig
 
@@ -71,7 +71,7 @@ def test_copies_take_no_more_than_all_rows(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_what_leaves_no_room_beside_copies_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"hot rows may take 60\.0 MiB, and there are 60\.0 MiB .*: lower hot"):
         choose(config("auto", *COPIED, "hot.budget=60MiB"), TABLES, tmp_path)
-    with pytest.raises(ValueError, match=r"the 0\.08 GiB this process may use beside 20\.0 MiB of copies"):
+    with pytest.raises(ValueError, match=r"the 80\.0 MiB this process may use beside 20\.0 MiB of copies"):
         choose(config("dram", *COPIED, "hot.budget=20MiB"), TABLES, tmp_path)
     tight = ["train.batch_size=50000", *COPIED, "hot.budget=20MiB"]
     with pytest.raises(ValueError, match="different ones") as refused:
@@ -109,7 +109,7 @@ def test_three_tiers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", ["dram", {"dram": "1GiB"}])
 def test_more_than_there_is_is_refused_with_the_shortfall(memory: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"take 0\.12 GiB of DRAM, 0\.02 GiB more than the 0\.10 GiB this process may"):
+    with pytest.raises(ValueError, match=r"take 122\.\d MiB of DRAM, 22\.\d MiB more than the 100\.0 MiB this"):
         choose(config(memory), TABLES, tmp_path)
 
 
@@ -127,6 +127,20 @@ def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path, counted
         choose(too_little, TABLES, tmp_path)
     with pytest.raises(ValueError, match="the smallest caches there are do not fit"):
         choose(config({"dram": 1000}), TABLES, tmp_path)
+    with pytest.raises(ValueError, match=r"which rows lie in memory\.hbm takes 3\.8 MiB .* are 1\.0 MiB for"):
+        choose(config({"hbm": "1MiB", "dram": "1MiB"}), TABLES, tmp_path)
+
+
+def test_a_small_shortfall_is_said_in_small_units(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(placement, "available_memory_bytes", lambda: NEEDED - 10_000)
+    with pytest.raises(ValueError, match=r"take 122\.\d MiB of DRAM, 9\.8 KiB more than"):
+        choose(config("dram"), TABLES, tmp_path)
+    monkeypatch.setattr(placement, "available_memory_bytes", lambda: NEEDED - 8)
+    with pytest.raises(ValueError, match=r"of DRAM, 8 bytes more than"):
+        choose(config("dram"), TABLES, tmp_path)
+    memory = Memory(dram=100, file=tmp_path)
+    with pytest.raises(ValueError, match=r"About 15\.9 KiB more than the tables that lie in memory"):
+        plan_slots([TableDemand("a", 1000, 128)], memory.slots_bytes)
 
 
 class Counted:

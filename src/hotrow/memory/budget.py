@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from numpy.typing import ArrayLike
 
-from hotrow.files import parse_bytes
+from hotrow.files import parse_bytes, size
 
 Policy = Literal["clock", "lfu", "lru"]
 POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
@@ -122,7 +122,7 @@ class Memory:
         if map_bytes >= self.slots_bytes:
             raise ValueError(
                 f"the memory for tables is too small: to know which rows lie in {self.file}, file_bytes of "
-                f"{self.file_bytes} take {map_bytes / 2**20:,.1f} MiB, and there are {self.slots_bytes / 2**20:,.1f}; "
+                f"{self.file_bytes} take {size(map_bytes)}, and there are {size(self.slots_bytes)}; "
                 "raise Memory(dram=...), or lower file_bytes"
             )
         return self.slots_bytes - map_bytes
@@ -238,7 +238,7 @@ def _level(tables: Sequence[TableDemand], rest: Sequence[int], left: float) -> d
             )
             raise ValueError(
                 f"the memory for tables is too small: table {tables[t].name!r} would keep {max(cached, 0)} of its "
-                f"{tables[t].num_rows:,} rows. About {needed / 2**20:,.1f} MiB more than the tables that lie in memory "
+                f"{tables[t].num_rows:,} rows. About {size(needed)} more than the tables that lie in memory "
                 "whole are the least; raise Memory(dram=...)"
             )
         shares[t] = cached
