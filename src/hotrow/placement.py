@@ -102,8 +102,7 @@ def choose(
     if needed <= budget:
         return None
     memory = _memory(chosen, budget, run)
-    if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
-        raise ValueError(f"memory.ssd is {str(memory.ssd)!r}, but {reason} (memory.ssd), or set memory.force to true")
+    _check_folders(chosen, memory, run)
     plan = _plan(config, tables, chosen, dataset) if training else None
     _check_slots(config, tables, chosen, budget, plan, training=training, beside=beside)
     return replace(memory, plan=plan)
@@ -133,6 +132,19 @@ def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
         admission=chosen.admission,
         force=chosen.force,
     )
+
+
+def _check_folders(chosen: MemoryConfig, memory: Memory, run: Path) -> None:
+    """Raises ValueError where the disk's folder is no disk."""
+    if memory.ssd is None or memory.force:
+        return
+    if chosen.ssd is not None and (reason := no_disk(memory.folder)):
+        raise ValueError(f"memory.ssd is {chosen.ssd!r}, but {reason} (memory.ssd), or set memory.force to true")
+    if chosen.ssd is None and (reason := no_disk(run.absolute())):
+        raise ValueError(
+            "no folder is named for rows that memory does not hold, so they go to the run's, but "
+            f"{reason} (memory.ssd), put the run on a disk (run), or set memory.force to true"
+        )
 
 
 def _plan(

@@ -192,9 +192,12 @@ def test_what_is_no_disk_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, what: str
 ) -> None:
     monkeypatch.setattr("hotrow.memory.store_file.file_system", lambda path: kind)
-    for memory in ("auto", {"ssd": str(tmp_path)}):
-        with pytest.raises(ValueError, match=rf"memory\.ssd is '{tmp_path}.*{what} \({kind}\).*memory\.force"):
-            choose(config(memory), TABLES, tmp_path)
+    with pytest.raises(ValueError, match=rf"memory\.ssd is '{tmp_path}.*{what} \({kind}\).*memory\.force"):
+        choose(config({"ssd": str(tmp_path)}), TABLES, tmp_path)
+    for memory in ("auto", {"dram": "20MiB"}, {"file": str(tmp_path), "file_bytes": "8MiB", "dram": "20MiB"}):
+        message = rf"^no folder is named for .*, so they go to the run's, but {tmp_path}/run {what} \({kind}\)"
+        with pytest.raises(ValueError, match=rf"{message}.*memory\.ssd.* run on a disk.*memory\.force"):
+            choose(config(memory), TABLES, tmp_path / "run")
     assert choose(config({"ssd": str(tmp_path), "force": True}), TABLES, tmp_path) is not None
     assert choose(config({"file": str(tmp_path)}), TABLES, tmp_path) is not None
 
