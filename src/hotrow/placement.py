@@ -18,6 +18,7 @@ from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import available_memory_bytes, disk_free_bytes, parse_bytes, size
 from hotrow.memory.budget import LEAST_ROWS, Memory, TableDemand, plan_slots
+from hotrow.memory.folder import takes_no_files
 from hotrow.memory.store_file import no_disk
 from hotrow.memory.tiers import Tiers
 from hotrow.plan.solve import CountsPlan, plan_by_counts
@@ -135,7 +136,10 @@ def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
 
 
 def _check_folders(chosen: MemoryConfig, memory: Memory, run: Path) -> None:
-    """Raises ValueError where the disk's folder is no disk."""
+    """Raises ValueError for a folder that takes no files, and where the disk's is no disk."""
+    for name, folder in (("ssd", chosen.ssd), ("file", chosen.file)):
+        if folder is not None and (reason := takes_no_files(Path(folder))):
+            raise ValueError(f"memory.{name} is {folder!r}, but {reason}: choose another folder (memory.{name})")
     if memory.ssd is None or memory.force:
         return
     if chosen.ssd is not None and (reason := no_disk(memory.folder)):

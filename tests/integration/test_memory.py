@@ -205,10 +205,15 @@ def test_a_folder_that_cannot_be_written(
 ) -> None:
     folder, _ = small_disk
     assert subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=False).returncode == 0
-    message = f"no files can be made in {folder}: Read-only file system; choose another folder .*memory.ssd"
+    for name in ("file", "ssd"):
+        message = rf"^memory\.{name} is '{folder}/new', but this process may not write in {folder}: .*another folder"
+        with pytest.raises(ValueError, match=message):
+            runs.train(config(dataset, tmp_path / "run", **{name: str(folder / "new")}), quiet=True)
+        assert not (tmp_path / "run").exists()
+    message = f"^no files can be made in {folder}: Read-only file system; choose another folder .*memory.ssd"
+    tables = [hotrow.TableConfig(name="t", num_embeddings=10_000, embedding_dim=8, feature_names=("a",))]
     with pytest.raises(OSError, match=message):
-        runs.train(config(dataset, tmp_path / "run", file=str(folder)), quiet=True)
-    assert RunFolder.open(tmp_path / "run").record["status"] == "failed"
+        hotrow.SGD(hotrow.EmbeddingCollection(tables, memory=hotrow.Memory(dram="100KiB", file=folder)), lr=0.1)
 
 
 def test_what_killed_processes_left_goes_and_nothing_else(dataset: PackedDataset, tmp_path: Path) -> None:

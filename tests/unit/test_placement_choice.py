@@ -202,6 +202,18 @@ def test_what_is_no_disk_is_refused_by_name(
     assert choose(config({"file": str(tmp_path)}), TABLES, tmp_path) is not None
 
 
+@pytest.mark.parametrize("below", [False, True])
+def test_a_folder_that_is_a_file_is_refused_by_its_field(tmp_path: Path, below: bool) -> None:
+    (tmp_path / "taken").write_text("mine")
+    path = str(tmp_path / "taken" / "deeper" if below else tmp_path / "taken")
+    tiers = {"file": path, "file_bytes": "8MiB", "ssd": str(tmp_path / "new")}
+    for name, memory in (("ssd", {"ssd": path}), ("file", {"file": path}), ("file", tiers)):
+        message = rf"^memory\.{name} is '{path}', but {tmp_path}/taken is no folder: choose another folder"
+        with pytest.raises(ValueError, match=message):
+            choose(config({"dram": "20MiB", **memory}), TABLES, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
 def test_scoring_needs_no_state_and_has_no_words_for_less(tmp_path: Path) -> None:
     assert choose(config("dram"), TABLES, tmp_path, training=False) is not None
     assert choose(config("dram"), TABLES[1:], tmp_path, training=False) is None

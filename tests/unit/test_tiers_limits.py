@@ -110,7 +110,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path, kind: str, below: bool) -> None
     place: dict[str, Any] = {kind: path}
     if kind == "middle":
         place = {"file": path, "file_bytes": 20_000, "ssd": tmp_path / "slow"}
-    with pytest.raises(OSError, match=r"no files can be made in .*taken.*; choose another folder for tables on disk"):
+    with pytest.raises(OSError, match=r"^no files can be made in .*taken.*; choose another folder for tables on disk"):
         hotrow.SGD(make(tmp_path, dram=200_000, **place), lr=0.1)
     assert (tmp_path / "taken").read_text() == "mine"
 
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_written(kind: str, monkeypatch: pytest.MonkeyPa
     path = Path("/proc/self/fdinfo")
     if not path.is_dir():
         pytest.skip("there is no /proc here")
-    with pytest.raises(OSError, match=r"no files can be made in /proc/self/fdinfo: .*; choose another folder"):
+    with pytest.raises(OSError, match=r"^no files can be made in /proc/self/fdinfo: .*; choose another folder"):
         hotrow.SGD(make(tmp_path, **{kind: path}), lr=0.1)
 
 
