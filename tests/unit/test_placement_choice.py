@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.files import parse_bytes
 from hotrow.memory.budget import Memory, TableDemand, plan_slots
+from hotrow.memory.store_file import no_disk
 from hotrow.placement import choose, required_bytes
 from hotrow.tables import TableConfig
 
@@ -187,7 +189,10 @@ def test_where_none_were_counted_shares_are_equal(tmp_path: Path) -> None:
     assert scored is not None and scored.plan is None
 
 
-@pytest.mark.parametrize(("kind", "what"), [("tmpfs", "is memory"), ("nfs4", "is on a network file system")])
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("tmpfs", "is memory"), *((name, "is on a network file system") for name in ("nfs4", "smb3", "fuse.glusterfs"))],
+)
 def test_what_is_no_disk_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, what: str
 ) -> None:
@@ -220,3 +225,11 @@ def test_scoring_needs_no_state_and_has_no_words_for_less(tmp_path: Path) -> Non
     assert choose(config({"dram": "1GiB"}), TABLES, tmp_path, training=False) is not None
     small = choose(config({"dram": "10MiB"}, "train.batch_size=50000"), TABLES, tmp_path, training=False)
     assert small is not None and small.dram_bytes < 10 * MIB
+
+
+def test_a_real_file_system_in_memory_is_known() -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or os.statvfs(shared).f_blocks == 0:
+        pytest.skip("there is no /dev/shm here")
+    reason = no_disk(shared / "not" / "made yet")
+    assert reason is not None and "/dev/shm/not/made yet is memory (tmpfs)" in reason

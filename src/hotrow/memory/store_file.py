@@ -26,8 +26,14 @@ VERSION = 2
 HEADER_BYTES = 4096
 SECTORS = (512, 1024, 2048, 4096)
 DIRECT = getattr(os, "O_DIRECT", 0)
-IN_MEMORY = ("tmpfs", "ramfs")
-NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse.sshfs", "virtiofs")
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_NETWORK_FUSE = ("sshfs", "glusterfs", "ceph", "ceph-fuse", "s3fs", "rclone", "gcsfuse", "juicefs", "mount-s3")
+NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "afs", "beegfs", "gpfs", "pvfs2", "virtiofs"),
+    *(f"fuse.{name}" for name in _NETWORK_FUSE),
+)
+"""Both as the system names them in /proc/self/mountinfo. What an overlay lies on it does not tell, nor a FUSE mount
+without a subtype: these pass for disks."""
 Kind = Literal["dram", "mapped", "block"]
 
 
