@@ -233,7 +233,7 @@ def test_the_rate_is_said_once_it_is_known(
     assert found and float(found[1]) > 100
     # Mean over the run, of which the steps that filled the caches wrote less.
     per_epoch = run.record["memory"]["written_bytes_per_epoch"]
-    said = re.search(r"and ([\d.]+) MiB an epoch, ([\d.]+)% of it; a checkpoint takes [\d.]+ KiB", lines[0])
+    said = re.search(r"and ([\d.]+) (?:KiB|MiB) an epoch, ([\d.]+)% of it; a checkpoint takes [\d.]+ [KM]iB", lines[0])
     assert said and 0.9 * per_epoch < float(said[2]) / 100 * 5e6 < 1.5 * per_epoch
 
 
