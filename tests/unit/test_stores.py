@@ -66,6 +66,7 @@ def test_records_cross_neither_sectors_nor_pages(record_bytes: int, sector: int)
     assert file_bytes % 4096 == 0, "growing it would go through the page cache"
 
 
+@needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what lies in its page cache")
 def test_opening_a_block_file_leaves_no_row_in_the_page_cache(tmp_path: Path) -> None:
     """A header written anew beside direct writes of rows that are cached with it: their meeting fails the next sync."""
