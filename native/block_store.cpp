@@ -79,6 +79,7 @@ class Door final : public BlockStore {
     if (!is_usable()) return false;
     const TableFile& file = table_->file;
     if (num_rows <= table_->num_rows.load()) return true;
+    if (!table_->is_whole()) return false;  // it would be long enough again
     if (ftruncate(file.fd, static_cast<off_t>(file.layout.file_bytes(num_rows))) != 0) {
       table_->failure.set("growing table '" + file.table + "' to " + std::to_string(num_rows) + " rows in " +
                           file.path + ": " + std::strerror(errno) + "; use a disk and file system that hold files of " +

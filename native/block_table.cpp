@@ -1,5 +1,6 @@
 // Which units wait to be written, and with which bytes; see engine.h.
 #include <hotrow/memory.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <bit>
@@ -19,6 +20,17 @@ bool Table::has_rows(int64_t first, int64_t last) {
   if (first >= 0 && last < num_rows.load()) return true;
   failure.set("table '" + file.table + "': " + rows_text(first, last) + " were asked for, but it has " +
               std::to_string(num_rows.load()) + " rows (" + file.path + "); grow it first");
+  return false;
+}
+
+// A write behind the end of a file that was truncated makes it longer again, though never so long as it was
+// (kTailBytes), and the rows between read as zeros.
+bool Table::is_whole() {
+  struct stat found;
+  if (fstat(file.fd, &found) == 0 && found.st_size >= file.layout.file_bytes(num_rows.load())) return true;
+  failure.set("rows of table '" + file.table + "' in " + file.path + " are lost. Nothing was trained on wrong rows; " +
+              "the file ends before its last row: something truncated it; restore it, then resume from the last " +
+              "checkpoint");
   return false;
 }
 

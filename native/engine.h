@@ -123,6 +123,8 @@ struct Table {
 
   // Whether they are rows of it; else it has failed.
   bool has_rows(int64_t first, int64_t last);
+  // Whether its file is as long as its rows need; else it has failed.
+  bool is_whole();
   // What a unit takes that waits.
   int64_t dirty_bytes() const {
     const auto bytes = static_cast<int64_t>(sizeof(Dirty)) + known_words * 8 + file.layout.unit_bytes;

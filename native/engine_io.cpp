@@ -3,8 +3,6 @@
 // Everything that decides which bytes are the newest happens on the engine's one thread. A unit is in at most one write
 // at a time; rows written meanwhile change its image, which is written again after. Reads of rows with an image are
 // served from it; others may read beside a write of their sector, which leaves their bytes as they were.
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <new>
@@ -279,15 +277,10 @@ void Engine::forget(Dirty* unit) {
   left_.push_back(unit->chunk);
 }
 
-// A write behind the end of a file that was truncated makes it longer again, and the rows between read as zeros: what
-// was read, or is said to be on the disk, is so only where the file is still as long as its rows need.
+// What was read, or is said to be on the disk, is so only where the file is still as long as its rows need.
 bool Engine::is_whole(Table& table) {
-  const TableFile& file = table.file;
-  struct stat found;
-  if (fstat(file.fd, &found) == 0 && found.st_size >= file.layout.file_bytes(table.num_rows.load())) return true;
+  if (table.is_whole()) return true;
   has_failed_ = true;
-  table.failure.set("rows of table '" + file.table + "' in " + file.path + " are lost. Nothing was trained on wrong " +
-                    "rows; " + cure_of(0) + ", then resume from the last checkpoint");
   return false;
 }
 

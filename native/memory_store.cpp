@@ -3,6 +3,7 @@
 #include <hotrow/block_layout.h>
 #include <hotrow/memory_store.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -153,15 +154,16 @@ class Mapped final : public Store {
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
     const std::shared_lock lock(growing_);
-    const bool good = is_here() && for_each_move(moves, num_rows_, file_.table, failure_,
-                                                 [&](const Move& move) { return read_row(move, slots); });
+    const auto read_each = [&](const Move& move) { return read_row(move, slots); };
+    const bool good =
+        is_here() && is_whole() && for_each_move(moves, num_rows_, file_.table, failure_, read_each) && is_whole();
     counted_.read_rows += static_cast<int64_t>(moves.size());
     tell(ticket, moves, good);
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
     const std::shared_lock lock(growing_);
-    if (!is_here()) return;
+    if (!is_here() || !is_whole()) return;
     for_each_move(moves, num_rows_, file_.table, failure_, [&](const Move& move) { return write_row(move, slots); });
     counted_.written_rows += static_cast<int64_t>(moves.size());
   }
@@ -169,13 +171,15 @@ class Mapped final : public Store {
   bool flush() override {
     const std::shared_lock lock(growing_);
     if (!is_here() || failure_.get()) return false;
-    return msync(base_, static_cast<size_t>(bytes_), MS_SYNC) == 0 || fail("syncing", -1);
+    if (msync(base_, static_cast<size_t>(bytes_), MS_SYNC) != 0) return fail("syncing", -1);
+    return is_whole();
   }
 
   bool grow(int64_t num_rows) override {
     const std::unique_lock lock(growing_);
     if (!is_here() || failure_.get()) return false;
     if (num_rows <= num_rows_) return true;
+    if (!is_whole()) return false;  // it would be long enough again
     const int64_t bytes = mapped_file_bytes(file_.record_bytes, num_rows);
     if (ftruncate(file_.fd, static_cast<off_t>(bytes)) == 0 && map(num_rows)) return true;
     return fail("growing", num_rows);
@@ -194,6 +198,18 @@ class Mapped final : public Store {
     failure_.set("table '" + file_.table + "' (" + file_.path +
                  ") was opened before this process was forked: use it in the process that opened it, or start workers "
                  "with multiprocessing's 'spawn'");
+    return false;
+  }
+
+  // Before memory is touched: behind the end of a file that was truncated the system ends the process (SIGBUS), and a
+  // write would make the file longer again, though never so long as it was (kTailBytes). And after a read: rows that
+  // were cut off meanwhile may have read as zeros.
+  bool is_whole() {
+    struct stat found;
+    if (fstat(file_.fd, &found) == 0 && found.st_size >= bytes_) return true;
+    failure_.set("rows of table '" + file_.table + "' in " + file_.path + " are lost. Nothing was trained on wrong " +
+                 "rows; the file ends before its last row: something truncated it; restore it, then resume from the " +
+                 "last checkpoint");
     return false;
   }
 
@@ -221,7 +237,7 @@ class Mapped final : public Store {
 #ifdef __linux__
     const int64_t first = place(row) / kChunkBytes, last = (place(row + 1) - 1) / kChunkBytes;
     for (int64_t chunk = first; chunk <= last; ++chunk) {
-      const int64_t start = chunk * kChunkBytes, bytes = std::min(kChunkBytes, bytes_ - start);
+      const int64_t start = chunk * kChunkBytes, bytes = std::min(kChunkBytes, bytes_ - kTailBytes - start);
       int failed;
       do failed = fallocate(file_.fd, 0, static_cast<off_t>(start), static_cast<off_t>(bytes));
       while (failed && errno == EINTR);
@@ -280,7 +296,9 @@ std::unique_ptr<Store> open_dram_store(int64_t record_bytes, int64_t num_rows, s
   return store;
 }
 
-int64_t mapped_file_bytes(int64_t record_bytes, int64_t num_rows) { return kHeaderBytes + num_rows * record_bytes; }
+int64_t mapped_file_bytes(int64_t record_bytes, int64_t num_rows) {
+  return kHeaderBytes + num_rows * record_bytes + kTailBytes;
+}
 
 std::unique_ptr<Store> open_mapped_store(MappedFile file) {
   const int64_t num_rows = file.num_rows;

@@ -15,7 +15,7 @@ from hotrow.data.prepare import run_prepare
 from hotrow.data.progress import progress_bar
 from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
-from hotrow.placement import size
+from hotrow.files import size
 from hotrow.run_folder import RunFolder
 from hotrow.runs import train
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from hotrow.config import Config, DenseDtype
 from hotrow.data.packed import PackedDataset
+from hotrow.files import size
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
-from hotrow.placement import choose, demands_of, most_rows, moved, size
+from hotrow.placement import choose, demands_of, most_rows, moved
 from hotrow.tables import TableConfig
 
 ARITHMETIC = {

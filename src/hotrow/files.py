@@ -35,6 +35,14 @@ def parse_bytes(size: int | str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def size(num_bytes: float) -> str:
+    """Bytes for people; fewer than none are none."""
+    for unit, form in (("GiB", ",.2f"), ("MiB", ",.1f"), ("KiB", ",.1f")):
+        if num_bytes >= _UNITS[unit.lower()]:
+            return f"{num_bytes / _UNITS[unit.lower()]:{form}} {unit}"
+    return f"{max(num_bytes, 0):,.0f} bytes"
+
+
 class ByteRate(NamedTuple):
     """So many bytes in so many seconds."""
 

@@ -16,8 +16,9 @@ from typing import Any
 from hotrow.config import Config, MemoryConfig
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.files import available_memory_bytes, disk_free_bytes, parse_bytes
+from hotrow.files import available_memory_bytes, disk_free_bytes, parse_bytes, size
 from hotrow.memory.budget import LEAST_ROWS, Memory, TableDemand, plan_slots
+from hotrow.memory.folder import takes_no_files
 from hotrow.memory.store_file import no_disk
 from hotrow.memory.tiers import Tiers
 from hotrow.plan.solve import CountsPlan, plan_by_counts
@@ -93,12 +94,16 @@ def choose(
             f"copies of hot rows may take {size(copies)}, and there are {size(budget + beside)} for them and the "
             f"tables: lower hot.budget ({config.hot.budget}), or set hot.link to null for a schedule without copies"
         )
+    if budget <= 0:
+        raise ValueError(
+            f"to know which rows lie in memory.hbm takes {size(known)} of DRAM, and there are {size(budget + beside)} "
+            f"for that and the tables: raise memory.dram ({chosen.dram}), or set memory.hbm to null"
+        )
     _check_available(config, min(needed, budget), available, copies)
     if needed <= budget:
         return None
     memory = _memory(chosen, budget, run)
-    if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
-        raise ValueError(f"memory.ssd is {str(memory.ssd)!r}, but {reason} (memory.ssd), or set memory.force to true")
+    _check_folders(chosen, memory, run)
     plan = _plan(config, tables, chosen, dataset) if training else None
     _check_slots(config, tables, chosen, budget, plan, training=training, beside=beside)
     return replace(memory, plan=plan)
@@ -109,9 +114,9 @@ def _check_available(config: Config, num_bytes: int, available: int, copies: int
         beside = f" beside {size(copies)} of copies of hot rows" if copies else ""
         what = config.memory if isinstance(config.memory, str) else f"dram: {config.memory.dram}"
         raise ValueError(
-            f"memory is {what!r}: tables and optimizer state take {num_bytes / 2**30:.2f} GiB of DRAM, "
-            f"{(num_bytes - available) / 2**30:.2f} GiB more than the {available / 2**30:.2f} GiB this process may "
-            f"use{beside}; set memory to auto, which lays the rest on disk, or {_CURES}"
+            f"memory is {what!r}: tables and optimizer state take {size(num_bytes)} of DRAM, "
+            f"{size(num_bytes - available)} more than the {size(available)} this process may use{beside}; "
+            f"set memory to auto, which lays the rest on disk, or {_CURES}"
         )
 
 
@@ -128,6 +133,22 @@ def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
         admission=chosen.admission,
         force=chosen.force,
     )
+
+
+def _check_folders(chosen: MemoryConfig, memory: Memory, run: Path) -> None:
+    """Raises ValueError for a folder that takes no files, and where the disk's is no disk."""
+    for name, folder in (("ssd", chosen.ssd), ("file", chosen.file)):
+        if folder is not None and (reason := takes_no_files(Path(folder))):
+            raise ValueError(f"memory.{name} is {folder!r}, but {reason}: choose another folder (memory.{name})")
+    if memory.ssd is None or memory.force:
+        return
+    if chosen.ssd is not None and (reason := no_disk(memory.folder)):
+        raise ValueError(f"memory.ssd is {chosen.ssd!r}, but {reason} (memory.ssd), or set memory.force to true")
+    if chosen.ssd is None and (reason := no_disk(run.absolute())):
+        raise ValueError(
+            "no folder is named for rows that memory does not hold, so they go to the run's, but "
+            f"{reason} (memory.ssd), put the run on a disk (run), or set memory.force to true"
+        )
 
 
 def _plan(
@@ -188,8 +209,8 @@ def _check_slots(
     if reason := short(budget):
         least = _least(short, budget)
         raise ValueError(
-            f"{budget / 2**20:,.1f} MiB of memory are too little for tables and optimizer state: {reason}. "
-            f"{(least - budget) / 2**20:,.1f} MiB more are needed (memory.dram={-(-(least + beside) // 2**20)}MiB), or "
+            f"{size(budget)} of memory are too little for tables and optimizer state: {reason}. "
+            f"{size(least - budget)} more are needed (memory.dram={-(-(least + beside) // 2**20)}MiB), or "
             f"a train.batch_size below {config.train.batch_size}"
         )
     memory = _memory(chosen, budget, Path(FOLDER))
@@ -267,11 +288,6 @@ def _describe_slots(embedding: EmbeddingCollection) -> str:
     return (
         f"slots of {size(rows.slots_bytes)} on {rows.device} ({whole} of {len(rows.tables)} tables whole), behind them "
     )
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people."""
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def disk_shortfall(tiers: Tiers) -> str | None:

@@ -28,6 +28,7 @@ from hotrow.data.packed import PackedDataset
 from hotrow.device import Place, in_tiers
 from hotrow.device_report import DeviceReport
 from hotrow.embedding import EmbeddingCollection
+from hotrow.files import size
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.hot.turns import Turns
 from hotrow.memory.budget import Memory
@@ -36,7 +37,7 @@ from hotrow.memory.lookahead import lookahead
 from hotrow.metrics import BinaryMetrics
 from hotrow.models import look_up
 from hotrow.parts import Parts, build, tables_of
-from hotrow.placement import close_tiers, record_bytes, size
+from hotrow.placement import close_tiers, record_bytes
 from hotrow.progress import ProgressLine, duration, rate
 from hotrow.run_folder import RunFolder
 from hotrow.session import PHASES, Interrupt, StepClock

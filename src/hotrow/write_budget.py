@@ -17,9 +17,9 @@ from torch import nn
 
 from hotrow.checkpoint import read_manifest
 from hotrow.config import Config
-from hotrow.files import ByteRate, folder_bytes, read_json, write_json
+from hotrow.files import ByteRate, folder_bytes, read_json, size, write_json
 from hotrow.memory.tiers import Tiers
-from hotrow.placement import required_bytes, size
+from hotrow.placement import required_bytes
 from hotrow.reference import NUM_STATES
 from hotrow.tables import TableConfig
 

@@ -67,11 +67,11 @@ def at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[Tiers],
 def test_the_first_line_says_what_lies_where(dataset: PackedDataset, tmp_path: Path) -> None:
     runs.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
     first = (tmp_path / "run" / "log.txt").read_text().splitlines()[0]
-    assert "memory: of 0.1 MiB of tables and optimizer state, 0.1 MiB in DRAM (1 of 3 tables whole)" in first
-    assert f"MiB on disk in {tmp_path}/run/memory" in first
+    assert "memory: of 126.2 KiB of tables and optimizer state, 58.3 KiB in DRAM (1 of 3 tables whole)" in first
+    assert f"KiB on disk in {tmp_path}/run/memory" in first
     runs.train(config(dataset, tmp_path / "plain", "memory=auto", "train.max_steps=1"), quiet=True)
     first = (tmp_path / "plain" / "log.txt").read_text().splitlines()[0]
-    assert first.endswith("memory: tables and optimizer state are 0.1 MiB, all in DRAM")
+    assert first.endswith("memory: tables and optimizer state are 126.2 KiB, all in DRAM")
 
 
 def test_what_the_tiers_did_is_in_the_record(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_disk_that_may_become_full_is_said_before(
 ) -> None:
     monkeypatch.setattr(placement, "disk_free_bytes", lambda path: 1000)
     run = runs.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
-    assert "0.0 MiB are free" in run.record["warnings"]["disk_may_become_full"]["text"]
+    assert "1,000 bytes are free" in run.record["warnings"]["disk_may_become_full"]["text"]
 
 
 def test_too_little_memory_is_refused_before_a_folder_is_made(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -205,10 +205,15 @@ def test_a_folder_that_cannot_be_written(
 ) -> None:
     folder, _ = small_disk
     assert subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=False).returncode == 0
-    message = f"no files can be made in {folder}: Read-only file system; choose another folder .*memory.ssd"
+    for name in ("file", "ssd"):
+        message = rf"^memory\.{name} is '{folder}/new', but this process may not write in {folder}: .*another folder"
+        with pytest.raises(ValueError, match=message):
+            runs.train(config(dataset, tmp_path / "run", **{name: str(folder / "new")}), quiet=True)
+        assert not (tmp_path / "run").exists()
+    message = f"^no files can be made in {folder}: Read-only file system; choose another folder .*memory.ssd"
+    tables = [hotrow.TableConfig(name="t", num_embeddings=10_000, embedding_dim=8, feature_names=("a",))]
     with pytest.raises(OSError, match=message):
-        runs.train(config(dataset, tmp_path / "run", file=str(folder)), quiet=True)
-    assert RunFolder.open(tmp_path / "run").record["status"] == "failed"
+        hotrow.SGD(hotrow.EmbeddingCollection(tables, memory=hotrow.Memory(dram="100KiB", file=folder)), lr=0.1)
 
 
 def test_what_killed_processes_left_goes_and_nothing_else(dataset: PackedDataset, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_what_goes_over_the_budget_is_told(tmp_path: Path) -> None:
     emb = make(tmp_path, OLD)
     emb(batch_of(1, OLD))
     before = emb.tiers.counters()["a"]["num_bytes"]
-    with pytest.warns(UserWarning, match=r"table 'b' has grown to 5,000 rows: tables take 0\.\d+ MiB more of memory"):
+    with pytest.warns(UserWarning, match=r"table 'b' has grown to 5,000 rows: tables take [\d.]+ KiB more of memory"):
         emb.grow("b", 5000)
     assert emb.tiers.slots[1] == (5000, 0), "it stays in memory whole"
     emb.grow("a", 9000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from hotrow import placement
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.files import parse_bytes
-from hotrow.memory.budget import Memory
+from hotrow.memory.budget import Memory, TableDemand, plan_slots
+from hotrow.memory.store_file import no_disk
 from hotrow.placement import choose, required_bytes
 from hotrow.tables import TableConfig
 
@@ -71,7 +73,7 @@ def test_copies_take_no_more_than_all_rows(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_what_leaves_no_room_beside_copies_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"hot rows may take 60\.0 MiB, and there are 60\.0 MiB .*: lower hot"):
         choose(config("auto", *COPIED, "hot.budget=60MiB"), TABLES, tmp_path)
-    with pytest.raises(ValueError, match=r"the 0\.08 GiB this process may use beside 20\.0 MiB of copies"):
+    with pytest.raises(ValueError, match=r"the 80\.0 MiB this process may use beside 20\.0 MiB of copies"):
         choose(config("dram", *COPIED, "hot.budget=20MiB"), TABLES, tmp_path)
     tight = ["train.batch_size=50000", *COPIED, "hot.budget=20MiB"]
     with pytest.raises(ValueError, match="different ones") as refused:
@@ -98,7 +100,7 @@ def test_three_tiers(tmp_path: Path) -> None:
     assert (chosen.middle, chosen.folder, chosen.file_bytes) == (Path("fast"), tmp_path / "memory", "50MiB")
     chosen = choose(config({**tiers, "ssd": str(tmp_path)}), TABLES, Path("run"))
     assert chosen is not None and (chosen.middle, chosen.folder) == (Path("fast"), tmp_path)
-    with pytest.raises(ValueError, match=r"file_bytes is too small: fast would hold 0 of the 1,000,000 rows of table"):
+    with pytest.raises(ValueError, match=r"file_bytes is too small: fast .* raise it \(config memory\.file_bytes, or "):
         choose(config({**tiers, "file_bytes": 1000}), TABLES, tmp_path)
     with pytest.raises(ValueError, match="too little for tables and optimizer state"):
         choose(config({**tiers, "dram": "200KiB", "file_bytes": "500MiB"}), TABLES, tmp_path)
@@ -109,7 +111,7 @@ def test_three_tiers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", ["dram", {"dram": "1GiB"}])
 def test_more_than_there_is_is_refused_with_the_shortfall(memory: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"take 0\.12 GiB of DRAM, 0\.02 GiB more than the 0\.10 GiB this process may"):
+    with pytest.raises(ValueError, match=r"take 122\.\d MiB of DRAM, 22\.\d MiB more than the 100\.0 MiB this"):
         choose(config(memory), TABLES, tmp_path)
 
 
@@ -127,6 +129,20 @@ def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path, counted
         choose(too_little, TABLES, tmp_path)
     with pytest.raises(ValueError, match="the smallest caches there are do not fit"):
         choose(config({"dram": 1000}), TABLES, tmp_path)
+    with pytest.raises(ValueError, match=r"which rows lie in memory\.hbm takes 3\.8 MiB .* are 1\.0 MiB for"):
+        choose(config({"hbm": "1MiB", "dram": "1MiB"}), TABLES, tmp_path)
+
+
+def test_a_small_shortfall_is_said_in_small_units(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(placement, "available_memory_bytes", lambda: NEEDED - 10_000)
+    with pytest.raises(ValueError, match=r"take 122\.\d MiB of DRAM, 9\.8 KiB more than"):
+        choose(config("dram"), TABLES, tmp_path)
+    monkeypatch.setattr(placement, "available_memory_bytes", lambda: NEEDED - 8)
+    with pytest.raises(ValueError, match=r"of DRAM, 8 bytes more than"):
+        choose(config("dram"), TABLES, tmp_path)
+    memory = Memory(dram=100, file=tmp_path)
+    with pytest.raises(ValueError, match=r"About 15\.9 KiB more than the tables that lie in memory"):
+        plan_slots([TableDemand("a", 1000, 128)], memory.slots_bytes)
 
 
 class Counted:
@@ -173,16 +189,34 @@ def test_where_none_were_counted_shares_are_equal(tmp_path: Path) -> None:
     assert scored is not None and scored.plan is None
 
 
-@pytest.mark.parametrize(("kind", "what"), [("tmpfs", "is memory"), ("nfs4", "is on a network file system")])
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("tmpfs", "is memory"), *((name, "is on a network file system") for name in ("nfs4", "smb3", "fuse.glusterfs"))],
+)
 def test_what_is_no_disk_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, what: str
 ) -> None:
     monkeypatch.setattr("hotrow.memory.store_file.file_system", lambda path: kind)
-    for memory in ("auto", {"ssd": str(tmp_path)}):
-        with pytest.raises(ValueError, match=rf"memory\.ssd is '{tmp_path}.*{what} \({kind}\).*memory\.force"):
-            choose(config(memory), TABLES, tmp_path)
+    with pytest.raises(ValueError, match=rf"memory\.ssd is '{tmp_path}.*{what} \({kind}\).*memory\.force"):
+        choose(config({"ssd": str(tmp_path)}), TABLES, tmp_path)
+    for memory in ("auto", {"dram": "20MiB"}, {"file": str(tmp_path), "file_bytes": "8MiB", "dram": "20MiB"}):
+        message = rf"^no folder is named for .*, so they go to the run's, but {tmp_path}/run {what} \({kind}\)"
+        with pytest.raises(ValueError, match=rf"{message}.*memory\.ssd.* run on a disk.*memory\.force"):
+            choose(config(memory), TABLES, tmp_path / "run")
     assert choose(config({"ssd": str(tmp_path), "force": True}), TABLES, tmp_path) is not None
     assert choose(config({"file": str(tmp_path)}), TABLES, tmp_path) is not None
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_folder_that_is_a_file_is_refused_by_its_field(tmp_path: Path, below: bool) -> None:
+    (tmp_path / "taken").write_text("mine")
+    path = str(tmp_path / "taken" / "deeper" if below else tmp_path / "taken")
+    tiers = {"file": path, "file_bytes": "8MiB", "ssd": str(tmp_path / "new")}
+    for name, memory in (("ssd", {"ssd": path}), ("file", {"file": path}), ("file", tiers)):
+        message = rf"^memory\.{name} is '{path}', but {tmp_path}/taken is no folder: choose another folder"
+        with pytest.raises(ValueError, match=message):
+            choose(config({"dram": "20MiB", **memory}), TABLES, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_scoring_needs_no_state_and_has_no_words_for_less(tmp_path: Path) -> None:
@@ -191,3 +225,11 @@ def test_scoring_needs_no_state_and_has_no_words_for_less(tmp_path: Path) -> Non
     assert choose(config({"dram": "1GiB"}), TABLES, tmp_path, training=False) is not None
     small = choose(config({"dram": "10MiB"}, "train.batch_size=50000"), TABLES, tmp_path, training=False)
     assert small is not None and small.dram_bytes < 10 * MIB
+
+
+def test_a_real_file_system_in_memory_is_known() -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or os.statvfs(shared).f_blocks == 0:
+        pytest.skip("there is no /dev/shm here")
+    reason = no_disk(shared / "not" / "made yet")
+    assert reason is not None and "/dev/shm/not/made yet is memory (tmpfs)" in reason

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import html
 import itertools
 import json
 import re
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -157,6 +159,7 @@ def test_the_page_stands_alone_and_escapes(tmp_path: Path) -> None:
 
 def test_a_page_without_cells_says_so() -> None:
     report = {
+        "command": "hotrow study kernels",
         "cells": [], "skipped": [{"key": "k", "reason": "too large"}], "quick": False, "roofs": {
             "sequential_gb_per_s": None, "matmul_gflop_per_s": 1.0},
         "machine": {"cpu": "c", "usable_cores": 1, "memory_bytes": 1}, "backend": {"name": "n", "isa": "i"},
@@ -164,6 +167,21 @@ def test_a_page_without_cells_says_so() -> None:
     }  # fmt: skip
     page = study_page(TINY, report)
     assert "Nothing of it was measured." in page and "too large" in page and "not measured" in page
+
+
+def test_a_page_carries_the_command_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what was asked for and nothing else; taken apart by a shell's rules it asks for the same again."""
+    monkeypatch.setattr(runner, "load_preset", lambda name: TINY)
+    out = tmp_path / "a place & another"
+    runner.run_study("kernels", out, quick=True, memory_bytes=1 << 30)
+    command = json.loads((out / "kernels.json").read_text())["command"]
+    wanted = ["hotrow", "study", "kernels", "--quick", "--memory", "1073741824", "--out", str(out)]
+    assert shlex.split(command) == wanted
+    assert f"Made by: <code>{command}</code>" in html.unescape((out / "kernels.html").read_text())
+    asked = {"quick": False, "memory_bytes": None, "data": ["a", "b"], "own": False}
+    assert runner.command_of("memory", None, **asked) == "hotrow study memory --data a --data b"
+    run_tiny(tmp_path / "own")
+    assert "Made by: <code>hotrow.study.run_study(" in (tmp_path / "own" / "kernels.html").read_text()
 
 
 # ---- the plan

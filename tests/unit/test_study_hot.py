@@ -102,6 +102,7 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
             assert cell["link_bytes"] / 12e9 == pytest.approx(cell["modelled_link_s"], rel=1e-3, abs=1e-6)
             assert 0 < cell["sync_bytes"] < cell["link_bytes"]
     page = (tmp_path / "out" / "hot.html").read_text()
+    assert "Made by: <code>hotrow.study.run_study(" in page
     assert "No fast device was" in page and "planted" in page and page.count("<svg") == 2
     assert [row["speedup"] for row in report["speedups"]] == ["not measured"] * 5
     assert page.count('<td class="n">not measured</td>') == 5, "no GPU was used"
@@ -118,6 +119,39 @@ def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: Pack
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
+@pytest.mark.parametrize("estimate_only", [False, True])
+def test_what_is_no_packed_dataset_is_refused_before_anything_is_measured(tmp_path: Path, estimate_only: bool) -> None:
+    (tmp_path / "trace.txt").write_text("1\n2\n")
+    (tmp_path / "empty").mkdir()
+    for name in ("trace.txt", "absent"):
+        message = rf"data is '{tmp_path}/{name}', which is no folder.*packed dataset.* `hotrow study memory`"
+        with pytest.raises(ValueError, match=message):
+            runner.run_study("hot", tmp_path / "out", data=[str(tmp_path / name)], estimate_only=estimate_only)
+    with pytest.raises(ValueError, match=r"empty: no dataset\.json"):
+        runner.run_study("hot", tmp_path / "out", data=[str(tmp_path / "empty")], estimate_only=estimate_only)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_took_a_signal_stops_the_study(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends well, without scores: the study must neither go on nor fail for want of them."""
+    train = hot.train
+
+    def interrupted(config: Config, **options: Any) -> Any:
+        run = train(config, **options)
+        run.record = {name: value for name, value in run.record.items() if name != "metrics"}
+        run.record["status"] = "interrupted"
+        return run
+
+    monkeypatch.setattr(hot, "train", interrupted)
+    model = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
+    raw = {"data": str(dataset.path), "model": model, "train": {"threads": 1, "max_steps": 2}}
+    with pytest.raises(KeyboardInterrupt):
+        hot.epoch(make_config(raw), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dataset_without_counts_is_counted(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
     rows = {"train": 900, "val": 99}
     made = [make_dataset(tmp_path / f"{counts}", counts=counts, rows=rows) for counts in (True, False)]

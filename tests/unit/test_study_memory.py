@@ -301,6 +301,7 @@ def test_the_study_measures_once_and_holds_its_fields(tmp_path: Path, no_group: 
     with (out / "memory.csv").open(newline="") as stream:
         assert [line["key"] for line in csv.DictReader(stream)] == [row["key"] for row in report["cells"]]
     page = (out / "memory.html").read_text()
+    assert "Made by: <code>hotrow.study.run_study(" in page
     assert "hotrow, 2 ahead" in page and "<script>" not in page
     assert not [*out.glob("hotrow-study-*")]
     before = report["cells"]

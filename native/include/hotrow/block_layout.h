@@ -3,7 +3,8 @@
 //   unit   the least that is written: one sector that several records share, or the whole sectors of one record
 //   page   the most that is read at once: 4 KiB of units, or one larger unit; no unit crosses a page
 //
-//   file:  header | page 0: unit 0, unit 1, ..., padding | page 1: ...
+//   file:  header | page 0: unit 0, unit 1, ..., padding | page 1: ... | tail
+//   Nothing is ever written to the tail: a file that was cut short stays too short, whatever rows are written after.
 //   Records of less than half a sector share sectors, which they never cross: writing one means reading its neighbours.
 //   Larger ones own sectors, so that no write has to read first.
 #pragma once
@@ -15,6 +16,7 @@ namespace hotrow {
 
 inline constexpr int64_t kPageBytes = 4096;
 inline constexpr int64_t kHeaderBytes = 4096;
+inline constexpr int64_t kTailBytes = 4096;
 
 struct BlockLayout {
   int64_t record_bytes;
@@ -41,7 +43,7 @@ struct BlockLayout {
   // direct writes of its rows, and the system takes such a meeting for a lost write (EIO at the next fsync).
   int64_t file_bytes(int64_t num_rows) const {
     const int64_t end = kHeaderBytes + (num_rows + page_rows() - 1) / page_rows() * page_bytes;
-    return (end + kPageBytes - 1) / kPageBytes * kPageBytes;
+    return (end + kPageBytes - 1) / kPageBytes * kPageBytes + kTailBytes;
   }
 };
 

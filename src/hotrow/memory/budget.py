@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from numpy.typing import ArrayLike
 
-from hotrow.files import parse_bytes
+from hotrow.files import parse_bytes, size
 
 Policy = Literal["clock", "lfu", "lru"]
 POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
@@ -122,8 +122,8 @@ class Memory:
         if map_bytes >= self.slots_bytes:
             raise ValueError(
                 f"the memory for tables is too small: to know which rows lie in {self.file}, file_bytes of "
-                f"{self.file_bytes} take {map_bytes / 2**20:,.1f} MiB, and there are {self.slots_bytes / 2**20:,.1f}; "
-                "raise Memory(dram=...), or lower file_bytes"
+                f"{self.file_bytes} take {size(map_bytes)}, and there are {size(self.slots_bytes)}; "
+                "raise dram (config memory.dram, or hotrow.Memory), or lower file_bytes"
             )
         return self.slots_bytes - map_bytes
 
@@ -148,8 +148,8 @@ class Memory:
                 short = sum(least[u] * tables[u].record_bytes for u in rest) - parse_bytes(self.file_bytes)
                 raise ValueError(
                     f"file_bytes is too small: {self.file} would hold {places[t]} of the {tails[t]:,} rows of table "
-                    f"{tables[t].name!r} that are not pinned in DRAM. {short:,} bytes more are the least; raise "
-                    "Memory(file_bytes=...), or leave file and file_bytes out"
+                    f"{tables[t].name!r} that are not pinned in DRAM. {short:,} bytes more are the least; raise it "
+                    "(config memory.file_bytes, or hotrow.Memory), or leave file and file_bytes out"
                 )
             left -= places[t] * tables[t].record_bytes
         return places
@@ -238,8 +238,8 @@ def _level(tables: Sequence[TableDemand], rest: Sequence[int], left: float) -> d
             )
             raise ValueError(
                 f"the memory for tables is too small: table {tables[t].name!r} would keep {max(cached, 0)} of its "
-                f"{tables[t].num_rows:,} rows. About {needed / 2**20:,.1f} MiB more than the tables that lie in memory "
-                "whole are the least; raise Memory(dram=...)"
+                f"{tables[t].num_rows:,} rows. About {size(needed)} more than the tables that lie in memory "
+                "whole are the least; raise dram (config memory.dram, or hotrow.Memory)"
             )
         shares[t] = cached
         left -= cached * (tables[t].record_bytes + METADATA_BYTES)

@@ -14,11 +14,28 @@ PREFIX, SUFFIX = "hotrow-rows-", ".rows"
 """Of a folder, and of every file in it."""
 
 
+class FolderError(OSError):
+    """A folder in which no files can be made; says so without the system's number, which is in `errno`."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def takes_no_files(folder: Path) -> str | None:
+    """Why no folder can be made in `folder`, or where it will be; None: it seems that one can. Nothing is made."""
+    there = folder.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"this process may not write in {there}"
+
+
 class OwnFolder:
     """A new folder in `parent`, whose lock says that somebody uses it.
 
-    Folders beside it whose owner is dead are removed first: a killed process cannot do so itself. Raises OSError naming
-    `parent` where it cannot be written.
+    Folders beside it whose owner is dead are removed first: a killed process cannot do so itself. Raises FolderError
+    naming `parent` where it cannot be written.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -31,7 +48,7 @@ class OwnFolder:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         except OSError as error:
             cure = "choose another folder for tables on disk (config memory.ssd or memory.file, or hotrow.Memory)"
-            raise OSError(error.errno, f"no files can be made in {parent}: {error.strerror}; {cure}") from error
+            raise FolderError(error.errno, f"no files can be made in {parent}: {error.strerror}; {cure}") from error
 
     def remove(self) -> None:
         """The folder, what is in it, and the lock."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HEADER_BYTES = 4096
+TAIL_BYTES = 4096
 PAGE_BYTES = 4096
 SET_PLACES = 16
 COUNTERS = (
@@ -43,13 +44,13 @@ def block_layout(record_bytes: int, sector: int, num_rows: int) -> list[int]:
     page_bytes = max(unit_bytes, PAGE_BYTES)
     page_units = page_bytes // unit_bytes
     num_pages = -(-num_rows // (page_units * unit_rows))
-    file_bytes = -(-(HEADER_BYTES + num_pages * page_bytes) // PAGE_BYTES) * PAGE_BYTES
+    file_bytes = -(-(HEADER_BYTES + num_pages * page_bytes) // PAGE_BYTES) * PAGE_BYTES + TAIL_BYTES
     return [unit_bytes, unit_rows, page_bytes, page_units, file_bytes]
 
 
 def mapped_file_bytes(record_bytes: int, num_rows: int) -> int:
     """Bytes of a mapped store's file."""
-    return HEADER_BYTES + record_bytes * num_rows
+    return HEADER_BYTES + record_bytes * num_rows + TAIL_BYTES
 
 
 def direct_sector(descriptor: int) -> int:
@@ -194,13 +195,22 @@ class _File(Store):
         page, unit = divmod(row // unit_rows, page_units)
         return HEADER_BYTES + page * page_bytes + unit * unit_bytes + row % unit_rows * self._record_bytes
 
+    def _file_bytes(self, num_rows: int) -> int:
+        if self._sector is None:
+            return mapped_file_bytes(self._record_bytes, num_rows)
+        return block_layout(self._record_bytes, self._sector, num_rows)[4]
+
+    def _check_whole(self) -> None:
+        if os.fstat(self._descriptor).st_size < self._file_bytes(self._num_rows):
+            raise OSError(0, "the file ends before its last row: something truncated it")
+
     def _get(self, row: int) -> bytes:
         record = os.pread(self._descriptor, self._record_bytes, self._place(row))
-        if len(record) < self._record_bytes:
-            raise OSError(0, "the file ends before it")
+        self._check_whole()
         return record
 
     def _put(self, row: int, record: bytes) -> None:
+        self._check_whole()
         if os.pwrite(self._descriptor, record, self._place(row)) < len(record):
             raise OSError(0, "less was written than asked for")
 
@@ -208,18 +218,15 @@ class _File(Store):
         """Everything is on the medium; False when the store failed."""
         try:
             os.fsync(self._descriptor)
+            self._check_whole()
         except OSError as error:
             self._failure = self._failure or f"syncing {self._where}: {error.strerror}"
         return not self._failure
 
     def grow(self, num_rows: int) -> bool:
         """Make room for more rows, which read as zeros."""
-        if self._sector is None:
-            num_bytes = mapped_file_bytes(self._record_bytes, num_rows)
-        else:
-            num_bytes = block_layout(self._record_bytes, self._sector, num_rows)[4]
-        if num_rows > self._num_rows:
-            os.ftruncate(self._descriptor, num_bytes)
+        if num_rows > self._num_rows and self.flush():
+            os.ftruncate(self._descriptor, self._file_bytes(num_rows))
         return super().grow(num_rows)
 
     def __del__(self) -> None:

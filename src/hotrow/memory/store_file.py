@@ -1,6 +1,6 @@
 """The file of one table's rows: a header that says whose it is, a lock, and what its file system allows.
 
-    [ header: one page, JSON and zeros | records ... ]
+    [ header: one page, JSON and zeros | records ... | tail: one page that is never written ]
 
 The header holds format version, kind, identity of the model, table, the parts of a record, rows and sector: a truncated
 file, one of another model or table, and one that another process has open are refused by name. The file is sparse, so
@@ -21,12 +21,19 @@ from typing import Any, Literal
 from hotrow.files import file_system, sync_folder
 from hotrow.memory.native import backend
 
-VERSION = 1
+VERSION = 2
+"""1 had no tail."""
 HEADER_BYTES = 4096
 SECTORS = (512, 1024, 2048, 4096)
 DIRECT = getattr(os, "O_DIRECT", 0)
-IN_MEMORY = ("tmpfs", "ramfs")
-NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse.sshfs", "virtiofs")
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_NETWORK_FUSE = ("sshfs", "glusterfs", "ceph", "ceph-fuse", "s3fs", "rclone", "gcsfuse", "juicefs", "mount-s3")
+NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "afs", "beegfs", "gpfs", "pvfs2", "virtiofs"),
+    *(f"fuse.{name}" for name in _NETWORK_FUSE),
+)
+"""Both as the system names them in /proc/self/mountinfo. What an overlay lies on it does not tell, nor a FUSE mount
+without a subtype: these pass for disks."""
 Kind = Literal["dram", "mapped", "block"]
 
 
@@ -145,7 +152,8 @@ def _check(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | No
     found = _read_header(descriptor, path)
     if found.get("version") != VERSION:
         raise ValueError(
-            f"{path}: format version {found.get('version')!r}, this hotrow reads {VERSION}: use the one that wrote it"
+            f"{path}: format version {found.get('version')!r}, this hotrow reads {VERSION}: use the one that wrote it, "
+            "or remove the file and resume from a checkpoint"
         )
     expected = {**json.loads(json.dumps(asdict(rows))), "kind": kind}
     for key, value in expected.items():

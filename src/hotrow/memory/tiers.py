@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
+from hotrow.files import size
 from hotrow.memory.budget import (
     ADMISSIONS,
     LEAST_ROWS,
@@ -234,7 +235,7 @@ class Tiers:
         if (over := needed - self.memory.budget_bytes(demands)) > 0:
             warnings.warn(
                 f"table {table.name!r} has grown to {table.num_embeddings:,} rows: tables take "
-                f"{over / 2**20:,.2f} MiB more of memory now than Memory(dram={self.memory.dram!r}) allows for slots; "
+                f"{size(over)} more of memory now than Memory(dram={self.memory.dram!r}) allows for slots; "
                 "a collection made anew with tables of these sizes keeps within it",
                 stacklevel=4,
             )

@@ -109,7 +109,17 @@ def expand(group: Mapping[str, Any], axes: Mapping[str, Any], *, memory_bytes: i
 
 
 def with_data(preset: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """The preset with packed datasets among its sources, also of its quick form."""
+    """The preset with packed datasets among its sources, also of its quick form.
+
+    Raises ValueError for what is none.
+    """
+    for path in paths:
+        if not Path(path).is_dir():
+            raise ValueError(
+                f"data is {path!r}, which is no folder: the study hot needs a packed dataset, which `hotrow prepare` "
+                "makes; plain traces are for `hotrow study memory`"
+            )
+        PackedDataset.open(path, verify="sizes")
 
     def more(axes: Mapping[str, Any]) -> dict[str, Any]:
         return {**axes, "source": [*axes["source"], *paths]} if "source" in axes else dict(axes)
@@ -221,6 +231,8 @@ def epoch(config: Config, folder: Path) -> dict[str, Any]:
     run = train(config.model_copy(update={"run": str(folder)}), quiet=True)
     record, lines = run.record, run.measurements()
     shutil.rmtree(folder)
+    if record["status"] == "interrupted":  # the run took the signal, which was meant for the study
+        raise KeyboardInterrupt
     return {
         **{name: record["metrics"]["test"][name] for name in ("auc", "logloss", "accuracy")},
         "train_s": record["train_s"],

@@ -28,6 +28,7 @@ def hot_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         title=preset["title"],
         about=preset["about"],
         machine=machine_line(report),
+        command=report["command"],
         quick=report["quick"],
         link=report.get("link_bytes_per_s"),
         speedups=report["speedups"],

@@ -25,6 +25,7 @@ def memory_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         title=preset["title"],
         about=preset["about"],
         machine=machine_line(report),
+        command=report["command"],
         quick=report["quick"],
         groups=[
             {"about": group["about"], "name": group["name"], "rows": shown_of(group["name"], rows)}

@@ -22,6 +22,7 @@ def study_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         title=preset["title"],
         about=preset["about"],
         machine=machine_line(report),
+        command=report["command"],
         quick=report["quick"],
         num_cells=len(rows),
         num_stolen=sum(row["stolen_rounds"] for row in rows),

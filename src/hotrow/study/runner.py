@@ -9,6 +9,7 @@ import csv
 import importlib.resources
 import io
 import itertools
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,6 +94,7 @@ def run_study(
 
     Raises ValueError for an unknown study, and where `out` holds cells of another machine, backend or version.
     """
+    command = command_of(name, out, quick=quick, memory_bytes=memory_bytes, data=data, own=preset is not None)
     preset = preset or load_preset(name)
     study = STUDIES[name]
     if hasattr(study, "with_data"):
@@ -125,7 +127,7 @@ def run_study(
         return result
     folder.mkdir(parents=True, exist_ok=True)
     circumstances = bench.circumstances()
-    report = {"study": name, "quick": quick, "memory_bytes": memory_bytes, **circumstances}
+    report = {"study": name, "command": command, "quick": quick, "memory_bytes": memory_bytes, **circumstances}
     start = time.monotonic()
     try:
         failed = _measure(study, left, rows, lambda: _write(file, report, plan, rows), quick=quick, out=folder)
@@ -144,6 +146,19 @@ def run_study(
     measured = len(plan.cells) - len(failed)
     counted = {"measured": measured, "skipped": len(plan.skipped)}
     return {**result, **counted, "seconds": time.monotonic() - start, "files": files}
+
+
+def command_of(
+    name: str, out: Path | str | None, *, quick: bool, memory_bytes: int | None, data: Sequence[str], own: bool
+) -> str:
+    """What makes these files once more, in a shell; own: a preset that no command knows."""
+    if own:
+        return f"hotrow.study.run_study({name!r}, preset=...)"
+    command = ["hotrow", "study", name, *(["--quick"] if quick else [])]
+    for path in data:
+        command += ["--data", path]
+    command += [] if memory_bytes is None else ["--memory", str(memory_bytes)]
+    return shlex.join(command + ([] if out is None else ["--out", str(out)]))
 
 
 def _measured_before(file: Path) -> dict[str, dict[str, Any]]:
