@@ -260,11 +260,12 @@ def test_interrupted_and_resumed_with_copies_on_a_device(
         assert (link["hot_batches"], link["hybrid_bytes"]) == (before["hot_batches"], before["hybrid_bytes"])
 
 
-def test_turns_through_slots_have_no_copies(data: Path, tmp_path: Path) -> None:
+def test_turns_through_slots_have_no_copies(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
     """The cached pipeline with hot and cold batches: the same order and bits, and rows that enter and leave."""
-    changes = ["hot.schedule=fixed", "train.epochs=1", "train.batch_size=64", "train.eval_every=null"]
+    data = make_dataset(tmp_path / "data", rows={"train": 320, "val": 16, "test": 16}, counts=True).path
+    changes = ["hot.schedule=fixed", "train.epochs=1", "train.batch_size=32", "train.eval_every=null"]
     plain = trained(data, tmp_path / "plain", *changes)
-    run = trained(data, tmp_path / "slots", *changes, "memory.hbm=9000", f"device={DEVICE.type}")
+    run = trained(data, tmp_path / "slots", *changes, "memory.hbm=7000", f"device={DEVICE.type}")
     own, truth = without_cost(outcome(run)), without_cost(outcome(plain))
     assert "link" not in run.record["hot"] and run.record["memory"]["hbm"]["evicted_rows"] > 0
     if not HAS_GPU:
