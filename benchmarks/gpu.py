@@ -1,48 +1,98 @@
-"""Where tables lie when a GPU trains: four ways to run one DLRM, in one process, interleaved.
+"""Where tables lie when a GPU trains: six ways to run one DLRM, in one process, interleaved.
 
-    python -m benchmarks.gpu [--rows 1000000] [--part 8] [--zipf 1.05] [--stretches 7] [--quick]
+    python -m benchmarks.gpu [--shapes kaggle terabyte] [--hbm 512MiB 4GiB 16GiB] [--batch-sizes 1024 2048 4096]
+                             [--modes NAME ...] [--scale SHARE] [--stretches 7] [--json] [--quick]
 
-(27 GB of DRAM, 8.5 GB of device memory; a GPU has not run it yet.)
-26 tables of dim 64, one id per feature and sample, SGD on tables and MLPs; the MLPs are torch's, on the GPU, always:
-  torch hybrid   nn.EmbeddingBag(sparse=True) and torch.optim.SGD on the CPU; pooled rows and their gradients cross
-  our hybrid     hotrow's tables in DRAM, its kernels on the CPU; pooled rows and their gradients cross
-  cached         hotrow's tables in DRAM, a PART of their bytes as slots on the GPU, filled by look-ahead
-  all in HBM     the same with slots for every row
-Before anything is timed the losses of all four are compared. Then stretches of the same batches alternate; printed are
-steps per second and the ratio to torch hybrid, median and range over the stretches, and hits of the cache. Refuses
-without a GPU. `--device cpu` tries the script in Triton's interpreter and measures nothing of worth.
+(A GPU has not run it yet; without one every cell is printed as not measured.)
+Shapes are the 26 tables and the MLPs of Criteo Kaggle (dim 16) and Terabyte (dim 64), one id per feature and sample,
+drawn by the tables' skews, each by itself; SGD on tables and MLPs; the MLPs are torch's, on the GPU, always. `--hbm`
+caps what rows take of device memory:
+  torch_hybrid   nn.EmbeddingBag(sparse=True) and torch.optim.SGD on the CPU; pooled rows and their gradients cross
+  our_hybrid     hotrow's tables in DRAM, its kernels on the CPU; pooled rows and their gradients cross
+  fae            as published: batches all hot, whose rows have copies on the GPU, and batches all cold as our_hybrid,
+                 half of the cold, half of the hot, and again; four copies of the hot rows a stretch
+  cached         hotrow's tables in DRAM, slots on the GPU, filled by look-ahead
+  cached_turns   the same with the batches of fae in their order
+  all_in_hbm     slots for every row, whatever the cap
+Every mode has its own tables in DRAM; those of more than 1,000 rows keep the share of their rows that fits, which is
+printed. Before anything is timed each mode trains the same hot and cold batches, and the losses are compared. Then
+stretches of the same samples alternate; printed are samples per second, swaps included, and the ratio to torch_hybrid,
+median and range over the stretches. A stretch is shorter than an epoch, which has as many swaps: fae is printed without
+their seconds too. `--quick --device cpu` tries the script in Triton's interpreter and measures nothing of worth.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import hotrow
+from hotrow.data.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
+from hotrow.files import available_memory_bytes, parse_bytes
+from hotrow.hot.copies import HotCopies
+from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
+from hotrow.hot.link import Link
 from hotrow.models.dlrm import DLRM
 
-DIM, NUM_DENSE, DEPTH, LR, SEED = 64, 13, 4, 0.05, 1
-Batches = Sequence[hotrow.Batch]
+NUM_DENSE, DEPTH, LR, SEED = 13, 4, 0.05, 1
+MEMORY_SHARE = 0.6
+"""Of the memory this process may use, for tables."""
+PARTS = 2
+"""Turns of each class in a stretch: half of it at a time, the rate with which FAE begins."""
+
+
+class Shape(NamedTuple):
+    """A model and its tables."""
+
+    make: Any
+    dim: int
+    bottom_mlp: tuple[int, ...]
+    top_mlp: tuple[int, ...]
+
+
+SHAPES = {  # of FAE's paper
+    "kaggle": Shape(criteo_kaggle, 16, (512, 256, 64), (512, 256)),
+    "terabyte": Shape(criteo_terabyte, 64, (512, 256), (512, 512, 256)),
+}
+
+
+class Turn(NamedTuple):
+    """Batches of one class; mixed ones are cold."""
+
+    hot: bool
+    batches: list[hotrow.Batch]
+
+
+Work = Sequence[Turn]
 
 
 class Side:
     """A way to run the model: tables somewhere, `self.model` on the device."""
 
-    name = ""
+    in_turns = False
+    """Whether it is timed on hot and cold batches."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = copy.deepcopy(model).to(device), device
         self.dense_optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
 
-    def batches(self, batches: Batches) -> Batches:
+    def begin(self, *, hot: bool) -> None:
+        """A turn of such batches."""
+
+    def batches(self, batches: list[hotrow.Batch]) -> Iterable[hotrow.Batch]:
         """As the loop is given them."""
         return batches
 
@@ -54,33 +104,38 @@ class Side:
         """Of the tables' optimizer."""
         raise NotImplementedError
 
-    def train(self, batches: Batches) -> tuple[float, list[float]]:
+    def train(self, work: Work) -> tuple[float, list[float]]:
         """Seconds for these steps, and their losses, which are read when the time is taken."""
         losses: list[Tensor] = []
         started = time.perf_counter()
-        for batch in self.batches(batches):
-            dense, label = batch.dense.to(self.device), batch.label.to(self.device)
-            logits = self.model(dense, self.pooled(batch))
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
-            self.dense_optimizer.zero_grad()
-            loss.backward()
-            self.dense_optimizer.step()
-            self.step()
-            losses.append(loss.detach())
+        for turn in work:
+            self.begin(hot=turn.hot)
+            for batch in self.batches(turn.batches):
+                dense, label = batch.dense.to(self.device), batch.label.to(self.device)
+                logits = self.model(dense, self.pooled(batch))
+                loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
+                self.dense_optimizer.zero_grad()
+                loss.backward()
+                self.dense_optimizer.step()
+                self.step()
+                losses.append(loss.detach())
+        self.begin(hot=False)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - started, [float(loss) for loss in losses]
+
+    def facts(self) -> dict[str, Any]:
+        """What else is worth printing."""
+        return {}
 
 
 class TorchHybrid(Side):
     """torch's tables on the CPU."""
 
-    name = "torch hybrid"
-
     def __init__(self, model: nn.Module, device: torch.device, emb: hotrow.EmbeddingCollection) -> None:
         super().__init__(model, device)
         self.bags = [
-            nn.EmbeddingBag.from_pretrained(emb.float32(t.name).clone(), freeze=False, mode="sum", sparse=True)
+            nn.EmbeddingBag.from_pretrained(emb.float32(t.name), freeze=False, mode="sum", sparse=True)
             for t in emb.tables
         ]
         self.optimizer = torch.optim.SGD([bag.weight for bag in self.bags], lr=LR)
@@ -100,16 +155,10 @@ class TorchHybrid(Side):
 class OurHybrid(Side):
     """hotrow's tables and kernels on the CPU; with a DeviceMemory on the device."""
 
-    name = "our hybrid"
-
     def __init__(self, model: nn.Module, device: torch.device, emb: hotrow.EmbeddingCollection) -> None:
         super().__init__(model, device)
         self.emb = emb
         self.optimizer = hotrow.SGD(emb, lr=LR, nonfinite=None)  # a look at gradients is a wait for the GPU
-
-    def batches(self, batches: Batches) -> Batches:
-        """With look-ahead, which matters where there are slots."""
-        return hotrow.lookahead(batches, self.emb, depth=DEPTH)  # type: ignore[return-value]
 
     def pooled(self, batch: hotrow.Batch) -> Tensor:
         """There already, or across."""
@@ -120,99 +169,311 @@ class OurHybrid(Side):
         self.optimizer.step()
 
 
-def make_tables(num_tables: int, num_rows: int) -> list[hotrow.TableConfig]:
-    """One feature each."""
-    return [
-        hotrow.TableConfig(name=f"t{t}", num_embeddings=num_rows, embedding_dim=DIM, feature_names=(f"f{t}",))
-        for t in range(num_tables)
-    ]
+class Fae(OurHybrid):
+    """The hot rows' copies on the device for hot turns."""
+
+    in_turns = True
+
+    def __init__(self, model: nn.Module, device: torch.device, emb: hotrow.EmbeddingCollection, hot: HotSet) -> None:
+        super().__init__(model, device, emb)
+        self.link = Link()
+        self.copies = HotCopies(emb, self.optimizer, hot, self.link, device=device)
+
+    def begin(self, *, hot: bool) -> None:
+        """A swap, where the last turn was another class'."""
+        self.copies.fetch() if hot else self.copies.give_back()
+
+    def pooled(self, batch: hotrow.Batch) -> Tensor:
+        """Counted as it crosses."""
+        self.link.count(batch, width=self.emb.output_dim, hot=self.copies.live, uploads=self.copies.uploads)
+        return super().pooled(batch)
+
+    def facts(self) -> dict[str, Any]:
+        """Of the link, since the beginning."""
+        found = self.link.to_json(bytes_per_s=None)
+        return {"swaps": found["num_swaps"], "sync_s": self.copies.seconds, "hybrid_ratio": found["hybrid_ratio"]}
 
 
-def make_batches(options: argparse.Namespace, count: int) -> list[hotrow.Batch]:
-    """Ids by their chance 1 / rank ** zipf; rows are numbered by popularity."""
-    rng, keys = np.random.default_rng(SEED), tuple(f"f{t}" for t in range(options.tables))
-    reach = np.cumsum(np.arange(1, options.rows + 1, dtype=np.float64) ** -options.zipf)
-    found = []
-    for _ in range(count):
-        ids = np.searchsorted(reach, rng.random(len(keys) * options.batch_size) * reach[-1])
-        dense = rng.standard_normal((options.batch_size, NUM_DENSE)).astype(np.float32)
-        label = (rng.random(options.batch_size) < 0.3).astype(np.float32)
-        sparse = hotrow.KeyedJaggedTensor(keys, torch.from_numpy(ids.astype(np.int64)))
-        found.append(hotrow.Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label)))
+class Cached(OurHybrid):
+    """Slots on the device."""
+
+    def batches(self, batches: list[hotrow.Batch]) -> Iterable[hotrow.Batch]:
+        """With look-ahead."""
+        return hotrow.lookahead(batches, self.emb, depth=DEPTH)  # type: ignore[return-value]
+
+    def facts(self) -> dict[str, Any]:
+        """Rows found on the device, since the beginning."""
+        rows = self.emb.device_rows
+        assert rows is not None
+        counts = rows.counters().values()
+        hits, total = (sum(own[name] for own in counts) for name in ("hit_rows", "rows"))
+        return {"hits_per_row": hits / max(1, total)}
+
+
+class CachedTurns(Cached):
+    """The same, with hot and cold batches."""
+
+    in_turns = True
+
+
+MODES = ("torch_hybrid", "our_hybrid", "fae", "cached", "cached_turns", "all_in_hbm")
+
+
+@dataclass
+class Cell:
+    """What is measured together."""
+
+    shape: str
+    hbm: str
+    batch_size: int
+    num_steps: int
+    scale: float
+    device: str
+    num_tables: int = 26
+    small_table_bytes: int = SMALL_TABLE_BYTES
+
+    @property
+    def source(self) -> Sequence[SyntheticTable]:
+        """Rows and skews."""
+        return SHAPES[self.shape].make(1, scale=self.scale).tables[: self.num_tables]  # type: ignore[no-any-return]
+
+    @property
+    def tables(self) -> list[hotrow.TableConfig]:
+        """One feature each."""
+        dim = SHAPES[self.shape].dim
+        return [
+            hotrow.TableConfig(name=t.name, num_embeddings=t.num_embeddings, embedding_dim=dim, feature_names=(t.name,))
+            for t in self.source
+        ]
+
+    def hot_set(self) -> HotSet:
+        """The rows of the largest chance that fit the cap, and small tables whole."""
+        budget, record_bytes = parse_bytes(self.hbm), 4 * SHAPES[self.shape].dim
+        sizes = [(table.num_embeddings, record_bytes) for table in self.source]
+        check_budget(sizes, budget, self.small_table_bytes)
+        chances = [first_chance(table) for table in self.source]
+        low, high = -60.0, 0.0  # the least chance of a hot row, as a logarithm
+
+        def rows(least: float) -> list[int]:
+            return [
+                t.num_embeddings if is_small(*size, self.small_table_bytes) else hot_rows(t, chance, least)
+                for t, chance, size in zip(self.source, chances, sizes, strict=True)
+            ]
+
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (low, middle) if sum(rows(middle)) * record_bytes <= budget else (middle, high)
+        prefixes = {t.name: HotRows.first(own) for t, own in zip(self.source, rows(high), strict=True)}
+        return HotSet(how="exact", rows=prefixes, record_bytes=dict.fromkeys(prefixes, record_bytes))
+
+    def model(self) -> nn.Module:
+        """The DLRM of the shape."""
+        shape = SHAPES[self.shape]
+        return DLRM(
+            num_dense=NUM_DENSE, num_features=len(self.source), embedding_dim=shape.dim,
+            bottom_mlp=shape.bottom_mlp, top_mlp=shape.top_mlp, generator=torch.Generator().manual_seed(SEED),
+        )  # fmt: skip
+
+
+def first_chance(table: SyntheticTable) -> float:
+    """Of the table's most used row; of row r (from 0) it is (r + 1) ** zipf times smaller."""
+    return float(1 / (np.arange(1, table.num_embeddings + 1, dtype=np.float64) ** -table.zipf).sum())
+
+
+def hot_rows(table: SyntheticTable, chance: float, least: float) -> int:
+    """How many have a chance whose logarithm is at least `least`; one at least."""
+    if not table.zipf:
+        return table.num_embeddings if np.log(chance) >= least else 1
+    reach = (np.log(chance) - least) / table.zipf
+    return int(min(table.num_embeddings, max(1.0, np.floor(np.exp(min(reach, 60.0))))))
+
+
+def draw(cell: Cell, num_samples: int) -> NDArray[np.int64]:
+    """Ids [F, num_samples]; rows are numbered by popularity."""
+    rng = np.random.default_rng(SEED)
+    found = np.empty((len(cell.source), num_samples), np.int64)
+    for own, table in zip(found, cell.source, strict=True):
+        reach = np.cumsum(np.arange(1, table.num_embeddings + 1, dtype=np.float64) ** -table.zipf)
+        own[:] = np.searchsorted(reach, rng.random(num_samples) * reach[-1])
     return found
 
 
-def make_sides(options: argparse.Namespace) -> list[Side]:
-    """The four, from the same rows and weights."""
-    device, tables = torch.device(options.device), make_tables(options.tables, options.rows)
-    generator = torch.Generator().manual_seed(SEED)
-    model = DLRM(
-        num_dense=NUM_DENSE, num_features=options.tables, embedding_dim=DIM,
-        bottom_mlp=(512, 256), top_mlp=(512, 256), generator=generator,
-    )  # fmt: skip
-    num_bytes = options.tables * options.rows * DIM * 4
-    plain = hotrow.EmbeddingCollection(tables, seed=SEED)
-    sides: list[Side] = [TorchHybrid(model, device, plain), OurHybrid(model, device, plain)]
-    for name, hbm in (("cached", num_bytes // options.part), ("all in HBM", num_bytes * 8 // 7 + 1024)):
-        memory = hotrow.DeviceMemory(hbm=hbm, device=options.device)
-        side = OurHybrid(model, device, hotrow.EmbeddingCollection(tables, memory=memory, seed=SEED))
-        side.name = name
-        sides.append(side)
-    return sides
+def make_batches(cell: Cell, ids: NDArray[np.int64]) -> list[hotrow.Batch]:
+    """Of these samples in their order."""
+    rng, keys = np.random.default_rng(SEED), tuple(table.name for table in cell.source)
+    found = []
+    for start in range(0, ids.shape[1], cell.batch_size):
+        own = np.ascontiguousarray(ids[:, start : start + cell.batch_size])
+        dense = torch.from_numpy(rng.standard_normal((own.shape[1], NUM_DENSE)).astype(np.float32))
+        label = torch.from_numpy((rng.random(own.shape[1]) < 0.3).astype(np.float32))
+        found.append(hotrow.Batch(dense, hotrow.KeyedJaggedTensor(keys, torch.from_numpy(own.reshape(-1))), label))
+    return found
 
 
-def check_losses(sides: Sequence[Side], batches: Batches) -> None:
-    """Raises ValueError where one of them trains something else."""
-    first, *others = [side.train(batches)[1] for side in sides]
-    for side, losses in zip(sides[1:], others, strict=True):
-        if not np.allclose(losses, first, rtol=1e-3):
-            raise ValueError(f"{side.name}: losses {losses} are not {sides[0].name}'s, {first}; nothing is timed")
+def turns(cell: Cell, ids: NDArray[np.int64], is_hot: NDArray[np.bool_]) -> Work:
+    """These samples as cold and hot batches, a part of each class at a time."""
+    cold, hot = (make_batches(cell, ids[:, own]) for own in (~is_hot, is_hot))
+    found = []
+    for k in range(PARTS):
+        for name, batches in ((False, cold), (True, hot)):
+            own = slice(k * len(batches) // PARTS, (k + 1) * len(batches) // PARTS)
+            found.append(Turn(name, batches[own]))
+    return [turn for turn in found if turn.batches]
 
 
-def report(sides: Sequence[Side], seconds: dict[str, list[float]], num_steps: int) -> list[str]:
-    """A line for each side."""
-    lines, base = [], seconds[sides[0].name]
-    for side in sides:
-        own = seconds[side.name]
-        ratios = [b / a for a, b in zip(own, base, strict=True)]
-        line = (
-            f"{side.name:<13} {num_steps / statistics.median(own):9.1f} steps/s   "
-            f"{statistics.median(ratios):6.2f} times torch hybrid ({min(ratios):.2f} to {max(ratios):.2f})"
-        )
-        rows = side.emb.device_rows if isinstance(side, OurHybrid) else None
-        if rows is not None:
-            counts = rows.counters().values()
-            hits, total = (sum(own[name] for own in counts) for name in ("hit_rows", "rows"))
-            line += f"   rows found on the device: {hits / max(1, total):.1%}"
-        lines.append(line)
-    return lines
+def make_sides(cell: Cell, modes: Sequence[str], hot: HotSet) -> tuple[dict[str, Side], dict[str, str]]:
+    """Those that can be, from the same rows and weights, and why others cannot."""
+    device, model, tables = torch.device(cell.device), cell.model(), cell.tables
+    num_bytes = sum(table.num_bytes for table in tables)
+    sides: dict[str, Side] = {}
+    refused = {}
+    for mode in modes:
+        hbm: int | str = num_bytes * 8 // 7 + 1024 if mode == "all_in_hbm" else cell.hbm
+        slots = mode in ("cached", "cached_turns", "all_in_hbm")
+        try:
+            memory = hotrow.DeviceMemory(hbm=hbm, device=cell.device) if slots else None
+            emb = hotrow.EmbeddingCollection(tables, memory=memory, seed=SEED)
+            if mode == "fae":
+                sides[mode] = Fae(model, device, emb, hot)
+            else:
+                kinds = {"torch_hybrid": TorchHybrid, "our_hybrid": OurHybrid, "cached_turns": CachedTurns}
+                sides[mode] = kinds.get(mode, Cached)(model, device, emb)
+        except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
+            refused[mode] = str(error).splitlines()[0]
+    return sides, refused
+
+
+def check_losses(sides: Mapping[str, Side], work: Work) -> None:
+    """Raises ValueError where one of them trains something else; compiles kernels and warms caches, too."""
+    found = {name: side.train(work)[1] for name, side in sides.items()}
+    first, *others = found
+    for name in others:
+        if not np.allclose(found[name], found[first], rtol=1e-3):
+            raise ValueError(f"{name}: losses {found[name]} are not {first}'s, {found[first]}; nothing is timed")
+
+
+def measure(cell: Cell, modes: Sequence[str], *, stretches: int) -> dict[str, Any]:
+    """What each mode does with the same samples. Raises ValueError where they do not train the same."""
+    hot = cell.hot_set()
+    ids = draw(cell, 2 * cell.num_steps * cell.batch_size)
+    prefixes = np.array([hot.rows[table.name].prefix for table in cell.source])
+    is_hot = (ids < prefixes[:, None]).all(0)
+    first, rest = np.split(np.arange(ids.shape[1]), 2)
+    sides, refused = make_sides(cell, modes, hot)
+    check_losses(sides, turns(cell, ids[:, first], is_hot[first]))
+    in_turns = turns(cell, ids[:, rest], is_hot[rest])
+    mixed = [Turn(hot=False, batches=make_batches(cell, ids[:, rest]))]
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    sync_s: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for stretch in range(stretches):
+        turn = stretch % len(names)
+        for name in [*names[turn:], *names[:turn]]:
+            side = sides[name]
+            before = side.facts().get("sync_s", 0.0)
+            seconds[name].append(side.train(in_turns if side.in_turns else mixed)[0])
+            sync_s[name].append(side.facts().get("sync_s", 0.0) - before)
+    rows = {name: figures(seconds[name], sync_s[name], seconds[names[0]], len(rest)) for name in names}
+    return {
+        "hot_rows": hot.num_rows,
+        "hot_bytes": hot.num_bytes,
+        "hot_samples": float(is_hot.mean()),
+        "tables_bytes": sum(table.num_bytes for table in cell.tables),
+        "modes": {name: {**rows[name], **sides[name].facts()} for name in names},
+        "refused": refused,
+    }
+
+
+def figures(seconds: list[float], sync_s: list[float], base: list[float], num_samples: int) -> dict[str, Any]:
+    """Over the stretches; the ratio is to the first mode, stretch by stretch."""
+    ratios = [b / a for a, b in zip(seconds, base, strict=True)]
+    found: dict[str, Any] = {
+        "samples_per_s": num_samples / statistics.median(seconds),
+        "ratio": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+    }
+    if any(sync_s):
+        without = [b / (a - s) for a, s, b in zip(seconds, sync_s, base, strict=True)]
+        found["ratio_without_swaps"] = statistics.median(without)
+    return found
+
+
+def lines(cell: Cell, modes: Sequence[str], found: dict[str, Any] | None) -> list[str]:
+    """For people; None: there is no GPU."""
+    head = f"{cell.shape}, {cell.hbm} of HBM for rows, batch {cell.batch_size}"
+    if found is None:
+        return [head, *(f"  {name:<13} not measured" for name in modes)]
+    facts = (
+        f"{found['tables_bytes'] / 2**30:.2f} GiB of tables, {cell.scale:.4g} of their rows; {found['hot_rows']:,} hot "
+        f"rows in {found['hot_bytes'] / 2**20:,.1f} MiB, {found['hot_samples']:.1%} of the samples"
+    )
+    return [f"{head}: {facts}", *(mode_line(name, found, next(iter(found["modes"]))) for name in modes)]
+
+
+def mode_line(name: str, found: dict[str, Any], base: str) -> str:
+    """Of one mode."""
+    if (reason := found["refused"].get(name)) is not None:
+        return f"  {name:<13} not measured: {reason}"
+    own = found["modes"][name]
+    least, most = own["ratio_range"]
+    line = f"  {name:<13} {own['samples_per_s']:12,.0f} samples/s {own['ratio']:7.2f} times {base}"
+    line += f" ({least:.2f} to {most:.2f})"
+    if "ratio_without_swaps" in own:
+        line += f", {own['ratio_without_swaps']:.2f} without the seconds of swaps"
+    if "hybrid_ratio" in own:
+        line += f"; {own['hybrid_ratio']:.2f} times fewer bytes over the link than a hybrid"
+    if "hits_per_row" in own:
+        line += f"; rows found on the device: {own['hits_per_row']:.1%}"
+    return line
+
+
+def scale_of(shape: str, num_modes: int) -> float:
+    """The share of the rows of which so many copies fit the memory of this process."""
+    tables = SHAPES[shape].make(1).tables
+    num_bytes = sum(table.num_embeddings for table in tables) * 4 * SHAPES[shape].dim
+    return float(min(1.0, MEMORY_SHARE * available_memory_bytes() / (num_modes * num_bytes)))
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--hbm", nargs="+", default=["512MiB", "4GiB", "16GiB"], help="for rows on the device")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1024, 2048, 4096])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="fewer leave room for more rows")
+    parser.add_argument("--scale", type=float, help="share of the rows; default: what fits the memory")
+    parser.add_argument("--steps", type=int, default=100, help="of a stretch")
+    parser.add_argument("--stretches", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="the figures as one JSON object, as the last line")
+    parser.add_argument("--quick", action="store_true", help="small: tries the script, measures nothing of worth")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.hbm, options.batch_sizes, options.scale, options.steps = ["64KiB"], [8], 1e-5, 2
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, time, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of each table")
-    parser.add_argument("--part", type=int, default=8, help="cached: slots for one in so many bytes of the tables")
-    parser.add_argument("--zipf", type=float, default=1.05)
-    parser.add_argument("--stretches", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="small: tries the script, measures nothing of worth")
-    parser.add_argument("--device", default="cuda")
-    options = parser.parse_args(arguments)
-    if options.device != "cpu" and not torch.cuda.is_available():
-        sys.exit(f"benchmarks.gpu needs a GPU; torch {torch.__version__} finds none here, so nothing was measured")
-    options.tables, options.batch_size, num_steps = (3, 4, 2) if options.quick else (26, 2048, 100)
-    options.rows = min(options.rows, 200) if options.quick else options.rows
-    sides = make_sides(options)
-    batches = make_batches(options, 2 * num_steps)
-    check_losses(sides, batches[:num_steps])  # compiles the kernels and warms the cache, too
-    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    for stretch in range(options.stretches):
-        turn = stretch % len(sides)
-        for side in [*sides[turn:], *sides[:turn]]:
-            seconds[side.name].append(side.train(batches)[0])
-    where = torch.cuda.get_device_name(options.device) if options.device != "cpu" else "interpreted on the CPU"
-    print(f"{where}, torch {torch.__version__}; {options.tables} tables of {options.rows:,} rows, dim {DIM}")
-    print("\n".join(report(sides, seconds, len(batches))))
+    options = parsed(arguments)
+    absent = options.device != "cpu" and not torch.cuda.is_available()
+    where = f"not measured: torch {torch.__version__} finds no GPU here"
+    if not absent:
+        where = torch.cuda.get_device_name(options.device) if options.device != "cpu" else "interpreted on the CPU"
+    print(f"{where}; torch {torch.__version__}, {torch.get_num_threads()} threads")
+    cells = []
+    for shape, hbm, batch_size in product(options.shapes, options.hbm, options.batch_sizes):
+        scale = scale_of(shape, len(options.modes)) if options.scale is None else options.scale
+        quick = {"num_tables": 3, "small_table_bytes": 0} if options.quick else {}
+        cell = Cell(shape, hbm, batch_size, options.steps, scale, options.device, **quick)
+        try:
+            found = None if absent else measure(cell, options.modes, stretches=options.stretches)
+        except ValueError as error:
+            sys.exit(f"{shape}, {hbm}, batch {batch_size}: {error}")
+        print("\n".join(lines(cell, options.modes, found)), flush=True)
+        cells.append({**vars(cell), "measured": found})
+    if options.json:
+        print(json.dumps({"where": where, "cells": cells}))
 
 
 if __name__ == "__main__":

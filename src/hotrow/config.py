@@ -307,8 +307,8 @@ class HotConfig(_Section):
     link: str | None = None
     """Bytes per second, text such as 12GB, of the link to a fast device that a second memory of this machine plays: hot
     rows are copied to it for turns of hot batches and back after them, and what would cross the link is counted. The
-    copies are in DRAM, and in the budget of `memory`. null means none: hot batches use the tables. Results are the same
-    bits. Only for `fae` and `fixed`."""
+    copies are in DRAM, and in the budget of `memory`. null means none: hot batches use the tables, but with `device:
+    cuda` copies on the GPU. Results are the same bits. Only for `fae` and `fixed`, and not with `device: cuda`."""
 
     @model_validator(mode="after")
     def _bytes(self) -> HotConfig:
@@ -355,7 +355,8 @@ class Config(_Section):
     """Folder of a packed dataset, as `hotrow prepare` writes it; relative to the working directory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where dense layers compute. `auto`: the CPU, but a GPU where `memory.hbm` gives tables slots there. `cuda`
-    without `memory.hbm`: tables train on the CPU, and pooled rows and their gradients cross."""
+    without `memory.hbm`: tables train on the CPU, and pooled rows and their gradients cross; with `hot.schedule` `fae`
+    or `fixed` hot batches train on copies of the hot rows on the GPU."""
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()

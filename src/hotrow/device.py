@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from hotrow.config import Config, DenseDtype
 from hotrow.data.packed import PackedDataset
-from hotrow.files import size
+from hotrow.files import parse_bytes, size
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
 from hotrow.placement import choose, demands_of, most_rows, moved
@@ -161,6 +162,26 @@ def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: De
             )
 
 
+def device_of_copies(config: Config, place: Place) -> torch.device | None:
+    """Where copies of hot rows lie for turns of hot batches: on the GPU of the dense layers, unless tables have slots.
+
+    None: not on a device. Raises ValueError, with the cure, where there are no kernels for that.
+    """
+    if not config.hot.takes_turns or config.hbm is not None or place.device.type != "cuda":
+        return None
+    if config.hot.link is not None:
+        raise ValueError(
+            f"hot.link is {config.hot.link!r}, with which memory of this machine plays a fast device, but device is "
+            "'cuda', where copies of hot rows lie on the GPU: set hot.link to null, or device to cpu"
+        )
+    if find_spec("triton") is None:
+        raise ValueError(
+            f"hot.schedule is {config.hot.schedule!r} and device is 'cuda': copies of hot rows lie on the GPU, but "
+            "Triton is not installed: pip install 'hotrow[gpu]', or set device to cpu"
+        )
+    return place.device
+
+
 def in_tiers(memory: Memory | DeviceMemory | None) -> bool:
     """Whether some rows lie in files."""
     return (memory.below if isinstance(memory, DeviceMemory) else memory) is not None
@@ -169,6 +190,13 @@ def in_tiers(memory: Memory | DeviceMemory | None) -> bool:
 def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> str:
     """What to say where the memory of the device was full while training, and which budget to try."""
     text = f"the device's memory is full ({str(error).splitlines()[0]})"
+    if config.hbm is None and config.hot.takes_turns:
+        total = sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=True))
+        copies = min(parse_bytes(config.hot.budget), total)
+        return (
+            f"{text}: copies of hot rows take up to {size(copies)} of it, and a step needs the rest; try "
+            f"hot.budget={copies * 3 // 4}, or a smaller train.batch_size, in a new run"
+        )
     if config.hbm is None:
         return f"{text}: a smaller train.batch_size or smaller MLPs need less, in a new run"
     memory = DeviceMemory(hbm=config.hbm, device="cpu")

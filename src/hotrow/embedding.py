@@ -82,6 +82,10 @@ class Copies(Protocol):
     arrays: ops.Arrays
     states: list[ops.Arrays]
     """For each state of the optimizer."""
+    kernels: ops.Kernels
+    """What looks them up and updates them, where they lie."""
+    sequence_kernels: dict[str, ops.Kernels]
+    """By feature."""
 
     def slots(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The batch with rows of the copies for ids."""
@@ -233,7 +237,7 @@ class EmbeddingCollection(nn.Module):
             middle = sparse.stride // 2
             return torch.cat([self(sparse.samples(*half)) for half in ((0, middle), (middle, sparse.stride))])
         flight, slots = self._take(sparse)
-        out = self._look_up(self.kernels, slots, blame=sparse, flight=flight)
+        out = self._look_up(self.live_kernels, slots, blame=sparse, flight=flight)
         if flight is not None and not torch.is_grad_enabled():
             flight.release(updated=False)
         return out
@@ -264,11 +268,12 @@ class EmbeddingCollection(nn.Module):
         """
         found = {}
         flight, slots = self._take(sparse)
+        kernels = self.sequence_kernels if self.copies is None else self.copies.sequence_kernels
         for name in self.feature_names:
             if name in sparse.keys:
                 values, offsets, _ = slots.bags(name)
                 single = KeyedJaggedTensor((name,), values)
-                found[name] = self._look_up(self.sequence_kernels[name], single, blame=sparse, flight=flight), offsets
+                found[name] = self._look_up(kernels[name], single, blame=sparse, flight=flight), offsets
         if flight is not None and not torch.is_grad_enabled():
             flight.release(updated=False)
         return found
@@ -277,6 +282,11 @@ class EmbeddingCollection(nn.Module):
     def live_arrays(self) -> ops.Arrays:
         """What lookups read and updates write: the tables' rows, or their copies."""
         return self.arrays if self.copies is None else self.copies.arrays
+
+    @property
+    def live_kernels(self) -> ops.Kernels:
+        """What looks up and updates `live_arrays`."""
+        return self.kernels if self.copies is None else self.copies.kernels
 
     def check_tables_are_live(self) -> None:
         """Raises RuntimeError where copies of hot rows are live and the tables are out of date."""

@@ -121,7 +121,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             rules = [self._rule(group) for group in self.param_groups]
             lookups = [(p.kernels, p.sparse, p.grad) for p in pending]
             states = self._arrays if self.emb.copies is None else self.emb.copies.states
-            self.emb.kernels.update(self.emb.live_arrays, states, lookups, rules)
+            self.emb.live_kernels.update(self.emb.live_arrays, states, lookups, rules)
             self._count_step()
             self.emb.clear_pending(updated=True)
         return loss

@@ -19,7 +19,7 @@ from hotrow import ops
 from hotrow.checkpoint import list_checkpoints
 from hotrow.config import Config, apply_overrides, make_config, parse_yaml
 from hotrow.data.packed import PackedDataset
-from hotrow.device import Place, full_device, in_folder, in_tiers, place_tables
+from hotrow.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
 from hotrow.files import explain_full_disk
 from hotrow.hot.turns import check_hot
 from hotrow.memory.budget import Memory
@@ -48,9 +48,10 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     tables = tables_of(config, dataset)
     # What cannot be is refused before a folder is made.
     _check_vocabularies(dataset)
-    memory = place_tables(config, tables, runs, Place.of(config), dataset=dataset)
+    place = Place.of(config)
+    memory = place_tables(config, tables, runs, place, dataset=dataset)
     check_write_budget(config, tables, in_tiers=in_tiers(memory))
-    check_hot(config.hot, dataset, record_bytes(config, tables))
+    check_hot(config.hot, dataset, record_bytes(config, tables), device=device_of_copies(config, place))
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     folder.keep_vocabulary(dataset.path)
@@ -173,7 +174,9 @@ def _begin(training: Training) -> None:
     folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
     emb = training.parts.embedding
     needed, copies = required_bytes(config, emb.tables), copies_bytes(config, emb.tables)
-    training.say(describe(emb, needed, copies=copies) + training.parts.place.line())
+    where = training.turns.device
+    on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
+    training.say(describe(emb, needed, copies=copies) + training.parts.place.line() + on_device)
     folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)

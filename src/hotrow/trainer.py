@@ -25,7 +25,7 @@ from hotrow.checkpoint import Part, load_checkpoint, prune_checkpoints, read_man
 from hotrow.config import Config, MemoryConfig, interval_steps, is_due
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
-from hotrow.device import Place, in_tiers
+from hotrow.device import Place, device_of_copies, in_tiers
 from hotrow.device_report import DeviceReport
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import size
@@ -183,7 +183,8 @@ class Training:
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
         place = Place.of(config)
         self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory, place=place)
-        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer)
+        device = device_of_copies(config, place)
+        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=device)
         tiers = self.parts.embedding.tiers
         slots = self.parts.embedding.device_rows
         self.reports: list[TierReport | DeviceReport] = [] if tiers is None else [TierReport(tiers)]

@@ -17,7 +17,6 @@ from gpu_device import DEVICE, assert_agrees
 from torch import Tensor
 
 import hotrow
-from benchmarks import gpu
 from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
 from hotrow.memory.budget import TableDemand, TableSlots
 from hotrow.memory.device_budget import MOVING_SHARE, plan_slots_on_device
@@ -397,18 +396,6 @@ def test_what_cannot_be_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="finds no CUDA device"):
             DeviceMemory(hbm=1)
-
-
-def test_the_benchmark_compares_four_ways_and_refuses_without_a_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu.main(["--quick", "--part", "2", "--stretches", "1", "--device", str(DEVICE)])
-    printed = capsys.readouterr().out
-    assert all(f"{name} " in printed for name in ("torch hybrid", "our hybrid", "cached", "all in HBM"))
-    assert "rows found on the device: 100.0%" in printed
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"needs a GPU; torch .* finds none here"):
-        gpu.main([])
 
 
 def test_a_lookup_that_nobody_wanted_lets_go_of_its_rows() -> None:

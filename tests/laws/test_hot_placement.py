@@ -186,7 +186,7 @@ def test_what_cannot_be_is_refused_and_what_is_done_is_said(
         trained(without, tmp_path / "unvalidated")
     assert not (tmp_path / "small").exists() and not (tmp_path / "unvalidated").exists(), "before there is a folder"
     trained(without, tmp_path / "fixed", "hot.schedule=fixed", "train.max_steps=2", "train.eval_every=null")
-    monkeypatch.setattr(turns, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(turns, "room_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"copies of hot rows take [\d,]+ bytes, and there are 1,000; lower"):
         trained(data, tmp_path / "large", "hot.link=1GB")
 

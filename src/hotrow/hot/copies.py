@@ -1,12 +1,13 @@
 """Hot rows on a fast device: copies of rows and optimizer states, of which one side is live at a time.
 
     cold turn   lookups and updates work on the tables
-    fetch       tables --gather--> copies        one gather a table and array
+    fetch       tables --gather, copy--> copies        once a table and array
     hot turn    lookups and updates work on the copies; the tables' hot rows are out of date
-    give_back   copies --scatter--> tables
+    give_back   copies --copy, scatter--> tables
 
 Rows of a prefix keep their numbers as slots; listed rows follow them. Every copy is exact, so that a run with copies
-has the bits of one without (law 2). Here the device is memory of this machine; what crosses is counted (link.py).
+has the bits of one without (law 2). The copies lie on a device, or in memory of this machine that plays one
+(fast_memory.py); what crosses is counted (link.py).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection, StoredTable
+from hotrow.hot.fast_memory import FastMemory, InDram, OnDevice
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.link import Link
 from hotrow.optim import SparseOptimizer
@@ -53,26 +54,44 @@ class _Array:
 class HotCopies:
     """Copies of the rows `hot` of the tables of `emb`, with the states of `optimizer`; the tables are live at first.
 
-    optimizer: the only one of `emb`. link: where crossing bytes are counted. Raises MemoryError where the copies find
-    no memory, ValueError where the tables have slots on a device already.
+    optimizer: the only one of `emb`. link: where crossing bytes are counted. device: where the copies lie, so that hot
+    batches are looked up and updated there, their pooled rows included; None: in DRAM, beside the tables.
+
+    Raises MemoryError, or torch's OutOfMemoryError, where the copies find no memory, ImportError where they are to lie
+    on a device and Triton is not installed, ValueError where the tables have slots on a device already and for a
+    device that the kernels do not run on.
     """
 
-    def __init__(self, emb: EmbeddingCollection, optimizer: SparseOptimizer, hot: HotSet, link: Link) -> None:
+    def __init__(
+        self,
+        emb: EmbeddingCollection,
+        optimizer: SparseOptimizer,
+        hot: HotSet,
+        link: Link,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
         if emb.device_rows is not None:
             raise ValueError("the tables have slots on a device already: make the collection without DeviceMemory")
         self.emb, self.optimizer, self.hot, self.link = emb, optimizer, hot, link
         self.rows = [hot.rows[table.name] for table in emb.tables]
         self._tables = {name: t for t, table in enumerate(emb.tables) for name in table.feature_names}
-        self._weights = [_room(emb.weights[table.name], own.num_rows) for table, own in self._each()]
+        self._fast: FastMemory = InDram(emb) if device is None else OnDevice(emb, torch.device(device))
+        room = self._fast.room
+        self._weights = [room(own.num_rows, emb.weights[table.name]) for table, own in self._each()]
         low = [(emb.low.get(table.name), own.num_rows) for table, own in self._each()]
-        self._low = [None if array is None else _room(array, num_rows) for array, num_rows in low]
+        self._low = [None if array is None else room(num_rows, array) for array, num_rows in low]
         self._states = {
-            name: [_room(optimizer.state[emb.weights[table.name]][name], own.num_rows) for table, own in self._each()]
+            name: [room(own.num_rows, optimizer.state[emb.weights[table.name]][name]) for table, own in self._each()]
             for name in optimizer.state_names
         }
-        self.arrays = ops.Arrays(self._weights, self._low)
+        self.arrays = self._fast.arrays(self._weights, self._low)
         """What lookups read and updates write while the copies are live."""
-        self.states = [ops.Arrays(arrays) for arrays in self._states.values()]
+        self.states = [self._fast.arrays(arrays) for arrays in self._states.values()]
+        self.kernels, self.sequence_kernels = self._fast.kernels, self._fast.sequence_kernels
+        """What does so."""
+        self.uploads = self._fast.uploads
+        """Times that a hot batch's ids cross."""
         self._changed = False
         self.seconds = 0.0
         """Spent copying rows to and fro."""
@@ -90,11 +109,9 @@ class HotCopies:
         if self.live:
             return
         self._check_no_step_under_way()
-        start = time.perf_counter()
         self._copy(to_tables=False)
         self.emb.copies = self
         self.link.swap(to_device_bytes=self.hot.num_bytes)
-        self.seconds += time.perf_counter() - start
 
     def give_back(self) -> None:
         """From now on the tables are live, as the copies were."""
@@ -109,11 +126,9 @@ class HotCopies:
         live = self.emb.copies
         self.emb.copies = None
         if live is not None and self._changed:
-            start = time.perf_counter()
             self._copy(to_tables=True)
             self.link.swap(from_device_bytes=self.hot.num_bytes)
             self._changed = False
-            self.seconds += time.perf_counter() - start
         try:
             yield
         finally:
@@ -125,13 +140,17 @@ class HotCopies:
 
     @torch.no_grad()
     def _copy(self, *, to_tables: bool) -> None:
+        self._fast.wait()  # for steps that were asked for: their seconds are not the copies'
+        start = time.perf_counter()
         for t, own in enumerate(self.rows):
             for table, copies in self._pairs(t):
                 for rows, slots in self._pieces(t, own):
                     if to_tables:
-                        table.write(rows, copies.read(slots))
+                        table.write(rows, self._fast.back(copies.read(slots)))
                     else:
-                        copies.write(slots, table.read(rows))
+                        copies.write(slots, self._fast.over(table.read(rows)))
+        self._fast.wait()
+        self.seconds += time.perf_counter() - start
 
     def _pairs(self, t: int) -> Iterator[tuple[Rows, Rows]]:
         """Every array of a table, and that of its copies."""
@@ -151,11 +170,13 @@ class HotCopies:
 
     def _pieces(self, t: int, own: HotRows) -> Iterator[tuple[slice | Tensor, slice]]:
         """Rows of a table and their slots, as many at a time as memory is set aside for."""
-        step = own.num_rows if self.emb.tiers is None else self.emb.tiers.piece_rows(t)
-        for start in range(0, own.prefix, max(1, step)):
+        step = max(1, own.num_rows if self.emb.tiers is None else self.emb.tiers.piece_rows(t))
+        if self._fast.piece_bytes is not None:
+            step = max(1, min(step, self._fast.piece_bytes // (4 * self.emb.tables[t].embedding_dim)))
+        for start in range(0, own.prefix, step):
             span = slice(start, min(start + step, own.prefix))
             yield span, span
-        for start in range(0, len(own.listed), max(1, step)):
+        for start in range(0, len(own.listed), step):
             rows = torch.from_numpy(own.listed[start : start + step])
             yield rows, slice(own.prefix + start, own.prefix + start + len(rows))
 
@@ -182,7 +203,3 @@ class HotCopies:
                 "device: call give_back() before batches that are not all hot"
             )
         ids[beyond] = (own.prefix + places).to(ids.dtype)
-
-
-def _room(array: Tensor, num_rows: int) -> Tensor:
-    return ops.allocate(num_rows, *array.shape[1:], dtype=array.dtype)

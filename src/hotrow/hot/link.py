@@ -38,10 +38,10 @@ class Link:
         self.sync_bytes += to_device_bytes + from_device_bytes
         self.num_swaps += 1
 
-    def count(self, batch: Batch, *, width: int, hot: bool) -> None:
-        """A batch was trained; width: of a sample's pooled rows."""
+    def count(self, batch: Batch, *, width: int, hot: bool, uploads: int = 1) -> None:
+        """A batch was trained; width: of a sample's pooled rows; uploads: times that the ids of a hot batch go over."""
         offsets = 0 if batch.sparse.one_hot else batch.sparse.offsets.nbytes
-        inputs, ids = batch.dense.nbytes + batch.label.nbytes, batch.sparse.values.nbytes + offsets
+        inputs, ids = batch.dense.nbytes + batch.label.nbytes, uploads * (batch.sparse.values.nbytes + offsets)
         to_device, from_device = crossing(len(batch), width=width, input_bytes=inputs, id_bytes=ids, hot=hot)
         self.to_device_bytes += to_device
         self.from_device_bytes += from_device
@@ -49,12 +49,14 @@ class Link:
         self.hot_batches += hot
         self.cold_batches += not hot
 
-    def to_json(self, *, bytes_per_s: float) -> dict[str, Any]:
-        """For run.json; bytes_per_s: of the link, each way."""
+    def to_json(self, *, bytes_per_s: float | None) -> dict[str, Any]:
+        """For run.json; bytes_per_s: of the link, each way, where one is declared; None: nothing is modelled."""
         crossed = self.to_device_bytes + self.from_device_bytes
+        counted = {**asdict(self), "hybrid_ratio": round(self.hybrid_bytes / crossed, 3) if crossed else None}
+        if bytes_per_s is None:
+            return counted
         return {
-            **asdict(self),
-            "hybrid_ratio": round(self.hybrid_bytes / crossed, 3) if crossed else None,
+            **counted,
             "modelled_link_s": round(crossed / bytes_per_s, 6),
             "modelled_hybrid_link_s": round(self.hybrid_bytes / bytes_per_s, 6),
         }

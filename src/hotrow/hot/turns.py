@@ -11,13 +11,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from hotrow.batch import Batch
 from hotrow.config import HotConfig
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.files import available_memory_bytes, parse_bytes
+from hotrow.files import parse_bytes
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.copies import HotCopies
+from hotrow.hot.fast_memory import room_bytes
 from hotrow.hot.find import FoundHot, find_hot
 from hotrow.hot.hot_set import check_budget
 from hotrow.hot.learner import Learner, whole_batches
@@ -26,8 +29,12 @@ from hotrow.hot.order import BatchOrder, batch_order, mixed_samples
 from hotrow.optim import SparseOptimizer
 
 
-def check_hot(config: HotConfig, dataset: PackedDataset, record_bytes: Mapping[str, int]) -> None:
-    """Raises ValueError for what cannot be whatever is hot: a budget below the least, "fae" without validation rows."""
+def check_hot(
+    config: HotConfig, dataset: PackedDataset, record_bytes: Mapping[str, int], *, device: torch.device | None = None
+) -> None:
+    """Raises ValueError for what cannot be whatever is hot: a budget below the least, or of more than is free on the
+    device for copies, and "fae" without validation rows.
+    """
     if config.schedule == "none":
         return
     if config.schedule == "fae" and not ("val" in dataset.splits and dataset.split("val").num_rows):
@@ -40,6 +47,22 @@ def check_hot(config: HotConfig, dataset: PackedDataset, record_bytes: Mapping[s
         check_budget(tables, parse_bytes(config.budget), parse_bytes(config.small_table))
     except ValueError as error:
         raise ValueError(f"hot.budget is {config.budget}: {error}, or lower hot.small_table") from None
+    if device is not None:
+        _check_room(config, min(parse_bytes(config.budget), sum(n * size for n, size in tables)), device)
+
+
+def _check_room(config: HotConfig, needed: int, device: torch.device | None) -> None:
+    """Raises ValueError where copies of so many bytes find no room, with the cure."""
+    if needed <= (free := room_bytes(device)):
+        return
+    if device is None:
+        where, cure = f"there are {free:,}", "or set hot.link to null for a schedule without copies"
+    else:
+        where, cure = f"of the memory of {device} {free:,} are free", "and leave room there for dense layers"
+    raise ValueError(
+        f"hot.budget is {config.budget}: copies of hot rows take {needed:,} bytes, and {where}; lower hot.budget, "
+        f"{cure}"
+    )
 
 
 class Turns:
@@ -84,6 +107,8 @@ class Turns:
         self.order = self._make_order()
         self.link = Link()
         self.copies: HotCopies | None = None
+        self.device: torch.device | None = None
+        """Where copies of hot rows lie; None: in DRAM, where the config has a link, and else there are none."""
         self._live: tuple[EmbeddingCollection, SparseOptimizer] | None = None
         self._width = 0
         self._seconds_before = 0.0
@@ -101,23 +126,25 @@ class Turns:
             mixed=self._mixed,
         )
 
-    def attach(self, emb: EmbeddingCollection, optimizer: SparseOptimizer) -> None:
-        """These tables are trained: with copies of their hot rows where the config has a link to a fast device.
+    def attach(
+        self, emb: EmbeddingCollection, optimizer: SparseOptimizer, *, device: torch.device | None = None
+    ) -> None:
+        """These tables are trained: with copies of their hot rows where there is a device for them, or a link.
 
-        Raises ValueError where memory does not hold the copies.
+        Raises ValueError where its memory does not hold the copies.
         """
-        self._width, self._live = emb.output_dim, (emb, optimizer)
+        self._width, self._live, self.device = emb.output_dim, (emb, optimizer), device
         self._make_copies()
 
     def _make_copies(self) -> None:
-        if self._live is None or self.found is None or not self.config.takes_turns or self.config.link is None:
+        if self._live is None or self.found is None or not self._has_copies:
             return
-        if (needed := self.found.rows.num_bytes) > (free := available_memory_bytes()):
-            raise ValueError(
-                f"hot.budget is {self.config.budget}: copies of hot rows take {needed:,} bytes, and there are "
-                f"{free:,}; lower hot.budget, or set hot.link to null for a schedule without copies"
-            )
-        self.copies = HotCopies(*self._live, self.found.rows, self.link)
+        _check_room(self.config, self.found.rows.num_bytes, self.device)
+        self.copies = HotCopies(*self._live, self.found.rows, self.link, device=self.device)
+
+    @property
+    def _has_copies(self) -> bool:
+        return self.config.takes_turns and (self.device is not None or self.config.link is not None)
 
     @property
     def nothing_hot(self) -> str:
@@ -168,7 +195,8 @@ class Turns:
         self.order.count()
         if self.learner is not None:
             self.learner.observe(batch)
-        self.link.count(batch, width=self._width, hot=self.on_copies)
+        uploads = 1 if self.copies is None else self.copies.uploads
+        self.link.count(batch, width=self._width, hot=self.on_copies, uploads=uploads)
 
     def end(self, logloss: Callable[[], float]) -> dict[str, Any] | None:
         """To the next turn. Where that is another class', a swap, what was decided; logloss: on validation rows."""
@@ -196,7 +224,7 @@ class Turns:
 
     def to_json(self) -> dict[str, Any]:
         """Where the turns stand, and what they cost over all sessions; `restore` takes it up."""
-        cost = {} if self.config.link is None else {"link": asdict(self.link), "sync_s": self.sync_s}
+        cost = {} if not self._has_copies else {"link": asdict(self.link), "sync_s": self.sync_s}
         return {"order": self.order.to_json(), "classes": self.found is not None, **cost}
 
     def restore(self, value: Mapping[str, Any]) -> None:
@@ -221,8 +249,8 @@ class Turns:
         figures = {"schedule": self.config.schedule, **self.found.to_json()}
         if self.config.takes_turns:
             figures["rate"] = self.order.turn.rate.percent
-        if self.copies is not None and self.config.link is not None:
-            rate = parse_bytes(self.config.link)
+        if self.copies is not None:
+            rate = None if self.config.link is None else parse_bytes(self.config.link)
             figures |= {"sync_s": self.sync_s, "link": self.link.to_json(bytes_per_s=rate)}
         return figures
 
