@@ -92,7 +92,7 @@ def test_within_the_budget_and_never_worse_than_equal_shares(seed: int) -> None:
     demands = [use.demand for use in uses]
     budget = int(sum(d.num_rows * d.record_bytes for d in demands) * rng.random() * 1.1) + 1
     if sum(use.least_bytes(use.least) for use in uses) > budget:
-        with pytest.raises(ValueError, match=r"too small: .* raise Memory\(dram=...\)"):
+        with pytest.raises(ValueError, match=r"too small: .* raise dram \(config memory\.dram, or hotrow\.Memory\)"):
             solve(uses, budget)
         return
     found = solve(uses, budget)

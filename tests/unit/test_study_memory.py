@@ -353,7 +353,7 @@ def test_the_page_of_benchmarks_says_what_is_held() -> None:
 def test_cells_of_the_benchmark_have_names_and_two_sizes() -> None:
     for quick in (True, False):
         cells = step_cells(quick=quick, threads=2)
-        assert len({*map(name_of, cells)}) == len(cells) == 20
+        assert len({*map(name_of, cells)}) == len(cells) == 21
         assert all(cell.rounds * cell.steps >= 500 for cell in cells) is not quick
 
 
