@@ -197,7 +197,14 @@ def test_collections_that_have_no_room_for_copies_on_a_device(monkeypatch: pytes
 # ---- in a run
 
 
-@pytest.mark.parametrize(("record_bytes", "changes"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+# Every optimizer passes the loop above; whole runs of those with other states of a row take a while in the interpreter.
+RUNS = [
+    pytest.param(*case, marks=() if name in ("sgd", "adam", "split") else pytest.mark.slow, id=name)
+    for name, case in OPTIMIZERS.items()
+]
+
+
+@pytest.mark.parametrize(("record_bytes", "changes"), RUNS)
 def test_a_run_with_copies_on_a_device(
     data: Path, tmp_path: Path, record_bytes: int, changes: list[str], on_device: None, steps_there: list[int]
 ) -> None:

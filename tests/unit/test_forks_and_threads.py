@@ -137,6 +137,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_fork_beside_threads_that_take_memory_leaves_no_lock_behind() -> None:
     assert run(FORK_WHILE_BUSY) == ["done"]
 

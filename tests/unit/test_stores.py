@@ -527,7 +527,7 @@ print(counted, peak)
 
 @needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's memory")
-@pytest.mark.parametrize("record_bytes", [64, 1024])
+@pytest.mark.parametrize("record_bytes", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_what_waiting_rows_take_is_counted_and_bounded(tmp_path: Path, io: str, record_bytes: int) -> None:
     """Three tables of 4 to 60 MB are written through 6 MiB."""
     arguments = [str(tmp_path), io, str(record_bytes), str(6 << 20)]
