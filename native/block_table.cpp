@@ -1,6 +1,5 @@
 // Which units wait to be written, and with which bytes; see engine.h.
 #include <hotrow/memory.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <bit>
@@ -26,12 +25,7 @@ bool Table::has_rows(int64_t first, int64_t last) {
 // A write behind the end of a file that was truncated makes it longer again, though never so long as it was
 // (kTailBytes), and the rows between read as zeros.
 bool Table::is_whole() {
-  struct stat found;
-  if (fstat(file.fd, &found) == 0 && found.st_size >= file.layout.file_bytes(num_rows.load())) return true;
-  failure.set("rows of table '" + file.table + "' in " + file.path + " are lost. Nothing was trained on wrong rows; " +
-              "the file ends before its last row: something truncated it; restore it, then resume from the last " +
-              "checkpoint");
-  return false;
+  return hotrow::is_whole(file.fd, file.layout.file_bytes(num_rows.load()), file.table, file.path, failure);
 }
 
 // ---- units

@@ -204,14 +204,7 @@ class Mapped final : public Store {
   // Before memory is touched: behind the end of a file that was truncated the system ends the process (SIGBUS), and a
   // write would make the file longer again, though never so long as it was (kTailBytes). And after a read: rows that
   // were cut off meanwhile may have read as zeros.
-  bool is_whole() {
-    struct stat found;
-    if (fstat(file_.fd, &found) == 0 && found.st_size >= bytes_) return true;
-    failure_.set("rows of table '" + file_.table + "' in " + file_.path + " are lost. Nothing was trained on wrong " +
-                 "rows; the file ends before its last row: something truncated it; restore it, then resume from the " +
-                 "last checkpoint");
-    return false;
-  }
+  bool is_whole() { return hotrow::is_whole(file_.fd, bytes_, file_.table, file_.path, failure_); }
 
   bool fail(const char* operation, int64_t row) {
     const int error = errno;
@@ -294,6 +287,14 @@ std::unique_ptr<Store> open_dram_store(int64_t record_bytes, int64_t num_rows, s
   auto store = std::make_unique<Dram>(record_bytes, std::move(table));
   if (num_rows > 0 && !store->grow(num_rows)) return nullptr;
   return store;
+}
+
+bool is_whole(int fd, int64_t bytes, const std::string& table, const std::string& path, FailureSlot& failure) {
+  struct stat found;
+  if (fstat(fd, &found) == 0 && found.st_size >= bytes) return true;
+  failure.set("rows of table '" + table + "' in " + path + " are lost. Nothing was trained on wrong rows; the file " +
+              "ends before its last row: something truncated it; restore it, then resume from the last checkpoint");
+  return false;
 }
 
 int64_t mapped_file_bytes(int64_t record_bytes, int64_t num_rows) {

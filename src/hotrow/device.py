@@ -21,7 +21,7 @@ from hotrow.data.packed import PackedDataset
 from hotrow.files import parse_bytes, size
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
-from hotrow.placement import choose, demands_of, most_rows, moved
+from hotrow.placement import choose, demands_of, most_rows, moved, required_bytes
 from hotrow.tables import TableConfig
 
 ARITHMETIC = {
@@ -191,8 +191,7 @@ def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutO
     """What to say where the memory of the device was full while training, and which budget to try."""
     text = f"the device's memory is full ({str(error).splitlines()[0]})"
     if config.hbm is None and config.hot.takes_turns:
-        total = sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=True))
-        copies = min(parse_bytes(config.hot.budget), total)
+        copies = min(parse_bytes(config.hot.budget), required_bytes(config, tables))
         return (
             f"{text}: copies of hot rows take up to {size(copies)} of it, and a step needs the rest; try "
             f"hot.budget={copies * 3 // 4}, or a smaller train.batch_size, in a new run"

@@ -107,6 +107,9 @@ class FailureSlot {
   std::atomic<const Failure*> first_{nullptr};
 };
 
+// Whether the file is at least so long; else the table has failed: something truncated it.
+bool is_whole(int fd, int64_t bytes, const std::string& table, const std::string& path, FailureSlot& failure);
+
 // Since the store was opened. reads and writes are I/Os; bytes are those that the medium was asked for.
 struct StoreCounters {
   int64_t reads = 0;

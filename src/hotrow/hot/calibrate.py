@@ -30,7 +30,7 @@ class Calibration:
     hot: HotSet
     budget_bytes: int
     detail: Mapping[str, Any]
-    """Of `sampled`: each threshold tried, with the bounds of the estimate and the true size, in bytes."""
+    """Of `sampled`: the confidence; each threshold tried, with bounds of the estimate and the true size, in bytes."""
     seconds: float
     """It took to find it."""
 

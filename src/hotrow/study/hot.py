@@ -44,7 +44,7 @@ MODES = {
     "all in HBM": "",
 }
 """Ways to train with a GPU, and what is promised of their speed over that of torch's tables on the CPU and MLPs on the
-GPU. This study times none of them: benchmarks/gpu.py does, where there is a GPU, but for those with hot batches."""
+GPU. This study times none of them: benchmarks/gpu.py does, where there is a GPU."""
 FAILURES = (ValueError,)
 """What ends the cells of one dataset and not the study."""
 
