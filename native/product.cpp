@@ -3,8 +3,12 @@
 //
 // A tile of C is kTileRows x kPanelColumns sums, 24 vectors of 16 floats beside 3 of B and one broadcast element of A:
 // what AVX-512 has registers for. Narrower sets take the tile in pieces. A panel of B is read in full for every tile of
-// rows, so it must fit the second-level cache: the caller cuts the depth. From where B lies as rows, the next panel is
-// brought near while the last tile of this one is formed: its lines are too far apart for the machine to foresee.
+// rows, so it must fit the second-level cache: the caller cuts the depth.
+//
+// What comes next and the machine does not foresee is brought near a little at a time between stretches of the depth:
+// the values of C that the sums will meet, the rows of A below, and where B lies as rows, a part of its next panel.
+// Asked for all at once it would fill the queue of misses, and the products would wait behind it for what they read
+// now.
 #include <hotrow/kernels.h>
 #include <hotrow/vec.h>
 
@@ -15,7 +19,8 @@ namespace {
 
 constexpr int kRows = kLanes == 16 ? 8 : 4;  // of one piece: with kMaxParts vectors of columns it fills the registers
 constexpr int kMaxParts = 3;
-constexpr int64_t kAheadRows = 16;  // of G while it is packed
+constexpr int64_t kStretches = kRows + 1;  // of a product's depth; in the last, what was asked for arrives
+constexpr int64_t kAheadRows = 16;         // of G while it is packed
 constexpr int64_t kPiece = kMaxParts * kLanes;
 static_assert(kTileRows % kRows == 0 && kPanelColumns % kPiece == 0);
 
@@ -27,33 +32,32 @@ struct RowMajor {
   int64_t stride;
   float operator()(int64_t r, int64_t k) const { return at[r * stride + k]; }
   RowMajor from(int64_t r) const { return {at + r * stride, stride}; }
+  RowMajor past(int64_t k) const { return {at + k, stride}; }
 };
 struct Tile {
   const float* at;
   float operator()(int64_t r, int64_t k) const { return at[k * kTileRows + r]; }
   Tile from(int64_t r) const { return {at + r}; }
+  Tile past(int64_t k) const { return {at + k * kTileRows}; }
 };
 
 // Columns of B from some column of a panel on, `stride` floats from row to row.
 struct Panel {
   const float* at;
   int64_t stride;
-  bool fetch_next;  // the panel that follows in the same rows
-  Panel from(int64_t column) const { return {at + column, stride, fetch_next}; }
+  Panel from(int64_t column) const { return {at + column, stride}; }
+  Panel past(int64_t k) const { return {at + k * stride, stride}; }
 };
 
 // sum[r][:] += a(r, k) * panel[k][:] for k < depth.
-template <bool kFetchNext, int kParts, class Left>
+template <int kParts, class Left>
 [[gnu::always_inline]] inline void add_products(const Left a, const Panel panel, int64_t depth,
                                                 Vec<kLanes> (&sum)[kRows][kParts]) {
   for (int64_t k = 0; k < depth; ++k) {
     const float* at = panel.at + k * panel.stride;
     Vec<kLanes> row[kParts];
 #pragma GCC unroll 3
-    for (int p = 0; p < kParts; ++p) {
-      row[p] = load<kLanes>(at + p * kLanes);
-      if (kFetchNext) __builtin_prefetch(at + p * kLanes + kPanelColumns, 0, 3);
-    }
+    for (int p = 0; p < kParts; ++p) row[p] = load<kLanes>(at + p * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const float element = a(r, k);
@@ -75,31 +79,45 @@ template <class Value, class Load, class Store>
   write(c, sum);
 }
 
-// Brings near what `finish` will read and write, while the sums are formed.
-template <int kParts>
-[[gnu::always_inline]] inline void fetch_piece(const Product& product, int64_t row, int64_t column) {
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
+// What will be read next: `rows` rows of `floats` floats, `stride` from row to row.
+struct Ahead {
+  const float* at;
+  int64_t stride, rows, floats;
+
+  // Brings the n-th of kRows parts of it into the second-level cache; the first is full of what is read now.
+  void fetch(int64_t n) const {
+    for (int64_t row = rows * n / kRows; row < rows * (n + 1) / kRows; ++row) {
+      for (int64_t j = 0; j < floats; j += kFloatsPerLine) __builtin_prefetch(at + row * stride + j, 0, 2);
+      __builtin_prefetch(at + row * stride + floats - 1, 0, 2);
+    }
+  }
+};
+
+// The sums of one piece.
+template <int kParts, class Left>
+[[gnu::always_inline]] inline void form_sums(const Product& product, const Left a, const Panel panel,
+                                             const Ahead& ahead, int64_t row, int64_t column,
+                                             Vec<kLanes> (&sum)[kRows][kParts]) {
+  const int64_t stretch = product.depth / kStretches;
+  for (int64_t r = 0; r < kRows; ++r) {
     const int64_t at = (row + r) * product.columns + column;
 #pragma GCC unroll 3
     for (int p = 0; p < kParts; ++p) {
       __builtin_prefetch(product.c + at + p * kLanes, 1, 3);
       if (product.gate) __builtin_prefetch(product.gate + at + p * kLanes, 0, 3);
     }
+    ahead.fetch(r);
+    add_products(a.past(r * stretch), panel.past(r * stretch), stretch, sum);
   }
+  add_products(a.past(kRows * stretch), panel.past(kRows * stretch), product.depth - kRows * stretch, sum);
 }
 
 // C's rows [row, row + kRows) by kParts vectors of columns; beyond `num_rows` rows or C's columns nothing is stored.
 template <int kParts, class Left>
-void multiply_piece(const Product& product, const Left a, const Panel panel, int64_t row, int64_t num_rows,
-                    int64_t column) {
+void multiply_piece(const Product& product, const Left a, const Panel panel, const Ahead& ahead, int64_t row,
+                    int64_t num_rows, int64_t column) {
   Vec<kLanes> sum[kRows][kParts] = {};
-  if (num_rows >= kRows) fetch_piece<kParts>(product, row, column);
-  if (panel.fetch_next) {
-    add_products<true>(a, panel, product.depth, sum);
-  } else {
-    add_products<false>(a, panel, product.depth, sum);
-  }
+  form_sums(product, a, panel, ahead, row, column, sum);
   if (num_rows >= kRows && column + kParts * kLanes <= product.columns) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -109,32 +127,42 @@ void multiply_piece(const Product& product, const Left a, const Panel panel, int
     }
     return;
   }
-  float edge[kRows][kParts * kLanes];
-  __builtin_memcpy(edge, sum, sizeof edge);
-  const auto read = [](const float* p) { return *p; };
-  const auto write = [](float* p, float value) { *p = value; };
-  for (int64_t r = 0; r < at_most(num_rows, kRows); ++r) {
-    for (int64_t j = 0; j < at_most(kParts * kLanes, product.columns - column); ++j)
-      finish(product, edge[r][j], row + r, column + j, read, write);
+  Vec<kLanes> edge[kRows][kParts];  // indexed as it goes; the sums themselves stay in registers
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 3
+    for (int p = 0; p < kParts; ++p) edge[r][p] = sum[r][p];
+  }
+  for (int r = 0; r < at_most(num_rows, kRows); ++r) {
+    for (int p = 0; p < kParts; ++p) {
+      const auto bytes = static_cast<size_t>(at_most(kLanes, product.columns - column - p * kLanes)) * sizeof(float);
+      const auto read = [&](const float* from) {
+        Vec<kLanes> values{};
+        __builtin_memcpy(&values, from, bytes);
+        return values;
+      };
+      const auto write = [&](float* to, Vec<kLanes> values) { __builtin_memcpy(to, &values, bytes); };
+      finish(product, edge[r][p], row + r, column + p * kLanes, read, write);
+    }
   }
 }
 
 template <class Left>
-void multiply_tile(const Product& product, const Left a, const Panel whole, int64_t row, int64_t num_rows,
+void multiply_tile(const Product& product, const Left a, const Panel whole, Ahead ahead, int64_t row, int64_t num_rows,
                    int64_t column) {
   const int64_t end = at_most(column + kPanelColumns, product.columns);
   for (int64_t at = column; at < end; at += kPiece) {
     const Panel panel = whole.from(at - column);
-    for (int64_t r = 0; r < at_most(num_rows, kTileRows); r += kRows) {
+    for (int64_t r = 0; r < at_most(num_rows, kTileRows); r += kRows, ahead.rows = 0) {
       switch ((at_most(kPiece, end - at) + kLanes - 1) / kLanes) {
         case 1:
-          multiply_piece<1>(product, a.from(r), panel, row + r, num_rows - r, at);
+          multiply_piece<1>(product, a.from(r), panel, ahead, row + r, num_rows - r, at);
           break;
         case 2:
-          multiply_piece<2>(product, a.from(r), panel, row + r, num_rows - r, at);
+          multiply_piece<2>(product, a.from(r), panel, ahead, row + r, num_rows - r, at);
           break;
         default:
-          multiply_piece<kMaxParts>(product, a.from(r), panel, row + r, num_rows - r, at);
+          multiply_piece<kMaxParts>(product, a.from(r), panel, ahead, row + r, num_rows - r, at);
       }
     }
   }
@@ -177,6 +205,15 @@ inline void transpose_panel(const float* from, int64_t stride, int64_t depth, in
   for (; j < kPanelColumns; ++j) {
     for (int64_t k = 0; k < depth; ++k) to[k * kPanelColumns + j] = j < columns ? from[j * stride + k] : 0.0f;
   }
+}
+
+// Of the panel of B that follows, where it lies as rows, the part that tile `tile` of `num_tiles` is to bring near.
+inline Ahead next_panel(const Product& product, int64_t column, int64_t tile, int64_t num_tiles) {
+  const int64_t next = column + kPanelColumns;
+  if (product.b_stride == 0 || next >= product.columns) return {};
+  const int64_t k = product.depth * tile / num_tiles, end = product.depth * (tile + 1) / num_tiles;
+  return {product.b + k * product.b_stride + next, product.b_stride, end - k,
+          at_most(kPanelColumns, product.columns - next)};
 }
 
 }  // namespace
@@ -227,28 +264,31 @@ void pack_tiles(const float* from, int64_t stride, int64_t depth, int64_t rows, 
 void multiply(const Product& product, int64_t first, int64_t last) {
   float edge[kMostDepth * kTileRows];
   float last_panel[kMostDepth * kPanelColumns];
+  const int64_t num_tiles = (last - first + kTileRows - 1) / kTileRows;
   for (int64_t column = 0; column < product.columns; column += kPanelColumns) {
     const int64_t width = at_most(kPanelColumns, product.columns - column);
     const bool packed = product.b_stride == 0;
-    Panel panel{product.b + (packed ? column * product.depth : column), packed ? kPanelColumns : product.b_stride,
-                false};
+    Panel panel{product.b + (packed ? column * product.depth : column), packed ? kPanelColumns : product.b_stride};
     if (!packed && width % kLanes) {  // a vector would reach beyond the last row of B
       copy_panel(panel.at, panel.stride, product.depth, width, last_panel);
-      panel = {last_panel, kPanelColumns, false};
+      panel = {last_panel, kPanelColumns};
     }
-    for (int64_t row = first; row < last; row += kTileRows) {
-      const int64_t num_rows = last - row;
-      panel.fetch_next = !packed && num_rows <= kTileRows && column + kPanelColumns < product.columns;
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      const int64_t row = first + tile * kTileRows, num_rows = last - row;
+      Ahead ahead = next_panel(product, column, tile, num_tiles);
       if (product.a_stride == 0) {
-        multiply_tile(product, Tile{product.a + (row - first) * product.depth}, panel, row, num_rows, column);
+        const Tile tile_of_a{product.a + tile * kTileRows * product.depth};
+        multiply_tile(product, tile_of_a, panel, ahead, row, num_rows, column);
         continue;
       }
       const RowMajor rows{product.a + row * product.a_stride, product.a_stride};
+      if (column == 0 && num_rows >= 2 * kTileRows)
+        ahead = {rows.from(kTileRows).at, product.a_stride, kTileRows, product.depth};
       if (num_rows >= kTileRows) {
-        multiply_tile(product, rows, panel, row, num_rows, column);
+        multiply_tile(product, rows, panel, ahead, row, num_rows, column);
       } else {
         pack_last_rows(rows, num_rows, product.depth, edge);
-        multiply_tile(product, Tile{edge}, panel, row, num_rows, column);
+        multiply_tile(product, Tile{edge}, panel, ahead, row, num_rows, column);
       }
     }
   }
