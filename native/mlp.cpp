@@ -12,7 +12,8 @@
 namespace hotrow {
 namespace {
 
-constexpr int64_t kSamplesPerTask = 128;  // large enough that panels, read once a task from afar, are read from L2
+constexpr int64_t kMostSamples = 512;  // of a task: panels come from afar once a task, and what a layer wrote must stay near
+constexpr int64_t kSamplesPerSum = 128;
 
 KeptPages floats(int64_t count) { return KeptPages(static_cast<size_t>(count) * sizeof(float)); }
 
@@ -90,11 +91,11 @@ void multiply_rows(const Product& product, int64_t first, int64_t last) {
   }
 }
 
-// Calls task(first, last) for blocks of samples: no longer than kSamplesPerTask, and every thread gets some.
+// Calls task(first, last) for blocks of samples: no longer than kMostSamples, and every thread gets some.
 template <class Task>
 void for_blocks(int64_t num_samples, int num_threads, const Task& task) {
   const int64_t most = round_up(std::max<int64_t>(1, num_samples / (2 * num_threads)), kTileRows);
-  const int64_t length = std::min(kSamplesPerTask, most);
+  const int64_t length = std::min(kMostSamples, most);
   parallel_for((num_samples + length - 1) / length, num_threads,
                [&](int64_t index, int) { task(index * length, std::min(num_samples, (index + 1) * length)); });
 }
@@ -117,11 +118,11 @@ void output(const Layer& layer, const float* x, float bias, bool relu, float* y,
 void output_backward(const Layer& layer, int64_t num_samples, const float* x, const float* g, bool gated,
                      const LayerGradients& gradients, int num_threads) {
   const int64_t num_inputs = layer.num_inputs;
-  const int64_t num_tasks = (num_samples + kSamplesPerTask - 1) / kSamplesPerTask;
+  const int64_t num_tasks = (num_samples + kSamplesPerSum - 1) / kSamplesPerSum;
   const int64_t stride = round_up(num_inputs, kFloatsPerLine);
   const KeptPages sums = floats(num_tasks * stride);
   parallel_for(num_tasks, num_threads, [&](int64_t task, int) {
-    const int64_t first = task * kSamplesPerTask, last = std::min(num_samples, first + kSamplesPerTask);
+    const int64_t first = task * kSamplesPerSum, last = std::min(num_samples, first + kSamplesPerSum);
     float* own = sums.floats() + task * stride;
     std::fill(own, own + num_inputs, 0.0f);
     kernels().output_backward(x, layer.weight, g, num_inputs, gated, first, last, own, gradients.x);
@@ -191,7 +192,7 @@ void weights_backward(std::vector<Passage> passages, int64_t num_samples, int nu
   int64_t most_rows = 0;
   for (const Passage& passage : passages) {
     const int64_t num_rows = passage.layer.num_outputs;
-    const int64_t rows_per_task = round_up(std::max<int64_t>(1, num_rows / (2 * num_threads)), kTileRows);
+    const int64_t rows_per_task = round_up(std::max<int64_t>(1, num_rows / num_threads), kTileRows);
     most_rows = std::max(most_rows, rows_per_task);
     for (int64_t row = 0; row < num_rows; row += rows_per_task)
       tasks.push_back({&passage, row, std::min(num_rows, row + rows_per_task)});
