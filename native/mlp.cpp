@@ -12,7 +12,8 @@
 namespace hotrow {
 namespace {
 
-constexpr int64_t kMostSamples = 512;  // of a task: panels come from afar once a task, and what a layer wrote must stay near
+constexpr int64_t kMostSamples =
+    512;  // of a task: panels come from afar once a task, and what a layer wrote must stay near
 constexpr int64_t kSamplesPerSum = 128;
 
 KeptPages floats(int64_t count) { return KeptPages(static_cast<size_t>(count) * sizeof(float)); }
