@@ -395,15 +395,23 @@ def _autocast(values: Tensor) -> bool:
     return torch.is_autocast_enabled(values.device.type)
 
 
+def _views(*tensors: Tensor | None) -> list[Any]:
+    """What the native module takes of tensors on the CPU: by `Tensor.__dlpack__` each would take ten times as long."""
+    view = torch.to_dlpack  # type: ignore[attr-defined]  # public, but not in torch's __all__
+    return [None if each is None else view(each) for each in tensors]
+
+
 class _MLP(torch.autograd.Function):
     """The layers of an MLP; `parameters` alternate weight [O, I] and bias [O]."""
 
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, last: Activation, *parameters: Tensor) -> Tensor:
-        weights, biases = [p.detach() for p in parameters[::2]], [p.detach() for p in parameters[1::2]]
+        weights, biases = parameters[::2], parameters[1::2]
         x_BI = x_BI.detach().contiguous()
         outputs = [empty(len(x_BI), len(bias)) for bias in biases]
-        _native().mlp(x_BI, weights, biases, last == "relu", outputs, torch.get_num_threads())
+        _native().mlp(
+            *_views(x_BI), _views(*weights), _views(*biases), last == "relu", _views(*outputs), torch.get_num_threads()
+        )
         ctx.save_for_backward(x_BI, *outputs, *weights)
         ctx.last = last
         return outputs[-1]
@@ -411,15 +419,16 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, ...]:
-        num_layers = len(ctx.saved_tensors) // 2
-        *inputs, out_BO = ctx.saved_tensors[: num_layers + 1]
-        weights = ctx.saved_tensors[num_layers + 1 :]
+        saved = ctx.saved_tensors
+        *inputs, out_BO = saved[: len(saved) // 2 + 1]
+        weights = saved[len(inputs) + 1 :]
         grad = torch.ops.aten.threshold_backward(grad_BO, out_BO, 0) if ctx.last == "relu" else grad_BO.contiguous()
         grad_weights, grad_biases = [empty(*w.shape) for w in weights], [empty(len(w)) for w in weights]
         grad_inputs: list[Tensor | None] = [empty(*x.shape) for x in inputs]
         if not ctx.needs_input_grad[0]:
             grad_inputs[0] = None
-        _native().mlp_backward(grad, inputs, weights, grad_weights, grad_biases, grad_inputs, torch.get_num_threads())
+        views = (_views(*group) for group in (inputs, weights, grad_weights, grad_biases, grad_inputs))
+        _native().mlp_backward(*_views(grad), *views, torch.get_num_threads())
         return grad_inputs[0], None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
 
 
