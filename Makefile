@@ -10,6 +10,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*.cpp native/*.h nati
 # Where the native module is built already, NATIVE=0 leaves it alone: HOTROW_NATIVE=0 switches it off at run time.
 CORE := $(if $(filter 0,$(NATIVE)),$(or $(wildcard $(VENV)/.core-1),$(VENV)/.core-0),$(VENV)/.core-1)
 PYTEST := $(BIN)/python -m pytest
+# Test files side by side, threads that wait asleep: workers share the cores. ARGS='-n 0' runs one after another.
+SIDE_BY_SIDE := OMP_WAIT_POLICY=passive $(PYTEST) -n auto --maxprocesses 4 --dist loadfile
 # Tools by way of Python: where .venv sees the caller's packages, their scripts lie in the caller's bin.
 RUFF := $(BIN)/python -m ruff
 CLANG_FORMAT := $(BIN)/python -c 'from clang_format import clang_format; clang_format()'
@@ -28,7 +30,7 @@ demo: $(VENV)/.run $(CORE) ## train a DLRM on synthetic clicks; on your own logs
 	@echo '(hotrow is $(BIN)/hotrow; on your path after: . $(BIN)/activate)'
 
 test: $(VENV)/.test $(CORE) ## the tests, but for the slow ones
-	@$(PYTEST) -m 'not slow' $(ARGS)
+	@$(SIDE_BY_SIDE) -m 'not slow' $(ARGS)
 
 test-all: $(VENV)/.test $(CORE) ## all tests
 	@$(PYTEST) $(ARGS)
