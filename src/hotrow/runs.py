@@ -13,18 +13,21 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hotrow import ops
 from hotrow.checkpoint import list_checkpoints
 from hotrow.config import Config, apply_overrides, make_config, parse_yaml
 from hotrow.data.packed import PackedDataset
+from hotrow.data.packed_format import Ragged
 from hotrow.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
 from hotrow.files import explain_full_disk
 from hotrow.hot.turns import check_hot
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.stores import StoreError
+from hotrow.models.tbsm import SUFFIX
 from hotrow.parts import storage_line, tables_of
 from hotrow.placement import copies_bytes, describe, disk_shortfall, record_bytes, required_bytes
 from hotrow.progress import ProgressLine
@@ -48,6 +51,7 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     tables = tables_of(config, dataset)
     # What cannot be is refused before a folder is made.
     _check_vocabularies(dataset)
+    _check_histories(config, dataset)
     place = Place.of(config)
     memory = place_tables(config, tables, runs, place, dataset=dataset)
     check_write_budget(config, tables, in_tiers=in_tiers(memory))
@@ -68,6 +72,31 @@ def _check_vocabularies(dataset: PackedDataset) -> None:
     for table in dataset.info.tables:
         if f"vocab/{table.name}" in dataset.info.files:
             dataset.vocabulary(table.name)
+
+
+def _check_histories(config: Config, dataset: PackedDataset) -> None:
+    """Raises ValueError where a history is longer than tbsm takes; the model itself would say so at its batch.
+
+    Reads every block once: the checksums it looks at on the way are not looked at again.
+    """
+    if config.model.name != "tbsm":
+        return
+    most, names = config.model.tbsm_options()["history_steps"], [feature.name for feature in dataset.info.features]
+    for split, part in dataset.splits.items():
+        row = 0
+        for block in map(part.block, range(part.num_blocks)):
+            for name, ids in zip(names, block.ids, strict=True):
+                if not (name.endswith(SUFFIX) and isinstance(ids, Ragged)):
+                    continue
+                lengths = np.diff(ids.row_splits)
+                if lengths.max(initial=0) > most:
+                    first = int(np.argmax(lengths > most))
+                    where = f"feature {name!r}, sample {row + first:,} of {split} in {dataset.path}"
+                    raise ValueError(
+                        f"{where}: {lengths[first]} ids, but model.history_steps is {most}; raise it, or prepare "
+                        "shorter histories"
+                    )
+            row += len(block.label)
 
 
 RESUMABLE = (

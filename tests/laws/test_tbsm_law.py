@@ -144,9 +144,14 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
     again.close()
 
 
-def test_fit_and_what_it_refuses(data: Path, tmp_path: Path) -> None:
+def test_fit(data: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": "tbsm", "quiet": True, "max_steps": 5, "top_mlp": [9, 9]}
     run = hotrow.fit(data, run=tmp_path / "run", history_steps=6, **options)
     assert run.record["steps"] == 5
-    with pytest.raises(ValueError, match=r"'item_history', sample .* but model\.history_steps is 5; raise it"):
-        hotrow.fit(data, run=tmp_path / "short", history_steps=5, **options)
+
+
+def test_a_history_that_is_too_long_is_told_before_there_is_a_run(data: Path, tmp_path: Path) -> None:
+    said = r"feature 'item_history', sample [\d,]+ of train in .*: 6 ids, but model\.history_steps is 5; raise it"
+    with pytest.raises(ValueError, match=said):
+        runs.train(config(data, tmp_path / "run", ["model.history_steps=5"]))
+    assert not (tmp_path / "run").exists()
