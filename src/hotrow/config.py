@@ -297,10 +297,9 @@ class HotConfig(_Section):
     rate: Annotated[float, Field(ge=1, le=100)] = 50
     """Percent of the cold batches, then of the hot ones, trained in one turn. `fae` begins with it: it halves it where
     the loss rose, doubles it where it fell four times running. Only for `fae` and `fixed`."""
-    shuffled_end: Share | None = None
+    shuffled_end: Share = 0
     """Share of the samples, drawn from both classes, that every epoch keeps for its end, in shuffled order: one that
-    ends on hot batches alone has learned their rate of clicks last. null means 0.1, or none where that is less than a
-    batch. 0 is as published. Only for `fae` and `fixed`."""
+    ends on hot batches alone has learned their rate of clicks last. 0 is as published. Only for `fae` and `fixed`."""
     window: Annotated[int, Field(ge=2, le=1024)] = 4
     """Batches within which samples are reordered. Only for `window`."""
     eval_samples: Count = 65536

@@ -111,21 +111,6 @@ def test_an_epoch_alone_learns_for_nobody(data: Path) -> None:
     assert make_config({**raw, "hot": {"schedule": "none", "rows": "tracked"}}).hot.rows == "tracked"
 
 
-@pytest.mark.parametrize(("batch_size", "mixed"), [(7, 49), (37, 37), (97, None)])
-def test_a_tenth_ends_the_epoch_unless_told_otherwise(data: Path, batch_size: int, mixed: int | None) -> None:
-    """Whole batches of it; where it fills none, there is none, and nothing is refused."""
-    dataset = PackedDataset.open(data)
-    assert dataset.split("train").num_rows // 10 == 51
-
-    def mixed_samples_of(**hot: object) -> int | None:
-        config = HotConfig.model_validate({"small_table": 0, "budget": 36 * 150, **hot})
-        turns = Turns(config, dataset, RECORD, batch_size=batch_size, shuffle_seed=1, seed=0)
-        return sum(len(b.label) for b in turns.order.loaders["mixed"]) if "mixed" in turns.order.loaders else None
-
-    assert mixed_samples_of(schedule="fixed") == mixed
-    assert mixed_samples_of(schedule="fixed", shuffled_end=0) is None
-
-
 def test_an_end_of_less_than_a_batch_is_refused(data: Path) -> None:
     config = HotConfig.model_validate({"schedule": "fixed", "rows": "tracked", "shuffled_end": 0.01})
     with pytest.raises(ValueError, match=r"hot\.shuffled_end is 0\.01: of [\d,]+ training samples .* one batch of 37"):

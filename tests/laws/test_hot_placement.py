@@ -137,8 +137,7 @@ def test_tables_and_copies_are_within_the_budget(
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 def test_the_bytes_that_cross_are_those_of_the_batches(data: Path, tmp_path: Path) -> None:
     """By the formula of hot/link.py, over the whole run, from what the run says of its batches."""
-    turns = ["hot.schedule=fixed", "hot.rate=50", "hot.shuffled_end=0"]
-    run = trained(data, tmp_path / "run", "hot.link=2GB", "train.epochs=2", *turns)
+    run = trained(data, tmp_path / "run", "hot.link=2GB", "hot.schedule=fixed", "hot.rate=50", "train.epochs=2")
     hot, link = run.record["hot"], run.record["hot"]["link"]
     dataset = PackedDataset.open(data)
     num_samples = 2 * dataset.split("train").num_rows

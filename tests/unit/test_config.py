@@ -81,7 +81,7 @@ hot.small_table 1MiB
 hot.rows exact
 hot.confidence 0.999
 hot.rate 50
-hot.shuffled_end None
+hot.shuffled_end 0
 hot.window 4
 hot.eval_samples 65536
 hot.link None

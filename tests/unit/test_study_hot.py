@@ -50,10 +50,7 @@ def test_bytes_over_the_link_are_those_of_a_run(dataset: PackedDataset, tmp_path
         "data": str(dataset.path),
         "model": {"embedding_dim": 8, "bottom_mlp": [4], "top_mlp": [4]},
         "train": {"batch_size": 64, "eval_every": None, "threads": 1},
-        "hot": {
-            **{"schedule": "fixed", "rate": 50, "shuffled_end": 0},
-            **{"budget": row["budget_bytes"], "small_table": 0, "link": "1GB"},
-        },
+        "hot": {"schedule": "fixed", "rate": 50, "budget": row["budget_bytes"], "small_table": 0, "link": "1GB"},
         "run": str(tmp_path / "run"),
     }
     record = runs.train(make_config(raw), quiet=True).record["hot"]

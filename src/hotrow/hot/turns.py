@@ -11,9 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hotrow.batch import Batch
 from hotrow.config import HotConfig
@@ -29,9 +27,6 @@ from hotrow.hot.learner import Learner, whole_batches
 from hotrow.hot.link import Link
 from hotrow.hot.order import BatchOrder, batch_order, mixed_samples
 from hotrow.optim import SparseOptimizer
-
-SHUFFLED_END = 0.1
-"""Of the samples, where the config says nothing: `python -m benchmarks.hot quality_synthetic_end`."""
 
 
 def check_hot(
@@ -101,7 +96,14 @@ class Turns:
                 dataset, config.rows, budget, record_bytes=record_bytes, confidence=config.confidence, **sizes
             )
             self.found = find_hot(dataset, calibration)
-        self._mixed = self._samples_kept(seed) if config.takes_turns else None
+        share = config.shuffled_end if config.takes_turns else 0.0
+        num_samples = dataset.split("train").num_rows
+        self._mixed = mixed_samples(num_samples, share, batch_size=batch_size, seed=seed)
+        if share and self._mixed is None:
+            raise ValueError(
+                f"hot.shuffled_end is {share:g}: of {num_samples:,} training samples that is less than one batch of "
+                f"{batch_size}; raise it, lower train.batch_size, or set it to 0"
+            )
         self.order = self._make_order()
         self.link = Link()
         self.copies: HotCopies | None = None
@@ -110,18 +112,6 @@ class Turns:
         self._live: tuple[EmbeddingCollection, SparseOptimizer] | None = None
         self._width = 0
         self._seconds_before = 0.0
-
-    def _samples_kept(self, seed: int) -> NDArray[np.bool_] | None:
-        """Which samples every epoch keeps for its end."""
-        wanted, num_samples = self.config.shuffled_end, self.dataset.split("train").num_rows
-        share = SHUFFLED_END if wanted is None else wanted
-        kept = mixed_samples(num_samples, share, batch_size=self._batch_size, seed=seed)
-        if wanted and kept is None:
-            raise ValueError(
-                f"hot.shuffled_end is {wanted:g}: of {num_samples:,} training samples that is less than one batch of "
-                f"{self._batch_size}; raise it, lower train.batch_size, or set it to 0"
-            )
-        return kept
 
     def _make_order(self) -> BatchOrder:
         is_hot = None if self.found is None else self.found.is_hot
