@@ -12,8 +12,9 @@
 namespace hotrow {
 namespace {
 
-constexpr int64_t kMostSamples =
-    512;  // of a task: panels come from afar once a task, and what a layer wrote must stay near
+// Of a task: panels come from afar once a task, so it is long; what a layer wrote must stay near, so not longer.
+constexpr int64_t kMostSamples = 512;
+// Of a sum over samples that one task makes, whatever the number of threads.
 constexpr int64_t kSamplesPerSum = 128;
 
 KeptPages floats(int64_t count) { return KeptPages(static_cast<size_t>(count) * sizeof(float)); }

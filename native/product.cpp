@@ -67,15 +67,15 @@ template <int kParts, class Left>
   }
 }
 
-// Turns sums into C: what is done to a value or a vector of values, in the order the contract states.
-template <class Value, class Load, class Store>
-[[gnu::always_inline]] inline void finish(const Product& product, Value sum, int64_t row, int64_t column,
+// Turns sums into C: what is done to a vector of values, in the order the contract states.
+template <class Load, class Store>
+[[gnu::always_inline]] inline void finish(const Product& product, Vec<kLanes> sum, int64_t row, int64_t column,
                                           const Load& read, const Store& write) {
   float* c = product.c + row * product.columns + column;
   if (product.add) sum = read(c) + sum;
   if (product.bias) sum = sum + read(product.bias + column);
-  if (product.relu) sum = sum < 0.0f ? Value{} : sum;
-  if (product.gate) sum = read(product.gate + row * product.columns + column) <= 0.0f ? Value{} : sum;
+  if (product.relu) sum = sum < 0.0f ? Vec<kLanes>{} : sum;
+  if (product.gate) sum = read(product.gate + row * product.columns + column) <= 0.0f ? Vec<kLanes>{} : sum;
   write(c, sum);
 }
 

@@ -118,7 +118,6 @@ def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: Pack
     assert found[cells[1]]["hot_samples"] == 1.0  # type: ignore[index]
 
 
-@pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize("estimate_only", [False, True])
 def test_what_is_no_packed_dataset_is_refused_before_anything_is_measured(tmp_path: Path, estimate_only: bool) -> None:
     (tmp_path / "trace.txt").write_text("1\n2\n")
@@ -152,6 +151,7 @@ def test_a_run_that_took_a_signal_stops_the_study(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
 def test_a_dataset_without_counts_is_counted(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
     rows = {"train": 900, "val": 99}
     made = [make_dataset(tmp_path / f"{counts}", counts=counts, rows=rows) for counts in (True, False)]
