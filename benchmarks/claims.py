@@ -29,7 +29,8 @@ README_CELLS = {
     "step_adagrad_26x1_dim64": "26 tables, one id each, dim 64, Adagrad",
     "interaction_26_dim64": "dot interaction of 27 vectors, dim 64, forward + backward",
     "train_step_kaggle_vs_torch": "whole DLRM training step, Criteo-Kaggle shape",
-    "train_step_kaggle_vs_dlrm": "the same",
+    "train_step_kaggle_vs_torch_as_intel": "the same, MKL told that it is on a processor of Intel's",
+    "train_step_kaggle_vs_dlrm": "the same step",
     "train_step_mlperf-like_vs_torchrec": "whole step, 26 tables of dim 128, large MLPs",
     "train_step_sc20-small_vs_dlrm": "whole step, 8 tables, 50 ids per bag, large MLPs",
     "train_step_embedding-bound_vs_torchrec": "whole step, 26 tables, 20 ids per bag, small MLPs",
@@ -50,17 +51,18 @@ the hypervisor took processor time away are dropped for both.
 The limit is a separate loop that only moves the same rows (native/limit.cpp), and the pooled rows and their gradient
 once each; for the interaction the larger of moving
 its operands and of its arithmetic at the speed of a large matrix product; for a training step, where it is called its
-floor, the sum of these and of its matrix products. Where hotrow promises a ratio it stands beside what was measured,
-and whether the median holds it. torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Milliseconds mean something only
-beside each other: compare ratios and shares between machines."""
+floor, the sum of these and of its matrix products by torch.mm: a step lies below it where its own products are faster,
+and stands beside bare multiply-adds in the profile. Where hotrow promises a ratio it stands beside what was measured,
+and whether the median holds it. torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Its products are MKL's, which on
+AMD's processors of family 26 (Zen 5) takes code half as fast as they can run; with `--mkl-as-intel` whole steps are
+measured a second time, MKL being told that it is on one of Intel's, which nobody's torch does by itself. Milliseconds
+mean something only beside each other: compare ratios and shares between machines."""
 CLAIMS_HEAD = """\
 # Claims
 
 What the papers behind hotrow say, and what was measured here; made from docs/claims.yaml and docs/benchmarks.json. "Not
 read": the paper's body was not at hand, so no figure is printed for it. "Not yet": not built, or not measured. Figures
 of one row come from different machines and peers: see docs/benchmarks.md."""
-LEAST_OVER_FLOOR = 0.95
-"""A step faster than this beside its floor shows that a neighbour slowed the machine while that was measured."""
 NOT_MEASURED = "Not measured yet: `make bench` fills this in.\n"
 
 
@@ -126,8 +128,6 @@ def over_floor(cell: dict[str, Any]) -> str:
     if cell["limit_ms"] is None:
         return ""
     over = cell["ours_ms"] / cell["limit_ms"]
-    if over < LEAST_OVER_FLOOR:
-        return f"{over:.2f}x (floor measured in a slower moment: says nothing)"
     most = cell.get("most_over_limit")
     return f"{over:.2f}x" + ("" if most is None else f" ({held(f'at most {most:.2f}x', holds=over <= most)})")
 
@@ -240,8 +240,9 @@ def profile_tables(cells: list[dict[str, Any]]) -> list[str]:
     """Our own steps part by part: whole training steps, then embeddings alone."""
     text = (
         "Our own steps, part by part, medians in ms; in brackets the limit of that part. Products: the bare matrix "
-        "products of the dense part, which also holds interaction, biases, activations, loss and update. The bare loop "
-        "copies the rows out and subtracts the gradients from them, in C++ with nothing around it."
+        "products of the dense part by torch.mm, and in brackets what their multiply-adds take in registers; the dense "
+        "part also holds interaction, biases, activations, loss and update. The bare loop copies the rows out and "
+        "subtracts the gradients from them, in C++ with nothing around it."
     )
     steps = [cell for cell in cells if "dense_share" in cell]
     alone = [cell for cell in cells if "dense_share" not in cell]
@@ -269,7 +270,8 @@ def step_profile_row(cell: dict[str, Any]) -> list[str]:
         cell["name"],
         beside_limit(ms["lookup"], limits.get("rows read")),
         *(f"{ms[part]:.3g}" for part in ("dense forward", "dense backward", "dense update")),
-        *(f"{limits[what]:.3g}" if what in limits else "" for what in ("products", "interaction")),
+        beside_limit(limits["products"], cell.get("arithmetic_ms")) if "products" in limits else "",
+        f"{limits['interaction']:.3g}" if "interaction" in limits else "",
         f"{cell['dense_share']:.0%} ({held(f'at least {least:.0%}', holds=cell['dense_share'] >= least)})",
         beside_limit(ms["tables' update"], limits.get("rows updated")),
         beside_limit(cell["step_ms"], sum(limits.values()) or None),
@@ -437,6 +439,7 @@ TABLES = {
     "step_profile": profile_tables,
     "overlap": overlap_table,
     "end_to_end": step_tables,
+    "end_to_end_as_intel": step_tables,
     "peak_memory": memory_table,
     "updates": update_table,
     "tiers": tiers_table,

@@ -21,10 +21,13 @@ def run_as_script(
     cells: Callable[[argparse.Namespace], Sequence[cells.Cell]],
     description: str | None,
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    *,
+    report: str | None = None,
 ) -> None:
     """The command line of benchmarks/`name`.py: measure the cells of its options in a fresh process, record the report.
 
-    `add_options` adds the script's own; `cells` is given what was parsed, `quick` among it.
+    `add_options` adds the script's own; `cells` is given what was parsed, `quick` among it. report: the name to record
+    under, if it is not the script's.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CELL", help="cells to measure; all where none is named")
@@ -38,12 +41,14 @@ def run_as_script(
         chosen = bench.choose(options.names or None, cells(options))
         print(json.dumps(bench.measure(chosen, quick=options.quick)))
         return
-    report = bench.in_fresh_process(f"benchmarks.{name}", [*sys.argv[1:], "--here"], options.threads)
-    record(name, report, options.out)
+    measured = bench.in_fresh_process(f"benchmarks.{name}", [*sys.argv[1:], "--here"], options.threads)
+    record(name, measured, options.out, under=report)
 
 
-def record(name: str, report: dict[str, Any], out: str | None) -> None:
-    """Put `report` under `name` into the JSON file `out`, with the command that made it; without `out`, print it.
+def record(name: str, report: dict[str, Any], out: str | None, *, under: str | None = None) -> None:
+    """Put the `report` of the script `name` into the JSON file `out`, with its command; without `out`, print it.
+
+    under: the name it has there, if it is not the script's.
 
     Cells of an earlier report that this one did not measure stay, each with the circumstances it was measured under.
     """
@@ -54,7 +59,8 @@ def record(name: str, report: dict[str, Any], out: str | None) -> None:
     path = Path(out)
     reports = json.loads(path.read_text()) if path.exists() else {}
     new = rounded(report)
-    reports[name] = merged(reports.get(name, {"cells": []}), new) if "cells" in new else new
+    key = under or name
+    reports[key] = merged(reports.get(key, {"cells": []}), new) if "cells" in new else new
     path.write_text(json.dumps(reports, indent=1) + "\n")
 
 

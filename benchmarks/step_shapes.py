@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -201,9 +202,20 @@ def floor_parts_s(shape: StepShape, sparse: cells.Optimizer, threads: int) -> di
 
 
 def products_s(shape: StepShape) -> float:
-    """What the matrix products of one step cost by themselves, forward and backward."""
-    bottom = (shape.num_dense, *shape.bottom_mlp, shape.embedding_dim)
-    top = (shape.top_inputs, *shape.top_mlp, 1)
+    """What the matrix products of one step cost by themselves in torch.mm, forward and backward."""
+    bottom, top = mlp_widths(shape)
     return cells.mlp_limit_s(bottom, shape.batch_size, gradient_of_inputs=False) + cells.mlp_limit_s(
         top, shape.batch_size, gradient_of_inputs=True
     )
+
+
+def mlp_widths(shape: StepShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Widths of the bottom MLP and of the top MLP, inputs and outputs among them."""
+    return (shape.num_dense, *shape.bottom_mlp, shape.embedding_dim), (shape.top_inputs, *shape.top_mlp, 1)
+
+
+def product_operations(shape: StepShape) -> int:
+    """Operations of these products, a multiply-add being two: forward, weights' gradients, inputs' but the first."""
+    layers = [layer for widths in mlp_widths(shape) for layer in pairwise(widths)]
+    products = 3 * sum(num_inputs * num_outputs for num_inputs, num_outputs in layers)
+    return 2 * shape.batch_size * (products - layers[0][0] * layers[0][1])

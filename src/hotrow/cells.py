@@ -29,6 +29,8 @@ NUM_BATCHES = 4  # distinct batches that rounds walk through, so that no row is 
 PREFETCHES: tuple[tuple[int, Literal["l1", "l2"]], ...] = ((8, "l1"), (32, "l1"), (16, "l2"), (32, "l2"), (64, "l2"))
 """Distances in rows and the cache prefetched into, of which the row limit is the best."""
 FLOATS_PER_LINE = 16
+EVICTING_FLOATS = 1 << 25
+"""128 MiB: reading them leaves nothing else in the caches of a core and of most processors."""
 Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 Part = Literal["lookup", "update", "step"]
 
@@ -305,20 +307,25 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def touch_limit_s(num_rows: int, row_floats: int, walks: Sequence[Tensor], *, write: bool, threads: int) -> float:
+def touch_limit_s(
+    num_rows: int, row_floats: int, walks: Sequence[Tensor], *, write: bool, threads: int, cold: bool
+) -> float:
     """Least seconds in which this machine touches the rows of a walk, over prefetches and numbers of threads.
 
-    walks: ids, walked through in turn, as the kernels are given batches, so that what is warm for them is warm here.
+    walks: ids, walked through in turn, as the kernels are given batches. cold: between two walks other memory is read,
+    more than caches hold, as by the peer between two of our rounds and by the dense part between two steps; else rows
+    of the batches before are warm, and the limit is that of a cache that neither side of a comparison finds so.
     """
     rows = ops.allocate(num_rows, row_floats)
     rows.fill_(0)  # every page exists before it is timed
+    other = torch.zeros(EVICTING_FLOATS if cold else 0)
     turns = cycle(walks)
-    return min(
-        ops.touch_rows(rows, next(turns), distance=distance, into=into, write=write, threads=t)
-        for t in range(1, threads + 1)
-        for distance, into in PREFETCHES
-        for _ in range(4)
-    )
+
+    def touch(threads: int, distance: int, into: Literal["l1", "l2"]) -> float:
+        other.sum()
+        return ops.touch_rows(rows, next(turns), distance=distance, into=into, write=write, threads=threads)
+
+    return min(touch(t, *prefetch) for t in range(1, threads + 1) for prefetch in PREFETCHES for _ in range(4))
 
 
 def rows_limit_s(
@@ -332,7 +339,7 @@ def rows_limit_s(
     """
     if ops.backend().name != "native":
         return None
-    touch = partial(touch_limit_s, threads=threads)
+    touch = partial(touch_limit_s, threads=threads, cold=True)
     seconds = touch(num_rows, dim, batches, write=False) if part != "update" else 0.0
     if part == "lookup":
         return seconds
@@ -363,9 +370,10 @@ def embedding_limit_s(shape: Shape, part: Part, optimizer: Optimizer, threads: i
 
 
 def sequential_limit_s(num_floats: int, *, write: bool, threads: int) -> float:
-    """Least seconds in which this machine touches `num_floats` floats in a row."""
+    """Least seconds in which this machine touches `num_floats` floats in a row, from caches where they fit."""
     num_lines = num_floats // FLOATS_PER_LINE + 1
-    return touch_limit_s(num_lines, FLOATS_PER_LINE, [torch.arange(num_lines)], write=write, threads=threads)
+    lines = [torch.arange(num_lines)]
+    return touch_limit_s(num_lines, FLOATS_PER_LINE, lines, write=write, threads=threads, cold=False)
 
 
 def interaction_limit_s(batch_size: int, num_features: int, dim: int, threads: int) -> float | None:

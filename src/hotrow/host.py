@@ -29,10 +29,13 @@ def host_facts() -> dict[str, Any]:
     except OSError:
         cpuinfo = ""
     model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    # Hypervisors cut names short: "AMD EPYC" may be any of five generations.
+    numbers = re.search(r"^cpu family\s*:\s*(\d+)$.*?^model\s*:\s*(\d+)$", cpuinfo, re.MULTILINE | re.DOTALL)
+    generation = f", family {numbers[1]} model {numbers[2]}" if numbers else ""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "platform": platform.platform(),
-        "cpu": model[1] if model else platform.machine(),
+        "cpu": f"{model[1]}{generation}" if model else platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": usable_cores(),
         "memory_bytes": memory,
