@@ -166,7 +166,12 @@ def test_generated_pages_are_up_to_date() -> None:
 
 def test_claims_and_readme_name_cells_that_exist() -> None:
     found = [*cells.cells(), *kernels.fbgemm_cells(quick=True), *updates.update_cells(quick=True)]
-    found += [end_to_end.cell(shape, peer) for shape in step_shapes.SHAPES.values() for peer in step_peers.peers(None)]
+    found += [
+        end_to_end.cell(shape, peer, as_intel=as_intel)
+        for shape in step_shapes.SHAPES.values()
+        for peer in step_peers.peers(None)
+        for as_intel in (False, True)
+    ]
     known = {cell.name for cell in found} | {"peak_memory_kaggle_vs_torch"}
     known |= {f"precision_{variant}" for variant in precision.VARIANTS}
     known |= {tiers.name_of(cell) for cell in tiers.step_cells(quick=True, threads=2)}
