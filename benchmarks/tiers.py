@@ -82,11 +82,21 @@ def measure_steps(cells: Sequence[MemoryCell], folder: Path) -> Iterator[dict[st
         reason = memory.refusal(own[0], memory_bytes=memory_bytes, cores=usable_cores())
         try:
             if reason is None:
-                yield from (reported(cell, row) for cell, row in memory.run(own, folder=folder))
+                for cell, row in memory.run(own, folder=folder):
+                    if row["clean_rounds"] < cell.rounds:
+                        left = f"{row['clean_rounds']} rounds without stolen time, of {cell.rounds} wanted; run again"
+                        say_not_reported([cell], left)
+                    else:
+                        yield reported(cell, row)
         except memory.FAILURES as error:
             reason = str(error)
         if reason is not None:
-            print(f"not reported: {', '.join(map(name_of, own))}: {reason}", file=sys.stderr, flush=True)
+            say_not_reported(own, reason)
+
+
+def say_not_reported(cells: Sequence[MemoryCell], reason: str) -> None:
+    """On stderr, by name."""
+    print(f"not reported: {', '.join(map(name_of, cells))}: {reason}", file=sys.stderr, flush=True)
 
 
 def reported(cell: MemoryCell, row: dict[str, Any]) -> dict[str, Any]:

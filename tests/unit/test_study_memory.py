@@ -256,6 +256,20 @@ def test_stretches_compare_every_step() -> None:
         Turns(Fake([0.5, 0.7]), Fake([0.5, 0.8])).stretch(cell, steps=2, ahead=0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("stolen", "wanted"), [([1, 0, 1, 0, 0], 5), ([1] * 6, 6)], ids=["some", "all"])
+def test_rounds_with_stolen_time_are_taken_again(stolen: list[int], wanted: int) -> None:
+    rounds = iter(stolen)
+
+    class Stretches:
+        def stretch(self, cell: MemoryCell, *, steps: int, ahead: int) -> dict[str, Any]:
+            return {"stolen": bool(next(rounds))}
+
+    cell = MemoryCell(group="g", side="tiers", ahead=4, dram_parts=10, zipf=1.05, rounds=3)
+    found = memory.measure_rounds(Stretches(), [cell])[cell.key]  # type: ignore[arg-type]
+    assert len(found) == wanted
+    assert len(memory.clean_of(found)) == min(3, stolen.count(0))
+
+
 def test_a_group_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match=r"no memory controller.*run as root, or under"):
         MemoryGroup(tmp_path)
