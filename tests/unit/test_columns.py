@@ -19,6 +19,7 @@ from hotrow.data import tabular
 from hotrow.data.chunk import RowError
 from hotrow.data.columns import ColumnsSource
 from hotrow.data.dictionary import CodedKeys, column_of
+from hotrow.data.guess import guess_schema
 from hotrow.data.inputs import InputFile, find_files
 from hotrow.data.schema import CsvSpec, Schema, parse_schema
 from raw_rows import read
@@ -427,6 +428,35 @@ def test_hive_folders_become_columns(tmp_path: Path) -> None:
     assert rows["a"] == [1, 2], "day=2 comes before day=10"
     assert rows["time"] == [2, 10]
     assert rows["site"] == ["a/b", None]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_hive_columns_are_those_of_the_path_however_a_file_is_named(tmp_path: Path, kind: str) -> None:
+    files = []
+    for day, site, a in ((2, "x", 5), (10, "__HIVE_DEFAULT_PARTITION__", 6)):
+        folder = tmp_path / "t" / f"day={day}" / f"site={site}"
+        folder.mkdir(parents=True)
+        file = folder / f"p.{kind}"
+        files.append(
+            parquet(file, y=[0, 1], a=[a, a]) if kind == "parquet" else write_csv(file, f"y,a\n0,{a}\n1,{a}\n")
+        )
+    schema = schema_of({"column": "a", "type": "int"}, {"column": "day", "type": "int"}, "site")
+    want = {"a": [5, 5, 6, 6], "day": [2, 2, 10, 10], "site": ["x", "x", None, None]}
+    for paths in (tmp_path / "t", str(tmp_path / "t" / "*" / "*" / "p.*"), files, [f.parent for f in files]):
+        rows = read(ColumnsSource(paths, schema))
+        assert {name: rows[name] for name in want} == want
+        assert "day" in guess_schema(paths, label="y").feature_names
+    rows = read(ColumnsSource(files[1].parent, schema))
+    assert rows["day"] == [10, 10], "as when a folder of new rows is scored"
+
+
+def test_a_hive_column_alone_is_read_from_text_without_looking_at_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "day=3").mkdir()
+    file = write_csv(tmp_path / "day=3" / "p.csv", "7,x\n8,1\n")
+    reader = tabular.open_reader(file, find_files([file], matches=bool, wanted=""), CsvSpec(column_names=("a", "b")))
+    (rows,) = reader.read(0, 0, ["day"], 100)
+    assert rows.batch.to_pydict() == {"day": ["3", "3"]}
+    assert rows.lines.tolist() == [1, 2]
 
 
 def test_paths_globs_and_uris_name_the_same_files(tmp_path: Path) -> None:

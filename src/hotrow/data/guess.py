@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from hotrow.data.columns import input_files
 from hotrow.data.convert import INTEGER, NUMBER, is_list, is_text, plain
 from hotrow.data.schema import CsvSpec, Schema, SplitKind, nearest, parse_schema
-from hotrow.data.tabular import ParquetReader, TableReader, TextReader, open_reader
+from hotrow.data.tabular import TableReader, TextReader, open_reader
 
 SAMPLE_ROWS = 20_000
 LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
@@ -176,7 +176,7 @@ def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[st
     if not isinstance(reader, TextReader) or files is None:
         return reader, {}
     csv: dict[str, Any] = {"delimiter": reader.delimiter}
-    fields = reader.schema.names
+    fields = reader.names
     repeated = sorted({f for f in fields if fields.count(f) > 1})
     if repeated and any(name in fields for name in told):
         raise ValueError(f"{files[0].name}:1: the header names column {repeated[0]!r} twice; rename one of them")
@@ -200,11 +200,10 @@ def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
     if num_rows == 0:
         raise ValueError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
     sample = pa.Table.from_batches(batches).slice(0, SAMPLE_ROWS)
-    if isinstance(reader, ParquetReader):
-        # What is the same in all of one file differs between files.
-        for name, values in reader.partition_values().items():
-            spread = values.take(pa.array(np.arange(len(sample)) % len(values)))
-            sample = sample.set_column(sample.schema.get_field_index(name), name, spread)
+    # What is the same in all of one file differs between files.
+    for name, values in reader.partition_values().items():
+        spread = values.take(pa.array(np.arange(len(sample)) % len(values)))
+        sample = sample.set_column(sample.schema.get_field_index(name), name, spread)
     return sample
 
 

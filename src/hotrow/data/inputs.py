@@ -1,8 +1,9 @@
 """Where raw files lie and how their bytes come: paths and URIs through Arrow's file systems, compressed or not.
 
 Files found by a folder or pattern come in natural order (day_2 before day_10); paths given one by one keep their order.
-Folders named `key=value` on the way are hive partitions: constant columns of the files beneath. Decompression is
-bounded: bytes are produced only as they are asked for, whatever a file claims to hold.
+Folders named `key=value` anywhere on a file's full path are hive partitions: constant columns of the files beneath, the
+same however the file was named. Decompression is bounded: bytes are produced only as they are asked for, whatever a
+file claims to hold.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _expand(given: str, matches: Callable[[str], bool], wanted: str) -> list[Inp
     if info.type == fs.FileType.NotFound:
         raise ValueError(f"{shown}: no such file or folder; check the path")
     if info.is_file:
-        return [InputFile(shown, info.path, filesystem, info.size or 0, info.mtime_ns or 0)]
+        return [_input_file(shown, filesystem, info)]
     tree = _tree(filesystem, root, shown)
     found = [f for f in tree if matches(f.base_name)]
     if not found:
@@ -192,10 +193,14 @@ def _input_files(filesystem: Any, found: Sequence[Any], root: str, shown_root: s
     for info in sorted(found, key=lambda f: natural_key(f.path)):
         below = _below(info.path, root)
         shown = f"{shown_root}/{below}" if shown_root or root == "/" else below
-        pairs = [folder.split("=", 1) for folder in below.split("/")[:-1] if "=" in folder]
-        partition = tuple((unquote(key), None if value == HIVE_NULL else unquote(value)) for key, value in pairs)
-        files.append(InputFile(shown, info.path, filesystem, info.size or 0, info.mtime_ns or 0, partition))
+        files.append(_input_file(shown, filesystem, info))
     return files
+
+
+def _input_file(shown: str, filesystem: Any, info: Any) -> InputFile:
+    pairs = [folder.split("=", 1) for folder in info.path.split("/")[:-1] if "=" in folder]
+    partition = tuple((unquote(key), None if value == HIVE_NULL else unquote(value)) for key, value in pairs)
+    return InputFile(shown, info.path, filesystem, info.size or 0, info.mtime_ns or 0, partition)
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:

@@ -64,6 +64,9 @@ class TableReader(Protocol):
     def schema(self) -> pa.Schema:
         """Name and type of every column, partition columns included."""
 
+    def partition_values(self) -> dict[str, pa.Array]:
+        """Columns that folders name: their value in each file."""
+
     def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming file and column where a file lacks one of `columns` or holds it as another type."""
 
@@ -116,6 +119,10 @@ class FrameReader:
                     digest = digest if buffer is None else zlib.crc32(buffer, digest)
         # A frame has no modification time; a checksum of its bytes tells a resumed run that it is the same frame.
         self.files: tuple[FileInfo, ...] = (FileInfo(FRAME_NAME, self.table.nbytes, digest),)
+
+    def partition_values(self) -> dict[str, pa.Array]:
+        """A frame lies in no folder."""
+        return {}
 
     def check_drift(self, columns: Sequence[str]) -> None:
         """A frame is one file: nothing can drift."""
@@ -185,12 +192,7 @@ class ParquetReader:
     def partition_values(self) -> dict[str, pa.Array]:
         """Columns that folders name: their value in each file."""
         stored = self._opened(0).schema_arrow.names
-        values = [dict(file.partition) for file in self._files]
-        return {
-            name: pa.array([row.get(name) for row in values], pa.string()).cast(kind)
-            for name, kind in self._partition_types.items()
-            if name not in stored
-        }
+        return _partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
 
     def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming file and column where a file lacks a column or holds it in another type."""
@@ -224,23 +226,12 @@ class ParquetReader:
         with _naming(file):
             batch_rows = max(rows_per_batch, _batch_rows(parquet, len(stored)))
             for batch in parquet.iter_batches(batch_rows, row_groups=groups, columns=stored):
-                batch = self._with_partition(batch, file, columns)
+                batch = _with_partition(batch, file, columns, self._partition_types)
                 for start in range(max(0, first - row), len(batch), rows_per_batch):
                     part = batch.slice(start, rows_per_batch)
                     end = row + start + len(part)
                     yield Rows(part, np.arange(end - len(part) + 1, end + 1), end)
                 row += len(batch)
-
-    def _with_partition(self, batch: pa.RecordBatch, file: InputFile, columns: Sequence[str]) -> pa.RecordBatch:
-        values = dict(file.partition)
-        arrays = []
-        for name in columns:
-            if name in batch.schema.names:
-                arrays.append(batch.column(batch.schema.get_field_index(name)))
-            else:
-                kind = self._partition_types[name]
-                arrays.append(pa.repeat(pa.scalar(values.get(name)).cast(kind), len(batch)))
-        return pa.RecordBatch.from_arrays(arrays, names=list(columns))
 
 
 def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
@@ -262,6 +253,26 @@ def _partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
     return {n: pa.int64() if v and all(str(_as_int(x)) == x for x in v) else pa.string() for n, v in values.items()}
 
 
+def _partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
+    """The value of each partition column in each file."""
+    values = [dict(file.partition) for file in files]
+    return {n: pa.array([row.get(n) for row in values], pa.string()).cast(kind) for n, kind in types.items()}
+
+
+def _with_partition(
+    batch: pa.RecordBatch, file: InputFile, columns: Sequence[str], types: dict[str, pa.DataType]
+) -> pa.RecordBatch:
+    """`columns` of a file: those not in `batch` are as its folders say."""
+    values = dict(file.partition)
+    arrays = []
+    for name in columns:
+        if name in batch.schema.names:
+            arrays.append(batch.column(batch.schema.get_field_index(name)))
+        else:
+            arrays.append(pa.repeat(pa.scalar(values.get(name)).cast(types[name]), len(batch)))
+    return pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+
 def _as_int(text: str) -> int | None:
     return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
 
@@ -274,14 +285,18 @@ def _same_meaning(got: pa.DataType, want: pa.DataType) -> bool:
 
 
 class TextReader:
-    """Delimited text: every column as text, columns found by the header of each file or by given names."""
+    """Delimited text: every column as text, columns found by the header of each file or by given names, and hive
+    partition columns from their folders."""
 
     def __init__(self, files: Sequence[InputFile], spec: CsvSpec) -> None:
         self._files, self._spec = files, spec
         self.files = tuple(f.info for f in files)
         self._heads: dict[int, tuple[str, list[str]]] = {}
-        self.delimiter, names = self._head(0)
-        self.schema = pa.schema([(name, pa.string()) for name in names])
+        self.delimiter, self.names = self._head(0)
+        """`names`: the columns of the first file's lines, without those that folders name."""
+        partition = (name for name in _partition_types(files) if name not in self.names)
+        self._partition_types = dict.fromkeys(partition, pa.string())
+        self.schema = pa.schema([(name, pa.string()) for name in (*self.names, *self._partition_types)])
 
     def _head(self, file_index: int) -> tuple[str, list[str]]:
         """Delimiter and column names of one file."""
@@ -309,11 +324,19 @@ class TextReader:
             raise ValueError(f"{file.name} is empty; remove it or write it again")
         return lines
 
+    def partition_values(self) -> dict[str, pa.Array]:
+        """Columns that folders name: their value in each file."""
+        return _partition_values(self._files, self._partition_types)
+
+    def _stored(self, columns: Sequence[str]) -> list[str]:
+        """Of `columns`, those that stand in the files' lines."""
+        return [name for name in columns if name not in self._partition_types]
+
     def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming file and column where a file's header lacks a column or names it twice."""
         for index, info in enumerate(self.files):
             delimiter, names = self._head(index)
-            for name in columns:
+            for name in self._stored(columns):
                 if names.count(name) != 1:
                     fault = "lacks" if name not in names else "names twice"
                     raise ValueError(
@@ -344,7 +367,7 @@ class TextReader:
             for block in self._blocks(stream, file_index, columns, places):
                 lines = places.lines_of(len(block))
                 keep = int(np.searchsorted(lines, first + header_lines, side="right"))
-                block, lines = block.select(list(columns)).slice(keep), lines[keep:]
+                block, lines = _with_partition(block, file, columns, self._partition_types).slice(keep), lines[keep:]
                 for start in range(0, len(block), rows_per_batch):
                     part = lines[start : start + rows_per_batch]
                     bad = places.take_bad(int(part[-1]), after=first + header_lines)
@@ -396,6 +419,8 @@ class TextReader:
     def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
         delimiter, _ = self._head(file_index)
         names = self._spec.column_names
+        # Arrow takes an empty list for all columns; rows are counted by one.
+        stored = self._stored(columns) or self._head(file_index)[1][:1]
         return {
             # One thread: only then does Arrow tell which line is bad; preparation reads in the background anyway.
             "read_options": pa.csv.ReadOptions(
@@ -405,8 +430,8 @@ class TextReader:
                 delimiter=delimiter, newlines_in_values=True, invalid_row_handler=on_bad_line
             ),
             "convert_options": pa.csv.ConvertOptions(
-                column_types=dict.fromkeys(columns, pa.string()),
-                include_columns=list(columns),
+                column_types=dict.fromkeys(stored, pa.string()),
+                include_columns=stored,
                 null_values=list(self._spec.null_values),
                 strings_can_be_null=True,
                 quoted_strings_can_be_null=True,
