@@ -76,16 +76,17 @@ void check_keys(size_t num_keys, bool has_bytes, const Maybe<uint8_t>& bytes, co
   require(offsets->shape(0) == num_keys + 1, "offsets must have one more entry than there are hashes");
 }
 
-nb::tuple parse(In<uint8_t> text, const std::string& delimiter, bool has_id, bool has_label, size_t first_row,
+nb::tuple parse(In<uint8_t> text, const std::string& delimiter, int num_ignored, bool has_label, size_t first_row,
                 Out<float> label, OutMatrix<float> dense, OutMatrix<uint32_t> keys, OutMatrix<bool> valid,
                 size_t num_rows) {
   require(delimiter.size() == 1, "delimiter must be one character");
+  require(num_ignored >= 0, "num_ignored must not be negative");
   require(text.shape(0) == 0 || text.data()[text.shape(0) - 1] == '\n', "text must end with a newline");
   require(keys.shape(0) == valid.shape(0) && keys.shape(1) == valid.shape(1), "keys and valid differ in shape");
   require(first_row <= num_rows && num_rows <= dense.shape(0) && num_rows <= keys.shape(1) &&
               (!has_label || num_rows <= label.shape(0)),
           "num_rows does not fit the columns");
-  const RowLayout layout{delimiter[0], has_id, has_label, static_cast<int>(dense.shape(1)),
+  const RowLayout layout{delimiter[0], num_ignored, has_label, static_cast<int>(dense.shape(1)),
                          static_cast<int>(keys.shape(0))};
   const RowColumns columns{label.data(),  dense.data(), keys.data(), reinterpret_cast<uint8_t*>(valid.data()),
                            keys.shape(1), num_rows};
@@ -218,7 +219,7 @@ void bind_lookup(nb::module_& m) {
 }  // namespace
 
 void bind_encode(nb::module_& m) {
-  m.def("parse_rows", &parse, "text"_a.noconvert(), "delimiter"_a, "has_id"_a, "has_label"_a, "first_row"_a,
+  m.def("parse_rows", &parse, "text"_a.noconvert(), "delimiter"_a, "num_ignored"_a, "has_label"_a, "first_row"_a,
         "label"_a.noconvert(), "dense"_a.noconvert(), "keys"_a.noconvert(), "valid"_a.noconvert(), "num_rows"_a);
   m.def(
       "count_newlines",

@@ -153,14 +153,12 @@ inline RowFault end_field(Cursor& cursor, int column, int num_columns, RowFault 
 
 // One line into row `row`; on a fault, *column is the 0-based column it is in.
 inline RowFault parse_row(Cursor& cursor, const RowLayout& layout, const RowColumns& out, size_t row, int* column) {
-  const int num_columns = layout.has_id + layout.has_label + layout.num_dense + layout.num_categories;
+  const int num_columns = layout.num_ignored + layout.has_label + layout.num_dense + layout.num_categories;
   int& c = *column;
-  c = 0;
   RowFault fault = RowFault::kNone;
-  if (layout.has_id) {
+  for (c = 0; c < layout.num_ignored; ++c) {
     cursor.skip_field();
     if ((fault = end_field(cursor, c, num_columns, RowFault::kColumnCount)) != RowFault::kNone) return fault;
-    ++c;
   }
   if (layout.has_label) {
     if ((fault = parse_label(cursor, out.label + row)) != RowFault::kNone) return fault;

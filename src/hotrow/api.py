@@ -149,8 +149,8 @@ class Run:
     def predict(self, data: Any) -> NDArray[np.float32]:
         """The probability of a positive label for each row of `data`, in its order: float32 [num_rows].
 
-        data: raw rows as they were prepared for training, label not needed: paths, globs or URIs, or an Arrow-capable
-        frame. Ids never seen in training score through row 0, as rare ones do.
+        data: raw rows as they were prepared for training, label and time not needed nor read: paths, globs or URIs, or
+        an Arrow-capable frame. Ids never seen in training score through row 0, as rare ones do.
         Raises ValueError where columns are missing or of another type, naming file and column.
         """
         scores = list(self.predict_batches(data))

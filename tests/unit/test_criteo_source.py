@@ -113,13 +113,28 @@ def test_every_layout_gives_the_same_rows(name: str, either: ModuleType, tmp_pat
 def test_rows_without_label(either: ModuleType, tmp_path: Path) -> None:
     rows = [row(n, label=None) for n in range(3)]
     (tmp_path / "test.txt").write_bytes(text(rows))
-    assert flat(read(tmp_path / "test.txt", labels="auto")) == expected(rows)
+    assert flat(read(tmp_path / "test.txt", labels="ignored")) == expected(rows)
     with pytest.raises(RowError, match=r"test.txt:1: 39 columns between tabs where 40 are expected"):
         read(tmp_path / "test.txt")
     (tmp_path / "head.csv").write_bytes(text([["Id", *HEADER[1:]], *([str(7), *r] for r in rows)], delimiter=","))
-    assert flat(read(tmp_path / "head.csv", labels="auto")) == expected(rows)
+    assert flat(read(tmp_path / "head.csv", labels="ignored")) == expected(rows)
     with pytest.raises(ValueError, match="the header has no label column"):
         read(tmp_path / "head.csv")
+
+
+@pytest.mark.parametrize("label", ["", "-1", "unknown", "1"])
+@pytest.mark.parametrize("with_id", [False, True])
+def test_an_ignored_label_may_hold_anything(label: str, with_id: bool, either: ModuleType, tmp_path: Path) -> None:
+    rows = [[label, *row(n, label=None)] for n in range(5)]
+    if with_id:
+        rows = [["Id", *HEADER], *([str(n), *fields] for n, fields in enumerate(rows))]
+    (tmp_path / "new.txt").write_bytes(text(rows))
+    (tmp_path / "test.txt").write_bytes(text([row(5, label=None)]))
+    chunks = list(CriteoSource([tmp_path / "new.txt", tmp_path / "test.txt"], labels="ignored").chunks())
+    assert flat(chunks) == expected([row(n, label=None) for n in range(6)])
+    (tmp_path / "bad.txt").write_bytes(text([[label, *row(0, label=None)], [label, *row(1, label=None, C1="?")]]))
+    with pytest.raises(RowError, match=r"bad.txt:2, column 15 \(C1\)"):
+        list(CriteoSource([tmp_path / "bad.txt"], labels="ignored").chunks())
 
 
 BAD_FIELDS = [
@@ -244,9 +259,6 @@ def test_a_folder_gives_its_files_in_natural_order(tmp_path: Path) -> None:
     for paths in ([tmp_path], [tmp_path / "day_*"], [f"file://{tmp_path}"]):
         source = CriteoSource(paths)
         assert flat(list(source.chunks())) == expected([row(0), row(2), row(10)])
-    (tmp_path / "day_11").write_bytes(text([row(11, label=None)]))
-    with pytest.raises(ValueError, match=r"day_0 has labels, .*day_11 has none"):
-        CriteoSource([tmp_path], labels="auto").scout()
 
 
 def test_bad_rows_are_skipped_up_to_the_limit(either: ModuleType, tmp_path: Path) -> None:
@@ -330,7 +342,7 @@ def test_against_float32_of_python() -> None:
         "0.1",
         "16777217.0",
     ]
-    layout = native.RowLayout("\t", has_id=False, has_label=False, dense_names=("x",), category_names=("c",))
+    layout = native.RowLayout("\t", ignored_names=(), has_label=False, dense_names=("x",), category_names=("c",))
     for module in (NATIVE, reference):
         if module is None:
             continue
@@ -348,7 +360,7 @@ def test_against_float32_of_python() -> None:
 
 def test_nothing_is_read_or_written_outside(either: ModuleType) -> None:
     """Guard values around the rows and the text survive; num_rows stops the parser."""
-    layout = native.RowLayout("\t", has_id=False, has_label=True, dense_names=("x",), category_names=("c", "d"))
+    layout = native.RowLayout("\t", ignored_names=(), has_label=True, dense_names=("x",), category_names=("c", "d"))
     columns = native.RowColumns.empty(layout, 4)
     for array in (columns.label, columns.dense, columns.keys):
         array[:] = 77

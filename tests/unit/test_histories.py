@@ -205,7 +205,7 @@ def test_bad_events_stop_or_are_counted(tmp_path: Path) -> None:
         ("item", ["a"] * 9, "column 'item': `histories` needs integer ids below 2.63; say type: int"),
         ("item", [1, None] + [3] * 7, "column 'item' is empty in 1 events near one another"),
         ("came", [1] * 9, "the events have a column 'came', but with `histories` the label is made"),
-        ("time", None, "the events have no column 'time', which orders a history"),
+        ("time", None, "<frame>: no column 'time'.*; columns: user, item"),
     ],
 )
 def test_events_it_refuses(column: str, values: list[Any] | None, message: str) -> None:
@@ -254,7 +254,7 @@ def test_only_sources_of_columns_make_histories() -> None:
 def test_rows_to_predict_come_with_their_histories() -> None:
     rows = read(HistoriesSource(make_events(), schema()))
     given = pa.table({name: rows[name] for name in schema().feature_names})
-    again = read(open_columns(given, schema(), name="frame", labels="auto"))
+    again = read(open_columns(given, schema(), name="frame", labels="ignored"))
     assert {name: again[name] for name in schema().feature_names} == {n: rows[n] for n in schema().feature_names}
 
 
@@ -262,4 +262,4 @@ def test_text_to_predict_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "new.csv"
     path.write_text("\n".join(LINES) + "\n")
     with pytest.raises(ValueError, match=r"new.csv: rows to predict bring their histories, as lists in item_history, "):
-        open_source("taobao-histories", path, labels="auto")
+        open_source("taobao-histories", path, labels="ignored")

@@ -133,7 +133,7 @@ def test_avazu_test_file_has_no_label(tmp_path: Path) -> None:
     fields = AVAZU_ROW.split(",")
     path.write_text(",".join(columns) + "\n" + ",".join(fields[:1] + fields[2:]) + "\n")
     assert looks_like_avazu(",".join(columns))
-    chunk = next(open_avazu(path, labels="auto").chunks())
+    chunk = next(open_avazu(path, labels="ignored").chunks())
     assert chunk.label is None and chunk.num_rows == 1
     with pytest.raises(ValueError, match="lacks column 'click'"):
         open_avazu(path)

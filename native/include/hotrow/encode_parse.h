@@ -1,9 +1,9 @@
 // Parser of Criteo-like text: one row per line,
 //
-//   [id d] [label d] dense_0 d ... dense_{I-1} d category_0 d ... category_{C-1} [\r]\n        d: tab or comma
+//   [ignored d ...] [label d] dense_0 d ... dense_{I-1} d category_0 d ... category_{C-1} [\r]\n        d: tab or comma
 //
 // dense: an integer of at most 64 bits or a finite decimal number, empty = NaN. category: 1 to 8 hex digits, empty =
-// missing (valid 0, key 0). The id is passed over. Integers become the nearest float32: exact up to 2^24.
+// missing (valid 0, key 0). Ignored fields may hold anything. Integers become the nearest float32: exact up to 2^24.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace hotrow {
 
 struct RowLayout {
   char delimiter;
-  bool has_id;
+  int num_ignored;
   bool has_label;
   int num_dense;
   int num_categories;

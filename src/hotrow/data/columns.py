@@ -28,8 +28,9 @@ SUFFIXES = (*PARQUET_SUFFIXES, *TEXT_SUFFIXES)
 class ColumnsSource:
     """Rows of any table, as `schema` reads them.
 
-    data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required", or "auto"
-    for rows to predict, whose label column may be absent. encodings: how ids were held when a data set was prepared
+    data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required";
+    "made": elsewhere, so that only the time is read; or "ignored" for rows to predict, whose label and time may be
+    absent or hold anything. encodings: how ids were held when a data set was prepared
     (feature -> "int", "uint64" or "bytes"); None: decided by the columns' types. skip_bad_rows: how many rows may be
     passed over before a bad one is an error.
 
@@ -43,7 +44,7 @@ class ColumnsSource:
         schema: Schema,
         *,
         name: str = "columns",
-        labels: Literal["required", "auto"] = "required",
+        labels: Literal["required", "made", "ignored"] = "required",
         encodings: Mapping[str, IdEncoding] | None = None,
         skip_bad_rows: int = 0,
     ) -> None:
@@ -51,10 +52,8 @@ class ColumnsSource:
         self.skipped = SkippedRows()
         self._skip_bad_rows = skip_bad_rows
         self._reader = open_table(data, schema)
-        self._has_label = labels == "required" or schema.label.column in self._reader.schema.names
-        self._has_time = schema.time is not None and (
-            labels == "required" or schema.time.column in self._reader.schema.names
-        )
+        self._has_label = labels == "required"
+        self._has_time = schema.time is not None and labels != "ignored"
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
@@ -74,14 +73,9 @@ class ColumnsSource:
         return {name: kind_of(encoding) for name, encoding in self.encodings.items()}
 
     @property
-    def has_label(self) -> bool:
-        """Whether chunks carry labels."""
-        return self._has_label
-
-    @property
-    def has_time(self) -> bool:
-        """Whether chunks carry times."""
-        return self._has_time
+    def column_names(self) -> tuple[str, ...]:
+        """All columns there are, used or not."""
+        return tuple(self._reader.schema.names)
 
     @property
     def notes(self) -> tuple[str, ...]:

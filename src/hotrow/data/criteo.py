@@ -56,7 +56,7 @@ class CriteoSource:
     """Rows of Criteo-like files as a `hotrow.data.chunk.Source`.
 
     paths: files, folders, patterns or URIs, read in this order (a folder's files in natural order). labels: "required",
-    or "auto" to accept rows without a label, which then give `Chunk.label` None; all files must agree. skip_bad_rows:
+    or "ignored" for rows to predict: a label may be absent or hold anything, and `Chunk.label` is None. skip_bad_rows:
     how many unreadable rows may be passed over, counted in `skipped`, before one raises RowError.
     """
 
@@ -67,7 +67,7 @@ class CriteoSource:
         self,
         paths: Sequence[str | Path | InputFile],
         *,
-        labels: Literal["required", "auto"] = "required",
+        labels: Literal["required", "ignored"] = "required",
         skip_bad_rows: int = 0,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
@@ -81,11 +81,6 @@ class CriteoSource:
     def key_kinds(self) -> dict[str, KeyKind]:
         """C1 to C26, integers."""
         return dict.fromkeys(CATEGORY_NAMES, "int")
-
-    @property
-    def has_label(self) -> bool:
-        """Whether the rows have a label."""
-        return self._layouts[0].rows.has_label
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
         """Sizes and rows, as `Source.scout`; "exact" counts lines, at the speed of reading and decompressing."""
@@ -107,10 +102,8 @@ class CriteoSource:
     @cached_property
     def _layouts(self) -> list[_FileLayout]:
         layouts = [_find_layout(file, self._labels) for file in self.files]
-        for file, layout in zip(self.files, layouts, strict=True):
-            if layout.rows.has_label != layouts[0].rows.has_label:
-                with_label, without = (file, self.files[0]) if layout.rows.has_label else (self.files[0], file)
-                raise ValueError(f"{with_label.name} has labels, {without.name} has none; pass only files of one kind")
+        if self._labels == "ignored":
+            return [replace(layout, rows=layout.rows.without_label()) for layout in layouts]
         return layouts
 
     def _read(self, start: Position, rows_per_chunk: int) -> Iterator[Chunk]:
@@ -255,7 +248,7 @@ def _read_head(file: InputFile) -> _Head:
         return _Head(bytes(buffer[:num_bytes]), num_bytes < HEAD_BYTES, stream.stored_offset)
 
 
-def _find_layout(file: InputFile, labels: Literal["required", "auto"]) -> _FileLayout:
+def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _FileLayout:
     """Delimiter, header and columns, from the file's first lines: what most of them agree on.
 
     Raises ValueError for an empty file or other text, RowError where no line has a possible number of columns.
@@ -282,13 +275,7 @@ def _find_layout(file: InputFile, labels: Literal["required", "auto"]) -> _FileL
         delimiter = "," if sample[0].count(b",") > sample[0].count(b"\t") else "\t"
         raise RowError(file=file.name, line=1, reason=_explain_columns(sample[0], delimiter, wanted))
     (delimiter, num_columns), _ = fits.most_common(1)[0]
-    rows = RowLayout(
-        delimiter,
-        has_id=False,
-        has_label=num_columns > NUM_FEATURES,
-        dense_names=DENSE_NAMES,
-        category_names=CATEGORY_NAMES,
-    )
+    rows = RowLayout(delimiter, (), num_columns > NUM_FEATURES, DENSE_NAMES, CATEGORY_NAMES)
     return _FileLayout(rows, num_bytes, 0)
 
 
@@ -306,7 +293,7 @@ def _read_header(file: InputFile, line: bytes) -> RowLayout | None:
         raise ValueError(
             f"{file.name}:1: the header's columns are in another order than I1 to I13, C1 to C26; reorder them"
         )
-    return RowLayout(delimiter, has_id, has_label, DENSE_NAMES, CATEGORY_NAMES)
+    return RowLayout(delimiter, ("id",) * has_id, has_label, DENSE_NAMES, CATEGORY_NAMES)
 
 
 def _estimate_lines(file: InputFile) -> int:

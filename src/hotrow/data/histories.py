@@ -46,7 +46,7 @@ Integers = NDArray[np.int64]
 
 
 def open_columns(
-    data: Any, schema: Schema, *, name: str, labels: Literal["required", "auto"] = "required", **options: Any
+    data: Any, schema: Schema, *, name: str, labels: Literal["required", "ignored"] = "required", **options: Any
 ) -> ColumnsSource | HistoriesSource:
     """The source of `data` read by `schema`: of samples made from events where it says so, unless rows to predict.
 
@@ -106,7 +106,7 @@ class HistoriesSource:
         assert schema.histories is not None
         self.name, self.schema, self.spec = name, schema, schema.histories
         self.skipped = SkippedRows()
-        events = ColumnsSource(data, events_schema(schema), name=name, labels="auto", skip_bad_rows=skip_bad_rows)
+        events = ColumnsSource(data, events_schema(schema), name=name, labels="made", skip_bad_rows=skip_bad_rows)
         self._source = events
         self._check(events)
         self.encodings: dict[str, IdEncoding] = dict(encodings or dict.fromkeys(schema.feature_names, "int"))
@@ -116,13 +116,10 @@ class HistoriesSource:
 
     def _check(self, events: ColumnsSource) -> None:
         label = self.schema.label.column
-        if events.has_label:
+        if label in events.column_names:
             raise ValueError(
                 f"the events have a column {label!r}, but with `histories` the label is made: give it another name"
             )
-        if not events.has_time:
-            assert self.schema.time is not None
-            raise ValueError(f"the events have no column {self.schema.time.column!r}, which orders a history; name it")
         for column, encoding in events.encodings.items():
             if encoding != "int":
                 raise ValueError(

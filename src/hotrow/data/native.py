@@ -12,7 +12,7 @@ import importlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,10 +48,11 @@ class Fault(IntEnum):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How a line of Criteo-like text is laid out: [id] [label] dense... categories..., between delimiters."""
+    """How a line of Criteo-like text is laid out: ignored... [label] dense... categories..., between delimiters."""
 
     delimiter: str
-    has_id: bool
+    ignored_names: tuple[str, ...]
+    """Leading columns that may hold anything."""
     has_label: bool
     dense_names: tuple[str, ...]
     category_names: tuple[str, ...]
@@ -59,7 +60,11 @@ class RowLayout:
     @property
     def column_names(self) -> tuple[str, ...]:
         """Names of all columns in order."""
-        return ("id",) * self.has_id + ("label",) * self.has_label + self.dense_names + self.category_names
+        return self.ignored_names + ("label",) * self.has_label + self.dense_names + self.category_names
+
+    def without_label(self) -> RowLayout:
+        """The same lines, their label passed over where there is one."""
+        return replace(self, ignored_names=self.ignored_names + ("label",) * self.has_label, has_label=False)
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def parse_rows(
     stored, num_bytes, fault, column = backend().parse_rows(
         text,
         layout.delimiter,
-        layout.has_id,
+        len(layout.ignored_names),
         layout.has_label,
         first_row,
         columns.label,

@@ -134,17 +134,16 @@ class RawEncoder:
     def batches(self, data: Any, *, batch_size: int = 65536) -> Iterator[Batch]:
         """Batches of at most `batch_size` rows, in the data's order.
 
-        data: paths or an Arrow-capable frame, as for `run_prepare`. The label column may be absent; `Batch.label` is
-        then NaN. Raises ValueError naming file and column, and RowError the row, as preparation does.
+        data: paths or an Arrow-capable frame, as for `run_prepare`. Label and time are not read, whatever they hold:
+        `Batch.label` is NaN. Raises ValueError naming file and column, and RowError the row, as preparation does.
         """
-        opened = open_source(self._source, data, schema=self.schema, labels="auto", encodings=self._encodings)
+        opened = open_source(self._source, data, schema=self.schema, labels="ignored", encodings=self._encodings)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:
             tables = {name: _Searched(vocabulary) for name, vocabulary in self._vocabularies.items()}
             encode = RowEncoder(self.schema, self._transforms, tables, executor)
             for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
                 dense, ids = encode(chunk)
-                label = np.full(chunk.num_rows, np.nan, np.float32) if chunk.label is None else chunk.label
-                yield _batch(dense, ids, np.array(label))
+                yield _batch(dense, ids, np.full(chunk.num_rows, np.nan, np.float32))
 
 
 def _none_left_out(chunks: Iterator[Chunk]) -> Iterator[Chunk]:

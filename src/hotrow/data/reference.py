@@ -58,16 +58,16 @@ def _parse_dense(field: bytes) -> float:
 
 
 def _parse_line(
-    line: bytes, delimiter: bytes, has_id: bool, has_label: bool, num_dense: int, num_categories: int
+    line: bytes, delimiter: bytes, num_ignored: int, has_label: bool, num_dense: int, num_categories: int
 ) -> Any:
     """`(label, dense, [(key, valid), ...])` of one line; faults are raised for the leftmost column that has one."""
     fields = line.removesuffix(b"\r").split(delimiter)
-    num_columns = has_id + has_label + num_dense + num_categories
+    num_columns = num_ignored + has_label + num_dense + num_categories
     label, dense, categories = 0.0, [], []
     for column, field in enumerate(fields):
         if column >= num_columns:
             raise _RowFaultError(COLUMN_COUNT, num_columns - 1)
-        place = column - has_id - has_label
+        place = column - num_ignored - has_label
         try:
             if has_label and place == -1:
                 label = _parse_label(field)
@@ -101,7 +101,7 @@ def _parse_category(field: bytes) -> tuple[int, bool]:
 def parse_rows(
     text: NDArray[np.uint8],
     delimiter: str,
-    has_id: bool,
+    num_ignored: int,
     has_label: bool,
     first_row: int,
     label: NDArray[np.float32],
@@ -116,7 +116,7 @@ def parse_rows(
     while row < num_rows and start < len(data):
         end = data.index(b"\n", start)
         try:
-            values = _parse_line(data[start:end], delimiter.encode(), has_id, has_label, dense.shape[1], len(keys))
+            values = _parse_line(data[start:end], delimiter.encode(), num_ignored, has_label, dense.shape[1], len(keys))
         except _RowFaultError as error:
             return row - first_row, start, error.fault, error.column
         if has_label:

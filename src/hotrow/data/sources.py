@@ -24,7 +24,6 @@ from hotrow.data.taobao import HISTORIES_SCHEMA, looks_like_taobao, open_taobao
 from hotrow.data.taobao import SCHEMA as TAOBAO_SCHEMA
 
 SOURCE_NAMES = ("criteo", "avazu", "taobao", "taobao-histories", "movielens", "csv", "parquet", "frame", "auto")
-Labels = Literal["required", "auto"]
 CRITEO_LICENCE = "Criteo AI Lab click logs: CC BY-NC-SA 4.0 for the 1TB set; the Kaggle set has its challenge's terms"
 
 CRITEO_SCHEMA = parse_schema(
@@ -80,15 +79,15 @@ def open_source(
     schema: Schema | None = None,
     label: str | None = None,
     time: str | None = None,
-    labels: Labels = "required",
+    labels: Literal["required", "ignored"] = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
     skip_bad_rows: int = 0,
 ) -> OpenedSource:
     """The source called `name` over `data`: paths, or an Arrow-capable frame.
 
     schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label`
-    and `time` may help. labels: "auto" accepts rows without a label. encodings: how ids were held when a data set was
-    prepared. skip_bad_rows: rows that may be bad.
+    and `time` may help. labels: "ignored" for rows to predict, whose label and time may be absent or hold anything.
+    encodings: how ids were held when a data set was prepared. skip_bad_rows: rows that may be bad.
 
     Raises ValueError naming an unknown source, and whatever opening it finds.
     """
@@ -162,4 +161,4 @@ def check_split(opened: OpenedSource) -> None:
 def rows_per_file(opened: OpenedSource) -> list[int]:
     """Exact rows of each file, in order, which the reference split needs; reads every file once."""
     assert isinstance(opened.source, CriteoSource), "check_split"
-    return [CriteoSource([file], labels="auto").scout(count="exact").num_rows for file in opened.source.files]
+    return [CriteoSource([file], labels="ignored").scout(count="exact").num_rows for file in opened.source.files]
