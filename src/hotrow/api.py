@@ -33,8 +33,10 @@ from hotrow.config import Config, apply_overrides, make_config, options
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import MANIFEST
-from hotrow.data.prepare import RawEncoder, run_prepare
+from hotrow.data.pipeline import fingerprint, prepare
+from hotrow.data.prepare import RawEncoder
 from hotrow.data.progress import ProgressCallback, progress_bar
+from hotrow.data.sources import OpenedSource, open_source
 from hotrow.device import Place, cpu_instead, place_tables
 from hotrow.embedding import EmbeddingCollection
 from hotrow.export import export_checkpoint
@@ -253,43 +255,53 @@ def fit(
     """Prepare `data` where it is raw, train a model on it, and return the run.
 
     data: a packed dataset's folder; paths, globs or URIs of CSV or Parquet; or an Arrow-capable frame (pandas, polars,
-    duckdb, pyarrow). Raw data is packed into the run's folder, under data/. label, time: its columns of these meanings
+    duckdb, pyarrow). Raw data is packed into the run's folder, under data/; stopped in that, by whatever, the same call
+    goes on in the same folder. label, time: its columns of these meanings
     (guessed where None; with a time the last rows are the test split). run: the run's folder (default: the next
     runs/NAME-MODEL-NNN). overrides: options of the config by their last name where that is unique (`epochs=3`) or in
     full (`**{"optimizer.dense.lr": 0.1}`); FIT_DEFAULTS holds otherwise, with a batch size of 1/200 of the training
     rows between 64 and 2048, and as many epochs as make 5,000 steps, between 5 and 30. What was used is in the run's
     config.yaml.
 
-    Ctrl-C saves the run and returns it with the status "interrupted". Raises ValueError for what the data or an option
-    has wrong.
+    Ctrl-C saves the run and returns it with the status "interrupted"; in preparation it raises
+    `hotrow.data.pipeline.Interrupted`. Raises ValueError for what the data or an option has wrong.
     """
     changes = [f"model.name={model}", *(f"{_option(name)}={json.dumps(value)}" for name, value in overrides.items())]
     make_config(apply_overrides({"data": ""}, [*_fit_defaults(model), *changes]), origin="fit")  # before hours of work
     packed = isinstance(data, str | Path) and (Path(data) / MANIFEST).is_file()
     if packed and (label is not None or time is not None):
         raise ValueError(f"label and time are for raw data, but {data} is a packed dataset; leave them out")
-    folder = RunFolder.create(run, name=f"{_name_of(data)}-{model}")
+    name = f"{_name_of(data)}-{model}"
+    if packed:
+        return _train_on(PackedDataset.open(data), RunFolder.create(run, name=name), model, changes, quiet=quiet)
+    opened = open_source("auto" if _is_paths(data) else "frame", data, label=label, time=time)
+    with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
+        with folder:
+            dataset = _prepare_into(folder, opened, quiet=quiet)
+        return _train_on(dataset, folder, model, changes, quiet=quiet)
+
+
+def _train_on(dataset: PackedDataset, folder: RunFolder, model: str, changes: list[str], *, quiet: bool) -> Run:
     with folder:
-        if not packed:
-            data = _prepare_into(folder, data, label=label, time=time, quiet=quiet).path
-        dataset = PackedDataset.open(data)
         raw = {"data": str(dataset.path), "run": str(folder.path)}
         config = make_config(apply_overrides(raw, [*_defaults(dataset, model), *changes]), origin="fit")
     return Run(train(config, folder=folder, quiet=quiet).path)
 
 
-def _prepare_into(folder: RunFolder, data: Any, *, label: str | None, time: str | None, quiet: bool) -> PackedDataset:
-    """Raw `data` packed into the run's folder; what was guessed and found is said and logged."""
+def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> PackedDataset:
+    """Raw rows packed into the run's folder, or what was before; what was guessed and found is said and logged."""
 
     def announce(line: str) -> None:
         folder.log(line)
         if not quiet:
             print(line, file=sys.stderr)
 
-    source = "auto" if _is_paths(data) else "frame"
+    out = folder.path / "data"
+    if (out / MANIFEST).is_file():
+        announce(f"{out} is prepared already")
+        return PackedDataset.open(out)
     with nullcontext() if quiet else progress_bar() as progress:
-        out = folder.path / "data"
-        return run_prepare(source, data, out, label=label, time=time, progress=progress, announce=announce)
+        return prepare(opened, out, progress=progress, announce=announce)
 
 
 def _is_paths(data: Any) -> bool:

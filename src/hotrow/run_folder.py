@@ -8,12 +8,14 @@ runs/criteo-dlrm-001/
   vocab/          dataset.json and vocabularies: raw rows can be scored without the dataset
   checkpoints/    step-N folders (hotrow.checkpoint)
   writes.json     what it wrote to its drive when, where it has a budget for that (hotrow.write_budget)
+  data/           the dataset, where the run prepared its own (hotrow.fit)
   memory/         while it trains: rows of tables that memory does not hold (hotrow.placement)
   tensorboard/    event files, where tensorboard is installed
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -22,7 +24,8 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -67,6 +70,30 @@ class RunFolder:
         run = cls(folder, record)
         run.update()
         return run
+
+    @classmethod
+    @contextmanager
+    def begin(cls, path: str | Path | None, *, name: str, preparation: str) -> Iterator[RunFolder]:
+        """The folder of a run that prepares its own data, nobody else's inside the block.
+
+        preparation: says what is prepared. The folder is that of a run, at `path` or of that name, which began the same
+        and was stopped before its first step, by whatever; else a new one, as `create` makes it.
+        """
+        for found in [Path(path)] if path else _numbered(Path("runs"), name).values():
+            if not _stopped_before_training(found, preparation):
+                continue
+            with _claimed(found) as claimed:
+                # Its owner may have ended meanwhile, with a first step.
+                if claimed and _stopped_before_training(found, preparation):
+                    folder = cls.open(found)
+                    folder.record.pop("error", None)
+                    folder.update(status="running", command=sys.argv)
+                    yield folder
+                    return
+        folder = cls.create(path, name=name)
+        with _claimed(folder.path):
+            folder.update(preparation=preparation)
+            yield folder
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
@@ -188,16 +215,51 @@ def _new_folder(path: Path) -> Path:
 
 def _next_folder(parent: Path, name: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
-    numbers = [int(m[1]) for p in parent.iterdir() if (m := re.fullmatch(rf"{re.escape(name)}-(\d+)", p.name))]
-    number = max(numbers, default=0)
+    number = max(_numbered(parent, name), default=0)
     while True:  # another process may take the number first
         number += 1
         try:
-            (path := parent / f"{name}-{number:03d}").mkdir(mode=0o700)
+            (path := parent / f"{_safe(name)}-{number:03d}").mkdir(mode=0o700)
             return path
         except FileExistsError:
             continue
+
+
+def _numbered(parent: Path, name: str) -> dict[int, Path]:
+    """The folders `name`-NNN by number, the newest first."""
+    found = {
+        int(m[1]): path
+        for path in (parent.iterdir() if parent.is_dir() else ())
+        if (m := re.fullmatch(rf"{re.escape(_safe(name))}-(\d+)", path.name))
+    }
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _safe(name: str) -> str:
+    """`name` as a file may be called."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+
+
+def _stopped_before_training(path: Path, preparation: str) -> bool:
+    """Whether a run was to prepare this and has not trained: its config is written with the first step."""
+    if not (path / RUN).is_file() or (path / CONFIG).exists():
+        return False
+    return bool(read_json(path / RUN).get("preparation") == preparation)
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[bool]:
+    """Whether the folder is this process's alone inside the block; a kill lets go of it too."""
+    descriptor, claimed = os.open(path, os.O_RDONLY | os.O_CLOEXEC), True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        claimed = False
+    try:
+        yield claimed
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
+        os.close(descriptor)
 
 
 def _now() -> str:

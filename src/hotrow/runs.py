@@ -120,9 +120,15 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     """
     folder = RunFolder.open(path)
     if not (folder.path / CONFIG).is_file():
+        command = shlex.join(map(str, folder.record["command"]))
+        if "preparation" in folder.record:
+            raise ValueError(
+                f"{folder.path} was stopped in preparing its data, before its first step; to go on there, run again: "
+                f"{command}"
+            )
         raise ValueError(
             f"{folder.path} ended before its first step, without a {CONFIG}: there is nothing to go on from, so remove "
-            f"the folder and start it again, as by: {shlex.join(map(str, folder.record['command']))}"
+            f"the folder and start it again, as by: {command}"
         )
     raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
     for override in overrides:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.parquet
+import pyarrow.parquet as pq
 import pytest
 
 import hotrow
+from hotrow import api
+from hotrow.data.chunk import RowError
+from hotrow.data.pipeline import Interrupted, Options, prepare
+from hotrow.data.progress import Progress
 from hotrow.metrics import BinaryMetrics
+from hotrow.run_folder import RunFolder
+from hotrow.runs import resume
+from prepare_data import file_hashes
 
 OPTIONS = {"batch_size": 32, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
 
@@ -85,7 +97,7 @@ def test_predictions_of_the_test_rows_have_the_test_metrics(run: hotrow.Run) -> 
 def test_predict_from_files_needs_no_label_and_takes_unseen_ids(run: hotrow.Run, tmp_path: Path) -> None:
     new = clicks(50, seed=9).drop_columns(["click", "ts"])
     new = new.set_column(0, "user_id", pa.array(["never seen"] * 50))
-    pa.parquet.write_table(new, tmp_path / "new.parquet")
+    pq.write_table(new, tmp_path / "new.parquet")
     pa.csv.write_csv(new, tmp_path / "new.csv")
     scores = run.predict(new)
     assert np.isfinite(scores).all()
@@ -97,7 +109,7 @@ def test_predict_from_files_needs_no_label_and_takes_unseen_ids(run: hotrow.Run,
 def test_scores_are_written(run: hotrow.Run, tmp_path: Path) -> None:
     table = clicks(70, seed=3)
     expected = run.predict(table)
-    for suffix, read in ((".parquet", pa.parquet.read_table), (".csv", pa.csv.read_csv)):
+    for suffix, read in ((".parquet", pq.read_table), (".csv", pa.csv.read_csv)):
         out = tmp_path / f"scores{suffix}"
         assert run.write_scores(table, out) == 70
         np.testing.assert_allclose(read(out)["score"].to_numpy(), expected, rtol=1e-6)
@@ -140,6 +152,73 @@ def test_fit_on_a_packed_dataset(run: hotrow.Run, tmp_path: Path) -> None:
         hotrow.fit(run.path / "data", label="click")
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("kind", ["frame", "file"])
+def test_fit_stopped_in_preparation_goes_on_by_the_same_call(
+    kind: str, named: bool, run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data: Any = clicks(4000)
+    if kind == "file":
+        pq.write_table(data, "clicks.parquet")
+        data = "clicks.parquet"
+    options: dict[str, Any] = {"label": "click", "time": "ts", "run": "mine" if named else None, **OPTIONS}
+
+    def press(report: Progress) -> None:
+        if report.stage == "count":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # the main thread shall see it before this worker is through
+
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "prepare", partial(prepare, options=Options(rows_per_chunk=50)))
+        patch.setattr(api, "progress_bar", lambda: nullcontext(press))
+        with pytest.raises(Interrupted, match="run the same command to go on"):
+            hotrow.fit(data, **options)
+    begun = sorted(path.parent for path in Path().glob("**/run.json"))
+    with pytest.raises(ValueError, match=r"was stopped in preparing its data.* to go on there, run again: "):
+        resume(begun[0])
+    said: list[str] = []
+    monkeypatch.setattr(api, "prepare", lambda opened, out, **_: prepare(opened, out, announce=said.append))
+    again = hotrow.fit(data, quiet=True, **options)
+    assert any("continuing the work found in" in line for line in said)
+    assert [again.path] == begun == sorted(path.parent for path in Path().glob("**/run.json"))
+    assert again.record["status"] == "finished" and "error" not in again.record
+    assert again.metrics["auc"] == run.metrics["auc"]
+    hashes, plain = file_hashes(again.path / "data"), file_hashes(run.path / "data")
+    assert kind == "file" or hashes == plain
+    assert {k: v for k, v in hashes.items() if k != "dataset.json"} == {
+        k: v for k, v in plain.items() if k != "dataset.json"
+    }
+    assert named or hotrow.fit(data, quiet=True, **options).path != again.path, "a run that trained is not taken up"
+
+
+def test_fit_stopped_between_preparation_and_training_does_not_prepare_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    options = {"label": "click", "run": tmp_path / "run", "quiet": True, **OPTIONS}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(api, "train", stop)
+        hotrow.fit(clicks(1000), **options)
+    monkeypatch.setattr(api, "prepare", stop)
+    with pytest.raises(ValueError, match="exists already and is never overwritten"):
+        hotrow.fit(clicks(1001), **options)
+    assert hotrow.fit(clicks(1000), **options).record["status"] == "finished"
+
+
+def test_two_runs_of_one_preparation_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    begin = partial(RunFolder.begin, None, name="clicks", preparation="p")
+    with begin() as first, begin() as second:
+        assert first.path != second.path
+    with begin() as again:
+        assert again.path == second.path, "the newest"
+        with begin() as other:
+            assert other.path == first.path
+
+
 def test_options_are_found_by_their_last_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"option 'lr' may mean optimizer\.dense\.lr or optimizer\.sparse\.lr"):
         hotrow.fit(clicks(100), label="click", run=tmp_path / "a", lr=0.1)
@@ -155,6 +234,11 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         hotrow.load(tmp_path)
     with pytest.raises(ValueError, match="label column 'klick' is not there; did you mean 'click'"):
         hotrow.fit(clicks(100), label="klick", run=tmp_path / "c", quiet=True)
+    assert not (tmp_path / "c").exists()
+    table = clicks(100)
+    spoilt = table.set_column(table.schema.get_field_index("click"), "click", pa.array([0, 1] * 49 + [0, None]))
+    with pytest.raises(RowError, match=r"<frame>:100 \(click\)"):
+        hotrow.fit(spoilt, label="click", run=tmp_path / "c", quiet=True)
     assert hotrow.load(tmp_path / "c").record["status"] == "failed"
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         hotrow.load(tmp_path / "c").predict(clicks(5))

@@ -11,6 +11,8 @@ chunks or interruptions. Unfinished work lies in `<out>/.prepare`; see docs/prep
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
 import zlib
@@ -159,6 +161,12 @@ def prepare(
         if not work.abandon():
             say(f"the counts are kept in {work.folder}: the same command, also with --skip-bad-rows, goes on")
         raise
+
+
+def fingerprint(opened: OpenedSource) -> str:
+    """Hex digest of what decides the bytes that `prepare` makes of `opened` under its default options."""
+    identity = _identity(opened, Options(), opened.source.scout())
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _identity(opened: OpenedSource, options: Options, info: SourceInfo) -> dict[str, Any]:
