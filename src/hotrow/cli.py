@@ -110,7 +110,11 @@ def init(
 @verb("prepare", example="hotrow prepare criteo train.txt --out data/criteo")
 def prepare(
     source: Annotated[
-        str, typer.Argument(help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, or auto to tell.")
+        str,
+        typer.Argument(
+            help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, auto to tell, or synthetic, whose "
+            "PATHS is a preset (criteo-kaggle, criteo-terabyte, avazu) or a YAML file."
+        ),
     ],
     paths: Paths,
     *,
@@ -124,7 +128,7 @@ def prepare(
     min_count: Annotated[int | None, typer.Option(help="Ids seen fewer times in training share row 0.")] = None,
     hash_cap: Annotated[int | None, typer.Option(help="Ids modulo this, before counting.")] = None,
     sample: Annotated[float, typer.Option(help="Share of the rows to keep, for a first look.")] = 1.0,
-    rows: Annotated[int | None, typer.Option(help="Only the first rows.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Only the first rows; how many a synthetic preset makes.")] = None,
     skip_bad_rows: Annotated[int, typer.Option(help="How many bad rows may be left out (counted).")] = 0,
     memory: Annotated[str | None, typer.Option(help="Limit for counters and vocabularies, e.g. 4GiB.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of encoding; default: the cores this process may use.")] = None,

@@ -58,6 +58,7 @@ from hotrow.data.split import (
     reference_plan,
     sample_mask,
 )
+from hotrow.data.synthetic import SyntheticSource
 from hotrow.data.transforms import DenseTransform, Moments
 from hotrow.data.vocabulary import Vocabulary
 from hotrow.data.workfolder import COUNTS, Mark, WorkFolder
@@ -253,7 +254,7 @@ class _Stages:
         return histogram.plan(split.fractions)
 
     def _times(self) -> Iterator[NDArray[np.int64]]:
-        if isinstance(self._source, ColumnsSource):
+        if isinstance(self._source, ColumnsSource | SyntheticSource):
             yield from self._source.times()
             return
         for chunk in self._source.chunks():

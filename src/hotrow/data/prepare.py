@@ -27,7 +27,7 @@ from hotrow.data.pipeline import Options, prepare
 from hotrow.data.progress import ProgressCallback
 from hotrow.data.rowencoder import RowEncoder
 from hotrow.data.schema import Schema, load_schema, parse_schema
-from hotrow.data.sources import open_source
+from hotrow.data.sources import SOURCE_NAMES, open_source
 from hotrow.data.transforms import DenseTransform
 from hotrow.data.vocabulary import Vocabulary
 from hotrow.files import available_memory_bytes
@@ -71,13 +71,15 @@ def run_prepare(
 ) -> PackedDataset:
     """Prepare raw logs into the packed dataset `out`; called again with the same arguments, it continues what was cut.
 
-    source: criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, frame, or auto to tell by the first line.
-    paths: files, folders, patterns, URIs, or one Arrow-capable frame. schema: of csv, parquet and frame (`hotrow init`
+    source: criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, frame, synthetic, or auto to tell by the
+    first line. paths: files, folders, patterns, URIs, or one Arrow-capable frame; of synthetic a preset's name, a YAML
+    file or a `SyntheticConfig`. schema: of csv, parquet and frame (`hotrow init`
     writes one), a path or a `Schema`; None: guessed, given the names of the `label` and `time` columns.
     split: time, random or reference; None: reference for criteo, time where there is one, else random. fractions: of
     train, val and test (0.8, 0.1, 0.1) for time and random. seed: of the random split and of `sample`.
     min_count: ids seen fewer times in training rows share row 0. hash_cap: ids modulo this. Both hold for all tables.
-    rows: only the first rows. sample: keep this share of the rows. skip_bad_rows: how many bad rows may be left out.
+    rows: only the first rows; of a synthetic preset all there are. sample: keep this share of the rows. skip_bad_rows:
+    how many bad rows may be left out.
     memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
     None: half of what is free. threads: of encoding. None of these two changes a byte.
     progress, announce: see `hotrow.data.pipeline.prepare`.
@@ -87,7 +89,7 @@ def run_prepare(
     """
     if isinstance(schema, str | Path):
         schema = load_schema(schema)
-    opened = open_source(source, paths, schema=schema, label=label, time=time, skip_bad_rows=skip_bad_rows)
+    opened = open_source(source, paths, schema=schema, label=label, time=time, skip_bad_rows=skip_bad_rows, rows=rows)
     opened = opened.with_options(split=split, fractions=fractions, seed=seed, min_count=min_count, hash_cap=hash_cap)
     options = Options(rows=rows, sample=sample, memory_bytes=parse_bytes(memory), threads=threads, overwrite=overwrite)
     return prepare(opened, out, options, progress=progress, announce=announce)
@@ -122,7 +124,8 @@ class RawEncoder:
                 f"{folder}: its ids are not made from raw rows (source {self.info.name!r}); it encodes none"
             )
         self.schema = parse_schema(made["schema"], where=f"{folder}/dataset.json")
-        self._source: str = made["source"]
+        # Rows that were made up have no layout of their own: new ones are a table with their columns.
+        self._source: str = made["source"] if made["source"] in {*SOURCE_NAMES} - {"synthetic"} else "auto"
         self._encodings: dict[str, IdEncoding] = made["encodings"]
         self._transforms = [DenseTransform.parse(column.transform) for column in self.info.dense]
         self._threads = threads or min(8, usable_cores())

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -294,27 +294,35 @@ def parse_schema(value: Any, *, where: str) -> Schema:
         # JSON mode: strict about scalars, while a list may stand for a tuple.
         return Schema.model_validate_json(json.dumps(value, default=str))
     except ValidationError as error:
-        raise ValueError(_explain(error, where)) from None
+        raise ValueError(explain_faults(error, where, _fields_at)) from None
 
 
 def load_schema(path: Path | str) -> Schema:
     """The schema in a YAML file. Raises ValueError naming file and line where it is no YAML, else as `parse_schema`."""
+    return parse_schema(load_yaml(path, cure="`hotrow init PATHS` writes a schema from your logs"), where=str(path))
+
+
+def load_yaml(path: Path | str, *, cure: str) -> Any:
+    """What a YAML file holds. Raises ValueError naming the file, and `cure` where there is none."""
     try:
-        value = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ValueError(f"schema {path}: {error.strerror}; `hotrow init PATHS` writes one from your logs") from None
+        raise ValueError(f"{path}: {error.strerror}; {cure}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    return parse_schema(value, where=str(path))
 
 
-def _explain(error: ValidationError, where: str) -> str:
-    """Every fault on a line of its own."""
+Place: TypeAlias = tuple[int | str, ...]
+"""Of a field: ("categorical", 2, "kind")."""
+
+
+def explain_faults(error: ValidationError, where: str, fields_at: Callable[[Place], Sequence[str]]) -> str:
+    """Every fault on a line of its own; `fields_at`: the fields known at a place."""
     lines = []
     for fault in error.errors():
         path = _path(fault["loc"])
-        if fault["type"] == "extra_forbidden":
-            known = _fields_at(fault["loc"][:-1])
+        if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            known = fields_at(fault["loc"][:-1])
             lines.append(f"unknown key {path!r}{nearest(str(fault['loc'][-1]), known)}; known: {', '.join(known)}")
         elif fault["type"] == "missing":
             lines.append(f"{path} is missing; add it")
@@ -325,7 +333,7 @@ def _explain(error: ValidationError, where: str) -> str:
     return "\n".join(f"{where}: {line}" for line in dict.fromkeys(lines))
 
 
-def _path(loc: tuple[int | str, ...]) -> str:
+def _path(loc: Place) -> str:
     """('categorical', 2, 'kind') -> categorical[2].kind"""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
     return text.removeprefix(".")
@@ -343,7 +351,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
-def _fields_at(loc: tuple[int | str, ...]) -> list[str]:
+def _fields_at(loc: Place) -> list[str]:
     model = SECTIONS[str(loc[0])] if loc else Schema
     return list(model.model_fields)
 

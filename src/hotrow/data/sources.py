@@ -19,11 +19,15 @@ from hotrow.data.histories import HistoriesSource, open_columns
 from hotrow.data.inputs import find_files
 from hotrow.data.movielens import movielens_layout, open_movielens
 from hotrow.data.schema import Schema, nearest, parse_schema
+from hotrow.data.synthetic_file import open_synthetic
 from hotrow.data.tabular import is_parquet
 from hotrow.data.taobao import HISTORIES_SCHEMA, looks_like_taobao, open_taobao
 from hotrow.data.taobao import SCHEMA as TAOBAO_SCHEMA
 
-SOURCE_NAMES = ("criteo", "avazu", "taobao", "taobao-histories", "movielens", "csv", "parquet", "frame", "auto")
+SOURCE_NAMES = (
+    *("criteo", "avazu", "taobao", "taobao-histories", "movielens"),
+    *("csv", "parquet", "frame", "synthetic", "auto"),
+)
 CRITEO_LICENCE = "Criteo AI Lab click logs: CC BY-NC-SA 4.0 for the 1TB set; the Kaggle set has its challenge's terms"
 
 CRITEO_SCHEMA = parse_schema(
@@ -82,12 +86,14 @@ def open_source(
     labels: Literal["required", "ignored"] = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
     skip_bad_rows: int = 0,
+    rows: int | None = None,
 ) -> OpenedSource:
     """The source called `name` over `data`: paths, or an Arrow-capable frame.
 
     schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label`
     and `time` may help. labels: "ignored" for rows to predict, whose label and time may be absent or hold anything.
-    encodings: how ids were held when a data set was prepared. skip_bad_rows: rows that may be bad.
+    encodings: how ids were held when a data set was prepared. skip_bad_rows: rows that may be bad. rows: how many
+    a synthetic preset makes.
 
     Raises ValueError naming an unknown source, and whatever opening it finds.
     """
@@ -97,6 +103,11 @@ def open_source(
         )
     if skip_bad_rows < 0:
         raise ValueError(f"skip_bad_rows is {skip_bad_rows}; it must be at least 0")
+    if name == "synthetic":
+        if schema is not None or label is not None or time is not None:
+            raise ValueError("source synthetic has its own schema, label and time; leave schema, label and time out")
+        made, own_schema = open_synthetic(data, rows=rows)
+        return OpenedSource(made, own_schema, dict.fromkeys(own_schema.feature_names, "int"))
     if name == "auto":
         name = _tell_source(data) if schema is None and label is None else _tell_format(data)
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):

@@ -49,6 +49,7 @@ START_TIME = 1_577_836_800
 """2020-01-01 00:00 UTC: the time of the first row, in seconds since 1970."""
 _COUNT_DIGITS = 8
 """Counts end at 2^24, above which float32 would round them."""
+_TIMES_ROWS = 1 << 20
 _TEXT_ROWS = 2_048
 """Rows made into text at a time: 700 kB at full width, which stays in cache."""
 _HEX_PAIRS = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), np.uint16)
@@ -108,6 +109,16 @@ class SyntheticSource:
         for row in range(first, self.config.num_rows, rows_per_chunk):
             yield self._chunk(row, min(row + rows_per_chunk, self.config.num_rows))
 
+    def times(self) -> Iterator[NDArray[np.int64]]:
+        """The times of all rows, without making another column."""
+        for first in range(0, self.config.num_rows, _TIMES_ROWS):
+            yield self._times(first, min(first + _TIMES_ROWS, self.config.num_rows))
+
+    def _times(self, start: int, stop: int) -> NDArray[np.int64]:
+        seconds_per_row = 86_400 * self.config.num_days / self.config.num_rows
+        seconds: NDArray[np.int64] = np.floor(np.arange(start, stop) * seconds_per_row).astype(np.int64)
+        return seconds + START_TIME
+
     def teacher_logits(self, start: int, stop: int) -> Floats:
         """True logits [stop - start] of rows `start` to `stop`: no model does better than these."""
         return self._logits(self.teacher.logits, start, stop)
@@ -150,15 +161,14 @@ class SyntheticSource:
 
     def _make_cell_rows(self, index: int) -> _CellRows:
         cell = self._generator.cell(index)
-        row = np.arange(cell.first_row, cell.first_row + cell.num_rows)
-        seconds = np.floor(row * (86_400 * self.config.num_days / self.config.num_rows)).astype(np.int64)
+        time = self._times(cell.first_row, cell.first_row + cell.num_rows)
         keys = []
         for j, (table, ids) in enumerate(zip(self.config.tables, cell.ids, strict=True)):
             valid = ids.items != table.num_embeddings if table.kind == "one_hot" and table.missing else None
             keys.append(Keys(self._generator.keys(j, ids.items), valid=valid, row_splits=ids.row_splits))
         columns = np.arange(len(self.config.dense))[:, None]
         dense = self._counts[columns, cell.dense_levels].T
-        return _CellRows(self._generator.labels(index, self.teacher.logits(cell)), dense, keys, START_TIME + seconds)
+        return _CellRows(self._generator.labels(index, self.teacher.logits(cell)), dense, keys, time)
 
 
 def _cell_spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:

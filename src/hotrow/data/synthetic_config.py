@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
+from pydantic import ConfigDict
+
 from hotrow.data.packed_format import FeatureKind
 from hotrow.files import check_name
 
@@ -18,11 +20,15 @@ MAX_ROWS_PER_TABLE = 1 << 32
 """Keys are 32-bit, as Criteo's are."""
 MIN_SCALED_ROWS = 1_000
 """Tables up to this many rows keep their size when a preset is scaled down."""
+CHECKED: ConfigDict = ConfigDict(extra="forbid", strict=True)
+"""How pydantic reads these classes from a file; made in Python they check themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticTable:
     """One table and the one feature of the same name that looks up in it."""
+
+    __pydantic_config__ = CHECKED
 
     name: str
     num_embeddings: int
@@ -59,6 +65,8 @@ class SyntheticTable:
 class SyntheticDense:
     """One column of counts: log(1 + count) is about normal."""
 
+    __pydantic_config__ = CHECKED
+
     name: str
     mean: float = 2.0
     sd: float = 1.2
@@ -79,6 +87,8 @@ class SyntheticDense:
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
     """A whole synthetic data set."""
+
+    __pydantic_config__ = CHECKED
 
     num_rows: int
     tables: tuple[SyntheticTable, ...]
