@@ -35,7 +35,7 @@ from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import MANIFEST
 from hotrow.data.pipeline import fingerprint, prepare
 from hotrow.data.prepare import RawEncoder
-from hotrow.data.progress import ProgressCallback, progress_bar
+from hotrow.data.progress import ProgressCallback
 from hotrow.data.sources import OpenedSource, open_source
 from hotrow.device import Place, cpu_instead, place_tables
 from hotrow.embedding import EmbeddingCollection
@@ -44,6 +44,7 @@ from hotrow.files import atomic_write, explain_full_disk
 from hotrow.models import look_up
 from hotrow.parts import build_network
 from hotrow.placement import close_tiers
+from hotrow.progress import progress_bar
 from hotrow.run_folder import RunFolder
 from hotrow.runs import train
 from hotrow.tables import TableConfig

@@ -137,7 +137,7 @@ def prepare(
 ) -> None:
     """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable, in bounded memory."""
     from hotrow.data.prepare import run_prepare
-    from hotrow.data.progress import progress_bar
+    from hotrow.progress import progress_bar
 
     with saying_interruptions(), progress_bar() as progress:
         dataset = run_prepare(
@@ -242,7 +242,7 @@ def export(
 ) -> None:
     """Weights (safetensors), vocabularies (Parquet) and rules, to score raw rows in plain PyTorch without hotrow."""
     from hotrow.api import load
-    from hotrow.data.progress import progress_bar
+    from hotrow.progress import progress_bar
 
     with saying_interruptions(), progress_bar() as progress:
         made = load(run).export(out, step=step, progress=progress)
@@ -288,8 +288,8 @@ def inspect(
 ) -> None:
     """The hotness report: bytes demanded per table, how few rows take most accesses, how soon rows come again."""
     from hotrow import tools
-    from hotrow.data.progress import progress_bar
     from hotrow.inspection import print_inspection
+    from hotrow.progress import progress_bar
 
     with saying_interruptions(), progress_bar() as progress:
         result = tools.inspect(

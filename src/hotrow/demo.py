@@ -12,10 +12,10 @@ from hotrow.api import Run, fit
 from hotrow.config import make_config
 from hotrow.data.packed_format import MANIFEST
 from hotrow.data.prepare import run_prepare
-from hotrow.data.progress import progress_bar
 from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
 from hotrow.files import size
+from hotrow.progress import progress_bar
 from hotrow.run_folder import RunFolder
 from hotrow.runs import train
 

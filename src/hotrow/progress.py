@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
 from rich.text import Text
+
+from hotrow.data.progress import Progress, ProgressCallback
 
 PLAIN_SECONDS = 10.0
 """Least time between two plain progress lines, so that a log of hours stays readable."""
@@ -55,6 +60,71 @@ class ProgressLine:
         """Remove the live line."""
         if self._live:
             self._live.stop()
+
+
+@contextmanager
+def progress_bar() -> Iterator[ProgressCallback]:
+    """A callback that shows rows, rate and remaining time on stderr.
+
+    On a terminal one bar per stage; elsewhere, where a bar would be drawn once all is over, timed lines.
+    """
+    console = Console(stderr=True)
+    with _bars(console) if console.is_terminal else _lines() as show:
+        yield show
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[ProgressCallback]:
+    tasks: dict[str, TaskID] = {}
+    columns = (
+        TextColumn("{task.description:<7}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows, {task.fields[rate]:,.0f} rows/s"),
+        TextColumn("{task.fields[remaining]}"),
+    )
+    bars = Bars(*columns, console=console)
+
+    def show(report: Progress) -> None:
+        if report.stage not in tasks:
+            if not tasks:
+                bars.start()  # not before: without a bar there is nothing to draw, and an error stays one line
+            tasks[report.stage] = bars.add_task(report.stage, rate=0.0, remaining="")
+        bars.update(
+            tasks[report.stage],
+            completed=report.rows_done,
+            total=report.rows_total,
+            rate=report.rows_per_s,
+            remaining=duration(report.remaining_s),
+        )
+
+    try:
+        yield show
+    finally:
+        if tasks:
+            bars.stop()
+
+
+@contextmanager
+def _lines() -> Iterator[ProgressCallback]:
+    ended: set[str] = set()
+
+    def text(report: Progress) -> str:
+        share = report.rows_done / max(report.rows_total, 1)
+        return (
+            f"{report.stage}: {report.rows_done:,} of {report.rows_total:,} rows ({share:.0%}), "
+            f"{rate(report.rows_per_s)} rows/s, {duration(report.remaining_s)} left"
+        )
+
+    with ProgressLine() as line:
+
+        def show(report: Progress) -> None:
+            if report.rows_done >= report.rows_total and report.stage not in ended:
+                ended.add(report.stage)
+                line.say(text(report))
+            else:
+                line.update(lambda: text(report))
+
+        yield show
 
 
 def duration(seconds: float) -> str:

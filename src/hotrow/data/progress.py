@@ -1,10 +1,9 @@
-"""How far preparation has come, and a bar that shows it."""
+"""How far preparation has come; `hotrow.progress` shows it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 REPORT_EVERY_S = 0.25
@@ -53,33 +52,3 @@ class ProgressMeter:
         rate = (rows_done - self._first_row) / max(now - self._started, 1e-9)
         remaining_s = max(self._total - rows_done, 0) / rate if rate > 0 else 0.0
         self._callback(Progress(self.stage, rows_done, max(self._total, rows_done), rate, remaining_s))
-
-
-@contextmanager
-def progress_bar() -> Iterator[ProgressCallback]:
-    """A callback that draws one bar per stage on stderr: rows, rate and remaining time."""
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    tasks: dict[str, TaskID] = {}
-    columns = (
-        TextColumn("{task.description:<7}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows, {task.fields[rate]:,.0f} rows/s"),
-        TimeRemainingColumn(),
-    )
-    bars = Bars(*columns, console=Console(stderr=True))
-
-    def show(report: Progress) -> None:
-        if report.stage not in tasks:
-            if not tasks:
-                bars.start()  # not before: without a bar there is nothing to draw, and an error stays one line
-            tasks[report.stage] = bars.add_task(report.stage, rate=0.0)
-        bars.update(tasks[report.stage], completed=report.rows_done, total=report.rows_total, rate=report.rows_per_s)
-
-    try:
-        yield show
-    finally:
-        if tasks:
-            bars.stop()

@@ -1,0 +1,78 @@
+"""Progress of preparation: rate and remaining time by a clock of our own, and what is shown without a terminal."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import hotrow.data.progress
+import hotrow.progress
+from hotrow.data.progress import Progress, ProgressMeter
+from hotrow.progress import progress_bar
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(hotrow.data.progress, "time", clock)
+    monkeypatch.setattr(hotrow.progress, "time", clock)
+    return clock
+
+
+def test_rate_and_remaining_time_count_from_where_this_process_began(clock: Clock) -> None:
+    reports: list[Progress] = []
+    meter = ProgressMeter(reports.append, "count", rows_total=1000, rows_done=400)
+    clock.now += 10
+    meter.update(600)
+    meter.update(601)  # too soon after the last
+    clock.now += 10
+    meter.update(700, rows_total=2200)
+    clock.now += 20
+    meter.finish(2000)
+    assert reports == [
+        Progress("count", 600, 1000, rows_per_s=20.0, remaining_s=20.0),
+        Progress("count", 700, 2200, rows_per_s=15.0, remaining_s=100.0),
+        Progress("count", 2000, 2000, rows_per_s=40.0, remaining_s=0.0),
+    ]
+
+
+def test_without_a_terminal_there_are_timed_lines_while_it_works(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress_bar() as show:
+        show(Progress("count", 250, 1000, rows_per_s=12_300.0, remaining_s=3675.0))
+        first = capsys.readouterr().err
+        clock.now += hotrow.progress.PLAIN_SECONDS / 2
+        show(Progress("count", 500, 1000, rows_per_s=50.0, remaining_s=10.0))
+        assert capsys.readouterr().err == "", "not one line per report"
+        clock.now += hotrow.progress.PLAIN_SECONDS / 2
+        show(Progress("count", 750, 1000, rows_per_s=75.0, remaining_s=3.4))
+        show(Progress("count", 1000, 1000, rows_per_s=100.0, remaining_s=0.0))
+        show(Progress("encode", 0, 1000, rows_per_s=0.0, remaining_s=0.0))
+    assert first == "[0:00:00] count: 250 of 1,000 rows (25%), 12.3k rows/s, 1:01:15 left\n"
+    assert capsys.readouterr().err.splitlines() == [
+        "[0:00:10] count: 750 of 1,000 rows (75%), 75 rows/s, 0:00:03 left",
+        "[0:00:10] count: 1,000 of 1,000 rows (100%), 100 rows/s, 0:00:00 left",
+    ]
+
+
+def test_on_a_terminal_bars_show_the_same(
+    clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress_bar() as show:
+        show(Progress("count", 250, 1000, rows_per_s=12.0, remaining_s=3675.0))
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    assert "250 of 1,000 rows, 12 rows/s 1:01:15" in plain
