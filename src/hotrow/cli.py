@@ -84,6 +84,11 @@ def demo(
     """Make synthetic Criteo-shaped clicks (or take your own logs), prepare, train a DLRM, evaluate it."""
     from hotrow.demo import demo_on_logs, demo_on_synthetic
 
+    if data is None and (label or time):
+        raise ValueError(
+            "--label and --time name columns of your own logs; give these too: --data PATH "
+            "(make demo DATA=PATH LABEL=COLUMN)"
+        )
     with saying_interruptions():
         result = demo_on_logs(data, label=label, time_column=time) if data else demo_on_synthetic(folder)
     print_result(result, as_json=json_, human=lambda: print(result["text"]))

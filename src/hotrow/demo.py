@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -66,7 +67,7 @@ def demo_on_logs(data: str, *, label: str | None, time_column: str | None) -> di
     """Guess the schema of the user's logs, pack them, train, evaluate."""
     started = time.monotonic()
     run = fit(data, label=label, time=time_column)
-    next_command = f"hotrow predict {run.path} {data} --out scores.csv"
+    next_command = f"hotrow predict {shlex.quote(str(run.path))} {shlex.quote(data)} --out scores.csv"
     return _result(run, data, time.monotonic() - started, next_command)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -94,6 +95,20 @@ def test_people_get_lines(work: Path, capsys: pytest.CaptureFixture[str], monkey
             cli.main()
         assert not ended.value.code
         assert shown in capsys.readouterr().out
+
+
+def test_demo_on_logs_names_them_for_a_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    monkeypatch.chdir(tmp_path)
+    assert "give these too: --data PATH" in hotrow("demo", "--label", "click", code=2, **tools)
+    assert list(tmp_path.iterdir()) == []
+    clicks = [{"click": i % 3 == 0, "user": f"u{i % 7}", "item": f"i{i % 3}"} for i in range(300)]
+    pq.write_table(pa.Table.from_pylist(clicks), "my clicks.parquet")
+    result = hotrow("demo", "--data", "my *.parquet", "--label", "click", "--json", **tools)
+    prog, *arguments = shlex.split(result["next"])
+    assert prog == "hotrow" and hotrow(*arguments, "--json", **tools)["rows"] == 300
 
 
 def test_demo_repeats_and_is_named_for_people(

@@ -4,6 +4,7 @@ import datetime
 import decimal
 import gzip
 import io
+import re
 import time
 import weakref
 from pathlib import Path
@@ -417,6 +418,27 @@ def test_drift_between_parquet_files_is_named(tmp_path: Path) -> None:
         ColumnsSource(first, schema_of("amount"))
     with pytest.raises(ValueError, match="of different formats"):
         ColumnsSource([first, write_csv(tmp_path / "x.csv", "y,a,d\n")], schema)
+
+
+@pytest.mark.parametrize(
+    ("columns", "schema", "message"),
+    [
+        ({"y": [[1]], "a": [1]}, {}, "column 'y' has type list<element: int64>, which is no number"),
+        ({"y": [1], "a": [{"x": 1}]}, {}, "column 'a' has type struct<x: int64>, which cannot be an id"),
+        ({"y": [1], "a": [["b"]]}, {}, "column 'a' has type list<element: string>, which does not fit kind one_hot"),
+        ({"y": [1], "a": [1], "d": [datetime.date(2020, 1, 1)]}, {"dense": ["d"]}, "column 'd' has type date32"),
+        ({"y": [1], "a": [1], "t": [True]}, {"time": "t"}, "time column 't' has type bool"),
+    ],
+)
+def test_a_type_that_does_not_fit_is_said_with_its_file(
+    columns: dict[str, Any], schema: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = parquet(tmp_path / "logs.parquet", **columns)
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: {message}"):
+        read(ColumnsSource(path, schema_of("a", **schema)))
+    if "time" in schema:
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: {message}"):
+            list(ColumnsSource(path, schema_of("a", **schema)).times())
 
 
 def test_hive_folders_become_columns(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ their own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,9 +58,10 @@ class ColumnsSource:
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
-        self.encodings: dict[str, IdEncoding] = dict(
-            encodings or {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
-        )
+        with self._naming(0):
+            self.encodings: dict[str, IdEncoding] = dict(
+                encodings or {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
+            )
         self._time_reader = self._make_time_reader()
 
     @property
@@ -88,19 +90,29 @@ class ColumnsSource:
         """Sizes and number of rows; see `Source.scout`."""
         num_rows, exact = self._reader.count_rows()
         if count == "exact" and not exact:
-            num_rows, exact = sum(len(rows.lines) + len(rows.bad) for rows in self._rows_of(self._columns[:1])), True
+            num_rows, exact = sum(len(rows.lines) + len(rows.bad) for _, rows in self._rows_of(self._columns[:1])), True
         return SourceInfo(num_rows, exact, self._reader.files)
 
     def times(self) -> Iterator[NDArray[np.int64]]:
         """The readable times of all rows, without reading another column."""
         assert self.schema.time is not None and self._has_time, "asked of a source that has time"
-        for rows in self._rows_of([self.schema.time.column]):
-            time, fault = self._time_reader(rows.batch.column(0), self.schema.time.column)
+        for file_index, rows in self._rows_of([self.schema.time.column]):
+            with self._naming(file_index):
+                time, fault = self._time_reader(rows.batch.column(0), self.schema.time.column)
             yield time if fault is None else time[~fault.rows]
 
-    def _rows_of(self, columns: Sequence[str]) -> Iterator[Rows]:
+    def _rows_of(self, columns: Sequence[str]) -> Iterator[tuple[int, Rows]]:
         for file_index in range(len(self._reader.files)):
-            yield from prefetch(self._reader.read(file_index, 0, columns, 1 << 20))
+            for rows in prefetch(self._reader.read(file_index, 0, columns, 1 << 20)):
+                yield file_index, rows
+
+    @contextmanager
+    def _naming(self, file_index: int) -> Iterator[None]:
+        """Puts the file before what a converter says of a column."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self._reader.files[file_index].path}: {error}") from None
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
         """Chunks of at most `rows_per_chunk` rows from `start` on; a chunk never spans files."""
@@ -149,7 +161,8 @@ class ColumnsSource:
         for error in rows.bad:
             self._skip(error, file_index)
         batch = rows.batch
-        parts, faults = self._columns_of(batch, dictionaries)
+        with self._naming(file_index):
+            parts, faults = self._columns_of(batch, dictionaries)
         if faults:
             batch = self._without(batch, rows, faults, file_index)
             parts, faults = self._columns_of(batch, dictionaries)
