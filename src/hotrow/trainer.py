@@ -35,7 +35,7 @@ from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.lookahead import lookahead
 from hotrow.metrics import BinaryMetrics
-from hotrow.models import look_up
+from hotrow.models import look_up, takes_sequences
 from hotrow.parts import Parts, build, tables_of
 from hotrow.placement import close_tiers, record_bytes
 from hotrow.progress import ProgressLine, duration, rate
@@ -184,7 +184,8 @@ class Training:
         place = Place.of(config)
         self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory, place=place)
         device = device_of_copies(config, place)
-        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=device)
+        sequences = takes_sequences(self.parts.model)
+        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, sequences=sequences, device=device)
         tiers = self.parts.embedding.tiers
         slots = self.parts.embedding.device_rows
         self.reports: list[TierReport | DeviceReport] = [] if tiers is None else [TierReport(tiers)]

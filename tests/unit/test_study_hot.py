@@ -12,7 +12,7 @@ import pytest
 
 from hotrow import runs
 from hotrow.config import Config, make_config
-from hotrow.data.packed import PackedDataset
+from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
 from hotrow.hot.threshold import by_threshold
 from hotrow.study import hot, runner
 from hotrow.study.hot_counted import coverage
@@ -63,6 +63,49 @@ def test_bytes_over_the_link_are_those_of_a_run(dataset: PackedDataset, tmp_path
     crossed = link["to_device_bytes"] + link["from_device_bytes"]
     offsets = link["hot_batches"] * 8 + round(record["hot_samples"] * 900) * 4 * 8  # of bags, which the cell leaves out
     assert row["link_bytes"] == pytest.approx(crossed - offsets, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+@pytest.mark.parametrize(
+    ("lists", "model", "num_vectors"),
+    [
+        ("item_tags", {"top_mlp": [4]}, 3 * 2),  # of each sample one of `item`, one of its tags
+        ("item_history", {"name": "tbsm", "top_mlp": [4], "attention_mlp": [], "final_mlp": [4]}, 3 + 4),  # one an id
+    ],
+)
+def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, model: dict[str, Any], num_vectors: int) -> None:
+    """Three samples whose lists have 1, 0 and 3 ids, of 4 columns: pooled, and as sequences."""
+    info = DatasetInfo(
+        name="three",
+        dense=(DenseColumn("d"),),
+        features=(Feature("item", "t"), Feature(lists, "t", "sequence" if lists == "item_history" else "multi_hot")),
+        tables=(Table("t", 5),),
+    )
+    with PackedWriter(tmp_path / "data", info) as writer:
+        ids = {"item": np.array([0, 1, 2]), lists: (np.array([3, 4, 0, 1]), np.array([0, 1, 1, 4]))}
+        writer.append("train", np.array([0, 1, 1], np.float32), np.zeros((3, 1), np.float32), ids)
+        made = writer.close()
+    inputs, ids_and_offsets = 3 * (4 + 4), 4 * 7 + 8 * (2 * 3 + 1)
+    hybrid = inputs + 2 * num_vectors * 4 * 4
+    sgd: dict[str, Any] = {"embedding_dim": 4, "optimizer": "sgd", "small_table": "0"}
+    row = coverage(hot.HotCell(**{**CELL, **sgd, "amount": 1.0}), made)
+    assert (row["hot_samples"], row["hybrid_bytes"]) == (1.0, hybrid)
+    assert row["link_bytes"] == inputs + 4 * 7 + 2 * 5 * 16, "all is hot: ids, and the five rows over and back"
+    raw = {
+        "data": str(made.path),
+        "model": {"embedding_dim": 4, "bottom_mlp": [], **model},
+        "optimizer": {"sparse": {"name": "sgd"}},
+        "train": {"batch_size": 3, "eval_every": None, "threads": 1},
+        "hot": {"schedule": "fixed", "small_table": 0, "link": "1GB"},
+    }
+    for budget, num_hot in ((5 * 16, 1), (16, 0)):
+        run = {"run": str(tmp_path / f"run-{budget}")}
+        raw["hot"]["budget"] = budget
+        link = runs.train(make_config({**raw, **run}), quiet=True).record["hot"]["link"]
+        assert (link["hot_batches"], link["cold_batches"]) == (num_hot, 1 - num_hot)
+        assert link["hybrid_bytes"] == hybrid
+        crossed = link["to_device_bytes"] + link["from_device_bytes"] - link["sync_bytes"]
+        assert crossed == (inputs + ids_and_offsets if num_hot else hybrid)
 
 
 def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

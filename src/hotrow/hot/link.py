@@ -1,9 +1,10 @@
 """What crosses the link between the tables and a fast device, in bytes: counted here, timed by nobody.
 
-    hybrid       every batch: pooled rows over, their gradients back, dense inputs and labels over
+    hybrid       every batch: its rows over, their gradients back, dense inputs and labels over
     hot turns    a hot batch: its ids, dense inputs and labels over; a cold one as in the hybrid
                  a swap: the hot rows with their optimizer states over, and back
 
+A batch's rows are those that the model takes: pooled, one a sample and feature, or as sequences, one an id.
 As of FAE (Adnan et al., VLDB'22), whose table of transfers leaves out gradients, dense inputs and labels; counting them
 changes both sides. Seconds are bytes over the rate that was declared, and stand where it says that they are modelled.
 """
@@ -38,14 +39,14 @@ class Link:
         self.sync_bytes += to_device_bytes + from_device_bytes
         self.num_swaps += 1
 
-    def count(self, batch: Batch, *, width: int, hot: bool, uploads: int = 1) -> None:
-        """A batch was trained; width: of a sample's pooled rows; uploads: times that the ids of a hot batch go over."""
+    def count(self, batch: Batch, *, row_bytes: int, hot: bool, uploads: int = 1) -> None:
+        """A batch was trained; row_bytes: of its rows; uploads: times that the ids of a hot batch go over."""
         offsets = 0 if batch.sparse.one_hot else batch.sparse.offsets.nbytes
         inputs, ids = batch.dense.nbytes + batch.label.nbytes, uploads * (batch.sparse.values.nbytes + offsets)
-        to_device, from_device = crossing(len(batch), width=width, input_bytes=inputs, id_bytes=ids, hot=hot)
+        to_device, from_device = crossing(row_bytes=row_bytes, input_bytes=inputs, id_bytes=ids, hot=hot)
         self.to_device_bytes += to_device
         self.from_device_bytes += from_device
-        self.hybrid_bytes += sum(crossing(len(batch), width=width, input_bytes=inputs, id_bytes=ids, hot=False))
+        self.hybrid_bytes += sum(crossing(row_bytes=row_bytes, input_bytes=inputs, id_bytes=ids, hot=False))
         self.hot_batches += hot
         self.cold_batches += not hot
 
@@ -62,7 +63,6 @@ class Link:
         }
 
 
-def crossing(num_samples: int, *, width: int, input_bytes: int, id_bytes: int, hot: bool) -> tuple[int, int]:
-    """Bytes to the device and from it, of samples whose dense inputs and labels, and whose ids, take so many."""
-    pooled = 4 * width * num_samples
-    return (input_bytes + id_bytes, 0) if hot else (input_bytes + pooled, pooled)
+def crossing(*, row_bytes: int, input_bytes: int, id_bytes: int, hot: bool) -> tuple[int, int]:
+    """Bytes to the device and from it, of a batch whose rows, dense inputs with labels, and ids take so many."""
+    return (input_bytes + id_bytes, 0) if hot else (input_bytes + row_bytes, row_bytes)

@@ -110,7 +110,8 @@ class Turns:
         self.device: torch.device | None = None
         """Where copies of hot rows lie; None: in DRAM, where the config has a link, and else there are none."""
         self._live: tuple[EmbeddingCollection, SparseOptimizer] | None = None
-        self._width = 0
+        self._sequences, self._width = False, 0
+        """Columns that the model takes: for an id of sequences, for a sample of pooled rows."""
         self._seconds_before = 0.0
 
     def _make_order(self) -> BatchOrder:
@@ -127,13 +128,21 @@ class Turns:
         )
 
     def attach(
-        self, emb: EmbeddingCollection, optimizer: SparseOptimizer, *, device: torch.device | None = None
+        self,
+        emb: EmbeddingCollection,
+        optimizer: SparseOptimizer,
+        *,
+        sequences: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         """These tables are trained: with copies of their hot rows where there is a device for them, or a link.
 
+        sequences: whether the model takes a row for each id, not pooled.
+
         Raises ValueError where its memory does not hold the copies.
         """
-        self._width, self._live, self.device = emb.output_dim, (emb, optimizer), device
+        self._live, self._sequences, self.device = (emb, optimizer), sequences, device
+        self._width = emb.tables[0].embedding_dim if sequences else emb.output_dim
         self._make_copies()
 
     def _make_copies(self) -> None:
@@ -196,7 +205,8 @@ class Turns:
         if self.learner is not None:
             self.learner.observe(batch)
         uploads = 1 if self.copies is None else self.copies.uploads
-        self.link.count(batch, width=self._width, hot=self.on_copies, uploads=uploads)
+        row_bytes = 4 * self._width * (len(batch.sparse.values) if self._sequences else len(batch))
+        self.link.count(batch, row_bytes=row_bytes, hot=self.on_copies, uploads=uploads)
 
     def end(self, logloss: Callable[[], float]) -> dict[str, Any] | None:
         """To the next turn. Where that is another class', a swap, what was decided; logloss: on validation rows."""

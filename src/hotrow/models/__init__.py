@@ -35,8 +35,13 @@ def build_model(config: ModelConfig, *, num_dense: int, feature_names: Sequence[
     )
 
 
+def takes_sequences(model: nn.Module) -> bool:
+    """Whether `model` takes the row of every id, not pooled."""
+    return getattr(model, "takes_sequences", False)
+
+
 def look_up(model: nn.Module, embedding: EmbeddingCollection, sparse: KeyedJaggedTensor) -> Any:
     """The rows of a batch as `model` takes them: not pooled, by feature, where it `takes_sequences`; else pooled."""
-    if getattr(model, "takes_sequences", False):
+    if takes_sequences(model):
         return embedding.sequence(sparse)
     return embedding(sparse)

@@ -24,10 +24,9 @@ from typing import Any
 from hotrow.config import Config, make_config
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.files import parse_bytes
-from hotrow.models.tbsm import SUFFIX as HISTORY
 from hotrow.reference import Algorithm
 from hotrow.runs import train
-from hotrow.study.hot_counted import counted, sizes_of
+from hotrow.study.hot_counted import counted, has_histories, sizes_of
 from hotrow.study.shapes import SHAPES, make_shape
 
 LINK = "12GB"
@@ -220,7 +219,7 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
 
 def model_of(dataset: PackedDataset) -> dict[str, Any]:
     """Options of the model that FAE trains on such data."""
-    if not any(name.endswith(HISTORY) for name in dataset.info.feature_names):
+    if not has_histories(dataset):
         return {}
     widths: dict[str, Any] = {"bottom_mlp": [], "top_mlp": [15, 15], "attention_mlp": [15, 15], "final_mlp": [60]}
     return {"name": "tbsm", **widths}

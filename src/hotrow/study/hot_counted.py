@@ -20,6 +20,7 @@ from hotrow.hot.link import crossing
 from hotrow.hot.threshold import by_threshold
 from hotrow.memory.budget import TableDemand
 from hotrow.memory.device_budget import slot_bytes
+from hotrow.models.tbsm import SUFFIX as HISTORY
 from hotrow.plan.solve import plan_by_counts
 
 if TYPE_CHECKING:
@@ -76,10 +77,15 @@ def link_bytes(dataset: PackedDataset, hot: HotSet, is_hot: NDArray[np.bool_], e
 
 def sent(dataset: PackedDataset, num_samples: int, embedding_dim: int, *, hot: bool) -> tuple[int, int]:
     """Bytes to the device and from it, of so many samples of the training split; of ids the mean of a sample's."""
-    ids_each = num_lookups(dataset) / max(1, dataset.split("train").num_rows)
-    width, inputs = embedding_dim * len(dataset.info.features), num_samples * 4 * (1 + len(dataset.info.dense))
-    id_bytes = round(4 * ids_each * num_samples)
-    return crossing(num_samples, width=width, input_bytes=inputs, id_bytes=id_bytes, hot=hot)
+    num_ids = round(num_samples * num_lookups(dataset) / max(1, dataset.split("train").num_rows))
+    num_vectors = num_ids if has_histories(dataset) else num_samples * len(dataset.info.features)
+    inputs = num_samples * 4 * (1 + len(dataset.info.dense))
+    return crossing(row_bytes=4 * embedding_dim * num_vectors, input_bytes=inputs, id_bytes=4 * num_ids, hot=hot)
+
+
+def has_histories(dataset: PackedDataset) -> bool:
+    """Whether FAE trains a TBSM on it, which takes the row of every id, and not a DLRM, which takes them pooled."""
+    return any(name.endswith(HISTORY) for name in dataset.info.feature_names)
 
 
 def num_lookups(dataset: PackedDataset) -> int:
