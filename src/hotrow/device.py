@@ -187,24 +187,26 @@ def in_tiers(memory: Memory | DeviceMemory | None) -> bool:
     return (memory.below if isinstance(memory, DeviceMemory) else memory) is not None
 
 
-def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> str:
-    """What to say where the memory of the device was full while training, and which budget to try."""
+def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:
+    """What to say where the memory of the device was full while training, and the option to resume with.
+
+    None: nothing that a resumed run may change needs less.
+    """
     text = f"the device's memory is full ({str(error).splitlines()[0]})"
-    if config.hbm is None and config.hot.takes_turns:
-        copies = min(parse_bytes(config.hot.budget), required_bytes(config, tables))
-        return (
-            f"{text}: copies of hot rows take up to {size(copies)} of it, and a step needs the rest; try "
-            f"hot.budget={copies * 3 // 4}, or a smaller train.batch_size, in a new run"
-        )
-    if config.hbm is None:
-        return f"{text}: a smaller train.batch_size or smaller MLPs need less, in a new run"
-    memory = DeviceMemory(hbm=config.hbm, device="cpu")
+    if config.hbm is not None:
+        taken, holder = parse_bytes(config.hbm), "slots take"
+    elif config.hot.takes_turns:
+        taken, holder = min(parse_bytes(config.hot.budget), required_bytes(config, tables)), "copies of hot rows take"
+    else:
+        return f"{text}: a smaller train.batch_size or smaller MLPs need less, in a new run", None
     needed = [min(most_rows(config, table), table.num_embeddings) for table in tables]
-    least = memory.least_bytes(demands_of(config, tables, training=True), needed)
-    tried = max(least, memory.hbm_bytes * 3 // 4)
-    if tried >= memory.hbm_bytes:
-        return f"{text}: memory.hbm of {size(memory.hbm_bytes)} is the least for this train.batch_size; lower that"
-    return f"{text}: slots take {size(memory.hbm_bytes)} of it, and a step needs the rest; try memory.hbm={tried}"
+    least = DeviceMemory(hbm=taken, device="cpu").least_bytes(demands_of(config, tables, training=True), needed)
+    text = f"{text}: {holder} {size(taken)} of it, and a step needs the rest"
+    tried = max(least, taken * 3 // 4)
+    if tried >= taken:
+        return f"{text}; slots of less do not hold the rows of a step, so lower train.batch_size, in a new run", None
+    instead = "" if config.hbm is not None else ", slots in place of the copies, or a lower hot.budget in a new run"
+    return f"{text}; try memory.hbm={tried}{instead}", f"memory.hbm={tried}"
 
 
 def cpu_instead(config: Config) -> Config:

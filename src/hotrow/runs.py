@@ -127,8 +127,8 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
                 f"{command}"
             )
         raise ValueError(
-            f"{folder.path} ended before its first step, without a {CONFIG}: there is nothing to go on from, so remove "
-            f"the folder and start it again, as by: {command}"
+            f"{folder.path} ended before its first step, without a {CONFIG}: there is nothing to go on from, so "
+            f"{_start_again(folder)}"
         )
     raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
     for override in overrides:
@@ -147,6 +147,10 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     memory = place_tables(config, tables, folder.path, Place.of(config), dataset=dataset)
     check_write_budget(config, tables, in_tiers=in_tiers(memory))
     return _run(config, dataset, memory, folder, newest, quiet=quiet)
+
+
+def _start_again(folder: RunFolder) -> str:
+    return f"remove the folder and start it again, as by: {shlex.join(map(str, folder.record['command']))}"
 
 
 def _run(
@@ -191,18 +195,22 @@ def _train(training: Training, checkpoint: Path | None) -> None:
 def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) -> Iterator[None]:
     """A store's or a device's failure once more, with what is kept and how to go on."""
 
-    def kept() -> str:
+    def kept(option: str | None = None) -> str:
         steps = list_checkpoints(folder.checkpoints)
+        if not (folder.path / CONFIG).is_file():
+            return f"{folder.path} ended before its first step: {_start_again(folder)}"
+        command = resume_command(folder) + (f" --set {option}" if option else "")
         if not steps:
-            return f"There is no checkpoint yet; then {resume_command(folder)} starts anew"
-        return f"The checkpoint of step {max(steps)} is whole; then continue with: {resume_command(folder)}"
+            return f"There is no checkpoint yet; then {command} starts anew"
+        return f"The checkpoint of step {max(steps)} is whole; then continue with: {command}"
 
     try:
         yield
     except StoreError as error:
         raise StoreError(f"{error}. Training stopped at the first row it could not be sure of. {kept()}") from error
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"{full_device(config, tables_of(config, dataset), error)}. {kept()}") from error
+        text, option = full_device(config, tables_of(config, dataset), error)
+        raise ValueError(f"{text}. {kept(option)}") from error
 
 
 def _begin(training: Training) -> None:

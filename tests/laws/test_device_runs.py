@@ -112,19 +112,38 @@ def test_a_full_device_keeps_the_checkpoint_and_names_a_budget(
         with pytest.raises(ValueError, match=r"memory is full \(CUDA out of memory.*GiB.\): slots take") as refused:
             runs.train(config(data, tmp_path / "run", "checkpoint.every=2", hbm=1500))
     text = str(refused.value)
-    assert f"The checkpoint of step 2 is whole; then continue with: hotrow train --resume {tmp_path / 'run'}" in text
-    budget = text.split("try memory.hbm=")[1].split(".")[0]
-    assert 0 < int(budget) < 1500
-    run = runs.resume(tmp_path / "run", [f"memory.hbm={budget}"])
+    assert "The checkpoint of step 2 is whole; then continue with: " in text
+    command, _, option = text.split("continue with: ")[1].rpartition(" --set ")
+    assert command == f"hotrow train --resume {tmp_path / 'run'}"
+    assert 0 < int(option.removeprefix("memory.hbm=")) < 1500 and f"; try {option}." in text
+    run = runs.resume(tmp_path / "run", [option])
     check(outcome(run), outcome(plain))
+
+
+def test_a_device_that_is_full_before_the_first_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no config.yaml then to resume from, and neither message says that there is."""
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(trainer, "build", full)
+    again = rf"{tmp_path / 'run'} ended before its first step.* remove the folder and start it again, as by: "
+    with pytest.raises(ValueError, match=r"slots take 1\.5 KiB.*; try memory\.hbm=\d+\. " + again) as refused:
+        runs.train(config(data, tmp_path / "run", hbm=1500))
+    assert "--resume" not in str(refused.value)
+    with pytest.raises(ValueError, match=again):
+        runs.resume(tmp_path / "run")
 
 
 def test_what_to_say_where_no_smaller_budget_would_do(data: Path, tmp_path: Path) -> None:
     tables = trainer.tables_of(config(data, tmp_path), PackedDataset.open(data))
     error = torch.OutOfMemoryError("full")
-    assert "a smaller train.batch_size" in full_device(config(data, tmp_path), tables, error)
-    least = config(data, tmp_path, "train.batch_size=300", hbm=5000)
-    assert "is the least for this train.batch_size; lower that" in full_device(least, tables, error)
+    text, option = full_device(config(data, tmp_path), tables, error)
+    assert "a smaller train.batch_size" in text and option is None
+    text, option = full_device(config(data, tmp_path, "train.batch_size=300", hbm=5000), tables, error)
+    assert "slots of less do not hold the rows of a step, so lower train.batch_size" in text and option is None
 
 
 def test_budgets_that_cannot_be(data: Path, tmp_path: Path) -> None:

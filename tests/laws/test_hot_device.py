@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ import hotrow
 from hotrow import KeyedJaggedTensor, runs, trainer
 from hotrow.config import make_config
 from hotrow.data.packed import PackedDataset
-from hotrow.device import Place, device_of_copies, full_device
+from hotrow.device import Place, device_of_copies
 from hotrow.gpu.ops import Kernels
 from hotrow.hot import fast_memory, turns
 from hotrow.hot.copies import HotCopies
@@ -329,10 +328,13 @@ def test_which_runs_have_copies_on_a_device(data: Path, monkeypatch: pytest.Monk
         device(hot={"schedule": "fae"})
 
 
-def test_a_full_device_names_the_budget_to_try(
+def test_a_full_device_names_what_to_resume_with(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: None
 ) -> None:
-    """Raised by a stand-in for a hot step: the checkpoint is whole, and the budget fits the tables."""
+    """Raised by a stand-in for a hot step. As printed, slots in place of the copies, the run ends with its own bits."""
+    changes = ["checkpoint.every=2", "train.epochs=1", "train.batch_size=16", "train.eval_every=null"]
+    changes += [f"device={DEVICE.type}"]
+    whole = trained(data, tmp_path / "whole", *changes)
     step = trainer.train_step
 
     def full(parts: Any, batch: Any, number: int, clock: Any) -> Any:
@@ -341,9 +343,13 @@ def test_a_full_device_names_the_budget_to_try(
         return step(parts, batch, number, clock)
 
     monkeypatch.setattr(trainer, "train_step", full)
-    with pytest.raises(ValueError, match=r"copies of hot rows take up to .* try hot\.budget=4320, or a smaller") as e:
-        trained(data, tmp_path / "run", "checkpoint.every=2", *ON_DEVICE)
-    assert "is whole; then continue with: hotrow train --resume" in str(e.value)
-    tables = [SimpleNamespace(name="t", num_embeddings=10, num_bytes=320, feature_names=("t",))]
-    config = make_config({"data": str(data), "hot": {"schedule": "fae"}, "model": {"embedding_dim": 8}})
-    assert "try hot.budget=270," in full_device(config, tables, e.value.__cause__)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"copies of hot rows take 5\.6 KiB of it.*; try memory\.hbm=") as refused:
+        trained(data, tmp_path / "run", *changes)
+    command, _, option = str(refused.value).split("is whole; then continue with: ")[1].rpartition(" --set ")
+    assert command == f"hotrow train --resume {tmp_path / 'run'}" and option.startswith("memory.hbm=")
+    if not HAS_GPU:
+        monkeypatch.setattr(trainer, "device_of_copies", device_of_copies)
+    found, wanted = outcome(runs.resume(tmp_path / "run", [option], quiet=True)), outcome(whole)
+    assert found["step"] == wanted["step"]
+    if not HAS_GPU:
+        assert found["tensors"] == wanted["tensors"] and found["metrics"] == wanted["metrics"]
