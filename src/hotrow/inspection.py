@@ -177,11 +177,27 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
     if "hot" in report:
         lines.append("A sample is hot if all its rows are: it can train on the fast device alone.")
         lines += [f"{way['name']}: {way['error']}" for way in report["hot"]["ways"] if "error" in way]
+        lines += estimate_sentences(report["hot"])
         if "drift" in report["hot"]:
             lines += drift_sentences(report["hot"]["drift"])
     if not locality["exact"]:
         lines.append("Reuse and overlap of large tables are estimates from a sample of their rows (--sample).")
     return [*lines, *(f"wrote {file}" for file in report.get("files", ()))]
+
+
+def estimate_sentences(hot: Mapping[str, Any]) -> list[str]:
+    """The estimate of the sampled way at the threshold that it took, beside the true size there."""
+    found = []
+    for way in hot["ways"]:
+        fitting = [t for t in way.get("thresholds", ()) if max(t["high_bytes"], t["true_bytes"]) <= hot["budget_bytes"]]
+        if fitting:
+            taken = fitting[-1]  # thresholds fall, and the last that fits is taken
+            found.append(
+                f"{way['name']}: rows of at least {taken['threshold_percent']:.3g} % of their table's accesses were "
+                f"estimated at {size(taken['low_bytes'])} to {size(taken['high_bytes'])}, at "
+                f"{100 * way['confidence']:g} % confidence; their true size is {size(taken['true_bytes'])}."
+            )
+    return found
 
 
 def drift_sentences(drift: Mapping[str, Any]) -> list[str]:
@@ -205,6 +221,7 @@ def inspection_page(report: Mapping[str, Any]) -> str:
         order=order_note(report),
         charts=charts_of(report) | drift_charts(report),
         drift_sentences=drift_sentences,
+        estimate_sentences=estimate_sentences,
     )
 
 

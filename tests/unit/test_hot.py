@@ -22,6 +22,7 @@ from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.sampled import estimate
 from hotrow.hot.student import t_quantile
 from hotrow.hot.table_use import TableUse, count_accesses, most_accessed
+from hotrow.inspection import estimate_sentences, print_inspection, size
 
 TABLE_ROWS = (60_000, 200, 30_000)
 RECORD_BYTES = {"t0": 64, "t1": 64, "t2": 96}
@@ -266,6 +267,32 @@ def test_covering_never_covers_less_than_counting(real_data: Callable[[str], Pat
             assert hot.num_bytes <= budget
             covered[how] = int(hot_samples(data, hot).sum())
         assert covered["covering"] >= covered["exact"] > 0, f"{percent} % of the bytes"
+
+
+def test_the_true_size_is_told_beside_the_estimate(
+    dataset: PackedDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the console and on the page."""
+    report = tools.inspect(dataset.path, hot=500_000, out=tmp_path / "out")
+    (way,) = (way for way in report["hot"]["ways"] if way["name"] == "sampled")
+    taken = way["thresholds"][-1]
+    low, high, true = (size(n) for n in (taken["low_bytes"], taken["high_bytes"], way["hot_bytes"]))
+    text = f"accesses were estimated at {low} to {high}, at 99.9 % confidence; their true size is {true}."
+    print_inspection(report)
+    assert text in capsys.readouterr().out
+    assert text in (tmp_path / "out" / "hotness.html").read_text()
+
+
+def test_the_estimate_told_is_that_of_the_threshold_taken() -> None:
+    """Not of the one after it, whose upper bound no longer fitted."""
+    sizes = [(1e-2, 1e3, 2e3, 1500), (1e-3, 4e3, 6e3, 5000), (1e-4, 8e3, 2e4, 9000)]
+    fields = ("threshold_percent", "low_bytes", "high_bytes", "true_bytes")
+    tried = [dict(zip(fields, own, strict=True)) for own in sizes]
+    ways = [{"name": "exact"}, {"name": "sampled", "confidence": 0.95, "thresholds": tried}]
+    assert estimate_sentences({"budget_bytes": 10_000, "ways": ways}) == [
+        "sampled: rows of at least 0.001 % of their table's accesses were estimated at 4 kB to 6 kB, at 95 % "
+        "confidence; their true size is 5 kB."
+    ]
 
 
 def test_inspect_compares_the_ways(dataset: PackedDataset, tmp_path: Path) -> None:
