@@ -374,7 +374,8 @@ def study(
             say=lambda line: print(line, file=sys.stderr),
             data=data or (),
         )
-    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+    told = {name: value for name, value in result.items() if name != "cells"}
+    print_result(result, as_json=json_, human=lambda: _print_fields(told))
 
 
 @verb("doctor", example="hotrow doctor")

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hotrow import charts, ops
+from hotrow.cli import app
 from hotrow.study import kernels, runner
 from hotrow.study.kernels import KernelCell
 from hotrow.study.page import study_page
@@ -91,12 +93,14 @@ def run_tiny(out: Path, **changes: Any) -> dict[str, Any]:
 
 def test_every_cell_is_measured_once_and_a_second_run_measures_none(tmp_path: Path, measured: list[str]) -> None:
     result = run_tiny(tmp_path)
-    assert (result["cells"], result["measured"], result["skipped"]) == (7, 7, 0)
+    assert (result["num_cells"], result["measured"], result["skipped"]) == (7, 7, 0)
     assert len(measured) == len(set(measured)) == 7
     before = (tmp_path / "kernels.json").read_bytes()
-    assert run_tiny(tmp_path)["measured"] == 7
+    again = run_tiny(tmp_path)
+    assert again["measured"] == 7 and again["cells"] == result["cells"]
     assert len(measured) == 7
-    assert json.loads(before)["cells"] == json.loads((tmp_path / "kernels.json").read_text())["cells"]
+    for text in (before, (tmp_path / "kernels.json").read_bytes()):
+        assert json.loads(text)["cells"] == result["cells"]
 
 
 def test_what_was_measured_before_an_interruption_is_kept(
@@ -308,12 +312,27 @@ def test_log_axes_put_powers_of_ten_at_equal_distances() -> None:
 # ---- the command
 
 
+def test_the_last_line_holds_the_cells_and_words_for_people_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "load_preset", lambda name: TINY)
+    for flag in ([], ["--json"]):
+        done = CliRunner().invoke(app, ["study", "kernels", "--out", str(tmp_path / "out"), *flag])
+        last = done.stdout.splitlines()[-1]
+        if flag:
+            cells = json.loads(last)["cells"]
+            assert cells == json.loads((tmp_path / "out" / "kernels.json").read_text())["cells"]
+            assert len(cells) == 7 and {"key", "group", "part", "ms", "share_of_limit"} <= cells[0].keys()
+        else:
+            assert "num_cells" in done.stdout and "share_of_limit" not in done.stdout
+
+
 def test_the_command_counts_and_estimates_without_measuring(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hotrow", "study", "kernels", "--estimate", "--memory", "2GiB", "--json"],
         capture_output=True, text=True, check=True, cwd=tmp_path,
     )  # fmt: skip
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["cells"] > 500 and result["skipped"] > 0 and result["measured"] == 0
+    assert result["num_cells"] > 500 and result["cells"] == [] and result["skipped"] > 0 and result["measured"] == 0
     assert re.search(r"kernels: \d+ of \d+ cells to measure, about 0:\d\d:\d\d; \d+ skipped", done.stderr)
     assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,8 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
     preset["quick"] = {"leave_out": ["rates", "ends"], "fixed": fixed, "axes": axes}
     result = runner.run_study("hot", tmp_path / "out", quick=True, preset=preset, data=[str(dataset.path)])
     report = json.loads((tmp_path / "out" / "hot.json").read_text())
-    assert result["measured"] + len(report["skipped"]) == result["cells"] == 12
+    assert result["measured"] + len(report["skipped"]) == result["num_cells"] == 12
+    assert result["cells"] == report["cells"]
     assert {cell["name"] for cell in report["cells"]} == {"avazu", "planted"}
     coverage = [cell for cell in report["cells"] if cell["kind"] == "coverage"]
     for cell in coverage:
@@ -200,6 +202,21 @@ def test_a_dataset_without_counts_is_counted(make_dataset: Callable[..., PackedD
     made = [make_dataset(tmp_path / f"{counts}", counts=counts, rows=rows) for counts in (True, False)]
     found = [coverage(hot.HotCell(**{**CELL, "small_table": "0"}), dataset) for dataset in made]
     assert found[0]["hybrid_bytes"] == found[1]["hybrid_bytes"] > 0
+
+
+def test_slots_of_a_dataset_without_counts(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
+    """Counted first, which is said, and then the same cell as of the counts that the same rows carry."""
+    fields = {**CELL, "kind": "cached", "group": "slots", "amount": 0.9, "batch_size": 32, "embedding_dim": 8}
+    found = []
+    for counts in (True, False):
+        made = make_dataset(tmp_path / f"{counts}", counts=counts, rows={"train": 900, "val": 99})
+        cell = hot.HotCell(**{**fields, "source": str(made.path)})
+        expected = nullcontext() if counts else pytest.warns(UserWarning, match="its training split is counted")
+        with expected:
+            ((_, row),) = hot.measure([cell], quick=True, folder=tmp_path)
+        assert isinstance(row, dict), row
+        found.append({name: row[name] for name in ("hit_rows", "link_bytes", "hybrid_bytes")})
+    assert found[0] == found[1] and 0 < found[0]["hit_rows"] < 1
 
 
 def test_a_way_has_the_same_colour_on_every_chart() -> None:

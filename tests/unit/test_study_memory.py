@@ -291,7 +291,7 @@ def test_own_group_of_either_version(tmp_path: Path) -> None:
 def test_without_groups_no_cell_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "group_refused", lambda: "no memory group: run as root")
     result = run_tiny(tmp_path)
-    assert (result["cells"], result["skipped"]) == (0, 2)
+    assert (result["num_cells"], result["cells"], result["skipped"]) == (0, [], 2)
     report = json.loads((tmp_path / "memory.json").read_text())
     assert report["cells"] == [] and {cell["reason"] for cell in report["skipped"]} == {"no memory group: run as root"}
     assert "no memory group: run as root" in (tmp_path / "memory.html").read_text()
@@ -303,8 +303,9 @@ def test_without_groups_no_cell_is_reported(tmp_path: Path, monkeypatch: pytest.
 def test_the_study_measures_once_and_holds_its_fields(tmp_path: Path, no_group: None) -> None:
     out = tmp_path / "out"
     result = run_tiny(out)
-    assert (result["cells"], result["measured"], result["skipped"]) == (2, 2, 0)
+    assert (result["num_cells"], result["measured"], result["skipped"]) == (2, 2, 0)
     report = json.loads((out / "memory.json").read_text())
+    assert result["cells"] == report["cells"] and len(report["cells"]) == 2
     wanted = "name dram_share zipf relative_speed hit_rate row_hit_rate stall_share bytes_written_per_step"
     wanted += " bytes_read_per_step rows_on_disk peak_bytes limit_bytes"
     for row in report["cells"]:

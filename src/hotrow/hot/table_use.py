@@ -57,13 +57,19 @@ class TableUse:
 def tables_of(
     dataset: PackedDataset, record_bytes: Mapping[str, int], *, small_table_bytes: int = SMALL_TABLE_BYTES
 ) -> list[TableUse]:
-    """The tables with their counts; where the dataset carries none its training split is counted, with a warning."""
+    """The tables with their counts, as `counts_of` finds them."""
+    counts = counts_of(dataset)
     if dataset.has_counts:
-        names = [table.name for table in dataset.info.tables]
-        return [TableUse(name, record_bytes[name], dataset.counts(name), None, small_table_bytes) for name in names]
-    warnings.warn(f"{dataset.path} carries no counts: its training split is counted, each time anew", stacklevel=3)
-    counts = count_accesses(dataset, 1.0, seed=0)
+        return [TableUse(name, record_bytes[name], own, None, small_table_bytes) for name, own in counts.items()]
     return [ranked(name, record_bytes[name], own, small_table_bytes) for name, own in counts.items()]
+
+
+def counts_of(dataset: PackedDataset) -> dict[str, NDArray[Any]]:
+    """Accesses of each row; where the dataset carries none its training split is counted, with a warning."""
+    if dataset.has_counts:
+        return {table.name: dataset.counts(table.name) for table in dataset.info.tables}
+    warnings.warn(f"{dataset.path} carries no counts: its training split is counted, each time anew", stacklevel=4)
+    return count_accesses(dataset, 1.0, seed=0)
 
 
 def ranked(

@@ -17,6 +17,7 @@ from hotrow.hot.compare import record_bytes_of
 from hotrow.hot.find import find_hot
 from hotrow.hot.hot_set import HotSet
 from hotrow.hot.link import crossing
+from hotrow.hot.table_use import counts_of
 from hotrow.hot.threshold import by_threshold
 from hotrow.memory.budget import TableDemand
 from hotrow.memory.device_budget import slot_bytes
@@ -104,7 +105,7 @@ def cached(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
     demands = [TableDemand(table.name, table.num_embeddings, record_bytes[table.name]) for table in tables]
     least = {t.name: cell.batch_size * sum(f.table == t.name for f in dataset.info.features) for t in tables}
     plan = plan_by_counts(
-        {table.name: dataset.counts(table.name) for table in tables},
+        counts_of(dataset),
         num_steps=split.num_rows / cell.batch_size,
         depth=0,
         least_cached=least,

@@ -84,7 +84,7 @@ def run_study(
     preset: Mapping[str, Any] | None = None,
     data: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measure what is left of the study `name`, and write its files into `out`; the result names and counts them.
+    """Measure what is left of the study `name`, and write its files into `out`; the result holds the cells, as they do.
 
     out: folder, by default studies/<name> or studies/<name>-quick. quick: a first look, in under a minute.
     memory_bytes: what the tables of one cell may take; by default 60 % of what this process may use. estimate_only:
@@ -118,7 +118,8 @@ def run_study(
     result = {
         "study": name,
         "out": str(folder),
-        "cells": len(plan.cells),
+        "num_cells": len(plan.cells),
+        "cells": list(rows.values()),
         "measured": len(plan.cells) - len(left),
         "skipped": len(plan.skipped),
         "estimate_s": seconds,
@@ -144,7 +145,7 @@ def run_study(
         stream.write(PAGES[name](preset, read_json(file)).encode())
     files = [str(folder / f"{name}.{suffix}") for suffix in ("json", "csv", "html")]
     measured = len(plan.cells) - len(failed)
-    counted = {"measured": measured, "skipped": len(plan.skipped)}
+    counted = {"cells": list(rows.values()), "measured": measured, "skipped": len(plan.skipped)}
     return {**result, **counted, "seconds": time.monotonic() - start, "files": files}
 
 
