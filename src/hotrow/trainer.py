@@ -480,9 +480,17 @@ class Training:
             "train_s": round(self.state.train_s, 3),
             "best_step": self.state.best_step if self.state.best else None,
             **({"memory": {**self._tier_figures(), **memory}} if memory else {}),
-            **({"hot": hot} if (hot := self.turns.figures()) else {}),
+            **({"hot": hot | self._swaps()} if (hot := self.turns.figures()) else {}),
             **({"write_budget": writes} if writes else {}),
         }
+
+    def _swaps(self) -> dict[str, Any]:
+        """How the turns went, over all sessions."""
+        if not self.config.hot.takes_turns:
+            return {}
+        names = ("step", "turn", "logloss", "rate", "next_rate")
+        lines = [line for line in self.folder.measurements() if line["kind"] == "swap"]
+        return {"swaps": [{name: line[name] for name in names} for line in lines]}
 
     def close(self) -> None:
         """Remove the files of tables in tiers, and count what only now is known of them."""

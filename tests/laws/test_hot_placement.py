@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def stopped_and_resumed(
         assert run.record["status"] == "interrupted" and run.record["steps"] == stop
         run = runs.resume(run.path, quiet=True)
         assert without_cost(outcome(run)) == without_cost(outcome(whole)), f"stopped after step {stop}"
+        assert run.record["hot"].get("swaps") == whole.record["hot"].get("swaps")
         yield run
 
 
@@ -205,6 +207,22 @@ def test_what_is_hot_is_said_and_that_nothing_is(data: Path, tmp_path: Path, sch
     assert cold.record["hot"]["hot_samples"] == 0
     text = cold.record["warnings"]["no_hot_samples"]["text"]
     assert f"hot.budget is {36 * 5}" in text and f"hot.schedule {schedule} does nothing: raise hot.budget" in text
+
+
+def test_the_schedule_is_in_the_report(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
+    """Every swap, as the published rule has it: halved where the loss did not fall, at times doubled where it did."""
+    data = make_dataset(tmp_path / "data", counts=True).path
+    hot = trained(data, tmp_path / "fae").record["hot"]
+    swaps = hot["swaps"]
+    assert len(swaps) > 4 and swaps[0]["rate"] == 40 and swaps[-1]["next_rate"] == hot["rate"]
+    for before, after in pairwise(swaps):
+        assert before["step"] < after["step"] and before["turn"] != after["turn"]
+        assert after["rate"] == before["next_rate"]
+        fell = after["logloss"] < before["logloss"]
+        assert after["next_rate"] in ({after["rate"], 2 * after["rate"], 100} if fell else {max(1, after["rate"] / 2)})
+    fixed = trained(data, tmp_path / "fixed", "hot.schedule=fixed").record["hot"]["swaps"]
+    assert {(swap["logloss"], swap["rate"], swap["next_rate"]) for swap in fixed} == {(None, 40, 40)}
+    assert "swaps" not in trained(data, tmp_path / "window", "hot.schedule=window").record["hot"]
 
 
 TABLES = [
