@@ -23,6 +23,7 @@ from benchmarks import (
     end_to_end,
     hot,
     hot_page,
+    hot_quality,
     kernels,
     peak_memory,
     precision,
@@ -499,6 +500,20 @@ def test_cells_on_real_rows_say_what_they_lack(tmp_path: Path) -> None:
     assert "taobao_userbehavior_110k.csv.gz, embedding_trace" in (hot.absent("trackers", tmp_path) or "")
 
 
+@pytest.mark.parametrize(
+    ("difference", "error", "said"),
+    [
+        (0.0001, 0.0002, "at most 0.0005: held"),
+        (0.0001, 0.0003, "at most 0.0005: not resolved, standard error 0.00030"),
+        (0.0, 0.0006, "at most 0.0005: not resolved, standard error 0.00060"),
+        (0.0006, 0.0001, "at most 0.0005: not resolved, standard error 0.00010"),
+        (0.0009, 0.0001, "at most 0.0005: **not held**"),
+    ],
+)
+def test_a_bar_is_held_or_not_where_two_standard_errors_tell(difference: float, error: float, said: str) -> None:
+    assert hot_quality.at_most(0.0005, difference, error) == said
+
+
 def test_quality_and_link_tables_say_what_is_held() -> None:
     row = {
         "samples": 69000, "seeds": 5, "rate": 50.0, "hot_samples": 0.7, "num_swaps": 3, "auc_baseline": 0.75,
@@ -517,6 +532,6 @@ def test_quality_and_link_tables_say_what_is_held() -> None:
     cells = [{"name": name, **row} for name in names] + [{"name": "hot_link", "budgets": budgets, "least_ratio": 4.0}]
     page = "\n".join(hot_page.hot_tables(cells))
     assert "| criteo | 69,000 | 50 | 0% | 5 | 70.0% | 3 | 0.7500 / 0.7490 | -0.00100 (0.00200) | within two" in page
-    assert page.count("at most 0.0005: **not held**") == 2
+    assert page.count("at most 0.0005: not resolved, standard error 0.00200 |") == 2
     assert "turns at least 4x: **not held** (2.50x), slots at least 4x: held (5.00x)" in page
     assert "| slots | 10% |  |  |  | no batch fits |" in page
