@@ -282,8 +282,11 @@ def inspect(
         typer.Option(help="Bytes of a fast device, e.g. 256MiB: which rows to keep there, chosen in three ways."),
     ] = None,
     drift: Annotated[
-        bool, typer.Option("--drift", help="With --hot: how hot rows age, tenth by tenth of the training split.")
+        bool, typer.Option("--drift", help="With --hot: how hot rows age, part by part of the training split.")
     ] = False,
+    parts: Annotated[
+        int | None, typer.Option(help="With --drift: how many parts, in stored order; default: 10.")
+    ] = None,
     confidence: Annotated[
         float, typer.Option(help="With --hot: of the interval of the sampled way, 0.5 to 0.9999.")
     ] = 0.999,
@@ -307,6 +310,7 @@ def inspect(
             seed=seed,
             hot=hot,
             drift=drift,
+            parts=parts,
             confidence=confidence,
             optimizer=optimizer,  # type: ignore[arg-type]
             out=out,

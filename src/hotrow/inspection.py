@@ -99,11 +99,11 @@ def _hot_grid(hot: Mapping[str, Any]) -> Any:
 
 
 def _drift_grid(drift: Mapping[str, Any]) -> Any:
-    """Share of the samples that are hot, tenth by tenth."""
+    """Share of the samples that are hot, part by part."""
     from rich.table import Table as Grid
 
     names = [name for name in DRIFT_NAMES if name in drift["parts"][0]]
-    grid = Grid("part", title="hot samples (accesses) of each tenth of the training split, in stored order")
+    grid = Grid("part", title="hot samples (accesses) of each part of the training split, in stored order")
     for name in names:
         grid.add_column(name, justify="right")
     for number, part in enumerate(drift["parts"], 1):
@@ -138,7 +138,7 @@ LOCALITY_COLUMNS = {
 
 DRIFT_NAMES = {
     "whole": "hot set of the whole split",
-    "first": "of its first tenth",
+    "first": "of its first part",
     "tracked": "tracked, as each began",
     "lru": "LRU cache",
     "belady": "best cache (Belady)",
@@ -202,7 +202,7 @@ def estimate_sentences(hot: Mapping[str, Any]) -> list[str]:
 
 def drift_sentences(drift: Mapping[str, Any]) -> list[str]:
     """What the table of drift does not say."""
-    told = [f"Tracked: by a tracker of {size(drift['tracker_bytes'])}, which knows only what came before the tenth."]
+    told = [f"Tracked: by a tracker of {size(drift['tracker_bytes'])}, which knows only what came before the part."]
     if "cache_rows" not in drift:
         return [*told, f"Caches: {drift['caches']}."]
     return [
@@ -308,7 +308,7 @@ def drift_charts(report: Mapping[str, Any]) -> dict[str, str]:
     return {
         field: line_chart(
             {text: [(k, part[name][field]) for k, part in enumerate(parts, 1)] for name, text in names.items()},
-            x_label="tenth of the training split, in stored order",
+            x_label=f"part of the training split, of {len(parts)}, in stored order",
             y_label=f"share of the {what}",
             x_scale="linear",
             dashed=[names[name] for name in ("lru", "belady") if name in names],

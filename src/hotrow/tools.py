@@ -23,7 +23,7 @@ from hotrow.export import EXPORT, verify_export
 from hotrow.files import available_memory_bytes, disk_free_bytes, file_system, parse_bytes
 from hotrow.host import host_facts, versions
 from hotrow.hot.compare import compare_ways, record_bytes_of
-from hotrow.hot.drift import measure_drift
+from hotrow.hot.drift import PARTS, check_parts, measure_drift
 from hotrow.hot.hot_set import check_budget
 from hotrow.hot.sampled import CONFIDENCE, check_confidence
 from hotrow.inspection import write_inspection
@@ -46,6 +46,7 @@ def inspect(
     seed: int = 0,
     hot: int | str | None = None,
     drift: bool = False,
+    parts: int | None = None,
     confidence: float = CONFIDENCE,
     optimizer: Algorithm = "sgd",
     out: Path | str | None = None,
@@ -56,15 +57,19 @@ def inspect(
     The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
     read only so many, the first. hot: bytes of a fast device, or text such as 256MiB, of a packed dataset only: three
     ways to choose the rows for it are compared, the state of `optimizer` counted; drift: and how such rows age over the
-    training split; confidence: of the sampled way. With `out` the report is also written there, as JSON, CSV and HTML,
-    and `files` names them.
+    training split, cut into `parts`, by default ten; confidence: of the sampled way. With `out` the report is also
+    written there, as JSON, CSV and HTML, and `files` names them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is no hot row.
     """
     if drift and hot is None:
         raise ValueError("drift needs hot, the bytes of the fast device whose rows are followed: --hot 256MiB --drift")
+    if parts is not None and not drift:
+        raise ValueError("parts needs drift, which is shown of each: --hot 256MiB --drift --parts 24")
     # Before anything is read, which may take long.
+    parts = PARTS if parts is None else parts
+    check_parts(parts)
     check_confidence(confidence)
     budget = None if hot is None else _hot_budget(path, hot, embedding_dim=embedding_dim, optimizer=optimizer)
     found = open_accesses(path, split=split, progress=progress)
@@ -83,7 +88,9 @@ def inspect(
             )
             if drift:
                 record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
-                report["hot"]["drift"] = measure_drift(dataset, budget, record_bytes=record_bytes, seed=seed)
+                report["hot"]["drift"] = measure_drift(
+                    dataset, budget, record_bytes=record_bytes, parts=parts, seed=seed
+                )
     return {**report, "files": write_inspection(out, report)} if out is not None else report
 
 

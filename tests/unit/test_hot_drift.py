@@ -1,4 +1,4 @@
-"""What sets and caches serve of each tenth, against looking at every lookup of every sample."""
+"""What sets and caches serve of each part, against looking at every lookup of every sample."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from hotrow import tools
+from hotrow.cli import app
 from hotrow.data.packed import DatasetInfo, Feature, PackedDataset, PackedWriter, Ragged, Table
 from hotrow.hot import drift
 from hotrow.hot.calibrate import calibrate
@@ -66,8 +68,8 @@ def served(samples: list[list[tuple[str, int]]], hot: set[tuple[str, int]]) -> d
     }
 
 
-def parts_of(samples: list[Any]) -> list[list[Any]]:
-    edges = [k * len(samples) // 10 for k in range(11)]
+def parts_of(samples: list[Any], num_parts: int = 10) -> list[list[Any]]:
+    edges = [k * len(samples) // num_parts for k in range(num_parts + 1)]
     return [samples[a:b] for a, b in pairwise(edges)]
 
 
@@ -88,6 +90,21 @@ def test_sets_against_looking_at_every_lookup(dataset: PackedDataset) -> None:
     for part, own in zip(parts, found["parts"], strict=True):
         assert own["first"] == pytest.approx(served(part, first))
     assert found["parts"][0]["first"] == {"hot_samples": 1.0, "hot_accesses": 1.0}
+
+
+def test_as_many_parts_as_are_asked_for(dataset: PackedDataset, tmp_path: Path) -> None:
+    """As of days: the first of seven, and the first of two, is what `first` is chosen by."""
+    record_bytes = dict.fromkeys(("t0", "t1", "t2"), 64)
+    samples = samples_of(dataset)
+    whole = keys_of(dict(calibrate(dataset, "exact", BUDGET, record_bytes=record_bytes).hot.rows))
+    for num_parts in (2, 7):
+        found = measure_drift(dataset, BUDGET, record_bytes=record_bytes, parts=num_parts)["parts"]
+        parts = parts_of(samples, num_parts)
+        assert [part["samples"] for part in found] == list(map(len, parts))
+        assert [part["whole"] for part in found] == [pytest.approx(served(part, whole)) for part in parts]
+        assert found[0]["first"]["hot_accesses"] > found[-1]["first"]["hot_accesses"]
+    with pytest.raises(ValueError, match="parts is 1; how hot rows age is seen over 2 parts"):
+        measure_drift(dataset, BUDGET, record_bytes=record_bytes, parts=1)
 
 
 def test_the_tracker_knows_only_what_came_before(dataset: PackedDataset) -> None:
@@ -220,6 +237,12 @@ def test_inspect_reports_drift(
     assert "drift" not in tools.inspect(data.path, hot="512KiB")["hot"]
     print_inspection(report)
     shown = capsys.readouterr().out
-    assert "of each tenth" in shown and f"{report['hot']['drift']['parts'][9]['lru']['hot_samples']:.1%} (" in shown
+    assert "of each part" in shown and f"{report['hot']['drift']['parts'][9]['lru']['hot_samples']:.1%} (" in shown
     with pytest.raises(ValueError, match="drift needs hot"):
         tools.inspect(data.path, drift=True)
+    with pytest.raises(ValueError, match="parts needs drift"):
+        tools.inspect(data.path, hot="512KiB", parts=3)
+    with pytest.raises(ValueError, match="parts is 0; how hot rows age"):
+        tools.inspect(data.path, hot="512KiB", drift=True, parts=0)
+    done = CliRunner().invoke(app, ["inspect", str(data.path), "--hot", "512KiB", "--drift", "--parts", "3", "--json"])
+    assert len(json.loads(done.stdout.splitlines()[-1])["hot"]["drift"]["parts"]) == 3

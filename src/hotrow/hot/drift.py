@@ -1,8 +1,8 @@
-"""How hot rows age: what sets of hot rows, and caches of as many, serve of each tenth of the training split.
+"""How hot rows age: what sets of hot rows, and caches of as many, serve of each part of the training split.
 
-    whole      the rows of most accesses of the whole split: what `calibrate` finds, which has seen every tenth before
-    first      those of the first tenth: a set chosen once, then kept
-    tracked    what an online tracker holds when the tenth begins, from what came before it alone
+    whole      the rows of most accesses of the whole split: what `calibrate` finds, which has seen every part before
+    first      those of the first part: a set chosen once, then kept
+    tracked    what an online tracker holds when the part begins, from what came before it alone
     lru        a cache of as many rows over all tables: every row accessed is admitted
     belady     the cache that hits most accesses of those that load a row when it is accessed; it knows the future
 
@@ -10,7 +10,7 @@ Sets are filled before they are asked, caches start empty and miss every row's f
 may serve more than any cache.
 
 Samples are taken in stored order, in which a split by time keeps time; where that order is random there is no drift to
-see, and the first tenth differs from the whole by its size alone.
+see, and the first part differs from the whole by its size alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from hotrow.hot.hot_set import HotSet
 from hotrow.hot.table_use import most_accessed, ranked
 from hotrow.hot.tracker import HotTracker
 
-NUM_PARTS = 10
+PARTS = 10
+"""Into which the split is cut, unless told."""
 BATCH_SIZE = 2048
 """Samples the tracker is shown at a time."""
 MOST_ACCESSES = 1 << 26
@@ -50,29 +51,37 @@ class Served:
 
 
 def measure_drift(
-    dataset: PackedDataset, budget_bytes: int, *, record_bytes: Mapping[str, int], seed: int = 0
+    dataset: PackedDataset, budget_bytes: int, *, record_bytes: Mapping[str, int], parts: int = PARTS, seed: int = 0
 ) -> dict[str, Any]:
     """The fields of `drift` in docs/inspect.md. record_bytes: of a row of each table, optimizer state included.
 
-    Raises ValueError where the split has no samples and where `calibrate` does.
+    parts: into which the split is cut, of as many samples but for one; no more than there are samples. Raises
+    ValueError for fewer than two, where the split has no samples and where `calibrate` does.
     """
+    check_parts(parts)
     split = dataset.split("train")
     if split.num_rows == 0:
         raise ValueError(f"{dataset.path}: the training split has no rows, so nothing can drift in it")
-    edges = np.linspace(0, split.num_rows, min(NUM_PARTS, split.num_rows) + 1).astype(np.int64).tolist()
-    parts = list(pairwise(edges))
+    edges = np.linspace(0, split.num_rows, min(parts, split.num_rows) + 1).astype(np.int64).tolist()
+    spans = list(pairwise(edges))
     whole = calibrate(dataset, "exact", budget_bytes, record_bytes=record_bytes, seed=seed).hot
-    fixed = {"whole": whole, "first": _of_part(dataset, parts[0], budget_bytes, record_bytes)}
+    fixed = {"whole": whole, "first": _of_part(dataset, spans[0], budget_bytes, record_bytes)}
     sizes = {table.name: table.num_embeddings for table in dataset.info.tables}
     tracker = HotTracker(sizes, record_bytes, budget_bytes, seed=seed)
-    found = [_part(dataset, part, fixed, tracker) for part in parts]
-    caches = _caches(dataset, parts, found, budget_bytes, record_bytes)
+    found = [_part(dataset, span, fixed, tracker) for span in spans]
+    caches = _caches(dataset, spans, found, budget_bytes, record_bytes)
     return {
         "budget_bytes": budget_bytes,
         "tracker_bytes": tracker.num_bytes,
         **caches,
         "parts": [_shares(own) for own in found],
     }
+
+
+def check_parts(parts: int) -> None:
+    """Raises ValueError for what shows no change."""
+    if parts < 2:
+        raise ValueError(f"parts is {parts}; how hot rows age is seen over 2 parts of the training split or more")
 
 
 def _shares(part: Mapping[str, Any]) -> dict[str, Any]:
