@@ -185,7 +185,8 @@ class Fae(OurHybrid):
 
     def pooled(self, batch: hotrow.Batch) -> Tensor:
         """Counted as it crosses."""
-        self.link.count(batch, width=self.emb.output_dim, hot=self.copies.live, uploads=self.copies.uploads)
+        row_bytes = 4 * len(batch) * self.emb.output_dim
+        self.link.count(batch, row_bytes=row_bytes, hot=self.copies.live, uploads=self.copies.uploads)
         return super().pooled(batch)
 
     def facts(self) -> dict[str, Any]:
