@@ -117,8 +117,6 @@ def _check_cuda(config: Config) -> None:
             "train.precision is 'split_bf16', which with dense sgd keeps the MLPs' weights in halves on the CPU, but "
             "they are to be on cuda: choose fp32 or another optimizer.dense.name"
         )
-    if config.model.name == "tbsm":
-        raise ValueError("model.name is 'tbsm', which computes on the CPU alone: set device to cpu, or choose dlrm")
 
 
 def place_tables(

@@ -233,14 +233,20 @@ class EmbeddingCollection(nn.Module):
         """
         if isinstance(sparse, Tensor):
             sparse = KeyedJaggedTensor.from_dense(self.feature_names, sparse)
-        if self.device_rows is not None and not torch.is_grad_enabled() and self.device_rows.is_crowded_by(sparse):
-            middle = sparse.stride // 2
-            return torch.cat([self(sparse.samples(*half)) for half in ((0, middle), (middle, sparse.stride))])
+        if halves := self._halves(sparse):
+            return torch.cat([self(half) for half in halves])
         flight, slots = self._take(sparse)
         out = self._look_up(self.live_kernels, slots, blame=sparse, flight=flight)
         if flight is not None and not torch.is_grad_enabled():
             flight.release(updated=False)
         return out
+
+    def _halves(self, sparse: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
+        """A batch that is scored in two, where it looks up more rows than there are slots on the device; else none."""
+        if self.device_rows is None or torch.is_grad_enabled() or not self.device_rows.is_crowded_by(sparse):
+            return []
+        middle = sparse.stride // 2
+        return [sparse.samples(0, middle), sparse.samples(middle, sparse.stride)]
 
     @property
     def in_slots(self) -> Tiers | DeviceRows | None:
@@ -266,6 +272,9 @@ class EmbeddingCollection(nn.Module):
         For each feature of this collection among `sparse.keys`; per-sample weights play no part. Gradients go the way
         of `forward`'s, into the same `step()`. Raises ValueError for an id outside its table.
         """
+        if halves := self._halves(sparse):
+            first, second = map(self.sequence, halves)
+            return {name: _joined(own, second[name]) for name, own in first.items()}
         found = {}
         flight, slots = self._take(sparse)
         kernels = self.sequence_kernels if self.copies is None else self.copies.sequence_kernels
@@ -426,6 +435,12 @@ class EmbeddingCollection(nn.Module):
             f"{t.name}: [{t.num_embeddings}, {t.embedding_dim}] {t.dtype} {t.pooling} of {', '.join(t.feature_names)}"
             for t in self.tables
         )
+
+
+def _joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Sequences of two batches as of one: (values [L, D], offsets [B + 1])."""
+    offsets = torch.cat([first[1], second[1][1:] + first[1][-1]])
+    return torch.cat([first[0], second[0]]), offsets
 
 
 def _longer(array: Tensor, num_rows: int) -> Tensor:

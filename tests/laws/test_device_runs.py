@@ -186,7 +186,6 @@ def test_what_is_not_here_is_refused_with_the_cure(data: Path, tmp_path: Path, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     split = ["train.precision=split_bf16", "optimizer.dense.name=sgd"]
     assert "keeps the MLPs' weights in halves on the CPU" in refused("device=cuda", *split)
-    assert "model.name is 'tbsm', which computes on the CPU alone" in refused("device=cuda", "model.name=tbsm")
 
 
 @only_interpreted

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from hotrow import KeyedJaggedTensor, TableConfig
+from hotrow import KeyedJaggedTensor, TableConfig, ops
 from hotrow.config import ModelConfig
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models import build_model, look_up
@@ -118,6 +121,32 @@ def test_against_plain_torch(num_dense: int, filler: int) -> None:
     for part in ("bottom", "top", "attention", "final"):
         for mine, theirs in zip(getattr(model, part).layers, getattr(twin, part), strict=True):
             torch.testing.assert_close(mine.weight.grad, theirs.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations on tensors of two devices, as a GPU does; on scalars it does not either."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim()}
+        assert len(devices) <= 1, f"{func} of tensors on {devices}"
+        return func(*args, **(kwargs or {}))
+
+
+def test_all_is_computed_where_the_inputs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On torch's device of shapes alone: rows, dense inputs and weights are there, offsets in DRAM."""
+    monkeypatch.setattr(ops, "_autocast", lambda values: False)  # which is not asked of that device
+    embedding = make_embedding()
+    model = make_model(embedding, num_dense=2)
+    there = torch.device("meta")
+    rows = look_up(model, embedding, jagged(make_ids(LENGTHS), LENGTHS))
+    moved = {name: (own.detach().to(there).requires_grad_(), offsets) for name, (own, offsets) in rows.items()}
+    model.to(there)
+    with OneDevice():
+        logits = model(torch.empty(len(LENGTHS), 2, device=there), moved)
+        logits.sum().backward()
+    gradients = [*(p.grad for p in model.parameters()), *(own.grad for own, _ in moved.values())]
+    assert logits.shape == (len(LENGTHS),) and logits.device == there
+    assert all(grad is not None and grad.device == there for grad in gradients)
 
 
 def test_a_history_is_the_same_among_longer_ones() -> None:

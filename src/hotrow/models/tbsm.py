@@ -77,13 +77,9 @@ class TBSM(nn.Module):
         self.final = MLP([2 * width, *final_mlp, 1], generator=generator, last="linear")
 
     def forward(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits [B]; rows: feature -> (values [.., D], offsets [B + 1])."""
+        """Logits [B]; rows: feature -> (values [.., D], offsets [B + 1]), offsets in DRAM wherever the values are."""
         num_samples, num_slots = len(dense_BI), self.history_steps
-        lengths_B = self._lengths(rows, num_samples)
-        sample_L = torch.repeat_interleave(torch.arange(num_samples), lengths_B)
-        starts_B = lengths_B.cumsum(0) - lengths_B
-        slot_L = num_slots - lengths_B[sample_L] + torch.arange(len(sample_L)) - starts_B[sample_L]
-        place_L = sample_L * num_slots + slot_L
+        place_L = self._places(self._lengths(rows, num_samples)).to(dense_BI.device)
         z_SM = self._steps(dense_BI, rows, place_L)
         z_LM, w_BM = z_SM[: len(place_L)], z_SM[len(place_L) :]
         empty = z_SM.new_zeros(num_samples * num_slots, z_SM.shape[1])
@@ -95,10 +91,18 @@ class TBSM(nn.Module):
         logits_B1: Tensor = self.final(torch.cat([c_BM, w_BM], dim=1))
         return logits_B1.squeeze(1)
 
+    def _places(self, lengths_B: Tensor) -> Tensor:
+        """sample * T + slot of the histories' steps [L], where lengths are: in DRAM, so that no device is awaited."""
+        num_slots, device = self.history_steps, lengths_B.device
+        sample_L = torch.repeat_interleave(torch.arange(len(lengths_B), device=device), lengths_B)
+        starts_B = lengths_B.cumsum(0) - lengths_B
+        past_L = torch.arange(len(sample_L), device=device) - starts_B[sample_L]
+        return sample_L * num_slots + num_slots - lengths_B[sample_L] + past_L
+
     def _steps(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]], place_L: Tensor) -> Tensor:
-        """Unit vectors z [S, M] of all steps, one DLRM call; place_L: sample * T + slot of the histories' steps."""
+        """Unit vectors z [S, M] of all steps, one DLRM call; place_L: of `_places`."""
         num_slots = self.history_steps
-        slot_S = torch.cat([place_L % num_slots, torch.full((len(dense_BI),), num_slots)])
+        slot_S = torch.cat([place_L % num_slots, torch.full((len(dense_BI),), num_slots, device=place_L.device)])
         position_S = slot_S.to(torch.float32) / (num_slots + 1)
         dense_SI = torch.cat([dense_BI[place_L // num_slots], dense_BI])
         vectors = []

@@ -1,0 +1,53 @@
+"""Laws 2 and 3 for TBSM on a device: sequences through slots and copies of hot rows there, by Triton's interpreter.
+
+Where a GPU is, dense layers add up in another order, and what is compared is near.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_device import DEVICE, HAS_GPU
+from test_hot_placement import without_cost
+from test_resume import outcome
+from test_tbsm_law import config, data
+
+from hotrow import runs, trainer
+from hotrow.run_folder import RunFolder
+
+__all__ = ["data"]  # the fixture
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHORT = ["train.max_steps=8", "train.eval_every=null", "optimizer.sparse.name=adagrad"]
+
+
+def check(found: RunFolder, wanted: RunFolder) -> None:
+    if HAS_GPU:
+        losses = [[line["loss"] for line in run.measurements() if "loss" in line] for run in (found, wanted)]
+        np.testing.assert_allclose(*losses, rtol=1e-3)
+        return
+    own, truth = without_cost(outcome(found)), without_cost(outcome(wanted))
+    assert own["tensors"] == truth["tensors"] and own["metrics"] == truth["metrics"]
+
+
+def test_histories_through_slots(data: Path, tmp_path: Path) -> None:
+    """Scored in batches of 4,096, whose rows are more than there are slots: looked up in halves."""
+    plain = runs.train(config(data, tmp_path / "plain", SHORT))
+    device: list[str] = [*SHORT, f"device={DEVICE.type}"]
+    run = runs.train(config(data, tmp_path / "slots", device, {"hbm": 60_000}))
+    hbm = run.record["memory"]["hbm"]
+    assert hbm["evicted_rows"] > 0 and hbm["tables"]["item"]["cached"] < 1000
+    check(run, plain)
+
+
+def test_histories_of_hot_rows_there(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hot = [*SHORT, "hot.schedule=fixed", "hot.small_table=0", "hot.budget=80000", "hot.rate=15", "train.max_steps=20"]
+    plain = runs.train(config(data, tmp_path / "plain", [*hot, "hot.link=1GB"]))
+    if not HAS_GPU:
+        monkeypatch.setattr(trainer, "device_of_copies", lambda config, place: DEVICE)
+    run = runs.train(config(data, tmp_path / "there", [*hot, f"device={DEVICE.type}"]))
+    found, metered = (each.record["hot"]["link"] for each in (run, plain))
+    assert found["hot_batches"] == metered["hot_batches"] > 1
+    assert found["hybrid_bytes"] == metered["hybrid_bytes"] and found["cold_batches"] > 1
+    check(run, plain)
