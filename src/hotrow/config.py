@@ -189,13 +189,14 @@ class TrainConfig(_Section):
     """Whether threads stay on their cores. `cores`: one core each, NUMA node after node. `auto`: so on a machine of
     several NUMA nodes, else off, because another process on a pinned core holds the whole step back."""
     precision: Literal["fp32", "fp16", "split_bf16"] = "fp32"
-    """How weights are stored; all arithmetic is float32. `fp16`: tables in float16, rounded at every update, in half
-    the memory. `split_bf16`: tables as float32 in two halves, of which lookups read the upper, a bfloat16; updates lose
-    nothing. So are the MLPs' weights with dense `sgd` (Split-SGD-BF16); with other dense optimizers they stay fp32."""
+    """How weights are stored; tables compute in float32 whatever they store, dense layers as `dense_dtype` says.
+    `fp16`: tables in float16, rounded at every update, in half the memory. `split_bf16`: tables as float32 in two
+    halves, of which lookups read the upper, a bfloat16; updates lose nothing. So are the MLPs' weights with dense `sgd`
+    (Split-SGD-BF16); with other dense optimizers they stay fp32."""
     dense_dtype: DenseDtype = "fp32"
     """What dense layers multiply; weights and sums stay float32. `tf32`: products of TensorFloat-32, on a GPU alone.
     `bf16`: layers compute in bfloat16 where torch's autocast has it, which pays on GPUs and on CPUs with bfloat16
-    products. The run's first line says which."""
+    products; on other CPUs it costs, and a warning says so. The run's first line says which."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What a step does whose loss or gradients, of MLPs or tables, are NaN or infinite. `raise`: end the run with what
     was found and where. `skip`: leave the step out for both, count it (`steps_skipped` in run.json) and go on."""

@@ -24,13 +24,9 @@ def versions() -> dict[str, str]:
 
 def host_facts() -> dict[str, Any]:
     """What kind of machine this is; no names of host or user."""
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        cpuinfo = ""
-    model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
     # Hypervisors cut names short: "AMD EPYC" may be any of five generations.
-    numbers = re.search(r"^cpu family\s*:\s*(\d+)$.*?^model\s*:\s*(\d+)$", cpuinfo, re.MULTILINE | re.DOTALL)
+    numbers = re.search(r"^cpu family\s*:\s*(\d+)$.*?^model\s*:\s*(\d+)$", cpuinfo(), re.MULTILINE | re.DOTALL)
     generation = f", family {numbers[1]} model {numbers[2]}" if numbers else ""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
@@ -40,6 +36,20 @@ def host_facts() -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "memory_bytes": memory,
     }
+
+
+def cpuinfo() -> str:
+    """What the kernel says of the processor; empty where it says nothing."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def lacks_bfloat16_products() -> bool:
+    """Whether the processor is known to have no instructions that multiply bfloat16: x86-64's or arm64's."""
+    features = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo(), re.MULTILINE)
+    return features is not None and not {"avx512_bf16", "amx_bf16", "bf16"} & set(features[1].split())
 
 
 def usable_cores() -> int:

@@ -18,7 +18,7 @@ from hotrow import optim
 from hotrow.checkpoint import Part
 from hotrow.config import Config
 from hotrow.data.packed import PackedDataset
-from hotrow.device import Place
+from hotrow.device import ARITHMETIC, Place
 from hotrow.embedding import EmbeddingCollection
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
@@ -115,7 +115,10 @@ def splits_dense(config: Config) -> bool:
 
 
 def storage_line(config: Config) -> str:
-    """How weights are stored, for the user: asked-for bfloat16 does not mean bfloat16 arithmetic here."""
+    """How weights are stored, for the user: bfloat16 in storage does not mean bfloat16 arithmetic."""
     tables = {"fp32": "float32", "fp16": "float16", "split_bf16": "float32 in two halves, lookups read the upper"}
-    dense = "likewise" if splits_dense(config) else "float32"
-    return f"tables {tables[config.train.precision]}; MLPs {dense}; all arithmetic is float32"
+    dense, products = "likewise" if splits_dense(config) else "float32", config.train.dense_dtype
+    arithmetic = "all arithmetic is float32"
+    if products != "fp32":
+        arithmetic = f"arithmetic of tables is float32, of dense layers {ARITHMETIC[products]}"
+    return f"tables {tables[config.train.precision]}; MLPs {dense}; {arithmetic}"

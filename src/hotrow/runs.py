@@ -23,6 +23,7 @@ from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import Ragged
 from hotrow.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
 from hotrow.files import explain_full_disk
+from hotrow.host import lacks_bfloat16_products
 from hotrow.hot.turns import check_hot
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
@@ -232,6 +233,7 @@ def _begin(training: Training) -> None:
         folder.warn("counted_to_find_hot_rows", text)
     _say_what_is_hot(training)
     _warn_of_tiers(training)
+    _warn_of_slow_products(training)
     if short := training.writes.too_little_to_resume():
         folder.warn("write_budget_too_small_to_resume", short)
         training.say(f"warning: {short}")
@@ -263,6 +265,17 @@ def _say_what_is_hot(training: Training) -> None:
         f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s"
     )
     training.warn_of_nothing_hot()
+
+
+def _warn_of_slow_products(training: Training) -> None:
+    place = training.parts.place
+    if place.dense_dtype == "bf16" and place.device.type == "cpu" and lacks_bfloat16_products():
+        text = (
+            "train.dense_dtype is 'bf16', but this processor has no products of bfloat16: torch converts instead, "
+            "which is slower than float32, without AVX-512 many times; fp32 in a new run is faster and more exact"
+        )
+        training.folder.warn("slow_bfloat16", text)
+        training.say(f"warning: {text}")
 
 
 def _warn_of_tiers(training: Training) -> None:

@@ -64,10 +64,15 @@ def test_learns_and_fills_its_folder(dataset: PackedDataset, tmp_path: Path) -> 
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 
+HALVES = "tables float32 in two halves, lookups read the upper"
+WIDE = "all arithmetic is float32"
+NARROW = "arithmetic of tables is float32, of dense layers bfloat16 where torch's autocast has it"
 PRECISIONS = {
-    "fp16": ("adagrad", "tables float16; MLPs float32; all arithmetic is float32", 0.5),
-    "split_bf16": ("adagrad", "tables float32 in two halves, lookups read the upper; MLPs float32; all ", 1.0),
-    "split_bf16 of all": ("sgd", "tables float32 in two halves, lookups read the upper; MLPs likewise; all ", 1.0),
+    "fp16": ("adagrad", f"tables float16; MLPs float32; {WIDE}", 0.5),
+    "split_bf16": ("adagrad", f"{HALVES}; MLPs float32; {WIDE}", 1.0),
+    "split_bf16 of all": ("sgd", f"{HALVES}; MLPs likewise; {WIDE}", 1.0),
+    "split_bf16 with bf16 layers": ("sgd", f"{HALVES}; MLPs likewise; {NARROW}", 1.0),
+    "fp16 with bf16 layers": ("adagrad", f"tables float16; MLPs float32; {NARROW}", 0.5),
 }
 
 
@@ -75,9 +80,10 @@ PRECISIONS = {
 def test_learns_and_evaluates_in_every_precision(dataset: PackedDataset, tmp_path: Path, name: str) -> None:
     """As in float32, from float32 files; how weights are stored is said once."""
     dense, words, share = PRECISIONS[name]
-    precision = name.split()[0]
+    precision, layers = name.split()[0], "bf16" if "bf16 layers" in name else "fp32"
     changes = [f"optimizer.dense={{name: {dense}, lr: {0.3 if dense == 'sgd' else 0.05}}}", "train.epochs=6"]
-    run = train(dataset, tmp_path / "run", f"train.precision={precision}", *changes)
+    stored_as = [f"train.precision={precision}", f"train.dense_dtype={layers}"]
+    run = train(dataset, tmp_path / "run", *stored_as, *changes)
     plain = train(dataset, tmp_path / "plain", *changes)
     assert run.record["metrics"]["test"]["auc"] == pytest.approx(plain.record["metrics"]["test"]["auc"], abs=0.02)
     assert run.record["metrics"]["test"]["auc"] > 0.7

@@ -19,13 +19,14 @@ from test_resume import signal_at
 
 import hotrow
 from expanded import expanded
-from hotrow import runs, trainer
+from hotrow import host, runs, trainer
 from hotrow.checkpoint import list_checkpoints
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.device import Place, full_device, place_tables
 from hotrow.gpu import kernels
 from hotrow.models.dlrm import DLRM
+from hotrow.models.tbsm import TBSM
 from hotrow.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -215,6 +216,30 @@ def test_dense_layers_in_bfloat16(data: Path, tmp_path: Path, monkeypatch: pytes
     assert hotrow.load(bf16.path).evaluate("test") == bf16.record["metrics"]["test"]
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "slow"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512bw\n", True),
+        ("flags\t\t: fpu avx512f avx512_bf16\n", False),
+        ("flags\t\t: fpu amx_bf16 amx_tile\n", False),
+        ("Features\t: fp asimd\n", True),
+        ("Features\t: fp asimd bf16\n", False),
+        ("", False),  # unknown
+    ],
+)
+@only_interpreted
+def test_a_processor_without_bfloat16_products_is_warned_of(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, slow: bool
+) -> None:
+    monkeypatch.setattr(host, "cpuinfo", lambda: cpuinfo)
+    run = runs.train(config(data, tmp_path / "run", "train.dense_dtype=bf16", "train.max_steps=1"))
+    assert ("slow_bfloat16" in run.record["warnings"]) == slow
+    text = "warning: train.dense_dtype is 'bf16', but this processor has no products of bfloat16"
+    assert (run.path / "log.txt").read_text().count(text) == slow
+    plain = runs.train(config(data, tmp_path / "plain", "train.max_steps=1"))
+    assert "slow_bfloat16" not in plain.record["warnings"]
+
+
 def test_bfloat16_layers_against_float32() -> None:
     """Forward and gradients of a DLRM: relative error of a rounding to 8 bits, few times over; results are float32."""
     torch.manual_seed(0)
@@ -231,6 +256,29 @@ def test_bfloat16_layers_against_float32() -> None:
     for full, narrow in zip(*grads, strict=True):
         assert narrow.dtype == torch.float32
         assert 0 < float((full - narrow).norm() / full.norm()) < 0.03
+
+
+def test_bfloat16_steps_of_tbsm_against_float32() -> None:
+    """As above, with histories from none to all slots; twice as many layers, and one gradient through two products."""
+    model = TBSM(
+        num_dense=2, feature_names=["user", "item", "item_history"], embedding_dim=8, bottom_mlp=[16], top_mlp=[12],
+        attention_mlp=[7], final_mlp=[10], history_steps=5, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.arange(32) % 6
+    offsets = {name: torch.arange(33) for name in ("user", "item")}
+    offsets["item_history"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    values = {n: torch.randn(int(o[-1]), 8, generator=draw).requires_grad_() for n, o in offsets.items()}
+    rows, dense = {name: (values[name], offsets[name]) for name in offsets}, torch.randn(32, 2, generator=draw)
+    grads = []
+    for dtype in ("fp32", "bf16"):
+        logits = Place(torch.device("cpu"), dtype).logits(model, dense, rows)  # type: ignore[arg-type]
+        assert logits.dtype == torch.float32
+        wanted = [*values.values(), *model.parameters()]
+        grads.append([logits.detach(), *torch.autograd.grad(logits.square().sum(), wanted)])
+    for full, narrow in zip(*grads, strict=True):
+        assert narrow.dtype == torch.float32
+        assert 0 < float((full - narrow).norm() / full.norm()) < 0.2
 
 
 def test_tf32_is_on_inside_alone() -> None:

@@ -39,6 +39,12 @@ VARIANTS = {
     "stored order": ["train.shuffle=false"],
     "float16 tables": ["train.precision=fp16"],
     "split weights": ["train.precision=split_bf16", "optimizer.sparse.name=sgd"],
+    "split weights, bfloat16 layers": [
+        "train.precision=split_bf16",
+        "train.dense_dtype=bf16",
+        "optimizer.dense.name=sgd",
+        "optimizer.sparse.name=adagrad",
+    ],
     "split tables, adam": ["train.precision=split_bf16", "optimizer.dense.name=adam", "optimizer.sparse.name=adam"],
 }
 
@@ -94,7 +100,7 @@ def test_interrupted_at_any_step(
         assert f"continue with: hotrow train --resume {run.path}" in capsys.readouterr().err
         run = runs.resume(run.path)
         assert run.record["status"] == "finished"
-        assert set(run.record["warnings"]) <= {"reference_backend"}
+        assert set(run.record["warnings"]) <= {"reference_backend", "slow_bfloat16"}
         assert outcome(run) == expected, f"stopped after step {stop}"
 
 

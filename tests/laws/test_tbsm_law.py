@@ -52,6 +52,12 @@ VARIANTS = {
     "adam": ["optimizer.dense.name=adagrad", "optimizer.sparse.name=adam"],
     "float16 tables": ["train.precision=fp16"],
     "split weights": ["train.precision=split_bf16", "optimizer.sparse.name=sgd"],
+    "split weights, bfloat16 layers": [
+        "train.precision=split_bf16",
+        "train.dense_dtype=bf16",
+        "optimizer.dense.name=sgd",
+        "optimizer.sparse.name=row_wise_adagrad",
+    ],
 }
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((variant, {}) for variant in VARIANTS),
