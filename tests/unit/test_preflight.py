@@ -76,6 +76,21 @@ def test_the_first_python_that_is_new_enough_is_taken(machine: Path) -> None:
     assert preflight(machine)[1] == f"{machine}/python3.12\n"
 
 
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_every_version_is_found_under_its_own_name(machine: Path, version: str) -> None:
+    """Where `python3` is an old one or none; and offered, where apt has no other."""
+    assert f"apt-get install -y python{version} python{version}-venv" in offered(machine, version)
+    python_stub(machine, name=f"python{version}", version=version)
+    compiler_stub(machine)
+    assert preflight(machine)[1] == f"{machine}/python{version}\n"
+
+
+def offered(machine: Path, version: str) -> str:
+    """What preflight says where there is no Python, and apt has just this one."""
+    stub(machine, "apt-cache", f'[ "$2" = python{version} ]')
+    return preflight(machine)[2]
+
+
 @pytest.mark.parametrize(
     ("version", "ok"), [("2.7", False), ("3.9", False), ("3.10", False), ("3.11", True), ("3.13", True), ("4.0", True)]
 )
