@@ -6,13 +6,16 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +23,7 @@ import typer
 from typer.testing import CliRunner
 
 from hotrow import cli, demo
+from hotrow.data.packed import PackedDataset
 from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
 
@@ -120,6 +124,76 @@ def test_demo_repeats_and_is_named_for_people(
     assert [result["run_dir"] for result in results] == ["runs/demo-dlrm-001", "runs/demo-dlrm-002"]
     assert results[0]["auc"] == results[1]["auc"]
     assert "(a constant rate: 0.5000)" in results[0]["text"] and "next: hotrow demo --data" in results[0]["text"]
+
+
+def test_demo_on_the_users_own_logs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns which items are clicked, is scored on the last tenth by time, and the next step it names runs."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    item, user, minute = rng.integers(0, 20, 1000), rng.integers(0, 30, 1000), rng.permutation(1000)
+    clicked = (rng.random(1000) < np.where(item % 2, 0.7, 0.1)).astype(int)
+    rows = [f"{i},{u},{1_700_000_000 + 60 * t},{c}" for i, u, t, c in zip(item, user, minute, clicked, strict=True)]
+    Path("file.csv").write_text("\n".join(["item,user,t,clicked", *rows]) + "\n")
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    result = hotrow("demo", "--data", "file.csv", "--label", "clicked", "--time", "t", "--json", **tools)
+    assert (result["status"], result["rows"], result["run_dir"]) == ("finished", "file.csv", "runs/file-dlrm-001")
+    assert result["auc"] > 0.7
+    assert "DLRM on file.csv, scored on 100 rows it has not seen (test split)" in result["text"]
+    test = PackedDataset.open(Path(result["run_dir"], "data")).split("test")
+    labels = np.concatenate([test.block(b).label for b in range(test.num_blocks)])
+    assert labels.sum() == clicked[minute >= 900].sum() != clicked[-100:].sum()
+    assert result["next"] == f"hotrow predict {result['run_dir']} file.csv --out scores.csv"
+    hotrow(*shlex.split(result["next"])[1:], "--json", **tools)
+    assert len(Path("scores.csv").read_text().splitlines()) == 1001
+
+
+def test_make_demo_passes_the_users_logs_on() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed here")
+
+    def command(*variables: str) -> str:
+        make = ["make", "-n", "-C", str(Path(__file__).resolve().parents[2]), "demo", *variables]
+        shown = subprocess.run(make, capture_output=True, text=True, check=True, env={**os.environ, "MAKEFLAGS": ""})
+        return next(line for line in shown.stdout.splitlines() if "bin/hotrow demo" in line)
+
+    ours = shlex.split(command("DATA=my logs.csv", "LABEL=clicked", "TIME=t"))
+    assert ours == [".venv/bin/hotrow", "demo", "--data", "my logs.csv", "--label", "clicked", "--time", "t"]
+    ours = shlex.split(command("DATA=file.csv", "LABEL=clicked"))
+    assert ours == [".venv/bin/hotrow", "demo", "--data", "file.csv", "--label", "clicked"]
+    assert shlex.split(command()) == [".venv/bin/hotrow", "demo"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc says the peak")
+def test_the_demo_keeps_to_its_promised_memory_and_disk(tmp_path: Path) -> None:
+    """Below 4 GB of memory and 2 GB of disk, at its full size; it beats a constant rate."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom hotrow import cli\nsys.argv = ['hotrow', 'demo', '--json']\n"
+        "try:\n    cli.main()\nfinally:\n"
+        # Not ru_maxrss, which begins at what the parent had.
+        "    Path('peak').write_text(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as demo_run:
+        most = 0
+        while demo_run.poll() is None:
+            most = max(most, disk_bytes(tmp_path))
+            time.sleep(0.2)
+        result = json.loads(demo_run.communicate()[0].splitlines()[-1])
+    assert demo_run.returncode == 0
+    assert result["auc"] > 0.6 and result["rows"] == "600,000 synthetic rows"
+    assert 1024 * int((tmp_path / "peak").read_text()) < 4e9
+    assert 50e6 < max(most, disk_bytes(tmp_path)) < 2e9
+
+
+def disk_bytes(folder: Path) -> int:
+    """Blocks that the files below `folder` take, now; files may come and go."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += 512 * path.stat().st_blocks
+    return total
 
 
 def test_inspect_says_what_is_hot(
