@@ -7,11 +7,18 @@
 from __future__ import annotations
 
 import gzip
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +77,39 @@ def recipe_auc(task: tuple[Path, Path, int]) -> float:
     data, run, seed = task
     changes = [f"data={data}", f"run={run}", f"train.seed={seed}", "train.threads=1"]
     return float(runs.train(load_config(RECIPE, changes), quiet=True).record["metrics"]["test"]["auc"])
+
+
+def test_the_commands_as_the_recipe_prints_them(tmp_path: Path, real_data: Callable[[str], Path]) -> None:
+    """On the file as it stands, whose one day is cut 6/7, 1/14, 1/14: rates decay until the last step, no further."""
+    (tmp_path / FILE).symlink_to(real_data(FILE).resolve())
+    (tmp_path / "recipes").symlink_to(RECIPE.parent)
+    commands = re.findall(r"^# +(hotrow .*)$", RECIPE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [command.split()[1] for command in commands] == ["prepare", "train"]
+    prepared, trained = (printed_json(command, tmp_path) for command in commands)
+    assert prepared["rows"] == {"train": 68_572, "val": 5_714, "test": 5_714}
+    assert prepared["summary"] == {"rows_read": 80_000, "rows_skipped": 0}
+    promised = {"auc", "logloss", "ne", "calibration", "samples_per_s", "step_ms", "steps", "epochs", "run_dir"}
+    assert promised <= set(trained)
+    assert (trained["status"], trained["epochs"], trained["split"]) == ("finished", 3.0, "test")
+    assert trained["auc"] > 0.7
+    assert trained["ne"] < 0.95 and trained["logloss"] < trained["base_logloss"]
+    assert (tmp_path / trained["run_dir"] / "config.yaml").is_file()
+    config = load_config(RECIPE)
+    assert trained["steps"] == config.optimizer.schedule.decay_steps
+    lines = (tmp_path / trained["run_dir"] / "metrics.jsonl").read_text().splitlines()
+    rates = [line["lr"]["sparse"] for line in map(json.loads, lines) if line["kind"] == "train"]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(config.optimizer.sparse.lr / trained["steps"] ** 2)  # of its last step alone
+
+
+def printed_json(command: str, folder: Path) -> dict[str, Any]:
+    """What a command prints with --json, in a process of its own at work in `folder`."""
+    words = [sys.executable, "-m", *shlex.split(command), "--json"]
+    patient = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # where other tests have the cores too
+    done = subprocess.run(words, cwd=folder, env=patient, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def test_preparation_of_the_real_file(dataset: PackedDataset) -> None:
