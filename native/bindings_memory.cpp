@@ -206,6 +206,7 @@ void bind_memory(nb::module_& m) {
       .def("read", bind_read)
       .def("write", bind_write)
       .def("flush", &Store::flush, nb::call_guard<nb::gil_scoped_release>())
+      .def("discard", &Store::discard)
       .def("grow", &Store::grow, nb::call_guard<nb::gil_scoped_release>())
       .def("failure", [](const Store& store) { return store.failure() ? store.failure()->what : std::string(); })
       .def("counters", counters_of)

@@ -74,6 +74,8 @@ class Door final : public BlockStore {
   }
 
   bool flush() override { return is_usable() && ask(Call::Kind::flush); }
+  // The engine drops what waits of a table that has failed.
+  void discard() override { table_->failure.set(discarded_text(table_->file.table)); }
 
   bool grow(int64_t num_rows) override {
     if (!is_usable()) return false;

@@ -27,7 +27,7 @@ class CachedStore final : public Store {
         state_of_(row_at_.size()),
         hands_(static_cast<size_t>(num_sets_)) {}
 
-  // The lower store, as it goes, sees to it that what it was given is on its medium.
+  // The lower store, as it goes, sees to it that what it was given is on its medium. After `discard` nothing goes down.
   ~CachedStore() override {
     if (getpid() == process_) write_all_down();
   }
@@ -81,6 +81,11 @@ class CachedStore final : public Store {
     if (!is_here()) return false;
     const std::lock_guard lock(mutex_);
     return write_all_down() && lower_->flush() && !failure();
+  }
+
+  void discard() override {
+    failure_.set(discarded_text(table_));
+    lower_->discard();
   }
 
   bool grow(int64_t num_rows) override {

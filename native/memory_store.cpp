@@ -76,6 +76,7 @@ class Dram final : public Store {
   }
 
   bool flush() override { return failure_.get() == nullptr; }
+  void discard() override { failure_.set(discarded_text(table_)); }
 
   // The rows move to a larger mapping: Linux moves the pages, elsewhere they are copied.
   bool grow(int64_t num_rows) override {
@@ -174,6 +175,9 @@ class Mapped final : public Store {
     if (msync(base_, static_cast<size_t>(bytes_), MS_SYNC) != 0) return fail("syncing", -1);
     return is_whole();
   }
+
+  // The system drops pages that are to be written with the file that has them.
+  void discard() override { failure_.set(discarded_text(file_.table)); }
 
   bool grow(int64_t num_rows) override {
     const std::unique_lock lock(growing_);

@@ -199,6 +199,24 @@ def test_a_table_grows(tmp_path: Path, module: str) -> None:
         assert read(store, [1, 999, 2980]).tolist() == [7, 7, 9]
 
 
+@pytest.mark.parametrize("below", ["block", "mapped"])
+def test_what_is_discarded_writes_nothing_more(tmp_path: Path, module: str, below: Kind) -> None:
+    """Neither as it is closed nor as the last holder of its native part goes; who asks it then is told."""
+    store = cached(tmp_path, 96, below=below)
+    write(store, [500], value=9)
+    store.flush()
+    write(store, list(range(90)))
+    native = store.native
+    store.discard()
+    store.discard()
+    assert not native.flush()
+    assert re.search("table 'item'.* is closed, and its rows are removed", native.failure())
+    del store, native
+    with open_store(ROWS, kind=below, path=tmp_path / "rows", engines=engines()) as again:
+        assert read(again, [500]) == 9
+        assert not read(again, list(range(90))).any()
+
+
 # ---- what is refused
 
 

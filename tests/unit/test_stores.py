@@ -208,6 +208,26 @@ def test_a_store_that_is_dropped_writes_and_unlocks(tmp_path: Path, kind: Kind) 
         assert read_rows(store, [1]).all()
 
 
+@needs_native
+def test_a_store_that_is_discarded_drops_what_waits(tmp_path: Path, io: str) -> None:
+    """All but the I/Os under way, of which there are at most `depth`; another table of the engine loses nothing."""
+    engines, kept = Engines(io=io, depth=4, num_threads=1), table_rows(num_rows=5000, table="kept")
+    store, other = (
+        open_store(rows, kind="block", path=tmp_path / rows.table, engines=engines)
+        for rows in (table_rows(num_rows=5000), kept)
+    )
+    write_rows(store, list(range(0, 5000, 9)))
+    write_rows(other, list(range(5000)))
+    before, native = store.counters(), store.native
+    store.discard()
+    while native.counters()["waiting_bytes"]:
+        time.sleep(0.001)
+    assert native.counters()["writes"] <= before["writes"] + 4
+    other.close()
+    with open_store(kept, kind="block", path=tmp_path / "kept", engines=engines) as again:
+        assert read_rows(again, list(range(5000))).all()
+
+
 @pytest.mark.parametrize("kind", FILE_KINDS)
 def test_a_folder_that_takes_no_file(tmp_path: Path, kind: Kind) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):

@@ -107,6 +107,11 @@ class FailureSlot {
   std::atomic<const Failure*> first_{nullptr};
 };
 
+// What `discard` leaves as the failure, which is what ends writes that wait.
+inline std::string discarded_text(const std::string& table) {
+  return "table '" + table + "' is closed, and its rows are removed; make a new collection";
+}
+
 // Whether the file is at least so long; else the table has failed: something truncated it.
 bool is_whole(int fd, int64_t bytes, const std::string& table, const std::string& path, FailureSlot& failure);
 
@@ -142,6 +147,9 @@ class Store {
   virtual void write(std::span<const Move> moves, const Slots& slots) = 0;
   // Everything written so far is on the medium (fdatasync); false when the store failed.
   virtual bool flush() = 0;
+  // Its rows are not wanted any more, and its files are removed next: I/Os under way end, nothing more is written, also
+  // not when the store goes, and every later call fails.
+  virtual void discard() = 0;
   // Makes room for rows up to num_rows, which read as zeros; false when the store failed.
   virtual bool grow(int64_t num_rows) = 0;
   // Sticky; null while all is well.

@@ -157,6 +157,10 @@ class Store:
         """Whether all is well."""
         return not self._failure
 
+    def discard(self) -> None:
+        """Nothing is written any more, and every later call fails."""
+        self._failure = self._failure or f"{self._where} is closed, and its rows are removed; make a new collection"
+
     def grow(self, num_rows: int) -> bool:
         """Make room for more rows."""
         self._num_rows = max(num_rows, self._num_rows)
@@ -276,7 +280,7 @@ class _Cached(Store):
         self._place_of[row], self._row_at[place] = place, row
 
     def _write_down(self, row: int) -> None:
-        if row in self._newer:
+        if row in self._newer and not self.failure():
             self._lower._put(row, self._middle._get(self._place_of[row]))
             self._lower._counts["written_rows"] += 1
             self._newer.remove(row)
@@ -289,6 +293,11 @@ class _Cached(Store):
         except OSError as error:
             self._failure = self._failure or f"writing {self._where}: {error.strerror}"
         return self._lower.flush() and not self.failure()
+
+    def discard(self) -> None:
+        """Nothing goes down any more."""
+        super().discard()
+        self._lower.discard()
 
     def grow(self, num_rows: int) -> bool:
         """Make room for more rows below."""

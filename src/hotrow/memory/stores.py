@@ -206,6 +206,17 @@ class Store:
         if what:
             raise StoreError(what)
 
+    def discard(self) -> None:
+        """Close, and write nothing of what waits: its files are removed next. In a forked child it only lets go.
+
+        Whoever holds `native` still is told StoreError by every later call.
+        """
+        if self.native is None:
+            return
+        if self._process == os.getpid():
+            self.native.discard()
+        self._let_go()
+
     def _let_go(self) -> None:
         self.native = None
         if self._file is not None and self._process == os.getpid():

@@ -475,9 +475,6 @@ def _remove(stores: list[Store], folders: list[OwnFolder], process: int) -> None
     if os.getpid() != process:
         return  # a forked child ends, or drops its copy; the files are its parent's
     for store in stores:
-        try:
-            store.close()
-        except StoreError:  # the rows are going away
-            continue
+        store.discard()  # what it would write would wear the disk for files that go next
     for folder in folders:
         folder.remove()
