@@ -112,7 +112,7 @@ nb::dict counters_of(const Store& store) {
   return d;
 }
 
-// The engine, or None and the reason.
+// The engine, or None, and the reason why it is none or has fewer threads.
 std::pair<std::shared_ptr<Engine>, std::string> bind_start_engine(bool ring, int depth, int num_threads,
                                                                   int64_t most_waiting_bytes) {
   require(1 <= depth && depth <= 4096, "depth must be in [1, 4096]");

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <future>
 #include <new>
+#include <system_error>
 
 namespace hotrow {
 namespace {
@@ -31,6 +32,32 @@ int64_t room_bytes(const EngineOptions& options) {
   return std::max(most - fixed_bytes(options), most / 2) / 16 * 15;
 }
 
+// What an exception says on this thread would end the process.
+std::unique_ptr<IoQueue> make_queue(const EngineOptions& options, std::string& reason) {
+  try {
+    return options.ring ? make_ring(options.depth, reason) : make_pool(options.depth, options.num_threads, reason);
+  } catch (const std::bad_alloc&) {
+    reason = "there is no memory for the buffers of reads and writes: free some, or raise the limit (ulimit -v)";
+    return nullptr;
+  }
+}
+
+// Threads started while it lives take no signal.
+class NoSignals {
+ public:
+  NoSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  NoSignals(const NoSignals&) = delete;
+  NoSignals& operator=(const NoSignals&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 }  // namespace
 
 Engine::Engine(const EngineOptions& options)
@@ -49,21 +76,22 @@ bool Engine::is_of_this_process() const { return getpid() == process_; }
 
 // The queue is made by the thread that uses it; no signal is for that thread.
 bool Engine::open(std::string& reason) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::promise<void> promise;
-  const std::future<void> opened = promise.get_future();
-  thread_ = std::make_unique<std::thread>([this, &reason, promise = std::move(promise)]() mutable {
-    queue_ = options_.ring ? make_ring(options_.depth, reason) : make_pool(options_.depth, options_.num_threads);
-    const bool good = queue_ != nullptr;
-    promise.set_value();
-    if (good) run();
-    queue_.reset();
-  });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  opened.wait();
-  return reason.empty();
+  std::promise<bool> promise;
+  std::future<bool> opened = promise.get_future();
+  try {
+    const NoSignals none;
+    thread_ = std::make_unique<std::thread>([this, &reason, promise = std::move(promise)]() mutable {
+      queue_ = make_queue(options_, reason);
+      const bool good = queue_ != nullptr;
+      promise.set_value(good);
+      if (good) run();
+      queue_.reset();
+    });
+  } catch (const std::system_error& error) {
+    reason = threads_refused("no thread for reads and writes of files", error.code().value());
+    return false;
+  }
+  return opened.get();
 }
 
 Engine::~Engine() {

@@ -11,9 +11,11 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 
 namespace hotrow {
@@ -45,9 +47,8 @@ int64_t perform(const Io& io) {
 
 class Pool final : public IoQueue {
  public:
-  Pool(int depth, int num_threads) : frames_(allocate_pages(static_cast<size_t>(depth * kPageBytes))) {
+  explicit Pool(int depth) : frames_(allocate_pages(static_cast<size_t>(depth * kPageBytes))) {
     if (!frames_.data) throw std::bad_alloc();
-    for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
   }
   ~Pool() override {
     {
@@ -57,6 +58,19 @@ class Pool final : public IoQueue {
     more_.notify_all();
     for (std::thread& thread : threads_) thread.join();
     free_pages(frames_);
+  }
+
+  // Fewer, and the reason, where the system refuses more. False where it is none.
+  bool start(int num_threads, std::string& reason) {
+    const auto wanted = static_cast<size_t>(num_threads);
+    threads_.reserve(wanted);
+    try {
+      while (threads_.size() < wanted) threads_.emplace_back([this] { serve(); });
+    } catch (const std::system_error& error) {
+      const std::string count = std::to_string(threads_.size()) + " of " + std::to_string(wanted);
+      reason = threads_refused("only " + count + " threads that read and write files", error.code().value());
+    }
+    return !threads_.empty();
   }
 
   std::byte* frames() override { return static_cast<std::byte*>(frames_.data); }
@@ -153,6 +167,15 @@ class Pool final : public IoQueue {
 
 }  // namespace
 
-std::unique_ptr<IoQueue> make_pool(int depth, int num_threads) { return std::make_unique<Pool>(depth, num_threads); }
+std::unique_ptr<IoQueue> make_pool(int depth, int num_threads, std::string& reason) {
+  auto pool = std::make_unique<Pool>(depth);
+  if (!pool->start(num_threads, reason)) return nullptr;
+  return pool;
+}
+
+std::string threads_refused(const std::string& what, int error) {
+  return what + " could be started (" + std::strerror(error) +
+         "): raise the limit of processes (ulimit -u), or the container's (pids.max)";
+}
 
 }  // namespace hotrow

@@ -609,21 +609,71 @@ def test_a_refusal_names_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     store.close()
 
 
+FEWER_THREADS = """
+import os, resource, signal, sys, tempfile, warnings, numpy as np
+from hotrow.memory.stores import *
+from hotrow.memory.stores import backend
+rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+backend()  # all modules are loaded, from a folder that only root may be able to read
+if os.geteuid() == 0: os.setuid(20_000 + os.getpid() % 30_000)  # root may start what it likes; nobody's user, alone
+most = len(os.listdir("/proc/self/task")) + int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+    try:
+        with open_store(rows, kind="block", path=folder + "/t", engines=Engines(io="threads")) as store:
+            array = np.ones((1000, 512), np.uint8)
+            store.write(range(1000), range(1000), [array])
+            store.flush()
+            array[:] = 0
+            store.read(range(1000), range(1000), [array])
+            assert array.all()
+    except StoreError as error:
+        print(error)
+print(*(warning.message for warning in caught))
+assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+"""
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's limit of a user's threads")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (0, "no thread for reads and writes of files could be started"),
+        (1, "only 0 of 64 threads that read and write files could be started"),
+        (5, "only 4 of 64 threads that read and write files could be started"),
+    ],
+)
+def test_threads_that_cannot_be_started(more: int, said: str) -> None:
+    """None is an error, fewer a warning; the process goes on, and takes signals as before."""
+    if more and os.geteuid() != 0:
+        pytest.skip("the user's other processes count too")
+    done = subprocess.run(
+        [sys.executable, "-c", FEWER_THREADS, str(more)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{said} (Resource temporarily unavailable): raise the limit of processes (ulimit -u)" in done.stdout
+
+
 LIMITED = """
-import os, resource
+import os, resource, sys
 from hotrow.memory.stores import io_uring_refused
 assert io_uring_refused() is None  # and all modules are loaded, from a folder that only root may be able to read
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (int(sys.argv[1]), int(sys.argv[1])))
 if os.geteuid() == 0: os.setuid(65534)  # root may lock what it likes
 print(io_uring_refused())
 """
 
 
 @needs_native
-def test_no_locked_memory_is_a_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [0, 64 << 10])
+def test_too_little_locked_memory_is_a_reason(limit: int) -> None:
+    """Also where a shorter queue than that of training would have enough."""
     if io_uring_refused():
         pytest.skip("io_uring is refused here anyway")
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=60, check=True)
+    line = [sys.executable, "-c", LIMITED, str(limit)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
     assert "io_uring is refused here (Cannot allocate memory)" in done.stdout
     assert "ulimit -l" in done.stdout
 

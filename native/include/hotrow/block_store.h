@@ -22,7 +22,7 @@ struct EngineOptions {
 // runs no OpenMP region. It lives as long as somebody, or a store, holds it.
 class Engine;
 
-// Null, and the reason, where io_uring is refused.
+// Null, and the reason, where io_uring or any thread is refused; an engine, and the reason, where it has fewer threads.
 std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason);
 
 // A file of layout.file_bytes(num_rows), open for reading and writing, aligned as the layout's sectors where it

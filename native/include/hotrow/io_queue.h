@@ -40,6 +40,10 @@ class IoQueue {
 
 // Null, and the reason, where the system refuses it. Must be called by the thread that will use it.
 std::unique_ptr<IoQueue> make_ring(int depth, std::string& reason);
-std::unique_ptr<IoQueue> make_pool(int depth, int num_threads);
+// Null, and the reason, where not one thread can be started; a pool, and the reason, where fewer can than num_threads.
+std::unique_ptr<IoQueue> make_pool(int depth, int num_threads, std::string& reason);
+
+// Of threads that the system refuses; what: which. error: its errno.
+std::string threads_refused(const std::string& what, int error);
 
 }  // namespace hotrow

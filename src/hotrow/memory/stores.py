@@ -60,7 +60,9 @@ class Engines:
     def _start(self, *, ring: bool) -> tuple[Any, str]:
         if ring not in self._started:
             sizes = (self.depth, self.num_threads, self.most_waiting_bytes)
-            self._started[ring] = backend().start_engine(ring, *sizes)
+            engine, reason = self._started[ring] = backend().start_engine(ring, *sizes)
+            if engine is not None and reason:
+                warnings.warn(reason, stacklevel=6)
         return self._started[ring]
 
     @property
@@ -73,7 +75,10 @@ class Engines:
         return sum(engine.num_bytes() for engine, _ in self._started.values() if engine is not None)
 
     def open(self, path: Path, sector: int) -> tuple[Any, int, str | None]:
-        """(engine, descriptor, None), or threads, a descriptor they can use, and why it is not io_uring."""
+        """(engine, descriptor, None), or threads, a descriptor they can use, and why it is not io_uring.
+
+        Raises StoreError where not one thread can be started, and warns where fewer than num_threads can.
+        """
         descriptor, reason = store_file.open_direct(path, sector)
         engine = None
         if descriptor is not None and self.io != "threads":
@@ -83,7 +88,11 @@ class Engines:
                 if descriptor is not None:
                     os.close(descriptor)
                 raise ValueError(f'io="io_uring", but {reason}; or choose io="auto"')
-            engine = self._start(ring=False)[0]
+            engine, refused = self._start(ring=False)
+            if engine is None:
+                if descriptor is not None:
+                    os.close(descriptor)
+                raise StoreError(refused)
         if descriptor is None:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if self.io == "auto" and reason:
@@ -310,4 +319,4 @@ def _open_block(rows: TableRows, file: OpenFile, engines: Engines) -> Store:
 
 def io_uring_refused() -> str | None:
     """Why io_uring cannot be used here; None where it can."""
-    return Engines(depth=1, num_threads=1, most_waiting_bytes=0)._start(ring=True)[1] or None
+    return Engines(most_waiting_bytes=0)._start(ring=True)[1] or None
