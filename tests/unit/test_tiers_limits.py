@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import os
 import pickle
@@ -10,10 +11,12 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -484,6 +487,27 @@ def test_a_forked_child_is_told_and_takes_nothing_away(folder: Path, kind: str) 
     lines = done.stdout.splitlines()
     assert len(lines) == 5 and lines[-1] == "2", "the parent's files are still there"
     assert all("belong to the process that this one was forked from" in line and "spawn" in line for line in lines[:4])
+
+
+@pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its writes are made to fail")
+def test_a_write_that_fails_ends_batches_whose_rows_are_there(folder: Path) -> None:
+    """Those announced before it too, the last of a loader, after which nothing is announced."""
+    emb = make(folder, ssd=folder, force=True)
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    assert emb.tiers is not None
+    batches = [batch_of(seed) for seed in range(3)]
+    seen = []
+    with pytest.raises(StoreError, match="writing row.* of table 'b' in .* Input/output error"):
+        for batch in hotrow.lookahead(batches, emb, depth=3):
+            emb(batch).sum().backward()
+            optimizer.step()
+            seen.append(batch)
+            store = emb.tiers.stores[1]
+            store.native.inject(True, 1, errno.EIO)
+            store.write([7], [0], [np.zeros((1, 32), np.uint8)])
+            while store.failure() is None:
+                time.sleep(0.001)
+    assert seen == batches[:1]
 
 
 def test_a_file_that_is_cut_off_ends_the_run(folder: Path) -> None:

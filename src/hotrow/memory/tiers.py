@@ -290,7 +290,8 @@ class Tiers:
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Flight, KeyedJaggedTensor]:
         """The flight of this batch, arrived, and the batch with slots for ids.
 
-        Not training: rows that are not resident are read beside the cache, which stays as it is.
+        Not training: rows that are not resident are read beside the cache, which stays as it is. Raises StoreError where
+        a store has failed, also one that these rows did not need: it was to keep others.
         """
         self._laid_out()
         _, flight = self._announced.pop(id(sparse), (None, None))
@@ -308,6 +309,7 @@ class Tiers:
         started = time.perf_counter()
         flight.wait()
         self.stall_s += training * (time.perf_counter() - started)
+        self.raise_failure(only_if_failed=True)
         return flight, sparse.with_values(flight.slots)
 
     def _admit(self, sparse: KeyedJaggedTensor, *, keep: bool) -> Flight | None:
