@@ -197,7 +197,9 @@ int try_read(int fd, int64_t bytes) {
 }  // namespace
 
 void bind_memory(nb::module_& m) {
-  nb::class_<Engine>(m, "Engine").def("num_bytes", &Engine::num_bytes);
+  nb::class_<Engine>(m, "Engine").def("num_bytes", &Engine::num_bytes).def("blocked_ns", [](Engine& engine) {
+    return engine.room().blocked_ns();
+  });
   nb::class_<Records>(m, "Records").def(nb::init<std::vector<Memory>>());
   nb::class_<Reading>(m, "Reading")
       .def("finished", [](const Reading& reading) { return reading.ticket.finished(); })

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <new>
 
 #include "engine.h"
@@ -97,10 +96,11 @@ Room::Place Room::take(int64_t unit_bytes, int64_t count, const FailureSlot& fai
     if (open_chunk(unit_bytes)) break;
     if (failure.get()) return place;
     const auto before = Clock::now();
-    ++num_blocked_;
+    if (num_blocked_++ == 0) blocked_since_ = before;
     changed_.wait(lock);
-    --num_blocked_;
-    place.blocked_ns += std::chrono::nanoseconds(Clock::now() - before).count();
+    const auto after = Clock::now();
+    if (--num_blocked_ == 0) blocked_ns_ += std::chrono::nanoseconds(after - blocked_since_).count();
+    place.blocked_ns += std::chrono::nanoseconds(after - before).count();
   }
   place.chunk = filling_;
   place.bytes = filling_->bytes + filling_->filled;

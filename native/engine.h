@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <array>
+#include <chrono>
 #include <deque>
 #include <thread>
 #include <utility>
@@ -59,6 +60,8 @@ class Room {
   void give_back(const std::vector<Chunk*>& chunks, bool look_again);
 
   int64_t num_bytes() const { return num_bytes_.load(std::memory_order_relaxed); }
+  // How long somebody waited, however many at a time.
+  int64_t blocked_ns() const { return blocked_ns_.load(std::memory_order_relaxed); }
   // Units of at least `unit_bytes` there may be at once.
   int64_t most_units(int64_t unit_bytes) const;
 
@@ -73,6 +76,8 @@ class Room {
   Chunk* filling_ = nullptr;
   std::vector<Chunk*> free_;
   int64_t num_blocked_ = 0;
+  std::chrono::steady_clock::time_point blocked_since_;
+  std::atomic<int64_t> blocked_ns_{0};
 };
 
 // Which units wait, of all tables: open addressing, made as large as there can be units. Of the engine's thread alone.

@@ -489,6 +489,34 @@ def test_a_forked_child_is_told_and_takes_nothing_away(folder: Path, kind: str) 
     assert all("belong to the process that this one was forked from" in line and "spawn" in line for line in lines[:4])
 
 
+@pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing waits without it")
+def test_waiting_for_room_is_a_stall(folder: Path) -> None:
+    """Of batches that are announced and released, not of rows that are laid down for a checkpoint."""
+    table = TableConfig(name="a", num_embeddings=20_000, embedding_dim=64, feature_names=("a",))
+    emb = EmbeddingCollection([table], memory=Memory(dram=400_000, ssd=folder, force=True), seed=5)
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    assert emb.tiers is not None
+    tiers = emb.tiers
+
+    def blocked_s() -> float:
+        return tiers.counters()["a"]["blocked_ns"] / 1e9
+
+    with tiers.rows(0, torch.arange(20_000), write=True):
+        pass
+    aside = blocked_s()
+    assert aside > 0 and tiers.stall_s == 0, "nothing waited"
+    for seed in range(4):
+        ids = torch.randperm(20_000, generator=torch.Generator().manual_seed(seed))[:8000]
+        batch = KeyedJaggedTensor(("a",), ids)
+        tiers.announce(batch)
+        assert tiers.stall_s >= (blocked_s() - aside) * (1 - 1e-9)
+        emb(batch).sum().backward()
+        before = tiers.stall_s, blocked_s()
+        optimizer.step()
+        assert tiers.stall_s - before[0] == pytest.approx(blocked_s() - before[1])
+        assert blocked_s() > before[1] > aside, "nothing waited"
+
+
 @pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its writes are made to fail")
 def test_a_write_that_fails_ends_batches_whose_rows_are_there(folder: Path) -> None:
     """Those announced before it too, the last of a loader, after which nothing is announced."""
@@ -497,7 +525,7 @@ def test_a_write_that_fails_ends_batches_whose_rows_are_there(folder: Path) -> N
     assert emb.tiers is not None
     batches = [batch_of(seed) for seed in range(3)]
     seen = []
-    with pytest.raises(StoreError, match="writing row.* of table 'b' in .* Input/output error"):
+    with pytest.raises(StoreError, match=r"writing row.* of table 'b' in .* Input/output error"):
         for batch in hotrow.lookahead(batches, emb, depth=3):
             emb(batch).sum().backward()
             optimizer.step()

@@ -30,6 +30,10 @@ class Engine:
         """Of memory."""
         return 0
 
+    def blocked_ns(self) -> int:
+        """That writers waited."""
+        return 0
+
 
 def start_engine(ring: bool, depth: int, num_threads: int, most_waiting_bytes: int) -> tuple[Any, str]:  # noqa: FBT001
     """(engine, why not)."""

@@ -74,6 +74,11 @@ class Engines:
         """
         return sum(engine.num_bytes() for engine, _ in self._started.values() if engine is not None)
 
+    @property
+    def blocked_s(self) -> float:
+        """Seconds in which some writer waited for room."""
+        return float(sum(engine.blocked_ns() for engine, _ in self._started.values() if engine is not None)) / 1e9
+
     def open(self, path: Path, sector: int) -> tuple[Any, int, str | None]:
         """(engine, descriptor, None), or threads, a descriptor they can use, and why it is not io_uring.
 

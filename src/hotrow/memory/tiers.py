@@ -86,9 +86,11 @@ class Saved(NamedTuple):
 class Flight:
     """A batch whose rows lie in slots, or are on their way there, until it is released."""
 
-    def __init__(self, native: Any, tiers: Tiers, spans: list[tuple[int, int, int]], slots: Tensor) -> None:
+    def __init__(
+        self, native: Any, tiers: Tiers, spans: list[tuple[int, int, int]], slots: Tensor, *, training: bool
+    ) -> None:
         self._native, self._tiers, self._spans, self.slots = native, tiers, spans, slots
-        self.released = False
+        self._training, self.released = training, False
 
     def wait(self) -> None:
         """Sleep until every row is there. Raises StoreError where one could not be read."""
@@ -103,7 +105,8 @@ class Flight:
     def release(self, *, updated: bool) -> None:
         """The batch is over; updated: its rows have changed. Later calls do nothing."""
         self.released = True
-        self._native.release(updated)
+        with self._tiers.counting_room(training=self._training):
+            self._native.release(updated)
 
 
 class Tiers:
@@ -136,7 +139,8 @@ class Tiers:
         self.altered = self.unannounced = self.foreseen = 0
         """Training batches that were changed after they were announced, that never were, and that were as announced."""
         self.stall_s = 0.0
-        """Seconds that training batches waited for their rows."""
+        """Seconds that training batches waited for their rows, and for room to write those that made way for them."""
+        self._engines = Engines()
         self._finalizer: weakref.finalize[..., Tiers] | None = None
         self._process, self._laying_out = os.getpid(), threading.Lock()
 
@@ -179,7 +183,7 @@ class Tiers:
         if self.memory.middle is not None and any(places):
             folders.append(OwnFolder(self.memory.middle))
         caches = backend().make_caches()
-        engines = Engines(io=self.memory.io, most_waiting_bytes=self.memory.waiting_bytes)
+        self._engines = engines = Engines(io=self.memory.io, most_waiting_bytes=self.memory.waiting_bytes)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
             rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
             whole = slots.pinned == table.num_embeddings
@@ -290,8 +294,8 @@ class Tiers:
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Flight, KeyedJaggedTensor]:
         """The flight of this batch, arrived, and the batch with slots for ids.
 
-        Not training: rows that are not resident are read beside the cache, which stays as it is. Raises StoreError where
-        a store has failed, also one that these rows did not need: it was to keep others.
+        Not training: rows that are not resident are read beside the cache, which stays as it is. Raises StoreError
+        where a store has failed, also where these rows need none: it was to keep others.
         """
         self._laid_out()
         _, flight = self._announced.pop(id(sparse), (None, None))
@@ -333,8 +337,16 @@ class Tiers:
 
     def _fly(self, ids: np.ndarray[Any, Any], spans: list[tuple[int, int, int]], *, keep: bool) -> Flight | None:
         """The rows of `ids` on their way; None where one is out of range. keep: into the cache, else beside it."""
-        native, slots = self._laid_out().admit(ids, spans, keep, torch.get_num_threads())
-        return None if native is None else Flight(native, self, spans, torch.from_numpy(slots))
+        with self.counting_room(training=keep):
+            native, slots = self._laid_out().admit(ids, spans, keep, torch.get_num_threads())
+        return None if native is None else Flight(native, self, spans, torch.from_numpy(slots), training=keep)
+
+    @contextmanager
+    def counting_room(self, *, training: bool) -> Iterator[None]:
+        """What a training batch waits for room to write inside the block is a stall."""
+        before = self._engines.blocked_s
+        yield
+        self.stall_s += training * (self._engines.blocked_s - before)
 
     # ---- rows by their ids
 
