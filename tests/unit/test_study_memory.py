@@ -280,6 +280,25 @@ def test_a_group_that_cannot_be_made_says_why(tmp_path: Path) -> None:
         own_group("1:cpu:/", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("v1", "files"),
+    [
+        (False, {"memory.max": "5000", "memory.swap.max": "0"}),
+        (True, {"memory.limit_in_bytes": "5000", "memory.memsw.limit_in_bytes": "5000"}),
+        (False, {"memory.max": "5000"}),
+        (True, {"memory.limit_in_bytes": "5000"}),
+    ],
+)
+def test_a_limit_leaves_nothing_to_swap(tmp_path: Path, v1: bool, files: dict[str, str]) -> None:
+    """Else a side that is short of memory has more, on another disk. Where swap is not counted there is no file."""
+    group = object.__new__(MemoryGroup)
+    group.path, group._v1 = tmp_path, v1
+    for name in files:
+        (tmp_path / name).write_text("max")
+    group.limit(5000)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
 def test_own_group_of_either_version(tmp_path: Path) -> None:
     (tmp_path / "memory" / "a").mkdir(parents=True)
     assert own_group("3:cpu,memory:/a\n", tmp_path) == tmp_path / "memory" / "a"

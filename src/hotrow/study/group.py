@@ -39,11 +39,17 @@ class MemoryGroup:
         return self.path / "cgroup.procs"
 
     def limit(self, num_bytes: int) -> None:
-        """Bytes of memory and page cache; what is above is taken back now. Raises GroupError."""
-        try:
-            (self.path / ("memory.limit_in_bytes" if self._v1 else "memory.max")).write_text(str(num_bytes))
-        except OSError as error:
-            raise GroupError(f"{self.path} takes no limit of {num_bytes:,} bytes ({error.strerror})") from None
+        """Bytes of memory and page cache; what is above is taken back now, and none swapped. Raises GroupError."""
+        limits = {"memory.swap.max": 0, "memory.max": num_bytes}
+        if self._v1:  # in this order: the limit of memory and swap may not be below that of memory
+            limits = {"memory.limit_in_bytes": num_bytes, "memory.memsw.limit_in_bytes": num_bytes}
+        for name, limit in limits.items():
+            if "sw" in name and not (self.path / name).exists():
+                continue  # this system has no swap, or does not count it by groups
+            try:
+                (self.path / name).write_text(str(limit))
+            except OSError as error:
+                raise GroupError(f"{self.path / name} takes no limit of {limit:,} bytes ({error.strerror})") from None
 
     def used_bytes(self) -> int:
         """In use now but for the page cache, which makes room."""
