@@ -199,29 +199,37 @@ def _machine_available_bytes() -> int:
     return int(match[1]) * 1024
 
 
-def _cgroup_available_bytes(root: Path, membership: Path) -> int | None:
-    """The tightest of limit - use + reclaimable page cache over this process's cgroup and its parents, v1 or v2."""
+def cgroup_folders(controller: str, root: Path, membership: Path) -> Iterator[tuple[int, Path]]:
+    """Version (1 or 2) and folder of this process's cgroup and each of its parents, for one controller.
+
+    root: where they are mounted, such as /sys/fs/cgroup; membership: such as /proc/self/cgroup. Folders may be absent.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
-        return None
-    tightest = None
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit, use, cache = root, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base, limit, cache = root / "memory", "memory.limit_in_bytes", "total_inactive_file"
-            use = "memory.usage_in_bytes"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        version, base = (1, root / controller) if controllers else (2, root)
         # Inside a container the path may be the host's, absent here; its visible ancestors still hold.
         relative = Path(path.lstrip("/"))
-        for folder in (base / relative, *(base / parent for parent in relative.parents)):
-            free = _cgroup_folder_bytes(folder, limit, use, cache)
-            if free is not None and (tightest is None or free < tightest):
-                tightest = free
-    return tightest
+        for folder in (relative, *relative.parents):
+            yield version, base / folder
+
+
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def _cgroup_available_bytes(root: Path, membership: Path) -> int | None:
+    """The tightest of limit - use + reclaimable page cache over this process's cgroup and its parents, v1 or v2."""
+    folders = cgroup_folders("memory", root, membership)
+    free = [_cgroup_folder_bytes(folder, *_MEMORY_FILES[version]) for version, folder in folders]
+    return min((each for each in free if each is not None), default=None)
 
 
 def _cgroup_folder_bytes(folder: Path, limit: str, use: str, cache: str) -> int | None:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotrow.files import cgroup_folders
+
 
 def versions() -> dict[str, str]:
     """Versions of what computes."""
@@ -53,9 +55,9 @@ def lacks_bfloat16_products() -> bool:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, cut by a cgroup's CPU quota (v1 or v2) where there is one."""
+    """Cores this process may use: its affinity, cut by the CPU quota of its cgroup or one around it."""
     affinity = len(process_cores())
-    quota = _cgroup_quota(Path("/sys/fs/cgroup"))
+    quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return affinity if quota is None else max(1, min(affinity, int(quota)))
 
 
@@ -98,12 +100,18 @@ def _core_list(path: Path) -> set[int]:
     return {core for part in parts for core in range(int(part[0]), int(part[-1]) + 1)}
 
 
-def _cgroup_quota(root: Path) -> float | None:
+def _cgroup_quota(root: Path, membership: Path) -> float | None:
+    """The tightest CPU quota, in cores, over this process's cgroup and its parents, v1 or v2."""
+    quotas = [_folder_quota(folder, version) for version, folder in cgroup_folders("cpu", root, membership)]
+    return min((each for each in quotas if each is not None), default=None)
+
+
+def _folder_quota(folder: Path, version: int) -> float | None:
     try:
-        if (root / "cpu.max").exists():
-            quota, period = (root / "cpu.max").read_text().split()
+        if version == 2:
+            quota, period = (folder / "cpu.max").read_text().split()
         else:
-            quota, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
     except (OSError, ValueError):
         return None
     return None if quota.strip() in ("max", "-1") else int(quota) / int(period)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hotrow import ops
-from hotrow.host import nodes_of, numa_nodes, usable_cores
+from hotrow.host import _cgroup_quota, nodes_of, numa_nodes, usable_cores
 from hotrow.session import cores_to_pin, threads
 
 TWO_NODES = [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -32,6 +32,28 @@ def test_each_thread_gets_a_core_of_its_own_and_gives_it_back() -> None:
         assert os.sched_getaffinity(0) == {numa_nodes()[0][0]}, "thread 0 is the caller"
         assert usable_cores() == number, "a pinned thread still knows the cores of its process"
     assert all(cores == before[0] for cores in affinities())
+
+
+def test_cpu_quotas_of_both_versions_and_of_parents(tmp_path: Path) -> None:
+    member = tmp_path / "member"
+
+    def group(folder: Path, **files: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / f"cpu.{name}").write_text(text + "\n")
+
+    member.write_text("0::/slice/job\n")
+    group(tmp_path / "v2" / "slice" / "job", max="max 100000")
+    assert _cgroup_quota(tmp_path / "v2", member) is None
+    group(tmp_path / "v2" / "slice", max="250000 100000")
+    assert _cgroup_quota(tmp_path / "v2", member) == 2.5
+    group(tmp_path / "v2" / "slice" / "job", max="50000 100000")
+    assert _cgroup_quota(tmp_path / "v2", member) == 0.5
+    member.write_text("3:memory:/x\n2:cpu,cpuacct:/docker/absent/here\n0::/\n")
+    group(tmp_path / "v1" / "cpu" / "docker", cfs_quota_us="300000", cfs_period_us="100000")
+    group(tmp_path / "v1" / "cpu", cfs_quota_us="-1", cfs_period_us="100000")
+    assert _cgroup_quota(tmp_path / "v1", member) == 3
+    assert _cgroup_quota(tmp_path / "v1", tmp_path / "absent") is None
 
 
 def test_a_refusal_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
