@@ -116,10 +116,10 @@ def test_hits_misses_and_rows_against_a_dictionary(
             [1 - miss for miss in misses], abs=1e-6
         )
         assert table["unique_ratio"] == pytest.approx(expected["unique_rows"] / expected["lookups"], abs=1e-6)
-        # Of a mapped file as much is asked as rows take: there is no padding, and no I/O to count.
+        # Of a mapped file as much is asked as rows take, whatever the system writes for it: no I/O is counted.
         assert table["read_bytes"] == RECORD * expected["read_rows"]
         assert table["written_bytes"] == RECORD * expected["written_rows"] == EPOCHS * table["written_bytes_per_epoch"]
-        assert (table["write_amplification"], table["bytes_per_read"], table["cpu_us_per_io"]) == (1.0, None, None)
+        assert (table["write_amplification"], table["bytes_per_read"], table["cpu_us_per_io"]) == (None, None, None)
         totals += expected
     assert by_hand(ids["far"], 114)["created_rows"] == len(FAR_ROWS) and totals["evicted_rows"] > 500
     small = memory["tables"]["small"]
