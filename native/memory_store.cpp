@@ -43,6 +43,15 @@ bool for_each_move(std::span<const Move> moves, int64_t num_rows, const std::str
   return true;
 }
 
+// A call of the system, again where a signal cut it short before it did anything.
+template <class Call>
+ssize_t retried(const Call& call) {
+  ssize_t result;
+  do result = call();
+  while (result < 0 && errno == EINTR);
+  return result;
+}
+
 void tell(Ticket& ticket, std::span<const Move> moves, bool good) {
   const auto count = static_cast<int64_t>(moves.size());
   ticket.add(count);
@@ -235,10 +244,8 @@ class Mapped final : public Store {
     const int64_t first = place(row) / kChunkBytes, last = (place(row + 1) - 1) / kChunkBytes;
     for (int64_t chunk = first; chunk <= last; ++chunk) {
       const int64_t start = chunk * kChunkBytes, bytes = std::min(kChunkBytes, bytes_ - kTailBytes - start);
-      int failed;
-      do failed = fallocate(file_.fd, 0, static_cast<off_t>(start), static_cast<off_t>(bytes));
-      while (failed && errno == EINTR);
-      if (failed) return false;
+      const auto ask = [&] { return fallocate(file_.fd, 0, static_cast<off_t>(start), static_cast<off_t>(bytes)); };
+      if (retried(ask) != 0) return false;
       claimed_[chunk].store(1, std::memory_order_relaxed);
     }
     return true;
@@ -255,9 +262,9 @@ class Mapped final : public Store {
     }
     std::vector<std::byte> record(static_cast<size_t>(file_.record_bytes));
     errno = 0;
-    if (pread(file_.fd, record.data(), record.size(), static_cast<off_t>(place(move.row))) != file_.record_bytes) {
-      return fail("reading", move.row);
-    }
+    const auto at = static_cast<off_t>(place(move.row));
+    const ssize_t moved = retried([&] { return pread(file_.fd, record.data(), record.size(), at); });
+    if (moved != file_.record_bytes) return fail("reading", move.row);
     slots.scatter(record.data(), move.slot);
     return true;
   }
@@ -269,7 +276,8 @@ class Mapped final : public Store {
     }
     std::vector<std::byte> record(static_cast<size_t>(file_.record_bytes));
     slots.gather(move.slot, record.data());
-    const ssize_t written = pwrite(file_.fd, record.data(), record.size(), static_cast<off_t>(place(move.row)));
+    const auto at = static_cast<off_t>(place(move.row));
+    const ssize_t written = retried([&] { return pwrite(file_.fd, record.data(), record.size(), at); });
     if (written >= 0 && written != file_.record_bytes) errno = ENOSPC;
     return written == file_.record_bytes || fail("writing", move.row);
   }

@@ -23,8 +23,7 @@ RowCache::RowCache(const CacheSizes& sizes, Policy policy, Admission admission, 
       slots_(std::move(slots)),
       exists_(sizes.num_rows),
       changed_(sizes.num_rows) {
-  // Two entries of four bytes for each resident row.
-  map_.resize(static_cast<size_t>(std::max<int64_t>(2 * sizes_.cached, 16)));
+  map_.resize(least_map());
   places_.resize(static_cast<size_t>(sizes_.cached));
   row_.resize(static_cast<size_t>(initial_.dim));
   if (admission == Admission::frequency) frequencies_.emplace(sizes_.cached);
@@ -56,16 +55,16 @@ int32_t RowCache::find(uint32_t row) const {
 }
 
 void RowCache::insert(uint32_t row, int32_t place) {
-  if (4 * (num_mapped_ + 1) > 3 * static_cast<int64_t>(map_.size())) grow_map();
+  if (4 * (num_mapped_ + 1) > 3 * static_cast<int64_t>(map_.size())) resize_map(2 * map_.size());
   size_t at = home(row);
   while (map_[at] != 0) at = at + 1 == map_.size() ? 0 : at + 1;
   map_[at] = place + 1;
   ++num_mapped_;
 }
 
-// Overflow has filled it.
-void RowCache::grow_map() {
-  const std::vector<int32_t> old = std::exchange(map_, std::vector<int32_t>(map_.size() * 2));
+// Overflow has filled it, or is over.
+void RowCache::resize_map(size_t size) {
+  const std::vector<int32_t> old = std::exchange(map_, std::vector<int32_t>(size));
   for (const int32_t entry : old) {
     if (entry == 0) continue;
     size_t at = home(places_[static_cast<size_t>(entry - 1)].row);
@@ -339,6 +338,8 @@ void RowCache::release(Pins& pins, bool dirty) {
     }
   }
   if (!leaving.empty()) store_->write(leaving, slots_);
+  // Well below what makes it grow, so that it does not go to and fro within a batch.
+  if (map_.size() > least_map() && 8 * num_mapped_ <= 5 * static_cast<int64_t>(least_map())) resize_map(least_map());
 }
 
 void RowCache::restart_batches() {

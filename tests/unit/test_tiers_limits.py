@@ -489,6 +489,25 @@ def test_a_forked_child_is_told_and_takes_nothing_away(folder: Path, kind: str) 
     assert all("belong to the process that this one was forked from" in line and "spawn" in line for line in lines[:4])
 
 
+@pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its map is measured")
+def test_the_map_of_a_large_batch_is_given_back(emb: EmbeddingCollection) -> None:
+    """The budget counts 8 bytes a slot; what is above is there while rows lie beside the cache."""
+    emb(batch_of(1))
+    tiers = emb.tiers
+    assert tiers is not None
+
+    def map_bytes() -> list[int]:
+        return [counts["map_bytes"] for counts in tiers.counters().values()]
+
+    counted = [8 * slots.cached for slots in tiers.slots]
+    large = KeyedJaggedTensor(("a", "b"), torch.arange(NUM_ROWS).repeat(2))
+    for _ in range(3):
+        assert map_bytes() == counted
+        tiers.announce(large)
+        assert all(now > least for now, least in zip(map_bytes(), counted, strict=True)), "the batch was too small"
+        tiers.forget(large)
+
+
 @pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing waits without it")
 def test_waiting_for_room_is_a_stall(folder: Path) -> None:
     """Of batches that are announced and released, not of rows that are laid down for a checkpoint."""

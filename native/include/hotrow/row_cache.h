@@ -14,6 +14,7 @@
 #include <hotrow/store.h>
 #include <hotrow/types.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -140,7 +141,9 @@ class RowCache {
   int32_t find(uint32_t row) const;
   void insert(uint32_t row, int32_t place);
   void erase(uint32_t row);
-  void grow_map();
+  void resize_map(size_t size);
+  // Two entries of four bytes for each cached place.
+  size_t least_map() const { return static_cast<size_t>(std::max<int64_t>(2 * sizes_.cached, 16)); }
   int32_t place_for(uint32_t row, bool keep, std::vector<Move>& evicted);
   int32_t room_for(uint32_t row, bool& admitted);
   int32_t next_to_go();
