@@ -13,7 +13,7 @@ from gpu_device import DEVICE
 from benchmarks import gpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-QUICK = ["--quick", "--device", str(DEVICE), "--stretches", "1"]
+QUICK = ["--quick", "--device", str(DEVICE), "--stretches", "1", "--here"]
 
 
 def small(shape: str = "kaggle") -> gpu.Cell:
@@ -21,16 +21,57 @@ def small(shape: str = "kaggle") -> gpu.Cell:
 
 
 def test_all_modes_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu.main([*QUICK, "--json", "--shapes", "kaggle"])
-    *text, last = capsys.readouterr().out.splitlines()
-    (cell,) = json.loads(last)["cells"]
+    gpu.main([*QUICK, "--shapes", "kaggle"])
+    told = capsys.readouterr()
+    text = told.err.splitlines()
+    (cell,) = json.loads(told.out)["cells"]
     found = cell["measured"]
     assert list(found["modes"]) == list(gpu.MODES) and not found["refused"]
     assert all(own["samples_per_s"] > 0 for own in found["modes"].values())
     assert 0 < found["hot_samples"] < 1 and found["hot_bytes"] <= 64 << 10
     assert found["modes"]["fae"]["swaps"] > 2 and found["modes"]["fae"]["sync_s"] > 0
-    assert found["modes"]["all_in_hbm"]["hits_per_row"] == 1
+    assert found["modes"]["all_in_hbm"]["hits_per_row"] == found["modes"]["all_in_hbm"]["of_all_in_hbm"] == 1
     assert any(line.startswith("  fae ") and "without the seconds of swaps" in line for line in text)
+
+
+def test_a_share_of_the_rows_at_a_skew_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own, as by the command; what is promised is of that share and skew alone."""
+    modes = ["--modes", "cached", "all_in_hbm", "--shapes", "kaggle", "--json"]
+    gpu.main([*QUICK[:-1], "--hbm", "40%", "--zipf", "1.05", *modes])
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    found = cell["measured"]
+    assert (cell["hbm"], cell["zipf"]) == ("40%", 1.05)
+    cached, whole = (found["modes"][name] for name in ("cached", "all_in_hbm"))
+    assert cached["hits_per_row"] < 1 == whole["of_all_in_hbm"]
+    assert cached["of_all_in_hbm"] == pytest.approx(cached["samples_per_s"] / whole["samples_per_s"])
+    for hbm, share, said in (("10%", 0.71, "held"), ("10%", 0.69, "**not held**"), ("20%", 1, "")):
+        own = gpu.Cell("kaggle", hbm, 8, 2, 1e-5, "cpu", zipf=1.05)
+        text = gpu.lines(own, ["cached"], {**found, "modes": {"cached": {**cached, "of_all_in_hbm": share}}})
+        assert text[0].startswith(f"kaggle, Zipf 1.05, {hbm} of the rows in HBM, batch 8: ")
+        assert text[2:] == ([f"  cached, at least 70% of all_in_hbm: {said}"] if said else [])
+
+
+def test_rows_and_slots_of_a_share() -> None:
+    """By counting: a tenth of the rows in slots, small tables first, and the hot rows of fae in as many bytes."""
+    cell = gpu.Cell("kaggle", "10%", 8, 2, 1e-3, str(DEVICE), num_tables=3, small_table_bytes=0, zipf=1.05)
+    num_rows, row_bytes = sum(table.num_embeddings for table in cell.tables), 4 * gpu.SHAPES["kaggle"].dim
+    assert cell.row_bytes == num_rows * row_bytes // 10
+    assert 0.99 * cell.row_bytes < cell.hot_set().num_bytes <= cell.row_bytes
+    sides, _ = gpu.make_sides(cell, ["cached"], cell.hot_set())
+    slots = sides["cached"].emb.device_rows.slots  # type: ignore[attr-defined]
+    assert 0.95 * num_rows / 10 < sum(own.pinned + own.cached for own in slots) <= num_rows / 10
+    assert {table.zipf for table in cell.source} == {1.05}
+    for bad in ("0%", "101%", "x%"):
+        with pytest.raises(SystemExit):
+            gpu.parsed(["--hbm", bad])
+
+
+def test_what_crosses_to_the_device_brings_its_gradient_back() -> None:
+    pooled = torch.randn(3, 4, requires_grad=True)
+    there = gpu.across(pooled, DEVICE)
+    (there.square().sum()).backward()
+    assert there.device.type == DEVICE.type
+    torch.testing.assert_close(pooled.grad, 2 * pooled.detach())
 
 
 def test_a_mode_that_trains_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,11 +114,11 @@ def test_turns_hold_every_sample_once_and_one_class() -> None:
 
 def test_what_cannot_be_measured_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    gpu.main(["--json"])
-    *text, last = capsys.readouterr().out.splitlines()
-    found = json.loads(last)
-    assert len(found["cells"]) == 2 * 3 * 3 and all(cell["measured"] is None for cell in found["cells"])
-    assert sum(line.endswith("not measured") for line in text) == 18 * len(gpu.MODES)
+    gpu.main(["--here"])
+    told = capsys.readouterr()
+    text, found = told.err.splitlines(), json.loads(told.out)
+    assert len(found["cells"]) == 2 * 4 * 3 and all(cell["measured"] is None for cell in found["cells"])
+    assert sum(line.endswith("not measured") for line in text) == 24 * len(gpu.MODES)
     assert "finds no GPU here" in text[0]
     sides, refused = gpu.make_sides(gpu.Cell("kaggle", "40", 8, 2, 1e-5, str(DEVICE), 3), ["cached"], small().hot_set())
     assert not sides and "raise it to" in refused["cached"]
