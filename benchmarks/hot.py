@@ -13,8 +13,10 @@ which the hypervisor took processor time away counts for none.
     calibrate                          the ways to choose rows; what that and classification take of an epoch
     track                              showing a batch to the tracker, beside the training step it belongs to
     trackers                           ways to track, on real rows (hot_trackers.py; nothing is timed)
-    quality_criteo, quality_synthetic  turns of hot and cold batches beside shuffled order, over seeds (hot_quality.py);
-    quality_synthetic_10               the rate begins at the paper's 50, or at 10
+    quality_criteo, quality_taobao     turns of hot and cold batches beside shuffled order, over seeds (hot_quality.py),
+                                       on real rows: of a DLRM, of a TBSM
+    quality_synthetic                  the same on synthetic rows; the rate begins at the paper's 50,
+    quality_synthetic_10               or at 10
     quality_synthetic_end              a tenth of the samples at the end, in shuffled order
     link                               what crosses the link to a fast device, by budget (the same; nothing is timed)
 """
@@ -330,7 +332,8 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
     }
 
 
-QUALITY = ("quality_criteo", "quality_synthetic", "quality_synthetic_10", "quality_synthetic_end", "link")
+REAL_ROWS = tuple(f"quality_{name}" for name in hot_quality.REAL)
+QUALITY = (*REAL_ROWS, "quality_synthetic", "quality_synthetic_10", "quality_synthetic_end", "link")
 CELLS = ("classify_prefix", "classify_listed", "classify_first", "calibrate", "track", "trackers", *QUALITY)
 
 
@@ -339,6 +342,7 @@ def absent(name: str, data: Path) -> str | None:
     files = {
         "trackers": [file for _, file in hot_trackers.STREAMS.values()],
         "quality_criteo": [hot_quality.CRITEO],
+        "quality_taobao": [hot_quality.TAOBAO],
         "link": [hot_quality.CRITEO],
     }
     lost = [file for file in files.get(name, ()) if not (data / file).exists()]

@@ -9,11 +9,13 @@ from typing import Any
 from benchmarks.markdown import held, table
 from hotrow.data.packed import PackedDataset
 from hotrow.data.prepare import run_prepare
+from hotrow.data.schema import parse_schema
+from hotrow.data.taobao import HISTORIES_SCHEMA
 from hotrow.study import hot
 from hotrow.study.hot_counted import counted
 from hotrow.study.shapes import make_shape
 
-CRITEO = "criteo_terabyte_80k.tsv.gz"
+CRITEO, TAOBAO = "criteo_terabyte_80k.tsv.gz", "taobao_userbehavior_110k.csv.gz"
 SMALL_TABLE = "32KiB"
 """Of 80,000 rows: FAE's megabyte is for 45 million."""
 BUDGETS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -23,6 +25,8 @@ END = 0.1
 TURNS, SLOTS = ("exact", "covering"), "slots"
 LINK_BATCH = 1024
 """Samples, of mixed batches: from 1024 up is what the promise is for."""
+REAL = ("criteo", "taobao")
+"""Too few rows to resolve the bar: asked is that no difference shows."""
 SETTINGS = ("rows", "amount", "batch_size", "rate", "shuffled_end")
 MOST_DIFFERENCE, LEAST_RATIO = 0.0005, 4.0
 
@@ -32,6 +36,17 @@ def criteo(data: Path, folder: Path) -> Path:
     packed = folder / "criteo-80k"
     if not (packed / "dataset.json").exists():
         run_prepare("criteo", str(data / CRITEO), packed, min_count=1)
+    return packed
+
+
+def taobao(data: Path, folder: Path) -> Path:
+    """The real clicks, packed: at each event of a user but the first what came, and what did not."""
+    packed = folder / "taobao-110k"
+    if not (packed / "dataset.json").exists():
+        value = HISTORIES_SCHEMA.to_json()
+        value["histories"] |= {"every": 1}
+        schema = parse_schema(value, where="benchmarks.hot_quality")
+        run_prepare("taobao-histories", str(data / TAOBAO), packed, schema=schema, min_count=1)
     return packed
 
 
@@ -46,9 +61,9 @@ def measure(name: str, data: Path, folder: Path, *, quick: bool) -> dict[str, An
             make_shape("kaggle", num_samples, scale, packed)
         seeds = 5 if name.endswith("_end") else 3
         return quality(packed, folder, {**shape, "rows": "exact", "amount": 0.2, "batch_size": 2048, "seeds": seeds})
-    packed = criteo(data, folder)
+    packed = taobao(data, folder) if name == "quality_taobao" else criteo(data, folder)
     shape = {"source": str(packed), "small_table": SMALL_TABLE}
-    if name == "quality_criteo":
+    if name.startswith("quality_"):
         seeds = 2 if quick else 5
         return quality(packed, folder, {**shape, "rows": "covering", "amount": 0.5, "batch_size": 128, "seeds": seeds})
     return {"budgets": budgets(packed, shape), "least_ratio": LEAST_RATIO}
@@ -87,7 +102,7 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
     rows = []
     for cell in cells:
         difference, error = cell["auc_difference"], cell["auc_difference_se"]
-        if cell["name"] == "hot_quality_criteo":
+        if cell["name"].removeprefix("hot_quality_") in REAL:
             promise = held("within two standard errors", holds=abs(difference) <= 2 * error)
         else:
             promise = at_most(MOST_DIFFERENCE, abs(difference), error)
@@ -101,7 +116,8 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         "An epoch of turns of cold and hot batches whose rate follows the validation loss, beside one in shuffled "
         "order, from the same weights: `criteo` the 80,000 real rows (half of the tables' bytes hot, chosen so that "
         "most samples are), `synthetic` clicks of Criteo Kaggle's shape with a planted teacher (a fifth of the bytes, "
-        "by counts). DLRM, dim 16, row-wise Adagrad. Pairs: shuffled / turns, means over seeds; the difference is "
+        "by counts), both with a DLRM; `taobao` two hours of real clicks with a TBSM, hot rows as of `criteo`. Dim 16, "
+        "row-wise Adagrad. Pairs: shuffled / turns, means over seeds; the difference is "
         "paired by seed, its standard error in brackets."
     )
     head = ("data", "samples", "first rate", "shuffled end", "seeds", "hot samples")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -497,7 +499,22 @@ def test_cells_on_real_rows_say_what_they_lack(tmp_path: Path) -> None:
     assert "criteo_terabyte_80k.tsv.gz is not in" in (hot.absent("link", tmp_path) or "")
     (tmp_path / "criteo_terabyte_80k.tsv.gz").touch()
     assert hot.absent("quality_criteo", tmp_path) is None
+    assert "taobao_userbehavior_110k.csv.gz is not in" in (hot.absent("quality_taobao", tmp_path) or "")
     assert "taobao_userbehavior_110k.csv.gz, embedding_trace" in (hot.absent("trackers", tmp_path) or "")
+
+
+@pytest.mark.slow
+def test_a_tbsm_on_real_clicks_by_both_orders(real_data: Callable[[str], Path], tmp_path: Path) -> None:
+    """The cell in its quick form: two seeds, of all pairs of an event and what came next or did not."""
+    path = real_data(hot_quality.TAOBAO)
+    row = hot_quality.measure("quality_taobao", path.parent, tmp_path, quick=True)
+    with gzip.open(path, "rt") as lines:
+        num_events = Counter(line.split(",")[0] for line in lines)
+    assert 0.5 < row["samples"] / (2 * (sum(num_events.values()) - len(num_events))) < 1, "the training split"
+    assert {"auc_baseline", "auc_fae", "logloss_baseline", "logloss_fae"} <= row.keys() and row["seeds"] == 2
+    assert 0.2 < row["hot_samples"] < 0.8 and row["num_swaps"] >= 1
+    page = "\n".join(hot_page.hot_tables([{"name": "hot_quality_taobao", **row}]))
+    assert f"| taobao | {row['samples']:,} | 50 | 0% | 2 |" in page and "within two standard errors: " in page
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,32 @@ def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, model: dict[str
         assert crossed == (inputs + ids_and_offsets if num_hot else hybrid)
 
 
+def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset, tmp_path: Path) -> None:
+    """A TBSM with the published widths on histories, else a DLRM; the quality cell trains it by both orders."""
+    assert hot.model_of(dataset) == {}
+    info = DatasetInfo(
+        name="histories",
+        dense=(),
+        features=(Feature("item", "item"), Feature("item_history", "item", "sequence")),
+        tables=(Table("item", 60),),
+    )
+    rng = np.random.default_rng(3)
+    with PackedWriter(tmp_path / "data", info, rows_per_block=128) as writer:
+        for split, num_rows in (("train", 600), ("val", 200), ("test", 200)):
+            item, splits = rng.integers(0, 60, num_rows), np.concatenate([[0], rng.integers(0, 4, num_rows).cumsum()])
+            ids = {"item": item, "item_history": (rng.integers(0, 60, splits[-1]), splits)}
+            writer.append(split, (item < 20).astype(np.float32), np.zeros((num_rows, 0), np.float32), ids)
+        made = writer.close()
+    fields = {**CELL, "kind": "quality", "amount": 0.5, "small_table": "0", "embedding_dim": 4, "batch_size": 32}
+    cell = hot.HotCell(**{**fields, "seeds": 2, "schedule": "fixed"})
+    model = hot.config_of(cell, made, 2000, "fixed", 1).model
+    assert (model.name, model.top_mlp, model.tbsm_options()["final_mlp"]) == ("tbsm", [15, 15], [60])
+    with pytest.warns(UserWarning, match="its training split is counted"):
+        row = hot.quality(cell, made, tmp_path)
+    assert 0 < row["hot_samples"] < 1 and row["num_swaps"] >= 2
+    assert row["auc_difference"] == pytest.approx(row["auc_fae"] - row["auc_baseline"])
+
+
 def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def small(raw: dict[str, Any], *, origin: str) -> Config:
         model, options = {"bottom_mlp": [4], "top_mlp": [4]}, {"threads": 1}
