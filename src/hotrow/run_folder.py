@@ -144,14 +144,18 @@ class RunFolder:
             file.write(f"{_now()} {text}\n")
 
     def measure(self, kind: str, *, step: int, **values: Any) -> None:
-        """One line of metrics.jsonl, and its numbers as TensorBoard scalars where that is open."""
+        """One line of metrics.jsonl, and its numbers as TensorBoard scalars where that is open.
+
+        Scalars of a split go by its name, `val/auc`: those of two splits at one step would make one curve.
+        """
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         if self._board is not None:
+            group = values.get("split", kind)
             for name, value in values.items():
                 for tag, number in value.items() if isinstance(value, Mapping) else [("", value)]:
                     if isinstance(number, int | float):
-                        self._board.add_scalar("/".join(part for part in (kind, name, tag) if part), number, step)
+                        self._board.add_scalar("/".join(part for part in (group, name, tag) if part), number, step)
 
     def measurements(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; a last line cut off by a kill does not count."""

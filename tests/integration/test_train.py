@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hotrow
-from hotrow import Run, runs, trainer
+from hotrow import Run, ops, progress, runs, trainer
 from hotrow.checkpoint import list_checkpoints
 from hotrow.config import Config, apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
@@ -59,9 +59,86 @@ def test_learns_and_fills_its_folder(dataset: PackedDataset, tmp_path: Path) -> 
     assert [line["step"] for line in lines if line.get("split") == "val"] == list(range(32, 385, 32))
     for name in ("config.yaml", "log.txt", "vocab/dataset.json"):
         assert (run.path / name).is_file()
-    assert list((run.path / "tensorboard").iterdir())
     files = [path for path in run.path.rglob("*") if path.is_file() and "tensorboard" not in path.parts]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+
+
+LINE = re.compile(
+    r"\[0:\d\d:\d\d\] epoch (?P<epoch>[\d.]+)/2  step (?P<step>\d+)/(?P<steps>\d+)  (?P<rate>[\d.]+[kM]?) samples/s  "
+    r"loss (?P<loss>[\d.]+)  (?P<val>not evaluated yet|val AUC [\d.]+ LogLoss [\d.]+ NE [\d.]+)  \|  "
+    r"data (?P<data>\d+)% lookup (?P<lookup>\d+)% dense (?P<dense>\d+)% update (?P<update>\d+)%(?P<tiers>.*)  \|  "
+    r"\d+:\d\d:\d\d left"
+)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        pytest.param("dram", id="DRAM"),
+        pytest.param(
+            {"dram": "96KiB", "force": True},
+            id="tiers",
+            marks=pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module"),
+        ),
+    ],
+)
+def test_what_the_progress_line_says(
+    make_dataset: Callable[..., PackedDataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], memory: Any,
+) -> None:  # fmt: skip
+    """Samples a second, loss, AUC, LogLoss, NE and where the time goes: as metrics.jsonl has them."""
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    rows = {"train": 1024, "val": 256, "test": 64}
+    dataset = make_dataset(tmp_path / "data", rows=rows, table_rows=(50, 20, 4000))
+    changes = [f"memory={json.dumps(memory)}", "train.eval_every=0.5", "train.batch_size=16"]
+    run = runs.train(config(dataset, tmp_path / "run", *changes))
+    shown = [line for line in capsys.readouterr().err.splitlines() if "samples/s" in line]
+    found = [match.groupdict() for line in shown if (match := LINE.fullmatch(line))]
+    assert len(found) == len(shown), shown
+    assert [int(line["step"]) for line in found] == list(range(1, 129))
+    assert {line["steps"] for line in found} == {"128"}
+    assert [float(line["epoch"]) for line in found] == [round(step / 64, 2) for step in range(1, 129)]
+    measured, val = run.measurements(), "not evaluated yet"
+    means = {line["step"]: line["loss"] for line in measured if line["kind"] == "train"}
+    vals = {line["step"]: line for line in measured if line.get("split") == "val"}
+    assert (len(means), len(vals)) == (13, 4)
+    for step, line in enumerate(found, start=1):
+        if step in means:
+            assert line["loss"] == f"{means[step]:.4f}"
+        assert line["val"] == val
+        if step in vals:
+            val = "val AUC {auc:.4f} LogLoss {logloss:.4f} NE {ne:.4f}".format_map(vals[step])
+        assert sum(int(line[phase]) for phase in ("data", "lookup", "dense", "update")) == pytest.approx(100, abs=2)
+    if memory == "dram":
+        assert {line["tiers"] for line in found} == {""}
+    else:
+        assert re.fullmatch(r", of it waiting \d+%; [\d.]+ \w+ written", found[-1]["tiers"])
+    unit = {"k": 1e3, "M": 1e6}
+    rate = found[-1]["rate"]
+    shown_rate = float(rate.rstrip("kM")) * unit.get(rate[-1], 1.0)
+    assert shown_rate == pytest.approx(run.record["samples_per_s"], rel=0.01)
+
+
+def test_tensorboard_holds_what_metrics_jsonl_holds(dataset: PackedDataset, tmp_path: Path) -> None:
+    """Read back by TensorBoard itself: every number, at its step."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = train(dataset, tmp_path / "run", "train.eval_every=0.5")
+    events = accumulator.EventAccumulator(str(run.path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    found = {(tag, scalar.step): scalar.value for tag in events.Tags()["scalars"] for scalar in events.Scalars(tag)}
+    expected: dict[tuple[str, int], float] = {}
+    for line in run.measurements():
+        kind, step = line["kind"], line["step"]
+        for name, value in line.items():
+            if name in ("kind", "step"):
+                continue
+            for tag, number in value.items() if isinstance(value, dict) else [(None, value)]:
+                if isinstance(number, int | float):
+                    expected["/".join(filter(None, (line.get("split", kind), name, tag))), step] = number
+    tags = {tag for tag, _ in found}
+    assert {"train/loss", "train/samples_per_s", "train/lr/dense", "train/step_ms/lookup"} <= tags
+    assert {"val/auc", "val/logloss", "val/ne", "test/auc"} <= tags
+    assert found == pytest.approx(expected, rel=1e-6)  # events are float32
 
 
 HALVES = "tables float32 in two halves, lookups read the upper"
