@@ -39,7 +39,7 @@ from hotrow.files import (
     write_json,
 )
 from hotrow.memory.tiers import Saved, Tiers
-from hotrow.optim import SparseOptimizer
+from hotrow.optim import SparseOptimizer, SplitSGDBF16
 
 FORMAT_VERSION = 2
 READ_VERSIONS = (1, 2)
@@ -87,7 +87,8 @@ def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, An
     """Copy the checkpoint at `path` into `parts` after verifying every byte of it, and return its `extra`.
 
     parts: built as they were when saved, on any placement; a subset of the saved ones may be given. Raises ValueError
-    naming a file that is missing, cut off or altered, and a tensor whose name, shape or dtype does not fit.
+    naming a file that is missing, cut off or altered, a tensor whose name, shape or dtype does not fit, and the part
+    where lower halves of `SplitSGDBF16` are given to another optimizer.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -316,6 +317,13 @@ def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Ma
     in_tiers = _tiers(optimizer) is not None
     if _in_chains(manifest, name):
         _load_chains(path, manifest, name, optimizer)
+    elif any(key.endswith(".low") for key in _names(file)) and not isinstance(optimizer, SplitSGDBF16):
+        # torch's SGD would take them for a state it does not know, and go on from the upper halves.
+        raise ValueError(
+            f"checkpoint {path}: part {name!r} holds lower halves of weights, split by SplitSGDBF16, which a "
+            f"{type(optimizer).__name__} would lose; load it into hotrow.SplitSGDBF16, whose weights() are the whole "
+            "float32 to go on from with another optimizer"
+        )
     elif in_tiers or _names(file) == sorted(tensors):
         read_tensors(file, tensors)
     else:  # torch's Adam and SGD make their state at the first step

@@ -353,7 +353,9 @@ class SplitSGDBF16(torch.optim.SGD):
 
     params: float32 on the cpu; they are split when given. Load weights before, or with the state that belongs to them:
     `load_state_dict` takes the halves of this optimizer, and of torch.optim.SGD's state splits the parameters as they
-    stand. `weights()` is w. Raises ValueError for other parameters.
+    stand. `weights()` is w: to go on with another optimizer, copy it into the parameters, because torch's own
+    `load_state_dict` would lose the lower halves without a word (`load_checkpoint` refuses). Raises ValueError for
+    other parameters.
     """
 
     def __init__(

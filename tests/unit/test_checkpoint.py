@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,6 +209,26 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
         load_checkpoint(path, {"model": nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 1))})
     with pytest.raises(ValueError, match=r"has no part 'other'; it has embedding, model"):
         load_checkpoint(path, {"other": nn.Linear(1, 1)})
+
+
+@pytest.mark.parametrize(
+    ("another", "options"), [(torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {})]
+)
+def test_lower_halves_are_not_lost_in_another_optimizer(tmp_path: Path, another: Any, options: dict[str, Any]) -> None:
+    """And by the way that the error names, all of them come along."""
+    model = nn.Linear(7, 5)
+    whole = [parameter.detach().clone() for parameter in model.parameters()]
+    saved = {"model": model, "dense_optimizer": optim.SplitSGDBF16(model.parameters(), lr=0.1)}
+    save_checkpoint(tmp_path / "c", saved)
+    other = nn.Linear(7, 5)
+    plain = another(other.parameters(), lr=0.1, **options)
+    lost = rf"'dense_optimizer' holds lower halves .* a {another.__name__} would lose; load it into hotrow.SplitSGDBF16"
+    with pytest.raises(ValueError, match=lost):
+        load_checkpoint(tmp_path / "c", {"model": other, "dense_optimizer": plain})
+    assert not plain.state
+    split = optim.SplitSGDBF16(other.parameters(), lr=0.1)
+    load_checkpoint(tmp_path / "c", {"model": other, "dense_optimizer": split})
+    assert all(torch.equal(a, b) for a, b in zip(split.weights(), whole, strict=True))
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
