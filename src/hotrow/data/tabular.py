@@ -180,7 +180,8 @@ class ParquetReader:
         """One file; `text_columns` are read as dictionaries, which is how they are stored."""
         file = self._files[file_index]
         with _naming(file):
-            return pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns))
+            # Without pre_buffer: reading ahead would hold every column chunk of the file at once.
+            return pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns), pre_buffer=False)
 
     def _file_schema(self, file_index: int) -> pa.Schema:
         schema = self._opened(file_index).schema_arrow
