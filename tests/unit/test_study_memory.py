@@ -384,6 +384,15 @@ def test_the_page_of_benchmarks_says_what_is_held() -> None:
     assert "1.00 ms, 2.5% of a step (at most 5%: held)" in text
 
 
+def test_speeds_of_two_machines_make_no_ratio() -> None:
+    own = {"dram_parts": 32, "zipf": 1.05, "io": "auto", "spread": [0.1, 0.9], "rounds": 10, "stolen_rounds": 0}
+    ours = {**own, "name": "ours", "side": "tiers", "ahead": 4, "relative_speed": 0.6}
+    rival = {**own, "name": "mapped", "side": "mmap", "ahead": 1, "relative_speed": 0.2}
+    assert "| ours over the whole tables mapped | 3.00x |" in "\n".join(tiers_table([ours, rival]))
+    elsewhere = {**rival, "measured": {"machine": {"cpu": "Another"}}}
+    assert "ours over the whole tables mapped" not in "\n".join(tiers_table([ours, elsewhere]))
+
+
 def test_cells_of_the_benchmark_have_names_and_two_sizes() -> None:
     for quick in (True, False):
         cells = step_cells(quick=quick, threads=2)
