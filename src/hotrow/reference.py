@@ -434,7 +434,7 @@ def interact_backward(grad: Tensor, dense_BD: Tensor, pooled_BFD: Tensor) -> tup
     """`(Z + Z^t) T`, Z the strict lower triangle of the pairs' gradients, and the dense columns' own gradient."""
     t = torch.cat([dense_BD[:, None], pooled_BFD], dim=1)
     i, j = _triangle(t)
-    z = torch.zeros(t.shape[0], t.shape[1], t.shape[1])
+    z = t.new_zeros(t.shape[0], t.shape[1], t.shape[1])
     z[:, i, j] = grad[:, dense_BD.shape[1] :]
     grad_t = torch.bmm(z + z.transpose(1, 2), t)
     return grad_t[:, 0] + grad[:, : dense_BD.shape[1]], grad_t[:, 1:].contiguous()
