@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from hotrow import reference
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.reference import ALGORITHMS, Activation, Layout, Rule
+from hotrow.reference import Activation, Layout, Rule
 
 ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
 KEPT_FLOATS = 1 << 16
@@ -206,10 +206,9 @@ class Kernels:
 
     def _batch(self, sparse: KeyedJaggedTensor) -> Any:
         stride = sparse.stride
+        offsets = None if sparse.one_hot else sparse.offsets
         return _native().Batch(
-            sparse.values,
-            None if sparse.one_hot else sparse.offsets,
-            None if sparse.weights is None else sparse.weights.detach(),
+            *_views(sparse.values, offsets, sparse.weights),
             [position * stride for position in self.positions(sparse.keys)],
             stride,
         )
@@ -244,7 +243,7 @@ class Kernels:
             self._check_ids(weights, blame or sparse)
             reference.lookup(self.layout, weights.tensors, sparse, out)
         elif not _native().lookup(
-            self._native_layout, weights.native, self._batch(sparse), out, torch.get_num_threads()
+            self._native_layout, weights.native, self._batch(sparse), *_views(out), torch.get_num_threads()
         ):
             self._raise_bad_ids(weights, blame or sparse)
         return out
@@ -259,7 +258,7 @@ class Kernels:
             self._check_ids(weights, sparse)
             reference.weight_gradient(self.layout, weights.tensors, sparse, grad, out)
         elif not _native().weight_gradient(
-            self._native_layout, weights.native, self._batch(sparse), grad, out, torch.get_num_threads()
+            self._native_layout, weights.native, self._batch(sparse), *_views(grad, out), torch.get_num_threads()
         ):
             self._raise_bad_ids(weights, sparse)
         return out
@@ -288,8 +287,8 @@ class Kernels:
             len(self._features),
             weights.native,
             [state.native for state in states],
-            [(kernels._native_layout, kernels._batch(sparse), grad) for kernels, sparse, grad in pending],
-            [_numbers(rule) for rule in rules],
+            [(kernels._native_layout, kernels._batch(sparse), *_views(grad)) for kernels, sparse, grad in pending],
+            [rule.numbers for rule in rules],
             torch.get_num_threads(),
         )
         if result == 1:
@@ -309,22 +308,6 @@ class Kernels:
         raise ValueError(ALTERED)
 
 
-def _numbers(rule: Rule) -> tuple[float, ...]:
-    """The rule as the native module takes it; 1 - beta is formed before rounding."""
-    return (
-        ALGORITHMS.index(rule.algorithm),
-        rule.lr,
-        rule.eps,
-        rule.beta1,
-        1 - rule.beta1,
-        rule.beta2,
-        1 - rule.beta2,
-        rule.beta,
-        rule.l1,
-        rule.l2,
-    )
-
-
 def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
     """The index of the first NaN or infinity in `values`, in row-major order; None where all are finite."""
     matrix = values.detach()
@@ -334,7 +317,7 @@ def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
         bad = (~torch.isfinite(matrix)).view(-1).nonzero()
         flat = int(bad[0]) if len(bad) else -1
     else:
-        flat = _native().first_nonfinite(matrix, torch.get_num_threads())
+        flat = _native().first_nonfinite(*_views(matrix), torch.get_num_threads())
     if flat < 0:
         return None
     index: list[int] = []
@@ -359,7 +342,7 @@ class _Interaction(torch.autograd.Function):
         ctx.save_for_backward(dense_BD, pooled_BFD)
         B, F, D = pooled_BFD.shape
         out = empty(B, D + (F + 1) * F // 2)
-        _native().interact(dense_BD, pooled_BFD, out, torch.get_num_threads())
+        _native().interact(*_views(dense_BD, pooled_BFD, out), torch.get_num_threads())
         return out
 
     @staticmethod
@@ -367,7 +350,9 @@ class _Interaction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         dense_BD, pooled_BFD = ctx.saved_tensors
         grads = empty(*dense_BD.shape), empty(*pooled_BFD.shape)
-        _native().interact_backward(grad.contiguous(), dense_BD, pooled_BFD, *grads, torch.get_num_threads())
+        _native().interact_backward(
+            *_views(grad.contiguous(), dense_BD, pooled_BFD, *grads), torch.get_num_threads()
+        )
         return grads
 
 

@@ -42,6 +42,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     algorithm: Algorithm
     state_names: tuple[str, ...] = ()
     """Names of the state tensors, as in torch.optim: `state[weight][name]`."""
+    rule_names: tuple[str, ...] = ("lr", "lr_scale")
+    """What in a param group makes the rule of its table."""
 
     def __init__(self, emb: EmbeddingCollection, *, nonfinite: OnNonfinite = "raise", **defaults: float) -> None:
         if nonfinite not in ("raise", "skip", None):
@@ -101,8 +103,17 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _states(self, name: str) -> list[Tensor]:
         return [self.state[group["params"][0]][name] for group in self.param_groups]
 
+    def _rules(self) -> list[Rule]:
+        """What this step does to the rows of each table; neighbours of equal numbers, mostly all, share one rule."""
+        rules: list[Rule] = []
+        before = None
+        for group in self.param_groups:
+            numbers = [group[name] for name in self.rule_names]
+            rules.append(rules[-1] if numbers == before else self._rule(group))
+            before = numbers
+        return rules
+
     def _rule(self, group: dict[str, Any]) -> Rule:
-        """What this step does to the rows of the group's table."""
         numbers = {name: group[name] for name in ("eps", "beta", "l1", "l2") if name in group}
         return Rule(algorithm=self.algorithm, lr=_rate(group), **numbers)
 
@@ -118,7 +129,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if (pending := self.emb.pending) and self._may_step():
-            rules = [self._rule(group) for group in self.param_groups]
+            rules = self._rules()
             lookups = [(p.kernels, p.sparse, p.grad) for p in pending]
             states = self._arrays if self.emb.copies is None else self.emb.copies.states
             self.emb.live_kernels.update(self.emb.live_arrays, states, lookups, rules)
@@ -229,6 +240,7 @@ class Adagrad(SparseOptimizer):
 
     algorithm: Algorithm = "adagrad"
     state_names = ("sum",)
+    rule_names = ("lr", "lr_scale", "eps")
 
     def __init__(
         self,
@@ -271,6 +283,7 @@ class Adam(SparseOptimizer):
 
     algorithm = "adam"
     state_names = ("exp_avg", "exp_avg_sq")
+    rule_names = ("lr", "lr_scale", "eps", "betas", "steps")
 
     def __init__(
         self,
@@ -311,6 +324,7 @@ class FTRL(SparseOptimizer):
 
     algorithm = "ftrl"
     state_names = ("z", "n")
+    rule_names = ("lr", "lr_scale", "beta", "l1", "l2")
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ slower, same results. Shape legend: B batch, F features, D embedding dim, N rows
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,12 @@ class Rule:
     l1: float = 0.0
     l2: float = 0.0
     """"ftrl"."""
+
+    @functools.cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """As the native kernels take it: the algorithm's place, then the rest; 1 - beta is formed before rounding."""
+        betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
+        return ALGORITHMS.index(self.algorithm), self.lr, self.eps, *betas, self.beta, self.l1, self.l2
 
 
 @dataclass(frozen=True)
