@@ -241,8 +241,10 @@ def profile_tables(cells: list[dict[str, Any]]) -> list[str]:
     text = (
         "Our own steps, part by part, medians in ms; in brackets the limit of that part. Products: the bare matrix "
         "products of the dense part by torch.mm, and in brackets what their multiply-adds take in registers; the dense "
-        "part also holds interaction, biases, activations, loss and update. The bare loop copies the rows out and "
-        "subtracts the gradients from them, in C++ with nothing around it."
+        "part also holds interaction, biases, activations, loss and update. Outside kernels: while no kernel of ours "
+        "runs, but Python, autograd, torch's loss and dense update, from caches that products have emptied. The bare "
+        "loop copies the rows out and subtracts the gradients from them, in C++ with nothing around it; both begin "
+        "with cold caches."
     )
     steps = [cell for cell in cells if "dense_share" in cell]
     alone = [cell for cell in cells if "dense_share" not in cell]
@@ -250,10 +252,12 @@ def profile_tables(cells: list[dict[str, Any]]) -> list[str]:
     if steps:
         names = ("lookup", "dense forward", "dense backward", "dense update", "products", "interaction")
         head = {"step": "left", **dict.fromkeys(names, "right"), "products / dense": "left"}
-        head |= dict.fromkeys(("tables' update", "whole"), "right")
+        head |= dict.fromkeys(("tables' update", "whole", "outside kernels"), "right")
         lines += ["", *table(head, [step_profile_row(cell) for cell in steps])]
     if alone:
-        head = {"step": "left"} | dict.fromkeys(("lookup", "backward", "update", "whole", "bare loop"), "right")
+        head = {"step": "left"} | dict.fromkeys(
+            ("lookup", "backward", "update", "whole", "outside kernels", "bare loop"), "right"
+        )
         lines += ["", *table(head, [embedding_profile_row(cell) for cell in alone])]
     return lines
 
@@ -261,6 +265,11 @@ def profile_tables(cells: list[dict[str, Any]]) -> list[str]:
 def beside_limit(ms: float, limit_ms: float | None) -> str:
     """A time, and its limit in brackets."""
     return f"{ms:.3g}" + ("" if limit_ms is None else f" ({limit_ms:.3g})")
+
+
+def outside_kernels(cell: dict[str, Any]) -> str:
+    """Its time, where it was measured."""
+    return f"{cell['outside_kernels_ms']:.3g}" if "outside_kernels_ms" in cell else ""
 
 
 def step_profile_row(cell: dict[str, Any]) -> list[str]:
@@ -275,6 +284,7 @@ def step_profile_row(cell: dict[str, Any]) -> list[str]:
         f"{cell['dense_share']:.0%} ({held(f'at least {least:.0%}', holds=cell['dense_share'] >= least)})",
         beside_limit(ms["tables' update"], limits.get("rows updated")),
         beside_limit(cell["step_ms"], sum(limits.values()) or None),
+        outside_kernels(cell),
     ]
 
 
@@ -287,6 +297,7 @@ def embedding_profile_row(cell: dict[str, Any]) -> list[str]:
         f"{ms['backward']:.3g}",
         beside_limit(ms["update"], limits.get("update")),
         beside_limit(cell["step_ms"], sum(limits.values()) or None),
+        outside_kernels(cell),
         f"{cell['bare_ms']:.3g}" if "bare_ms" in cell else "",
     ]
 

@@ -4,7 +4,8 @@
 
 For promises that are not held (docs/benchmarks.md says which): what of a step is left to win. Parts are read off the
 clock within one step, so they add up to it. A step of embeddings of one id per bag stands beside a bare loop too
-(bare_step.cpp): what a lookup and an exact SGD update take with nothing around them. Whole training steps are those of
+(bare_step.cpp): what a lookup and an exact SGD update take with nothing around them; both begin with caches that hold
+nothing of theirs, as they do beside a peer. Whole training steps are those of
 benchmarks.end_to_end; there the dense part stands beside its matrix products by torch.mm, of which it is to be at least
 85 %, and beside what their arithmetic takes where nothing waits for memory (multiply_add.cpp).
 """
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -32,7 +35,7 @@ from benchmarks.compiled import compiled
 from benchmarks.results import record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, StepShape, floor_parts_s, make_setting, product_operations, products_s
-from hotrow import bench, cells
+from hotrow import bench, cells, ops
 from hotrow.optim import SparseOptimizer
 
 LEAST_DENSE_SHARE = 0.85
@@ -71,6 +74,61 @@ def measured(
         "rounds": len(rounds),
         "stolen_rounds": num_stolen,
     }
+
+
+KERNELS = ("lookup", "update", "first_nonfinite", "interact", "interact_backward", "mlp", "mlp_backward")
+"""Of the native module: all that computes in a step but torch's loss and dense optimizer."""
+
+
+@contextmanager
+def timed_kernels() -> Iterator[list[float]]:
+    """Within, the seconds of each call of a kernel are appended."""
+    module, seconds = importlib.import_module("hotrow._native"), list[float]()
+
+    def timed(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return kernel(*arguments)
+            finally:
+                seconds.append(time.perf_counter() - start)
+
+        return call
+
+    kept = {name: getattr(module, name) for name in KERNELS}
+    try:
+        for name, kernel in kept.items():
+            setattr(module, name, timed(kernel))
+        yield seconds
+    finally:
+        for name, kernel in kept.items():
+            setattr(module, name, kernel)
+
+
+def outside_kernels_s(parts: Parts, prepare: Callable[[int], None], num_rounds: int) -> float | None:
+    """Median seconds of a step in which no kernel of ours runs: Python, autograd, torch's own operations. Products
+    leave caches without any of that, so it takes several times what it takes by itself. None without the native
+    module."""
+    if ops.backend().name != "native":
+        return None
+    with timed_kernels() as inside:
+
+        def one_round(number: int) -> float:
+            prepare(number)
+            inside.clear()
+            start = time.perf_counter()
+            for run in parts.values():
+                run()
+            return time.perf_counter() - start - sum(inside)
+
+        rounds, _ = bench.clean_rounds(one_round, num_rounds)
+    return statistics.median(rounds)
+
+
+def outside(parts: Parts, prepare: Callable[[int], None], num_rounds: int) -> dict[str, float]:
+    """The same as a part of a cell."""
+    seconds = outside_kernels_s(parts, prepare, num_rounds)
+    return {} if seconds is None else {"outside_kernels_ms": 1e3 * seconds}
 
 
 # ---- whole training steps
@@ -118,7 +176,8 @@ def profile_training(shape: StepShape, num_rounds: int) -> dict[str, Any]:
     dense_ms = sum(ms for part, ms in found["parts_ms"].items() if part.startswith("dense"))
     share = 1e3 * products_s(shape) / dense_ms  # as much later as the parts, not as much as the floor
     arithmetic_ms = 1e3 * product_operations(shape) / operations_per_s(torch.get_num_threads())
-    return {**found, "dense_share": share, "least_dense_share": LEAST_DENSE_SHARE, "arithmetic_ms": arithmetic_ms}
+    found |= {"dense_share": share, "least_dense_share": LEAST_DENSE_SHARE, "arithmetic_ms": arithmetic_ms}
+    return found | outside(side.parts(), side.step.prepare, num_rounds)
 
 
 def operations_per_s(threads: int) -> float:
@@ -129,6 +188,17 @@ def operations_per_s(threads: int) -> float:
 
 
 # ---- embeddings alone
+
+
+def cold(prepare: Callable[[int], None]) -> Callable[[int], None]:
+    """`prepare`, and caches that hold nothing of the step afterwards."""
+    evict = cells.evictor()
+
+    def run(batch: int) -> None:
+        prepare(batch)
+        evict()
+
+    return run
 
 
 class Embedding(cells.Ours):
@@ -183,11 +253,12 @@ def bare_s(shape: cells.Shape, num_rounds: int) -> float:
     ours = cells.Ours(shape, "step", "sgd")
     bare = Bare(shape, ours, BARE_DISTANCES[0])
     bench.check_agreement("bare loop", ours, bare)
+    prepare = cold(bare.prepare)
 
     def one_round(number: int) -> dict[int, float]:
         seconds = {}
         for i, bare.distance in enumerate(BARE_DISTANCES):
-            bare.prepare(number * len(BARE_DISTANCES) + i)  # not the batch just used, whose rows are still in caches
+            prepare(number * len(BARE_DISTANCES) + i)
             bare.run()
             seconds[bare.distance] = bare.seconds
         return seconds
@@ -202,8 +273,10 @@ def profile_embedding(name: str, shape: cells.Shape, num_rounds: int) -> dict[st
     limit = partial(cells.embedding_limit_s, shape, optimizer=optimizer, threads=threads)
     limits = {"lookup": limit(part="lookup"), "update": limit(part="update")}
     side = Embedding(shape, "step", optimizer)
-    found = measured(name, side.parts(), side.prepare, {k: v for k, v in limits.items() if v is not None}, num_rounds)
-    del side
+    parts, prepare = side.parts(), cold(side.prepare)
+    found = measured(name, parts, prepare, {k: v for k, v in limits.items() if v is not None}, num_rounds)
+    found |= outside(parts, prepare, num_rounds)
+    del side, parts, prepare
     gc.collect()
     return found | ({"bare_ms": 1e3 * bare_s(shape, num_rounds)} if optimizer == "sgd" else {})
 

@@ -307,6 +307,11 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def evictor() -> Callable[[], object]:
+    """What reads more memory than caches hold, so that they hold nothing else afterwards."""
+    return torch.zeros(EVICTING_FLOATS).sum
+
+
 def touch_limit_s(
     num_rows: int, row_floats: int, walks: Sequence[Tensor], *, write: bool, threads: int, cold: bool
 ) -> float:
@@ -318,11 +323,11 @@ def touch_limit_s(
     """
     rows = ops.allocate(num_rows, row_floats)
     rows.fill_(0)  # every page exists before it is timed
-    other = torch.zeros(EVICTING_FLOATS if cold else 0)
+    evict = evictor() if cold else bool
     turns = cycle(walks)
 
     def touch(threads: int, distance: int, into: Literal["l1", "l2"]) -> float:
-        other.sum()
+        evict()
         return ops.touch_rows(rows, next(turns), distance=distance, into=into, write=write, threads=threads)
 
     return min(touch(t, *prefetch) for t in range(1, threads + 1) for prefetch in PREFETCHES for _ in range(4))

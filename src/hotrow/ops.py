@@ -350,9 +350,7 @@ class _Interaction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         dense_BD, pooled_BFD = ctx.saved_tensors
         grads = empty(*dense_BD.shape), empty(*pooled_BFD.shape)
-        _native().interact_backward(
-            *_views(grad.contiguous(), dense_BD, pooled_BFD, *grads), torch.get_num_threads()
-        )
+        _native().interact_backward(*_views(grad.contiguous(), dense_BD, pooled_BFD, *grads), torch.get_num_threads())
         return grads
 
 
