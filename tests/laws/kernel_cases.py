@@ -87,12 +87,13 @@ class Case:
 RATES = (0.1, 0.03, 1.7)
 
 
-def rules(algorithm: Algorithm) -> list[Rule]:
-    """Different numbers for each of the three tables."""
-    return [
+def rules(algorithm: Algorithm, num_tables: int = 3) -> list[Rule]:
+    """Different numbers for each of three tables; further ones take them in turn."""
+    three = [
         Rule(algorithm=algorithm, lr=lr, eps=eps, beta1=0.9, beta2=0.97, beta=0.5, l1=l1, l2=0.1)
         for lr, eps, l1 in zip(RATES, (1e-8, 1e-3, 0.5), (0.0, 0.3, 0.05), strict=True)
     ]
+    return [three[t % 3] for t in range(num_tables)]
 
 
 def make_case(

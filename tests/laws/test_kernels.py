@@ -20,6 +20,7 @@ from kernel_cases import (
     every_backend,
     make_case,
     rules,
+    stored,
 )
 
 from hotrow import KeyedJaggedTensor, ops, reference
@@ -117,7 +118,8 @@ def check_update(case: Case, algorithm: Algorithm, what: str, threads: tuple[int
     lookups = [(case.layout, batch, grad) for batch, grad in zip(case.batches, case.grads, strict=True)]
     expected, expected_low = clones(case.weights), clones(case.low)
     expected_states = case.states(algorithm)
-    reference.update(case.layout, expected, expected_states, lookups, rules(algorithm), low=expected_low)
+    numbers = rules(algorithm, len(case.weights))
+    reference.update(case.layout, expected, expected_states, lookups, numbers, low=expected_low)
     kernels = ops.Kernels(case.layout)
     pending = [(kernels, batch, grad) for _, batch, grad in lookups]
     for where in every_backend(threads):
@@ -125,7 +127,7 @@ def check_update(case: Case, algorithm: Algorithm, what: str, threads: tuple[int
         states = [[Guarded(s) for s in state] for state in case.states(algorithm)]
         arrays = [ops.Arrays([s.tensor for s in state]) for state in states]
         weight_arrays = ops.Arrays([w.tensor for w in weights], [half and half.tensor for half in low])
-        kernels.update(weight_arrays, arrays, pending, rules(algorithm))
+        kernels.update(weight_arrays, arrays, pending, numbers)
         ours, theirs = chain(weights, low, *states), chain(expected, expected_low, *expected_states)
         for mine, other in zip(ours, theirs, strict=True):
             if mine is not None:
@@ -199,6 +201,58 @@ def test_tiny_batches(algorithm: str, jagged: bool, num_samples: int) -> None:
     case = make_case(6, dim=8, num_samples=num_samples, jagged=jagged)
     check_lookup(case, f"{num_samples} samples")
     check_update(case, algorithm, f"{num_samples} samples")
+
+
+def make_unlike_tables(seed: int) -> Case:
+    """Tables that differ in everything a table may: rows, dim, storage, pooling, and how many features share them."""
+    g = torch.Generator().manual_seed(seed)
+    unlike = (
+        ("sum", "float32", 40, 16, 1),
+        ("mean", "float16", 9, 33, 2),
+        ("sum", "bfloat16", 300, 1, 1),
+        ("mean", "float32", 1, 64, 1),
+        ("sum", "float16", 25, 8, 3),
+        ("mean", "bfloat16", 7, 100, 2),
+    )
+    configs, weights, low, values, lengths, names = [], [], [], [], [], []
+    for t, (pooling, dtype, num_rows, dim, num_features) in enumerate(unlike):
+        own = tuple(f"{t}.{f}" for f in range(num_features))
+        configs.append(
+            TableConfig(
+                name=str(t),
+                num_embeddings=num_rows,
+                embedding_dim=dim,
+                feature_names=own,
+                pooling=pooling,
+                dtype=dtype,  # type: ignore[arg-type]  # a parameter is a str
+            )
+        )
+        (weight,), (half,) = stored([torch.randn(num_rows, dim, generator=g)], dtype)  # type: ignore[arg-type]
+        weights.append(weight)
+        low.append(half)
+        for name in own:
+            names.append(name)
+            lengths.append(torch.randint(0, 4, (29,), generator=g))
+            values.append(torch.randint(0, num_rows, (int(lengths[-1].sum()),), generator=g))
+    layout, order = Layout.of(configs), torch.randperm(len(names), generator=g).tolist()
+    ids = torch.cat([values[i] for i in order])
+    batch = KeyedJaggedTensor(
+        [names[i] for i in order],
+        ids,
+        torch.randn(ids.numel(), generator=g),
+        lengths=torch.cat([lengths[i] for i in order]),
+    )
+    return Case(layout, weights, low, [batch], [torch.randn(29, layout.width, generator=g)])
+
+
+@needs_native
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_tables_of_every_kind_side_by_side(algorithm: Algorithm) -> None:
+    """One call serves tables that differ in storage, width and pooling: none may be read as its neighbour is."""
+    case = make_unlike_tables(11)
+    check_lookup(case, "unlike tables", threads=(1, 2, 3))
+    check_weight_gradient(case, "unlike tables", threads=(1, 2, 3))
+    check_update(case, algorithm, "unlike tables", threads=(1, 2, 3))
 
 
 @needs_native
