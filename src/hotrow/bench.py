@@ -9,6 +9,7 @@ separate loop (native/limit.cpp) that only moves the same rows. What is compared
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -30,6 +31,8 @@ from hotrow.host import host_facts, versions
 
 NUM_ROUNDS = 31
 """Enough that a neighbour's burst on the same memory, which nothing here can see, does not become the median."""
+BUSY_SHARE = 0.05
+"""Of a measurement's time, that in which others had the processors: from here on it is said to have taken too long."""
 T = TypeVar("T")
 
 
@@ -40,6 +43,18 @@ def stolen_s() -> float:
         return 0.0
     ticks = int(stat.read_text().split("\n", 1)[0].split()[8])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def waited_s() -> float:
+    """Seconds for which this process's threads were ready to run and others had the processors; 0 where not told.
+
+    Summed over the threads that it has now, from each one's start.
+    """
+    waited_ns = 0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError):  # a thread that ended, a kernel without the numbers
+            waited_ns += int(task.read_text().split()[1])
+    return waited_ns / 1e9
 
 
 def check_agreement(name: str, ours: Contender, peer: Contender, *, batch: int = 0) -> None:

@@ -6,10 +6,12 @@ import csv
 import html
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +22,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hotrow import charts, ops
+from hotrow import bench, charts, ops
 from hotrow.cli import app
 from hotrow.study import kernels, runner
 from hotrow.study.kernels import KernelCell
@@ -170,7 +172,10 @@ def test_a_page_without_cells_says_so() -> None:
         "versions": {"torch": "t"},
     }  # fmt: skip
     page = study_page(TINY, report)
-    assert "Nothing of it was measured." in page and "too large" in page and "not measured" in page
+    assert "Nothing of it was measured." in page and "A quick look leaves it out." not in page
+    quick = study_page(TINY, {**report, "quick": True})
+    assert "A quick look leaves it out." in quick and "Nothing of it was measured." in quick
+    assert "too large" in page and "not measured" in page
 
 
 def test_a_page_carries_the_command_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +191,54 @@ def test_a_page_carries_the_command_that_made_it(tmp_path: Path, monkeypatch: py
     assert runner.command_of("memory", None, **asked) == "hotrow study memory --data a --data b"
     run_tiny(tmp_path / "own")
     assert "Made by: <code>hotrow.study.run_study(" in (tmp_path / "own" / "kernels.html").read_text()
+
+
+@pytest.mark.parametrize(("waited_s", "busy"), [(0.0, 0), (1e6, 7)])
+def test_cells_say_whether_others_had_the_processors(
+    waited_s: float, busy: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine times are many times too long, and nothing else would say so."""
+    looks, said = itertools.count(), list[str]()
+    monkeypatch.setattr(bench, "waited_s", lambda: next(looks) * waited_s)
+    result = run_tiny(tmp_path, say=said.append)
+    assert [row["waited_share"] for row in result["cells"]] == [1.0 if busy else 0.0] * 7
+    text = "in 7 of 7 cells other processes had the processors for more than 5% of the time"
+    page = " ".join((tmp_path / "kernels.html").read_text().split())
+    assert any(text in line for line in said) == (text.capitalize() in page) == bool(busy)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="this system does not say how long threads waited"
+)
+def test_waiting_for_a_processor_is_seen() -> None:
+    """Two processes that compute, and one core for both."""
+    cores = os.sched_getaffinity(0)
+    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        os.sched_setaffinity(rival.pid, {min(cores)})
+        before, end = bench.waited_s(), time.monotonic() + 1.0
+        while time.monotonic() < end:
+            pass
+        assert bench.waited_s() - before > 0.1
+    finally:
+        os.sched_setaffinity(0, cores)
+        rival.kill()
+        rival.wait()
+
+
+@pytest.mark.parametrize(("num_done", "left_s"), [(1, 400.0), (4, 40.0)])
+def test_the_time_left_follows_what_the_estimate_turned_out_to_be_worth(num_done: int, left_s: float) -> None:
+    """Cells estimated at a second each: after 100 s, the rest in proportion."""
+    assert runner._remaining_s(_Second, [CELL] * 5, num_done, 100.0 if num_done == 1 else 160.0) == left_s
+
+
+class _Second:
+    """A study each of whose cells is estimated at a second."""
+
+    @staticmethod
+    def estimate_s(cells_: Sequence[KernelCell]) -> float:
+        return float(len(cells_))
 
 
 # ---- the plan

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hotrow.bench import BUSY_SHARE
 from hotrow.charts import heat_map, roofline
 from hotrow.pages import load_template
 
@@ -26,7 +27,12 @@ def study_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         quick=report["quick"],
         num_cells=len(rows),
         num_stolen=sum(row["stolen_rounds"] for row in rows),
-        groups=[group_table(group, rows) for group in preset["groups"]],
+        num_busy=sum(waited(row) > BUSY_SHARE for row in rows),
+        busy=f"{BUSY_SHARE:.0%}",
+        groups=[
+            group_table(group, rows, left_out=report["quick"] and group["name"] in preset["quick"]["leave_out"])
+            for group in preset["groups"]
+        ],
         maps=share_maps(widest),
         map_threads=threads,
         roofline=roofline(
@@ -73,17 +79,23 @@ def shown(row: Row) -> dict[str, Any]:
         "share": "" if limit is None else f"{row['share_of_limit']:.0%}",
         "rounds": row["rounds"],
         "stolen": row["stolen_rounds"],
+        "waited": f"{waited(row):.0%}",
     }
 
 
-def group_table(group: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+def waited(row: Row) -> float:
+    """The share of its time in which others had the processors; cells of an earlier commit do not tell."""
+    return float(row.get("waited_share", 0.0))
+
+
+def group_table(group: Mapping[str, Any], rows: Sequence[Row], *, left_out: bool) -> dict[str, Any]:
     """A group's description, what was cut in it, and its rows, unless they are the many of a grid."""
     own = [row for row in rows if row["group"] == group["name"]]
     wanted = group["fixed"].get("num_embeddings")
     cut = sorted({row["num_embeddings"] for row in own if wanted and row["num_embeddings"] < wanted})
     lines = [f"Measured with {rows_here:,} rows a table instead of {wanted:,}." for rows_here in cut]
     if not own:
-        lines.append("Nothing of it was measured.")
+        lines.append("A quick look leaves it out." if left_out else "Nothing of it was measured.")
     return {
         "name": group["name"],
         "about": group["about"],

@@ -144,6 +144,13 @@ def run_study(
     with atomic_write(folder / f"{name}.html") as stream:
         stream.write(PAGES[name](preset, read_json(file)).encode())
     files = [str(folder / f"{name}.{suffix}") for suffix in ("json", "csv", "html")]
+    busy = sum(row.get("waited_share", 0.0) > bench.BUSY_SHARE for row in rows.values())
+    if busy:
+        say(
+            f"{name}: in {busy} of {len(rows)} cells other processes had the processors for more than "
+            f"{bench.BUSY_SHARE:.0%} of the time, so these took too long; "
+            f"to measure again on an idle machine, remove {file}"
+        )
     measured = len(plan.cells) - len(failed)
     counted = {"cells": list(rows.values()), "measured": measured, "skipped": len(plan.skipped)}
     return {**result, **counted, "seconds": time.monotonic() - start, "files": files}
@@ -188,7 +195,7 @@ def _measure(
     """Fill `rows`; `key` and `reason` of the cells that turned out not to be measurable."""
     now = {name: value for name, value in bench.circumstances().items() if name in ("commit", "date")}
     failed: list[dict[str, str]] = []
-    num_done = 0
+    num_done, start = 0, time.monotonic()
     with ProgressLine() as line:
         line.update(lambda: f"making tables; {len(left)} cells, about {duration(study.estimate_s(left))}")
         for _, group in itertools.groupby(left, study.setup_of):
@@ -201,11 +208,20 @@ def _measure(
                     rows[cell.key] = {**row, **now}
                     num_done += 1
                     write()
-                    line.update(lambda: f"{num_done}/{len(left)} cells  {cell.key}  {study.headline(row)}")  # noqa: B023
+                    remaining = _remaining_s(study, left, num_done + len(failed), time.monotonic() - start)
+                    told = (
+                        f"{num_done}/{len(left)} cells, {duration(remaining)} left  {cell.key}  {study.headline(row)}"
+                    )
+                    line.update(lambda: told)  # noqa: B023
             except study.FAILURES as error:
                 known = rows.keys() | {cell["key"] for cell in failed}
                 failed += [{"key": cell.key, "reason": str(error)} for cell in cells if cell.key not in known]
     return failed
+
+
+def _remaining_s(study: Any, cells: Sequence[Any], num_done: int, elapsed_s: float) -> float:
+    """What the estimate says of the cells that are left, in the proportion to which it held for those done."""
+    return float(study.estimate_s(cells[num_done:]) * elapsed_s / study.estimate_s(cells[:num_done]))
 
 
 def _write(file: Path, report: Mapping[str, Any], plan: Plan, rows: Mapping[str, dict[str, Any]]) -> None:
