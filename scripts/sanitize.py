@@ -89,6 +89,7 @@ THREAD = Sanitizer(
         # Its runtime stops or hangs forked children that start threads ("dup thread with used id").
         "tests/unit/test_stores.py::test_a_forked_child_is_told",
         "tests/unit/test_forks_and_threads.py::test_a_forked_child_computes_the_same_on_one_thread_and_says_so",
+        "tests/unit/test_forks_and_threads.py::test_a_forked_child_of_one_thread_may_use_torch_too",
         "tests/unit/test_forks_and_threads.py::test_multiprocessing_with_fork",
         # 33 threads started anew for each loop take minutes.
         "tests/unit/test_forks_and_threads.py::test_more_threads_than_cores",

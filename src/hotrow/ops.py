@@ -72,7 +72,8 @@ def _announce_fork(module: Any) -> None:
         warnings.warn(
             "this process was forked after hotrow's kernels were loaded: they run on one thread here, because the "
             "threads of the process it came from are not in it; results are the same. Start it with "
-            "multiprocessing's 'spawn' or 'forkserver' for all threads, or call torch.set_num_threads(1) to agree",
+            "multiprocessing's 'spawn' or 'forkserver' for all threads, or call torch.set_num_threads(1) here: else "
+            "torch's own operations on large tensors wait for those threads for ever",
             stacklevel=4,
         )
 

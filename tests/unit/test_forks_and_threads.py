@@ -93,10 +93,32 @@ def test_a_forked_child_computes_the_same_on_one_thread_and_says_so() -> None:
     count, messages, child_threads, found = ast.literal_eval(child)
     assert count == 1
     assert "forked after hotrow's kernels were loaded: they run on one thread here" in messages[0]
-    assert "'spawn'" in messages[0]
+    assert "'spawn'" in messages[0] and "torch's own operations on large tensors wait" in messages[0]
     assert child_threads == 1
     assert found == int(expected)
     assert (again, threads) == ("True", "2"), "the parent goes on as before"
+
+
+# A step whose tensors torch itself cuts among threads: the cure that the warning names.
+CURE = """
+torch.set_num_threads(2)
+
+def whole_step():
+    inputs = dense(1, 4096, 64), dense(2, 4096, 8, 64)
+    crossed = torch.relu(ops.dot_interaction(*inputs) - 16)
+    (crossed.t() * 2).sum().backward()
+    return zlib.crc32(b"".join(each.grad.numpy().tobytes() for each in inputs))
+
+expected = whole_step()
+if (child := os.fork()) == 0:
+    torch.set_num_threads(1)
+    os._exit(whole_step() != expected)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_child_of_one_thread_may_use_torch_too() -> None:
+    assert run(CURE) == ["0"]
 
 
 MULTIPROCESSING = """
