@@ -255,6 +255,11 @@ class EmbeddingCollection(nn.Module):
 
     def _take(self, sparse: KeyedJaggedTensor) -> tuple[Flight | DeviceFlight | None, KeyedJaggedTensor]:
         """What keeps the rows of a batch in their slots, and the batch with slots for ids."""
+        if not isinstance(sparse, KeyedJaggedTensor):
+            raise ValueError(
+                f"the ids are a {type(sparse).__name__}; pass a hotrow.KeyedJaggedTensor, or to forward a tensor "
+                "[B, F] of int32 or int64"
+            )
         if self.copies is not None:
             return None, self.copies.slots(sparse)
         if self.in_slots is None:

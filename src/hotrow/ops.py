@@ -433,7 +433,7 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
         width = len(bias)
     if _native() is None or x_BI.device.type != "cpu" or _autocast(x_BI):
         return reference.mlp(x_BI, weights, biases, last=last)
-    parameters = [p for pair in zip(weights, biases, strict=True) for p in pair]
+    parameters = [p.contiguous() for pair in zip(weights, biases, strict=True) for p in pair]
     return _MLP.apply(x_BI, last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -121,8 +121,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every row that the pending batches looked up, once; returns the closure's loss, if one is given.
 
-        Raises ValueError, with no row changed, where a gradient is not finite (see `nonfinite`) and where a pending
-        batch was altered and now holds an id out of range.
+        Raises ValueError, with no row changed, where a gradient is not finite (see `nonfinite`) or a rate is not, and
+        where a pending batch was altered and now holds an id out of range.
         """
         loss = None
         if closure is not None:
@@ -213,7 +213,13 @@ class SparseOptimizer(torch.optim.Optimizer):
 
 
 def _rate(group: dict[str, Any]) -> float:
-    return float(group["lr"]) * float(group["lr_scale"])
+    rate = float(group["lr"]) * float(group["lr_scale"])
+    if not math.isfinite(rate):
+        raise ValueError(
+            f"table {group['name']!r}: lr is {group['lr']} and lr_scale {group['lr_scale']}; no row has changed: "
+            "both must be finite, look at what sets them (a schedule, param_groups)"
+        )
+    return rate
 
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

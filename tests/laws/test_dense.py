@@ -159,6 +159,18 @@ def test_mlp_against_float64(samples: int, widths: tuple[int, ...], last: str) -
             torch.testing.assert_close(ours.double(), truth, rtol=0, atol=1e-5 * largest + 1e-6)
 
 
+def test_mlp_takes_parameters_of_any_strides() -> None:
+    """A weight tied to the transpose of another, a bias that is a column: values count, not where they lie."""
+    x, weights, biases, grad = mlp_inputs(9, (7, 5, 3))
+    expected = forward_and_backward(x, weights, biases, grad, "relu")
+    strided = [*(w.t().contiguous().t() for w in weights), *(torch.stack([b, b], 1)[:, 1] for b in biases)]
+    leaves = [tensor.requires_grad_() for tensor in (x.clone(), *strided)]
+    assert not any(leaf.is_contiguous() for leaf in leaves[1:])
+    out = ops.mlp(leaves[0], leaves[1:3], leaves[3:], last="relu")
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
 def float64_mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor], grad: Tensor, last: str) -> list[Tensor]:
     """The chain rule written out; same order of results as `forward_and_backward`."""
     inputs, gates = [x.double()], []

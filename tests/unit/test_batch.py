@@ -92,6 +92,20 @@ def test_a_matrix_of_ids_has_a_column_per_key(shape: tuple[int, ...]) -> None:
         KeyedJaggedTensor.from_dense(KEYS, torch.zeros(2, 2))
 
 
+@pytest.mark.parametrize(
+    "ids", [[[0, 1]], torch.zeros(1, 2, dtype=torch.int64).numpy(), None], ids=["list", "numpy", "none"]
+)
+def test_ids_that_are_no_tensor_are_refused(ids: Any) -> None:
+    emb = EmbeddingCollection([TableConfig(name="t", num_embeddings=4, embedding_dim=3, feature_names=KEYS)])
+    for look_up in (emb, emb.sequence):
+        with pytest.raises(
+            ValueError, match=f"the ids are a {type(ids).__name__}; pass a hotrow.KeyedJaggedTensor, or"
+        ):
+            look_up(ids)
+    with pytest.raises(ValueError, match="the ids are a Tensor"):
+        emb.sequence(torch.zeros(1, 2, dtype=torch.int64))
+
+
 EMPTY = {
     "no sample, one-hot": KeyedJaggedTensor(KEYS, tensor()),
     "no sample, bags": KeyedJaggedTensor(KEYS, tensor(), lengths=tensor()),

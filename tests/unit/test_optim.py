@@ -175,6 +175,28 @@ def test_lr_must_be_positive(optimizer_class: type, lr: float) -> None:
         optimizer_class(make(), lr=lr)
 
 
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("optimizer_class", ALL)
+def test_a_rate_that_is_no_longer_finite_changes_nothing(optimizer_class: type, lr: float) -> None:
+    """A schedule that divides by zero would make every row of the batch NaN, whose gradients are finite."""
+    emb = make()
+    optimizer = optimizer_class(emb, lr=0.1)
+    before = [w.clone() for w in emb.weights.values()]
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[1]["lr"] = lr
+    emb(torch.tensor([[1, 2], [3, 4]])).sum().backward()
+    with pytest.raises(
+        ValueError, match=f"table 'b': lr is {lr} and lr_scale 1.0; no row has changed: both must be finite"
+    ):
+        optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.1
+    after = optimizer.state_dict()
+    assert after["param_groups"] == state["param_groups"] and len(emb.pending) == 1
+    assert all(torch.equal(w, b) for w, b in zip(emb.weights.values(), before, strict=True))
+    for k, arrays in state["state"].items():
+        assert all(torch.equal(after["state"][k][name], array) for name, array in arrays.items())
+
+
 @pytest.mark.parametrize("optimizer_class", ADAPTIVE)
 @pytest.mark.parametrize("name", ["eps", "initial_accumulator_value"])
 def test_eps_and_initial_value_must_not_be_negative(optimizer_class: type, name: str) -> None:
