@@ -1,6 +1,7 @@
 // See hotrow/memory_store.h.
 #include <fcntl.h>
 #include <hotrow/block_layout.h>
+#include <hotrow/mapping_fault.h>
 #include <hotrow/memory_store.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -141,6 +142,7 @@ class Mapped final : public Store {
  public:
   explicit Mapped(MappedFile file) : file_(std::move(file)), process_(getpid()) {}
   ~Mapped() override {
+    watched_.reset();
     if (base_) munmap(base_, static_cast<size_t>(bytes_));
     close(file_.fd);
   }
@@ -153,12 +155,15 @@ class Mapped final : public Store {
     auto claimed = std::make_unique<std::atomic<uint8_t>[]>(static_cast<size_t>(bytes / kChunkBytes + 1));
     if (base_) {
       for (int64_t i = 0; i <= bytes_ / kChunkBytes; ++i) claimed[i] = claimed_[i].load();
+      watched_.reset();
       munmap(base_, static_cast<size_t>(bytes_));
     }
     claimed_ = std::move(claimed);
     base_ = static_cast<std::byte*>(map);
     bytes_ = bytes;
     num_rows_ = num_rows;
+    const MappedRows rows{map, bytes, kHeaderBytes, file_.record_bytes, num_rows, file_.fd};
+    watched_ = std::make_unique<WatchedMapping>(rows, file_.table, file_.path);
     return true;
   }
 
@@ -289,6 +294,7 @@ class Mapped final : public Store {
   int64_t bytes_ = 0;
   std::atomic<int64_t> num_rows_{0};
   std::unique_ptr<std::atomic<uint8_t>[]> claimed_;  // per chunk
+  std::unique_ptr<WatchedMapping> watched_;
   FailureSlot failure_;
   Counted counted_;
 };

@@ -41,7 +41,7 @@ ADDRESS = Sanitizer(
     name="address",
     folder=Path("build/sanitize"),
     library="libasan.so",
-    environment={"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
+    environment={"ASAN_OPTIONS": "detect_leaks=0:handle_sigbus=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
     options=(),
     tests=(
         "tests/laws/test_kernels.py",
@@ -71,7 +71,9 @@ THREAD = Sanitizer(
     name="thread",
     folder=Path("build/sanitize-thread"),
     library="libtsan.so",
-    environment={"TSAN_OPTIONS": "die_after_fork=0 second_deadlock_stack=1 suppressions={suppressions}"},
+    environment={
+        "TSAN_OPTIONS": "die_after_fork=0 handle_sigbus=0 second_deadlock_stack=1 suppressions={suppressions}",
+    },
     options=("CMAKE_DISABLE_FIND_PACKAGE_OpenMP=ON",),
     tests=(
         "tests/laws/test_kernels.py",

@@ -24,8 +24,8 @@ int64_t mapped_file_bytes(int64_t record_bytes, int64_t num_rows);
 
 // Null, with errno set, where the file cannot be mapped. Space is claimed before memory is written, so that a full disk
 // is a failure and no signal. So is a file that was truncated, by its length before each call; one that is while a call
-// copies rows, and a medium that fails under mapped memory, do end the process (SIGBUS): nothing else can be told by
-// the system. In a forked child every call fails, for the file is the other process's.
+// copies rows, and a medium that fails under mapped memory, do end the process (SIGBUS), with the rows named on stderr:
+// see mapping_fault.h. In a forked child every call fails, for the file is the other process's.
 std::unique_ptr<Store> open_mapped_store(MappedFile file);
 
 }  // namespace hotrow

@@ -1,0 +1,161 @@
+// See hotrow/mapping_fault.h. What the handler calls is safe in one: fstat, writev, sigaction, raise, lock-free atomics.
+#include <hotrow/mapping_fault.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+namespace hotrow {
+
+// Places for mappings, a list that only grows: a place that is given up is taken again.
+struct FaultRegistry {
+  struct Place {
+    std::atomic<const WatchedMapping*> mapping;
+    Place* next;
+  };
+  static inline std::atomic<Place*> first{nullptr};
+  static inline std::atomic<int> readers{0};  // handlers that look at mappings now
+  static_assert(decltype(first)::is_always_lock_free && decltype(readers)::is_always_lock_free);
+
+  static void add(const WatchedMapping* mapping) {
+    for (Place* place = first; place; place = place->next) {
+      const WatchedMapping* none = nullptr;
+      if (place->mapping.compare_exchange_strong(none, mapping)) return;
+    }
+    auto* place = new Place{{mapping}, first};  // lives as long as the process, as handlers do
+    while (!first.compare_exchange_weak(place->next, place)) {
+    }
+  }
+
+  // Returns when no handler looks at it any more.
+  static void remove(const WatchedMapping* mapping) {
+    for (Place* place = first; place; place = place->next) {
+      const WatchedMapping* own = mapping;
+      if (place->mapping.compare_exchange_strong(own, nullptr)) break;
+    }
+    while (readers != 0) usleep(1000);
+  }
+
+  // Whether the address lies in a mapping that is watched; if so, it has been told.
+  static bool tell(const siginfo_t& info) {
+    const auto at = reinterpret_cast<uintptr_t>(info.si_addr);
+    ++readers;
+    bool found = false;
+    for (const Place* place = first; place && !found; place = place->next) {
+      const WatchedMapping* mapping = place->mapping;
+      if (!mapping) continue;
+      const auto begin = reinterpret_cast<uintptr_t>(mapping->rows_.begin);
+      found = begin <= at && at - begin < static_cast<uintptr_t>(mapping->rows_.bytes);
+      if (found) tell_of(*mapping, static_cast<int64_t>(at - begin), info);
+    }
+    --readers;
+    return found;
+  }
+
+  static void tell_of(const WatchedMapping& mapping, int64_t offset, const siginfo_t& info);
+};
+
+namespace {
+
+struct sigaction before;  // written before the handler is there
+std::atomic<bool> installed{false};
+int64_t page_bytes = 4096;
+
+// A number in decimal, without the libraries' formatting, which may take locks or memory.
+struct Digits {
+  char text[20];
+  char* begin = text + sizeof text;
+  explicit Digits(int64_t number) {
+    do *--begin = static_cast<char>('0' + number % 10);
+    while ((number /= 10) != 0);
+  }
+  iovec piece() { return {begin, static_cast<size_t>(text + sizeof text - begin)}; }
+};
+
+iovec piece(const char* text) { return {const_cast<char*>(text), std::strlen(text)}; }
+
+bool medium_said_so(const siginfo_t& info) {
+#ifdef BUS_MCEERR_AR
+  return info.si_code == BUS_MCEERR_AR;
+#else
+  (void)info;
+  return false;
+#endif
+}
+
+// By an instruction, which runs again when the handler returns; others were sent.
+bool is_fault(const siginfo_t& info) { return info.si_code == BUS_ADRERR || medium_said_so(info); }
+
+// To what was there before, as if we were not. An ignored fault ends the process all the same: by the system's rules.
+void pass_on(int signal, siginfo_t* info, void* context) {
+  if (before.sa_flags & SA_SIGINFO) return before.sa_sigaction(signal, info, context);
+  if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) return before.sa_handler(signal);
+  if (before.sa_handler == SIG_IGN && !is_fault(*info)) return;
+  sigaction(SIGBUS, &before, nullptr);
+  if (!is_fault(*info)) raise(SIGBUS);  // taken when the handler returns
+}
+
+void on_fault(int signal, siginfo_t* info, void* context) {
+  const int error = errno;
+  if (is_fault(*info) && FaultRegistry::tell(*info)) {
+    sigaction(SIGBUS, &before, nullptr);
+  } else {
+    pass_on(signal, info, context);
+  }
+  errno = error;
+}
+
+void install() {
+  if (installed.exchange(true)) return;
+  page_bytes = sysconf(_SC_PAGESIZE);
+  sigaction(SIGBUS, nullptr, &before);
+  struct sigaction ours = {};
+  ours.sa_sigaction = on_fault;
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;  // the stack that faulthandler gives, where it does
+  sigemptyset(&ours.sa_mask);
+  sigaction(SIGBUS, &ours, nullptr);
+  // Handlers on other threads are not in the child.
+  pthread_atfork(nullptr, nullptr, [] { FaultRegistry::readers = 0; });
+}
+
+}  // namespace
+
+// The rows of the page that is not there: each of them is lost.
+void FaultRegistry::tell_of(const WatchedMapping& mapping, int64_t offset, const siginfo_t& info) {
+  const MappedRows& rows = mapping.rows_;
+  const int64_t start = offset / page_bytes * page_bytes - rows.first_row_bytes;
+  const int64_t most = std::max<int64_t>(0, rows.num_rows - 1);
+  const int64_t first_row = std::clamp<int64_t>(start / rows.record_bytes, 0, most);
+  const int64_t last_row = std::clamp<int64_t>((start + page_bytes - 1) / rows.record_bytes, 0, most);
+  const bool one = first_row == last_row;
+  Digits first(first_row), last(last_row);
+  struct stat found;
+  const bool cut = !medium_said_so(info) && fstat(rows.fd, &found) == 0 && found.st_size < rows.bytes;
+  iovec text[] = {
+      piece(one ? "hotrow: row " : "hotrow: rows "),
+      first.piece(),
+      piece(one ? "" : " to "),
+      one ? piece("") : last.piece(),
+      piece(mapping.where_.c_str()),
+      piece(cut ? "something cut the file short while rows were copied; restore it"
+                : "its medium failed; look into the kernel's log (dmesg)"),
+      piece(", then go on from the last checkpoint: hotrow train --resume FOLDER. Nothing was trained on wrong rows\n"),
+  };
+  if (writev(STDERR_FILENO, text, sizeof text / sizeof *text) < 0) return;  // nobody is left to tell
+}
+
+WatchedMapping::WatchedMapping(const MappedRows& rows, const std::string& table, const std::string& path)
+    : rows_(rows), where_(" of table '" + table + "' in " + path + " are lost, and the process ends (SIGBUS): ") {
+  FaultRegistry::add(this);
+  install();
+}
+
+WatchedMapping::~WatchedMapping() { FaultRegistry::remove(this); }
+
+}  // namespace hotrow
