@@ -1,4 +1,5 @@
-// See hotrow/mapping_fault.h. What the handler calls is safe in one: fstat, writev, sigaction, raise, lock-free atomics.
+// See hotrow/mapping_fault.h. What the handler calls is safe in one: fstat, sigaction, raise, lock-free atomics, and
+// writev, which no standard lists beside write and which is a bare system call like it.
 #include <hotrow/mapping_fault.h>
 #include <pthread.h>
 #include <signal.h>

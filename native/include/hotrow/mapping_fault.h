@@ -1,11 +1,11 @@
 // Names the rows when the system ends the process for a mapped file (SIGBUS): the file was cut short while its rows
 // were copied, or its medium failed under them. Else the process would end without a word.
 //
-// The first mapping watched installs a handler. A fault in a watched mapping is told in one line on stderr (rows, table,
-// file, cause, cure); then what handled SIGBUS before is put back, and the fault, repeated, is its own: faulthandler
-// prints where it was, the system ends the process. Every other SIGBUS goes to that earlier handler as it came. The
-// process ends rather than raises: the copy that was cut short lies between callers who hold locks, on any thread, and
-// neither a jump out of it nor other pages in its place are promised to be safe in a signal handler.
+// The first mapping watched installs a handler. A fault in a watched mapping is told in one line on stderr (rows,
+// table, file, cause, cure); then what handled SIGBUS before is put back, and the fault, repeated, is its own:
+// faulthandler prints where it was, the system ends the process. Every other SIGBUS goes to that earlier handler as it
+// came. The process ends rather than raises: the copy that was cut short lies between callers who hold locks, on any
+// thread, and neither a jump out of it nor other pages in its place are promised to be safe in a signal handler.
 #pragma once
 
 #include <cstdint>
