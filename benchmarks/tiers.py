@@ -7,9 +7,11 @@ A DLRM with Criteo Kaggle's MLPs and 26 tables of its cardinalities (33.8M rows)
 over each table's ranks. DRAM is a part of the tables' bytes; every row lies on disk before anything is timed. Ours and
 the rivals train each in a process inside a memory cgroup, page cache included; all in DRAM trains outside of it.
 Stretches of steps alternate, and every loss equals that in DRAM to the bit, or the cell is refused. A cell that cannot
-be measured as stated is named with its reason, and not reported. Files of up to 18 GB lie under --folder while it runs.
+be measured as stated is named with its reason, and not reported. Files of up to 27 GB lie under --folder while it runs.
 
-Beside the steps: `id_to_slot`, what mapping a batch's ids takes when its rows are there, beside the kaggle step.
+After the rounds of ours a checkpoint is saved, and 500 steps later the next, which is timed: no round has one in it.
+Beside the steps: `id_to_slot`, what mapping a batch's ids takes when its rows are there, beside the kaggle step; and
+`open_table`, how long a table of 100 GB takes to be made, opened and looked up in; its file is sparse.
 --large is a cell of its own: tables of 40 GiB, dim 128, Zipf 0.9, a group of 4 GiB, ten million evictions.
 """
 
@@ -27,19 +29,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.results import record
 from hotrow import bench
 from hotrow.embedding import EmbeddingCollection
 from hotrow.host import usable_cores
 from hotrow.memory.budget import Memory
+from hotrow.memory.stores import TableRows, open_store
 from hotrow.study import memory
 from hotrow.study.group import MemoryGroup
 from hotrow.study.memory import MemoryCell
 from hotrow.study.sides import Settings, Side
 from hotrow.study.work import SEED
 from hotrow.study.worker import Worker
+from hotrow.tables import TableConfig
 
 VARIANTS = (("tiers", "auto", (4, 0)), ("tiers", "threads", (4,)), ("mmap", "auto", (1, 0)), ("rocksdb", "auto", (0,)))
 TARGETS = {10: 0.85, 32: 0.5}
@@ -48,9 +54,15 @@ A_NODE_OF = 4
 """The part of DRAM for which ours is measured too: how much fewer machines hold a model nearly at full speed."""
 FULL = {"rounds": 10, "steps": 50, "settle": 10, "warm_up": 100}
 QUICK = {"rounds": 3, "steps": 5, "settle": 4, "warm_up": 4, "turns": 20, "scale": 0.002}
+CHECKPOINT_STEPS, QUICK_CHECKPOINT_STEPS = 500, 10
+"""Between two checkpoints, of ours."""
 KAGGLE_DIM, MAPPED_BATCHES, REPEATS = 16, 32, 5
 MOST_ID_SHARE = 0.05
 """Of the kaggle step, that mapping ids to slots may take."""
+OPENED_BYTES, QUICK_OPENED_BYTES, OPENED_DIM, OPENED_ROWS, MOST_OPEN_S = 100 * 10**9, 10**9, 128, 1000, 1.0
+"""A table that is made and opened: its bytes, its records of a whole sector, rows looked up, and what is promised."""
+OPENED_PARTS = 100
+"""Of which one is DRAM."""
 LARGE_BYTES, LARGE_GROUP_BYTES, LARGE_DRAM_BYTES = 40 << 30, 4 << 30, 3 << 30
 LARGE_DIM, LARGE_ZIPF = 128, 0.9
 """Records of a whole sector, and many rows that leave at each step."""
@@ -66,11 +78,13 @@ def name_of(cell: MemoryCell) -> str:
 def step_cells(*, quick: bool, threads: int) -> list[MemoryCell]:
     """Every side at 1/10 and 1/32, Zipf 1.05; ours at Zipf 0.9 and 1.2, and at 1/4, too."""
     sizes: dict[str, Any] = {**(QUICK if quick else FULL), "group": "bench", "threads": threads}
-    cells = [MemoryCell(side="tiers", dram_parts=A_NODE_OF, zipf=1.05, ahead=4, **sizes)]
+    saved: dict[str, Any] = {"checkpoint_steps": QUICK_CHECKPOINT_STEPS if quick else CHECKPOINT_STEPS}
+    cells = [MemoryCell(side="tiers", dram_parts=A_NODE_OF, zipf=1.05, ahead=4, **saved, **sizes)]
     for parts, (side, io, aheads) in itertools.product((10, 32), VARIANTS):
+        own = saved if side == "tiers" else {}
         skews = (1.05, 0.9, 1.2) if (side, io) == ("tiers", "auto") else (1.05,)
         for zipf, ahead in itertools.product(skews, aheads):
-            cells.append(MemoryCell(side=side, io=io, dram_parts=parts, zipf=zipf, ahead=ahead, **sizes))
+            cells.append(MemoryCell(side=side, io=io, dram_parts=parts, zipf=zipf, ahead=ahead, **own, **sizes))
     return cells
 
 
@@ -153,6 +167,43 @@ def hits_alone(before: dict[str, dict[str, int]], after: dict[str, dict[str, int
     return all(after[t]["rows"] - before[t]["rows"] == after[t]["hit_rows"] - before[t]["hit_rows"] for t in after)
 
 
+# ---- a table is opened
+
+
+def open_table(folder: Path, *, quick: bool) -> dict[str, Any]:
+    """Seconds to make the file of a table and to open it again, and from a collection's making to its first lookup."""
+    num_rows = (QUICK_OPENED_BYTES if quick else OPENED_BYTES) // (4 * OPENED_DIM)
+    ids = np.sort(np.random.default_rng(SEED).choice(num_rows, OPENED_ROWS, replace=False))
+    rounds = [open_once(folder, num_rows, ids) for _ in range(REPEATS)]
+    times = {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+    row = {"name": "open_table", "table_bytes": 4 * OPENED_DIM * num_rows, "dim": OPENED_DIM, **times}
+    row |= {"lookups": OPENED_ROWS, "most_s": MOST_OPEN_S, "worst_s": max(max(found.values()) for found in rounds)}
+    told = ", ".join(f"{name} {seconds:.3f}" for name, seconds in times.items())
+    print(f"open_table of {row['table_bytes']:,} bytes: {told}", file=sys.stderr, flush=True)
+    return row
+
+
+def open_once(folder: Path, num_rows: int, ids: NDArray[np.int64]) -> dict[str, float]:
+    """The store's file made, looked up in and closed; the same opened again; and a collection over such a table."""
+    times = {}
+    record = TableRows(table="t", parts=(("weight", 4 * OPENED_DIM),), num_rows=num_rows)
+    with tempfile.TemporaryDirectory(prefix="hotrow-tiers-", dir=folder) as files:
+        for name in ("make_s", "open_s"):
+            start = time.perf_counter()
+            with open_store(record, kind="block", path=Path(files) / "t") as store:
+                store.read(ids, np.arange(len(ids)), [np.empty((len(ids), OPENED_DIM), np.float32)])
+            times[name] = time.perf_counter() - start
+        dram_bytes = 4 * OPENED_DIM * num_rows // OPENED_PARTS
+        table = TableConfig(name="t", num_embeddings=num_rows, embedding_dim=OPENED_DIM, feature_names=("t",))
+        start = time.perf_counter()
+        emb = EmbeddingCollection([table], memory=Memory(dram=dram_bytes, ssd=files), seed=SEED)
+        emb(torch.from_numpy(ids)[:, None])
+        assert emb.tiers is not None
+        emb.tiers.close()
+        times["collection_s"] = time.perf_counter() - start
+    return times
+
+
 # ---- a large model
 
 
@@ -207,7 +258,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     threads = options.threads or min(2, usable_cores())
     torch.set_num_threads(threads)
     cells = step_cells(quick=options.quick, threads=threads)
-    known = [*map(name_of, cells), "id_to_slot"]
+    others = {"id_to_slot": id_to_slot, "open_table": open_table}
+    known = [*map(name_of, cells), *others]
     for name in options.names:
         if name not in known:
             raise ValueError(f"no cell is called {name!r}; choose from {', '.join(known)}")
@@ -215,8 +267,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.large:
         return {"cells": [large(options.folder, threads=threads)], "quick": False, **bench.circumstances()}
     rows = list(measure_steps([cell for cell in cells if name_of(cell) in wanted], options.folder))
-    if "id_to_slot" in wanted:
-        rows.append(id_to_slot(options.folder, quick=options.quick))
+    rows += [measure_it(options.folder, quick=options.quick) for name, measure_it in others.items() if name in wanted]
     return {"cells": rows, "quick": options.quick, **bench.circumstances()}
 
 

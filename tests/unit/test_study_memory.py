@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.claims import tiers_table
-from benchmarks.tiers import name_of, step_cells
+from benchmarks.tiers import name_of, open_table, step_cells
 from hotrow import EmbeddingCollection, Memory
 from hotrow.memory.budget import TableSlots
 from hotrow.study import memory, runner
@@ -213,6 +213,36 @@ def test_a_side_in_tiers_pins_what_is_popular(tmp_path: Path) -> None:
     assert facts["rows_on_disk"] >= 4000 - pinned - cached, "every other row exists"
 
 
+def test_a_side_in_tiers_saves_what_changed(tmp_path: Path) -> None:
+    """The second checkpoint is a link with the rows of the steps between; all files are below the given folder."""
+    work = replace(WORK, rows=(3, 900, 40_000))
+    side = InTiers(work, Settings(dram_bytes=work.table_bytes // 2, folder=str(tmp_path), turns=2))
+    side.build()
+    first = side.save()
+    side.train(list(islice(work.batches(), 2)), settle=0, steps=2, ahead=0)
+    second = side.save()
+    assert first["checkpoint_bytes"] > work.table_bytes / 2, "every row that is not pinned exists"
+    assert 0 < second["checkpoint_bytes"] < first["checkpoint_bytes"] / 4
+    assert second["checkpoint_s"] > 0
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-0", "checkpoint-1"}
+
+
+@pytest.mark.parametrize(("wanted", "stretches"), [(0, []), (7, [3, 3, 1]), (6, [3, 3])])
+def test_a_checkpoint_is_timed_some_steps_after_another(wanted: int, stretches: list[int]) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Fake:
+        def ask(self, **what: Any) -> dict[str, Any]:
+            asked.append(what)
+            return {"checkpoint_s": float(len(asked))}
+
+    cell = MemoryCell(group="g", side="tiers", dram_parts=2, ahead=4, steps=3, checkpoint_steps=wanted)
+    found = memory.checkpoint_of(Fake(), cell)  # type: ignore[arg-type]
+    trained = [{"do": "train", "settle": 0, "steps": steps, "ahead": 4} for steps in stretches]
+    assert asked == ([{"do": "save"}, *trained, {"do": "save"}] if wanted else [])
+    assert found == ({"checkpoint_s": len(asked)} if wanted else {})
+
+
 def test_a_worker_enters_its_group_trains_and_says_why_it_ends(tmp_path: Path) -> None:
     group = NoGroup(tmp_path / "procs")
     with Worker("dram", WORK, Settings(dram_bytes=0, folder=""), threads=1, group=group) as worker:  # type: ignore[arg-type]
@@ -378,9 +408,17 @@ def test_the_page_of_benchmarks_says_what_is_held() -> None:
         "name": "tiers_tiers_dram10_zipf1.05_ahead4", "relative_speed": 0.8, "spread": [0.7, 0.9], "target": 0.85,
         "hit_rate": 0.95, "rows_on_disk": 1000, "peak_bytes": 2e6, "rounds": 10, "stolen_rounds": 1,
     }  # fmt: skip
+    saved = {**cell, "name": "saved", "checkpoint_s": 1.25, "checkpoint_bytes": 2.5e8}
     ids = {"name": "id_to_slot", "ms": 1.0, "step_ms": 40.0, "share": 0.025, "most": 0.05}
-    text = "\n".join(tiers_table([cell, ids]))
+    opened = {
+        "name": "open_table", "table_bytes": 10**11, "dim": 128, "lookups": 1000, "most_s": 1.0,
+        "make_s": 0.1, "open_s": 0.2, "collection_s": 0.3, "worst_s": 1.5,
+    }  # fmt: skip
+    text = "\n".join(tiers_table([cell, saved, ids, opened]))
     assert "| 80% (70%-90%) | 85%: **not held** | 95.0% |  |" in text
+    assert "| checkpoint after 500 steps, s / MB |" in text and "| 2 | 1.2 / 250 | 10 | 1 |" in text
+    assert "| 1,000 | 2 |  | 10 | 1 |" in text, "measured before checkpoints were"
+    assert "A table of 100 GB" in text and "1.500 s (less than 1 s: **not held**)" in text
     assert "1.00 ms, 2.5% of a step (at most 5%: held)" in text
 
 
@@ -398,6 +436,18 @@ def test_cells_of_the_benchmark_have_names_and_two_sizes() -> None:
         cells = step_cells(quick=quick, threads=2)
         assert len({*map(name_of, cells)}) == len(cells) == 21
         assert all(cell.rounds * cell.steps >= 500 for cell in cells) is not quick
+        assert {(cell.side, cell.checkpoint_steps > 0) for cell in cells} == {
+            ("tiers", True),
+            ("mmap", False),
+            ("rocksdb", False),
+        }
+
+
+def test_a_table_that_is_opened_is_timed_and_its_file_goes(tmp_path: Path) -> None:
+    row = open_table(tmp_path, quick=True)
+    assert row["table_bytes"] == pytest.approx(1e9, rel=0.01)
+    assert 0 < row["open_s"] <= row["worst_s"] and row["collection_s"] > 0
+    assert not [*tmp_path.iterdir()]
 
 
 def test_data_is_for_this_study_alone(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ class MemoryCell:
     """Batches that come and go at most, before the first step, for the cache to hold what its policy keeps."""
     warm_up: int = 100
     """Steps before the first round."""
+    checkpoint_steps: int = 0
+    """Between two checkpoints, saved after the rounds, of which the second is timed; 0: none is. Only tiers do."""
 
     @property
     def key(self) -> str:
@@ -187,7 +189,17 @@ def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[
         used = {"peak_bytes": group.peak_bytes(), "end_bytes": group.used_bytes()}
         facts |= {**used, "steps_compared": turns.num_compared}
         for cell in cells:
-            yield cell, row_of(cell, rounds[cell.key], facts)
+            yield cell, row_of(cell, rounds[cell.key], {**facts, **checkpoint_of(side, cell)})
+
+
+def checkpoint_of(side: Worker, cell: MemoryCell) -> dict[str, Any]:
+    """What the second of two checkpoints takes, `checkpoint_steps` after the first, and of what it writes the bytes."""
+    if not cell.checkpoint_steps:
+        return {}
+    side.ask(do="save")
+    for left in range(cell.checkpoint_steps, 0, -cell.steps):  # their batches lie in memory while a stretch lasts
+        side.ask(do="train", settle=0, steps=min(cell.steps, left), ahead=cell.ahead)
+    return side.ask(do="save")
 
 
 class Turns:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Batch
+from hotrow.checkpoint import Part, read_manifest, save_checkpoint
 from hotrow.embedding import EmbeddingCollection
 from hotrow.memory.budget import Memory
 from hotrow.memory.lookahead import lookahead
@@ -53,6 +54,7 @@ class Side:
         self.work, self.settings = work, settings
         self.seconds: dict[str, float] = {}
         """By what a side waited for or did, since the process began."""
+        self.num_saved = 0
 
     def build(self) -> None:
         """Make tables whose every row lies where it would after long training."""
@@ -74,6 +76,20 @@ class Side:
 
     def drain(self) -> None:
         """Return when nothing that a step left behind is under way."""
+
+    def save(self) -> dict[str, Any]:
+        """A checkpoint of all that is trained, of tiers the rows that changed since the last; what it took and wrote.
+
+        Each stays, for the next has its files by other names; they go with the folder of the tables.
+        """
+        parts: dict[str, Part] = {"embedding": self.emb, "sparse_optimizer": self.tables}
+        parts |= {"model": self.training.model, "dense_optimizer": self.training.optimizer}
+        path = Path(self.settings.folder) / f"checkpoint-{self.num_saved}"
+        self.num_saved += 1
+        start = time.perf_counter()
+        save_checkpoint(path, parts)
+        seconds = time.perf_counter() - start
+        return {"checkpoint_s": seconds, "checkpoint_bytes": read_manifest(path)["written_bytes"]}
 
     def facts(self) -> dict[str, Any]:
         """Rows and bytes on disk."""

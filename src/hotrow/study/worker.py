@@ -124,6 +124,11 @@ class Server:
             self._waiting.popleft()
         return found
 
+    def save(self) -> dict[str, Any]:
+        """A checkpoint, and what it took."""
+        found: dict[str, Any] = self.side.save()
+        return found
+
 
 def serve(lines: TextIO, answers: TextIO) -> None:
     """Answer each line until there is none, or until one cannot be."""
