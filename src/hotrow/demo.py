@@ -85,7 +85,8 @@ def _result(run: Run, rows: str, seconds: float, next_command: str) -> dict[str,
 def _text(run: Run, rows: str, next_command: str) -> str:
     record, metrics = run.record, run.metrics
     if record["status"] != "finished" or not metrics:
-        return f"the run {run.path} is {record['status']}; continue with: hotrow train --resume {run.path}"
+        command = f"hotrow train --resume {shlex.quote(str(run.path))}"
+        return f"the run {run.path} is {record['status']}; continue with: {command}"
     backend = record["backend"]
     memory = record.get("memory")
 

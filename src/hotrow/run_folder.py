@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -212,7 +213,7 @@ def _new_folder(path: Path) -> Path:
     except FileExistsError:
         raise ValueError(
             f"run folder {path} exists already and is never overwritten; choose another with --set run=..., "
-            f"or continue it with `hotrow train --resume {path}`"
+            f"or continue it with `hotrow train --resume {shlex.quote(str(path))}`"
         ) from None
     return path
 

@@ -8,6 +8,7 @@ rows in api.py, what surrounds a run (clock, threads, signals) in session.py.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -534,4 +535,4 @@ def scores(metrics: Mapping[str, Any]) -> str:
 
 def resume_command(folder: RunFolder) -> str:
     """What to type to go on with an interrupted run."""
-    return f"hotrow train --resume {folder.path}"
+    return f"hotrow train --resume {shlex.quote(str(folder.path))}"

@@ -1,16 +1,21 @@
-"""Threads of a session: their number, their cores, and that all is as before afterwards."""
+"""Threads of a session: their number, their cores, and that all is as before afterwards; how it is gone on with."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from hotrow import ops
+from hotrow import demo, ops
 from hotrow.host import _cgroup_quota, nodes_of, numa_nodes, usable_cores
+from hotrow.run_folder import RunFolder, _new_folder
 from hotrow.session import cores_to_pin, threads
+from hotrow.trainer import resume_command
 
 TWO_NODES = [[0, 1, 4, 5], [2, 3, 6, 7]]
 
@@ -103,3 +108,19 @@ def test_a_machine_that_says_nothing_is_one_node(tmp_path: Path) -> None:
     assert nodes_of({3, 1}, tmp_path) == [[1, 3]]
     system = write_system(tmp_path, {"node0": "0"}, {})
     assert nodes_of({0, 1}, system) == [[0, 1]], "a core of no node"
+
+
+def test_commands_to_go_on_with_are_those_a_shell_takes(tmp_path: Path) -> None:
+    """Also of folders with a space."""
+    path = tmp_path / "my runs" / "a"
+    wanted = ["hotrow", "train", "--resume", str(path)]
+    folder = RunFolder(path, {"warnings": {}})
+    assert shlex.split(resume_command(folder)) == wanted
+    run: Any = SimpleNamespace(path=path, record={"status": "interrupted"}, metrics={})
+    told = demo._text(run, "", "")
+    assert shlex.split(told.split("continue with: ")[1]) == wanted
+    path.mkdir(parents=True)
+    with pytest.raises(ValueError, match="exists already") as refused:
+        _new_folder(path)
+    assert shlex.split(str(refused.value).split("`")[1]) == wanted
+    assert resume_command(RunFolder(Path("runs/a-001"), {"warnings": {}})) == "hotrow train --resume runs/a-001"
