@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from hotrow import runs
-from hotrow.config import Config, make_config
+from hotrow.config import Config, make_config, parse_yaml
 from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
 from hotrow.hot.threshold import by_threshold
 from hotrow.study import hot, runner
 from hotrow.study.hot_counted import coverage
 from hotrow.study.hot_page import coverage_lines, megabytes
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
 
 
@@ -110,8 +111,8 @@ def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, model: dict[str
 
 
 def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset, tmp_path: Path) -> None:
-    """A TBSM with the published widths on histories, else a DLRM; the quality cell trains it by both orders."""
-    assert hot.model_of(dataset) == {}
+    """A TBSM as the recipe has it on histories, else a DLRM; the quality cell trains it by both orders."""
+    assert hot.model_of(dataset) == hot.dense_of(dataset) == {}
     info = DatasetInfo(
         name="histories",
         dense=(),
@@ -127,8 +128,11 @@ def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset,
         made = writer.close()
     fields = {**CELL, "kind": "quality", "amount": 0.5, "small_table": "0", "embedding_dim": 4, "batch_size": 32}
     cell = hot.HotCell(**{**fields, "seeds": 2, "schedule": "fixed"})
-    model = hot.config_of(cell, made, 2000, "fixed", 1).model
-    assert (model.name, model.top_mlp, model.tbsm_options()["final_mlp"]) == ("tbsm", [15, 15], [60])
+    config = hot.config_of(cell, made, 2000, "fixed", 1)
+    recipe = make_config(parse_yaml((RECIPES / "taobao-tbsm.yaml").read_text(), origin="the recipe"))
+    assert config.model.model_copy(update={"embedding_dim": 16, "history_steps": 20}) == recipe.model
+    assert config.optimizer.dense == recipe.optimizer.dense
+    assert config.optimizer.sparse.lr == recipe.optimizer.sparse.lr
     with pytest.warns(UserWarning, match="its training split is counted"):
         row = hot.quality(cell, made, tmp_path)
     assert 0 < row["hot_samples"] < 1 and row["num_swaps"] >= 2
