@@ -15,6 +15,7 @@ which the hypervisor took processor time away counts for none.
     trackers                           ways to track, on real rows (hot_trackers.py; nothing is timed)
     quality_criteo, quality_taobao     turns of hot and cold batches beside shuffled order, over seeds (hot_quality.py),
                                        on real rows: of a DLRM, of a TBSM
+    quality_taobao_window              the same of windows of four batches, of which the hot ones come first
     quality_synthetic                  the same on synthetic rows; the rate begins at the paper's 50,
     quality_synthetic_10               or at 10
     quality_synthetic_end              a tenth of the samples at the end, in shuffled order
@@ -332,7 +333,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
     }
 
 
-REAL_ROWS = tuple(f"quality_{name}" for name in hot_quality.REAL)
+REAL_ROWS = (*(f"quality_{name}" for name in hot_quality.REAL), "quality_taobao_window")
 QUALITY = (*REAL_ROWS, "quality_synthetic", "quality_synthetic_10", "quality_synthetic_end", "link")
 CELLS = ("classify_prefix", "classify_listed", "classify_first", "calibrate", "track", "trackers", *QUALITY)
 
@@ -343,6 +344,7 @@ def absent(name: str, data: Path) -> str | None:
         "trackers": [file for _, file in hot_trackers.STREAMS.values()],
         "quality_criteo": [hot_quality.CRITEO],
         "quality_taobao": [hot_quality.TAOBAO],
+        "quality_taobao_window": [hot_quality.TAOBAO],
         "link": [hot_quality.CRITEO],
     }
     lost = [file for file in files.get(name, ()) if not (data / file).exists()]

@@ -518,7 +518,8 @@ def test_cells_on_real_rows_say_what_they_lack(tmp_path: Path) -> None:
     assert "criteo_terabyte_80k.tsv.gz is not in" in (hot.absent("link", tmp_path) or "")
     (tmp_path / "criteo_terabyte_80k.tsv.gz").touch()
     assert hot.absent("quality_criteo", tmp_path) is None
-    assert "taobao_userbehavior_110k.csv.gz is not in" in (hot.absent("quality_taobao", tmp_path) or "")
+    for name in ("quality_taobao", "quality_taobao_window"):
+        assert "taobao_userbehavior_110k.csv.gz is not in" in (hot.absent(name, tmp_path) or "")
     assert "taobao_userbehavior_110k.csv.gz, embedding_trace" in (hot.absent("trackers", tmp_path) or "")
 
 
@@ -532,6 +533,8 @@ def test_a_tbsm_on_real_clicks_by_both_orders(real_data: Callable[[str], Path], 
     assert 0.5 < row["samples"] / (2 * (sum(num_events.values()) - len(num_events))) < 1, "the training split"
     assert {"auc_baseline", "auc_fae", "logloss_baseline", "logloss_fae"} <= row.keys() and row["seeds"] == 2
     assert 0.2 < row["hot_samples"] < 0.8 and row["num_swaps"] >= 1
+    of_hot = row["hot_samples"] * row["label_rate_hot"] + (1 - row["hot_samples"]) * row["label_rate_cold"]
+    assert of_hot == pytest.approx(0.5), "a pair has one click"
     page = "\n".join(hot_page.hot_tables([{"name": "hot_quality_taobao", **row}]))
     assert f"| taobao | {row['samples']:,} | 50 | 0% | 2 |" in page and "within two standard errors: " in page
 
@@ -565,9 +568,13 @@ def test_quality_and_link_tables_say_what_is_held() -> None:
         {**slots, "amount": 0.9, "hybrid_ratio": 9.0},
         {"rows": "slots", "amount": 0.1, "refused": "a batch looks up more rows"},
     ]
-    cells = [{"name": name, **row} for name in names] + [{"name": "hot_link", "budgets": budgets, "least_ratio": 4.0}]
+    window = {"schedule": "window", "label_rate_hot": 0.55, "label_rate_cold": 0.45, "auc_difference_se": 0.0002}
+    cells = [{"name": name, **row} for name in names] + [{"name": "hot_quality_taobao_window", **row, **window}]
+    cells += [{"name": "hot_link", "budgets": budgets, "least_ratio": 4.0}]
     page = "\n".join(hot_page.hot_tables(cells))
-    assert "| criteo | 69,000 | 50 | 0% | 5 | 70.0% | 3 | 0.7500 / 0.7490 | -0.00100 (0.00200) | within two" in page
+    assert "| criteo | 69,000 | 50 | 0% | 5 | 70.0% |  | 3 | 0.7500 / 0.7490 | -0.00100 (0.00200) | within two" in page
+    assert "| taobao | 69,000 | window of 4 | 0% | 5 | 70.0% | 55.0% / 45.0% | 3 |" in page
+    assert page.count("within two standard errors: **not held**") == 1, "of the one with the small error"
     assert page.count("at most 0.0005: not resolved, standard error 0.00200 |") == 2
     assert "turns at least 4x: **not held** (2.50x), slots at least 4x: held (5.00x)" in page
     assert "| slots | 10% |  |  |  | no batch fits |" in page
