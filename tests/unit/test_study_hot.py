@@ -206,6 +206,15 @@ def test_what_is_no_packed_dataset_is_refused_before_anything_is_measured(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_the_estimate_of_a_packed_dataset_is_of_its_own_samples(dataset: PackedDataset) -> None:
+    """A shape is made first, and has as many samples as the cell says."""
+    fields = {**CELL, "kind": "quality", "schedule": "fae", "seeds": 3}
+    packed = hot.HotCell(**{**fields, "source": str(dataset.path)})
+    assert hot.estimate_s([packed]) == pytest.approx(1098 / 1e6 + 6 * 1098 / 3e4)
+    shape = hot.HotCell(**{**fields, "source": "avazu", "num_samples": 1098})
+    assert hot.estimate_s([shape]) == pytest.approx(hot.estimate_s([packed]) + 1098 / 1e5)
+
+
 def test_a_run_that_took_a_signal_stops_the_study(
     dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,10 +145,19 @@ def refusal(cell: HotCell, *, memory_bytes: int, cores: int) -> str | None:
 
 
 def estimate_s(cells: Sequence[HotCell]) -> float:
-    """About how long measuring them takes: making the data, reading it, training on it."""
-    made = sum(cell.num_samples / PREPARE_PER_S for cell in {setup_of(cell): cell for cell in cells}.values())
-    read = sum(cell.num_samples / COVERAGE_PER_S for cell in cells)
-    return made + read + sum(2 * c.seeds * c.num_samples / TRAIN_PER_S for c in cells if c.kind == "quality")
+    """About how long measuring them takes: making the data of shapes, reading it, training on it."""
+    samples = {setup_of(cell): samples_of(cell) for cell in {setup_of(cell): cell for cell in cells}.values()}
+    made = sum(count / PREPARE_PER_S for setup, count in samples.items() if setup[0] in SHAPES)
+    read = sum(samples[setup_of(cell)] / COVERAGE_PER_S for cell in cells)
+    return made + read + sum(2 * c.seeds * samples[setup_of(c)] / TRAIN_PER_S for c in cells if c.kind == "quality")
+
+
+def samples_of(cell: HotCell) -> int:
+    """Of its data, all splits."""
+    if cell.source in SHAPES:
+        return cell.num_samples
+    dataset = PackedDataset.open(cell.source, verify="sizes")
+    return sum(dataset.split(name).num_rows for name in dataset.splits)
 
 
 def headline(row: Mapping[str, Any]) -> str:
