@@ -7,6 +7,8 @@ test_tiers.py; the truth is the same schedule on a collection whose lookups find
 from __future__ import annotations
 
 import copy
+import errno
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from gpu_device import DEVICE, assert_agrees
 from torch import Tensor
 
 import hotrow
-from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
+from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor, ops
 from hotrow.memory.budget import TableDemand, TableSlots
 from hotrow.memory.device_budget import MOVING_SHARE, plan_slots_on_device
 from hotrow.memory.directory import Directory
+from hotrow.memory.stores import StoreError
+from hotrow.memory.tiers import Flight, Tiers
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig, Uniform
 
@@ -306,6 +310,58 @@ def test_tiers_are_asked_for_rows_before_their_batch(tmp_path: Path) -> None:
         side.step()
     assert not rows._asked and not rows._landings
     assert rows.foreseen == 2 and rows.stall_s > 0
+
+
+@pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its writes are made to fail")
+def test_a_store_that_failed_ends_batches_whose_rows_are_there(tmp_path: Path) -> None:
+    """Those announced before it too, the last of a loader, after which nothing is announced."""
+    side = make_sides("float32", "sgd", below=tiers(tmp_path, 50))[1]
+    assert side.emb.tiers is not None
+    rng = np.random.default_rng(0)
+    batches = [make_batch(rng) for _ in range(3)]
+    seen = []
+    with pytest.raises(StoreError, match=r"writing row.* of table 'u' in .* Input/output error"):
+        for batch in hotrow.lookahead(batches, side.emb, depth=3):
+            side.forward(batch)
+            side.step()
+            seen.append(batch)
+            store = side.emb.tiers.stores[1]
+            store.native.inject(True, 1, errno.EIO)
+            store.write([7], [0], [np.zeros((1, store.rows.record_bytes), np.uint8)])
+            while store.failure() is None:
+                time.sleep(0.001)
+    assert seen == batches[:1]
+
+
+def test_waits_of_batches_that_are_announced_are_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For rows that are on their way, and for room to write; with and without room on the device."""
+    side = make_sides("float32", "sgd", plan=plan_for(24), below=tiers(tmp_path, 50))[1]
+    rows, below = side.emb.device_rows, side.emb.tiers
+    assert rows is not None and below is not None
+    rows.announce(KeyedJaggedTensor(FEATURES, torch.zeros(4, dtype=torch.int64)))
+    wait, hold = Flight.wait, Tiers.hold
+
+    def wait_longer(flight: Flight) -> None:
+        time.sleep(0.05)
+        wait(flight)
+
+    def without_room(own: Tiers, *args: Any, **named: Any) -> Flight:
+        own.stall_s += 100.0
+        return hold(own, *args, **named)
+
+    before = rows.stall_s
+    with monkeypatch.context() as patch:
+        patch.setattr(Flight, "wait", wait_longer)
+        for first in (1, 9):
+            ids = torch.arange(first, first + 8)
+            rows.announce(KeyedJaggedTensor(FEATURES, torch.cat([ids, ids, torch.zeros_like(ids), ids])))
+    assert 0.05 <= rows.stall_s - before < 50
+    monkeypatch.setattr(Tiers, "hold", without_room)
+    for first, stalled in ((17, 100), (30, 200)):
+        ids = torch.arange(first, first + 4 if stalled == 100 else first + 24)
+        rows.announce(KeyedJaggedTensor(FEATURES, torch.cat([ids, ids, torch.zeros_like(ids), ids])))
+        assert stalled <= rows.stall_s - before < stalled + 50
+    assert rows.postponed == 1
 
 
 def test_a_plan_by_counts_gives_often_used_rows_slots_for_good() -> None:

@@ -44,11 +44,18 @@ class Below(Protocol):
     piece_bytes: int | None
     """Of rows that are held without being kept, at most so many at once; None: any number."""
 
+    @property
+    def stall_s(self) -> float:
+        """Seconds that rows which are kept waited for room to write those that made way for them."""
+
     def attach(self, states: dict[str, Sequence[State]]) -> None:
         """An optimizer's states, by table, lie beside the weights."""
 
     def hold(self, rows: Sequence[NDArray[np.int64]], *, keep: bool) -> Held:
         """Different rows of each table, on their way to their places. keep: they are worth memory for longer."""
+
+    def raise_failure(self) -> None:
+        """Raise StoreError where a store has failed, whichever rows it was to move."""
 
 
 class _HeldInDram:
@@ -68,6 +75,7 @@ class InDram:
     """All rows in arrays in DRAM, as `arrays` has them at first: of each table its weights, and lower halves."""
 
     piece_bytes: int | None = None
+    stall_s = 0.0
 
     def __init__(self, arrays: dict[str, list[Tensor]]) -> None:
         self._names, self.arrays = list(arrays), list(arrays.values())
@@ -80,6 +88,9 @@ class InDram:
     def hold(self, rows: Sequence[NDArray[np.int64]], *, keep: bool) -> Held:
         """See Below."""
         return _HeldInDram(rows)
+
+    def raise_failure(self) -> None:
+        """Nothing that could fail."""
 
 
 class _HeldInTiers:
@@ -107,6 +118,11 @@ class InTiers:
     def _take_arrays(self) -> None:
         self.arrays = [[array for _, array in self._tiers.arrays_of(table)] for table in self._tiers.tables]
 
+    @property
+    def stall_s(self) -> float:
+        """See Below."""
+        return self._tiers.stall_s
+
     def attach(self, states: dict[str, Sequence[State]]) -> None:
         """See Below. Raises ValueError where the records are laid out already."""
         self._tiers.attach(states)
@@ -117,3 +133,8 @@ class InTiers:
         if not any(map(len, rows)):
             return _HeldInDram(rows)
         return _HeldInTiers(self._tiers.hold(dict(enumerate(rows)), keep=keep), rows)
+
+    def raise_failure(self) -> None:
+        """See Below."""
+        if self._tiers.caches is not None:
+            self._tiers.raise_failure(only_if_failed=True)

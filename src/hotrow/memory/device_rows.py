@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ class DeviceRows:
         """Training batches that were changed after they were announced, that never were, that were as announced; and
         announcements for which there was no room yet."""
         self.stall_s = 0.0
-        """Seconds that training batches waited for rows from below; waits while batches are announced are not in it."""
+        """Seconds that training batches waited for rows from below, and for room there, announced ones among them."""
 
     def make_kernels(self, layout: Layout, *, among: Layout | None = None) -> Any:
         """The ops of some of the collection's features. Raises ImportError where Triton is not installed."""
@@ -169,14 +170,27 @@ class DeviceRows:
             rows = self._rows(sparse, spans)
             if rows is None:
                 return
-            if self._num_short(rows):
-                self.postponed += 1
-                absent = [directory.absent(own) for directory, own in zip(self.directories, rows, strict=True)]
-                self._asked[id(sparse)] = (sparse, self._below.hold(absent, keep=True))
-                return
-            self._announced[id(sparse)] = (sparse, self._admit(sparse, spans, rows, keep=True))
+            with self._counting_room():
+                if self._num_short(rows):
+                    self._ask(sparse, rows)
+                    return
+                self._announced[id(sparse)] = (sparse, self._admit(sparse, spans, rows, keep=True))
+            started = time.perf_counter()
             # Whether rows have come from disk cannot be asked without waiting: those of the nearer half should have.
             self._land(most_left=(len(self._announced) + 1) // 2)
+            self.stall_s += time.perf_counter() - started
+
+    def _ask(self, sparse: KeyedJaggedTensor, rows: Sequence[Numbers]) -> None:
+        self.postponed += 1
+        absent = [directory.absent(own) for directory, own in zip(self.directories, rows, strict=True)]
+        self._asked[id(sparse)] = (sparse, self._below.hold(absent, keep=True))
+
+    @contextmanager
+    def _counting_room(self) -> Iterator[None]:
+        """What is waited for room below inside the block is a stall."""
+        before = self._below.stall_s
+        yield
+        self.stall_s += self._below.stall_s - before
 
     def forget(self, sparse: KeyedJaggedTensor) -> None:
         """A batch that was announced will not come, or has been."""
@@ -193,7 +207,8 @@ class DeviceRows:
         """The flight of this batch and the batch with slots for ids; what runs from now on finds its rows there.
 
         Raises ValueError for an id out of range, and where its rows and those of batches whose step is yet to come are
-        more than there are slots.
+        more than there are slots; StoreError where a store has failed, also where these rows need none: it was to keep
+        others.
         """
         with self._lock:
             spans = self._spans(sparse)
@@ -212,6 +227,7 @@ class DeviceRows:
             self._land(flight.landing)
             self._ask_no_more(sparse)
             self.stall_s += training * (time.perf_counter() - started)
+            self._below.raise_failure()
             assert flight.landing.arrived is not None
             flight.landing.arrived.precede()
             return flight, sparse.with_values(flight.slots)
