@@ -17,7 +17,7 @@ from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset,
 from hotrow.hot.threshold import by_threshold
 from hotrow.study import hot, runner
 from hotrow.study.hot_counted import coverage
-from hotrow.study.hot_page import coverage_lines, megabytes
+from hotrow.study.hot_page import coverage_lines, megabytes, shown_quality
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
@@ -277,6 +277,25 @@ def test_differences_are_paired_by_seed() -> None:
     assert found["auc_difference"] == pytest.approx(differences.mean())
     assert found["auc_difference_se"] == pytest.approx(differences.std(ddof=1) / np.sqrt(3))
     assert found["auc_baseline_sd"] == pytest.approx(0.05)
+
+
+def test_seeds_that_learned_nothing_are_counted_and_said() -> None:
+    """An order beside an order that taught nothing is no comparison; nor is one beside itself."""
+    run = {
+        "auc": 0.6,
+        "logloss": 0.6,
+        "accuracy": 0.6,
+        "train_s": 1.0,
+        "num_steps": 34,
+        "curve": [(34, 0.6)],
+        "swaps": [],
+    }
+    run["hot"] = {"hot_bytes": 9, "hot_rows": 3, "hot_samples": 0.5, "calibrate_s": 0.1, "classify_s": 0.1}
+    runs_ = {"baseline": [{**run, "ne": ne} for ne in (0.9, 0.995, 1.2)], "fae": 3 * [{**run, "ne": 1.2}]}
+    row = hot.compared(runs_)
+    assert (row["num_steps"], row["unlearned_seeds"]) == (34, 2)
+    text = shown_quality({"name": "n", "schedule": "window", "shuffled_end": 0.0, "seeds": 3, **row})
+    assert (text["steps"], text["unlearned"], text["auc_difference"]) == ("34", "2", "none, to the bit")
 
 
 def test_time_to_auc_is_the_first_evaluation_that_reached_it() -> None:

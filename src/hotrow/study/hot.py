@@ -34,6 +34,8 @@ LINK = "12GB"
 PREPARE_PER_S, COVERAGE_PER_S, TRAIN_PER_S = 1e5, 1e6, 3e4  # samples, for the estimate alone
 BELOW = 0.001
 """Time to AUC is to this much below the lowest that shuffled training ended with."""
+LEARNED = 0.99
+"""Of the LogLoss of the rate of clicks alone: a run that ends above it has learned next to nothing."""
 NOT_MEASURED = "not measured"
 MODES = {
     "embeddings on the CPU by hotrow, MLPs on the GPU": "",
@@ -249,7 +251,7 @@ def epoch(config: Config, folder: Path) -> dict[str, Any]:
     if record["status"] == "interrupted":  # the run took the signal, which was meant for the study
         raise KeyboardInterrupt
     return {
-        **{name: record["metrics"]["test"][name] for name in ("auc", "logloss", "accuracy")},
+        **{name: record["metrics"]["test"][name] for name in ("auc", "logloss", "accuracy", "ne")},
         "train_s": record["train_s"],
         "num_samples": record["rows"]["train"],
         "num_steps": record["steps"],
@@ -261,7 +263,8 @@ def epoch(config: Config, folder: Path) -> dict[str, Any]:
 
 def compared(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Both sides over seeds: means, spreads, paired differences, and how long until the same AUC."""
-    found: dict[str, Any] = {}
+    unlearned = sum(not run["ne"] < LEARNED for run in runs["baseline"])
+    found: dict[str, Any] = {"num_steps": runs["baseline"][0]["num_steps"], "unlearned_seeds": unlearned}
     for name in ("auc", "logloss", "accuracy"):
         found |= paired(name, {side: [float(run[name]) for run in own] for side, own in runs.items()})
     target = min(run["curve"][-1][1] for run in runs["baseline"]) - BELOW

@@ -90,7 +90,8 @@ def shown_quality(row: Row) -> dict[str, str]:
         return f"{row[name + '_baseline']:{form}}\u00a0/\u00a0{row[name + '_fae']:{form}}"
 
     def difference(name: str) -> str:
-        return f"{row[name + '_difference']:+.5f} \u00b1 {row[name + '_difference_se']:.5f}"
+        value, error = row[f"{name}_difference"], row[f"{name}_difference_se"]
+        return f"{value:+.5f} \u00b1 {error:.5f}" if value or error else "none, to the bit"
 
     def either(name: str, form: str) -> str:
         return "" if row.get(name) is None else f"{row[name]:{form}}"
@@ -100,6 +101,8 @@ def shown_quality(row: Row) -> dict[str, str]:
         "name": row["name"],
         "schedule": schedule_of(row),
         "seeds": str(row["seeds"]),
+        "steps": f"{row['num_steps']:,}",
+        "unlearned": str(row["unlearned_seeds"] or ""),
         "hot_samples": f"{row['hot_samples']:.1%}",
         "auc": pair("auc", ".4f"),
         "auc_difference": difference("auc"),
