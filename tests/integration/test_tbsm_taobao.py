@@ -65,7 +65,13 @@ def long_histories(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
 
 
 def config(
-    dataset: PackedDataset, folder: Path, *, seed: int, max_steps: int | None, history_steps: int = STEPS
+    dataset: PackedDataset,
+    folder: Path,
+    *,
+    seed: int,
+    max_steps: int | None,
+    history_steps: int = STEPS,
+    hot: dict[str, Any] | None = None,
 ) -> Config:
     """One epoch, or part of one."""
     return make_config(
@@ -81,6 +87,7 @@ def config(
                 "seed": seed,
                 "threads": 1,
             },
+            "hot": hot or {},
         }
     )
 
@@ -211,3 +218,20 @@ def test_quality_against_plain_torch_from_starts_of_its_own(dataset: PackedDatas
     print(f"difference {mine.mean() - theirs.mean():+.4f}, its standard error {error:.4f}")
     assert abs(mine.mean() - theirs.mean()) < 3 * error
     assert np.median(mine) > 0.65
+
+
+def test_copies_of_hot_rows_change_nothing(dataset: PackedDataset, tmp_path: Path) -> None:
+    """Turns whose hot batches train on copies are those that train on the tables: every loss, rate and score."""
+    turns = {"schedule": "fae", "rate": 10, "budget": "1500KiB", "rows": "covering", "small_table": "32KiB"}
+
+    def measured(name: str, **more: Any) -> Any:
+        run = runs.train(config(dataset, tmp_path / name, seed=1, max_steps=150, hot={**turns, **more}), quiet=True)
+        lines = [
+            {key: line.get(key) for key in ("kind", "step", "loss", "logloss", "rate")} for line in run.measurements()
+        ]
+        return run.record["metrics"], lines, run.record["hot"]
+
+    metrics, lines, _ = measured("plain")
+    copied_metrics, copied_lines, hot = measured("copied", link="1GB")
+    assert (copied_metrics, copied_lines) == (metrics, lines)
+    assert hot["link"]["hot_batches"] > 20 and hot["link"]["cold_batches"] > 20 and len(hot["swaps"]) >= 3
