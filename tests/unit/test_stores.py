@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -296,7 +297,8 @@ def test_an_error_of_a_write_is_told_for_ever(tmp_path: Path, io: str, record_by
     other = open_store(table_rows(table="other"), kind="block", path=tmp_path / "other", engines=engines)
     store = open_store(table_rows(record_bytes=record_bytes), kind="block", path=tmp_path / "t", engines=engines)
     store.native.inject(True, 3, errno.EIO)
-    write_rows(store, list(range(0, 1000, 90)))
+    with contextlib.suppress(StoreError):  # a disk that is faster than the call is told by the call
+        write_rows(store, list(range(0, 1000, 90)))
     fails_for_ever(store, r"writing rows? \d+.* of table 'item' in .*/t: Input/output error.*dmesg.*last checkpoint")
     write_rows(other, [3])
     other.flush()
