@@ -283,6 +283,7 @@ def cells_on(space: Space, what: str, kind: str) -> Iterator[cells.Cell]:
 
 def store_cells(options: argparse.Namespace) -> list[cells.Cell]:
     """Reads and mixed rounds on written space and on holes, and RocksDB."""
+    options.folder.mkdir(parents=True, exist_ok=True)
     space = Space(options.folder, quick=options.quick)
     kinds = [(what, kind) for what in ("written", "holes") for kind in ("read", "mixed")]
     rocks = cell(space, "store_read_vs_rocksdb", "RocksDB, multi-get", partial(against_rocks, space), 2.0)

@@ -52,7 +52,7 @@ TARGETS = {10: 0.85, 32: 0.5}
 """Least speed over all in DRAM that is promised, by the part of DRAM, at Zipf 1.05."""
 A_NODE_OF = 4
 """The part of DRAM for which ours is measured too: how much fewer machines hold a model nearly at full speed."""
-FULL = {"rounds": 10, "steps": 50, "settle": 10, "warm_up": 100}
+FULL = {"rounds": 4, "steps": 150, "settle": 10, "warm_up": 100}
 QUICK = {"rounds": 3, "steps": 5, "settle": 4, "warm_up": 4, "turns": 20, "scale": 0.002}
 CHECKPOINT_STEPS, QUICK_CHECKPOINT_STEPS = 500, 10
 """Between two checkpoints, of ours."""
@@ -281,6 +281,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="where files lie: on the disk to measure")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     try:
         report = measure(options)
     except ValueError as error:
