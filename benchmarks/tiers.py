@@ -52,7 +52,9 @@ TARGETS = {10: 0.85, 32: 0.5}
 """Least speed over all in DRAM that is promised, by the part of DRAM, at Zipf 1.05."""
 A_NODE_OF = 4
 """The part of DRAM for which ours is measured too: how much fewer machines hold a model nearly at full speed."""
-FULL = {"rounds": 4, "steps": 150, "settle": 10, "warm_up": 100}
+FULL = {"settle": 10, "warm_up": 100}
+LEAST_STEPS = 500
+"""Of all rounds together; see `stretches`."""
 QUICK = {"rounds": 3, "steps": 5, "settle": 4, "warm_up": 4, "turns": 20, "scale": 0.002}
 CHECKPOINT_STEPS, QUICK_CHECKPOINT_STEPS = 500, 10
 """Between two checkpoints, of ours."""
@@ -75,16 +77,28 @@ def name_of(cell: MemoryCell) -> str:
     return f"tiers_{cell.side}{io}_dram{cell.dram_parts}_zipf{cell.zipf:g}_ahead{cell.ahead}"
 
 
+def stretches(parts: int) -> dict[str, int]:
+    """Rounds, and steps of each: as many as let what waits to be written be a small part of a round.
+
+    But the batches of a round, 0.4 MB each, are made before it, and lie in the memory group.
+    """
+    steps = 150 if parts <= 10 else 50
+    return {"rounds": -(-LEAST_STEPS // steps), "steps": steps}
+
+
 def step_cells(*, quick: bool, threads: int) -> list[MemoryCell]:
     """Every side at 1/10 and 1/32, Zipf 1.05; ours at Zipf 0.9 and 1.2, and at 1/4, too."""
-    sizes: dict[str, Any] = {**(QUICK if quick else FULL), "group": "bench", "threads": threads}
+
+    def sizes(parts: int) -> dict[str, Any]:
+        return {**(QUICK if quick else FULL | stretches(parts)), "group": "bench", "threads": threads}
+
     saved: dict[str, Any] = {"checkpoint_steps": QUICK_CHECKPOINT_STEPS if quick else CHECKPOINT_STEPS}
-    cells = [MemoryCell(side="tiers", dram_parts=A_NODE_OF, zipf=1.05, ahead=4, **saved, **sizes)]
+    cells = [MemoryCell(side="tiers", dram_parts=A_NODE_OF, zipf=1.05, ahead=4, **saved, **sizes(A_NODE_OF))]
     for parts, (side, io, aheads) in itertools.product((10, 32), VARIANTS):
         own = saved if side == "tiers" else {}
         skews = (1.05, 0.9, 1.2) if (side, io) == ("tiers", "auto") else (1.05,)
         for zipf, ahead in itertools.product(skews, aheads):
-            cells.append(MemoryCell(side=side, io=io, dram_parts=parts, zipf=zipf, ahead=ahead, **own, **sizes))
+            cells.append(MemoryCell(side=side, io=io, dram_parts=parts, zipf=zipf, ahead=ahead, **own, **sizes(parts)))
     return cells
 
 
