@@ -17,7 +17,7 @@ from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
 from hotrow.files import size
 from hotrow.progress import progress_bar
-from hotrow.run_folder import RunFolder
+from hotrow.run_folder import RunFolder, resume_command
 from hotrow.runs import train
 
 NUM_ROWS = 600_000
@@ -85,8 +85,7 @@ def _result(run: Run, rows: str, seconds: float, next_command: str) -> dict[str,
 def _text(run: Run, rows: str, next_command: str) -> str:
     record, metrics = run.record, run.metrics
     if record["status"] != "finished" or not metrics:
-        command = f"hotrow train --resume {shlex.quote(str(run.path))}"
-        return f"the run {run.path} is {record['status']}; continue with: {command}"
+        return f"the run {run.path} is {record['status']}; continue with: {resume_command(run.path)}"
     backend = record["backend"]
     memory = record.get("memory")
 

@@ -46,7 +46,7 @@ class Rule:
 
     @functools.cached_property
     def numbers(self) -> tuple[float, ...]:
-        """As the native kernels take it: the algorithm's place, then the rest; 1 - beta is formed before rounding."""
+        """As kernels take it: the algorithm's place, then the rest; 1 - beta is formed before rounding."""
         betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
         return ALGORITHMS.index(self.algorithm), self.lr, self.eps, *betas, self.beta, self.l1, self.l2
 

@@ -207,13 +207,18 @@ class RunFolder:
             self.update(status="failed", error=f"{type(error).__name__}: {error}")
 
 
+def resume_command(path: Path) -> str:
+    """What to type to go on with the interrupted run in folder `path`."""
+    return f"hotrow train --resume {shlex.quote(str(path))}"
+
+
 def _new_folder(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True)
     except FileExistsError:
         raise ValueError(
             f"run folder {path} exists already and is never overwritten; choose another with --set run=..., "
-            f"or continue it with `hotrow train --resume {shlex.quote(str(path))}`"
+            f"or continue it with `{resume_command(path)}`"
         ) from None
     return path
 

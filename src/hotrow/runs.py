@@ -32,9 +32,9 @@ from hotrow.models.tbsm import SUFFIX
 from hotrow.parts import storage_line, tables_of
 from hotrow.placement import copies_bytes, describe, disk_shortfall, record_bytes, required_bytes
 from hotrow.progress import ProgressLine
-from hotrow.run_folder import CONFIG, RunFolder
+from hotrow.run_folder import CONFIG, RunFolder, resume_command
 from hotrow.session import Interrupt, threads
-from hotrow.trainer import Training, resume_command
+from hotrow.trainer import Training
 from hotrow.write_budget import check_write_budget
 
 
@@ -164,7 +164,7 @@ def _run(
     quiet: bool,
 ) -> RunFolder:
     full = explain_full_disk(
-        folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder)}"
+        folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder.path)}"
     )
     # Outermost: on a full disk the folder cannot note the failure either.
     team = threads(config.train.threads, pin=config.train.pin)
@@ -186,10 +186,10 @@ def _train(training: Training, checkpoint: Path | None) -> None:
         training.finish()
     elif training.interrupt.signal is None:
         folder.update(**training.figures())
-        raise training.writes.ended(training.state.step, resume_command(folder))
+        raise training.writes.ended(training.state.step, resume_command(folder.path))
     else:
         folder.update(status="interrupted", signal=training.interrupt.signal, **training.figures())
-        training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder)}")
+        training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder.path)}")
 
 
 @contextmanager
@@ -200,7 +200,7 @@ def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) 
         steps = list_checkpoints(folder.checkpoints)
         if not (folder.path / CONFIG).is_file():
             return f"{folder.path} ended before its first step: {_start_again(folder)}"
-        command = resume_command(folder) + (f" --set {option}" if option else "")
+        command = resume_command(folder.path) + (f" --set {option}" if option else "")
         if not steps:
             return f"There is no checkpoint yet; then {command} starts anew"
         return f"The checkpoint of step {max(steps)} is whole; then continue with: {command}"

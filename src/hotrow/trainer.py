@@ -8,7 +8,6 @@ rows in api.py, what surrounds a run (clock, threads, signals) in session.py.
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -40,7 +39,7 @@ from hotrow.models import look_up, takes_sequences
 from hotrow.parts import Parts, build, tables_of
 from hotrow.placement import close_tiers, record_bytes
 from hotrow.progress import ProgressLine, duration, rate
-from hotrow.run_folder import RunFolder
+from hotrow.run_folder import RunFolder, resume_command
 from hotrow.session import PHASES, Interrupt, StepClock
 from hotrow.tier_report import TierReport
 from hotrow.write_budget import LEDGER, WriteLedger, Writes, checkpoint_bytes
@@ -279,7 +278,7 @@ class Training:
             f"raise optimizer.schedule.warmup_steps ({optimizer.schedule.warmup_steps}), and start again"
         )
         if self.config.train.nonfinite == "raise":
-            left_out = f"{resume_command(self.folder)} --set train.nonfinite=skip"
+            left_out = f"{resume_command(self.folder.path)} --set train.nonfinite=skip"
             raise ValueError(f"{text}. Training diverged: {cure}; or leave such steps out: {left_out}")
         if state.skipped_in_a_row == MOST_SKIPPED:
             raise ValueError(f"{text}, nor by the {MOST_SKIPPED} before it, all skipped. Training diverged: {cure}")
@@ -531,8 +530,3 @@ def scores(metrics: Mapping[str, Any]) -> str:
     """The three figures everybody asks for, in one line."""
     named = {"AUC": metrics["auc"], "LogLoss": metrics["logloss"], "NE": metrics["ne"]}
     return " ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in named.items())
-
-
-def resume_command(folder: RunFolder) -> str:
-    """What to type to go on with an interrupted run."""
-    return f"hotrow train --resume {shlex.quote(str(folder.path))}"

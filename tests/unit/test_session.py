@@ -13,9 +13,8 @@ import torch
 
 from hotrow import demo, ops
 from hotrow.host import _cgroup_quota, nodes_of, numa_nodes, usable_cores
-from hotrow.run_folder import RunFolder, _new_folder
+from hotrow.run_folder import RunFolder, _new_folder, resume_command
 from hotrow.session import cores_to_pin, threads
-from hotrow.trainer import resume_command
 
 TWO_NODES = [[0, 1, 4, 5], [2, 3, 6, 7]]
 
@@ -115,7 +114,7 @@ def test_commands_to_go_on_with_are_those_a_shell_takes(tmp_path: Path) -> None:
     path = tmp_path / "my runs" / "a"
     wanted = ["hotrow", "train", "--resume", str(path)]
     folder = RunFolder(path, {"warnings": {}})
-    assert shlex.split(resume_command(folder)) == wanted
+    assert shlex.split(resume_command(folder.path)) == wanted
     run: Any = SimpleNamespace(path=path, record={"status": "interrupted"}, metrics={})
     told = demo._text(run, "", "")
     assert shlex.split(told.split("continue with: ")[1]) == wanted
@@ -123,4 +122,4 @@ def test_commands_to_go_on_with_are_those_a_shell_takes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="exists already") as refused:
         _new_folder(path)
     assert shlex.split(str(refused.value).split("`")[1]) == wanted
-    assert resume_command(RunFolder(Path("runs/a-001"), {"warnings": {}})) == "hotrow train --resume runs/a-001"
+    assert resume_command(Path("runs/a-001")) == "hotrow train --resume runs/a-001"

@@ -261,7 +261,7 @@ class Kernels:
         counts: Sequence[int],
     ) -> None:
         """One launch for each kind of table. found: in the order of their keys; counts: occurrences by table."""
-        numbers = torch.tensor([_numbers(rule) for rule in rules], dtype=torch.float32)
+        numbers = torch.tensor([rule.numbers[1:] for rule in rules], dtype=torch.float32)
         numbers = numbers.to(weights.device, non_blocking=True)
         scaled = found.scales is not None
         addresses = [state.addresses for state in states] + [weights.addresses] * (2 - len(states))
@@ -396,14 +396,6 @@ def _rows_contiguous(grad: Tensor, device: torch.device) -> Tensor:
     if grad.dtype != torch.float32 or grad.device != device:
         raise ValueError(f"a gradient is {grad.dtype} on {grad.device}; pass float32 on {device}, where the tables lie")
     return grad if grad.dim() == 2 and grad.stride(1) == 1 else grad.contiguous()
-
-
-def _numbers(rule: Rule) -> list[float]:
-    """As kernels.NUM_NUMBERS says; 1 - beta is formed before rounding."""
-    return [
-        *(rule.lr, rule.eps, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
-        *(rule.beta, rule.l1, rule.l2),
-    ]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arrays: Sequence[Any], **more: Any) -> None:
