@@ -1,6 +1,7 @@
 // Stores as Python objects, and what decides whether a block store runs here; see bindings_ops.cpp for the rules.
 #include <hotrow/block_store.h>
 #include <hotrow/cached_store.h>
+#include <hotrow/gathered_store.h>
 #include <hotrow/io_queue.h>
 #include <hotrow/memory_store.h>
 #include <nanobind/stl/pair.h>
@@ -109,6 +110,8 @@ nb::dict counters_of(const Store& store) {
   d["middle_read_bytes"] = c.middle_read_bytes;
   d["middle_written_bytes"] = c.middle_written_bytes;
   d["middle_map_bytes"] = c.middle_map_bytes;
+  d["places_bytes"] = c.places_bytes;
+  d["held_bytes"] = c.held_bytes;
   return d;
 }
 
@@ -131,12 +134,15 @@ void check_sizes(int64_t record_bytes, int64_t num_rows) {
 }
 
 std::shared_ptr<BlockStore> bind_open_block(std::shared_ptr<Engine> engine, int fd, int64_t record_bytes,
-                                            int64_t sector, int64_t num_rows, std::string table, std::string path) {
+                                            int64_t sector, int64_t num_rows, std::string table, std::string path,
+                                            bool gathered) {
   require(512 <= sector && sector <= kPageBytes && (sector & (sector - 1)) == 0, "sector must be 512 to 4096 bytes");
   check_sizes(record_bytes, num_rows);
+  const BlockLayout layout = BlockLayout::of(record_bytes, sector, gathered);
+  require(!gathered || can_gather(layout), "records too long or too short to be gathered");
   nb::gil_scoped_release release;
-  return open_block_store(std::move(engine),
-                          {fd, BlockLayout::of(record_bytes, sector), num_rows, std::move(table), std::move(path)});
+  const auto open = gathered ? open_gathered_store : open_block_store;
+  return open(std::move(engine), {fd, layout, num_rows, std::move(table), std::move(path), nullptr});
 }
 
 std::shared_ptr<Store> bind_open_mapped(int fd, int64_t record_bytes, int64_t num_rows, std::string table,
@@ -165,11 +171,13 @@ std::shared_ptr<Store> bind_open_cached(std::shared_ptr<Store> middle, std::shar
   return open_cached_store(std::move(middle), std::move(lower), std::move(table));
 }
 
-// (unit_bytes, unit_rows, page_bytes, page_units, file_bytes) of a block store's file.
-auto bind_block_layout(int64_t record_bytes, int64_t sector, int64_t num_rows) {
-  const BlockLayout layout = BlockLayout::of(record_bytes, sector);
-  return std::vector<int64_t>{layout.unit_bytes, layout.unit_rows, layout.page_bytes, layout.page_units,
-                              layout.file_bytes(num_rows)};
+// (unit_bytes, unit_rows, page_bytes, page_units, file_bytes) of a block store's file; of a gathered one's, which is
+// empty where its records cannot be gathered.
+std::vector<int64_t> bind_block_layout(int64_t record_bytes, int64_t sector, int64_t num_rows, bool gathered) {
+  const BlockLayout layout = BlockLayout::of(record_bytes, sector, gathered);
+  if (gathered && !can_gather(layout)) return {};
+  return {layout.unit_bytes, layout.unit_rows, layout.page_bytes, layout.page_units,
+          layout.file_bytes(gathered ? num_places(layout, num_rows) : num_rows)};
 }
 
 // The sector that direct I/O on this file asks for: 0 where the file system refuses it, -1 where it does not say.

@@ -67,7 +67,8 @@ int64_t Engine::num_bytes() const {
   return fixed_bytes(options_) + index_.num_bytes() + room_.num_bytes() + large_bytes_.load(std::memory_order_relaxed);
 }
 
-std::string rows_text(int64_t first, int64_t last) {
+std::string rows_text(const TableFile& file, int64_t first, int64_t last) {
+  if (file.names) return file.names->text(first, last);
   if (first == last) return "row " + std::to_string(first);
   return "rows " + std::to_string(first) + " to " + std::to_string(last);
 }

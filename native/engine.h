@@ -13,8 +13,8 @@
 
 namespace hotrow {
 
-// "row 3", or "rows 3 to 9".
-std::string rows_text(int64_t first, int64_t last);
+// "row 3", or "rows 3 to 9", or as the file names them.
+std::string rows_text(const TableFile& file, int64_t first, int64_t last);
 
 struct Table;
 

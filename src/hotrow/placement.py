@@ -6,10 +6,10 @@ hotrow.memory, what the tiers then did that of tier_report.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hotrow.config import Config, MemoryConfig
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import available_memory_bytes, disk_free_bytes, parse_bytes, size
-from hotrow.memory.budget import LEAST_ROWS, Memory, TableDemand, plan_slots
+from hotrow.memory.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.memory.folder import takes_no_files
 from hotrow.memory.store_file import no_disk
 from hotrow.memory.tiers import Tiers
@@ -105,8 +105,8 @@ def choose(
     memory = _memory(chosen, budget, run)
     _check_folders(chosen, memory, run)
     plan = _plan(config, tables, chosen, dataset) if training else None
-    _check_slots(config, tables, chosen, budget, plan, training=training, beside=beside)
-    return replace(memory, plan=plan)
+    writes = _check_slots(config, tables, memory, budget, plan, training=training, beside=beside)
+    return replace(memory, plan=plan, writes=writes)
 
 
 def _check_available(config: Config, num_bytes: int, available: int, copies: int) -> None:
@@ -120,9 +120,13 @@ def _check_available(config: Config, num_bytes: int, available: int, copies: int
         )
 
 
+def _without_pieces(budget: int) -> int:
+    """What is left for tables, less what rows beside the caches take: pieces of checkpoints, and evaluations."""
+    return max(budget * 8 // 9, budget - (64 << 20))
+
+
 def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
-    # What is set aside is for rows beside the caches: pieces of checkpoints, and evaluations.
-    dram = max(budget * 8 // 9, budget - (64 << 20))
+    dram = _without_pieces(budget)
     ssd = None if chosen.file is not None and chosen.file_bytes is None else chosen.ssd or run / FOLDER
     return Memory(
         dram=dram,
@@ -131,6 +135,7 @@ def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
         file_bytes=chosen.file_bytes,
         policy=chosen.policy,
         admission=chosen.admission,
+        writes=chosen.writes,
         force=chosen.force,
     )
 
@@ -179,23 +184,30 @@ def most_rows(config: Config, table: TableConfig) -> int:
 def _check_slots(
     config: Config,
     tables: Sequence[TableConfig],
-    chosen: MemoryConfig,
+    memory: Memory,
     budget: int,
     plan: CountsPlan | None,
     *,
     training: bool,
     beside: int,
-) -> None:
-    """Raises ValueError where a table's cache would not hold the rows of a batch, with what is missing.
+) -> Writes:
+    """How rows are to be written: as `memory` says, but in place where "auto" would leave too few slots for that.
 
+    Raises ValueError where a table's cache would not hold the rows of a batch, with what is missing.
     beside: bytes of `memory.dram` that are not in `budget`, because they are not for tables.
     """
-    demands = demands_of(config, tables, training=training)
-    slots_of = partial(plan_slots, demands) if plan is None else plan.solver(demands)
+    plain, free = demands_of(config, tables, training=training), disk_free_bytes(memory.folder)
 
-    def short(budget_bytes: int) -> str | None:
+    @cache  # counts are read once for all budgets
+    def solver(demands: tuple[TableDemand, ...]) -> Callable[[int], Sequence[TableSlots]]:
+        return partial(plan_slots, demands) if plan is None else plan.solver(demands)
+
+    def short(budget_bytes: int, writes: Writes) -> str | None:
+        within = replace(memory, dram=_without_pieces(budget_bytes), writes=writes)
+        within = within.settled(plain, free)
+        demands = within.with_places(plain)
         try:
-            slots = slots_of(_memory(chosen, budget_bytes, Path(FOLDER)).budget_bytes(demands))
+            slots = solver((*demands,))(within.budget_bytes(demands))
         except ValueError:
             return "the smallest caches there are do not fit"
         for table, (pinned, cached) in zip(tables, slots, strict=True) if training else ():
@@ -206,15 +218,20 @@ def _check_slots(
                 )
         return None
 
-    if reason := short(budget):
-        least = _least(short, budget)
+    writes = memory.writes
+    if writes == "auto" and short(budget, writes):
+        writes = "in_place"
+    if reason := short(budget, writes):
+        least = _least(partial(short, writes=writes), budget)
         raise ValueError(
             f"{size(budget)} of memory are too little for tables and optimizer state: {reason}. "
             f"{size(least - budget)} more are needed (memory.dram={-(-(least + beside) // 2**20)}MiB), or "
             f"a train.batch_size below {config.train.batch_size}"
         )
-    memory = _memory(chosen, budget, Path(FOLDER))
-    memory.plan_places(demands, slots_of(memory.budget_bytes(demands)))
+    memory = replace(memory, writes=writes).settled(plain, free)
+    demands = memory.with_places(plain)
+    memory.plan_places(demands, solver((*demands,))(memory.budget_bytes(demands)))
+    return writes
 
 
 def _least(short: Any, budget: int) -> int:
@@ -257,11 +274,11 @@ def middle_bytes(tiers: Tiers) -> int:
 
 
 def dram_bytes(tiers: Tiers) -> int:
-    """What slots, maps and buffers may come to."""
+    """What slots, maps of what lies there and of places on disk, and buffers may come to."""
     records = [store.rows.record_bytes for store in tiers.stores]
     slots = sum((s.pinned + s.cached) * num_bytes for s, num_bytes in zip(tiers.slots, records, strict=True))
     maps = sum(c["num_bytes"] + c["middle_map_bytes"] for c in tiers.counters().values())
-    return slots + maps + tiers.memory.waiting_bytes
+    return slots + maps + tiers.places_bytes + tiers.memory.waiting_bytes
 
 
 def describe(embedding: EmbeddingCollection, needed: int, *, copies: int = 0) -> str:

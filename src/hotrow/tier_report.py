@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from hotrow.memory.store_file import BLOCKS
 from hotrow.memory.tiers import Tiers
 from hotrow.placement import disk_bytes, dram_bytes
 
-FILES = {"mapped": "file", "block": "ssd"}
+FILES = {"mapped": "file", "block": "ssd", "gathered": "ssd"}
 """By the kind of a table's store: the tier behind DRAM, as `Memory` names it."""
-_GAUGES = ("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_bytes")
+_GAUGES = ("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_bytes", "places_bytes", "held_bytes")
 
 
 class CountsApart:
@@ -70,6 +71,7 @@ class TierReport(CountsApart):
             "dram_bytes": dram_bytes(tiers),
             "disk_bytes": disk_bytes(tiers),
             "folder": str(tiers.memory.folder),
+            "writes": tiers.memory.writes,
             "batches": {"foreseen": tiers.foreseen, "unannounced": tiers.unannounced, "altered": tiers.altered},
             **figures(sum_of(training.values())),
             "tiers": self._by_tier(training),
@@ -116,7 +118,7 @@ class TierReport(CountsApart):
             own = counts[table.name]
             demanded_bytes = own["lookups"] * (table.num_bytes // table.num_embeddings)
             # What the system writes of a mapped file, in pages and when it sees fit, nobody counts.
-            given_bytes = own["written_rows"] * store.rows.record_bytes * (store.kind == "block")
+            given_bytes = own["written_rows"] * store.rows.record_bytes * (store.kind in BLOCKS)
             result[table.name] = Counter({**own, "demanded_bytes": demanded_bytes, "given_bytes": given_bytes})
         return result
 

@@ -166,7 +166,7 @@ class Writes:
         """
         if self.ledger is None:
             return
-        num_bytes = self.num_bytes + self._counted("waiting_bytes")
+        num_bytes = self.num_bytes + self._counted("waiting_bytes") + self._counted("held_bytes")
         since = max(0, num_bytes - self._booked)
         self._booked += since
         self._reserve = max(self._reserve, spare * since)

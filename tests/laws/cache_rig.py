@@ -14,6 +14,7 @@ import torch
 
 from hotrow import ops, reference
 from hotrow.memory.budget import ADMISSIONS, POLICIES
+from hotrow.memory.store_file import page_records
 from hotrow.memory.stores import Engines, Kind, Store, TableRows, open_cached_store, open_store
 
 needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is absent")
@@ -95,7 +96,8 @@ class Rig:
         for t, shape in enumerate(self.shapes):
             parts = tuple((f"p{i}", array[0].nbytes) for i, array in enumerate(self.arrays[t]))
             rows = TableRows(table=f"t{t}", parts=parts, num_rows=shape.num_rows)
-            store = open_store(rows, kind=kind, path=folder / f"{t}.rows", engines=engines)
+            own: Kind = "block" if kind == "gathered" and page_records(rows.record_bytes) is None else kind
+            store = open_store(rows, kind=own, path=folder / f"{t}.rows", engines=engines)
             if places:
                 held = TableRows(table=f"t{t}", parts=parts, num_rows=places[t])
                 store = open_cached_store(open_store(held, kind=before, path=folder / f"{t}-middle.rows"), store)

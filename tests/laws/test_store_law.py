@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotrow import ops
+from hotrow.memory.store_file import page_records
 from hotrow.memory.stores import (
     Engines,
     Kind,
@@ -29,11 +30,12 @@ from hotrow.memory.stores import (
     open_store,
 )
 
-RECORD_BYTES = (4, 64, 100, 252, 256, 260, 512, 768, 1024, 4096, 5000)
+RECORD_BYTES = (4, 17, 64, 100, 252, 256, 260, 512, 768, 1024, 4096, 5000)
 NUM_SLOTS = 400
 PLACES = (1, 2, 15, 16, 17, 50, 200, 1200)
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: these are its threads")
 MEDIA = ["dram", "mapped", "threads", "io_uring", "dram before threads", "mapped before io_uring"]
+MEDIA += ["gathered threads", "gathered io_uring", "dram before gathered threads"]
 """Stores, and tiers before stores."""
 
 
@@ -59,6 +61,9 @@ def open_medium(medium: str, rows: TableRows, path: Path, engines: Engines, plac
         middle = open_store(held, kind=before, path=path.with_suffix(".middle"))  # type: ignore[arg-type]
         return open_cached_store(middle, open_medium(medium, rows, path, engines))
     kind: Kind = medium if medium in ("dram", "mapped") else "block"  # type: ignore[assignment]
+    if "gathered" in medium and page_records(rows.record_bytes) is not None:
+        kind = "gathered"
+        path.unlink(missing_ok=True)  # of an earlier store, which alone could read it
     return open_store(rows, kind=kind, path=path, engines=engines)
 
 
@@ -121,7 +126,7 @@ class Table:
     def reopen(self) -> None:
         self.settle()
         self.store.close()
-        if self.medium == "dram":
+        if self.medium == "dram" or self.store.kind == "gathered":
             self.truth[:] = 0
         self.store = self._open()
 

@@ -20,6 +20,7 @@ import hotrow
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
+from hotrow.memory import budget
 from hotrow.memory.budget import METADATA_BYTES, MIDDLE_PLACE_BYTES
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig, Uniform
@@ -36,6 +37,12 @@ NATIVE = ops.backend().name == "native"
 """Without it fewer schedules: its twin takes six times as long."""
 FEATURES = ("a", "b", "c", "d")
 ROWS = {"t": 400, "u": 700, "v": 5}
+KINDS = ["ssd", "file", "both", "gathered", "both gathered"]
+
+
+@pytest.fixture(autouse=True)
+def small_tables_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "LEAST_GATHERED_ROWS", 10)
 
 
 def tables(dtype: str) -> list[TableConfig]:
@@ -189,6 +196,10 @@ def budgets(dtype: str, optimizer: str, slots: int, middle: int) -> tuple[int, i
     return int((slots * level + small + maps + 300) * 8 / 7) + 16, middle * (level - 2 * METADATA_BYTES)
 
 
+GATHERED_BYTES = 20_000
+"""What the maps and open pages of both large tables take at most, and the share of buffers on top."""
+
+
 def make_sides(
     folder: Path,
     *,
@@ -201,11 +212,15 @@ def make_sides(
     middle: int = 150,
     **more: Any,
 ) -> list[Side]:
-    """kind: where what is not in DRAM lies; "both": in a file that holds `middle` rows of a table, and on disk."""
-    dram, file_bytes = budgets(dtype, optimizer, slots, middle if kind == "both" else 0)
-    place: dict[str, Any] = {kind: folder, **more}
-    if kind == "both":
-        place = {"file": folder, "file_bytes": file_bytes, "ssd": folder, **more}
+    """kind: where what is not in DRAM lies; "both": in a file that holds `middle` rows of a table, and on disk;
+    "gathered", "both gathered": so too, and on disk wherever there is a place."""
+    dram, file_bytes = budgets(dtype, optimizer, slots, middle if "both" in kind else 0)
+    place: dict[str, Any] = {"file": folder} if kind == "file" else {"ssd": folder}
+    if "both" in kind:
+        place = {"file": folder, "file_bytes": file_bytes, "ssd": folder}
+    if "gathered" in kind:
+        place["writes"], dram = "gathered", dram + GATHERED_BYTES
+    place |= more
     memory = hotrow.Memory(dram=dram, policy=policy, admission=admission, **place)  # type: ignore[arg-type]
     return [Side(EmbeddingCollection(tables(dtype), memory=where, seed=3), optimizer) for where in (None, memory)]
 
@@ -231,11 +246,15 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_every_optimizer_and_storage(folder: Path, optimizer: str, dtype: str) -> None:
-    sides = make_sides(folder, dtype=dtype, optimizer=optimizer)
+@pytest.mark.parametrize("kind", ["ssd", "gathered"])
+def test_every_optimizer_and_storage(folder: Path, optimizer: str, dtype: str, kind: str) -> None:
+    sides = make_sides(folder, dtype=dtype, optimizer=optimizer, kind=kind)
     drive(sides, seed=1, depth=3, num_batches=60)
     check(*sides)
-    counters = sides[1].emb.tiers.counters()["u"]  # type: ignore[union-attr]
+    tiers = sides[1].emb.tiers
+    assert tiers is not None
+    assert tiers.stores[1].kind == ("gathered" if kind == "gathered" else "block")
+    counters = tiers.counters()["u"]
     assert counters["read_rows"] > 20 and counters["written_rows"] > 20, "the schedule did not exercise the store"
 
 
@@ -259,7 +278,7 @@ def test_three_tiers_and_every_optimizer(folder: Path, optimizer: str, middle: i
 
 
 @pytest.mark.parametrize("policy", ["clock", "lfu", "lru"])
-@pytest.mark.parametrize("kind", ["ssd", "file", "both"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0, 1, 4, 9] if NATIVE else [3])
 @pytest.mark.parametrize("slots", [100, 350])
 def test_every_policy_store_depth_and_size(folder: Path, policy: str, kind: str, depth: int, slots: int) -> None:
@@ -278,7 +297,7 @@ def check_random_schedule(folder: Path, seed: int) -> None:
         policy=str(rng.choice(["clock", "lfu", "lru"])),
         admission=str(rng.choice(["none", "frequency"])),
         slots=int(rng.integers(120, 500)),
-        kind=str(rng.choice(["ssd", "file", "both"])),
+        kind=str(rng.choice(KINDS)),
         middle=int(rng.choice([112, 150, 320, 720])),
     )
     drive(sides, seed, depth=int(rng.integers(0, 12)), num_batches=40)

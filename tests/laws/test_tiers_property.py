@@ -307,15 +307,15 @@ def make_rigs(
     places: list[int],
 ) -> list[Rig]:
     before, _, lower = medium.rpartition(" before ")
-    if lower in ("threads", "io_uring") and lower not in engines:
+    if lower.endswith(("threads", "io_uring")) and lower.removeprefix("gathered ") not in engines:
         pytest.skip(f"{lower} is refused here")
     places = places if before else []
     main = Rig(MODULES[0], shapes, *policy)
     if lower == "dram":
         main.in_memory(places)
     else:
-        kind: Kind = "mapped" if lower == "mapped" else "block"
-        main.in_files(folder, kind, engines.get(lower), before or "mapped", places)  # type: ignore[arg-type]
+        kind: Kind = "mapped" if lower == "mapped" else "gathered" if "gathered" in lower else "block"
+        main.in_files(folder, kind, engines.get(lower.removeprefix("gathered ")), before or "mapped", places)  # type: ignore[arg-type]
     return [main, *(Rig(name, shapes, *policy).in_memory(places) for name in MODULES[1:])]
 
 
@@ -345,6 +345,8 @@ SCHEDULES = {
     "mapped": 16,
     "threads": 16,
     "io_uring": 16,
+    "gathered threads": 16,
+    "gathered io_uring": 16,
     "dram before dram": 40,
     "mapped before threads": 16,
     "dram before io_uring": 16,

@@ -51,19 +51,24 @@ def read_rows(store: Store, rows: list[int]) -> np.ndarray:
 # ---- layout
 
 
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("sector", [512, 4096])
 @pytest.mark.parametrize("record_bytes", [1, 4, 64, 100, 255, 256, 257, 260, 512, 513, 768, 1024, 2049, 4096, 5000])
-def test_records_cross_neither_sectors_nor_pages(record_bytes: int, sector: int) -> None:
-    unit, unit_rows, page, page_units, _ = backend().block_layout(record_bytes, sector, 0)
-    assert (unit % sector, unit_rows * record_bytes <= unit, page_units * unit <= page) == (0, True, True)
-    assert unit_rows == (sector // record_bytes if 2 * record_bytes < sector else 1)
-    assert page == max(unit, 4096)
-    for num_rows in (0, 1, 1000):
-        assert backend().block_layout(record_bytes, sector, num_rows) == reference.block_layout(
-            record_bytes, sector, num_rows
+def test_records_cross_neither_sectors_nor_pages(record_bytes: int, sector: int, gathered: bool) -> None:
+    layout = backend().block_layout(record_bytes, sector, 0, gathered)
+    for num_rows in (0, 1, 1000, 100_000):
+        assert backend().block_layout(record_bytes, sector, num_rows, gathered) == reference.block_layout(
+            record_bytes, sector, num_rows, gathered
         )
-    file_bytes = backend().block_layout(record_bytes, sector, 1000)[4]
-    assert file_bytes >= 4096 + 1000 * record_bytes
+    if not layout:
+        assert gathered and not 17 <= record_bytes <= 1024
+        return
+    unit, unit_rows, page, page_units, _ = layout
+    assert (unit % sector, unit_rows * record_bytes <= unit, page_units * unit <= page) == (0, True, True)
+    assert unit_rows == (sector // record_bytes if 2 * record_bytes < sector + gathered else 1)
+    assert page == max(unit, 4096)
+    file_bytes = backend().block_layout(record_bytes, sector, 1000, gathered)[4]
+    assert file_bytes >= 4096 + (2 if gathered else 1) * 1000 * record_bytes
     assert file_bytes % 4096 == 0, "growing it would go through the page cache"
 
 
@@ -99,7 +104,7 @@ def test_padding_is_reported(tmp_path: Path) -> None:
     padded = {256: 512, 260: 512, 100: 4096 / 40, 768: 1024, 1100: 2048, 512: 512}
     for record_bytes, expected in padded.items():
         rows = table_rows(record_bytes=record_bytes)
-        assert store_file.padded_record_bytes(rows, 512) == pytest.approx(expected)
+        assert store_file.padded_record_bytes(rows, 512, "block") == pytest.approx(expected)
     with open_store(table_rows(), kind="dram") as store:
         assert store.padded_record_bytes == 512
 
@@ -485,8 +490,8 @@ if (child := os.fork()) == 0:
         except StoreError as error: print(error, flush=True)
     store.close()
     del store
-    if sys.argv[1] == "block":  # a store of the child's own is fine
-        own = open_store(rows, kind="block", path=sys.argv[2] + "2", engines=Engines(io=sys.argv[3]))
+    if sys.argv[1] != "mapped":  # a store of the child's own is fine
+        own = open_store(rows, kind=sys.argv[1], path=sys.argv[2] + "2", engines=Engines(io=sys.argv[3]))
         own.write([1], [0], [array]); own.flush(); own.close()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
@@ -494,12 +499,13 @@ array[:] = 0
 store.read([1], [0], [array])
 assert array.all()
 store.close()
-open_store(rows, kind=sys.argv[1], path=sys.argv[2], engines=Engines(io=sys.argv[3])).close()
+if sys.argv[1] != "gathered":
+    open_store(rows, kind=sys.argv[1], path=sys.argv[2], engines=Engines(io=sys.argv[3])).close()
 """
 
 
 @needs_native
-@pytest.mark.parametrize("kind", FILE_KINDS)
+@pytest.mark.parametrize("kind", [*FILE_KINDS, "gathered"])
 def test_a_forked_child_is_told(tmp_path: Path, kind: Kind, io: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORK, kind, str(tmp_path / "t"), io],

@@ -6,7 +6,8 @@
 //   file:  header | page 0: unit 0, unit 1, ..., padding | page 1: ... | tail
 //   Nothing is ever written to the tail: a file that was cut short stays too short, whatever rows are written after.
 //   Records of less than half a sector share sectors, which they never cross: writing one means reading its neighbours.
-//   Larger ones own sectors, so that no write has to read first.
+//   Larger ones own sectors, so that no write has to read first. Packed, those of just half a sector share it too: where
+//   neighbours are written together (gathered_store.h), and few are to be read.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +27,8 @@ struct BlockLayout {
   int64_t page_units;
 
   // sector: a power of two, of at most a page.
-  static BlockLayout of(int64_t record_bytes, int64_t sector) {
-    const bool shared = 2 * record_bytes < sector;
+  static BlockLayout of(int64_t record_bytes, int64_t sector, bool packed) {
+    const bool shared = 2 * record_bytes < sector + packed;
     const int64_t unit = shared ? sector : (record_bytes + sector - 1) / sector * sector;
     const int64_t page = std::max(unit, kPageBytes);
     return {record_bytes, unit, shared ? sector / record_bytes : 1, page, page / unit};

@@ -25,13 +25,22 @@ class Engine;
 // Null, and the reason, where io_uring or any thread is refused; an engine, and the reason, where it has fewer threads.
 std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason);
 
+// What the rows of a file are called that are another table's by other numbers. Any thread may ask, at any time.
+class RowNames {
+ public:
+  virtual ~RowNames() = default;
+  // Of rows first to last, such as "rows 3 to 9".
+  virtual std::string text(int64_t first, int64_t last) const = 0;
+};
+
 // A file of layout.file_bytes(num_rows), open for reading and writing, aligned as the layout's sectors where it
 // was opened with O_DIRECT. The store takes the descriptor and closes it.
 struct TableFile {
   int fd;
   BlockLayout layout;
   int64_t num_rows;
-  std::string table, path;  // for messages
+  std::string table, path;                // for messages
+  std::shared_ptr<const RowNames> names;  // likewise; null: rows are called by their numbers
 };
 
 // A store whose I/Os can be made to fail, for tests: the `after`-th write (or read) from now ends with -error.

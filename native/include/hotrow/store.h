@@ -134,6 +134,9 @@ struct StoreCounters {
   int64_t middle_read_bytes = 0;     // also for writing rows down
   int64_t middle_written_bytes = 0;  // every record that was written
   int64_t middle_map_bytes = 0;      // of DRAM, for knowing which rows lie there
+  // Of a gathered store (gathered_store.h); else 0.
+  int64_t places_bytes = 0;  // of DRAM, for knowing where rows lie on disk, open pages included
+  int64_t held_bytes = 0;    // of rows that are in open pages until these are full, beside waiting_bytes
 };
 
 class Store {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from numpy.typing import ArrayLike
 
 from hotrow.files import parse_bytes, size
+from hotrow.memory.store_file import PLACES_PER_ROW, page_records
 
 Policy = Literal["clock", "lfu", "lru"]
 POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
@@ -17,6 +18,8 @@ POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
 Admission = Literal["none", "frequency"]
 ADMISSIONS: tuple[Admission, ...] = ("none", "frequency")
 """So too."""
+Writes = Literal["auto", "in_place", "gathered"]
+WRITES: tuple[Writes, ...] = ("auto", "in_place", "gathered")
 Io = Literal["auto", "io_uring", "threads"]
 IOS: tuple[Io, ...] = ("auto", "io_uring", "threads")
 METADATA_BYTES = 32
@@ -26,15 +29,23 @@ MIDDLE_PLACE_BYTES = 6
 """Of DRAM for each place of the middle tier, at most: 5 of the place, 1 of its set."""
 SET_PLACES = 16
 """Places of the middle tier come in sets of so many (cached_store.h)."""
+REGION_BYTES = 1024
+"""Of a region of gathered rows beside its map and its page, with what memory is rounded up to."""
 ROW_BYTES = 2 / 8
 """Of every row wherever it lies: a bit whether it was ever written to, one whether it was since the last checkpoint."""
+MOST_PLACES_SHARE = 0.5
+"""Of the budget for slots, that knowing where gathered rows lie may take; else each has its own place (docs/memory.md
+says what was measured)."""
+LEAST_GATHERED_ROWS = 1 << 15
+"""Of a table, for its writes to be gathered: hardly a smaller one leaves memory, and its open page is much of it."""
 LEAST_ROWS = 100
 """That a table in tiers caches, or all where it has fewer."""
 SMALL_TABLES_SHARE = 0.5
 """Of the budget, given to whole tables, smallest first: every lookup of one saves an I/O that its few rows would cost
 over and over."""
-MOST_WAITING_SHARE = 8
-"""Buffers of I/O and rows that wait to be written take up to this part of the budget, 64 MiB at most."""
+MOST_WAITING_SHARE, MOST_GATHERED_SHARE = 8, 32
+"""Buffers of I/O and rows that wait to be written take up to this part of the budget, 64 MiB at most; where writes are
+gathered, and take a tenth of the I/Os, up to the smaller one, or 2 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +65,9 @@ class Memory:
     plan: shares the bytes among the tables, given what each would need: `hotrow.plan_by_counts` makes one that knows
     how often each row is used; None: `plan_slots`, which does not.
     pins: by table, ids of rows that stay in DRAM beside those that the plan pins: each takes a cached slot for good.
+    writes: how rows that leave DRAM are written to block files: "in_place", each to its own sector, "gathered", side by
+    side, a page in one I/O, which takes some 2.5 bytes of DRAM for each row and files of twice the rows' bytes, or
+    "auto": gathered where there is room for both. Speed, no result.
     force: whether `ssd` may lie on a network file system or in memory, which a collection refuses else.
     io: what reads and writes block files: "io_uring", "threads", or "auto": io_uring where the system allows it.
     """
@@ -67,6 +81,7 @@ class Memory:
     plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
     pins: Mapping[str, ArrayLike] | None = None
     force: bool = False
+    writes: Writes = "auto"
     io: Io = "auto"
 
     def __post_init__(self) -> None:
@@ -80,7 +95,14 @@ class Memory:
                 f"Memory: ssd is {self.ssd!r}, file is {self.file!r} and file_bytes is {self.file_bytes!r}; name "
                 "exactly one folder, or, for rows to lie in file before they go to ssd, all three"
             )
-        choices = {"policy": (self.policy, POLICIES), "admission": (self.admission, ADMISSIONS), "io": (self.io, IOS)}
+        choices: dict[str, tuple[str, tuple[str, ...]]] = {
+            "policy": (self.policy, POLICIES),
+            "admission": (self.admission, ADMISSIONS),
+            "writes": (self.writes, WRITES),
+            "io": (self.io, IOS),
+        }
+        if self.writes == "gathered" and self.ssd is None:
+            raise ValueError("Memory: writes is 'gathered', which is for block files; name ssd, a folder of a disk")
         for name, (chosen, allowed) in choices.items():
             if chosen not in allowed:
                 raise ValueError(f"Memory: {name} is {chosen!r}; choose one of {', '.join(allowed)}")
@@ -93,7 +115,8 @@ class Memory:
     @property
     def waiting_bytes(self) -> int:
         """What buffers of I/O and rows that wait to be written may take of it."""
-        return min(64 << 20, self.dram_bytes // MOST_WAITING_SHARE)
+        most = min(64 << 20, self.dram_bytes // MOST_WAITING_SHARE)
+        return min(most, max(2 << 20, self.dram_bytes // MOST_GATHERED_SHARE)) if self.writes == "gathered" else most
 
     @property
     def slots_bytes(self) -> int:
@@ -109,6 +132,26 @@ class Memory:
     def middle(self) -> Path | None:
         """Where the files of the tier before them go; None: there is no such tier."""
         return None if self.file_bytes is None else Path(self.file or "")
+
+    def settled(self, tables: Sequence[TableDemand], free_bytes: int) -> Memory:
+        """With `writes` decided, where it is "auto"; free_bytes: of the disk."""
+        if self.writes != "auto" or self.ssd is None:
+            return self
+        gathered = replace(self, writes="gathered")
+        known = [table for table in gathered.with_places(tables) if table.place_bytes]
+        known_bytes = sum(table.place_bytes * table.num_rows for table in known)
+        file_bytes = PLACES_PER_ROW * sum(table.record_bytes * table.num_rows for table in known)
+        fits = known_bytes <= MOST_PLACES_SHARE * gathered.slots_bytes and file_bytes <= free_bytes
+        return gathered if known and fits else replace(self, writes="in_place")
+
+    def with_places(self, tables: Sequence[TableDemand]) -> list[TableDemand]:
+        """The tables with what it takes to know where their rows lie, those of which writes are gathered."""
+        if self.writes != "gathered":
+            return [*tables]
+        return [
+            table._replace(place_bytes=place_bytes(table)) if table.num_rows >= LEAST_GATHERED_ROWS else table
+            for table in tables
+        ]
 
     def budget_bytes(self, tables: Sequence[TableDemand]) -> int:
         """Of `slots_bytes`, what is left when it is known which rows lie in the middle tier, at most.
@@ -164,6 +207,13 @@ class TableDemand(NamedTuple):
     """Of a slot: weights and states."""
     listed: int = 0
     """Rows that `Memory(pins=...)` names; those behind the prefix take cached slots for good."""
+    place_bytes: float = 0.0
+    """For each row, unless the table lies in DRAM whole: of knowing where it lies on disk, where it is gathered."""
+
+    @property
+    def row_bytes(self) -> float:
+        """For each row wherever it lies, unless the table lies in DRAM whole."""
+        return ROW_BYTES + self.place_bytes
 
 
 class TableSlots(NamedTuple):
@@ -171,6 +221,20 @@ class TableSlots(NamedTuple):
 
     pinned: int
     cached: int
+
+
+def place_bytes(table: TableDemand) -> float:
+    """Of DRAM for each row whose writes are gathered, at most: map, free places, open pages; 0: they cannot be.
+
+    gathered_store.h: 2 bytes of the map, a bit for each of two places, a byte for each page of places; and of a region,
+    or a table that is less, the open page and what else it has.
+    """
+    if (page_rows := page_records(table.record_bytes)) is None or table.num_rows == 0:
+        return 0.0
+    region_rows = 0xFFFF // page_rows * page_rows // PLACES_PER_ROW
+    num_regions = -(-table.num_rows // region_rows)
+    per_row = 2 + PLACES_PER_ROW * (1 / 8 + 1 / page_rows)
+    return per_row + num_regions * (page_rows * table.record_bytes + REGION_BYTES) / table.num_rows
 
 
 def _whole_sets(num_rows: int) -> int:
@@ -196,7 +260,7 @@ def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSl
         whole += costs[t]
         slots[t] = TableSlots(tables[t].num_rows, 0)
     rest = [t for t in sizes if slots[t].pinned == 0]
-    left -= whole + sum(tables[t].num_rows * ROW_BYTES for t in rest)
+    left -= whole + sum(tables[t].num_rows * tables[t].row_bytes for t in rest)
     shares = _level(tables, rest, left)
     for t, cached in shares.items():
         slots[t] = TableSlots(0, cached)
@@ -206,7 +270,8 @@ def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSl
 def num_bytes(table: TableDemand, slots: TableSlots) -> float:
     """What they take, all counted."""
     cached = slots.cached * (table.record_bytes + METADATA_BYTES)
-    return slots.pinned * table.record_bytes + cached + table.num_rows * ROW_BYTES
+    row_bytes = ROW_BYTES if slots.pinned == table.num_rows else table.row_bytes
+    return slots.pinned * table.record_bytes + cached + table.num_rows * row_bytes
 
 
 def check_plan(tables: Sequence[TableDemand], slots: Sequence[TableSlots], budget_bytes: int) -> list[TableSlots]:
@@ -234,7 +299,8 @@ def _level(tables: Sequence[TableDemand], rest: Sequence[int], left: float) -> d
         cached = min(tables[t].num_rows, int(left / per_level))
         if cached < min(LEAST_ROWS, tables[t].num_rows):
             needed = sum(
-                (tables[u].record_bytes + METADATA_BYTES) * LEAST_ROWS + tables[u].num_rows * ROW_BYTES for u in rest
+                (tables[u].record_bytes + METADATA_BYTES) * LEAST_ROWS + tables[u].num_rows * tables[u].row_bytes
+                for u in rest
             )
             raise ValueError(
                 f"the memory for tables is too small: table {tables[t].name!r} would keep {max(cached, 0)} of its "

@@ -17,9 +17,11 @@ HEADER_BYTES = 4096
 TAIL_BYTES = 4096
 PAGE_BYTES = 4096
 SET_PLACES = 16
+PLACES_PER_ROW, LEAST_PAGE_PLACES, MOST_PAGE_PLACES, NO_PLACE = 2, 4, 255, 0xFFFF
 COUNTERS = (
     "reads read_rows read_bytes writes written_rows written_bytes served_from_queue read_modify_writes blocked_ns "
-    "waiting_bytes io_cpu_ns middle_hits middle_rows middle_read_bytes middle_written_bytes middle_map_bytes"
+    "waiting_bytes io_cpu_ns middle_hits middle_rows middle_read_bytes middle_written_bytes middle_map_bytes "
+    "places_bytes held_bytes"
 )
 
 
@@ -40,14 +42,20 @@ def start_engine(ring: bool, depth: int, num_threads: int, most_waiting_bytes: i
     return (None, "the native module is absent") if ring else (Engine(), "")
 
 
-def block_layout(record_bytes: int, sector: int, num_rows: int) -> list[int]:
-    """[unit_bytes, unit_rows, page_bytes, page_units, file_bytes], see block_layout.h."""
-    shared = 2 * record_bytes < sector
+def block_layout(record_bytes: int, sector: int, num_rows: int, gathered: bool) -> list[int]:  # noqa: FBT001
+    """[unit_bytes, unit_rows, page_bytes, page_units, file_bytes], see block_layout.h and gathered_store.h."""
+    shared = 2 * record_bytes < sector + gathered
     unit_bytes = sector if shared else -(-record_bytes // sector) * sector
     unit_rows = sector // record_bytes if shared else 1
     page_bytes = max(unit_bytes, PAGE_BYTES)
     page_units = page_bytes // unit_bytes
-    num_pages = -(-num_rows // (page_units * unit_rows))
+    page_rows = page_units * unit_rows
+    if gathered:
+        if not LEAST_PAGE_PLACES <= page_rows <= MOST_PAGE_PLACES:
+            return []
+        region_places = NO_PLACE // page_rows * page_rows
+        num_rows = -(-num_rows // (region_places // PLACES_PER_ROW)) * region_places
+    num_pages = -(-num_rows // page_rows)
     file_bytes = -(-(HEADER_BYTES + num_pages * page_bytes) // PAGE_BYTES) * PAGE_BYTES + TAIL_BYTES
     return [unit_bytes, unit_rows, page_bytes, page_units, file_bytes]
 
@@ -191,22 +199,31 @@ class _Dram(Store):
 
 class _File(Store):
     def __init__(
-        self, descriptor: int, record_bytes: int, sector: int | None, num_rows: int, table: str, path: str
+        self,
+        descriptor: int,
+        record_bytes: int,
+        sector: int | None,
+        num_rows: int,
+        table: str,
+        path: str,
+        *,
+        gathered: bool = False,
     ) -> None:
         super().__init__(record_bytes, num_rows, table, path)
-        self._descriptor, self._sector = descriptor, sector
+        self._descriptor, self._sector, self._gathered = descriptor, sector, gathered
 
     def _place(self, row: int) -> int:
         if self._sector is None:
             return HEADER_BYTES + row * self._record_bytes
-        unit_bytes, unit_rows, page_bytes, page_units, _ = block_layout(self._record_bytes, self._sector, 0)
+        layout = block_layout(self._record_bytes, self._sector, 0, self._gathered)
+        unit_bytes, unit_rows, page_bytes, page_units, _ = layout
         page, unit = divmod(row // unit_rows, page_units)
         return HEADER_BYTES + page * page_bytes + unit * unit_bytes + row % unit_rows * self._record_bytes
 
     def _file_bytes(self, num_rows: int) -> int:
         if self._sector is None:
             return mapped_file_bytes(self._record_bytes, num_rows)
-        return block_layout(self._record_bytes, self._sector, num_rows)[4]
+        return block_layout(self._record_bytes, self._sector, num_rows, self._gathered)[4]
 
     def _check_whole(self) -> None:
         if os.fstat(self._descriptor).st_size < self._file_bytes(self._num_rows):
@@ -327,12 +344,22 @@ def open_mapped_store(descriptor: int, record_bytes: int, num_rows: int, table: 
 
 
 def open_block_store(
-    engine: Any, descriptor: int, record_bytes: int, sector: int, num_rows: int, table: str, path: str
+    engine: Any,
+    descriptor: int,
+    record_bytes: int,
+    sector: int,
+    num_rows: int,
+    table: str,
+    path: str,
+    gathered: bool,  # noqa: FBT001
 ) -> Store:
-    """In a file of whole sectors, through the page cache: direct I/O would ask for aligned memory."""
+    """In a file of whole sectors, through the page cache: direct I/O would ask for aligned memory.
+
+    gathered: a file as large as a gathered one, in which rows have places of their own all the same: nobody can tell.
+    """
     direct = getattr(os, "O_DIRECT", 0)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~direct)
-    return _File(descriptor, record_bytes, sector, num_rows, table, path)
+    return _File(descriptor, record_bytes, sector, num_rows, table, path, gathered=gathered)
 
 
 def open_cached_store(middle: Store, lower: Store, table: str) -> Store:

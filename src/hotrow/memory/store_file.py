@@ -34,7 +34,11 @@ NETWORK = (
 )
 """Both as the system names them in /proc/self/mountinfo. What an overlay lies on it does not tell, nor a FUSE mount
 without a subtype: these pass for disks."""
-Kind = Literal["dram", "mapped", "block"]
+Kind = Literal["dram", "mapped", "block", "gathered"]
+BLOCKS: tuple[Kind, ...] = ("block", "gathered")
+"""Files past the page cache. Of "gathered" ones their process alone knows where which row lies (gathered_store.h)."""
+PLACES_PER_ROW = 2
+"""Of a gathered file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,19 +78,26 @@ class OpenFile:
         os.close(self.descriptor)
 
 
-def file_bytes(rows: TableRows, sector: int | None) -> int:
+def file_bytes(rows: TableRows, sector: int | None, kind: Kind) -> int:
     """Size of the file, holes included."""
     if sector is None:
         return int(backend().mapped_file_bytes(rows.record_bytes, rows.num_rows))
-    return int(backend().block_layout(rows.record_bytes, sector, rows.num_rows)[4])
+    return int(backend().block_layout(rows.record_bytes, sector, rows.num_rows, kind == "gathered")[4])
 
 
-def padded_record_bytes(rows: TableRows, sector: int | None) -> float:
-    """What a record takes on disk, padding included."""
+def padded_record_bytes(rows: TableRows, sector: int | None, kind: Kind) -> float:
+    """What a record takes on disk, padding included, and where it is gathered the places that are kept free for it."""
     if sector is None:
         return float(rows.record_bytes)
-    _, unit_rows, page_bytes, page_units, _ = backend().block_layout(rows.record_bytes, sector, 0)
-    return float(page_bytes / (page_units * unit_rows))
+    gathered = kind == "gathered"
+    _, unit_rows, page_bytes, page_units, _ = backend().block_layout(rows.record_bytes, sector, 0, gathered)
+    return float(page_bytes / (page_units * unit_rows)) * (PLACES_PER_ROW if gathered else 1)
+
+
+def page_records(record_bytes: int) -> int | None:
+    """How many records a page of a gathered file holds, in sectors of 512 bytes; None where they cannot be gathered."""
+    layout = backend().block_layout(record_bytes, SECTORS[0], 0, True)  # noqa: FBT003
+    return layout[1] * layout[3] if layout else None
 
 
 def open_file(path: Path, rows: TableRows, kind: Kind) -> OpenFile:
@@ -103,7 +114,7 @@ def open_file(path: Path, rows: TableRows, kind: Kind) -> OpenFile:
         is_new = False
     try:
         _lock(descriptor, path)
-        if kind == "block" and hasattr(os, "posix_fadvise"):
+        if kind in BLOCKS and hasattr(os, "posix_fadvise"):
             # Reading ahead of the header would put rows into the page cache, together with it; a header that is written
             # anew then meets direct writes of those rows, which the system takes for lost (EIO at the next fsync).
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -129,11 +140,11 @@ def _lock(descriptor: int, path: Path) -> None:
 
 def _make(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
     sector = None
-    if kind == "block":
+    if kind in BLOCKS:
         told = _with_direct(path, lambda direct: int(backend().direct_sector(direct)))
         sector = told if told in SECTORS else SECTORS[0]
     write_header(descriptor, rows, kind, sector)
-    os.ftruncate(descriptor, file_bytes(rows, sector))
+    os.ftruncate(descriptor, file_bytes(rows, sector, kind))
     os.fsync(descriptor)
     sync_folder(path.parent)
     return sector
@@ -149,6 +160,11 @@ def write_header(descriptor: int, rows: TableRows, kind: Kind, sector: int | Non
 
 
 def _check(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
+    if kind == "gathered":
+        raise ValueError(
+            f"{path} is there already, and only the process that wrote a gathered file knows where its rows lie: name "
+            "another path, or remove it"
+        )
     found = _read_header(descriptor, path)
     if found.get("version") != VERSION:
         raise ValueError(
@@ -165,11 +181,11 @@ def _check(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | No
                 "Put the right one back, or give this run a folder of its own"
             )
     sector: int | None = found.get("sector")
-    if (sector is not None) != (kind == "block") or sector not in (None, *SECTORS):
+    if (sector is not None) != (kind in BLOCKS) or sector not in (None, *SECTORS):
         raise ValueError(
             f"{path}: sector is {sector!r}, allowed are {SECTORS}; the header is damaged, restore the file"
         )
-    wanted = file_bytes(replace(rows, num_rows=found["num_rows"]), sector)
+    wanted = file_bytes(replace(rows, num_rows=found["num_rows"]), sector, kind)
     size = os.fstat(descriptor).st_size
     if size < wanted:
         raise ValueError(
@@ -177,7 +193,7 @@ def _check(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | No
             f"{wanted:,}. Restore it, or remove it and resume from a checkpoint"
         )
     if found["num_rows"] < rows.num_rows:
-        os.ftruncate(descriptor, file_bytes(rows, sector))
+        os.ftruncate(descriptor, file_bytes(rows, sector, kind))
         write_header(descriptor, rows, kind, sector)
         os.fsync(descriptor)
     return sector

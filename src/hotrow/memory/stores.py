@@ -155,8 +155,8 @@ class Store:
 
     @property
     def padded_record_bytes(self) -> float:
-        """What a record takes on its medium, padding included."""
-        return store_file.padded_record_bytes(self.rows, None if self._file is None else self._file.sector)
+        """What a record takes on its medium at most, padding and places that are kept free included."""
+        return store_file.padded_record_bytes(self.rows, None if self._file is None else self._file.sector, self.kind)
 
     def start_read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> Reading:
         """Start to read row rows[i] into slot slots[i] of `arrays`.
@@ -264,22 +264,29 @@ def _ids(values: ArrayLike) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, engines: Engines | None = None) -> Store:
-    """The store of `rows`: "dram" (no path), "mapped" (a file as memory) or "block" (a file past the page cache).
+    """The store of `rows`: "dram" (no path), "mapped" (a file as memory), "block" or "gathered" (files past the page
+    cache: each row at its own place, or wherever the file has one, beside the rows that were written with it).
 
     path: the store's file, made where there is none (sparse, so at once, whatever its size), else checked and opened;
-    a file with fewer rows grows. engines: shared by block stores; None: one of its own. A block store that cannot have
-    io_uring or direct I/O runs on threads, with a warning that says why (`Store.fallback`, `Engines.fallbacks`).
-    Raises ValueError where the file is truncated or another's, BlockingIOError where it is open elsewhere, OSError as
-    the file system gives it.
+    a file with fewer rows grows; a gathered one, whose rows its process alone can find, is always made. engines: shared
+    by block stores; None: one of its own. A block store that cannot have io_uring or direct I/O runs on threads, with a
+    warning that says why (`Store.fallback`, `Engines.fallbacks`).
+    Raises ValueError where the file is truncated or another's, and for records that cannot be gathered (of less than 17
+    or more than 1024 bytes), BlockingIOError where it is open elsewhere, OSError as the file system gives it.
     """
     if kind == "dram":
         native = backend().open_dram_store(rows.record_bytes, rows.num_rows, rows.table)
         return Store(native, rows, kind, None, None)
     if path is None:
         raise ValueError(f"table {rows.table!r}: a {kind} store needs the path of its file")
+    if kind == "gathered" and store_file.page_records(rows.record_bytes) is None:
+        raise ValueError(
+            f"table {rows.table!r}: records of {rows.record_bytes} bytes cannot be gathered, which takes 17 to 1024; "
+            'use a "block" store'
+        )
     file = store_file.open_file(Path(path), rows, kind)
     try:
-        return _open_mapped(rows, file) if kind == "mapped" else _open_block(rows, file, engines or Engines())
+        return _open_mapped(rows, file) if kind == "mapped" else _open_block(rows, file, engines or Engines(), kind)
     except BaseException:
         file.close()
         raise
@@ -293,7 +300,7 @@ def open_cached_store(middle: Store, lower: Store) -> Store:
     Raises ValueError where the middle is a block store or holds no row, where records differ in length, and for a lower
     store of 2^32 rows or more.
     """
-    if middle.kind == "block":
+    if middle.kind in store_file.BLOCKS:
         raise ValueError(f"table {lower.rows.table!r}: a tier before another is dram or mapped, not a block store")
     native = backend().open_cached_store(middle._open(), lower._open(), lower.rows.table)
     cached = Store(native, lower.rows, lower.kind, lower._file, lower.fallback, middle)
@@ -307,7 +314,7 @@ def _open_mapped(rows: TableRows, file: OpenFile) -> Store:
     return Store(native, rows, "mapped", file, None)
 
 
-def _open_block(rows: TableRows, file: OpenFile, engines: Engines) -> Store:
+def _open_block(rows: TableRows, file: OpenFile, engines: Engines, kind: Kind) -> Store:
     assert file.sector is not None
     engine, descriptor, reason = engines.open(file.path, file.sector)
     if reason and engines.io == "auto":
@@ -316,10 +323,9 @@ def _open_block(rows: TableRows, file: OpenFile, engines: Engines) -> Store:
             f"processor than io_uring: {reason}",
             stacklevel=4,
         )
-    native = backend().open_block_store(
-        engine, descriptor, rows.record_bytes, file.sector, rows.num_rows, rows.table, str(file.path)
-    )
-    return Store(native, rows, "block", file, reason)
+    sizes = (rows.record_bytes, file.sector, rows.num_rows)
+    native = backend().open_block_store(engine, descriptor, *sizes, rows.table, str(file.path), kind == "gathered")
+    return Store(native, rows, kind, file, reason)
 
 
 def io_uring_refused() -> str | None:

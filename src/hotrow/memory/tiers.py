@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.files import size
+from hotrow.files import disk_free_bytes, size
 from hotrow.memory.budget import (
     ADMISSIONS,
     LEAST_ROWS,
@@ -117,6 +117,8 @@ class Tiers:
             _check_rows(table)
         self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
         self._pins = _pins(tables, memory.pins or {})
+        self._place_bytes = [0.0] * len(tables)
+        """Of each row of a table whose writes are gathered, once it is laid out."""
         if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
             raise ValueError(f"Memory: ssd is {str(memory.ssd)!r}, but {reason}, or say force=True")
         shapes = {t: (t.num_embeddings, t.embedding_dim) for t in tables}
@@ -169,10 +171,8 @@ class Tiers:
         return self.caches
 
     def _lay_out(self) -> None:
-        demands = self._demands()
-        budget = self.memory.budget_bytes(demands)
-        slots_of = self.memory.plan or plan_slots
-        self.slots = check_plan(demands, slots_of(demands, budget), budget)
+        demands, self.slots = self._plan()
+        self._place_bytes = [demand.place_bytes for demand in demands]
         pins = [ids[ids >= slots.pinned] for ids, slots in zip(self._pins, self.slots, strict=True)]
         self._check_pins(pins)
         places = self.memory.plan_places(demands, self.slots)
@@ -187,7 +187,8 @@ class Tiers:
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
             rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
             whole = slots.pinned == table.num_embeddings
-            kind = "dram" if whole else "block" if self.memory.ssd is not None else "mapped"
+            blocks = "gathered" if self._place_bytes[t] else "block"
+            kind = "dram" if whole else blocks if self.memory.ssd is not None else "mapped"
             path = None if whole else folders[0].path / f"{t:04d}{SUFFIX}"
             store = open_store(rows, kind=kind, path=path, engines=engines)  # type: ignore[arg-type]
             if places[t]:
@@ -200,6 +201,25 @@ class Tiers:
         # A flight that is never released: no policy lets its rows go, and batches find them.
         self._pinned, _ = caches.admit(ids, spans, True, torch.get_num_threads())  # noqa: FBT003
         self.caches = caches
+
+    def _plan(self) -> tuple[list[TableDemand], list[TableSlots]]:
+        """What tables need, and get. Where writes may be gathered, and what that takes is lacking, they are not."""
+
+        plain = self._demands()
+
+        def planned(memory: Memory) -> tuple[list[TableDemand], list[TableSlots]]:
+            self.memory = memory
+            demands = memory.with_places(plain)
+            budget = memory.budget_bytes(demands)
+            return demands, check_plan(demands, (memory.plan or plan_slots)(demands, budget), budget)
+
+        given = self.memory
+        try:
+            return planned(given.settled(plain, disk_free_bytes(given.folder)))
+        except ValueError:
+            if given.writes != "auto":
+                raise
+            return planned(replace(given, writes="in_place"))
 
     def _check_pins(self, pins: Sequence[np.ndarray[Any, Any]]) -> None:
         for table, slots, ids in zip(self.tables, self.slots, pins, strict=True):
@@ -245,10 +265,17 @@ class Tiers:
             )
 
     def _demands(self) -> list[TableDemand]:
+        records = [sum(num_bytes for _, num_bytes in self._parts(table)) for table in self.tables]
         return [
-            TableDemand(t.name, t.num_embeddings, sum(num_bytes for _, num_bytes in self._parts(t)), len(pins))
-            for t, pins in zip(self.tables, self._pins, strict=True)
+            TableDemand(table.name, table.num_embeddings, record_bytes, len(pins), own)
+            for table, record_bytes, pins, own in zip(self.tables, records, self._pins, self._place_bytes, strict=True)
         ]
+
+    @property
+    def places_bytes(self) -> int:
+        """Of DRAM, what knowing where gathered rows lie on disk may come to."""
+        each = zip(self._place_bytes, self.tables, self.slots, strict=True)
+        return int(sum(own * t.num_embeddings for own, t, slots in each if slots.pinned < t.num_embeddings))
 
     def _parts(self, table: TableConfig) -> tuple[tuple[str, int], ...]:
         return tuple((name, array[:1].nbytes) for name, array in self.arrays_of(table))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hotrow.memory.budget import LEAST_ROWS, METADATA_BYTES, ROW_BYTES, TableDemand, TableSlots, num_bytes, plan_slots
+from hotrow.memory.budget import LEAST_ROWS, METADATA_BYTES, TableDemand, TableSlots, num_bytes, plan_slots
 
 LOOKAHEAD = 4
 """Batches that are announced before their step, unless told."""
@@ -123,7 +123,7 @@ class TableUse:
 
     def _bytes(self, pinned: Any, cached: Any) -> Any:
         record = self.demand.record_bytes
-        return pinned * record + cached * (record + METADATA_BYTES) + self.demand.num_rows * ROW_BYTES
+        return pinned * record + cached * (record + METADATA_BYTES) + self.demand.num_rows * self.demand.row_bytes
 
     def cut(self, most_bytes: Sequence[float], floor: Array) -> list[TableSlots]:
         """Of each, from `least_bytes(floor)` up, the cut that hits most; of equal ones the one that pins least."""

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,10 @@ from hotrow.study.work import LR, SEED, Training, Work
 from hotrow.tables import TableConfig
 
 ZEROS_BYTES = 1 << 23
+WORN_ROWS, WORN_SHARE = 1 << 15, 1.25
+"""Rows that are written again together, and how often one is on average."""
+GAUGES = ("waiting_bytes", "held_bytes", "places_bytes")
+"""Of what stores count, that does not only grow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +158,29 @@ class InTiers(Side):
             if store.path is not None:
                 write_zeros(store.path)
         self.tiers.write_every_row()
+        self.wear()
         self.rows_on_disk = self.counters()["evicted_rows"]
         self.turn_over()
         self.drain()
         for owner, method in ((Flight, "wait"), (Flight, "is_of"), (Flight, "release"), (Tiers, "_admit")):
             self.stopwatch(owner, method)
+
+    def wear(self) -> None:
+        """Write rows again at random, until free places lie in gathered files as long training leaves them.
+
+        A file that was written in order has whole pages free; of those that stay so the first rows that leave would
+        profit, and none later.
+        """
+        generator = np.random.default_rng(SEED)
+        for store, slots in zip(self.tiers.stores, self.tiers.slots, strict=True):
+            if store.kind != "gathered":
+                continue
+            for first in range(slots.pinned, store.rows.num_rows, WORN_ROWS):
+                rows = np.arange(first, min(first + WORN_ROWS, store.rows.num_rows))
+                records = [np.empty((len(rows), num_bytes), np.uint8) for _, num_bytes in store.rows.parts]
+                store.read(rows, rows - first, records)
+                again = generator.integers(first, rows[-1] + 1, int(WORN_SHARE * len(rows)))
+                store.write(again, again - first, records)
 
     def turn_over(self) -> None:
         """Let batches that are not trained on come and go until as many rows have left as are cached, or `turns` have.
@@ -204,6 +227,8 @@ class InTiers(Side):
             "whole_tables": len(self.tiers.stores) - len(files),
             "pinned_rows": sum(slots.pinned for slots in self.tiers.slots),
             "cached_rows": sum(slots.cached for slots in self.tiers.slots),
+            "writes": self.tiers.memory.writes,
+            "places_bytes": sum(store.counters()["places_bytes"] for store in self.tiers.stores),
             "fallback": next((store.fallback for store in self.tiers.stores if store.fallback), None),
         }
 
@@ -211,7 +236,7 @@ class InTiers(Side):
         """Of all tables: row_cache.h, store.h."""
         tables = self.tiers.counters().values()
         total = {name: float(sum(table[name] for table in tables)) for name in next(iter(tables))}
-        return {name: value for name, value in total.items() if name != "waiting_bytes"}
+        return {name: value for name, value in total.items() if name not in GAUGES}
 
 
 def disk_bytes_moved() -> dict[str, float]:

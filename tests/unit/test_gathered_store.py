@@ -1,0 +1,197 @@
+"""Stores that write rows side by side wherever there is a place (gathered_store.h): I/Os, memory, disk, failures.
+
+That rows read as they were last written, whatever the schedule, is in tests/laws/test_store_law.py.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hotrow
+from hotrow import ops
+from hotrow.embedding import EmbeddingCollection
+from hotrow.memory import budget
+from hotrow.memory.budget import Memory, TableDemand, place_bytes
+from hotrow.memory.stores import Engines, Kind, Store, StoreError, TableRows, io_uring_refused, open_store
+from hotrow.tables import TableConfig
+
+needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its twin gathers nothing")
+needs_io_uring = pytest.mark.skipif(bool(io_uring_refused()), reason=f"io_uring is refused here: {io_uring_refused()}")
+
+
+@pytest.fixture(params=["threads", pytest.param("io_uring", marks=needs_io_uring)])
+def io(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def open_rows(folder: Path, io: str, num_rows: int, record_bytes: int = 256, kind: Kind = "gathered") -> Store:
+    rows = TableRows(table="item", parts=(("weight", record_bytes),), num_rows=num_rows)
+    return open_store(rows, kind=kind, path=folder / f"{kind}.rows", engines=Engines(io=io, num_threads=4))  # type: ignore[arg-type]
+
+
+def write(store: Store, rows: np.ndarray, values: np.ndarray) -> None:
+    store.write(rows, np.arange(len(rows)), [values])
+
+
+def read(store: Store, rows: np.ndarray) -> np.ndarray:
+    out = np.zeros((len(rows), store.rows.record_bytes), np.uint8)
+    store.read(rows, np.arange(len(rows)), [out])
+    return out
+
+
+@needs_native
+def test_scattered_rows_are_written_side_by_side(tmp_path: Path, io: str) -> None:
+    """160 rows of which hardly two share a page: ten pages of 16, where each took an I/O of its own."""
+    rows = np.arange(160) * 120
+    values = np.arange(160, dtype=np.uint8)[:, None].repeat(256, axis=1)
+    counts = {}
+    for kind in ("gathered", "block"):
+        with open_rows(tmp_path, io, 20_000, kind=kind) as store:  # type: ignore[arg-type]
+            write(store, rows, values)
+            store.flush()
+            counts[kind] = store.counters()
+            np.testing.assert_array_equal(read(store, rows), values)
+    assert [counts["gathered"][name] for name in ("writes", "written_bytes", "read_modify_writes")] == [10, 40_960, 0]
+    assert counts["block"]["writes"] == 160
+
+
+@needs_native
+@pytest.mark.parametrize("record_bytes", [17, 64, 256, 512, 1024])
+def test_long_use_of_several_regions(tmp_path: Path, io: str, record_bytes: int) -> None:
+    """Rows written again and again at random: I/Os, disk and memory stay within what is said of them."""
+    num_rows, g = 70_000, np.random.default_rng(record_bytes)
+    truth = np.zeros((num_rows, record_bytes), np.uint8)
+    with open_rows(tmp_path, io, num_rows, record_bytes) as store:
+        for turn in range(60):
+            if turn == 40:
+                before = store.counters()
+            rows = np.unique(g.integers(0, num_rows, 5000))
+            truth[rows] = g.integers(0, 256, (len(rows), record_bytes), dtype=np.uint8)
+            write(store, rows, truth[rows])
+            seen = g.integers(0, num_rows, 500)
+            np.testing.assert_array_equal(read(store, seen), truth[seen])
+        counts = store.counters()
+        written = {name: counts[name] - before[name] for name in ("writes", "read_modify_writes", "written_rows")}
+        ios = (written["writes"] + written["read_modify_writes"]) / written["written_rows"]
+        assert ios < {17: 0.1, 64: 0.1, 256: 0.25, 512: 0.35, 1024: 0.6}[record_bytes], written
+        demand = TableDemand("item", num_rows, record_bytes)
+        assert 2 * num_rows < counts["places_bytes"] <= place_bytes(demand) * num_rows < 4 * num_rows
+        assert counts["held_bytes"] > 0
+        store.flush()
+        assert store.counters()["held_bytes"] == 0
+        every = np.arange(num_rows)
+        np.testing.assert_array_equal(read(store, every), truth)
+        assert store.path is not None
+        assert store.path.stat().st_blocks * 512 <= store.padded_record_bytes * (num_rows + 2 * 255) + 64 * 1024
+
+
+@needs_native
+def test_a_table_that_grows_over_regions(tmp_path: Path) -> None:
+    g, num_rows = np.random.default_rng(0), 1
+    truth = np.zeros((120_000, 64), np.uint8)
+    with open_rows(tmp_path, "threads", num_rows, 64) as store:
+        for more in (0, 15, 700, 31_000, 2000, 60_000):
+            num_rows += more
+            store.grow(num_rows)
+            rows = np.unique(g.integers(0, num_rows, 4000))
+            truth[rows] = g.integers(0, 256, (len(rows), 64), dtype=np.uint8)
+            write(store, rows, truth[rows])
+        np.testing.assert_array_equal(read(store, np.arange(num_rows)), truth[:num_rows])
+
+
+@needs_native
+def test_failures_name_rows(tmp_path: Path, io: str) -> None:
+    """Not the places in which they lie, which nobody knows."""
+    rows = np.array([7, 900, 41_000, 60_000])
+    with pytest.raises(StoreError) as told, open_rows(tmp_path, io, 70_000) as store:
+        write(store, rows, np.ones((4, 256), np.uint8))
+        store.native.inject(True, 2, errno.EIO)
+        store.flush()
+    assert "of table 'item' in" in str(told.value) and "Input/output error" in str(told.value)
+    assert any(f"writing rows {pair}" in str(told.value) for pair in ("7, 900", "41000, 60000"))
+
+
+@needs_native
+def test_a_failed_read_names_its_row(tmp_path: Path, io: str) -> None:
+    store = open_rows(tmp_path, io, 70_000)
+    write(store, np.array([41_000]), np.ones((1, 256), np.uint8))
+    store.flush()
+    store.native.inject(False, 1, errno.EIO)
+    with pytest.raises(StoreError, match=r"reading row 41000 of table 'item' in .*Input/output error"):
+        read(store, np.array([41_000]))
+    with pytest.raises(StoreError, match="reading row 41000"):
+        store.close()
+
+
+@needs_native
+def test_discarded_rows_are_not_written(tmp_path: Path, io: str) -> None:
+    store = open_rows(tmp_path, io, 70_000)
+    write(store, np.arange(0, 70_000, 7), np.ones((10_000, 256), np.uint8))
+    native = store.native
+    store.discard()
+    assert "is closed, and its rows are removed" in native.failure()
+    assert native.flush() is False
+
+
+def test_what_cannot_be_gathered_is_refused(tmp_path: Path) -> None:
+    for record_bytes in (4, 16, 1025, 5000):
+        with pytest.raises(ValueError, match="cannot be gathered, which takes 17 to 1024"):
+            open_rows(tmp_path, "threads", 100, record_bytes)
+    assert list(tmp_path.iterdir()) == []
+    open_rows(tmp_path, "threads", 100).close()
+    with pytest.raises(ValueError, match="only the process that wrote a gathered file knows where its rows lie"):
+        open_rows(tmp_path, "threads", 100)
+
+
+# ---- when a collection gathers
+
+
+def settled(dram: int, *tables: TableDemand, free: int = 1 << 40, **more: str | None) -> str:
+    memory = Memory(dram=dram, **{"ssd": "slow", **more})  # type: ignore[arg-type]
+    return memory.settled(tables, free).writes
+
+
+def test_auto_gathers_where_there_is_room() -> None:
+    large = TableDemand("large", 1_000_000, 256)
+    assert settled(1 << 28, large) == "gathered"
+    assert settled(4 << 20, large) == "in_place", "the map would take more than half"
+    assert settled(1 << 28, large, free=500_000_000) == "in_place", "files of twice the bytes do not fit"
+    assert settled(1 << 28, TableDemand("small", 30_000, 256)) == "in_place"
+    assert settled(1 << 28, TableDemand("long", 1_000_000, 2048)) == "in_place"
+    assert settled(1 << 28, large, file="fast", ssd=None) == "auto", "there are no block files"  # type: ignore[arg-type]
+    assert settled(4 << 20, large, writes="gathered") == "gathered", "as it was told"
+
+
+def test_words_are_checked() -> None:
+    with pytest.raises(ValueError, match="writes is 'somewhere'; choose one of auto, in_place, gathered"):
+        Memory(dram=1000, ssd="slow", writes="somewhere")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'gathered', which is for block files; name ssd"):
+        Memory(dram=1000, file="fast", writes="gathered")
+
+
+def table(num_rows: int) -> list[TableConfig]:
+    return [TableConfig(name="a", num_embeddings=num_rows, embedding_dim=64, feature_names=("a",))]
+
+
+def test_a_collection_says_how_it_writes(tmp_path: Path) -> None:
+    emb = EmbeddingCollection(table(60_000), memory=Memory(dram="2MiB", ssd=tmp_path), seed=1)
+    hotrow.SGD(emb, lr=0.1)
+    assert emb.tiers is not None and emb.tiers.memory.writes == "gathered"
+    assert emb.tiers.stores[0].kind == "gathered"
+    slots = emb.tiers.slots[0]
+    slots_bytes = slots.cached * (256 + budget.METADATA_BYTES) + 60_000 * budget.ROW_BYTES
+    assert emb.tiers.places_bytes + slots_bytes <= emb.tiers.memory.slots_bytes
+    emb.tiers.close()
+
+
+def test_auto_writes_in_place_where_too_little_would_be_left(tmp_path: Path) -> None:
+    """Half of the budget for the map leaves fewer than a hundred rows."""
+    memory = Memory(dram=250_000, ssd=tmp_path, plan=lambda demands, left: budget.plan_slots(demands, left - 100_000))
+    emb = EmbeddingCollection(table(33_000), memory=memory, seed=1)
+    hotrow.SGD(emb, lr=0.1)
+    assert emb.tiers is not None and emb.tiers.memory.writes == "in_place" and emb.tiers.slots[0].cached >= 100
+    emb.tiers.close()
