@@ -6,8 +6,8 @@
 //   file:  header | page 0: unit 0, unit 1, ..., padding | page 1: ... | tail
 //   Nothing is ever written to the tail: a file that was cut short stays too short, whatever rows are written after.
 //   Records of less than half a sector share sectors, which they never cross: writing one means reading its neighbours.
-//   Larger ones own sectors, so that no write has to read first. Packed, those of just half a sector share it too: where
-//   neighbours are written together (gathered_store.h), and few are to be read.
+//   Larger ones own sectors, so that no write has to read first. Packed, those of just half a sector share it too:
+//   where neighbours are written together (gathered_store.h), and few are to be read.
 #pragma once
 
 #include <algorithm>

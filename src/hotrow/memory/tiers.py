@@ -49,8 +49,11 @@ from hotrow.tables import TableConfig
 _STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOST_ROWS = 2**31 - 1
 """Slots are int32, and one number more is needed for none."""
-PIECE_BYTES = 2 << 20
-"""Of rows that are read or written by their ids at once, at most."""
+PIECE_BYTES, GATHERED_PIECE_BYTES = 2 << 20, 8 << 20
+"""Of rows that are read or written by their ids at once, at most. Neighbours that are gathered lie in pages of their
+region, of which a piece as large as one reads each once."""
+GATHERED_PIECE_SHARE = 8
+"""Of the memory for tables, that such a piece takes beside it."""
 
 
 class State(NamedTuple):
@@ -401,6 +404,8 @@ class Tiers:
     def piece_rows(self, table: int) -> int:
         """How many rows of a table to ask `rows` for at once, for a bounded use of memory beside the cache."""
         num_bytes = min(PIECE_BYTES, self.memory.waiting_bytes // len(self.tables))
+        if self._place_bytes[table]:
+            num_bytes = min(GATHERED_PIECE_BYTES, self.memory.dram_bytes // GATHERED_PIECE_SHARE)
         return max(1, num_bytes // sum(part for _, part in self._parts(self.tables[table])))
 
     def num_changed(self, table: int, *, ever: bool) -> int:
