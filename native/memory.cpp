@@ -47,6 +47,13 @@ void free_pages(const Pages& pages) {
   if (pages.data) munmap(pages.data, pages.bytes);
 }
 
+void drop_pages_within(void* data, size_t bytes) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto start = reinterpret_cast<size_t>(data);
+  const size_t first = round_up(start, page), last = (start + bytes) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
+
 namespace {
 
 // Oldest first. A plain pair of globals that are never destroyed: arrays may be freed while the process ends.

@@ -1,5 +1,6 @@
 // The map and the policies; contract in hotrow/row_cache.h.
 #include <hotrow/kernels.h>
+#include <hotrow/memory.h>
 #include <hotrow/row_cache.h>
 
 #include <algorithm>
@@ -10,7 +11,8 @@ namespace hotrow {
 namespace {
 
 constexpr uint32_t kMostUses = 15;
-constexpr int64_t kAhead = 12;  // ids whose place in the map is fetched before it is needed
+constexpr int64_t kKeptOverflowBytes = 2 << 20;  // of free slots beside the cache
+constexpr int64_t kAhead = 12;                   // ids whose place in the map is fetched before it is needed
 
 }  // namespace
 
@@ -338,8 +340,21 @@ void RowCache::release(Pins& pins, bool dirty) {
     }
   }
   if (!leaving.empty()) store_->write(leaving, slots_);
+  drop_overflow();
   // Well below what makes it grow, so that it does not go to and fro within a batch.
   if (map_.size() > least_map() && 8 * num_mapped_ <= 5 * static_cast<int64_t>(least_map())) resize_map(least_map());
+}
+
+// Slots of a piece of a checkpoint, which may be many: no batch will need their memory.
+void RowCache::drop_overflow() {
+  const int64_t free = static_cast<int64_t>(free_overflow_.size());
+  if (free * slots_.record_bytes() <= kKeptOverflowBytes) return;
+  if (free < static_cast<int64_t>(places_.size()) - sizes_.cached) return;
+  for (const Part& part : slots_.parts) {
+    drop_pages_within(part.base + (sizes_.pinned + sizes_.cached) * part.bytes, static_cast<size_t>(free * part.bytes));
+  }
+  places_.resize(static_cast<size_t>(sizes_.cached));
+  free_overflow_.clear();
 }
 
 void RowCache::restart_batches() {

@@ -65,6 +65,7 @@ ADDRESS = Sanitizer(
         "tests/unit/test_mapping_fault.py",
         "tests/unit/test_stores.py",
         "tests/unit/test_cached_store.py",
+        "tests/unit/test_gathered_store.py",
         "tests/unit/test_forks_and_threads.py",
         "tests/unit/test_hot_tracker.py",
     ),
@@ -92,6 +93,7 @@ THREAD = Sanitizer(
         "tests/unit/test_mapping_fault.py",
         "tests/unit/test_stores.py",
         "tests/unit/test_cached_store.py",
+        "tests/unit/test_gathered_store.py",
         "tests/unit/test_forks_and_threads.py",
     ),
     left_out=(

@@ -14,6 +14,8 @@ struct Pages {
 };
 Pages allocate_pages(size_t bytes, bool sparse = false);
 void free_pages(const Pages& pages);
+// Gives the memory of whole pages among these bytes, of private memory, back to the system: what lay there is lost.
+void drop_pages_within(void* data, size_t bytes);
 
 // Memory whose contents mean nothing, for what lives no longer than a step: pages given back are kept and handed out
 // again, because faulting in new ones costs as much as a pass over them. The process keeps at most kMostKeptBytes idle;

@@ -151,6 +151,7 @@ class RowCache {
   void take_out(int32_t place);
   void put_in(int32_t place, bool admitted);
   int32_t overflow_place();
+  void drop_overflow();
   void pin(int32_t place, uint32_t batch, bool keep, Pins& pins);
   void touch(int32_t place);
   void link_first(int32_t place, int32_t ring);
