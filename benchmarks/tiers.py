@@ -4,10 +4,11 @@
     python -m benchmarks.tiers --large --out docs/benchmarks.json --folder DIR
 
 A DLRM with Criteo Kaggle's MLPs and 26 tables of its cardinalities (33.8M rows), dim 64, batches of 2048, SGD, ids Zipf
-over each table's ranks. DRAM is a part of the tables' bytes; every row lies on disk before anything is timed. Ours and
-the rivals train each in a process inside a memory cgroup, page cache included; all in DRAM trains outside of it.
-Stretches of steps alternate, and every loss equals that in DRAM to the bit, or the cell is refused. A cell that cannot
-be measured as stated is named with its reason, and not reported. Files of up to 27 GB lie under --folder while it runs.
+over each table's ranks. DRAM is a part of the tables' bytes; every row lies on disk before anything is timed, and files
+whose writes are gathered have been written to until their free places lie as long use leaves them. Ours and the rivals
+train each in a process inside a memory cgroup, page cache included; all in DRAM trains outside of it. Stretches of
+steps alternate, and every loss equals that in DRAM to the bit, or the cell is refused. A cell that cannot be measured
+as stated is named with its reason, and not reported. Files of up to 27 GB lie under --folder while it runs.
 
 After the rounds of ours a checkpoint is saved, and 500 steps later the next, which is timed: no round has one in it.
 Beside the steps: `id_to_slot`, what mapping a batch's ids takes when its rows are there, beside the kaggle step; and
