@@ -72,6 +72,7 @@ memory.file None
 memory.file_bytes None
 memory.policy clock
 memory.admission none
+memory.writes auto
 memory.lookahead 4
 memory.force False
 memory.write_budget None
