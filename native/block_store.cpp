@@ -124,9 +124,7 @@ class Door final : public BlockStore {
   // A failed store takes no calls; nor does one whose thread stayed in the process that this one was forked from.
   bool is_usable() {
     if (!engine_->is_of_this_process()) {
-      table_->failure.set("table '" + table_->file.table + "' (" + table_->file.path +
-                          ") was opened before this process was forked, and its I/O runs in the process that opened "
-                          "it: use the table there, or start workers with multiprocessing's 'spawn'");
+      table_->failure.set(forked_text(table_->file.table, table_->file.path));
     }
     return table_->failure.get() == nullptr;
   }

@@ -10,8 +10,7 @@ namespace {
 
 constexpr uint32_t kNoRow = 0xFFFFFFFF;
 constexpr int64_t kNone = -1;
-constexpr size_t kAhead = 12;              // moves whose set is fetched before it is needed
-constexpr int64_t kPieceBytes = 64 << 10;  // written down at once: malloc keeps so much at hand, and a queue takes it
+constexpr size_t kAhead = 12;  // moves whose set is fetched before it is needed
 
 class CachedStore final : public Store {
  public:

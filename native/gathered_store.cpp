@@ -13,8 +13,7 @@ namespace hotrow {
 namespace {
 
 constexpr uint16_t kNoPlace = 0xFFFF;
-constexpr int64_t kPieceBytes = 64 << 10;  // written down at once: malloc keeps so much at hand, and a queue takes it
-constexpr size_t kMostNamed = 4;           // rows that a message names
+constexpr size_t kMostNamed = 4;  // rows that a message names
 
 int64_t region_places(const BlockLayout& layout) { return kNoPlace / layout.page_rows() * layout.page_rows(); }
 int64_t region_rows(const BlockLayout& layout) { return region_places(layout) / kPlacesPerRow; }
@@ -352,9 +351,7 @@ class GatheredStore final : public BlockStore {
 
   bool is_here() {
     if (getpid() == process_) return true;
-    failure_.set("table '" + table_ + "' (" + path_ +
-                 ") was opened before this process was forked, and its I/O runs in the process that opened it: use the "
-                 "table there, or start workers with multiprocessing's 'spawn'");
+    failure_.set(forked_text(table_, path_));
     return false;
   }
 

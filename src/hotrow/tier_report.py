@@ -16,7 +16,8 @@ from hotrow.placement import disk_bytes, dram_bytes
 
 FILES = {"mapped": "file", "block": "ssd", "gathered": "ssd"}
 """By the kind of a table's store: the tier behind DRAM, as `Memory` names it."""
-_GAUGES = ("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_bytes", "places_bytes", "held_bytes")
+GAUGES = ("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_bytes", "places_bytes", "held_bytes")
+"""Of what caches and stores count, that does not only grow."""
 
 
 class CountsApart:
@@ -102,7 +103,7 @@ class TierReport(CountsApart):
     def _training(self) -> dict[str, Counter[str]]:
         """By table: what was counted, less what was aside."""
         counts = {
-            name: Counter({key: n - self._aside[name][key] for key, n in own.items() if key not in _GAUGES})
+            name: Counter({key: n - self._aside[name][key] for key, n in own.items() if key not in GAUGES})
             for name, own in self.tiers.counters().items()
         }
         # A store's share of the engine's processor time is that of its I/Os so far: differences of it mean nothing.

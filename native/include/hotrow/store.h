@@ -112,6 +112,16 @@ inline std::string discarded_text(const std::string& table) {
   return "table '" + table + "' is closed, and its rows are removed; make a new collection";
 }
 
+// What every call in a forked child leaves as the failure of a store that does its I/O in another process.
+inline std::string forked_text(const std::string& table, const std::string& path) {
+  return "table '" + table + "' (" + path +
+         ") was opened before this process was forked, and its I/O runs in the process that opened it: use the table "
+         "there, or start workers with multiprocessing's 'spawn'";
+}
+
+// Of records that a store hands to the one below it at once: malloc keeps so much at hand, and a queue takes it.
+inline constexpr int64_t kPieceBytes = 64 << 10;
+
 // Whether the file is at least so long; else the table has failed: something truncated it.
 bool is_whole(int fd, int64_t bytes, const std::string& table, const std::string& path, FailureSlot& failure);
 

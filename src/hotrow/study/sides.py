@@ -30,12 +30,11 @@ from hotrow.optim import SGD
 from hotrow.plan.solve import plan_by_counts
 from hotrow.study.work import LR, SEED, Training, Work
 from hotrow.tables import TableConfig
+from hotrow.tier_report import GAUGES
 
 ZEROS_BYTES = 1 << 23
 WORN_ROWS, WORN_SHARE = 1 << 15, 1.25
 """Rows that are written again together, and how often one is on average."""
-GAUGES = ("waiting_bytes", "held_bytes", "places_bytes")
-"""Of what stores count, that does not only grow."""
 
 
 @dataclass(frozen=True, kw_only=True)
