@@ -14,6 +14,7 @@ namespace {
 
 constexpr uint16_t kNoPlace = 0xFFFF;
 constexpr size_t kMostNamed = 4;  // rows that a message names
+constexpr size_t kLineBytes = 64;
 
 int64_t region_places(const BlockLayout& layout) { return kNoPlace / layout.page_rows() * layout.page_rows(); }
 int64_t region_rows(const BlockLayout& layout) { return region_places(layout) / kPlacesPerRow; }
@@ -22,7 +23,9 @@ int64_t region_rows(const BlockLayout& layout) { return region_places(layout) / 
 class Region {
  public:
   Region(const BlockLayout& layout, int64_t num_rows)
-      : page_places_(layout.page_rows()), record_bytes_(static_cast<size_t>(layout.record_bytes)) {
+      : page_places_(layout.page_rows()),
+        record_bytes_(static_cast<size_t>(layout.record_bytes)),
+        pages_with_(static_cast<size_t>(page_places_) + 1) {
     grow(num_rows);
   }
 
@@ -30,12 +33,21 @@ class Region {
     const int64_t wanted = (kPlacesPerRow * num_rows + page_places_ - 1) / page_places_;
     const auto num_pages = static_cast<size_t>(std::min(wanted, kNoPlace / page_places_));
     place_of_.resize(static_cast<size_t>(num_rows), kNoPlace);
+    pages_with_[static_cast<size_t>(page_places_)] += static_cast<uint16_t>(num_pages - num_free_.size());
     num_free_.resize(num_pages, static_cast<uint8_t>(page_places_));
     is_free_.resize(num_pages * static_cast<size_t>(page_places_), true);
   }
 
   uint16_t place_of(size_t row) const { return place_of_[row]; }  // kNoPlace: it was never written
-  const uint16_t* address_of(size_t row) const { return &place_of_[row]; }
+
+  // Where a row lies, and where it will, are fetched before they are needed.
+  void fetch(size_t row) const { __builtin_prefetch(&place_of_[row]); }
+  void fetch_to_put(size_t row) const {
+    __builtin_prefetch(&place_of_[row], 1);
+    if (page_ && next_ < page_places_) {
+      for (size_t at = 0; at < record_bytes_; at += kLineBytes) __builtin_prefetch(record_at(next_) + at, 1);
+    }
+  }
 
   // Its record, where it lies in the open page; else null.
   std::byte* held(uint16_t place) {
@@ -51,7 +63,7 @@ class Region {
     if (old != kNoPlace) {
       if (std::byte* record = held(old)) return record;
       is_free_[old] = true;
-      ++num_free_[old / page_places_];
+      count_free(old / page_places_, 1);
     }
     while (open_page_ < 0 || !find_free()) {
       close(write_down);
@@ -59,7 +71,7 @@ class Region {
     }
     const auto place = static_cast<uint16_t>(open_page_ * page_places_ + next_);
     is_free_[place] = false;
-    --num_free_[static_cast<size_t>(open_page_)];
+    count_free(open_page_, -1);
     place_of_[row] = place;
     held_.set(static_cast<size_t>(next_));
     return record_at(next_++);
@@ -88,11 +100,11 @@ class Region {
   int64_t num_bytes() const {
     const size_t page_bytes = page_ ? static_cast<size_t>(page_places_) * record_bytes_ : 0;
     return static_cast<int64_t>(sizeof(*this) + place_of_.capacity() * sizeof(uint16_t) + num_free_.capacity() +
-                                is_free_.capacity() / 8 + page_bytes);
+                                pages_with_.capacity() * sizeof(uint16_t) + is_free_.capacity() / 8 + page_bytes);
   }
 
  private:
-  std::byte* record_at(int64_t in_page) { return page_.get() + static_cast<size_t>(in_page) * record_bytes_; }
+  std::byte* record_at(int64_t in_page) const { return page_.get() + static_cast<size_t>(in_page) * record_bytes_; }
 
   bool find_free() {
     const size_t first = static_cast<size_t>(open_page_ * page_places_);
@@ -100,28 +112,36 @@ class Region {
     return next_ < page_places_;
   }
 
-  // There are twice as many places as rows, and who asks has none: some page has a free one.
+  void count_free(int64_t page, int num) {
+    uint8_t& free = num_free_[static_cast<size_t>(page)];
+    --pages_with_[free];
+    free = static_cast<uint8_t>(free + num);
+    ++pages_with_[free];
+  }
+
+  // There are twice as many places as rows, and who asks has none: some page has a free one. Of equally empty ones the
+  // next behind the last, which is soon found.
   void open_emptiest() {
     if (!page_) page_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(page_places_) * record_bytes_);
-    const auto find = [&](uint8_t num) {
-      return static_cast<const uint8_t*>(std::memchr(num_free_.data(), num, num_free_.size()));
-    };
-    const uint8_t* emptiest = find(static_cast<uint8_t>(page_places_));
-    if (!emptiest) {
-      uint8_t most = 0;  // a loop that compilers turn into vectors
-      for (const uint8_t num : num_free_) most = std::max(most, num);
-      emptiest = find(most);
-    }
-    open_page_ = emptiest - num_free_.data();
+    int most = static_cast<int>(page_places_);
+    while (pages_with_[static_cast<size_t>(most)] == 0) --most;
+    const uint8_t* pages = num_free_.data();
+    const auto find = [&](size_t first, size_t last) { return std::memchr(pages + first, most, last - first); };
+    const void* emptiest = find(last_opened_, num_free_.size());
+    if (!emptiest) emptiest = find(0, last_opened_);
+    open_page_ = static_cast<const uint8_t*>(emptiest) - pages;
+    last_opened_ = static_cast<size_t>(open_page_);
     next_ = 0;
   }
 
   const int64_t page_places_;
   const size_t record_bytes_;
   std::vector<uint16_t> place_of_;
-  std::vector<uint8_t> num_free_;  // of each page
+  std::vector<uint8_t> num_free_;     // of each page
+  std::vector<uint16_t> pages_with_;  // so many free places
   std::vector<bool> is_free_;
   int64_t open_page_ = -1, next_ = 0;  // in it, where to look for a free place
+  size_t last_opened_ = 0;
   std::bitset<kMostPagePlaces> held_;  // of the open page's places, those whose record lies in page_
   std::unique_ptr<std::byte[]> page_;
 };
@@ -235,7 +255,7 @@ class GatheredStore final : public BlockStore {
     std::vector<std::byte> zeros;
     int64_t num_held = 0, num_unwritten = 0;
     for (size_t i = 0; i < moves.size(); ++i) {
-      fetch(moves, i + kAhead);
+      if (const Region* region = region_ahead(moves, i)) region->fetch(places_->in_region(moves[i + kAhead].row));
       const Move& move = moves[i];
       Region* region = places_->find(move.row);
       const uint16_t place = region ? region->place_of(places_->in_region(move.row)) : kNoPlace;
@@ -264,7 +284,10 @@ class GatheredStore final : public BlockStore {
       {
         const std::lock_guard changing(places_->mutex);
         for (; i < moves.size() && !piece.is_full(); ++i) {
-          fetch(moves, i + kAhead);
+          if (const Region* region = region_ahead(moves, i)) {
+            region->fetch_to_put(places_->in_region(moves[i + kAhead].row));
+            slots.fetch(moves[i + kAhead].slot);
+          }
           const Move& move = moves[i];
           if (!is_row(move.row)) break;
           Region& region = places_->make(move.row);
@@ -318,7 +341,7 @@ class GatheredStore final : public BlockStore {
   void inject(bool write, int64_t after, int error) override { lower_->inject(write, after, error); }
 
  private:
-  static constexpr size_t kAhead = 12;  // moves whose entry in the map is fetched before it is needed
+  static constexpr size_t kAhead = 12;  // moves between what they need is fetched and used
 
   // Every open page, whose free places are given up for now.
   bool write_held() {
@@ -335,11 +358,10 @@ class GatheredStore final : public BlockStore {
     return !failure();
   }
 
-  void fetch(std::span<const Move> moves, size_t i) const {
-    if (i >= moves.size() || moves[i].row < 0 || moves[i].row >= places_->num_rows()) return;
-    if (const Region* region = places_->find(moves[i].row)) {
-      __builtin_prefetch(region->address_of(places_->in_region(moves[i].row)));
-    }
+  const Region* region_ahead(std::span<const Move> moves, size_t i) const {
+    if (i + kAhead >= moves.size()) return nullptr;
+    const int64_t row = moves[i + kAhead].row;
+    return 0 <= row && row < places_->num_rows() ? places_->find(row) : nullptr;
   }
 
   bool is_row(int64_t row) {

@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint32_t kMostUses = 15;
 constexpr int64_t kKeptOverflowBytes = 2 << 20;  // of free slots beside the cache
-constexpr int64_t kAhead = 12;                   // ids whose place in the map is fetched before it is needed
+constexpr int64_t kAhead = 12;                   // ids between what they need is fetched and used
 
 }  // namespace
 
@@ -285,6 +285,7 @@ bool RowCache::admit(const Id* ids, int64_t n, int32_t* slot_of, uint32_t batch,
     const int32_t place = find(static_cast<uint32_t>(id));
     if (place == kNone) {
       missing.push_back(i);
+      exists_.fetch(static_cast<uint32_t>(id));
       continue;
     }
     const int64_t before = counters_.rows;
@@ -326,7 +327,15 @@ bool RowCache::holds(const Id* ids, int64_t n, const int32_t* slot_of) const {
 
 void RowCache::release(Pins& pins, bool dirty) {
   std::vector<Move> leaving;
-  for (const int32_t place : std::exchange(pins.slots, {})) {
+  const std::vector<int32_t> pinned = std::exchange(pins.slots, {});
+  const auto n = static_cast<int64_t>(pinned.size());
+  for (int64_t i = 0; i < n; ++i) {
+    if (dirty && i + kAhead < n) {
+      const uint32_t ahead = places_[static_cast<size_t>(pinned[static_cast<size_t>(i + kAhead)])].row;
+      exists_.fetch(ahead);
+      changed_.fetch(ahead);
+    }
+    const int32_t place = pinned[static_cast<size_t>(i)];
     Entry& entry = places_[static_cast<size_t>(place)];
     entry.dirty = entry.dirty || dirty;
     if (dirty) mark(entry.row);

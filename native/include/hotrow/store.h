@@ -38,6 +38,12 @@ struct Slots {
       record += part.bytes;
     }
   }
+  // A hint that the slot is gathered soon.
+  void fetch(int64_t slot) const {
+    for (const Part& part : parts) {
+      for (int64_t at = 0; at < part.bytes; at += 64) __builtin_prefetch(part.base + slot * part.bytes + at);
+    }
+  }
   void scatter(const std::byte* record, int64_t slot) const {
     for (const Part& part : parts) {
       std::memcpy(part.base + slot * part.bytes, record, static_cast<size_t>(part.bytes));
