@@ -21,6 +21,7 @@ from benchmarks.hot_page import hot_tables
 from benchmarks.kernels import promises
 from benchmarks.markdown import held, table
 from benchmarks.step_shapes import SHAPES
+from hotrow.hot.student import interval
 
 ROOT = Path(__file__).resolve().parent.parent
 README_CELLS = {
@@ -527,7 +528,8 @@ def ours(cell: dict[str, Any]) -> str:
     if "relative_speed" in cell:
         return f"{cell['relative_speed']:.0%} of the speed with all in memory"
     if "auc_difference" in cell:
-        difference = f"{cell['auc_difference']:+.4f} (standard error {cell['auc_difference_se']:.4f})"
+        low, high = interval(cell["auc_difference"], cell["auc_difference_se"], cell["seeds"])
+        difference = f"{cell['auc_difference']:+.4f} (95 %: {low:+.4f} to {high:+.4f})"
         return f"AUC {difference} beside shuffled order, {cell['seeds']} seeds"
     if "budgets" in cell:
         half = next(own for own in cell["budgets"] if own["rows"] == "covering" and own["amount"] == 0.5)

@@ -24,7 +24,7 @@ from hotrow.memory.device_budget import DeviceMemory
 from hotrow.memory.device_rows import DeviceFlight, DeviceRows
 from hotrow.memory.table_rows import RowsInTiers
 from hotrow.memory.tiers import Flight, Tiers
-from hotrow.reference import Layout, row_key, widen, write_rows
+from hotrow.reference import Layout, row_key, to_float16, widen, write_rows
 from hotrow.tables import TableConfig, check_tables
 
 PIECE_FLOATS = 1 << 22
@@ -413,6 +413,12 @@ class EmbeddingCollection(nn.Module):
                 missing_keys.append(key)
             elif state_dict[key].shape != shape:
                 error_msgs.append(f"{key} has shape {tuple(state_dict[key].shape)}; the table is {shape}")
+            elif (beyond := _beyond_float16(table, state_dict[key])) is not None:
+                row, weight = beyond
+                error_msgs.append(
+                    f"{key}: row {row:,} has a weight of {weight:,.0f}, and float16 ends at 65,504; "
+                    "keep such a table in float32 or bfloat16 (TableConfig.dtype)"
+                )
             else:
                 for rows in table.pieces():
                     table.write(rows, state_dict[key][rows].float())
@@ -440,6 +446,19 @@ class EmbeddingCollection(nn.Module):
             f"{t.name}: [{t.num_embeddings}, {t.embedding_dim}] {t.dtype} {t.pooling} of {', '.join(t.feature_names)}"
             for t in self.tables
         )
+
+
+def _beyond_float16(table: StoredTable, weights: Tensor) -> tuple[int, float] | None:
+    """The first row [D] of a float16 table with a weight that would become infinite, and that weight."""
+    if table.weight.dtype != torch.float16:
+        return None
+    for rows in table.pieces():
+        given = weights[rows].float()
+        lost = given.isfinite() & to_float16(given).isinf()
+        if lost.any():
+            row = int(lost.any(dim=1).nonzero()[0])
+            return rows.start + row, float(given[row][lost[row]][0])
+    return None
 
 
 def _joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

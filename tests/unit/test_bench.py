@@ -536,21 +536,22 @@ def test_a_tbsm_on_real_clicks_by_both_orders(real_data: Callable[[str], Path], 
     of_hot = row["hot_samples"] * row["label_rate_hot"] + (1 - row["hot_samples"]) * row["label_rate_cold"]
     assert of_hot == pytest.approx(0.5), "a pair has one click"
     page = "\n".join(hot_page.hot_tables([{"name": "hot_quality_taobao", **row}]))
-    assert f"| taobao | {row['samples']:,} | 50 | 0% | 2 |" in page and "within two standard errors: " in page
+    assert f"| taobao | {row['samples']:,} | 50 | 0% | 0% | 2 |" in page and "none that seeds show: " in page
 
 
 @pytest.mark.parametrize(
-    ("difference", "error", "said"),
+    ("low", "high", "said"),
     [
-        (0.0001, 0.0002, "at most 0.0005: held"),
-        (0.0001, 0.0003, "at most 0.0005: not resolved, standard error 0.00030"),
-        (0.0, 0.0006, "at most 0.0005: not resolved, standard error 0.00060"),
-        (0.0006, 0.0001, "at most 0.0005: not resolved, standard error 0.00010"),
-        (0.0009, 0.0001, "at most 0.0005: **not held**"),
+        (-0.0003, 0.0005, "held"),
+        (-0.0003, 0.0006, "not resolved"),
+        (-0.0006, 0.0001, "not resolved"),
+        (0.0004, 0.0009, "not resolved"),
+        (0.0006, 0.0009, "**not held**"),
+        (-0.0009, -0.0006, "**not held**"),
     ],
 )
-def test_a_bar_is_held_or_not_where_two_standard_errors_tell(difference: float, error: float, said: str) -> None:
-    assert hot_quality.at_most(0.0005, difference, error) == said
+def test_a_bar_is_held_or_not_where_seeds_tell(low: float, high: float, said: str) -> None:
+    assert hot_quality.at_most(0.0005, low, high) == f"at most 0.0005: {said}"
 
 
 def test_quality_and_link_tables_say_what_is_held() -> None:
@@ -570,11 +571,14 @@ def test_quality_and_link_tables_say_what_is_held() -> None:
     ]
     window = {"schedule": "window", "label_rate_hot": 0.55, "label_rate_cold": 0.45, "auc_difference_se": 0.0002}
     cells = [{"name": name, **row} for name in names] + [{"name": "hot_quality_taobao_window", **row, **window}]
+    cells += [{"name": "hot_quality_synthetic_decay", **row, "decay": 0.5}]
     cells += [{"name": "hot_link", "budgets": budgets, "least_ratio": 4.0}]
     page = "\n".join(hot_page.hot_tables(cells))
-    assert "| criteo | 69,000 | 50 | 0% | 5 | 70.0% |  | 3 | 0.7500 / 0.7490 | -0.00100 (0.00200) | within two" in page
-    assert "| taobao | 69,000 | window of 4 | 0% | 5 | 70.0% | 55.0% / 45.0% | 3 |" in page
-    assert page.count("within two standard errors: **not held**") == 1, "of the one with the small error"
-    assert page.count("at most 0.0005: not resolved, standard error 0.00200 |") == 2
+    told = "-0.00100 (-0.00655 to +0.00455) | none that seeds show: held"  # 2.776 standard errors: of five seeds
+    assert f"| criteo | 69,000 | 50 | 0% | 0% | 5 | 70.0% |  | 3 | 0.7500 / 0.7490 | {told} |" in page
+    assert "| taobao | 69,000 | window of 4 | 0% | 0% | 5 | 70.0% | 55.0% / 45.0% | 3 |" in page
+    assert "| synthetic | 69,000 | 50 | 0% | 50% | 5 |" in page
+    assert page.count("none that seeds show: **not held**") == 1, "of the one with the small error"
+    assert page.count("at most 0.0005: not resolved |") == 3
     assert "turns at least 4x: **not held** (2.50x), slots at least 4x: held (5.00x)" in page
     assert "| slots | 10% |  |  |  | no batch fits |" in page

@@ -236,6 +236,22 @@ def test_load_state_dict_names_what_does_not_fit() -> None:
     assert "item.weight" in str(error.value) and "extra" in str(error.value)
 
 
+def test_weights_beyond_float16_are_refused_with_their_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 65520 up they round to infinity; what is infinite already is nobody's loss."""
+    monkeypatch.setattr("hotrow.embedding.PIECE_FLOATS", 7)
+    emb, state = make(dtype="float16"), make(seed=3).state_dict()
+    before = emb.float32("item").clone()
+    state["user.weight"][0, 0], state["item.weight"][1, 0] = torch.inf, 65519.0
+    state["item.weight"][4:, 1] = -65520.0
+    with pytest.raises(RuntimeError, match=r"item.weight: row 4 has a weight of -65,520, and float16 ends") as error:
+        emb.load_state_dict(state)
+    assert "user.weight" not in str(error.value)
+    assert torch.equal(emb.float32("item"), before), "the table stays as it was"
+    state["item.weight"][4:] = 65519.0
+    emb.load_state_dict(state)
+    assert float(emb.float32("item").max()) == 65504.0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda emb: pickle.loads(pickle.dumps(emb))])
 def test_copies_train_on_their_own(duplicate, dtype: Dtype) -> None:

@@ -20,7 +20,7 @@ from hotrow.hot.compare import compare_ways, record_bytes_of
 from hotrow.hot.covering import most_covered, prefixes_of
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.sampled import estimate
-from hotrow.hot.student import t_quantile
+from hotrow.hot.student import interval, t_quantile
 from hotrow.hot.table_use import TableUse, count_accesses, most_accessed
 from hotrow.inspection import estimate_sentences, print_inspection, size
 
@@ -173,6 +173,15 @@ def test_prefixes_rise_to_all_rows(num_rows: int) -> None:
 def test_quantiles_of_student_against_tables(probability: float, freedom: int, expected: float) -> None:
     """Values of printed tables (NIST, e-Handbook 1.3.6.7.2; 0.9995 of 34 by interpolation-free software)."""
     assert t_quantile(probability, freedom) == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize("num", [2, 3, 20])
+def test_nineteen_of_twenty_intervals_hold_the_mean(num: int) -> None:
+    """Of draws whose mean is 3. By two standard errors they would be 70 % of two draws, 82 % of three."""
+    draws = np.random.default_rng(5).normal(3, 2, (4000, num))
+    means, errors = draws.mean(axis=1), draws.std(axis=1, ddof=1) / np.sqrt(num)
+    held = [low <= 3 <= high for low, high in (interval(m, e, num) for m, e in zip(means, errors, strict=True))]
+    assert np.mean(held) == pytest.approx(0.95, abs=0.012)  # 3.5 standard deviations
 
 
 def test_the_interval_holds_the_truth() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset,
 from hotrow.hot.threshold import by_threshold
 from hotrow.study import hot, runner
 from hotrow.study.hot_counted import coverage
-from hotrow.study.hot_page import coverage_lines, megabytes, shown_quality
+from hotrow.study.hot_page import coverage_lines, megabytes, schedule_of, shown_quality
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
@@ -269,6 +270,16 @@ def test_a_way_has_the_same_colour_on_every_chart() -> None:
 
 def test_megabytes_of_little_and_of_much() -> None:
     assert [megabytes(n) for n in (8_976, 109_684, 49_000_000, 1_234_567_890)] == ["0.00898", "0.11", "49", "1,235"]
+
+
+def test_learning_rates_fall_over_the_last_steps(dataset: PackedDataset) -> None:
+    """900 samples are 15 steps of 64, of which 8 fall: by hand, (1 - k / 8)^2 at the k-th of them."""
+    fields = {**CELL, "kind": "quality", "schedule": "fae", "batch_size": 64}
+    cells = [hot.HotCell(**fields), hot.HotCell(**{**fields, "decay": 0.5})]
+    level, falling = (hot.config_of(cell, dataset, 2000, "none", 1).optimizer.schedule for cell in cells)
+    assert level.decay_steps == 0 and (falling.decay_start_step, falling.decay_steps) == (7, 8)
+    assert cells[0].key != cells[1].key and "rates falling over the last 50%" in schedule_of(asdict(cells[1]))
+    assert "falling" not in schedule_of(asdict(cells[0]))
 
 
 def test_differences_are_paired_by_seed() -> None:

@@ -77,6 +77,8 @@ class HotCell:
     shuffled_end: float = 0.0
     """Share of the samples that turns keep for the end of the epoch, in shuffled order."""
     batch_size: int = 2048
+    decay: float = 0.0
+    """Share of the steps, the last, over which the learning rates fall, as the reference DLRM's do; 0: they do not."""
     seeds: int = 3
 
     def __post_init__(self) -> None:
@@ -98,7 +100,8 @@ class HotCell:
         """Names the cell in files."""
         shape = f"{self.num_samples}x{self.scale:g}" if self.source in SHAPES else "all"
         end = f"+{self.shuffled_end:g}" if self.shuffled_end else ""
-        schedule = f"/{self.schedule}{self.rate:g}{end}x{self.seeds}/{self.batch_size}"
+        decay = f"-{self.decay:g}" if self.decay else ""
+        schedule = f"/{self.schedule}{self.rate:g}{end}{decay}x{self.seeds}/{self.batch_size}"
         schedule = schedule if self.kind == "quality" else ""
         return f"{self.group}/{self.name}/{shape}/{self.rows}/{self.amount:g}/{self.embedding_dim}{schedule}"
 
@@ -219,7 +222,7 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
         {
             "data": str(dataset.path),
             "model": {"embedding_dim": cell.embedding_dim, **model_of(dataset)},
-            "optimizer": {"sparse": {"name": cell.optimizer}, "dense": dense_of(dataset)},
+            "optimizer": {"sparse": {"name": cell.optimizer}, "dense": dense_of(dataset), **decay_of(cell, dataset)},
             "train": {"batch_size": cell.batch_size, "seed": seed, "eval_every": 0.1},
             "memory": "dram",
             "hot": hot,
@@ -241,6 +244,13 @@ def dense_of(dataset: PackedDataset) -> dict[str, Any]:
     epoch, and of two orders of samples that says nothing.
     """
     return {"name": "adagrad", "lr": 0.05} if has_histories(dataset) else {}
+
+
+def decay_of(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
+    """The schedule of the learning rates, where they fall at all."""
+    steps = math.ceil(dataset.split("train").num_rows / cell.batch_size)
+    falling = math.ceil(cell.decay * steps)
+    return {"schedule": {"decay_start_step": max(1, steps - falling), "decay_steps": falling}} if falling else {}
 
 
 def epoch(config: Config, folder: Path) -> dict[str, Any]:

@@ -122,9 +122,10 @@ def shown_quality(row: Row) -> dict[str, str]:
 
 
 def schedule_of(row: Row) -> str:
-    """Its name, first rate and end."""
+    """Its name, first rate and end, and what becomes of the learning rates."""
     end = f", {row['shuffled_end']:.0%} shuffled at the end" if row["shuffled_end"] else ""
-    return str(row["schedule"]) + ("" if row["schedule"] == "window" else f" R({row['rate']:g}){end}")
+    falling = f", learning rates falling over the last {row['decay']:.0%}" if row.get("decay") else ""
+    return str(row["schedule"]) + ("" if row["schedule"] == "window" else f" R({row['rate']:g}){end}") + falling
 
 
 SHOWN = {"coverage": shown_coverage, "cached": shown_cached, "quality": shown_quality}
