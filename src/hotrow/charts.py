@@ -9,6 +9,8 @@ from typing import Literal
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito's palette
 WIDTH, HEIGHT = 720, 420
+FEW = 12
+"""Points of a line that are dots too."""
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 20, 50
 
 
@@ -114,7 +116,8 @@ def line_chart(
 ) -> str:
     """Shares (y, 0 to 1 or more) against x, one line per name; nothing where there is no point.
 
-    The first six are coloured and named below the plot; those after them are thin and grey. One point alone is a dot.
+    The first six are coloured and named below the plot; those after them are thin and grey. Few points, and one alone,
+    are dots.
     "stairs": a value holds until the next point. dashed: names of lines drawn so. Hover says the name.
     """
     points = [point for line in lines.values() for point in line if x_scale == "linear" or point[0] > 0]
@@ -145,8 +148,8 @@ def line_chart(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}"{dashes}>'
             f"<title>{escape(name)}</title></polyline>"
         )
-        if len(pixels) == 1:  # a polyline of one point shows nothing
-            body.append(f'<circle cx="{pixels[0][0]:.1f}" cy="{pixels[0][1]:.1f}" r="4" fill="{colour}"/>')
+        if len(pixels) <= FEW and shape == "line" and i < len(COLOURS):  # what lies between them was not measured
+            body.extend(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in pixels)
     for i, name in enumerate(named):
         x, y = LEFT + (WIDTH - LEFT - RIGHT) / per_row * (i % per_row), height + 16 + 18 * (i // per_row)
         ink = f'stroke="{COLOURS[i]}" stroke-width="3"' + (' stroke-dasharray="5 3"' if name in dashed else "")

@@ -259,20 +259,23 @@ def test_every_chart_is_well_formed(hotness: Hotness) -> None:
 
 def test_a_line_goes_where_its_points_are() -> None:
     alone = charts.line_chart({"a": [(1, 1.0), (9, 0.0)], "b": [(5, 0.5)]}, x_label="x", y_label="y", label="l")
-    assert alone.count("<circle") == 1, "a point alone is seen"
+    assert alone.count("<circle") == 3, "a point alone is seen, and what is between two is not taken for measured"
     drawn = charts.line_chart({"a": [(1, 1.0), (10, 0.5), (100, 0.0)]}, x_label="x", y_label="y", label="l")
     (points,) = re.findall(r'<polyline points="([^"]+)"', drawn)
     (x0, y0), (x1, y1), (x2, y2) = (map(float, point.split(",")) for point in points.split())
     assert (x0, x2) == (charts.LEFT, charts.WIDTH - charts.RIGHT)
     assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1) and y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
     assert y0 == charts.TOP
+    assert drawn.count("<circle") == 3
+    many = {"a": [(float(x), 0.5) for x in range(1, 2 + charts.FEW)]}
+    assert "<circle" not in charts.line_chart(many, x_label="x", y_label="y", label="l")
 
 
 def test_what_is_more_than_a_whole_or_alone_is_seen() -> None:
     lines = {"a": [(1, 0.5), (10, 1.35)], "b": [(1, 2.0)]}
     drawn = ElementTree.fromstring(charts.line_chart(lines, x_label="x", y_label="y", label="l"))
     (line,) = [node for node in drawn.iter() if node.tag.endswith("polyline")]
-    (dot,) = [node for node in drawn.iter() if node.tag.endswith("circle")]
+    (dot,) = [node for node in drawn.iter() if node.tag.endswith("circle") and len(node)]  # it has a title of its own
     heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
     ticks = [node for node in drawn.iter() if (node.text or "").endswith("%")]
     at = {float((node.text or "").rstrip("%")) / 100: float(node.attrib["y"]) - 4 for node in ticks}

@@ -20,6 +20,7 @@ def hot_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
             lines,
             x_label="hot rows with their optimizer states, MB",
             y_label="hot samples",
+            dashed=["covering"],  # often on the line of exact
             label=f"share of hot samples by bytes, {source}",
         )
         for source, lines in coverage_lines(rows).items()
