@@ -14,7 +14,6 @@ namespace {
 
 constexpr uint16_t kNoPlace = 0xFFFF;
 constexpr size_t kMostNamed = 4;  // rows that a message names
-constexpr size_t kLineBytes = 64;
 
 int64_t region_places(const BlockLayout& layout) { return kNoPlace / layout.page_rows() * layout.page_rows(); }
 int64_t region_rows(const BlockLayout& layout) { return region_places(layout) / kPlacesPerRow; }
@@ -45,7 +44,9 @@ class Region {
   void fetch_to_put(size_t row) const {
     __builtin_prefetch(&place_of_[row], 1);
     if (page_ && next_ < page_places_) {
-      for (size_t at = 0; at < record_bytes_; at += kLineBytes) __builtin_prefetch(record_at(next_) + at, 1);
+      for (int64_t at = 0; at < static_cast<int64_t>(record_bytes_); at += kLineBytes) {
+        __builtin_prefetch(record_at(next_) + at, 1);
+      }
     }
   }
 

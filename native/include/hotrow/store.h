@@ -18,6 +18,8 @@
 
 namespace hotrow {
 
+inline constexpr int64_t kLineBytes = 64;  // of the processor's caches
+
 // Where the parts of a record lie in fast memory: part p of slot s at parts[p].base + s * parts[p].bytes. A record is
 // its parts one after another (weights, low halves, optimizer states).
 struct Part {
@@ -41,7 +43,7 @@ struct Slots {
   // A hint that the slot is gathered soon.
   void fetch(int64_t slot) const {
     for (const Part& part : parts) {
-      for (int64_t at = 0; at < part.bytes; at += 64) __builtin_prefetch(part.base + slot * part.bytes + at);
+      for (int64_t at = 0; at < part.bytes; at += kLineBytes) __builtin_prefetch(part.base + slot * part.bytes + at);
     }
   }
   void scatter(const std::byte* record, int64_t slot) const {
