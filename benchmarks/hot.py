@@ -19,7 +19,7 @@ which the hypervisor took processor time away counts for none.
     quality_synthetic                  the same on synthetic rows; the rate begins at the paper's 50,
     quality_synthetic_10               or at 10
     quality_synthetic_end              a tenth of the samples at the end, in shuffled order
-    quality_synthetic_decay            learning rates fall over the second half; seeds enough to tell the promise
+    quality_synthetic_decay            learning rates fall over the second half; twenty seeds
     link                               what crosses the link to a fast device, by budget (the same; nothing is timed)
 """
 
