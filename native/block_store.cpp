@@ -50,19 +50,24 @@ class Door final : public BlockStore {
     const BlockLayout& layout = table_->file.layout;
     const auto unit_at = [&](size_t i) { return layout.unit_of(moves[order[i]].row); };
     int64_t num_units = 1;
-    for (size_t i = 1; i < order.size(); ++i) num_units += unit_at(i) != unit_at(i - 1);
+    for (size_t i = 1; i < order.size(); ++i) {
+      const int64_t unit = unit_at(i - 1), next = unit_at(i);
+      num_units += layout.joins(unit, next) ? next - unit : unit != next;
+    }
 
     const int64_t dirty_bytes = table_->dirty_bytes();
+    int64_t at = unit_at(0);
     for (size_t i = 0; num_units > 0;) {
       const Room::Place place = engine_->room().take(dirty_bytes, num_units, table_->failure);
       bump(table_->counted.blocked_ns, place.blocked_ns);
       if (place.count == 0) return;
       Dirty* last = nullptr;
       for (int64_t n = 0; n < place.count; ++n) {
-        Dirty* unit = table_->make(place.bytes + n * dirty_bytes, place.chunk, unit_at(i));
-        for (; i < order.size() && unit_at(i) == unit->unit; ++i) {
+        Dirty* unit = table_->make(place.bytes + n * dirty_bytes, place.chunk, at);
+        for (; i < order.size() && unit_at(i) == at; ++i) {
           Table::put(*unit, moves[order[i]].row, slots, moves[order[i]].slot);
         }
+        if (i < order.size()) at = layout.joins(at, unit_at(i)) ? at + 1 : unit_at(i);
         if (last) last->next = unit;
         last = unit;
       }

@@ -61,7 +61,7 @@ void Table::merge(Dirty& unit, Dirty& newer) {
     std::memcpy(unit.image() + at, newer.image() + at, static_cast<size_t>(layout.record_bytes));
     set_known(unit, place);
   }
-  unit.changed = true;
+  unit.changed = unit.changed || newer.num_known > 0;
 }
 
 void Table::complete(Dirty& unit, const std::byte* on_disk) {

@@ -158,11 +158,11 @@ struct Call {
   bool good = true;
 };
 
-inline constexpr int64_t kMostUnits = kPageBytes / 512;
+inline constexpr int64_t kMostUnits = kPackedPageBytes / 512;
 
 struct Job : Io {
-  std::byte* frame;  // its own page of the queue's frames
-  std::byte* base;   // where the I/O began: the frame, or own_bytes of its own where a unit is larger
+  std::byte* frame;  // its own kPageBytes of the queue's frames
+  std::byte* base;   // where the I/O began: the frame, or own_bytes of its own where it is larger
   Table* table;
   int64_t unit;  // the first
   int64_t own_bytes;
@@ -202,6 +202,7 @@ class Engine {
   void read_next(Call& call);
   void end_moves(Call& call, size_t count, bool good);
   void write_next();
+  int64_t most_units(const BlockLayout& layout) const;
   void flush_and_detach();
   Job& take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes);
   void give_back(Job& job);

@@ -59,10 +59,11 @@ void Engine::read_next(Call& call) {
 
   const size_t first = call.next;
   const int64_t unit = layout.unit_of(call.moves[first].row), page = layout.page_of(unit);
+  const int64_t end_unit = unit + most_units(layout);
   int64_t last_unit = unit;
   for (++call.next; call.next < call.moves.size(); ++call.next) {
     const int64_t row = call.moves[call.next].row, next_unit = layout.unit_of(row);
-    if (layout.page_of(next_unit) != page || waiting_bytes_of(table, row)) break;
+    if (layout.page_of(next_unit) != page || next_unit >= end_unit || waiting_bytes_of(table, row)) break;
     last_unit = next_unit;
   }
   Job& job = take_job(Io::Kind::read, table, unit, (last_unit - unit + 1) * layout.unit_bytes);
@@ -86,16 +87,18 @@ void Engine::end_moves(Call& call, size_t count, bool good) {
 }
 
 // Sends the unit that has waited longest, together with those behind it in the queue that lie behind it in its page.
+// One that knows nothing lay between others, and now begins an I/O: it need not be written.
 void Engine::write_next() {
   Dirty* first = pop_first();
   Table& table = *first->table;
-  if (table.failure.get()) return drop(first);
+  if (table.failure.get() || first->num_known == 0) return drop(first);
   const BlockLayout& layout = table.file.layout;
+  const int64_t most = most_units(layout);
   std::array<Dirty*, kMostUnits> units;
   units[0] = first;
   int64_t num_units = 1;
   bool whole = first->num_known == layout.unit_rows;
-  while (first_dirty_ && num_units < layout.page_units) {
+  while (first_dirty_ && num_units < most) {
     Dirty* next = first_dirty_;
     const int64_t unit = first->unit + num_units;
     if (next->table != &table || next->unit != unit || layout.page_of(unit) != layout.page_of(first->unit)) break;
@@ -111,6 +114,13 @@ void Engine::write_next() {
   if (whole) return start_write(job);
   bump_own(table.counted.read_modify_writes, 1);
   queue_->submit(&job);
+}
+
+// That an I/O moves. Of more than a frame it takes memory of its own, together at most as much as all frames.
+int64_t Engine::most_units(const BlockLayout& layout) const {
+  const int64_t most_bytes = options_.depth * kPageBytes, large_bytes = large_bytes_.load(std::memory_order_relaxed);
+  const bool fits = large_bytes + layout.page_bytes <= most_bytes;
+  return fits ? layout.page_units : std::max<int64_t>(kPageBytes / layout.unit_bytes, 1);
 }
 
 void Engine::start_write(Job& job) {

@@ -143,7 +143,7 @@ class Region {
   std::vector<bool> is_free_;
   int64_t open_page_ = -1, next_ = 0;  // in it, where to look for a free place
   size_t last_opened_ = 0;
-  std::bitset<kMostPagePlaces> held_;  // of the open page's places, those whose record lies in page_
+  std::bitset<kMostPackedRows> held_;  // of the open page's places, those whose record lies in page_
   std::unique_ptr<std::byte[]> page_;
 };
 
@@ -392,7 +392,7 @@ class GatheredStore final : public BlockStore {
 }  // namespace
 
 bool can_gather(const BlockLayout& layout) {
-  return kLeastPagePlaces <= layout.page_rows() && layout.page_rows() <= kMostPagePlaces;
+  return kLeastPagePlaces <= layout.page_rows() && layout.page_rows() <= kMostPackedRows;
 }
 
 int64_t num_places(const BlockLayout& layout, int64_t num_rows) {

@@ -1,13 +1,15 @@
 // Where records lie in a file that is read and written in whole sectors.
 //
 //   unit   the least that is written: one sector that several records share, or the whole sectors of one record
-//   page   the most that is read at once: 4 KiB of units, or one larger unit; no unit crosses a page
+//   page   the most that is read or written at once: 4 KiB of units, or one larger unit; no unit crosses a page
 //
 //   file:  header | page 0: unit 0, unit 1, ..., padding | page 1: ... | tail
 //   Nothing is ever written to the tail: a file that was cut short stays too short, whatever rows are written after.
 //   Records of less than half a sector share sectors, which they never cross: writing one means reading its neighbours.
-//   Larger ones own sectors, so that no write has to read first. Packed, those of just half a sector share it too:
-//   where neighbours are written together (gathered_store.h), and few are to be read.
+//   Larger ones own sectors, so that no write has to read first.
+//   Packed, where neighbours are written together (gathered_store.h): records of just half a sector share it too, pages
+//   are larger, and units of a page that lie between written ones are read and written with them, as one I/O takes less
+//   than two.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +18,8 @@
 namespace hotrow {
 
 inline constexpr int64_t kPageBytes = 4096;
+inline constexpr int64_t kPackedPageBytes = 16384;  // as records fill, and at most kMostPackedRows
+inline constexpr int64_t kMostPackedRows = 255;     // which a byte counts
 inline constexpr int64_t kHeaderBytes = 4096;
 inline constexpr int64_t kTailBytes = 4096;
 
@@ -25,16 +29,22 @@ struct BlockLayout {
   int64_t unit_rows;
   int64_t page_bytes;
   int64_t page_units;
+  bool packed;
 
   // sector: a power of two, of at most a page.
   static BlockLayout of(int64_t record_bytes, int64_t sector, bool packed) {
     const bool shared = 2 * record_bytes < sector + packed;
     const int64_t unit = shared ? sector : (record_bytes + sector - 1) / sector * sector;
-    const int64_t page = std::max(unit, kPageBytes);
-    return {record_bytes, unit, shared ? sector / record_bytes : 1, page, page / unit};
+    const int64_t unit_rows = shared ? sector / record_bytes : 1;
+    int64_t page = packed ? kPackedPageBytes : kPageBytes;
+    while (page > kPageBytes && page / unit * unit_rows > kMostPackedRows) page /= 2;
+    page = std::max(unit, page);
+    return {record_bytes, unit, unit_rows, page, page / unit, packed};
   }
   int64_t unit_of(int64_t row) const { return row / unit_rows; }
   int64_t page_of(int64_t unit) const { return unit / page_units; }
+  // Whether units are written in one I/O, with those between them.
+  bool joins(int64_t unit, int64_t later) const { return packed && page_of(unit) == page_of(later); }
   int64_t place_in_unit(int64_t row) const { return row % unit_rows * record_bytes; }
   int64_t offset_of(int64_t unit) const {
     return kHeaderBytes + unit / page_units * page_bytes + unit % page_units * unit_bytes;

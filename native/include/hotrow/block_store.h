@@ -14,7 +14,8 @@ struct EngineOptions {
   int depth;        // I/Os under way together
   int num_threads;  // of the pool
   // Of memory for what waits to be written, all tables together, and for buffers; where it is full, Store::write waits.
-  // Units of more than a page come on top while their I/Os are under way.
+  // I/Os of more than a page of 4 KiB come on top while they are under way: as many as take `depth` such pages, and
+  // larger units.
   int64_t most_waiting_bytes;
 };
 

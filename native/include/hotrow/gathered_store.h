@@ -6,11 +6,11 @@
 //     map    row -> place, 2 bytes
 //     free   a bit for each place, and of each page how many are free
 //     open   a page in memory: rows that are written take its free places. When the last is taken they are written
-//            down, those side by side in one I/O, and the page of the region with the most free places is opened.
+//            down, and the page of the region with the most free places is opened.
 //
 // What a row that is written again leaves is a free place, no garbage to collect: the emptiest page has few rows left
-// where there are twice as many places as rows (of 16, some 3), and is filled up around them. The least that is written
-// is a unit (block_layout.h); where it has rows that stay, it is read first, with the units beside it.
+// where there are twice as many places as rows (of 64, some 12), and is filled up around them: it is read first, from
+// the first to the last unit (block_layout.h) that has new rows, and written in one I/O.
 //
 // The map is memory of this process, and so the file means nothing to another one. Reads of rows that lie in the open
 // page are served from there. A place is used again as soon as its row was written elsewhere, since a row that is being
@@ -22,7 +22,7 @@
 namespace hotrow {
 
 inline constexpr int64_t kPlacesPerRow = 2;
-inline constexpr int64_t kLeastPagePlaces = 4, kMostPagePlaces = 255;
+inline constexpr int64_t kLeastPagePlaces = 8;
 
 // Whether pages of the layout hold as many records as make gathering worth its while, and as can be counted.
 bool can_gather(const BlockLayout& layout);

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from numpy.typing import ArrayLike
 
 from hotrow.files import parse_bytes, size
-from hotrow.memory.store_file import PLACES_PER_ROW, page_records
+from hotrow.memory.store_file import LARGE_IO_BYTES, PLACES_PER_ROW, page_records
 
 Policy = Literal["clock", "lfu", "lru"]
 POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
@@ -117,6 +117,12 @@ class Memory:
         """What buffers of I/O and rows that wait to be written may take of it."""
         most = min(64 << 20, self.dram_bytes // MOST_WAITING_SHARE)
         return min(most, max(2 << 20, self.dram_bytes // MOST_GATHERED_SHARE)) if self.writes == "gathered" else most
+
+    @property
+    def engine_bytes(self) -> int:
+        """Of these, what is left beside I/Os of gathered pages; at least half."""
+        large = LARGE_IO_BYTES if self.writes == "gathered" else 0
+        return max(self.waiting_bytes - large, self.waiting_bytes // 2)
 
     @property
     def slots_bytes(self) -> int:

@@ -17,7 +17,8 @@ HEADER_BYTES = 4096
 TAIL_BYTES = 4096
 PAGE_BYTES = 4096
 SET_PLACES = 16
-PLACES_PER_ROW, LEAST_PAGE_PLACES, MOST_PAGE_PLACES, NO_PLACE = 2, 4, 255, 0xFFFF
+PACKED_PAGE_BYTES, MOST_PACKED_ROWS = 16384, 255
+PLACES_PER_ROW, LEAST_PAGE_PLACES, NO_PLACE = 2, 8, 0xFFFF
 COUNTERS = (
     "reads read_rows read_bytes writes written_rows written_bytes served_from_queue read_modify_writes blocked_ns "
     "waiting_bytes io_cpu_ns middle_hits middle_rows middle_read_bytes middle_written_bytes middle_map_bytes "
@@ -47,11 +48,14 @@ def block_layout(record_bytes: int, sector: int, num_rows: int, gathered: bool) 
     shared = 2 * record_bytes < sector + gathered
     unit_bytes = sector if shared else -(-record_bytes // sector) * sector
     unit_rows = sector // record_bytes if shared else 1
-    page_bytes = max(unit_bytes, PAGE_BYTES)
+    page_bytes = PACKED_PAGE_BYTES if gathered else PAGE_BYTES
+    while page_bytes > PAGE_BYTES and page_bytes // unit_bytes * unit_rows > MOST_PACKED_ROWS:
+        page_bytes //= 2
+    page_bytes = max(unit_bytes, page_bytes)
     page_units = page_bytes // unit_bytes
     page_rows = page_units * unit_rows
     if gathered:
-        if not LEAST_PAGE_PLACES <= page_rows <= MOST_PAGE_PLACES:
+        if not LEAST_PAGE_PLACES <= page_rows <= MOST_PACKED_ROWS:
             return []
         region_places = NO_PLACE // page_rows * page_rows
         num_rows = -(-num_rows // (region_places // PLACES_PER_ROW)) * region_places

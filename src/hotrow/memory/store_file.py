@@ -39,6 +39,10 @@ BLOCKS: tuple[Kind, ...] = ("block", "gathered")
 """Files past the page cache. Of "gathered" ones their process alone knows where which row lies (gathered_store.h)."""
 PLACES_PER_ROW = 2
 """Of a gathered file."""
+DEPTH = 128
+"""I/Os under way together: what an SSD needs for all of its channels, in 512 KiB of locked memory."""
+LARGE_IO_BYTES = 4096 * DEPTH
+"""Of I/Os of more than 4 KiB under way together, at most, but for records of that size: of gathered pages."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,8 @@ from numpy.typing import ArrayLike
 
 from hotrow.memory import store_file
 from hotrow.memory.native import backend
-from hotrow.memory.store_file import Kind, OpenFile, TableRows
+from hotrow.memory.store_file import DEPTH, Kind, OpenFile, TableRows
 
-DEPTH = 128
-"""I/Os under way together: what an SSD needs for all of its channels, in 512 KiB of locked memory."""
 NUM_THREADS = 64
 """One for two I/Os of the queue: of io_uring's reads 32 reach 75 % on two cores, 64 85 to 95 %, 128 65 to 75 %."""
 MOST_WAITING_BYTES = 64 << 20
@@ -70,7 +68,7 @@ class Engines:
         """Memory held now: buffers, and rows that wait or waited, whose memory is kept for others.
 
         At most most_waiting_bytes, or the buffers and 64 KiB where that is more; units of more than a page (records of
-        over 4 KiB) come on top while their I/Os are under way.
+        over 4 KiB) come on top while their I/Os are under way, and of gathered pages LARGE_IO_BYTES at most.
         """
         return sum(engine.num_bytes() for engine, _ in self._started.values() if engine is not None)
 
@@ -272,7 +270,7 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
     by block stores; None: one of its own. A block store that cannot have io_uring or direct I/O runs on threads, with a
     warning that says why (`Store.fallback`, `Engines.fallbacks`).
     Raises ValueError where the file is truncated or another's, and for records that cannot be gathered (of less than 17
-    or more than 1024 bytes), BlockingIOError where it is open elsewhere, OSError as the file system gives it.
+    or more than 2048 bytes), BlockingIOError where it is open elsewhere, OSError as the file system gives it.
     """
     if kind == "dram":
         native = backend().open_dram_store(rows.record_bytes, rows.num_rows, rows.table)
@@ -281,7 +279,7 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
         raise ValueError(f"table {rows.table!r}: a {kind} store needs the path of its file")
     if kind == "gathered" and store_file.page_records(rows.record_bytes) is None:
         raise ValueError(
-            f"table {rows.table!r}: records of {rows.record_bytes} bytes cannot be gathered, which takes 17 to 1024; "
+            f"table {rows.table!r}: records of {rows.record_bytes} bytes cannot be gathered, which takes 17 to 2048; "
             'use a "block" store'
         )
     file = store_file.open_file(Path(path), rows, kind)

@@ -186,7 +186,7 @@ class Tiers:
         if self.memory.middle is not None and any(places):
             folders.append(OwnFolder(self.memory.middle))
         caches = backend().make_caches()
-        self._engines = engines = Engines(io=self.memory.io, most_waiting_bytes=self.memory.waiting_bytes)
+        self._engines = engines = Engines(io=self.memory.io, most_waiting_bytes=self.memory.engine_bytes)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
             rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
             whole = slots.pinned == table.num_embeddings
