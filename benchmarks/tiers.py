@@ -54,7 +54,7 @@ TARGETS = {10: 0.85, 32: 0.5}
 A_NODE_OF = 4
 """The part of DRAM for which ours is measured too: how much fewer machines hold a model nearly at full speed."""
 FULL = {"settle": 10, "warm_up": 100}
-LEAST_STEPS = 500
+LEAST_STEPS = 1500
 """Of all rounds together; see `stretches`."""
 QUICK = {"rounds": 3, "steps": 5, "settle": 4, "warm_up": 4, "turns": 20, "scale": 0.002}
 CHECKPOINT_STEPS, QUICK_CHECKPOINT_STEPS = 500, 10

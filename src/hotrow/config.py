@@ -242,7 +242,7 @@ class MemoryConfig(_Section):
     in a small cache, what has just become so is slower to come."""
     writes: Literal["auto", "in_place", "gathered"] = "auto"
     """How rows that leave DRAM are written to `ssd`. `in_place`: each to its own sector. `gathered`: side by side, a
-    page in one I/O, wherever the file has room, which takes some 2.5 bytes of DRAM for each row and files of twice the
+    page in one I/O, wherever the file has room, which takes some 3 bytes of DRAM for each row and files of twice the
     rows' bytes. `auto`: gathered where there is room for both. It changes speed, no result."""
     lookahead: Annotated[int, Field(ge=0, le=64)] = 4
     """Batches whose rows are fetched before they are needed; 0: rows are read when they are looked up."""

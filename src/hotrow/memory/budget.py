@@ -43,9 +43,9 @@ LEAST_ROWS = 100
 SMALL_TABLES_SHARE = 0.5
 """Of the budget, given to whole tables, smallest first: every lookup of one saves an I/O that its few rows would cost
 over and over."""
-MOST_WAITING_SHARE, MOST_GATHERED_SHARE = 8, 32
+MOST_WAITING_SHARE, MOST_GATHERED_SHARE = 8, 64
 """Buffers of I/O and rows that wait to be written take up to this part of the budget, 64 MiB at most; where writes are
-gathered, and take a tenth of the I/Os, up to the smaller one, or 2 MiB."""
+gathered, and take a 25th of the I/Os, up to the smaller one, or 2 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Memory:
     how often each row is used; None: `plan_slots`, which does not.
     pins: by table, ids of rows that stay in DRAM beside those that the plan pins: each takes a cached slot for good.
     writes: how rows that leave DRAM are written to block files: "in_place", each to its own sector, "gathered", side by
-    side, a page in one I/O, which takes some 2.5 bytes of DRAM for each row and files of twice the rows' bytes, or
+    side, a page in one I/O, which takes some 3 bytes of DRAM for each row and files of twice the rows' bytes, or
     "auto": gathered where there is room for both. Speed, no result.
     force: whether `ssd` may lie on a network file system or in memory, which a collection refuses else.
     io: what reads and writes block files: "io_uring", "threads", or "auto": io_uring where the system allows it.
