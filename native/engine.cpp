@@ -102,6 +102,7 @@ Engine::~Engine() {
     if (queue_) queue_->wake();
   }
   if (thread_) thread_->join();
+  free_pages(large_frames_);
 }
 
 void Engine::push(Call call) {
@@ -129,6 +130,12 @@ void Engine::run() {
     jobs_.back()->frame = queue_->frames() + i * kPageBytes;
     free_jobs_.push_back(jobs_.back().get());
   }
+  // Without memory for them every I/O fits a frame.
+  large_frames_ = allocate_pages(static_cast<size_t>(options_.depth * kPageBytes), true);
+  for (int64_t at = options_.depth * kPageBytes; large_frames_.data && (at -= kPackedPageBytes) >= 0;) {
+    free_large_frames_.push_back(static_cast<std::byte*>(large_frames_.data) + at);
+  }
+  fewest_free_ = free_large_frames_.size();
   while (take_calls()) {
     for (Call& call : taken_) handle(std::move(call));
     taken_.clear();

@@ -3,6 +3,7 @@
 
 #include <hotrow/block_store.h>
 #include <hotrow/io_queue.h>
+#include <hotrow/memory.h>
 #include <sys/types.h>
 
 #include <array>
@@ -162,7 +163,7 @@ inline constexpr int64_t kMostUnits = kPackedPageBytes / 512;
 
 struct Job : Io {
   std::byte* frame;  // its own kPageBytes of the queue's frames
-  std::byte* base;   // where the I/O began: the frame, or own_bytes of its own where it is larger
+  std::byte* base;   // where the I/O began: the frame, a large one, or own_bytes of its own where a unit is larger
   Table* table;
   int64_t unit;  // the first
   int64_t own_bytes;
@@ -226,7 +227,7 @@ class Engine {
   std::unique_ptr<IoQueue> queue_;
   Room room_;
   std::atomic<int64_t> num_ios_{0};
-  std::atomic<int64_t> large_bytes_{0};  // of I/Os that are no frame's
+  std::atomic<int64_t> large_bytes_{0};  // of large frames ever used, and of I/Os of larger units
 
   std::mutex mutex_;
   std::vector<Call> calls_;  // these under the lock
@@ -235,6 +236,9 @@ class Engine {
   std::vector<Call> taken_;  // from here on of the engine's thread
   std::vector<std::unique_ptr<Job>> jobs_;
   std::vector<Job*> free_jobs_;
+  Pages large_frames_{};  // of kPackedPageBytes, for packed pages: as much as all frames; address space until used
+  std::vector<std::byte*> free_large_frames_;
+  size_t fewest_free_ = 0;  // of them so far
   std::deque<std::unique_ptr<Call>> reading_;             // calls of which moves wait
   Dirty *first_dirty_ = nullptr, *last_dirty_ = nullptr;  // units that wait
   Index index_;                                           // of them and those being written

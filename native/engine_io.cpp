@@ -116,11 +116,9 @@ void Engine::write_next() {
   queue_->submit(&job);
 }
 
-// That an I/O moves. Of more than a frame it takes memory of its own, together at most as much as all frames.
+// That an I/O moves: of packed pages no more than a frame where no large one is free.
 int64_t Engine::most_units(const BlockLayout& layout) const {
-  const int64_t most_bytes = options_.depth * kPageBytes, large_bytes = large_bytes_.load(std::memory_order_relaxed);
-  const bool fits = large_bytes + layout.page_bytes <= most_bytes;
-  return fits ? layout.page_units : std::max<int64_t>(kPageBytes / layout.unit_bytes, 1);
+  return free_large_frames_.empty() ? std::max<int64_t>(kPageBytes / layout.unit_bytes, 1) : layout.page_units;
 }
 
 void Engine::start_write(Job& job) {
@@ -164,12 +162,21 @@ Job& Engine::take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes) 
   Job& job = *free_jobs_.back();
   free_jobs_.pop_back();
   job.in_frames = bytes <= kPageBytes;
-  job.base = job.in_frames
-                 ? job.frame
-                 : static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), std::align_val_t{kPageBytes}));
+  if (job.in_frames) {
+    job.base = job.frame;
+  } else if (table.file.layout.packed) {
+    job.base = free_large_frames_.back();
+    free_large_frames_.pop_back();
+    if (free_large_frames_.size() < fewest_free_) {
+      fewest_free_ = free_large_frames_.size();
+      bump_own(large_bytes_, kPackedPageBytes);
+    }
+  } else {
+    job.base = static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), std::align_val_t{kPageBytes}));
+    bump_own(large_bytes_, bytes);
+  }
   static_cast<Io&>(job) = {
       kind, table.file.fd, table.queue_file, job.base, job.in_frames, table.file.layout.offset_of(unit), bytes, 0};
-  if (!job.in_frames) bump_own(large_bytes_, bytes);
   job.own_bytes = bytes;
   job.table = &table;
   job.unit = unit;
@@ -181,7 +188,9 @@ Job& Engine::take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes) 
 }
 
 void Engine::give_back(Job& job) {
-  if (!job.in_frames) {
+  if (!job.in_frames && job.table->file.layout.packed) {
+    free_large_frames_.push_back(job.base);
+  } else if (!job.in_frames) {
     ::operator delete(job.base, std::align_val_t{kPageBytes});
     bump_own(large_bytes_, -job.own_bytes);
   }
