@@ -29,8 +29,11 @@ END = 0.1
 """Of the samples, in shuffled order at the end of the epoch: the cell quality_synthetic_end."""
 DECAY = 0.5
 """Of the steps, in which learning rates fall: the cell quality_synthetic_decay."""
-SYNTHETIC_SEEDS = {"_end": 5, "_decay": 20}
-"""Others take 3. Differences deviate by 0.002, also where rates fall: it takes some 150 seeds to tell 0.0005."""
+WIDTH = 64
+"""Of the hidden layers: the cell quality_synthetic_narrow."""
+SYNTHETIC_SEEDS = {"_end": 5, "_decay": 20, "_narrow": 100}
+"""Others take 3. Differences deviate by 0.002, also where rates fall and with narrow layers, which train in a third of
+the time: it takes some hundred seeds to tell 0.0005."""
 TURNS, SLOTS = ("exact", "covering"), "slots"
 LINK_BATCH = 1024
 """Samples, of mixed batches: from 1024 up is what the promise is for."""
@@ -40,7 +43,7 @@ TAOBAO_SEEDS = 20
 """A TBSM's starts differ far more than a DLRM's: twelve left a difference of 0.036 at two standard errors."""
 WINDOW = 4
 """Batches: the default of hot.window."""
-SETTINGS = ("rows", "amount", "batch_size", "schedule", "rate", "shuffled_end", "decay")
+SETTINGS = ("rows", "amount", "batch_size", "schedule", "rate", "shuffled_end", "decay", "width")
 MOST_DIFFERENCE, LEAST_RATIO = 0.0005, 4.0
 
 
@@ -70,6 +73,7 @@ def measure(name: str, data: Path, folder: Path, *, quick: bool) -> dict[str, An
         shape = {"source": "kaggle", "num_samples": num_samples, "scale": scale, "small_table": "100KiB"}
         shape |= {"rate": 10.0 if name.endswith("_10") else 50.0, "shuffled_end": END if name.endswith("_end") else 0.0}
         shape |= {"decay": DECAY if name.endswith("_decay") else 0.0}
+        shape |= {"width": WIDTH if name.endswith("_narrow") else None}
         packed = folder / f"kaggle-{num_samples}"
         if not (packed / "dataset.json").exists():
             make_shape("kaggle", num_samples, scale, packed)
@@ -129,7 +133,7 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
     for cell in cells:
         difference, error = cell["auc_difference"], cell["auc_difference_se"]
         name = cell["name"].removeprefix("hot_quality_")
-        for setting in ("_10", "_end", "_decay", "_window"):
+        for setting in ("_10", "_end", "_decay", "_narrow", "_window"):
             name = name.removesuffix(setting)
         low, high = interval(difference, error, cell["seeds"])
         if name in REAL:
@@ -140,6 +144,7 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         loss = f"{cell['logloss_baseline']:.4f} / {cell['logloss_fae']:.4f}"
         clicks = [f"{cell[of]:.1%}" for of in ("label_rate_hot", "label_rate_cold") if of in cell]
         shares = [f"{cell['hot_samples']:.1%}", " / ".join(clicks), f"{cell['num_swaps']:.0f}"]
+        name += f", layers of {cell['width']}" if cell.get("width") else ""
         first = f"window of {WINDOW}" if cell.get("schedule") == "window" else f"{cell['rate']:g}"
         ends = [f"{cell.get(setting, 0):.0%}" for setting in ("shuffled_end", "decay")]
         what = [name, f"{cell['samples']:,}", first, *ends, cell["seeds"]]

@@ -572,6 +572,7 @@ def test_quality_and_link_tables_say_what_is_held() -> None:
     window = {"schedule": "window", "label_rate_hot": 0.55, "label_rate_cold": 0.45, "auc_difference_se": 0.0002}
     cells = [{"name": name, **row} for name in names] + [{"name": "hot_quality_taobao_window", **row, **window}]
     cells += [{"name": "hot_quality_synthetic_decay", **row, "decay": 0.5}]
+    cells += [{"name": "hot_quality_synthetic_narrow", **row, "width": 64}]
     cells += [{"name": "hot_link", "budgets": budgets, "least_ratio": 4.0}]
     page = "\n".join(hot_page.hot_tables(cells))
     told = "-0.00100 (-0.00655 to +0.00455) | none that seeds show: held"  # 2.776 standard errors: of five seeds
@@ -579,6 +580,7 @@ def test_quality_and_link_tables_say_what_is_held() -> None:
     assert "| taobao | 69,000 | window of 4 | 0% | 0% | 5 | 70.0% | 55.0% / 45.0% | 3 |" in page
     assert "| synthetic | 69,000 | 50 | 0% | 50% | 5 |" in page
     assert page.count("none that seeds show: **not held**") == 1, "of the one with the small error"
-    assert page.count("at most 0.0005: not resolved |") == 3
+    assert "| synthetic, layers of 64 | 69,000 | 50 |" in page
+    assert page.count("at most 0.0005: not resolved |") == 4
     assert "turns at least 4x: **not held** (2.50x), slots at least 4x: held (5.00x)" in page
     assert "| slots | 10% |  |  |  | no batch fits |" in page

@@ -113,7 +113,7 @@ def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, model: dict[str
 
 def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset, tmp_path: Path) -> None:
     """A TBSM as the recipe has it on histories, else a DLRM; the quality cell trains it by both orders."""
-    assert hot.model_of(dataset) == hot.dense_of(dataset) == {}
+    assert hot.model_of(hot.HotCell(**CELL), dataset) == hot.dense_of(dataset) == {}
     info = DatasetInfo(
         name="histories",
         dense=(),
@@ -280,6 +280,16 @@ def test_learning_rates_fall_over_the_last_steps(dataset: PackedDataset) -> None
     assert level.decay_steps == 0 and (falling.decay_start_step, falling.decay_steps) == (7, 8)
     assert cells[0].key != cells[1].key and "rates falling over the last 50%" in schedule_of(asdict(cells[1]))
     assert "falling" not in schedule_of(asdict(cells[0]))
+
+
+def test_narrow_layers_are_said(dataset: PackedDataset) -> None:
+    fields = {**CELL, "kind": "quality", "schedule": "fae"}
+    plain, narrow = hot.HotCell(**fields), hot.HotCell(**{**fields, "width": 8})
+    model = hot.config_of(narrow, dataset, 2000, "none", 1).model
+    assert (model.bottom_mlp, model.top_mlp) == ([8], [8])
+    assert hot.config_of(plain, dataset, 2000, "none", 1).model.bottom_mlp != [8]
+    assert plain.key != narrow.key and "hidden layers of 8" in schedule_of(asdict(narrow))
+    assert "hidden" not in schedule_of(asdict(plain))
 
 
 def test_differences_are_paired_by_seed() -> None:

@@ -79,6 +79,8 @@ class HotCell:
     batch_size: int = 2048
     decay: float = 0.0
     """Share of the steps, the last, over which the learning rates fall, as the reference DLRM's do; 0: they do not."""
+    width: int | None = None
+    """Of one hidden layer below and one above the interaction of a DLRM, in place of the default ones."""
     seeds: int = 3
 
     def __post_init__(self) -> None:
@@ -101,7 +103,8 @@ class HotCell:
         shape = f"{self.num_samples}x{self.scale:g}" if self.source in SHAPES else "all"
         end = f"+{self.shuffled_end:g}" if self.shuffled_end else ""
         decay = f"-{self.decay:g}" if self.decay else ""
-        schedule = f"/{self.schedule}{self.rate:g}{end}{decay}x{self.seeds}/{self.batch_size}"
+        width = f"/{self.width} wide" if self.width else ""
+        schedule = f"/{self.schedule}{self.rate:g}{end}{decay}x{self.seeds}/{self.batch_size}{width}"
         schedule = schedule if self.kind == "quality" else ""
         return f"{self.group}/{self.name}/{shape}/{self.rows}/{self.amount:g}/{self.embedding_dim}{schedule}"
 
@@ -221,7 +224,7 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
     return make_config(
         {
             "data": str(dataset.path),
-            "model": {"embedding_dim": cell.embedding_dim, **model_of(dataset)},
+            "model": {"embedding_dim": cell.embedding_dim, **model_of(cell, dataset)},
             "optimizer": {"sparse": {"name": cell.optimizer}, "dense": dense_of(dataset), **decay_of(cell, dataset)},
             "train": {"batch_size": cell.batch_size, "seed": seed, "eval_every": 0.1},
             "memory": "dram",
@@ -231,10 +234,10 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
     )
 
 
-def model_of(dataset: PackedDataset) -> dict[str, Any]:
+def model_of(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
     """Options of the model that FAE trains on such data."""
     if not has_histories(dataset):
-        return {}
+        return {"bottom_mlp": [cell.width], "top_mlp": [cell.width]} if cell.width else {}
     widths: dict[str, Any] = {"bottom_mlp": [], "top_mlp": [15, 15], "attention_mlp": [15, 15], "final_mlp": [60]}
     return {"name": "tbsm", **widths}
 

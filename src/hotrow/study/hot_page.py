@@ -126,7 +126,8 @@ def schedule_of(row: Row) -> str:
     """Its name, first rate and end, and what becomes of the learning rates."""
     end = f", {row['shuffled_end']:.0%} shuffled at the end" if row["shuffled_end"] else ""
     falling = f", learning rates falling over the last {row['decay']:.0%}" if row.get("decay") else ""
-    return str(row["schedule"]) + ("" if row["schedule"] == "window" else f" R({row['rate']:g}){end}") + falling
+    width = f", hidden layers of {row['width']}" if row.get("width") else ""
+    return str(row["schedule"]) + ("" if row["schedule"] == "window" else f" R({row['rate']:g}){end}") + falling + width
 
 
 SHOWN = {"coverage": shown_coverage, "cached": shown_cached, "quality": shown_quality}
