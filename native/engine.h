@@ -238,7 +238,7 @@ class Engine {
   std::vector<Job*> free_jobs_;
   Pages large_frames_{};  // of kPackedPageBytes, for packed pages: as much as all frames; address space until used
   std::vector<std::byte*> free_large_frames_;
-  size_t fewest_free_ = 0;  // of them so far
+  size_t fewest_free_ = 0;                                // of them so far
   std::deque<std::unique_ptr<Call>> reading_;             // calls of which moves wait
   Dirty *first_dirty_ = nullptr, *last_dirty_ = nullptr;  // units that wait
   Index index_;                                           // of them and those being written

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_tiers import OPTIMIZERS, ROWS, budgets, make_batch, tables
+from test_tiers import OPTIMIZERS, ROWS, budgets, make_batch, record_bytes, tables
 
 import hotrow
 from expanded import expanded
@@ -64,7 +64,8 @@ def make(folder: Path | None, optimizer: str, dtype: str = "float32", *, seed: i
     if folder is None:
         return Model(EmbeddingCollection(tables(dtype), seed=seed), optimizer)
     slots, kind = options.pop("slots", 120), options.pop("kind", "ssd")
-    memory = hotrow.Memory(dram=budgets(dtype, optimizer, slots, 0)[0], **{kind: folder}, **options)
+    dram, _ = budgets(record_bytes(dtype, optimizer), slots, 0, gathered=False)
+    memory = hotrow.Memory(dram=dram, **{kind: folder}, **options)
     return Model(EmbeddingCollection(tables(dtype), memory=memory, seed=seed), optimizer)
 
 

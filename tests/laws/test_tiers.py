@@ -21,7 +21,7 @@ from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
 from hotrow.memory import budget
-from hotrow.memory.budget import METADATA_BYTES, MIDDLE_PLACE_BYTES
+from hotrow.memory.budget import METADATA_BYTES, MIDDLE_PLACE_BYTES, TableDemand, place_bytes
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig, Uniform
 
@@ -41,8 +41,10 @@ KINDS = ["ssd", "file", "both", "gathered", "both gathered"]
 
 
 @pytest.fixture(autouse=True)
-def small_tables_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def tables_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though they have some hundred rows; only the smallest lies in memory whole."""
     monkeypatch.setattr(budget, "LEAST_GATHERED_ROWS", 10)
+    monkeypatch.setattr(budget, "SMALL_TABLES_SHARE", 0.02)
 
 
 def tables(dtype: str) -> list[TableConfig]:
@@ -183,21 +185,21 @@ def drive(sides: list[Side], seed: int, *, depth: int, num_batches: int) -> None
         side.optimizer.step()
 
 
-def budgets(dtype: str, optimizer: str, slots: int, middle: int) -> tuple[int, int]:
-    """Bytes that give the two large tables about so many cached rows, and so many in a tier before their files."""
+def record_bytes(dtype: str, optimizer: str) -> dict[str, int]:
+    """Of a row of each table: weights and states."""
     per_weight = {"float32": 4, "float16": 2, "bfloat16": 4}[dtype]
     states = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 0, "adam": 2, "ftrl": 2}[optimizer]
-    dims = 8 + 19
-    row_wise = 8 if optimizer == "row_wise_adagrad" else 0
-    level = dims * (per_weight + 4 * states) + row_wise + 2 * METADATA_BYTES
-    small = 5 * 4 * (per_weight + 4 * states) + 20
-    smallest = 4 * (per_weight + 4 * states) + row_wise // 2
-    maps = MIDDLE_PLACE_BYTES * min(sum(ROWS.values()) + 48, middle * level // smallest)
-    return int((slots * level + small + maps + 300) * 8 / 7) + 16, middle * (level - 2 * METADATA_BYTES)
+    row_wise = 4 if optimizer == "row_wise_adagrad" else 0
+    return {table.name: table.embedding_dim * (per_weight + 4 * states) + row_wise for table in tables(dtype)}
 
 
-GATHERED_BYTES = 20_000
-"""What the maps and open pages of both large tables take at most, and the share of buffers on top."""
+def budgets(records: dict[str, int], slots: int, middle: int, *, gathered: bool) -> tuple[int, int]:
+    """Bytes that give the two large tables about so many cached rows, and so many in a tier before their files."""
+    large = records["t"] + records["u"]
+    level = large + 2 * METADATA_BYTES
+    maps = MIDDLE_PLACE_BYTES * min(sum(ROWS.values()) + 48, middle * level // records["v"])
+    places = sum(place_bytes(TableDemand(n, ROWS[n], records[n])) * ROWS[n] for n in "tu") if gathered else 0
+    return int((slots * level + 5 * records["v"] + maps + places + 320) * 8 / 7) + 16, middle * large
 
 
 def make_sides(
@@ -214,12 +216,13 @@ def make_sides(
 ) -> list[Side]:
     """kind: where what is not in DRAM lies; "both": in a file that holds `middle` rows of a table, and on disk;
     "gathered", "both gathered": so too, and on disk wherever there is a place."""
-    dram, file_bytes = budgets(dtype, optimizer, slots, middle if "both" in kind else 0)
+    records = record_bytes(dtype, optimizer)
+    dram, file_bytes = budgets(records, slots, middle if "both" in kind else 0, gathered="gathered" in kind)
     place: dict[str, Any] = {"file": folder} if kind == "file" else {"ssd": folder}
     if "both" in kind:
         place = {"file": folder, "file_bytes": file_bytes, "ssd": folder}
     if "gathered" in kind:
-        place["writes"], dram = "gathered", dram + GATHERED_BYTES
+        place["writes"] = "gathered"
     place |= more
     memory = hotrow.Memory(dram=dram, policy=policy, admission=admission, **place)  # type: ignore[arg-type]
     return [Side(EmbeddingCollection(tables(dtype), memory=where, seed=3), optimizer) for where in (None, memory)]
