@@ -51,9 +51,12 @@ def read_rows(store: Store, rows: list[int]) -> np.ndarray:
 # ---- layout
 
 
+LAYOUT_BYTES = (1, 4, 64, 100, 255, 256, 257, 260, 512, 513, 768, 1024, 2048, 2049, 4096, 5000)
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("sector", [512, 4096])
-@pytest.mark.parametrize("record_bytes", [1, 4, 64, 100, 255, 256, 257, 260, 512, 513, 768, 1024, 2048, 2049, 5000])
+@pytest.mark.parametrize("record_bytes", LAYOUT_BYTES)
 def test_records_cross_neither_sectors_nor_pages(record_bytes: int, sector: int, gathered: bool) -> None:
     layout = backend().block_layout(record_bytes, sector, 0, gathered)
     for num_rows in (0, 1, 1000, 100_000):
