@@ -61,7 +61,9 @@ def test_scattered_rows_are_written_side_by_side(tmp_path: Path, io: str) -> Non
             store.flush()
             counts[kind] = store.counters()
             np.testing.assert_array_equal(read(store, rows), values)
-    assert [counts["gathered"][name] for name in ("writes", "written_bytes", "read_modify_writes")] == [10, 163_840, 0]
+    assert [counts["gathered"][name] for name in ("written_bytes", "read_modify_writes")] == [163_840, 0]
+    # A page takes two where its units lie in two pieces of waiting memory, 64 KiB each, and the first is written at once.
+    assert 10 <= counts["gathered"]["writes"] <= 10 + 163_840 // (1 << 16) + 1
     assert counts["block"]["writes"] == 640
 
 
@@ -76,7 +78,8 @@ def test_pages_are_cut_where_memory_for_them_ends(tmp_path: Path, io: str) -> No
         store.flush()
         np.testing.assert_array_equal(read(store, rows), values)
         counts = store.counters()
-    assert (counts["writes"], counts["written_bytes"]) == (40, 163_840)
+    assert counts["written_bytes"] == 163_840
+    assert 40 <= counts["writes"] <= 40 + 163_840 // (1 << 16) + 1  # likewise
     assert (counts["reads"], counts["read_bytes"]) == (40, 163_840)
 
 
