@@ -62,7 +62,7 @@ def test_scattered_rows_are_written_side_by_side(tmp_path: Path, io: str) -> Non
             counts[kind] = store.counters()
             np.testing.assert_array_equal(read(store, rows), values)
     assert [counts["gathered"][name] for name in ("written_bytes", "read_modify_writes")] == [163_840, 0]
-    # A page takes two where its units lie in two pieces of waiting memory, 64 KiB each, and the first is written at once.
+    # A page takes two where its units lie in two pieces of waiting memory, of 64 KiB, and the first is written at once.
     assert 10 <= counts["gathered"]["writes"] <= 10 + 163_840 // (1 << 16) + 1
     assert counts["block"]["writes"] == 640
 
