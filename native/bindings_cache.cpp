@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <span>
 #include <tuple>
 
 #include "bindings.h"
@@ -46,7 +47,7 @@ class Flight {
       : caches_(std::move(caches)), pins_(num_tables), ticket_(std::make_shared<Ticket>()) {}
   ~Flight() {
     nb::gil_scoped_release release_gil;
-    release(false);
+    release(false, 1);
   }
 
   // Sleeps until every row lies in its slot, those among them that batches before it brought; false when a store
@@ -57,7 +58,7 @@ class Flight {
     good_ = ticket_->wait() && good_;
     return good_;
   }
-  void release(bool dirty);
+  void release(bool dirty, int num_threads);
 
  private:
   friend class Caches;
@@ -151,13 +152,14 @@ class Caches : public std::enable_shared_from_this<Caches> {
     });
   }
 
-  void release(Flight& flight, bool dirty) {
+  void release(Flight& flight, bool dirty, int num_threads) {
     const std::lock_guard lock(mutex_);
-    for (size_t t = 0; t < flight.pins_.size(); ++t) caches_[t]->release(flight.pins_[t], dirty);
-    if (!dirty) return;
-    for (const Span& span : flight.spans_) {
-      caches_[span.table]->mark_pinned(flight.slots_.get() + span.first, span.last - span.first);
-    }
+    for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const Span> spans) {
+      cache.release(pins, dirty);
+      for (const Span& span : spans) {
+        if (dirty) cache.mark_pinned(flight.slots_.get() + span.first, span.last - span.first);
+      }
+    });
   }
 
   // Rows that were written to since clear_changed(), or ever: how many, and the first `most` from `first` on.
@@ -243,23 +245,36 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return ever ? caches_[table]->written() : caches_[table]->changed();
   }
 
+  // Of those that the batch looks rows up in: visit(cache, pins, spans), tables side by side.
+  template <class Visit>
+  void for_each_table(Flight& flight, int num_threads, const Visit& visit) {
+    std::vector<std::span<const Span>> spans;
+    for (const Span& span : flight.spans_) {
+      const bool more = !spans.empty() && spans.back().back().table == span.table;
+      if (more) {
+        spans.back() = {spans.back().data(), spans.back().size() + 1};
+      } else {
+        spans.emplace_back(&span, 1);
+      }
+    }
+    parallel_for(static_cast<int64_t>(spans.size()), num_threads, [&](int64_t task, int) {
+      const std::span<const Span> of_table = spans[static_cast<size_t>(task)];
+      const size_t table = of_table.front().table;
+      visit(*caches_[table], flight.pins_[table], of_table);
+    });
+  }
+
   bool admit_all(const void* ids, bool wide, int32_t* slots, Flight& flight, bool keep, int num_threads) {
     const uint32_t number = next_batch();
-    std::vector<size_t> starts;  // of the spans of each table
-    for (size_t s = 0; s < flight.spans_.size(); ++s) {
-      if (s == 0 || flight.spans_[s].table != flight.spans_[s - 1].table) starts.push_back(s);
-    }
-    starts.push_back(flight.spans_.size());
     // One that failed stays: its rows have slots, and did not come.
     std::erase_if(under_way_, [](const auto& ticket) { return ticket->finished() && ticket->wait(); });
     flight.earlier_ = under_way_;
     std::atomic<bool> good{true};
-    parallel_for(static_cast<int64_t>(starts.size()) - 1, num_threads, [&](int64_t task, int) {
-      for (size_t s = starts[static_cast<size_t>(task)]; s < starts[static_cast<size_t>(task) + 1]; ++s) {
-        const Span& span = flight.spans_[s];
+    for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const Span> spans) {
+      for (const Span& span : spans) {
         const auto into = [&](const auto* all) {
-          return caches_[span.table]->admit(all + span.first, span.last - span.first, slots + span.first, number, keep,
-                                            flight.pins_[span.table], *flight.ticket_);
+          return cache.admit(all + span.first, span.last - span.first, slots + span.first, number, keep, pins,
+                             *flight.ticket_);
         };
         if (!(wide ? into(static_cast<const int64_t*>(ids)) : into(static_cast<const int32_t*>(ids)))) good = false;
       }
@@ -286,11 +301,11 @@ class Caches : public std::enable_shared_from_this<Caches> {
   std::vector<std::shared_ptr<Ticket>> under_way_;
 };
 
-void Flight::release(bool dirty) {
+void Flight::release(bool dirty, int num_threads) {
   if (std::exchange(released_, true)) return;
   if (getpid() != caches_->process_) return;  // a forked child: what would finish the reads is not in it
   wait();                                     // a slot may be handed on only when nothing is on its way into it
-  caches_->release(*this, dirty);
+  caches_->release(*this, dirty, num_threads);
 }
 
 }  // namespace
@@ -298,7 +313,8 @@ void Flight::release(bool dirty) {
 void bind_cache(nb::module_& m) {
   nb::class_<Flight>(m, "Flight")
       .def("wait", &Flight::wait, nb::call_guard<nb::gil_scoped_release>())
-      .def("release", &Flight::release, nb::call_guard<nb::gil_scoped_release>());
+      .def("release", &Flight::release, nb::arg("dirty"), nb::arg("num_threads") = 1,
+           nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Caches>(m, "Caches")
       .def("__init__", [](Caches*) { throw nb::type_error("use make_caches()"); })
       .def("add", &Caches::add)

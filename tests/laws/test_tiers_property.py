@@ -123,7 +123,7 @@ class World:
         released = dirty or bool(self.rng.random() < 0.7)
         if released:
             for flight in batch.flights:
-                flight.release(dirty)
+                flight.release(dirty, int(self.rng.integers(1, 3)))
         if self.rng.random() < 0.1:
             dirty = dirty or not released
             for flight in batch.flights:

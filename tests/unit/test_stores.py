@@ -624,6 +624,30 @@ def test_a_refusal_names_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     store.close()
 
 
+@pytest.mark.skipif(not store_file.NO_ATIME, reason="this system has no O_NOATIME")
+def test_who_does_not_own_a_file_opens_it_past_the_page_cache_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plain, asked = tmp_path / "t", os.open, []
+    path.write_bytes(bytes(8192))
+
+    def not_the_owner(path: object, flags: int, *mode: int) -> int:
+        asked.append(bool(flags & store_file.NO_ATIME))
+        if asked[-1]:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return plain(path, flags, *mode)  # type: ignore[arg-type]
+
+    own, why_not = store_file.open_direct(path, 512)
+    monkeypatch.setattr(os, "open", not_the_owner)
+    others, why_others_not = store_file.open_direct(path, 512)
+    assert why_others_not == why_not
+    assert asked == ([True, False] if own is not None else asked)
+    assert (own is None) == (others is None)
+    for descriptor in (own, others):
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 FEWER_THREADS = """
 import os, resource, signal, sys, tempfile, warnings, numpy as np
 from hotrow.memory.stores import *

@@ -385,7 +385,7 @@ class Flight:
         """False when a store failed; the rows have come."""
         return self.good
 
-    def release(self, dirty: bool) -> None:  # noqa: FBT001
+    def release(self, dirty: bool, num_threads: int = 1) -> None:  # noqa: FBT001
         """The batch is over; later calls do nothing."""
         for cache, pins in zip(self._caches.tables, self.pins, strict=True):
             cache.release(pins, dirty=dirty)

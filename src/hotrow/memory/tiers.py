@@ -109,7 +109,7 @@ class Flight:
         """The batch is over; updated: its rows have changed. Later calls do nothing."""
         self.released = True
         with self._tiers.counting_room(training=self._training):
-            self._native.release(updated)
+            self._native.release(updated, torch.get_num_threads())
 
 
 class Tiers:
