@@ -245,7 +245,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return ever ? caches_[table]->written() : caches_[table]->changed();
   }
 
-  // Of those that the batch looks rows up in: visit(cache, pins, spans), tables side by side.
+  // visit(cache, pins, spans) of each table that the batch looks rows up in, tables side by side.
   template <class Visit>
   void for_each_table(Flight& flight, int num_threads, const Visit& visit) {
     std::vector<std::span<const Span>> spans;

@@ -638,14 +638,14 @@ def test_who_does_not_own_a_file_opens_it_past_the_page_cache_all_the_same(
         return plain(path, flags, *mode)  # type: ignore[arg-type]
 
     own, why_not = store_file.open_direct(path, 512)
+    if own is None:
+        pytest.skip(why_not)
+    os.close(own)
     monkeypatch.setattr(os, "open", not_the_owner)
-    others, why_others_not = store_file.open_direct(path, 512)
-    assert why_others_not == why_not
-    assert asked == ([True, False] if own is not None else asked)
-    assert (own is None) == (others is None)
-    for descriptor in (own, others):
-        if descriptor is not None:
-            os.close(descriptor)
+    others, _ = store_file.open_direct(path, 512)
+    assert others is not None
+    os.close(others)
+    assert asked == [True, False]
 
 
 FEWER_THREADS = """
