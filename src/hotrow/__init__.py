@@ -5,7 +5,8 @@ __version__ = "0.1.0"
 from hotrow.api import Run, fit, load
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.checkpoint import load_checkpoint, save_checkpoint
-from hotrow.config import Config, load_config
+from hotrow.config import load_config
+from hotrow.config_schema import Config
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hotrow.checkpoint import list_checkpoints, load_checkpoint, read_manifest
-from hotrow.config import Config, apply_overrides, make_config, options
+from hotrow.config import apply_overrides, make_config, options
+from hotrow.config_schema import Config
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import MANIFEST

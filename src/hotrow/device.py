@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotrow.config import Config, DenseDtype
+from hotrow.config_schema import Config, DenseDtype
 from hotrow.data.packed import PackedDataset
 from hotrow.files import parse_bytes, size
 from hotrow.memory.budget import Memory

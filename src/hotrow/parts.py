@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hotrow import optim
 from hotrow.checkpoint import Part
-from hotrow.config import Config
+from hotrow.config_schema import Config
 from hotrow.data.packed import PackedDataset
 from hotrow.device import ARITHMETIC, Place
 from hotrow.embedding import EmbeddingCollection

@@ -13,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hotrow.config import Config, MemoryConfig
+from hotrow.config_schema import Config, MemoryConfig
 from hotrow.data.packed import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import available_memory_bytes, disk_free_bytes, parse_bytes, size

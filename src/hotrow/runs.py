@@ -18,7 +18,8 @@ import torch
 
 from hotrow import ops
 from hotrow.checkpoint import list_checkpoints
-from hotrow.config import Config, apply_overrides, make_config, parse_yaml
+from hotrow.config import apply_overrides, make_config, parse_yaml
+from hotrow.config_schema import Config
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import Ragged
 from hotrow.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables

@@ -22,7 +22,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from hotrow import ops
 from hotrow.batch import Batch
 from hotrow.checkpoint import Part, load_checkpoint, prune_checkpoints, read_manifest, save_checkpoint
-from hotrow.config import Config, MemoryConfig, interval_steps, is_due
+from hotrow.config_schema import Config, MemoryConfig, interval_steps, is_due
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.device import Place, device_of_copies, in_tiers

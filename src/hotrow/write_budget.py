@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from hotrow.checkpoint import read_manifest
-from hotrow.config import Config
+from hotrow.config_schema import Config
 from hotrow.files import ByteRate, folder_bytes, read_json, size, write_json
 from hotrow.memory.tiers import Tiers
 from hotrow.placement import required_bytes

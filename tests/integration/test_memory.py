@@ -15,7 +15,8 @@ import hotrow
 from expanded import expanded
 from hotrow import ops, placement, runs, trainer
 from hotrow.checkpoint import list_checkpoints, verify
-from hotrow.config import Config, apply_overrides, make_config
+from hotrow.config import apply_overrides, make_config
+from hotrow.config_schema import Config
 from hotrow.data.packed import PackedDataset
 from hotrow.memory.stores import Engines, StoreError
 from hotrow.memory.tiers import Tiers

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow import runs, trainer
-from hotrow.config import Config, make_config
+from hotrow.config import make_config
+from hotrow.config_schema import Config
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.data.prepare import run_prepare

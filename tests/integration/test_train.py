@@ -18,7 +18,8 @@ import torch
 import hotrow
 from hotrow import Run, ops, progress, runs, trainer
 from hotrow.checkpoint import list_checkpoints
-from hotrow.config import Config, apply_overrides, make_config
+from hotrow.config import apply_overrides, make_config
+from hotrow.config_schema import Config
 from hotrow.data.packed import PackedDataset
 from hotrow.run_folder import RunFolder
 

@@ -13,7 +13,8 @@ from test_hot_placement import stopped_and_resumed, trained, without_cost
 from test_resume import outcome
 
 from hotrow.batch import Batch
-from hotrow.config import HotConfig, make_config
+from hotrow.config import make_config
+from hotrow.config_schema import HotConfig
 from hotrow.data.packed import PackedDataset
 from hotrow.hot.learner import whole_batches
 from hotrow.hot.turns import Turns

@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hotrow.config import (
-    apply_overrides,
-    config_markdown,
-    interval_steps,
-    is_due,
-    load_config,
-    make_config,
-    options,
-    parse_yaml,
-)
+from hotrow.config import apply_overrides, config_markdown, load_config, make_config, options, parse_yaml
+from hotrow.config_schema import interval_steps, is_due
 
 ROOT = Path(__file__).resolve().parents[2]
 

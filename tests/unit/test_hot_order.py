@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hotrow.batch import Batch
-from hotrow.config import HotConfig
+from hotrow.config_schema import HotConfig
 from hotrow.data.packed import Split
 from hotrow.hot import order as hot_order
 from hotrow.hot.order import BatchOrder, Rate, batch_order, mixed_samples

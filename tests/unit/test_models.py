@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hotrow.config import ModelConfig, load_config
+from hotrow.config import load_config
+from hotrow.config_schema import ModelConfig
 from hotrow.data.avazu import SCHEMA as AVAZU_SCHEMA
 from hotrow.data.sources import CRITEO_SCHEMA
 from hotrow.data.taobao import HISTORIES_SCHEMA

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from hotrow import runs
-from hotrow.config import Config, make_config, parse_yaml
+from hotrow.config import make_config, parse_yaml
+from hotrow.config_schema import Config
 from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
 from hotrow.hot.threshold import by_threshold
 from hotrow.study import hot, runner

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hotrow import KeyedJaggedTensor, TableConfig, ops
-from hotrow.config import ModelConfig
+from hotrow.config_schema import ModelConfig
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models import build_model, look_up
 from hotrow.models.tbsm import TBSM

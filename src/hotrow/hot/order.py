@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.batch import Batch
-from hotrow.config import HotConfig
+from hotrow.config_schema import HotConfig
 from hotrow.data.loader import WINDOW_ROWS, Loader
 from hotrow.data.packed_reader import Split
 

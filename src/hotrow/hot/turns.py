@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hotrow.batch import Batch
-from hotrow.config import HotConfig
+from hotrow.config_schema import HotConfig
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import parse_bytes

@@ -21,7 +21,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hotrow.config import Config, make_config
+from hotrow.config import make_config
+from hotrow.config_schema import Config
 from hotrow.data.packed_reader import PackedDataset
 from hotrow.files import parse_bytes
 from hotrow.reference import Algorithm
