@@ -20,16 +20,11 @@ from hotrow import ops
 from hotrow.embedding import EmbeddingCollection
 from hotrow.memory import budget
 from hotrow.memory.budget import Memory, TableDemand, place_bytes
-from hotrow.memory.stores import Engines, Kind, Store, StoreError, TableRows, io_uring_refused, open_store
+from hotrow.memory.stores import Engines, Kind, Store, StoreError, TableRows, open_store
 from hotrow.tables import TableConfig
+from store_rig import each_io
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its twin gathers nothing")
-needs_io_uring = pytest.mark.skipif(bool(io_uring_refused()), reason=f"io_uring is refused here: {io_uring_refused()}")
-
-
-@pytest.fixture(params=["threads", pytest.param("io_uring", marks=needs_io_uring)])
-def io(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def open_rows(folder: Path, io: str, num_rows: int, record_bytes: int = 256, kind: Kind = "gathered") -> Store:
@@ -50,6 +45,7 @@ def read(store: Store, rows: np.ndarray) -> np.ndarray:
 
 
 @needs_native
+@each_io
 def test_scattered_rows_are_written_side_by_side(tmp_path: Path, io: str) -> None:
     """640 rows of which hardly two share a page: ten pages of 64, where each took an I/O of its own."""
     rows = np.arange(640) * 31
@@ -68,6 +64,7 @@ def test_scattered_rows_are_written_side_by_side(tmp_path: Path, io: str) -> Non
 
 
 @needs_native
+@each_io
 def test_pages_are_cut_where_memory_for_them_ends(tmp_path: Path, io: str) -> None:
     """I/Os of more than 4 KiB take as much memory as `depth` of 4 KiB at most: here not one page of 16 KiB."""
     rows, values = np.arange(640) * 31, np.arange(640).astype(np.uint8)[:, None].repeat(256, axis=1)
@@ -84,6 +81,7 @@ def test_pages_are_cut_where_memory_for_them_ends(tmp_path: Path, io: str) -> No
 
 
 @needs_native
+@each_io
 @pytest.mark.parametrize("record_bytes", [17, 64, 256, 512, 1024, 2048])
 def test_long_use_of_several_regions(tmp_path: Path, io: str, record_bytes: int) -> None:
     """Rows written again and again at random: I/Os, disk and memory stay within what is said of them."""
@@ -128,6 +126,7 @@ def test_a_table_that_grows_over_regions(tmp_path: Path) -> None:
 
 
 @needs_native
+@each_io
 def test_failures_name_rows(tmp_path: Path, io: str) -> None:
     """Not the places in which they lie, which nobody knows."""
     rows = np.array([7, 900, 41_000, 60_000])
@@ -140,6 +139,7 @@ def test_failures_name_rows(tmp_path: Path, io: str) -> None:
 
 
 @needs_native
+@each_io
 def test_a_failed_read_names_its_row(tmp_path: Path, io: str) -> None:
     store = open_rows(tmp_path, io, 70_000)
     write(store, np.array([41_000]), np.ones((1, 256), np.uint8))
@@ -152,6 +152,7 @@ def test_a_failed_read_names_its_row(tmp_path: Path, io: str) -> None:
 
 
 @needs_native
+@each_io
 def test_discarded_rows_are_not_written(tmp_path: Path, io: str) -> None:
     store = open_rows(tmp_path, io, 70_000)
     write(store, np.arange(0, 70_000, 7), np.ones((10_000, 256), np.uint8))

@@ -1,0 +1,264 @@
+"""hotrow.memory.stores: what is told when a medium fails, when a file is cut, and after a fork."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hotrow.memory.stores import Engines, Kind, Store, StoreError, io_uring_refused, open_store
+from store_rig import FILE_KINDS, each_io, needs_native, read_rows, table_rows, write_rows
+
+
+def fails_for_ever(store: Store, message: str) -> None:
+    for _ in range(2):
+        with pytest.raises(StoreError, match=message):
+            store.flush()
+        with pytest.raises(StoreError, match=message):
+            read_rows(store, [1])
+        with pytest.raises(StoreError, match=message):
+            write_rows(store, [1])
+    assert store.failure() is not None
+    with pytest.raises(StoreError, match=message):
+        store.close()
+
+
+@needs_native
+@each_io
+@pytest.mark.parametrize("record_bytes", [64, 512, 5000])
+def test_an_error_of_a_write_is_told_for_ever(tmp_path: Path, io: str, record_bytes: int) -> None:
+    engines = Engines(io=io)
+    other = open_store(table_rows(table="other"), kind="block", path=tmp_path / "other", engines=engines)
+    store = open_store(table_rows(record_bytes=record_bytes), kind="block", path=tmp_path / "t", engines=engines)
+    store.native.inject(True, 3, errno.EIO)
+    with contextlib.suppress(StoreError):  # a disk that is faster than the call is told by the call
+        write_rows(store, list(range(0, 1000, 90)))
+    fails_for_ever(store, r"writing rows? \d+.* of table 'item' in .*/t: Input/output error.*dmesg.*last checkpoint")
+    write_rows(other, [3])
+    other.flush()
+    assert read_rows(other, [3]).all(), "another table of the engine does not care"
+    other.close()
+
+
+@needs_native
+@each_io
+@pytest.mark.parametrize("record_bytes", [64, 512, 5000])
+def test_an_error_of_a_read_is_told_for_ever(tmp_path: Path, io: str, record_bytes: int) -> None:
+    store = open_store(table_rows(record_bytes=record_bytes), kind="block", path=tmp_path / "t", engines=Engines(io=io))
+    write_rows(store, [1, 500])
+    store.flush()
+    store.native.inject(False, 2, errno.EIO)
+    with pytest.raises(StoreError, match=r"reading row (1|500) of table 'item' in .*/t: Input/output error"):
+        read_rows(store, [1, 500])
+    fails_for_ever(store, r"reading row (1|500) of table 'item'")
+
+
+@needs_native
+@each_io
+def test_an_error_while_a_writer_waits_for_room(tmp_path: Path, io: str) -> None:
+    store = open_store(table_rows(), kind="block", path=tmp_path / "t", engines=Engines(io=io, most_waiting_bytes=0))
+    store.native.inject(True, 20, errno.EIO)
+    with pytest.raises(StoreError, match="Input/output error"):
+        for row in range(1000):
+            write_rows(store, [row])
+    assert store.counters()["waiting_bytes"] >= 0
+    with pytest.raises(StoreError):
+        store.close()
+
+
+@needs_native
+@each_io
+def test_another_tables_failure_gives_its_room_back(tmp_path: Path, io: str) -> None:
+    """A writer that waits for room goes on when the bytes it waits for are dropped with a table that failed."""
+    engines = Engines(io=io, most_waiting_bytes=1 << 16)
+    good, bad = (
+        open_store(table_rows(table=name), kind="block", path=tmp_path / name, engines=engines) for name in ("a", "b")
+    )
+    bad.native.inject(True, 1, errno.EIO)
+    with pytest.raises(StoreError):
+        for _ in range(50):
+            write_rows(bad, list(range(0, 1000, 8)))
+            write_rows(good, list(range(0, 1000, 8)))
+    write_rows(good, list(range(1000)))
+    good.flush()
+    assert read_rows(good, list(range(1000))).all()
+    assert good.counters()["waiting_bytes"] == 0
+    good.close()
+    with pytest.raises(StoreError):
+        bad.close()
+
+
+@needs_native
+@each_io
+def test_a_file_truncated_while_open(tmp_path: Path, io: str) -> None:
+    store = open_store(table_rows(), kind="block", path=tmp_path / "t", engines=Engines(io=io))
+    os.truncate(tmp_path / "t", 8192)
+    with pytest.raises(StoreError, match=r"reading row 900 of table 'item' .* ends before its last row"):
+        read_rows(store, [900])
+    with pytest.raises(StoreError):
+        store.close()
+
+
+@needs_native
+@each_io
+@pytest.mark.parametrize("written", [[700], [999], list(range(992, 1000))])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_file_truncated_and_written_behind_its_end(
+    tmp_path: Path, io: str, written: list[int], *, flushed: bool
+) -> None:
+    """What was cut off reads as zeros then: no read is short, also where the very last rows are written."""
+    store = open_store(table_rows(), kind="block", path=tmp_path / "t", engines=Engines(io=io))
+    os.truncate(tmp_path / "t", 8192)
+    write_rows(store, written)
+    while not store.counters()["writes"]:
+        time.sleep(0.001)
+    message = r"rows of table 'item' in .*/t are lost.* ends before its last row: something truncated it"
+    with pytest.raises(StoreError, match=message):
+        store.flush() if flushed else read_rows(store, [500])
+    with pytest.raises(StoreError):
+        store.close()
+
+
+@needs_native
+def test_a_mapped_file_truncated_while_open(tmp_path: Path) -> None:
+    """Memory behind the end of its file ends the process that touches it, so this is another one."""
+    program = """
+import os, sys
+import numpy as np
+from hotrow.memory.stores import StoreError, TableRows, open_store
+arrays = [np.ones((1000, 512), np.uint8)]
+calls = {
+    "read": lambda store: store.read([900], [0], arrays),
+    "read before the cut": lambda store: store.read([0], [0], arrays),
+    "write": lambda store: store.write([900], [0], arrays),
+    "write the last": lambda store: store.write([999], [0], arrays),
+    "write a row with no space": lambda store: store.write([700], [0], arrays),
+    "flush": lambda store: store.flush(),
+}
+for name, call in calls.items():
+    path = f"{sys.argv[1]}/{name}"
+    rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+    store = open_store(rows, kind="mapped", path=path)
+    store.write([0, 999], [0, 1], arrays)
+    store.flush()
+    os.truncate(path, 8192)
+    for _ in range(2):
+        try:
+            call(store)
+        except StoreError as error:
+            print(name, "raised", error)
+    try:
+        store.close()
+    except StoreError:
+        print(name, "closed")
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), "SIGBUS is -7"
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 * 6
+    assert all("closed" in line or "table 'item' in " in line for line in lines)
+    assert sum("are lost" in line and "something truncated it" in line for line in lines) == 2 * 6
+
+
+@needs_native
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_file_truncated_is_not_grown(tmp_path: Path, kind: Kind) -> None:
+    """It would be long enough again, with zeros where rows were."""
+    store = open_store(table_rows(), kind=kind, path=tmp_path / "t", engines=Engines(io="threads"))
+    os.truncate(tmp_path / "t", 8192)
+    with pytest.raises(StoreError, match=r"table 'item' in .*/t.* something truncated it"):
+        store.grow(2000)
+    assert (tmp_path / "t").stat().st_size == 8192
+    with pytest.raises(StoreError):
+        store.close()
+
+
+@needs_native
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_full_disk(small_disk: tuple[Path, Callable[[int], None]], kind: Kind) -> None:
+    folder, resize = small_disk
+    resize(512)
+    with warnings.catch_warnings(record=True):
+        store = open_store(table_rows(num_rows=10_000), kind=kind, path=folder / "t")
+    with pytest.raises(StoreError, match=r"writing row.* of table 'item' in .*/t: No space left on device.*free some"):
+        for first in range(0, 10_000, 100):
+            write_rows(store, list(range(first, first + 100)))
+            store.flush()
+    fails_for_ever(store, "No space left on device")
+
+
+@needs_native
+def test_a_full_disk_while_io_uring_writes(tmp_path: Path) -> None:
+    """A file system of its own in a file, as tmpfs is not written past the page cache."""
+    if reason := io_uring_refused():
+        pytest.skip(f"io_uring is refused here: {reason}")
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(8 << 20)
+    try:
+        for line in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+            subprocess.run(line, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no disk in a file can be made here: {error}")
+    try:
+        store = open_store(
+            table_rows(num_rows=100_000), kind="block", path=folder / "t", engines=Engines(io="io_uring")
+        )
+        write_rows(store, list(range(0, 100_000, 4)))
+        fails_for_ever(store, r"writing row.* of table 'item' in .*/t: No space left on device.*free some")
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+FORK = """
+import os, sys, numpy as np
+from hotrow.memory.stores import *
+rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+store = open_store(rows, kind=sys.argv[1], path=sys.argv[2], engines=Engines(io=sys.argv[3]))
+array = np.ones((1, 512), np.uint8)
+store.write([1], [0], [array])
+if (child := os.fork()) == 0:
+    for call in (lambda: store.read([1], [0], [array]), lambda: store.write([1], [0], [array]), store.flush):
+        try: call()
+        except StoreError as error: print(error, flush=True)
+    store.close()
+    del store
+    if sys.argv[1] != "mapped":  # a store of the child's own is fine
+        own = open_store(rows, kind=sys.argv[1], path=sys.argv[2] + "2", engines=Engines(io=sys.argv[3]))
+        own.write([1], [0], [array]); own.flush(); own.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+array[:] = 0
+store.read([1], [0], [array])
+assert array.all()
+store.close()
+if sys.argv[1] != "gathered":
+    open_store(rows, kind=sys.argv[1], path=sys.argv[2], engines=Engines(io=sys.argv[3])).close()
+"""
+
+
+@needs_native
+@each_io
+@pytest.mark.parametrize("kind", [*FILE_KINDS, "gathered"])
+def test_a_forked_child_is_told(tmp_path: Path, kind: Kind, io: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, kind, str(tmp_path / "t"), io],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all("'item'" in line and "opened before this process was forked" in line for line in lines)
