@@ -79,11 +79,7 @@ def name_of(cell: MemoryCell) -> str:
 
 
 def stretches(parts: int) -> dict[str, int]:
-    """Rounds, and steps of each: as many as let what waits to be written be a small part of a round.
-
-    But the batches of a round, 0.5 MB each, are made before it, and lie in the memory group: those of 150 steps left a
-    checkpoint at Zipf 0.9 too little of its 128 MiB.
-    """
+    """Rounds, and steps of each: as many as let what waits to be written be a small part of a round."""
     steps = 100 if parts <= 10 else 50
     return {"rounds": -(-LEAST_STEPS // steps), "steps": steps}
 
@@ -235,7 +231,7 @@ def large(folder: Path, *, threads: int) -> dict[str, Any]:
             group.limit(LARGE_GROUP_BYTES)
             facts = side.ask(do="build")
             built_s = time.monotonic() - start
-            stretches = list(until_evicted(side))
+            stretches = list(until_evicted(memory.Feed(work), side))
             peak = group.peak_bytes()
     return {
         "name": "large",
@@ -256,11 +252,11 @@ def large(folder: Path, *, threads: int) -> dict[str, Any]:
     }
 
 
-def until_evicted(side: Worker) -> Iterator[dict[str, Any]]:
+def until_evicted(feed: memory.Feed, side: Worker) -> Iterator[dict[str, Any]]:
     """Stretches of LARGE_STEPS until enough rows have left, and as many were read."""
     evicted = read = 0.0
     while min(evicted, read) < LARGE_EVICTIONS:
-        found = side.ask(do="train", settle=4, steps=LARGE_STEPS, ahead=4)
+        (found,) = feed.train([side], settle=4, steps=LARGE_STEPS, ahead=4)
         evicted, read = evicted + found["evicted_rows"], read + found["read_rows"]
         print(f"large: {evicted:,.0f} rows left, {read:,.0f} came back", file=sys.stderr, flush=True)
         yield found

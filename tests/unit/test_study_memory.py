@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -18,14 +19,14 @@ import torch
 
 from benchmarks.claims import tiers_table
 from benchmarks.tiers import name_of, open_table, step_cells
-from hotrow import EmbeddingCollection, Memory
+from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
 from hotrow.memory.budget import TableSlots
 from hotrow.study import memory, runner
 from hotrow.study.group import GroupError, MemoryGroup, own_group
 from hotrow.study.memory import LossError, MemoryCell, Turns, check_losses
 from hotrow.study.rivals import Mapped, Rocks, RowLru
 from hotrow.study.sides import InTiers, Settings, Side
-from hotrow.study.work import Work, even_lengths
+from hotrow.study.work import Work, even_lengths, read_batches, shared_batches
 from hotrow.study.worker import Server, Worker, WorkerError
 
 WORK = Work(rows=(3, 900, 4000), embedding_dim=8, batch_size=64, zipf=1.05, bottom_mlp=(16,), top_mlp=(16,))
@@ -202,6 +203,37 @@ def test_counts_of_a_trace_are_its_own(tmp_path: Path) -> None:
     assert (work.counts()["C1"] * 40 / 16).tolist() == [6, 11, 12, 0, 11, 0, 0]
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
+def test_batches_are_shared_as_they_are() -> None:
+    wanted = [*islice(WORK.batches(), 11)]
+    ids, lengths = torch.arange(5), torch.tensor([2, 0, 1, 0, 1, 1])
+    bags = KeyedJaggedTensor(("C1", "C2", "C3"), ids, lengths=lengths)
+    wanted.append(Batch(dense=torch.rand(2, 13), sparse=bags, label=torch.zeros(2)))
+    with shared_batches(wanted) as path:
+        found = [*read_batches(path, WORK)]
+    assert [batch.sparse.one_hot for batch in found] == [True] * 11 + [False]
+    for a, b in zip(wanted, found, strict=True):
+        assert a.sparse.keys == b.sparse.keys
+        assert torch.equal(a.sparse.values, b.sparse.values) and torch.equal(a.sparse.offsets, b.sparse.offsets)
+        assert torch.equal(a.dense, b.dense) and torch.equal(a.label, b.label)
+    assert not Path(path).exists()
+
+
+def test_the_next_stretch_begins_with_what_was_looked_ahead_to() -> None:
+    seen: list[list[Any]] = []
+
+    class Fake:
+        def ask(self, *, do: str, batches: str, settle: int, steps: int, ahead: int) -> dict[str, Any]:
+            seen.append([batch.label for batch in read_batches(batches, WORK)])
+            return {}
+
+    feed, wanted = memory.Feed(WORK), [batch.label for batch in islice(WORK.batches(), 12)]
+    for steps, ahead in ((3, 2), (2, 0), (4, 3)):
+        feed.train([Fake(), Fake()], settle=0, steps=steps, ahead=ahead)  # type: ignore[list-item]
+    for found, (first, last) in zip(seen, [(0, 5)] * 2 + [(3, 5)] * 2 + [(5, 12)] * 2, strict=True):
+        assert torch.equal(torch.stack(found), torch.stack(wanted[first:last]))
+
+
 def test_a_side_in_tiers_pins_what_is_popular(tmp_path: Path) -> None:
     side = InTiers(WORK, Settings(dram_bytes=WORK.table_bytes // 2, folder=str(tmp_path)))
     side.build()
@@ -237,7 +269,9 @@ def test_a_checkpoint_is_timed_some_steps_after_another(wanted: int, stretches: 
             return {"checkpoint_s": float(len(asked))}
 
     cell = MemoryCell(group="g", side="tiers", dram_parts=2, ahead=4, steps=3, checkpoint_steps=wanted)
-    found = memory.checkpoint_of(Fake(), cell)  # type: ignore[arg-type]
+    found = memory.checkpoint_of(memory.Feed(WORK), Fake(), cell)  # type: ignore[arg-type]
+    for what in asked:
+        what.pop("batches", None)
     trained = [{"do": "train", "settle": 0, "steps": steps, "ahead": 4} for steps in stretches]
     assert asked == ([{"do": "save"}, *trained, {"do": "save"}] if wanted else [])
     assert found == ({"checkpoint_s": len(asked)} if wanted else {})
@@ -249,8 +283,9 @@ def test_a_worker_enters_its_group_trains_and_says_why_it_ends(tmp_path: Path) -
         worker.ready()
         assert int(group.entry.read_text()) == worker._process.pid
         assert worker.ask(do="build") == {"rows_on_disk": 0, "disk_bytes": 0}
-        first = worker.ask(do="train", settle=1, steps=2, ahead=0)["losses"]
-        assert len(first) == 3 and worker.ask(do="train", settle=0, steps=1, ahead=0)["losses"] != first[:1]
+        feed = memory.Feed(WORK)
+        ((first,), (second,)) = (feed.train([worker], settle=1, steps=n, ahead=0) for n in (2, 1))
+        assert len(first["losses"]) == 3 and second["losses"][:1] != first["losses"][:1]
         with pytest.raises(WorkerError, match=r"side dram: TypeError: .*unexpected keyword"):
             worker.ask(do="train", stride=1)
         with pytest.raises(WorkerError, match="the process of side dram ended: status 0"):
@@ -279,11 +314,12 @@ def test_stretches_compare_every_step() -> None:
             return {"seconds": 1.0, "losses": self.losses}
 
     cell = MemoryCell(group="g", side="tiers", dram_parts=2, ahead=0, zipf=1.05)
-    turns = Turns(Fake([0.5, 0.7]), Fake([0.5, 0.7]))  # type: ignore[arg-type]
+    feed = memory.Feed(WORK)
+    turns = Turns(feed, Fake([0.5, 0.7]), Fake([0.5, 0.7]))  # type: ignore[arg-type]
     turns.stretch(cell, steps=2, ahead=0)
     assert turns.num_compared == 2
     with pytest.raises(LossError, match="step 1 "):
-        Turns(Fake([0.5, 0.7]), Fake([0.5, 0.8])).stretch(cell, steps=2, ahead=0)  # type: ignore[arg-type]
+        Turns(feed, Fake([0.5, 0.7]), Fake([0.5, 0.8])).stretch(cell, steps=2, ahead=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("stolen", "wanted"), [([1, 0, 1, 0, 0], 5), ([1] * 6, 6)], ids=["some", "all"])
@@ -298,6 +334,18 @@ def test_rounds_with_stolen_time_are_taken_again(stolen: list[int], wanted: int)
     found = memory.measure_rounds(Stretches(), [cell])[cell.key]  # type: ignore[arg-type]
     assert len(found) == wanted
     assert len(memory.clean_of(found)) == min(3, stolen.count(0))
+
+
+@pytest.mark.parametrize(
+    ("side", "scale", "said"), [("mmap", 0.01, "cache would hold more"), ("mmap", 1, None), ("tiers", 0.01, None)]
+)
+def test_mapped_files_need_more_dram_than_is_left_beside_it(
+    side: str, scale: float, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "group_refused", lambda: None)
+    cell = MemoryCell(group="g", side=side, ahead=0, dram_parts=32, zipf=1.05, scale=scale)
+    reason = memory.refusal(cell, memory_bytes=1 << 40, cores=2)
+    assert (reason is None) if said is None else said in str(reason)
 
 
 def test_a_group_that_cannot_be_made_says_why(tmp_path: Path) -> None:
@@ -360,7 +408,7 @@ def test_the_study_measures_once_and_holds_its_fields(tmp_path: Path, no_group: 
     for row in report["cells"]:
         assert set(wanted.split()) <= set(row) and row["relative_speed"] > 0 and row["rounds"] == 3
         assert row["steps_compared"] == 3 + 3 * ((1 + 2) + (2 + 2)) + 1  # warm-up looks two ahead: it settles for two
-        assert row["limit_bytes"] == 1000 + row["table_bytes"] // 2 + memory.SLACK_BYTES
+        assert row["limit_bytes"] == 1000 + row["table_bytes"] // 2 + memory.SLACK_BYTES["tiers"]
     assert report["machines"][0]["source"] == "Zipf 1.05"
     with (out / "memory.csv").open(newline="") as stream:
         assert [line["key"] for line in csv.DictReader(stream)] == [row["key"] for row in report["cells"]]

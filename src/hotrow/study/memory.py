@@ -13,26 +13,31 @@ import functools
 import math
 import statistics
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from hotrow import bench
+from hotrow.batch import Batch
 from hotrow.data.synthetic_config import KAGGLE_ROWS
 from hotrow.study import rivals
 from hotrow.study.group import GroupError, MemoryGroup
 from hotrow.study.sides import Settings
-from hotrow.study.work import Work, trace_rows
+from hotrow.study.work import Work, shared_batches, trace_rows
 from hotrow.study.worker import Worker, WorkerError
 
-SLACK_BYTES = 128 << 20
-"""Beside the budget and what a process used before it had tables: batches of a stretch, and what allocators keep."""
+SLACK_BYTES = {"tiers": 64 << 20, "mmap": 64 << 20, "rocksdb": 128 << 20}
+"""Beside the budget and what a process used before it had tables: what allocators keep, what a checkpoint takes, and
+RocksDB's threads and buffers."""
 ENOUGH = 0.9
 """Of the speed in DRAM: what a smaller machine must keep to count as one that does the work."""
-DISK_BYTES_PER_S, STEP_S = 2.5e8, 0.15  # for the estimate alone
+SETUP_S, BUILT_BYTES_PER_S, STEP_S, TABLE_STEP_S = 10.0, 1e8, 0.012, 0.0005
+SLOWER = {"tiers": 1.6, "mmap": 3.0, "rocksdb": 5.0}
+"""For the estimate alone, as found on a machine of two cores; steps over those in DRAM."""
 
 
 class LossError(AssertionError):
@@ -121,6 +126,12 @@ def refusal(cell: MemoryCell, *, memory_bytes: int, cores: int) -> str | None:
         return f"both sides need {wanted / 1e9:.1f} GB, --memory allows {memory_bytes / 1e9:.1f} GB"
     if cell.threads > cores:
         return f"{cell.threads} threads, but this process may use {cores} cores"
+    slack = SLACK_BYTES[cell.side]
+    if cell.side == "mmap" and cell.dram_bytes < slack:
+        return (
+            f"beside DRAM of {cell.dram_bytes / 1e6:.1f} MB a process has {slack / 1e6:.0f} MB, in which the page "
+            "cache would hold more of the files than that"
+        )
     return rivals.missing(cell.side) or group_refused()
 
 
@@ -138,9 +149,14 @@ def group_refused() -> str | None:
 
 def estimate_s(cells: Sequence[MemoryCell]) -> float:
     """About how long measuring them takes: the tables on disk, then the steps of both sides."""
-    built = sum(3 * setup.work.table_bytes / DISK_BYTES_PER_S for setup in {setup_of(c): c for c in cells}.values())
-    steps = sum(2 * (c.warm_up + c.rounds * (c.settle + c.steps)) for c in cells)
-    return built + steps * STEP_S
+    setups = {setup_of(cell): cell for cell in cells}.values()
+    built = sum(SETUP_S + setup.work.table_bytes / BUILT_BYTES_PER_S for setup in setups)
+    return built + sum(
+        (1 + SLOWER[c.side])
+        * (STEP_S + TABLE_STEP_S * len(c.work.rows))
+        * (c.warm_up + c.rounds * (c.settle + c.steps))
+        for c in cells
+    )
 
 
 def headline(row: Mapping[str, Any]) -> str:
@@ -179,43 +195,64 @@ def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[
         side.ready()
         dram.ready()
         base = group.used_bytes()
-        limit = base + settings.dram_bytes + SLACK_BYTES
+        limit = base + settings.dram_bytes + SLACK_BYTES[first.side]
         group.limit(limit)
         facts = {**side.ask(do="build"), "base_bytes": base, "limit_bytes": limit, "built_bytes": group.used_bytes()}
         dram.ask(do="build")
-        turns = Turns(dram, side)
+        feed = Feed(first.work)
+        turns = Turns(feed, dram, side)
         turns.stretch(first, steps=first.warm_up, ahead=cells[0].ahead)
         rounds = measure_rounds(turns, cells)
         used = {"peak_bytes": group.peak_bytes(), "end_bytes": group.used_bytes()}
         facts |= {**used, "steps_compared": turns.num_compared}
         for cell in cells:
-            yield cell, row_of(cell, rounds[cell.key], {**facts, **checkpoint_of(side, cell)})
+            yield cell, row_of(cell, rounds[cell.key], {**facts, **checkpoint_of(feed, side, cell)})
 
 
-def checkpoint_of(side: Worker, cell: MemoryCell) -> dict[str, Any]:
+def checkpoint_of(feed: Feed, side: Worker, cell: MemoryCell) -> dict[str, Any]:
     """What the second of two checkpoints takes, `checkpoint_steps` after the first, and of what it writes the bytes."""
     if not cell.checkpoint_steps:
         return {}
     side.ask(do="save")
     for left in range(cell.checkpoint_steps, 0, -cell.steps):  # their batches lie in memory while a stretch lasts
-        side.ask(do="train", settle=0, steps=min(cell.steps, left), ahead=cell.ahead)
+        feed.train([side], settle=0, steps=min(cell.steps, left), ahead=cell.ahead)
     return side.ask(do="save")
+
+
+class Feed:
+    """The batches that workers have not trained on yet."""
+
+    def __init__(self, work: Work) -> None:
+        self._source, self._waiting = work.batches(), deque[Batch]()
+
+    def train(self, workers: Sequence[Worker], *, settle: int, steps: int, ahead: int) -> list[dict[str, Any]]:
+        """What each answers, one after the other; the batches looked ahead to come again in the next stretch."""
+        wanted = settle + steps + ahead
+        self._waiting.extend(islice(self._source, max(0, wanted - len(self._waiting))))
+        with shared_batches([*islice(self._waiting, wanted)]) as path:
+            stretch = {"batches": path, "settle": settle, "steps": steps, "ahead": ahead}
+            answers = [worker.ask(do="train", **stretch) for worker in workers]
+        for _ in range(settle + steps):
+            self._waiting.popleft()
+        return answers
 
 
 class Turns:
     """Both processes, one stretch each at a time."""
 
-    def __init__(self, dram: Worker, side: Worker) -> None:
-        self.dram, self.side = dram, side
+    def __init__(self, feed: Feed, dram: Worker, side: Worker) -> None:
+        self.feed, self.dram, self.side = feed, dram, side
         self.num_compared = self._number = 0
 
     def stretch(self, cell: MemoryCell, *, steps: int, ahead: int) -> dict[str, Any]:
         """The same steps on both sides, who begins alternates: {"dram": ..., "side": ..., "stolen": ...}."""
         self._number += 1
-        answers: dict[str, Any] = {}
+        workers = {"dram": self.dram, "side": self.side}
+        order = sorted(workers, reverse=self._number % 2 == 0)
         before = bench.stolen_s()
-        for name, worker in sorted({"dram": self.dram, "side": self.side}.items(), reverse=self._number % 2 == 0):
-            answers[name] = worker.ask(do="train", settle=max(cell.settle, ahead), steps=steps, ahead=ahead)
+        settle = max(cell.settle, ahead)
+        found = self.feed.train([workers[name] for name in order], settle=settle, steps=steps, ahead=ahead)
+        answers = dict(zip(order, found, strict=True))
         seconds = answers["dram"]["seconds"] + answers["side"]["seconds"]
         check_losses(cell.key, self.num_compared, answers["dram"]["losses"], answers["side"]["losses"])
         self.num_compared += len(answers["dram"]["losses"])

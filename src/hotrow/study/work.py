@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -139,6 +143,38 @@ def even_lengths(num_ids: int, num_bags: int) -> np.ndarray[Any, Any]:
 def trace_rows(path: str) -> tuple[int, ...]:
     """Rows of each table of a packed dataset or trace."""
     return tuple(table.num_embeddings for table in open_accesses(path).tables)
+
+
+@contextmanager
+def shared_batches(batches: Sequence[Batch]) -> Iterator[str]:
+    """The path of a file in memory that holds them, for other processes to read while this lasts; Linux alone.
+
+    Its memory counts where this process's does, not in the memory group of one that reads it.
+    """
+    tensors: dict[str, Tensor] = {}
+    for number, batch in enumerate(batches):
+        tensors |= {f"dense{number}": batch.dense, f"label{number}": batch.label}
+        tensors[f"values{number}"] = batch.sparse.values
+        if not batch.sparse.one_hot:
+            tensors[f"offsets{number}"] = batch.sparse.offsets
+    with os.fdopen(os.memfd_create("batches"), "wb") as file:
+        file.write(save(tensors))
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def read_batches(path: str, work: Work) -> Iterator[Batch]:
+    """Those of `shared_batches`, over its memory."""
+    with safe_open(path, "pt") as file:
+        known = set(file.keys())
+        for number in itertools.count():
+            if f"values{number}" not in known:
+                return
+            name = f"offsets{number}"
+            offsets = file.get_tensor(name) if name in known else None
+            values = file.get_tensor(f"values{number}")
+            sparse = KeyedJaggedTensor(names_of(len(work.rows)), values, offsets=offsets)
+            yield Batch(dense=file.get_tensor(f"dense{number}"), sparse=sparse, label=file.get_tensor(f"label{number}"))
 
 
 class Training:

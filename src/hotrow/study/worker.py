@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -90,7 +89,7 @@ class Worker:
 
 
 class Server:
-    """A side, and the batches that it has not been given yet."""
+    """A side in its process."""
 
     def __init__(self, side: str, work: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         from hotrow.study import rivals, sides
@@ -101,7 +100,6 @@ class Server:
         kinds = {"dram": sides.Side, "tiers": sides.InTiers, "mmap": rivals.Mapped, "rocksdb": rivals.Rocks}
         self._warm_up(sides)
         self.side = kinds[side](self.work, sides.Settings(**settings))
-        self._source, self._waiting = self.work.batches(), deque[Any]()
 
     def _warm_up(self, sides: Any) -> None:
         """Three steps on tables of one row: buffers and code that every side needs are there before it is limited."""
@@ -115,14 +113,11 @@ class Server:
         self.side.build()
         return self.side.facts()
 
-    def train(self, *, settle: int, steps: int, ahead: int) -> dict[str, Any]:
-        """A stretch; the batches looked ahead to come again in the next."""
-        wanted = settle + steps + ahead
-        self._waiting.extend(islice(self._source, max(0, wanted - len(self._waiting))))
-        found = self.side.train(list(islice(self._waiting, wanted)), settle=settle, steps=steps, ahead=ahead)
-        for _ in range(settle + steps):
-            self._waiting.popleft()
-        return found
+    def train(self, *, batches: str, settle: int, steps: int, ahead: int) -> dict[str, Any]:
+        """A stretch on the batches of that file, `ahead` of which it only looks ahead to."""
+        from hotrow.study.work import read_batches
+
+        return self.side.train([*read_batches(batches, self.work)], settle=settle, steps=steps, ahead=ahead)
 
     def save(self) -> dict[str, Any]:
         """A checkpoint, and what it took."""
