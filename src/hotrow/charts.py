@@ -60,12 +60,21 @@ class Shares:
     """Maps to a plot area whose y is a share from 0 to 1, or to `top`, and whose x is linear from 0, or logarithmic."""
 
     def __init__(
-        self, xs: Sequence[float], *, x_scale: Literal["linear", "log"], width: int, height: int, top: float = 1.0
+        self,
+        xs: Sequence[float],
+        *,
+        x_scale: Literal["linear", "log"],
+        width: int,
+        height: int,
+        top: float = 1.0,
+        ticks: Mapping[float, str] | None = None,
     ) -> None:
-        self._scale, self._width, self._height = x_scale, width, height
+        self._scale, self._width, self._height, self._ticks = x_scale, width, height, ticks
         self._quarters = max(4, math.ceil(4 * top - 1e-9))
         self._x0 = math.floor(math.log10(min(xs))) if x_scale == "log" else 0.0
         self._x1 = math.ceil(math.log10(max(xs)) - 1e-9) if x_scale == "log" else max(xs)
+        if x_scale == "log" and ticks:
+            self._x0, self._x1 = math.log10(min(*ticks, *xs)), math.log10(max(*ticks, *xs))
         self._x1 += self._x1 == self._x0
 
     def x(self, value: float) -> float:
@@ -86,10 +95,9 @@ class Shares:
             y = self.y(share)
             lines.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{self._width - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
             lines.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{share:.0%}</text>')
-        for value in self._ticks():
+        for value, shown in self._named_ticks():
             x, bottom = self.x(value), self._height - BOTTOM
             lines.append(f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{bottom}" stroke="#ddd"/>')
-            shown = f"{value:.6g}" if value < 1e6 else f"{value:.0e}".replace("e+0", "e")
             lines.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{shown}</text>')
         middle = (self._height - BOTTOM + TOP) / 2
         at = f'x="{(LEFT + self._width - RIGHT) / 2}" y="{self._height - 10}"'
@@ -98,10 +106,13 @@ class Shares:
         lines.append(f'<text x="16" y="{middle}" {turned}>{escape(y_label)}</text>')
         return lines
 
-    def _ticks(self) -> list[float]:
+    def _named_ticks(self) -> list[tuple[float, str]]:
+        if self._ticks is not None:
+            return [*self._ticks.items()]
+        values = [self._x1 * k / 5 for k in range(6)]
         if self._scale == "log":
-            return [10.0**power for power in range(int(self._x0), int(self._x1) + 1)]
-        return [self._x1 * k / 5 for k in range(6)]
+            values = [10.0**power for power in range(int(self._x0), int(self._x1) + 1)]
+        return [(value, f"{value:.6g}" if value < 1e6 else f"{value:.0e}".replace("e+0", "e")) for value in values]
 
 
 def line_chart(
@@ -112,13 +123,15 @@ def line_chart(
     x_scale: Literal["linear", "log"] = "log",
     shape: Literal["line", "stairs"] = "line",
     dashed: Collection[str] = (),
+    ticks: Mapping[float, str] | None = None,
     label: str,
 ) -> str:
     """Shares (y, 0 to 1 or more) against x, one line per name; nothing where there is no point.
 
     The first six are coloured and named below the plot; those after them are thin and grey. Few points, and one alone,
     are dots.
-    "stairs": a value holds until the next point. dashed: names of lines drawn so. Hover says the name.
+    "stairs": a value holds until the next point. dashed: names of lines drawn so. ticks: x and its name, in place of
+    round numbers. Hover says the name.
     """
     points = [point for line in lines.values() for point in line if x_scale == "linear" or point[0] > 0]
     if not points:
@@ -127,7 +140,7 @@ def line_chart(
     per_row = 3
     height = HEIGHT - 60
     top = max(y for _, y in points)
-    plot = Shares([x for x, _ in points], x_scale=x_scale, width=WIDTH, height=height, top=top)
+    plot = Shares([x for x, _ in points], x_scale=x_scale, width=WIDTH, height=height, top=top, ticks=ticks)
     body = plot.axes(x_label, y_label)
     drawn = sorted(enumerate(lines.items()), key=lambda item: (item[1][0] in dashed, -item[0]))
     for i, (name, line) in drawn:  # the named ones above the grey, dashes on top, so that what lies under them shows

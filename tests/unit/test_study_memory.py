@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import memory_study
 from benchmarks.claims import tiers_table
 from benchmarks.tiers import name_of, open_table, step_cells
 from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
@@ -24,6 +25,7 @@ from hotrow.memory.budget import TableSlots
 from hotrow.study import memory, runner
 from hotrow.study.group import GroupError, MemoryGroup, own_group
 from hotrow.study.memory import LossError, MemoryCell, Turns, check_losses
+from hotrow.study.memory_page import speed_charts
 from hotrow.study.rivals import Mapped, Rocks, RowLru
 from hotrow.study.sides import InTiers, Settings, Side
 from hotrow.study.work import Work, even_lengths, read_batches, shared_batches
@@ -432,6 +434,27 @@ def test_a_set_up_that_ends_is_named_and_the_next_is_measured(
     result = run_tiny(tmp_path)
     assert (result["measured"], result["skipped"]) == (0, 2)
     assert "it was killed" in (tmp_path / "memory.html").read_text()
+
+
+def test_charts_are_by_ids_and_by_side() -> None:
+    def row(side: str, source: str, parts: int, ahead: int = 0) -> dict[str, Any]:
+        own = {"side": side, "source": source, "dram_parts": parts, "dram_share": 1 / parts}
+        return {**own, "io": "auto", "ahead": ahead, "relative_speed": 0.5}
+
+    rows = [row("tiers", "Zipf 1.05", parts, ahead) for parts in (32, 2) for ahead in (4, 0)]
+    rows += [row("mmap", "Zipf 1.05", 32), row("tiers", "Zipf 0.9", 2, 4)]
+    charts = speed_charts(rows)
+    assert [*charts] == ["By ids", "By side, Zipf 1.05"]
+    by_ids, by_side = charts.values()
+    assert ">Zipf 1.05</text>" in by_ids and ">Zipf 0.9</text>" in by_ids and "mapped" not in by_ids
+    assert all(f">{name}</text>" in by_side for name in ("hotrow, 4 ahead", "hotrow, 0 ahead", "mapped files"))
+    assert all(f">{tick}</text>" in by_side for tick in ("1/32", "1/2")) and ">0.1</text>" not in by_side
+    assert speed_charts([]) == {}
+
+
+def test_the_page_in_docs_is_what_its_file_makes() -> None:
+    for name, text in memory_study.files_of(json.loads(memory_study.JSON.read_text())).items():
+        assert (memory_study.DOCS / name).read_text() == text, "run: python -m benchmarks.memory_study"
 
 
 def test_machines_count_where_enough_speed_is_kept() -> None:

@@ -17,10 +17,6 @@ def memory_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     """The HTML; `report` is what the study's JSON file holds. Text is escaped."""
     template = load_template("study/memory.html")
     rows: Sequence[Row] = report["cells"]
-    lines = speed_lines(rows)
-    chart = line_chart(
-        lines, x_label="DRAM, share of the tables' bytes", y_label="samples/s over all in DRAM", label="speed by DRAM"
-    )
     return template.render(
         title=preset["title"],
         about=preset["about"],
@@ -31,7 +27,7 @@ def memory_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
             {"about": group["about"], "name": group["name"], "rows": shown_of(group["name"], rows)}
             for group in preset["groups"]
         ],
-        chart=chart,
+        charts=speed_charts(rows),
         machines=[line for line in report.get("machines", ()) if line["measured"]],
         skipped=by_reason(report["skipped"]),
     )
@@ -44,12 +40,31 @@ def who(row: Row) -> str:
     return SIDES[row["side"]] + io + ahead
 
 
-def speed_lines(rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
-    """Who and what -> (share of DRAM, relative speed)."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for row in sorted(rows, key=lambda row: float(row["dram_share"])):
-        found.setdefault(f"{who(row)}, {row['source']}", []).append((row["dram_share"], row["relative_speed"]))
-    return found
+def speed_charts(rows: Sequence[Row]) -> dict[str, str]:
+    """SVG by title: ours that looks ahead, by ids; and on the ids that most sides trained on, by side."""
+    sources = dict.fromkeys(row["source"] for row in rows)
+    most = max(sources, key=lambda source: len({who(r) for r in rows if r["source"] == source}), default="")
+    ours = [row for row in rows if row["side"] == "tiers" and row["ahead"] and row["io"] == "auto"]
+    beside = sorted((row for row in rows if row["source"] == most), key=lambda row: (row["side"] != "tiers", who(row)))
+    charts = {"By ids": speed_chart(ours, "source"), f"By side, {most}": speed_chart(beside, "who")}
+    return {title: chart for title, chart in charts.items() if chart}
+
+
+def speed_chart(rows: Sequence[Row], by: str) -> str:
+    """Relative speed over the share of DRAM, a line for each source, or for each `who`."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        lines.setdefault(who(row) if by == "who" else row["source"], []).append(
+            (row["dram_share"], row["relative_speed"])
+        )
+    parts = sorted({row["dram_parts"] for row in rows}, reverse=True)
+    return line_chart(
+        {name: sorted(line) for name, line in lines.items()},
+        x_label="DRAM, share of the tables' bytes",
+        y_label="samples/s over all in DRAM",
+        ticks={1 / part: f"1/{part}" for part in parts},
+        label="speed by DRAM",
+    )
 
 
 def shown_of(group: str, rows: Sequence[Row]) -> list[dict[str, str]]:
