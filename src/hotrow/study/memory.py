@@ -35,7 +35,7 @@ SLACK_BYTES = {"tiers": 64 << 20, "mmap": 64 << 20, "rocksdb": 128 << 20}
 RocksDB's threads and buffers."""
 ENOUGH = 0.9
 """Of the speed in DRAM: what a smaller machine must keep to count as one that does the work."""
-SETUP_S, BUILT_BYTES_PER_S, STEP_S, TABLE_STEP_S = 10.0, 1e8, 0.012, 0.0005
+SETUP_S, BUILT_BYTES_PER_S, STEP_S, TABLE_STEP_S = 10.0, 1.4e8, 0.011, 0.0004
 SLOWER = {"tiers": 1.6, "mmap": 3.0, "rocksdb": 5.0}
 """For the estimate alone, as found on a machine of two cores; steps over those in DRAM."""
 
