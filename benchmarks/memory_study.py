@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from hotrow.study.memory_page import Row, shown, speed_charts
+from hotrow.study.memory_page import shown_of, speed_charts
 from hotrow.study.page import by_reason, machine_line
 from hotrow.study.runner import load_preset
 
@@ -27,7 +27,7 @@ COLUMNS = {
     "per tail row": "row_hit_rate", "waiting": "stall_share", "MB read a step": "read", "MB written": "written",
     "rows on disk": "rows_on_disk", "peak, GB": "peak", "rounds": "rounds",
 }  # fmt: skip
-"""Heads of the tables, and the fields of `shown`."""
+"""Heads of the tables, and the fields of `shown_of`."""
 KEPT = (
     "key", "group", "side", "source", "io", "ahead", "dram_parts", "dram_share", "relative_speed", "spread", "hit_rate",
     "row_hit_rate", "stall_share", "bytes_read_per_step", "bytes_written_per_step", "rows_on_disk", "peak_bytes",
@@ -63,7 +63,7 @@ def files_of(report: Mapping[str, Any]) -> dict[str, str]:
         lines += ["", f"## {title}", "", f"[![Speed over the share of DRAM]({file})]({file})"]
     lines += ["", "## Machines", "", *machines_of(report)]
     for group in load_preset("memory")["groups"]:
-        if rows := [row for row in report["cells"] if row["group"] == group["name"]]:
+        if rows := shown_of(group["name"], report["cells"]):
             lines += ["", f"## {group['name'].capitalize()}", "", group["about"], "", *table_of(rows)]
     if report["skipped"]:
         lines += ["", "## Not measured", ""]
@@ -82,10 +82,10 @@ def machines_of(report: Mapping[str, Any]) -> list[str]:
     return [text, "", *table({"ids": "left", "machines": "right"}, rows)]
 
 
-def table_of(rows: list[Row]) -> list[str]:
-    """The rows of a group."""
+def table_of(rows: list[dict[str, str]]) -> list[str]:
+    """The rows of a group, as text."""
     heads = {head: "left" if field in ("who", "source") else "right" for head, field in COLUMNS.items()}
-    return table(heads, [[texts[field] for field in COLUMNS.values()] for texts in map(shown, rows)])
+    return table(heads, [[row[field] for field in COLUMNS.values()] for row in rows])
 
 
 def main() -> None:

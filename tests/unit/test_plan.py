@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from pathlib import Path
 
@@ -13,7 +14,15 @@ import torch
 import hotrow
 from hotrow.data.reuse import MissRatioCurve
 from hotrow.memory.budget import LEAST_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
-from hotrow.plan.solve import CountsPlan, TableUse, expected_hit_rate, expected_hits, plan_by_counts, solve
+from hotrow.plan.solve import (
+    CountsPlan,
+    TableUse,
+    expected_hit_rate,
+    expected_hits,
+    flight_floors,
+    plan_by_counts,
+    solve,
+)
 
 
 def draw_uses(
@@ -35,8 +44,9 @@ def cost(uses: list[TableUse], slots: list[TableSlots]) -> float:
 
 
 def brute_force(uses: list[TableUse], budget: float) -> float:
-    """Most hits of any plan that caches the rows of batches in flight, or where none does, the least there are."""
-    for floors in ([use.wanted for use in uses], [use.least for use in uses]):
+    """Most hits of any plan that caches the rows of as many batches in flight as one can."""
+    for batches in (4, 3, 2, 1, 0):
+        floors = [use.floors[min(batches, len(use.floors) - 1)] for use in uses]
         best = -1.0
         choices = []
         for use, floor in zip(uses, floors, strict=True):
@@ -72,7 +82,7 @@ def test_against_brute_force(seed: int) -> None:
     )
     whole = sum(use.demand.num_rows * use.demand.record_bytes for use in uses)
     budget = whole * rng.random() * 1.1 + 2000 * same
-    if sum(use.least_bytes(use.least) for use in uses) > budget:
+    if sum(use.least_bytes(use.floors[0]) for use in uses) > budget:
         budget = whole * 1.1 + 2000
     found = solve(uses, budget)
     best = brute_force(uses, budget)
@@ -91,14 +101,13 @@ def test_within_the_budget_and_never_worse_than_equal_shares(seed: int) -> None:
     uses = draw_uses(rng, most_rows=20000)
     demands = [use.demand for use in uses]
     budget = int(sum(d.num_rows * d.record_bytes for d in demands) * rng.random() * 1.1) + 1
-    if sum(use.least_bytes(use.least) for use in uses) > budget:
+    if sum(use.least_bytes(use.floors[0]) for use in uses) > budget:
         with pytest.raises(ValueError, match=r"too small: .* raise dram \(config memory\.dram, or hotrow\.Memory\)"):
             solve(uses, budget)
         return
     found = solve(uses, budget)
     assert cost(uses, found) <= budget
-    room = sum(use.least_bytes(use.wanted) for use in uses) <= budget
-    floors = [use.wanted if room else use.least for use in uses]
+    floors = flight_floors(uses, budget)
     for use, floor, (pinned, cached) in zip(uses, floors, found, strict=True):
         assert min(pinned, cached) >= 0 and pinned + cached <= use.demand.num_rows
         assert use.keeps(TableSlots(pinned, cached), floor)
@@ -191,6 +200,17 @@ def test_batches_in_flight_have_slots(depth: int) -> None:
             ids = rng.choice(100_000, (50, (depth + 1) * 512), p=rates / rates.sum())
             assert max(len(set(batch[batch >= pinned].tolist())) for batch in ids) <= cached
         assert steep.pinned > 0.5 * sum(steep)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 5])
+def test_where_not_all_batches_in_flight_fit_as_many_as_do(batches: int) -> None:
+    """Of rows that are all alike, half are pinned where nothing is kept for batches, of 512 lookups each."""
+    demand, counts = TableDemand("t", 100_000, 260), np.full(100_000, 0.00512)
+    use, num_rows = TableUse(demand, counts, num_steps=1, depth=4), batches * 512
+    room = num_bytes(demand, TableSlots(0, num_rows + 5 * math.isqrt(num_rows)))
+    ((pinned, cached),) = solve([use], room)
+    ids = np.random.default_rng(0).choice(100_000, (50, num_rows))
+    assert max(len(set(own[own >= pinned].tolist())) for own in ids) <= cached
 
 
 def test_a_table_is_given_the_rows_that_were_promised() -> None:

@@ -339,9 +339,15 @@ def test_rounds_with_stolen_time_are_taken_again(stolen: list[int], wanted: int)
 
 
 @pytest.mark.parametrize(
-    ("side", "scale", "said"), [("mmap", 0.01, "cache would hold more"), ("mmap", 1, None), ("tiers", 0.01, None)]
+    ("side", "scale", "said"),
+    [
+        ("mmap", 0.01, "cache would hold more"),
+        ("mmap", 1, None),
+        ("tiers", 0.01, None),
+        ("tiers", 0.001, "rows of a batch"),
+    ],
 )
-def test_mapped_files_need_more_dram_than_is_left_beside_it(
+def test_what_needs_more_dram_is_refused(
     side: str, scale: float, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "group_refused", lambda: None)

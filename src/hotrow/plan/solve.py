@@ -92,13 +92,12 @@ class TableUse:
         """Expected different rows of a step."""
         if curve is not None:
             self._measure(curve, behind(np.sign(rates)) / num_steps)
-        flying = behind(-np.expm1(-rates * (depth + 1)))
-        flying = np.ceil(flying + FLIGHT_SIGMAS * np.sqrt(flying))
         tail = demand.num_rows - self._cuts
-        self.least = np.minimum(tail, demand.listed + least_cached).astype(np.float64)
-        """Rows to cache at least, behind every prefix that is looked at."""
-        self.wanted = np.minimum(tail, demand.listed + np.maximum(least_cached, flying))
-        """The same, with room for the rows of all batches in flight."""
+        flying = behind(-np.expm1(-np.outer(rates, np.arange(depth + 2))))
+        flying = np.maximum(least_cached, np.ceil(flying + FLIGHT_SIGMAS * np.sqrt(flying)))
+        self.floors: Array = np.minimum(tail, demand.listed + flying.T)
+        """Rows to cache with room for those of none, one, ... and all batches in flight, behind every prefix that is
+        looked at: [depth + 2, prefixes]."""
 
     def _measure(self, curve: MissRatio, first: Array) -> None:
         """Hits as the curve has them; first: accesses per step that are a row's first, behind every cut.
@@ -219,14 +218,11 @@ class _Piece(NamedTuple):
 def solve(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
     """Slots for each table within `budget_bytes`: the greedy plan, or `budget.plan_slots` where that hits more.
 
-    First every table gets the slots that batches in flight want, or where these do not all fit the least there are;
-    then bytes go in the order of hits per byte, along the concave hull of each table's curve, so that less than one
-    piece of it is lacking to the best there is, and nothing where all slots cost the same. Raises ValueError as
-    `plan_slots`.
+    First every table gets the slots that batches in flight want, of as many batches as these fit for; then bytes
+    go in the order of hits per byte, along the concave hull of each table's curve, so that less than one piece of it is
+    lacking to the best there is, and nothing where all slots cost the same. Raises ValueError as `plan_slots`.
     """
-    floors = [table.wanted for table in tables]
-    if not _fits(tables, floors, budget_bytes):
-        floors = [table.least for table in tables]
+    floors = flight_floors(tables, budget_bytes)
     found = _greedy(tables, floors, budget_bytes) if _fits(tables, floors, budget_bytes) else None
     try:
         equal = plan_slots([table.demand for table in tables], int(budget_bytes))
@@ -238,6 +234,16 @@ def solve(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
         return equal
     keeps = all(table.keeps(slots, floor) for table, slots, floor in zip(tables, equal, floors, strict=True))
     return equal if keeps and expected_hits(tables, equal) > expected_hits(tables, found) else found
+
+
+def flight_floors(tables: Sequence[TableUse], budget_bytes: float) -> list[Array]:
+    """Of each table's floors the one for the most batches in flight that all tables have room for, or for none."""
+    floors: list[Array] = []
+    for batches in reversed(range(max((len(table.floors) for table in tables), default=1))):
+        floors = [table.floors[min(batches, len(table.floors) - 1)] for table in tables]
+        if _fits(tables, floors, budget_bytes):
+            break
+    return floors
 
 
 def _fits(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: float) -> bool:

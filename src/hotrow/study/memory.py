@@ -21,6 +21,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hotrow import bench
 from hotrow.batch import Batch
 from hotrow.data.synthetic_config import KAGGLE_ROWS
@@ -126,13 +128,22 @@ def refusal(cell: MemoryCell, *, memory_bytes: int, cores: int) -> str | None:
         return f"both sides need {wanted / 1e9:.1f} GB, --memory allows {memory_bytes / 1e9:.1f} GB"
     if cell.threads > cores:
         return f"{cell.threads} threads, but this process may use {cores} cores"
+    if batch_bytes(cell.work) > cell.dram_bytes:
+        return f"the different rows of a batch take more than its DRAM: {batch_bytes(cell.work) / 1e6:.1f} MB"
     slack = SLACK_BYTES[cell.side]
     if cell.side == "mmap" and cell.dram_bytes < slack:
         return (
-            f"beside DRAM of {cell.dram_bytes / 1e6:.1f} MB a process has {slack / 1e6:.0f} MB, in which the page "
-            "cache would hold more of the files than that"
+            f"beside its DRAM a process has {slack / 1e6:.0f} MB, in which the page cache would hold more of the files "
+            "than in that"
         )
     return rivals.missing(cell.side) or group_refused()
+
+
+@functools.lru_cache(maxsize=64)
+def batch_bytes(work: Work) -> int:
+    """Of the different rows of the first batch."""
+    sparse = next(work.batches()).sparse
+    return 4 * work.embedding_dim * sum(len(np.unique(sparse.bags(key)[0])) for key in sparse.keys)
 
 
 @functools.cache
@@ -356,7 +367,7 @@ def shares_of(sides: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
 def machines(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each source, the least DRAM at which tiers keep ENOUGH of the speed, and how many machines that saves."""
     found = []
-    for source in dict.fromkeys(row["source"] for row in rows):
+    for source in sorted({row["source"] for row in rows}):
         own = [row for row in rows if row["source"] == source and row["side"] == "tiers" and row["ahead"]]
         held = [row["dram_parts"] for row in own if row["relative_speed"] >= ENOUGH]
         found.append({"source": source, "machines_in_dram": max(held, default=1), "measured": bool(own)})

@@ -68,8 +68,10 @@ def speed_chart(rows: Sequence[Row], by: str) -> str:
 
 
 def shown_of(group: str, rows: Sequence[Row]) -> list[dict[str, str]]:
-    """The group's rows as text."""
-    return [shown(row) for row in rows if row["group"] == group]
+    """The group's rows as text, by ids, then by DRAM, then by speed."""
+    own = [row for row in rows if row["group"] == group]
+    own.sort(key=lambda row: (row["source"], row["dram_parts"], -row["relative_speed"]))
+    return [shown(row) for row in own]
 
 
 def shown(row: Row) -> dict[str, str]:
