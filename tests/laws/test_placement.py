@@ -58,7 +58,7 @@ def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
 
 def exercised(run: RunFolder, *, on_disk: tuple[str, ...]) -> None:
     counts = run.record["memory"]["tables"]
-    assert [name for name, own in counts.items() if own["pinned"] + own["cached"] < own["rows"]] == list(on_disk)
+    assert {name for name, own in counts.items() if own["pinned"] + own["cached"] < own["rows"]} >= set(on_disk)
     assert counts["t1"]["store"] == "dram"
     assert counts["t2"]["read_rows"] > 20 and counts["t2"]["written_rows"] > 20, "the run did not exercise the store"
     assert not (run.path / "memory").exists(), "files were left behind"

@@ -13,6 +13,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "hotrow"
 
 # A module imports modules of its own level or below. A folder's level holds for the files in it.
 LEVELS = {
+    "config_schema": 0,
     "config": 0,
     "tables": 0,
     "batch": 0,
