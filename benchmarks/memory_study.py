@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
+from hotrow.study.memory import machines
 from hotrow.study.memory_page import shown_of, speed_charts
 from hotrow.study.page import by_reason, machine_line
 from hotrow.study.runner import load_preset
@@ -48,7 +49,7 @@ ranks of tables of Criteo Kaggle's cardinalities. `criteo`, `taobao` and `trace.
 
 def kept_of(report: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of the study's file."""
-    circumstances = {name: report[name] for name in ("machine", "backend", "versions", "machines", "skipped")}
+    circumstances = {name: report[name] for name in ("machine", "backend", "versions", "skipped")}
     return {**circumstances, "cells": [{name: row.get(name) for name in KEPT} for row in report["cells"]]}
 
 
@@ -78,7 +79,7 @@ def machines_of(report: Mapping[str, Any]) -> list[str]:
         "At 90 % of the speed in DRAM or more, one machine does the work of how many with as much DRAM that would hold "
         "the tables together:"
     )
-    rows = [[line["source"], line["machines_in_dram"]] for line in report["machines"] if line["measured"]]
+    rows = [[line["source"], line["machines_in_dram"]] for line in machines(report["cells"]) if line["measured"]]
     return [text, "", *table({"ids": "left", "machines": "right"}, rows)]
 
 
