@@ -356,10 +356,10 @@ def tiers_table(cells: list[dict[str, Any]]) -> list[str]:
         "A DLRM with Criteo Kaggle's MLPs and 26 tables of its cardinalities (33.8M rows), dim 64, batches of 2,048, "
         "SGD, ids Zipf over each table's ranks. DRAM is a part of the tables' bytes, every row lies on disk, and the "
         "process trains in a memory group that holds that DRAM, what it used before it had tables, and 64 MiB (128 "
-        "for RocksDB, and where checkpoints are saved), page cache included. Speed is samples per "
-        "second over all in DRAM, in stretches that alternate: the median, and "
-        "the range of all rounds. Losses equal those in DRAM to the bit. After its rounds ours saves a checkpoint and, "
-        "500 steps later, the next, with the rows that changed: what that one took and wrote; no round has one in it."
+        "for RocksDB), page cache included. Speed is samples per second over all in DRAM, in stretches that alternate: "
+        "the median, and the range of all rounds. Losses equal those in DRAM to the bit. After its rounds ours saves a "
+        "checkpoint and, 500 steps later, the next, with the rows that changed: what that one took and "
+        "wrote; no round has one in it."
     )
     head = {"cell": "left", "speed, share of DRAM's": "right", "promised": "left"} | dict.fromkeys(
         (

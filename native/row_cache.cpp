@@ -11,8 +11,9 @@ namespace hotrow {
 namespace {
 
 constexpr uint32_t kMostUses = 15;
-constexpr int64_t kKeptOverflowBytes = 2 << 20;  // of free slots beside the cache
-constexpr int64_t kAhead = 12;                   // ids between what they need is fetched and used
+constexpr int64_t kHugePageBytes = 2 << 20;
+constexpr int64_t kKeptOverflowBytes = 256 << 10;  // of free slots beside the cache, that every table may keep
+constexpr int64_t kAhead = 12;                     // ids between what they need is fetched and used
 
 }  // namespace
 
@@ -354,16 +355,23 @@ void RowCache::release(Pins& pins, bool dirty) {
   if (map_.size() > least_map() && 8 * num_mapped_ <= 5 * static_cast<int64_t>(least_map())) resize_map(least_map());
 }
 
-// Slots of a piece of a checkpoint, which may be many: no batch will need their memory.
+// Slots of a piece of a checkpoint, which may be many: those behind the last one that a batch has, as no batch will
+// need their memory.
 void RowCache::drop_overflow() {
-  const int64_t free = static_cast<int64_t>(free_overflow_.size());
-  if (free * slots_.record_bytes() <= kKeptOverflowBytes) return;
-  if (free < static_cast<int64_t>(places_.size()) - sizes_.cached) return;
+  const auto bytes_of = [&](size_t places) { return static_cast<int64_t>(places) * slots_.record_bytes(); };
+  if (bytes_of(free_overflow_.size()) <= kKeptOverflowBytes) return;
+  size_t end = places_.size();
+  while (end > static_cast<size_t>(sizes_.cached) && places_[end - 1].row == kNoRow) --end;
+  const size_t free = places_.size() - end;
+  if (bytes_of(free) <= kKeptOverflowBytes) return;
+  const int64_t first = slot_of_place(static_cast<int32_t>(end));
   for (const Part& part : slots_.parts) {
-    drop_pages_within(part.base + (sizes_.pinned + sizes_.cached) * part.bytes, static_cast<size_t>(free * part.bytes));
+    // The last one in use may have brought a huge page, of which the rest was never a slot.
+    const int64_t slots = std::min(static_cast<int64_t>(free) + kHugePageBytes / part.bytes, sizes_.num_rows - first);
+    drop_pages_within(part.base + first * part.bytes, static_cast<size_t>(slots * part.bytes));
   }
-  places_.resize(static_cast<size_t>(sizes_.cached));
-  free_overflow_.clear();
+  places_.resize(end);
+  std::erase_if(free_overflow_, [&](int32_t place) { return static_cast<size_t>(place) >= end; });
 }
 
 void RowCache::restart_batches() {

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, BinaryIO, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -91,6 +92,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> dict[str, Any]:
             for chunk in _chunks(tensor):
                 file.write(chunk)
                 checksum, left = zlib.crc32(chunk, checksum), left - len(chunk)
+                del chunk  # before the next is made: its memory is that one's
+                _send_down(file)
         assert left == 0, f"{path}: rows changed while they were written"
     return {"num_bytes": len(head) + end, "crc32": f"{checksum:08x}"}
 
@@ -162,10 +165,22 @@ def crc32(path: Path) -> str:
 
 
 def _chunks(tensor: Stored) -> Iterator[memoryview]:
-    if not isinstance(tensor, Tensor):
-        return (chunk for piece in tensor.pieces() for chunk in _chunks(tensor.read(piece)))
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return (flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES))
+    """The bytes of a tensor; of what comes in pieces no two are in memory at once."""
+    if isinstance(tensor, Tensor):
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield from (flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES))
+    else:
+        for piece in tensor.pieces():
+            yield from _chunks(tensor.read(piece))
+
+
+def _send_down(file: BinaryIO) -> None:
+    """Let what was written go to the disk now and leave the page cache, which nobody will read it from.
+
+    Else it waits there until the file is whole, and a memory group with less room than that ends the process.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _few(names: list[str]) -> str:

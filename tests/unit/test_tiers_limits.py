@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import gc
+import mmap
 import os
 import pickle
 import re
@@ -506,6 +508,41 @@ def test_the_map_of_a_large_batch_is_given_back(emb: EmbeddingCollection) -> Non
         tiers.announce(large)
         assert all(now > least for now, least in zip(map_bytes(), counted, strict=True)), "the batch was too small"
         tiers.forget(large)
+
+
+def resident_bytes(array: torch.Tensor, first: int) -> int:
+    """Of the pages of the rows from `first` on."""
+    start = array.data_ptr() + first * array[:1].nbytes
+    start += -start % mmap.PAGESIZE
+    num_pages = (array.data_ptr() + array.nbytes - start) // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * num_pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(num_pages * mmap.PAGESIZE), found) == 0
+    return mmap.PAGESIZE * sum(each & 1 for each in found)
+
+
+@pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its slots are measured")
+@pytest.mark.skipif(sys.platform != "linux", reason="mincore of other systems says other things")
+@pytest.mark.parametrize("in_flight", [0, 9000])
+def test_the_slots_of_a_large_piece_are_given_back(folder: Path, in_flight: int) -> None:
+    """Also while a batch lies beside the cache, whose rows stay what they are."""
+    num_rows, dim = 200_000, 64
+    table = TableConfig(name="a", num_embeddings=num_rows, embedding_dim=dim, feature_names=("a",))
+    emb = EmbeddingCollection([table], memory=Memory(dram="2MiB", ssd=folder, force=True), seed=5)
+    tiers = emb.tiers
+    assert tiers is not None
+    tiers.write_every_row()
+    batch = KeyedJaggedTensor(("a",), torch.arange(max(in_flight, 1)))
+    tiers.announce(batch)
+    beside = max(0, len(batch.values) - tiers.slots[0].cached)
+    assert (beside > 0) == (in_flight > 0), "the batch was too small"
+    for first in (50_000, 100_000):
+        with tiers.rows(0, torch.arange(first, first + 40_000)):
+            used = resident_bytes(tiers.weights["a"], tiers.slots[0].cached)
+        left = resident_bytes(tiers.weights["a"], tiers.slots[0].cached)
+        assert used > 4 * dim * 40_000, "the piece was too small"
+        assert left <= 4 * dim * beside + mmap.PAGESIZE
+    plain = EmbeddingCollection([table], seed=5)
+    assert torch.equal(emb(batch), plain(batch))
 
 
 @pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing waits without it")

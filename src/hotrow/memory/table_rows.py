@@ -106,7 +106,11 @@ class RowsInTiers:
                 self._put(slots, values[differs])
 
     def _at(self, slots: Tensor) -> Tensor:
-        return self._array[slots] if self._low is None else widen(self._array[slots], self._low[slots])
+        if self._low is not None:
+            return widen(self._array[slots], self._low[slots])
+        # On pages that go with it: malloc would keep them, cut up by what comes after, and the next piece take others.
+        out = ops.allocate(len(slots), *self._array.shape[1:], dtype=self._array.dtype)
+        return torch.index_select(self._array, 0, slots, out=out)
 
     def _put(self, slots: Tensor, values: Tensor) -> None:
         if self._low is not None:

@@ -35,8 +35,6 @@ from hotrow.study.worker import Worker, WorkerError
 SLACK_BYTES = {"tiers": 64 << 20, "mmap": 64 << 20, "rocksdb": 128 << 20}
 """Beside the budget and what a process used before it had tables: what allocators keep, and RocksDB's threads and
 buffers."""
-CHECKPOINT_BYTES = 64 << 20
-"""Beside those, where a checkpoint is saved."""
 ENOUGH = 0.9
 """Of the speed in DRAM: what a smaller machine must keep to count as one that does the work."""
 SETUP_S, BUILT_BYTES_PER_S, STEP_S, TABLE_STEP_S = 10.0, 1.4e8, 0.011, 0.0004
@@ -208,7 +206,7 @@ def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[
         side.ready()
         dram.ready()
         base = group.used_bytes()
-        limit = base + settings.dram_bytes + SLACK_BYTES[first.side] + CHECKPOINT_BYTES * (first.checkpoint_steps > 0)
+        limit = base + settings.dram_bytes + SLACK_BYTES[first.side]
         group.limit(limit)
         facts = {**side.ask(do="build"), "base_bytes": base, "limit_bytes": limit, "built_bytes": group.used_bytes()}
         dram.ask(do="build")
