@@ -21,6 +21,7 @@ from benchmarks.hot_page import hot_tables
 from benchmarks.kernels import promises
 from benchmarks.markdown import held, table
 from benchmarks.step_shapes import SHAPES
+from benchmarks.tiers_page import ours_at, tiers_sentence, tiers_table
 from hotrow.hot.student import interval
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -350,127 +351,6 @@ def overlap_table(cells: list[dict[str, Any]]) -> list[str]:
     return [text, "", *table(head, rows)]
 
 
-def tiers_table(cells: list[dict[str, Any]]) -> list[str]:
-    """Training with a part of the tables in DRAM."""
-    text = (
-        "A DLRM with Criteo Kaggle's MLPs and 26 tables of its cardinalities (33.8M rows), dim 64, batches of 2,048, "
-        "SGD, ids Zipf over each table's ranks. DRAM is a part of the tables' bytes, every row lies on disk, and the "
-        "process trains in a memory group that holds that DRAM, what it used before it had tables, and 64 MiB (128 "
-        "for RocksDB), page cache included. Speed is samples per second over all in DRAM, in stretches that alternate: "
-        "the median, and the range of all rounds. Losses equal those in DRAM to the bit. After its rounds ours saves a "
-        "checkpoint and, 500 steps later, the next, with the rows that changed: what that one took and "
-        "wrote; no round has one in it."
-    )
-    head = {"cell": "left", "speed, share of DRAM's": "right", "promised": "left"} | dict.fromkeys(
-        (
-            "hits, per lookup",
-            "per tail row",
-            "waiting",
-            "MB read a step",
-            "MB written",
-            "rows on disk",
-            "peak, MB",
-            "checkpoint after 500 steps, s / MB",
-            "rounds",
-            "stolen",
-        ),
-        "right",
-    )
-    rows = [tiers_row(cell) for cell in cells if "relative_speed" in cell]
-    lines = [text, "", *table(head, rows), *beside_rivals(cells)]
-    for cell in cells:
-        if cell["name"] == "id_to_slot":
-            promise = held(f"at most {cell['most']:.0%}", holds=cell["share"] <= cell["most"])
-            lines += ["", f"Ids of a batch to slots: {cell['ms']:.2f} ms, {cell['share']:.1%} of a step ({promise})."]
-        if cell["name"] == "open_table":
-            lines += ["", open_line(cell)]
-        if cell["name"] == "large":
-            lines += ["", large_line(cell)]
-    return lines
-
-
-def beside_rivals(cells: list[dict[str, Any]]) -> list[str]:
-    """Ratios of speeds that are promised at 1/32 and Zipf 1.05; each speed is a share of DRAM's in its own run.
-
-    Of one machine alone: that share hangs on how a machine's processor and disk stand to each other.
-    """
-
-    def machine_of(cell: dict[str, Any]) -> Any:
-        return cell.get("measured", {}).get("machine")
-
-    def speed(side: str, ahead: int | None = None, io: str = "auto") -> float | None:
-        wanted = {"dram_parts": 32, "zipf": 1.05, "side": side, "io": io, **({} if ahead is None else {"ahead": ahead})}
-        found = [c["relative_speed"] for c in cells if wanted.items() <= c.items() and machine_of(c) == here]
-        return max(found, default=None)
-
-    ours_at = {"dram_parts": 32, "zipf": 1.05, "side": "tiers", "io": "auto", "ahead": 4}
-    here = next((machine_of(c) for c in cells if ours_at.items() <= c.items()), None)
-    ours = speed("tiers", 4)
-    ratios = (
-        ("ours over the whole tables mapped", ours, speed("mmap"), 3.0),
-        ("ours over RocksDB behind an LRU cache", ours, speed("rocksdb"), 2.5),
-        ("ours over ours without look-ahead", ours, speed("tiers", 0), 1.5),
-        ("threads over io_uring", speed("tiers", 4, "threads"), ours, 0.8),
-    )
-    rows = [
-        [what, f"{a / b:.2f}x", held(f"{least:g}x", holds=a / b >= least), f"{least * b:.0%}"]
-        for what, a, b, least in ratios
-        if a and b
-    ]
-    needed = "takes, of the speed all in DRAM"  # which nothing here can be above
-    head = {"at 1/32, Zipf 1.05": "left", "ratio": "right", "promised": "left", needed: "right"}
-    return ["", *table(head, rows)] if rows else []
-
-
-def tiers_row(cell: dict[str, Any]) -> list[str]:
-    """One side at one part of DRAM."""
-
-    def text(name: str, form: str, scale: float = 1.0) -> str:
-        return "" if cell.get(name) is None else format(cell[name] * scale, form)
-
-    low, high = cell["spread"]
-    target = cell.get("target")
-    return [
-        cell["name"],
-        f"{cell['relative_speed']:.0%} ({low:.0%}-{high:.0%})",
-        "" if target is None else held(f"{target:.0%}", holds=cell["relative_speed"] >= target),
-        text("hit_rate", ".1%"),
-        text("row_hit_rate", ".1%"),
-        text("stall_share", ".1%"),
-        text("bytes_read_per_step", ".2f", 1e-6),
-        text("bytes_written_per_step", ".2f", 1e-6),
-        text("rows_on_disk", ",.0f"),
-        text("peak_bytes", ",.0f", 1e-6),
-        "" if "checkpoint_s" not in cell else f"{cell['checkpoint_s']:.1f} / {cell['checkpoint_bytes'] / 1e6:,.0f}",
-        str(cell["rounds"]),
-        str(cell["stolen_rounds"]),
-    ]
-
-
-def open_line(cell: dict[str, Any]) -> str:
-    """A table that is made and opened, in a sentence."""
-    promise = held(f"less than {cell['most_s']:g} s", holds=cell["worst_s"] < cell["most_s"])
-    return (
-        f"A table of {cell['table_bytes'] / 1e9:.0f} GB, dim {cell['dim']}, on disk, each to the end of "
-        f"{cell['lookups']:,} lookups and closed: its file made {cell['make_s']:.3f} s, opened again "
-        f"{cell['open_s']:.3f} s, a collection with it {cell['collection_s']:.3f} s; "
-        f"the longest of all {cell['worst_s']:.3f} s ({promise})."
-    )
-
-
-def large_line(cell: dict[str, Any]) -> str:
-    """The large model in a sentence."""
-    losses = f"{cell['losses'][0]:.3f} to {cell['losses'][-1]:.3f}"
-    return (
-        f"Tables of {cell['table_bytes'] / 2**30:.0f} GiB, dim {cell['dim']}, Zipf {cell['zipf']} "
-        f"({cell['disk_bytes'] / 2**30:.0f} GiB on disk) in a group of {cell['limit_bytes'] / 2**30:.0f} GiB: "
-        f"{cell['num_steps']:,} steps, {cell['samples_per_s']:,.0f} samples/s, "
-        f"peak {cell['peak_bytes'] / 2**30:.2f} GiB, {cell['hit_rate']:.1%} of lookups hit, "
-        f"{cell['evicted_rows'] / 1e6:.1f}M rows left and {cell['read_rows'] / 1e6:.1f}M came back, "
-        f"{cell['written_bytes'] / 2**30:.1f} GiB written; loss {losses}."
-    )
-
-
 TABLES = {
     "kernels": kernel_tables,
     "step_profile": profile_tables,
@@ -563,7 +443,11 @@ def readme_figures(cells: dict[str, dict[str, Any]]) -> str:
     where = machine_line(next(iter(shown.values())))
     if any((cell.get("share_of_limit") or 0) > 1.1 and name.startswith("train_step") for name, cell in shown.items()):
         where += ". Above 100 %: the limit of a step holds torch.mm, which is slower here than hotrow's own products"
-    return "\n".join([*head, *rows, "", f"{where}. How measured: [docs/benchmarks.md](docs/benchmarks.md)."]) + "\n"
+    lines = [*head, *rows, "", f"{where}. How measured: [docs/benchmarks.md](docs/benchmarks.md)."]
+    if sentence := tiers_sentence([*cells.values()]):
+        more = "more: [docs/memory-study.md](docs/memory-study.md)"
+        lines += ["", f"Tables larger than memory: {sentence} {machine_line(ours_at(32, [*cells.values()]))}; {more}."]
+    return "\n".join(lines) + "\n"
 
 
 def pages() -> dict[Path, str]:

@@ -7,21 +7,15 @@ Without a file, the pages are made anew from docs/memory-study.json, which holds
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
+from benchmarks.study_docs import StudyDocs, table_of
 from hotrow.study.memory import machines
 from hotrow.study.memory_page import shown_of, speed_charts
-from hotrow.study.page import by_reason, machine_line
 from hotrow.study.runner import load_preset
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-JSON = DOCS / "memory-study.json"
-PAGE = "memory-study.md"
 CHARTS = ("memory-study-ids.svg", "memory-study-sides.svg")
 COLUMNS = {
     "who": "who", "ids": "source", "DRAM": "dram", "speed (range of rounds)": "speed", "hits, per lookup": "hit_rate",
@@ -47,30 +41,20 @@ ranks of tables of Criteo Kaggle's cardinalities. `criteo`, `taobao` and `trace.
 """
 
 
-def kept_of(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of the study's file."""
-    circumstances = {name: report[name] for name in ("machine", "backend", "versions", "skipped")}
-    return {**circumstances, "cells": [{name: row.get(name) for name in KEPT} for row in report["cells"]]}
-
-
-def files_of(report: Mapping[str, Any]) -> dict[str, str]:
-    """Names below docs/, and their text."""
+def charts_of(report: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """By heading: the chart's file, and the SVG."""
     charts = speed_charts(report["cells"])
-    lines = [
-        HEAD,
-        f"{machine_line(report)} Made by `hotrow study memory --data ...` and `python -m benchmarks.memory_study`.",
-    ]
-    for file, title in zip(CHARTS, charts, strict=False):
-        lines += ["", f"## {title}", "", f"[![Speed over the share of DRAM]({file})]({file})"]
-    lines += ["", "## Machines", "", *machines_of(report)]
+    return {title: (file, svg) for file, (title, svg) in zip(CHARTS, charts.items(), strict=False)}
+
+
+def body_of(report: Mapping[str, Any]) -> list[str]:
+    """How many machines' memory one does without, and a table of each group's cells."""
+    lines = ["", "## Machines", "", *machines_of(report)]
     for group in load_preset("memory")["groups"]:
         if rows := shown_of(group["name"], report["cells"]):
-            lines += ["", f"## {group['name'].capitalize()}", "", group["about"], "", *table_of(rows)]
-    if report["skipped"]:
-        lines += ["", "## Not measured", ""]
-        reasons = [[line["reason"], line["count"], f"`{line['key']}`"] for line in by_reason(report["skipped"])]
-        lines += table({"reason": "left", "cells": "right", "first of them": "left"}, reasons)
-    return {PAGE: "\n".join(lines) + "\n", **dict(zip(CHARTS, charts.values(), strict=False))}
+            table_lines = table_of(COLUMNS, rows, words=("who", "source"))
+            lines += ["", f"## {group['name'].capitalize()}", "", group["about"], "", *table_lines]
+    return lines
 
 
 def machines_of(report: Mapping[str, Any]) -> list[str]:
@@ -83,23 +67,7 @@ def machines_of(report: Mapping[str, Any]) -> list[str]:
     return [text, "", *table({"ids": "left", "machines": "right"}, rows)]
 
 
-def table_of(rows: list[dict[str, str]]) -> list[str]:
-    """The rows of a group, as text."""
-    heads = {head: "left" if field in ("who", "source") else "right" for head, field in COLUMNS.items()}
-    return table(heads, [[row[field] for field in COLUMNS.values()] for row in rows])
-
-
-def main() -> None:
-    """Keep what is shown of a study's file, if one is named, and write the pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, help="memory.json of the study's folder of results")
-    options = parser.parse_args()
-    if options.file is not None:
-        JSON.write_text(json.dumps(kept_of(json.loads(options.file.read_text())), indent=1) + "\n", encoding="utf-8")
-    for name, text in files_of(json.loads(JSON.read_text())).items():
-        (DOCS / name).write_text(text, encoding="utf-8")
-        print(f"wrote docs/{name}")
-
+STUDY = StudyDocs("memory", HEAD, KEPT, charts_of, body_of)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main(__doc__)

@@ -22,6 +22,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import hot_study, memory_study, study_docs
+from benchmarks.study_docs import StudyDocs
 from hotrow import bench, charts, ops
 from hotrow.cli import app
 from hotrow.study import kernels, runner
@@ -360,6 +362,15 @@ def test_log_axes_put_powers_of_ten_at_equal_distances() -> None:
     steps = [plot.x(10.0 ** (k + 1)) - plot.x(10.0**k) for k in range(-1, 2)]
     assert steps == pytest.approx([steps[0]] * 3) and plot.x(0.1) == charts.LEFT
     assert plot.y(1000.0) == charts.TOP
+
+
+@pytest.mark.parametrize("study", [hot_study.STUDY, memory_study.STUDY], ids=lambda study: study.name)
+def test_a_page_in_docs_is_what_its_file_makes(study: StudyDocs) -> None:
+    files = study.files()
+    for name, text in files.items():
+        assert (study_docs.DOCS / name).read_text() == text, f"run: python -m benchmarks.{study.name}_study"
+    page = files[f"{study.name}-study.md"]
+    assert page.count(".svg)](") == len(files) - 1 and "/tmp" not in study.json.read_text()
 
 
 # ---- the command

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import hot_study
 from hotrow import runs
 from hotrow.config import make_config, parse_yaml
 from hotrow.config_schema import Config
@@ -178,6 +179,9 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
         if cell["schedule"] == "fae":
             assert cell["link_bytes"] / 12e9 == pytest.approx(cell["modelled_link_s"], rel=1e-3, abs=1e-6)
             assert 0 < cell["sync_bytes"] < cell["link_bytes"]
+    kept = hot_study.STUDY.kept_of(report)
+    assert hot_study.body_of(kept) == hot_study.body_of(report), "the page in docs/ shows what is kept of the report"
+    assert hot_study.charts_of(kept) == hot_study.charts_of(report)
     page = (tmp_path / "out" / "hot.html").read_text()
     assert "Made by: <code>hotrow.study.run_study(" in page
     assert "No fast device was" in page and "planted" in page and page.count("<svg") == 2

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -18,8 +19,8 @@ import pytest
 import torch
 
 from benchmarks import memory_study
-from benchmarks.claims import tiers_table
 from benchmarks.tiers import name_of, open_table, step_cells
+from benchmarks.tiers_page import tiers_sentence, tiers_table
 from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
 from hotrow.memory.budget import TableSlots
 from hotrow.study import memory, runner
@@ -423,6 +424,9 @@ def test_the_study_measures_once_and_holds_its_fields(
     assert report["machines"][0]["source"] == "Zipf 1.05"
     with (out / "memory.csv").open(newline="") as stream:
         assert [line["key"] for line in csv.DictReader(stream)] == [row["key"] for row in report["cells"]]
+    kept = memory_study.STUDY.kept_of(report)
+    assert memory_study.body_of(kept) == memory_study.body_of(report), "the page in docs/ shows what is kept of it"
+    assert memory_study.charts_of(kept) == memory_study.charts_of(report)
     page = (out / "memory.html").read_text()
     assert "Made by: <code>hotrow.study.run_study(" in page
     assert "hotrow, 2 ahead" in page and "<script>" not in page
@@ -459,11 +463,6 @@ def test_charts_are_by_ids_and_by_side() -> None:
     assert all(f">{name}</text>" in by_side for name in ("hotrow, 4 ahead", "hotrow, 0 ahead", "mapped files"))
     assert all(f">{tick}</text>" in by_side for tick in ("1/32", "1/2")) and ">0.1</text>" not in by_side
     assert speed_charts([]) == {}
-
-
-def test_the_page_in_docs_is_what_its_file_makes() -> None:
-    for name, text in memory_study.files_of(json.loads(memory_study.JSON.read_text())).items():
-        assert (memory_study.DOCS / name).read_text() == text, "run: python -m benchmarks.memory_study"
 
 
 def test_machines_count_where_enough_speed_is_kept() -> None:
@@ -507,6 +506,11 @@ def test_speeds_of_two_machines_make_no_ratio() -> None:
     ours = {**own, "name": "ours", "side": "tiers", "ahead": 4, "relative_speed": 0.6}
     rival = {**own, "name": "mapped", "side": "mmap", "ahead": 1, "relative_speed": 0.2}
     assert "| ours over the whole tables mapped | 3.00x |" in "\n".join(tiers_table([ours, rival]))
+    rocks = {**rival, "name": "rocks", "side": "rocksdb", "ahead": 0, "relative_speed": 0.15}
+    tenth = {**ours, "name": "tenth", "dram_parts": 10, "relative_speed": 0.85}
+    sentence = tiers_sentence([ours, rival, rocks, tenth])
+    assert sentence and re.findall(r"[\d.]+(?:%| times)", sentence) == ["85%", "60%", "3.0 times", "4.0 times"]
+    assert tiers_sentence([ours, rival, tenth]) is None
     elsewhere = {**rival, "measured": {"machine": {"cpu": "Another"}}}
     assert "ours over the whole tables mapped" not in "\n".join(tiers_table([ours, elsewhere]))
 

@@ -1,0 +1,83 @@
+"""The page below docs/ of a study as it was measured: text and charts, made from the JSON file beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import table
+from hotrow.study.page import by_reason, machine_line
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+CIRCUMSTANCES = ("machine", "backend", "versions", "skipped")
+"""Of a study's file, beside its cells."""
+
+
+@dataclass(frozen=True)
+class StudyDocs:
+    """One study's page: `docs/NAME-study.md`, its charts, and `docs/NAME-study.json`, which holds what they show."""
+
+    name: str
+    """The study's, as `hotrow study` takes it."""
+    head: str
+    """What the page begins with."""
+    kept: Sequence[str]
+    """Fields of a cell that the page shows. No path of the machine is among them."""
+    charts: Callable[[Mapping[str, Any]], Mapping[str, tuple[str, str]]]
+    """Of a report: by heading, the file's name and the SVG."""
+    body: Callable[[Mapping[str, Any]], list[str]]
+    """Of a report: the lines below the charts."""
+    also_kept: Sequence[str] = ()
+    """Fields of the report itself that the page shows."""
+
+    @property
+    def json(self) -> Path:
+        """The file that the page is made from."""
+        return DOCS / f"{self.name}-study.json"
+
+    def kept_of(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """What the page shows of the study's file."""
+        own = {name: report[name] for name in (*CIRCUMSTANCES, *self.also_kept)}
+        cells = [{name: row[name] for name in self.kept if name in row} for row in report["cells"]]
+        return {**own, "cells": cells}
+
+    def files(self) -> dict[str, str]:
+        """Names below docs/, and their text."""
+        report = json.loads(self.json.read_text(encoding="utf-8"))
+        made = f"Made by `hotrow study {self.name} --data ...` and `python -m benchmarks.{self.name}_study`."
+        lines = [self.head, f"{machine_line(report)} {made}"]
+        charts = self.charts(report)
+        for title, (file, _) in charts.items():
+            lines += ["", f"## {title}", "", f"[![{title}]({file})]({file})"]
+        lines += [*self.body(report), *not_measured(report)]
+        return {f"{self.name}-study.md": "\n".join(lines) + "\n", **dict(charts.values())}
+
+    def main(self, description: str | None) -> None:
+        """Keep what is shown of a study's file, if one is named, and write the pages."""
+        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("file", nargs="?", type=Path, help=f"{self.name}.json of the study's folder of results")
+        options = parser.parse_args()
+        if options.file is not None:
+            kept = self.kept_of(json.loads(options.file.read_text(encoding="utf-8")))
+            self.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        for name, text in self.files().items():
+            (DOCS / name).write_text(text, encoding="utf-8")
+            print(f"wrote docs/{name}")
+
+
+def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, str]], words: Sequence[str]) -> list[str]:
+    """A table of fields by head; those of `words` are set to the left."""
+    heads = {head: "left" if field in words else "right" for head, field in columns.items()}
+    return table(heads, [[row[field] for field in columns.values()] for row in rows])
+
+
+def not_measured(report: Mapping[str, Any]) -> list[str]:
+    """The section of cells that were refused, by reason; nothing where there are none."""
+    if not report["skipped"]:
+        return []
+    reasons = [[line["reason"], line["count"], f"`{line['key']}`"] for line in by_reason(report["skipped"])]
+    return ["", "## Not measured", "", *table({"reason": "left", "cells": "right", "first of them": "left"}, reasons)]
