@@ -20,7 +20,9 @@ def tiers_table(cells: Sequence[Cell]) -> list[str]:
         "for RocksDB), page cache included. Speed is samples per second over all in DRAM, in stretches that alternate: "
         "the median, and the range of all rounds. Losses equal those in DRAM to the bit. After its rounds ours saves a "
         "checkpoint and, 500 steps later, the next, with the rows that changed: what that one took and "
-        "wrote; no round has one in it."
+        "wrote; no round has one in it. Such shares hang on how a machine's processor and disk stand to each other: "
+        "the slower its steps, the more of a side's reads hide behind them. A second machine's are in the "
+        "[study](memory-study.md)."
     )
     head = {"cell": "left", "speed, share of DRAM's": "right", "promised": "left"} | dict.fromkeys(
         (
