@@ -22,11 +22,13 @@ namespace hotrow {
 namespace {
 
 constexpr size_t kMostTaken = 2;  // by a thread at once: each takes the lock for several I/Os
-// I/Os that need only the processor (holes, memory) take less than this, those of a medium more. While nearly all do,
-// the engine's thread does them itself: to wake another costs more than they do. A point for each, and a slow one takes
-// kSlowPoints: the first may have been bad luck, two together are the medium.
+// I/Os that need only the processor (holes, memory) take less than kQuickNs, those of a medium more. While nearly all
+// do, the engine's thread serves too, and others only where there are kWorthServing for each: to wake one costs more
+// than several I/Os. A point for each, and a slow one takes kSlowPoints: the first may have been bad luck, two together
+// are the medium.
 constexpr int64_t kQuickNs = 20'000;
 constexpr int kSlowPoints = 32, kMostPoints = 64;
+constexpr size_t kWorthServing = 64;
 
 int64_t perform(const Io& io) {
   const auto bytes = static_cast<size_t>(io.bytes);
@@ -79,22 +81,16 @@ class Pool final : public IoQueue {
   void submit(Io* io) override { submitted_.push_back(io); }
 
   void wait(int64_t at_least, std::vector<Io*>& ended) override {
-    size_t done = 0;
-    while (done < submitted_.size() && points_.load(std::memory_order_relaxed) >= kSlowPoints) {
-      perform_timed(*submitted_[done++]);
-    }
-    const auto rest = submitted_.begin() + static_cast<ptrdiff_t>(done);
     std::unique_lock lock(mutex_);
-    ended_.insert(ended_.end(), submitted_.begin(), rest);
-    queue_.insert(queue_.end(), rest, submitted_.end());
+    queue_.insert(queue_.end(), submitted_.begin(), submitted_.end());
     wanted_ = static_cast<size_t>(std::max<int64_t>(at_least, 1));
-    const size_t news = std::min(submitted_.size() - done, idle_);
     submitted_.clear();
-    if (news > 0) {
-      lock.unlock();  // or those who wake would sleep again until it is free
-      for (size_t i = 0; i < news; ++i) more_.notify_one();
-      lock.lock();
+    if (are_quick()) {
+      const size_t servers = queue_.size() / kWorthServing, serving = threads_.size() - idle_ + 1;
+      if (servers > serving) wake_idle(lock, servers - serving);
+      while (are_quick() && !queue_.empty() && ended_.size() < wanted_) serve_share(lock, mine_);
     }
+    if (!are_quick()) wake_idle(lock, queue_.size());
     some_.wait(lock, [&] { return woken_ || ended_.size() >= wanted_; });
     woken_ = false;
     ended.insert(ended.end(), ended_.begin(), ended_.end());
@@ -130,6 +126,16 @@ class Pool final : public IoQueue {
                   std::memory_order_relaxed);
   }
 
+  bool are_quick() const { return points_.load(std::memory_order_relaxed) >= kSlowPoints; }
+
+  void wake_idle(std::unique_lock<std::mutex>& lock, size_t most) {
+    const size_t news = std::min(most, idle_);
+    if (news == 0) return;
+    lock.unlock();  // or those who wake would sleep again until it is free
+    for (size_t i = 0; i < news; ++i) more_.notify_one();
+    lock.lock();
+  }
+
   void serve() {
     std::vector<Io*> mine;
     std::unique_lock lock(mutex_);
@@ -138,23 +144,28 @@ class Pool final : public IoQueue {
       more_.wait(lock, [&] { return ending_ || !queue_.empty(); });
       --idle_;
       if (queue_.empty()) return;
-      const size_t share = (queue_.size() + threads_.size() - 1) / threads_.size();
-      for (size_t i = std::min(share, kMostTaken); i > 0; --i) {
-        mine.push_back(queue_.front());
-        queue_.pop_front();
-      }
-      lock.unlock();
-      for (Io* io : mine) perform_timed(*io);
-      lock.lock();
-      const bool enough_before = ended_.size() >= wanted_;
-      ended_.insert(ended_.end(), mine.begin(), mine.end());
-      mine.clear();
-      if (!enough_before && ended_.size() >= wanted_) some_.notify_one();
+      serve_share(lock, mine);
     }
   }
 
+  // Performs a share of the queue, without the lock.
+  void serve_share(std::unique_lock<std::mutex>& lock, std::vector<Io*>& mine) {
+    const size_t share = queue_.size() / (threads_.size() + 1) + 1;
+    for (size_t i = are_quick() ? share : std::min(share, kMostTaken); i > 0; --i) {
+      mine.push_back(queue_.front());
+      queue_.pop_front();
+    }
+    lock.unlock();
+    for (Io* io : mine) perform_timed(*io);
+    lock.lock();
+    const bool enough_before = ended_.size() >= wanted_;
+    ended_.insert(ended_.end(), mine.begin(), mine.end());
+    mine.clear();
+    if (!enough_before && ended_.size() >= wanted_) some_.notify_one();
+  }
+
   Pages frames_;
-  std::vector<Io*> submitted_;  // of the engine's thread alone; the rest under the lock
+  std::vector<Io*> submitted_, mine_;  // of the engine's thread alone; the rest under the lock
   std::mutex mutex_;
   std::condition_variable more_, some_;
   std::deque<Io*> queue_;

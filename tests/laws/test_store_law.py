@@ -260,6 +260,28 @@ def test_a_row_is_read_out_of_its_waiting_write(tmp_path: Path, io: str) -> None
 
 
 @needs_native
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_threads_read_holes_and_written_rows_in_turn(tmp_path: Path, num_threads: int) -> None:
+    """Holes take the processor alone, and the engine's thread reads them too; written rows are the pool's."""
+    num_rows, words, g = 1 << 18, 128, np.random.default_rng(3)
+    rows = TableRows(table="t", parts=(("w", 4 * words),), num_rows=num_rows)
+    truth, array = np.zeros(num_rows, np.float32), np.zeros((4000, words), np.float32)
+    engines = Engines(io="threads", depth=128, num_threads=num_threads, most_waiting_bytes=1 << 20)
+    with open_store(rows, kind="block", path=tmp_path / "t", engines=engines) as store:
+        written = np.sort(g.choice(num_rows // 2, 2000, replace=False))
+        for step in range(30):
+            some = np.sort(g.choice(written, 200, replace=False))
+            truth[some] = step + g.random(200, np.float32)
+            array[:200] = truth[some, None]
+            store.write(some, np.arange(200), [array])
+            holes = num_rows // 2 + g.choice(num_rows // 2, 2000, replace=False)
+            read = (holes, written, np.concatenate([written, holes]))[step % 3]
+            array[:] = -1
+            store.read(read, np.arange(len(read)), [array])
+            np.testing.assert_array_equal(array[: len(read)], np.repeat(truth[read, None], words, 1))
+
+
+@needs_native
 @pytest.mark.parametrize("io", ["threads", "io_uring"])
 def test_what_ios_are_merged(tmp_path: Path, io: str) -> None:
     """Reads by page; writes of neighbouring units; a sector that is whole is not read first."""
