@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[EmbeddingCollection], SparseOptimizer]] = {
     "ftrl": lambda emb: FTRL(emb, lr=0.1, l1=0.01, l2=0.02),
 }
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:table .* is read and written by 64 threads"),
+    pytest.mark.filterwarnings("ignore:table .* is read and written by 40 threads"),
     pytest.mark.filterwarnings("ignore:table .* has grown to .* rows. tables take"),
 ]
 

@@ -74,7 +74,7 @@ def test_memory_that_looks_like_a_disk_is_named(small_disk: tuple[Path, Callable
     folder, _ = small_disk
     assert files.file_system(folder / "t") == "tmpfs"
     engines = Engines()
-    with pytest.warns(UserWarning, match=r"table 'item' is read and written by 64 threads.*disk is memory \(tmpfs\)"):
+    with pytest.warns(UserWarning, match=r"table 'item' is read and written by 40 threads.*disk is memory \(tmpfs\)"):
         store = open_store(table_rows(), kind="block", path=folder / "t", engines=engines)
     assert store.fallback is not None
     assert engines.fallbacks == {str(folder / "t"): store.fallback}
@@ -194,8 +194,8 @@ assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
     ("more", "said"),
     [
         (0, "no thread for reads and writes of files could be started"),
-        (1, "only 0 of 64 threads that read and write files could be started"),
-        (5, "only 4 of 64 threads that read and write files could be started"),
+        (1, "only 0 of 40 threads that read and write files could be started"),
+        (5, "only 4 of 40 threads that read and write files could be started"),
     ],
 )
 def test_threads_that_cannot_be_started(more: int, said: str) -> None:

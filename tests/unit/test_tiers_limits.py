@@ -29,7 +29,7 @@ from hotrow.memory.budget import MIDDLE_PLACE_BYTES, TableDemand, TableSlots
 from hotrow.memory.stores import StoreError
 
 NUM_ROWS = 3000
-pytestmark = pytest.mark.filterwarnings("ignore:table .* is read and written by 64 threads")
+pytestmark = pytest.mark.filterwarnings("ignore:table .* is read and written by 40 threads")
 
 
 def make(folder: Path, *, dram: int = 150_000, tiers: bool = True, **memory: Any) -> EmbeddingCollection:

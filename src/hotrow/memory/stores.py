@@ -25,8 +25,9 @@ from hotrow.memory import store_file
 from hotrow.memory.native import backend
 from hotrow.memory.store_file import DEPTH, Kind, OpenFile, TableRows
 
-NUM_THREADS = 64
-"""One for two I/Os of the queue: of io_uring's reads 32 reach 75 % on two cores, 64 85 to 95 %, 128 65 to 75 %."""
+NUM_THREADS = 40
+"""Of io_uring's rate on two cores they reach 87 % on reads and 84 % on reads and writes, medians of five runs; 64 of
+them 92 and 79 %, 32 85 and 84 %, 128 86 and 76 % (benchmarks/block_store.py)."""
 MOST_WAITING_BYTES = 64 << 20
 
 
