@@ -26,8 +26,8 @@ from hotrow.memory.native import backend
 from hotrow.memory.store_file import DEPTH, Kind, OpenFile, TableRows
 
 NUM_THREADS = 40
-"""Of io_uring's rate on two cores they reach 87 % on reads and 84 % on reads and writes, medians of five runs; 64 of
-them 92 and 79 %, 32 85 and 84 %, 128 86 and 76 % (benchmarks/block_store.py)."""
+"""Of io_uring's rate on two cores they reach 88 % on reads and 84 % on reads and writes; 64 of them 93 and 79 %, 32
+85 and 84 %, 128 86 and 76 % (benchmarks/block_store.py; medians of two to six runs)."""
 MOST_WAITING_BYTES = 64 << 20
 
 
