@@ -14,7 +14,7 @@ namespace {
 
 const char* cure_of(int error) {
   if (error == ENOSPC || error == EDQUOT) return "free some space on that disk";
-  if (error == 0) return "the file ends before its last row: something truncated it; restore it";
+  if (error == 0) return "the file ends before its last row: something truncated it; find out what";
   return "the disk or its driver has failed: look into the kernel's log (dmesg)";
 }
 

@@ -144,7 +144,7 @@ void FaultRegistry::tell_of(const WatchedMapping& mapping, int64_t offset, const
       piece(one ? "" : " to "),
       one ? piece("") : last.piece(),
       piece(mapping.where_.c_str()),
-      piece(cut ? "something cut the file short while rows were copied; restore it"
+      piece(cut ? "something cut the file short while rows were copied; find out what"
                 : "its medium failed; look into the kernel's log (dmesg)"),
       piece(", then go on from the last checkpoint: hotrow train --resume FOLDER. Nothing was trained on wrong rows\n"),
   };

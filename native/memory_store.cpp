@@ -311,7 +311,7 @@ bool is_whole(int fd, int64_t bytes, const std::string& table, const std::string
   struct stat found;
   if (fstat(fd, &found) == 0 && found.st_size >= bytes) return true;
   failure.set("rows of table '" + table + "' in " + path + " are lost. Nothing was trained on wrong rows; the file " +
-              "ends before its last row: something truncated it; restore it, then resume from the last checkpoint");
+              "ends before its last row: something truncated it; find out what, then resume from the last checkpoint");
   return false;
 }
 

@@ -26,7 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,6 +49,7 @@ class RunFolder:
         """What run.json holds; `update` changes it."""
         self._warnings = Counter({code: warning["count"] for code, warning in record["warnings"].items()})
         self._board: Any = None
+        self._is_claimed = False
 
     @classmethod
     def create(cls, path: str | Path | None, *, name: str) -> RunFolder:
@@ -87,12 +88,13 @@ class RunFolder:
                 # Its owner may have ended meanwhile, with a first step.
                 if claimed and _stopped_before_training(found, preparation):
                     folder = cls.open(found)
+                    folder._is_claimed = True
                     folder.record.pop("error", None)
                     folder.update(status="running", command=sys.argv)
                     yield folder
                     return
         folder = cls.create(path, name=name)
-        with _claimed(folder.path):
+        with folder.claimed():
             folder.update(preparation=preparation)
             yield folder
 
@@ -106,6 +108,26 @@ class RunFolder:
         if not isinstance(record, dict) or record.get("hotrow_run") != 1:
             raise ValueError(f"{path / RUN} is no run record this version of hotrow reads; it must have hotrow_run: 1")
         return cls(path, record)
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """This process's alone inside the block. Raises ValueError where it is another's: two that train in one folder
+        would mix their measurements and remove each other's checkpoints.
+        """
+        if self._is_claimed:
+            yield
+            return
+        with _claimed(self.path) as claimed:
+            if not claimed:
+                raise ValueError(
+                    f"another process trains in {self.path}: wait until it has ended, or end it (SIGTERM lets it save "
+                    "a checkpoint first)"
+                )
+            self._is_claimed = True
+            try:
+                yield
+            finally:
+                self._is_claimed = False
 
     @property
     def checkpoints(self) -> Path:
@@ -265,10 +287,13 @@ def _claimed(path: Path) -> Iterator[bool]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         claimed = False
+    except OSError:  # a file system that locks no folders, as NFS: nobody can be told apart there
+        pass
     try:
         yield claimed
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
         os.close(descriptor)
 
 

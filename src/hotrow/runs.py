@@ -23,7 +23,7 @@ from hotrow.config_schema import Config
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import Ragged
 from hotrow.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
-from hotrow.files import explain_full_disk
+from hotrow.files import disk_free_bytes, explain_full_disk, size
 from hotrow.host import lacks_bfloat16_products
 from hotrow.hot.turns import check_hot
 from hotrow.memory.budget import Memory
@@ -60,9 +60,10 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     check_hot(config.hot, dataset, record_bytes(config, tables), device=device_of_copies(config, place))
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
-    folder.keep_vocabulary(dataset.path)
-    memory = in_folder(memory, folder.path, chosen_for=runs)
-    return _run(config, dataset, memory, folder, None, quiet=quiet)
+    with folder.claimed():
+        folder.keep_vocabulary(dataset.path)
+        memory = in_folder(memory, folder.path, chosen_for=runs)
+        return _run(config, dataset, memory, folder, None, quiet=quiet)
 
 
 def _check_vocabularies(dataset: PackedDataset) -> None:
@@ -77,7 +78,9 @@ def _check_vocabularies(dataset: PackedDataset) -> None:
 
 
 def _check_histories(config: Config, dataset: PackedDataset) -> None:
-    """Raises ValueError where a history is longer than tbsm takes; the model itself would say so at its batch.
+    """Raises ValueError where a history is longer than tbsm takes, or two of a sample differ in length.
+
+    The model itself would say so at its batch.
 
     Reads every block once: the checksums it looks at on the way are not looked at again.
     """
@@ -87,6 +90,7 @@ def _check_histories(config: Config, dataset: PackedDataset) -> None:
     for split, part in dataset.splits.items():
         row = 0
         for block in map(part.block, range(part.num_blocks)):
+            first_name, first_lengths = "", None
             for name, ids in zip(names, block.ids, strict=True):
                 if not (name.endswith(SUFFIX) and isinstance(ids, Ragged)):
                     continue
@@ -97,6 +101,15 @@ def _check_histories(config: Config, dataset: PackedDataset) -> None:
                     raise ValueError(
                         f"{where}: {lengths[first]} ids, but model.history_steps is {most}; raise it, or prepare "
                         "shorter histories"
+                    )
+                if first_lengths is None:
+                    first_name, first_lengths = name, lengths
+                elif not np.array_equal(lengths, first_lengths):
+                    first = int(np.argmax(lengths != first_lengths))
+                    where = f"feature {name!r}, sample {row + first:,} of {split} in {dataset.path}"
+                    raise ValueError(
+                        f"{where}: {lengths[first]} ids, but {first_name!r} has {first_lengths[first]}; steps must "
+                        "agree: prepare histories of equal lengths"
                     )
             row += len(block.label)
 
@@ -119,8 +132,13 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
     """Continue the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
 
     overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is.
+    Raises ValueError where another process trains there.
     """
-    folder = RunFolder.open(path)
+    with (folder := RunFolder.open(path)).claimed():
+        return _resume(RunFolder.open(folder.path), overrides, quiet=quiet)
+
+
+def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunFolder:
     if not (folder.path / CONFIG).is_file():
         command = shlex.join(map(str, folder.record["command"]))
         if "preparation" in folder.record:
@@ -234,10 +252,12 @@ def _begin(training: Training) -> None:
         folder.warn("counted_to_find_hot_rows", text)
     _say_what_is_hot(training)
     _warn_of_tiers(training)
+    _warn_of_little_disk(training)
     _warn_of_slow_products(training)
     if short := training.writes.too_little_to_resume():
         folder.warn("write_budget_too_small_to_resume", short)
         training.say(f"warning: {short}")
+    folder.record.pop("write_budget", None)  # of a session before, which may have had another or none
     folder.update(
         status="running",
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
@@ -276,6 +296,17 @@ def _warn_of_slow_products(training: Training) -> None:
             "which is slower than float32, without AVX-512 many times; fp32 in a new run is faster and more exact"
         )
         training.folder.warn("slow_bfloat16", text)
+        training.say(f"warning: {text}")
+
+
+def _warn_of_little_disk(training: Training) -> None:
+    path, most = training.folder.path, training.writes.checkpoint_bytes
+    if most > (free := disk_free_bytes(path)):
+        text = (
+            f"a checkpoint may take {size(most)}, where {size(free)} are free in {path}: training ends at the first "
+            "that does not fit; free some, or stop and start the run elsewhere"
+        )
+        training.folder.warn("disk_may_be_too_small_for_a_checkpoint", text)
         training.say(f"warning: {text}")
 
 

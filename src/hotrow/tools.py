@@ -68,6 +68,8 @@ def inspect(
     if parts is not None and not drift:
         raise ValueError("parts needs drift, which is shown of each: --hot 256MiB --drift --parts 24")
     # Before anything is read, which may take long.
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f"report folder {out} is a file; choose another")
     parts = PARTS if parts is None else parts
     check_parts(parts)
     check_confidence(confidence)

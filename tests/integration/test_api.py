@@ -242,3 +242,10 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     assert hotrow.load(tmp_path / "c").record["status"] == "failed"
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         hotrow.load(tmp_path / "c").predict(clicks(5))
+
+
+def test_no_second_process_trains_in_a_run(tmp_path: Path) -> None:
+    run = hotrow.fit(clicks(1000), label="click", run=tmp_path / "run", max_steps=2, quiet=True)
+    with RunFolder.open(run.path).claimed(), pytest.raises(ValueError, match="another process trains in"):
+        resume(run.path, ["train.max_steps=4"], quiet=True)
+    assert resume(run.path, ["train.max_steps=4"], quiet=True).record["steps"] == 4

@@ -120,6 +120,14 @@ def test_a_disk_that_may_become_full_is_said_before(
     assert "1,000 bytes are free" in run.record["warnings"]["disk_may_become_full"]["text"]
 
 
+def test_a_disk_too_small_for_a_checkpoint_is_said_before(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "disk_free_bytes", lambda path: 1000)
+    run = runs.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
+    assert "1,000 bytes are free" in run.record["warnings"]["disk_may_be_too_small_for_a_checkpoint"]["text"]
+
+
 def test_too_little_memory_is_refused_before_a_folder_is_made(dataset: PackedDataset, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a step may look up 1,200? different|a step may look up .* more are needed"):
         runs.train(config(dataset, tmp_path / "run", "train.batch_size=512"), quiet=True)

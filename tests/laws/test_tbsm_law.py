@@ -161,3 +161,17 @@ def test_a_history_that_is_too_long_is_told_before_there_is_a_run(data: Path, tm
     with pytest.raises(ValueError, match=said):
         runs.train(config(data, tmp_path / "run", ["model.history_steps=5"]))
     assert not (tmp_path / "run").exists()
+
+
+def test_histories_of_different_lengths_are_told_before_there_is_a_run(tmp_path: Path) -> None:
+    """Two lists of one sample are its steps."""
+    columns: dict[str, Any] = {name: np.arange(100) % 9 for name in ("user", "item", "category")}
+    lists = [[3, 4]] * 60 + [[3, 4, 5]] + [[3]] * 39
+    columns |= {"item_history": pa.array(lists), "category_history": pa.array([[1, 2]] * 61 + lists[61:])}
+    table = pa.table({**columns, "came": np.arange(100) % 2, "time": np.arange(100)})
+    schema = SCHEMA.model_copy(update={"histories": None})
+    data = run_prepare("frame", table, tmp_path / "data", schema=schema).path
+    said = r"'category_history', sample 60 of train in .*: 2 ids, but 'item_history' has 3; steps must agree"
+    with pytest.raises(ValueError, match=said):
+        runs.train(config(data, tmp_path / "run", []))
+    assert not (tmp_path / "run").exists()

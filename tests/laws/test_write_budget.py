@@ -225,7 +225,8 @@ def test_a_budget_under_which_no_stopped_run_goes_on_is_a_warning(
         runs.train(config(data, run, "300kB/day", file=str(tmp_path / "rows")), quiet=True)
     warning = RunFolder.open(run).record["warnings"]["write_budget_too_small_to_resume"]
     assert "to resume this run may write" in warning["text"]
-    assert outcome(runs.resume(run, ["memory.write_budget=null"], quiet=True)) == expected
+    assert outcome(resumed := runs.resume(run, ["memory.write_budget=null"], quiet=True)) == expected
+    assert "write_budget" not in resumed.record, "that of a session before"
 
 
 def test_what_is_said_of_going_on_comes_true(data: Path, tmp_path: Path, clock: list[float]) -> None:

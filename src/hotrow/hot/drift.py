@@ -34,6 +34,8 @@ from hotrow.hot.tracker import HotTracker
 
 PARTS = 10
 """Into which the split is cut, unless told."""
+MOST_PARTS = 1000
+"""As many as a chart can show; each costs a look at every tracker."""
 BATCH_SIZE = 2048
 """Samples the tracker is shown at a time."""
 MOST_ACCESSES = 1 << 26
@@ -79,9 +81,11 @@ def measure_drift(
 
 
 def check_parts(parts: int) -> None:
-    """Raises ValueError for what shows no change."""
-    if parts < 2:
-        raise ValueError(f"parts is {parts}; how hot rows age is seen over 2 parts of the training split or more")
+    """Raises ValueError for what shows no change, and for more than a chart can."""
+    if not 2 <= parts <= MOST_PARTS:
+        raise ValueError(
+            f"parts is {parts}; how hot rows age is seen over 2 to {MOST_PARTS:,} parts of the training split"
+        )
 
 
 def _shares(part: Mapping[str, Any]) -> dict[str, Any]:
