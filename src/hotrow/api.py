@@ -43,6 +43,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.export import export_checkpoint
 from hotrow.files import atomic_write, explain_full_disk
 from hotrow.models import look_up
+from hotrow.models.tbsm import SampleError
 from hotrow.parts import build_network
 from hotrow.placement import close_tiers
 from hotrow.progress import progress_bar
@@ -164,8 +165,14 @@ class Run:
     def predict_batches(self, data: Any) -> Iterator[NDArray[np.float32]]:
         """`predict` piece by piece, in bounded memory."""
         embedding, model, place = self._network
+        first_row = 0
         for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE):
-            logits_B = place.logits(model, batch.dense, look_up(model, embedding, batch.sparse))
+            try:
+                logits_B = place.logits(model, batch.dense, look_up(model, embedding, batch.sparse))
+            except SampleError as error:
+                row = first_row + error.sample
+                raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
+            first_row += len(logits_B)
             yield torch.sigmoid(logits_B).cpu().numpy()
 
     def write_scores(self, data: Any, out: Path | str) -> int:

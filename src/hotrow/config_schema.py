@@ -169,7 +169,7 @@ class TrainConfig(_Section):
     shuffle: bool = True
     """Whether each epoch visits the rows in a new order drawn from `seed` (blocks, then rows within a window)."""
     eval_every: Interval | None = 1.0
-    """Score the validation split this often: up to 1 a share of an epoch, above 1 steps; null means never."""
+    """Score the validation split this often: up to 1 a share of an epoch, above 1 steps; null means only at the end."""
     early_stopping: Count | None = None
     """Stop after this many evaluations without a better validation AUC, end on the best weights; null means never."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 1

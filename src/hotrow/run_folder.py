@@ -238,9 +238,12 @@ def _new_folder(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True)
     except FileExistsError:
+        unbegun = (path / RUN).is_file() and not (path / CONFIG).exists()
+        other = f"or continue it with `{resume_command(path)}`"
+        if unbegun:
+            other = "or remove it: the run there ended before its first step"
         raise ValueError(
-            f"run folder {path} exists already and is never overwritten; choose another with --set run=..., "
-            f"or continue it with `{resume_command(path)}`"
+            f"run folder {path} exists already and is never overwritten; choose another with --set run=..., {other}"
         ) from None
     return path
 

@@ -269,7 +269,9 @@ class Writes:
     def _when(self, ledger: WriteLedger, num_bytes: int) -> str:
         at = ledger.when(num_bytes)
         if at is None:
-            return f"with a memory.write_budget (--set) above {num_bytes:,} bytes, which this one never allows"
+            per = "hour" if ledger.budget.seconds == 3600 else "day"
+            least = num_bytes + ledger.written()
+            return f"with a memory.write_budget (--set) above {least:,} bytes per {per}, which this one never allows"
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(math.ceil(at)))
         return f"from {moment} on, or now with a larger memory.write_budget (--set)"
 

@@ -137,6 +137,9 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
     new = pa.table({**rows, **{name: pa.array(values, pa.list_(pa.int64())) for name, values in lists.items()}})
     loaded = hotrow.load(run.path)
     scores, expected = loaded.predict(new), loaded.evaluate("test")
+    long = pa.table({**rows, **{name: pa.array([[1], [1], [1] * 7], pa.list_(pa.int64())) for name in lists}})
+    with pytest.raises(ValueError, match=r"row 5 of the data, from 0: feature 'item_history' has 7 ids, but"):
+        loaded.predict(pa.concat_tables([new, long]))
     assert np.isfinite(scores).all()
     assert len(set(scores.tolist())) == 3
     needed = placement.required_bytes(

@@ -37,6 +37,14 @@ SUFFIX = "_history"
 """Feature `X_history` holds the earlier ids of feature `X`."""
 
 
+class SampleError(ValueError):
+    """A sample of a batch that the model does not take; `sample`: its place there, from 0."""
+
+    def __init__(self, sample: int, feature: str, reason: str) -> None:
+        super().__init__(f"{feature}, sample {sample} of the batch: {reason}")
+        self.sample, self.feature, self.reason = sample, feature, reason
+
+
 class TBSM(nn.Module):
     """dense [B, I], rows of every feature not pooled (`EmbeddingCollection.sequence`) -> logits [B].
 
@@ -156,4 +164,4 @@ def _in_every_slot(values_BD: Tensor, num_slots: int) -> Tensor:
 def _check(good_B: Tensor, lengths_B: Tensor, name: str, reason: str) -> None:
     if not bool(good_B.all()):
         sample = int((~good_B).nonzero()[0])
-        raise ValueError(f"feature {name!r}, sample {sample} of the batch: {int(lengths_B[sample])} ids, {reason}")
+        raise SampleError(sample, f"feature {name!r}", f"{int(lengths_B[sample])} ids, {reason}")
