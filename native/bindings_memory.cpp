@@ -68,12 +68,16 @@ std::vector<Move> moves_of(const Store& store, const Records& records, const Num
 struct Reading {
   Reading(std::shared_ptr<Store> s, std::shared_ptr<Records> r) : store(std::move(s)), records(std::move(r)) {}
   ~Reading() {
+    if (getpid() != process) return;  // a forked child: who reads is not in it
     nb::gil_scoped_release release;
     ticket.wait();
   }
+  // In a forked child the store says that it is another's, and has failed from then on.
+  bool wait() { return getpid() == process || ticket.finished() ? ticket.wait() : store->flush(); }
   std::shared_ptr<Store> store;
   std::shared_ptr<Records> records;
   Ticket ticket;
+  const pid_t process = getpid();
 };
 
 std::unique_ptr<Reading> bind_read(std::shared_ptr<Store> store, const Numbers& rows, const Numbers& slots,
@@ -211,7 +215,7 @@ void bind_memory(nb::module_& m) {
   nb::class_<Records>(m, "Records").def(nb::init<std::vector<Memory>>());
   nb::class_<Reading>(m, "Reading")
       .def("finished", [](const Reading& reading) { return reading.ticket.finished(); })
-      .def("wait", [](Reading& reading) { return reading.ticket.wait(); }, nb::call_guard<nb::gil_scoped_release>());
+      .def("wait", &Reading::wait, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Store>(m, "Store")
       .def("read", bind_read)
       .def("write", bind_write)

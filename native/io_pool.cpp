@@ -1,4 +1,4 @@
-// pread and pwrite on a pool of threads, where io_uring is refused; see hotrow/io_queue.h.
+// pread and pwrite on a pool of threads, and by the caller where they are quick; see hotrow/io_queue.h.
 #include <hotrow/block_layout.h>
 #include <hotrow/io_queue.h>
 #include <hotrow/memory.h>
@@ -21,7 +21,7 @@
 namespace hotrow {
 namespace {
 
-constexpr size_t kMostTaken = 2;  // by a thread at once: each takes the lock for several I/Os
+constexpr size_t kMostTaken = 2;  // by a thread at once, of slow I/Os: each takes the lock for several
 // I/Os that need only the processor (holes, memory) take less than kQuickNs, those of a medium more. While nearly all
 // do, the engine's thread serves too, and others only where there are kWorthServing for each: to wake one costs more
 // than several I/Os. A point for each, and a slow one takes kSlowPoints: the first may have been bad luck, two together

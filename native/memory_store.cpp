@@ -154,7 +154,8 @@ class Mapped final : public Store {
     madvise(map, static_cast<size_t>(bytes), MADV_RANDOM);
     auto claimed = std::make_unique<std::atomic<uint8_t>[]>(static_cast<size_t>(bytes / kChunkBytes + 1));
     if (base_) {
-      for (int64_t i = 0; i <= bytes_ / kChunkBytes; ++i) claimed[i] = claimed_[i].load();
+      // But for the last, of which no more was claimed than the file had.
+      for (int64_t i = 0; i < (bytes_ - kTailBytes) / kChunkBytes; ++i) claimed[i] = claimed_[i].load();
       watched_.reset();
       munmap(base_, static_cast<size_t>(bytes_));
     }

@@ -95,6 +95,8 @@ def next_chain(part: str, table: str, arrays: Mapping[str, RowsInTiers], before:
     chain = None if before is None else Chain.of(before.manifest, part, table)
     if chain is not None and (len(chain.links) >= MOST_LINKS or sum(chain.links[1:]) + num_changed > num_ever):
         chain = None
+    if chain is not None:
+        chain = replace(chain, num_rows=first.shape[0])  # it may have grown since
     if chain is not None and num_changed == 0:
         return NextChain(chain, len(chain.links), {})
     ever = chain is None

@@ -90,6 +90,9 @@ class Copies(Protocol):
     def slots(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The batch with rows of the copies for ids."""
 
+    def updated(self) -> None:
+        """A step changes them."""
+
 
 class EmbeddingCollection(nn.Module):
     """Tables of embedding rows, looked up and pooled together.
@@ -506,6 +509,7 @@ class _Lookup(torch.autograd.Function):
         flight: Flight | DeviceFlight | None,
     ) -> Tensor:
         ctx.sparse, ctx.emb, ctx.kernels, ctx.number, ctx.flight = sparse, emb, kernels, number, flight
+        ctx.copies = emb.copies
         return kernels.lookup(emb.live_arrays, sparse, blame=blame)
 
     @staticmethod
@@ -518,6 +522,11 @@ class _Lookup(torch.autograd.Function):
             raise RuntimeError(
                 "the rows of this lookup have left their slots: an optimizer step or zero_grad() came between its "
                 "forward and this backward; call them in the order forward, backward, step"
+            )
+        if ctx.copies is not ctx.emb.copies:  # whose rows are numbered otherwise
+            raise RuntimeError(
+                "copies of hot rows became live, or the tables again, between this lookup's forward and its backward; "
+                "call forward, backward and step on one side"
             )
         grad = grad.detach()
         if grad.stride(-1) != 1:

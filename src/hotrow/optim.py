@@ -131,7 +131,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         if (pending := self.emb.pending) and self._may_step():
             rules = self._rules()
             lookups = [(p.kernels, p.sparse, p.grad) for p in pending]
-            states = self._arrays if self.emb.copies is None else self.emb.copies.states
+            states = self._arrays
+            if self.emb.copies is not None:
+                states = self.emb.copies.states
+                self.emb.copies.updated()
             self.emb.live_kernels.update(self.emb.live_arrays, states, lookups, rules)
             self._count_step()
             self.emb.clear_pending(updated=True)

@@ -319,6 +319,52 @@ def test_one_side_is_live_at_a_time() -> None:
     assert emb.state_dict() and not copies.live and not Path("never").exists()
 
 
+def test_sides_change_between_forward_and_backward() -> None:
+    """What was flushed meanwhile is flushed again after the step; rows of one side are never taken for the other's."""
+    batch = random_batch(np.random.default_rng(5), hot=True, one_hot=True)
+    plain = hotrow.EmbeddingCollection(TABLES, seed=3)
+    plain(batch).sum().backward()
+    (plain_optimizer := hotrow.SGD(plain, lr=0.1)).step()
+    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    copies = HotCopies(emb, optimizer, HOT_SET, Link())
+    copies.fetch()
+    out = emb(batch).sum()
+    with copies.flushed():
+        pass
+    out.backward()
+    optimizer.step()
+    out = emb(batch).sum()
+    copies.give_back()
+    wanted, own = everything(plain, plain_optimizer), everything(emb, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True))
+    with pytest.raises(RuntimeError, match="between this lookup's forward and its backward"):
+        out.backward()
+    out = emb(batch).sum()
+    copies.fetch()
+    with pytest.raises(RuntimeError, match="between this lookup's forward and its backward"):
+        out.backward()
+
+
+def test_copies_that_cannot_be_written_back_stay_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    copies = HotCopies(emb, optimizer, HOT_SET, Link())
+    copies.fetch()
+    emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True)).sum().backward()
+    optimizer.step()
+
+    def fail(*, to_tables: bool) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(copies, "_copy", fail)
+    with pytest.raises(MemoryError):
+        copies.give_back()
+    assert copies.live
+    with pytest.raises(RuntimeError, match="hot rows are out of date"):
+        emb.state_dict()
+
+
 def test_flushing_what_has_not_changed_copies_nothing() -> None:
     emb = hotrow.EmbeddingCollection(TABLES, seed=3)
     copies = HotCopies(emb, hotrow.SGD(emb, lr=0.1), HOT_SET, Link())

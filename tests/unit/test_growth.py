@@ -188,6 +188,24 @@ def test_checkpoints(place: Path | None, tmp_path: Path) -> None:
             hotrow.load_checkpoint(saved, {"embedding": small})
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_checkpoints_before_and_after_growth(place: Path | None, tmp_path: Path, *, trained: bool) -> None:
+    """In tiers the second goes on with the chain of the first, which has fewer rows."""
+    emb = make(place, OLD)
+    parts: dict[str, Any] = {"embedding": emb, "sparse_optimizer": RowWiseAdagrad(emb, lr=0.1)}
+    step(emb, parts["sparse_optimizer"], batch_of(1, OLD))
+    hotrow.save_checkpoint(tmp_path / "step-1", parts)
+    emb.grow("a", NEW)
+    if trained:
+        step(emb, parts["sparse_optimizer"], batch_of(2, NEW))
+    saved = hotrow.save_checkpoint(tmp_path / "step-2", parts)
+    grown = make(tmp_path / "other", OLD)
+    own = {"embedding": grown, "sparse_optimizer": RowWiseAdagrad(grown, lr=0.1)}
+    grown.grow("a", NEW)
+    hotrow.load_checkpoint(saved, own)
+    check_same(arrays(grown, own["sparse_optimizer"]), arrays(emb, parts["sparse_optimizer"]))
+
+
 @pytest.mark.parametrize("rows", [OLD - 1, 0, -1, 4e3, "4000", None])
 def test_fewer_rows_are_refused(place: Path | None, rows: Any) -> None:
     emb = make(place, OLD)

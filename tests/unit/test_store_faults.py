@@ -197,6 +197,22 @@ def test_a_full_disk(small_disk: tuple[Path, Callable[[int], None]], kind: Kind)
 
 
 @needs_native
+def test_a_disk_full_after_a_mapped_table_has_grown(small_disk: tuple[Path, Callable[[int], None]]) -> None:
+    """New rows in a piece of the file whose old rows have their space: an error, and no signal."""
+    folder, resize = small_disk
+    resize(512)
+    store = open_store(table_rows(num_rows=4, record_bytes=4096), kind="mapped", path=folder / "t")
+    write_rows(store, [1])
+    store.grow(12)
+    with (folder / "fill").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(StoreError, match=r"writing row 10 of table 'item' in .*/t: No space left on device"):
+        write_rows(store, [10])
+    fails_for_ever(store, "No space left on device")
+
+
+@needs_native
 def test_a_full_disk_while_io_uring_writes(tmp_path: Path) -> None:
     """A file system of its own in a file, as tmpfs is not written past the page cache."""
     if reason := io_uring_refused():
@@ -262,3 +278,38 @@ def test_a_forked_child_is_told(tmp_path: Path, kind: Kind, io: str) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     assert all("'item'" in line and "opened before this process was forked" in line for line in lines)
+
+
+FORK_WHILE_READING = """
+import os, sys, warnings
+import numpy as np
+from hotrow.memory.stores import Engines, StoreError, TableRows, open_store
+
+warnings.simplefilter("ignore")
+rows, array = np.random.default_rng(0).permutation(100_000), np.zeros((100_000, 512), np.uint8)
+table = TableRows(table="item", parts=(("weight", 512),), num_rows=len(rows))
+store = open_store(table, kind="block", path=sys.argv[1], engines=Engines(io="threads"))
+store.write(rows, rows, [array])
+store.flush()
+reading = store.start_read(rows, rows, [array])
+if (child := os.fork()) == 0:
+    try:
+        reading.wait()
+    except StoreError as error:
+        print(error, flush=True)
+    del reading
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+reading.wait()
+store.close()
+"""
+
+
+@needs_native
+def test_a_child_forked_while_rows_are_read_does_not_wait_for_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORK_WHILE_READING, str(tmp_path / "t")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    *said, status = done.stdout.splitlines()
+    assert status == "0"
+    assert all("opened before this process was forked" in line for line in said), "none: all was read before the fork"

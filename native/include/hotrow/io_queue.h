@@ -31,7 +31,8 @@ class IoQueue {
   virtual void remove_file(int file) = 0;
   // Takes `io`, which stays where it is until it has ended; on its way at the next wait. At most `depth` at a time.
   virtual void submit(Io* io) = 0;
-  // Sends what was submitted and sleeps until about `at_least` have ended, or somebody woke it, or did before.
+  // Sends what was submitted and sleeps until about `at_least` have ended, or somebody woke it, or did before. A pool
+  // may do some itself, or keep some until the next wait.
   virtual void wait(int64_t at_least, std::vector<Io*>& ended) = 0;
   virtual void wake() = 0;
   // Processor time of threads beside the caller's.

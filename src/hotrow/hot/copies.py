@@ -125,11 +125,11 @@ class HotCopies:
         self._check_no_step_under_way()
         live = self.emb.copies
         self.emb.copies = None
-        if live is not None and self._changed:
-            self._copy(to_tables=True)
-            self.link.swap(from_device_bytes=self.hot.num_bytes)
-            self._changed = False
-        try:
+        try:  # where they cannot be written back they stay live, and the tables out of date
+            if live is not None and self._changed:
+                self._copy(to_tables=True)
+                self.link.swap(from_device_bytes=self.hot.num_bytes)
+                self._changed = False
             yield
         finally:
             self.emb.copies = live
@@ -180,9 +180,12 @@ class HotCopies:
             rows = torch.from_numpy(own.listed[start : start + step])
             yield rows, slice(own.prefix + start, own.prefix + start + len(rows))
 
+    def updated(self) -> None:
+        """A step changes them: the tables are out of date until they are written back."""
+        self._changed = True
+
     def slots(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The batch with slots for ids. Raises ValueError where a row is not hot: its only copy is in the tables."""
-        self._changed |= torch.is_grad_enabled()
         values = sparse.values
         for name in (key for key in sparse.keys if key in self._tables):
             span, own = sparse.span(name), self.rows[self._tables[name]]

@@ -4,7 +4,7 @@
     window   of every `window` batches as many as their hot samples fill come first, hot alone; nothing moves further
     fixed    cold batches, then hot ones, `rate` percent of each class at a time
     fae      so too, and after each swap the rate follows the validation loss (the shuffle scheduler of FAE, Adnan et
-             al., VLDB'22): halved where the loss rose, doubled where it fell FALLS times running, within 1 .. 100
+             al., VLDB'22): halved where it did not fall, doubled where it fell FALLS times running, within 1 .. 100
 
 A `BatchOrder` is a few classes of batches, each with its own loader, taken in turn. `none` and `window` have one class,
 whose turn is the epoch. `fixed` and `fae` may keep some samples of both classes for a last turn in shuffled order, so

@@ -75,7 +75,7 @@ def _remove_left(path: Path) -> bool:
             return False  # not ours after all
         shutil.rmtree(path, ignore_errors=True)
         return not path.exists()
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):  # somebody's, who may just remove it
         return False
     finally:
         os.close(descriptor)
