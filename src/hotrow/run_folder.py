@@ -91,7 +91,10 @@ class RunFolder:
                     folder._is_claimed = True
                     folder.record.pop("error", None)
                     folder.update(status="running", command=sys.argv)
-                    yield folder
+                    try:
+                        yield folder
+                    finally:
+                        folder._is_claimed = False
                     return
         folder = cls.create(path, name=name)
         with folder.claimed():

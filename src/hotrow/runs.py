@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hotrow import ops
 from hotrow.checkpoint import list_checkpoints
@@ -87,30 +88,25 @@ def _check_histories(config: Config, dataset: PackedDataset) -> None:
     if config.model.name != "tbsm":
         return
     most, names = config.model.tbsm_options()["history_steps"], [feature.name for feature in dataset.info.features]
+
+    def check(good: NDArray[np.bool_], own: NDArray[np.int64], where: tuple[str, int, str], reason: str) -> None:
+        if not good.all():
+            sample = int(np.argmin(good))
+            split, first_row, name = where
+            at = f"feature {name!r}, sample {first_row + sample:,} of {split} in {dataset.path}"
+            raise ValueError(f"{at}: {own[sample]} ids, {reason}")
+
+    long = f"but model.history_steps is {most}; raise it, or prepare shorter histories"
     for split, part in dataset.splits.items():
         row = 0
         for block in map(part.block, range(part.num_blocks)):
-            first_name, first_lengths = "", None
-            for name, ids in zip(names, block.ids, strict=True):
-                if not (name.endswith(SUFFIX) and isinstance(ids, Ragged)):
-                    continue
-                lengths = np.diff(ids.row_splits)
-                if lengths.max(initial=0) > most:
-                    first = int(np.argmax(lengths > most))
-                    where = f"feature {name!r}, sample {row + first:,} of {split} in {dataset.path}"
-                    raise ValueError(
-                        f"{where}: {lengths[first]} ids, but model.history_steps is {most}; raise it, or prepare "
-                        "shorter histories"
-                    )
-                if first_lengths is None:
-                    first_name, first_lengths = name, lengths
-                elif not np.array_equal(lengths, first_lengths):
-                    first = int(np.argmax(lengths != first_lengths))
-                    where = f"feature {name!r}, sample {row + first:,} of {split} in {dataset.path}"
-                    raise ValueError(
-                        f"{where}: {lengths[first]} ids, but {first_name!r} has {first_lengths[first]}; steps must "
-                        "agree: prepare histories of equal lengths"
-                    )
+            lists = [(name, ids) for name, ids in zip(names, block.ids, strict=True) if name.endswith(SUFFIX)]
+            lengths = {name: np.diff(ids.row_splits) for name, ids in lists if isinstance(ids, Ragged)}
+            for name, own in lengths.items():
+                first = next(iter(lengths))
+                check(own <= most, own, (split, row, name), long)
+                unlike = f"but {first!r} has another number; steps must agree: prepare histories of equal lengths"
+                check(own == lengths[first], own, (split, row, name), unlike)
             row += len(block.label)
 
 

@@ -112,20 +112,17 @@ def test_stores_that_run_on_threads_are_a_counted_warning(
     assert run.record["memory"]["fallbacks"] == {"t0": "not today", "t2": "not today"}
 
 
+@pytest.mark.parametrize(
+    ("asks", "code"),
+    [(placement, "disk_may_become_full"), (runs, "disk_may_be_too_small_for_a_checkpoint")],
+    ids=["rows", "a checkpoint"],
+)
 def test_a_disk_that_may_become_full_is_said_before(
-    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: Any, code: str
 ) -> None:
-    monkeypatch.setattr(placement, "disk_free_bytes", lambda path: 1000)
+    monkeypatch.setattr(asks, "disk_free_bytes", lambda path: 1000)
     run = runs.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
-    assert "1,000 bytes are free" in run.record["warnings"]["disk_may_become_full"]["text"]
-
-
-def test_a_disk_too_small_for_a_checkpoint_is_said_before(
-    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs, "disk_free_bytes", lambda path: 1000)
-    run = runs.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
-    assert "1,000 bytes are free" in run.record["warnings"]["disk_may_be_too_small_for_a_checkpoint"]["text"]
+    assert "1,000 bytes are free" in run.record["warnings"][code]["text"]
 
 
 def test_too_little_memory_is_refused_before_a_folder_is_made(dataset: PackedDataset, tmp_path: Path) -> None:

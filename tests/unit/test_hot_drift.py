@@ -103,8 +103,9 @@ def test_as_many_parts_as_are_asked_for(dataset: PackedDataset, tmp_path: Path) 
         assert [part["samples"] for part in found] == list(map(len, parts))
         assert [part["whole"] for part in found] == [pytest.approx(served(part, whole)) for part in parts]
         assert found[0]["first"]["hot_accesses"] > found[-1]["first"]["hot_accesses"]
-    with pytest.raises(ValueError, match="parts is 1; how hot rows age is seen over 2 to 1,000 parts"):
-        measure_drift(dataset, BUDGET, record_bytes=record_bytes, parts=1)
+    for wrong in (1, 1001):
+        with pytest.raises(ValueError, match=f"parts is {wrong}; how hot rows age is seen over 2 to 1,000 parts"):
+            measure_drift(dataset, BUDGET, record_bytes=record_bytes, parts=wrong)
 
 
 def test_the_tracker_knows_only_what_came_before(dataset: PackedDataset) -> None:
