@@ -33,6 +33,7 @@ from hotrow.files import (
     PARTIAL_SUFFIX,
     check_name,
     disk_free_bytes,
+    file_name,
     folder_bytes,
     read_json,
     sync_folder,
@@ -265,8 +266,7 @@ def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Any]], dict[st
     """A part as `({file: {tensor name: tensor}}, JSON-ready rest)`, its tables whole."""
     check_name(name, what="checkpoint part")
     if isinstance(part, EmbeddingCollection):
-        tables = {check_name(table, what="table name"): arrays for table, arrays in _tables(part).items()}
-        return {f"{name}/{table}.safetensors": arrays for table, arrays in tables.items()}, {}
+        return {f"{name}/{file_name(table)}.safetensors": arrays for table, arrays in _tables(part).items()}, {}
     if isinstance(part, Optimizer):
         tensors, rest = _flatten_optimizer(part)
         return {f"{name}.safetensors": {**tensors}}, rest

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hotrow.checkpoint_tensors import CURE, Stored, Target, check_like, check_names, open_tensors, piece_rows, put
-from hotrow.files import open_private
+from hotrow.files import file_name, open_private
 from hotrow.memory.table_rows import ChangedRows, InitialRows, RowsInTiers
 from hotrow.memory.tiers import Saved
 
@@ -61,7 +61,7 @@ class Chain:
         if found is None:
             return None
         initial = InitialRows.from_json(found["initial"])
-        chain = cls(f"{part}/{table}", found["num_rows"], initial, tuple(found["links"]))
+        chain = cls(f"{part}/{file_name(table)}", found["num_rows"], initial, tuple(found["links"]))
         for file in chain.files:
             if file not in manifest["files"]:
                 raise ValueError(f"the checkpoint's manifest does not list {file}, a link of its chain; {CURE}")
@@ -104,7 +104,7 @@ def next_chain(part: str, table: str, arrays: Mapping[str, RowsInTiers], before:
     tensors[ROWS] = ChangedRows(first, ever=ever, ids=True)
     if chain is None:
         initial = InitialRows.of(first.tiers, first.table)
-        return NextChain(Chain(f"{part}/{table}", first.shape[0], initial, (num_ever,)), 0, tensors)
+        return NextChain(Chain(f"{part}/{file_name(table)}", first.shape[0], initial, (num_ever,)), 0, tensors)
     return NextChain(replace(chain, links=(*chain.links, num_changed)), len(chain.links), tensors)
 
 

@@ -41,6 +41,7 @@ from hotrow.files import (
     check_name,
     disk_free_bytes,
     explain_full_disk,
+    file_name,
     read_json,
     sync_folder,
     write_json,
@@ -156,7 +157,7 @@ def _write_weights(
     files = {MODEL: write_tensors(folder / MODEL, dense)}
     counted = _Counted(progress, "tables", sum(table.num_embeddings for table in tables))
     for table in tables:
-        name = f"tables/{check_name(table.name, what='table name')}.safetensors"
+        name = f"tables/{file_name(table.name)}.safetensors"
         rows = LookedUpRows(checkpoint, manifest, table, done=counted)
         files[name] = write_tensors(folder / name, {f"{table.name}.weight": rows})
     return files
@@ -169,7 +170,7 @@ def _write_vocabularies(folder: Path, kept: PackedDataset, progress: ProgressCal
     files = {}
     for table in tables:
         kept.vocabulary(table.name)  # is it the one that dataset.json names
-        name = f"vocab/{check_name(table.name, what='table name')}.parquet"
+        name = f"vocab/{file_name(table.name)}.parquet"
         _write_keys(folder / name, Vocabulary.open(kept.vocabulary_path(table.name)), counted)
         files[name] = _record(folder / name)
     return files
@@ -200,10 +201,10 @@ def _write_guide(folder: Path, name: str, manifest: Mapping[str, Any]) -> dict[s
     """score.py and README.md; returns their sizes and checksums."""
     model = manifest["extra"]["config"]["model"]["name"]
     guide = _README.format(name=name, model=model.upper(), version=__version__)
-    for file_name, text in ((SCORE, Path(__file__).with_name("export_score.py").read_text("utf-8")), (README, guide)):
-        with atomic_write(folder / file_name) as file:
+    for own_name, text in ((SCORE, Path(__file__).with_name("export_score.py").read_text("utf-8")), (README, guide)):
+        with atomic_write(folder / own_name) as file:
             file.write(text.encode())
-    return {file_name: _record(folder / file_name) for file_name in (SCORE, README)}
+    return {own_name: _record(folder / own_name) for own_name in (SCORE, README)}
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -259,7 +260,7 @@ def _table(table: TableConfig, kept: PackedDataset, schema: Schema | None) -> di
         "embedding_dim": table.embedding_dim,
         "pooling": table.pooling,
         "features": list(table.feature_names),
-        "file": f"tables/{table.name}.safetensors",
+        "file": f"tables/{file_name(table.name)}.safetensors",
         "tensor": f"{table.name}.weight",
         "trained_as": table.dtype,
         "vocabulary": None,
@@ -269,7 +270,7 @@ def _table(table: TableConfig, kept: PackedDataset, schema: Schema | None) -> di
     spec = schema.table(table.name)
     return found | {
         "vocabulary": {
-            "file": f"vocab/{table.name}.parquet",
+            "file": f"vocab/{file_name(table.name)}.parquet",
             "num_keys": stored.num_keys,
             "unknown_row": 0,
             "missing_row": stored.missing_row or 0,
@@ -281,7 +282,7 @@ def _table(table: TableConfig, kept: PackedDataset, schema: Schema | None) -> di
 
 
 def _has_vocabulary(kept: PackedDataset, table: Table) -> bool:
-    return "schema" in kept.info.ids and f"vocab/{table.name}" in kept.info.files
+    return "schema" in kept.info.ids and table.vocabulary_file in kept.info.files
 
 
 class _Counted:

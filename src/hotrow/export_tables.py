@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hotrow.checkpoint_rows import ROWS, Chain
 from hotrow.checkpoint_tensors import check_like, open_tensors
+from hotrow.files import file_name
 from hotrow.tables import TableConfig
 
 WEIGHT, PART = "weight", "embedding"
@@ -40,7 +41,7 @@ class LookedUpRows:
         dtype = torch.float16 if table.dtype == "float16" else torch.float32
         chain = Chain.of(manifest, PART, table.name)
         if chain is None:
-            self._rows = _whole(path / PART / f"{table.name}.safetensors", self.shape, dtype)
+            self._rows = _whole(path / PART / f"{file_name(table.name)}.safetensors", self.shape, dtype)
         else:
             self._rows = _merged(path, chain, self.shape, dtype)
 

@@ -7,14 +7,16 @@ cannot be mistaken for a whole one. Data is private: files are created readable 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import quote
 
 PARTIAL_SUFFIX = ".partial"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -158,6 +160,31 @@ def check_name(name: str, *, what: str = "name") -> str:
     if num_bytes > MAX_NAME_BYTES:
         raise ValueError(f"{what} {name[:40]!r}... has {num_bytes} bytes; at most {MAX_NAME_BYTES} are allowed")
     return name
+
+
+def check_text(name: str, *, what: str = "name") -> str:
+    """`name`, if it is text that can be written as UTF-8; it may be empty. Raises ValueError saying `what` is not."""
+    try:
+        name.encode()
+    except (UnicodeEncodeError, AttributeError):
+        raise ValueError(f"{what} is {name!r}; it must be valid Unicode text: rename it") from None
+    return name
+
+
+def file_name(name: str) -> str:
+    """A file name for whatever text a table is called: itself if `check_name` allows that, else an escaped form.
+
+    Escaped names begin with "%": bytes other than letters, digits, "_", "." and "-" become %XX, and a long one ends in
+    a hash instead. Different names have different file names. Raises ValueError for what is not valid Unicode.
+    """
+    check_text(name)
+    with suppress(ValueError):
+        if not name.startswith("%"):
+            return check_name(name)
+    escaped = "%" + quote(name, safe="")
+    if len(escaped) <= MAX_NAME_BYTES:
+        return escaped
+    return f"{escaped[: MAX_NAME_BYTES - 66].rpartition('%')[0]}%-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def disk_free_bytes(path: Path | str) -> int:

@@ -74,7 +74,7 @@ def _check_vocabularies(dataset: PackedDataset) -> None:
     inside one is said by `hotrow check` and by `predict`, and the same one comes of preparing the same data again.
     """
     for table in dataset.info.tables:
-        if f"vocab/{table.name}" in dataset.info.files:
+        if table.vocabulary_file in dataset.info.files:
             dataset.vocabulary(table.name)
 
 

@@ -61,8 +61,6 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_names", tuple(self.feature_names))
-        if not self.name:
-            raise ValueError("table name is empty; give every table a name")
         for field in ("num_embeddings", "embedding_dim"):
             if (value := getattr(self, field)) < 1:
                 raise ValueError(f"table {self.name!r}: {field} is {value}; it must be at least 1")

@@ -11,6 +11,7 @@ from hotrow.files import (
     available_memory_bytes,
     check_name,
     disk_free_bytes,
+    file_name,
     read_json,
     write_json,
 )
@@ -112,3 +113,19 @@ def test_cgroup_limits_of_both_versions_and_of_parents(tmp_path: Path) -> None:
 
 def test_available_memory_is_positive_and_below_the_machine() -> None:
     assert 0 < available_memory_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+NAMES = [
+    *("", ".", "..", "..ip", "a/b", "a\\b", "%", "%2F", "%-x", "a", "A", "\x00", "a\nb", "é", "e\u0301"),
+    *("x" * 300, "x" * 301, "ж" * 120),
+]
+
+
+def test_any_text_has_a_file_name_of_its_own() -> None:
+    found = [file_name(name) for name in NAMES]
+    assert len(set(found)) == len(NAMES)
+    for name in found:
+        assert check_name(name) == name
+    assert [file_name(name) for name in ("C1", "user id", "ключ", "a.b")] == ["C1", "user id", "ключ", "a.b"]
+    with pytest.raises(ValueError, match="must be valid Unicode"):
+        file_name("\ud800")

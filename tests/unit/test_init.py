@@ -139,11 +139,29 @@ def test_the_index_that_pandas_writes_is_left_out(tmp_path: Path) -> None:
     assert guess.schema().feature_names == ("user",)
 
 
-def test_a_header_that_repeats_a_name_is_no_row(tmp_path: Path) -> None:
+def test_a_header_that_repeats_a_name_is_a_header(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
-    path.write_text("click,user,user\n0,a,b\n1,c,d\n")
-    with pytest.raises(ValueError, match=r"x\.csv:1: the header names column 'user' twice; rename one"):
-        guess_columns(path, label="click")
+    path.write_text("click,user,user,user (2)\n0,a,b,c\n1,c,d,e\n0,x,y,z\n")
+    guess = guess_columns(path, label="click")
+    assert [g.column for g in guess.guesses] == ["click", "user", "user (3)", "user (2)"]
+    assert "column_names" not in guess.csv
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("a,a,n\nx,y,1\nx,z,2\n", ["a", "a (2)", "n"]),  # a name above numbers: a header
+        ("a,,n\nx,y,1\nx,z,2\n", ["a", "", "n"]),
+        ("1,label,n\nx,0,1\nx,1,2\n", ["1", "label", "n"]),
+        ("x,y,\nx,z,2\nx,y,3\n", ["c0", "c1", "c2"]),  # a missing value above numbers
+        ("a,a,b\nx,y,p\nx,z,q\n", ["c0", "c1", "c2"]),
+        ("x,0,1\nx,1,2\n", ["c0", "c1", "c2"]),
+    ],
+)
+def test_what_is_a_header(tmp_path: Path, text: str, columns: list[str]) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(text)
+    assert [g.column for g in guess_columns(path).guesses] == columns
 
 
 def test_text_ids_keep_their_zeros(tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ def test_json_round_trip_keeps_everything() -> None:
         ({"split": {"kind": "chrono"}}, "split.kind is 'chrono': .*'random'"),
         ({"tables": {"user": {"min_count": 0}}}, r"tables\.user\.min_count is 0: .*greater than or equal to 1"),
         ({"tables": {"user": {"min_count": "2"}}}, r"tables\.user\.min_count is '2'"),
-        ({"categorical": ["a/b"]}, r"table name of feature 'a/b' \(set with 'table:'\).*rename"),
         ({"categorical": [{"column": "a", "separator": "|"}]}, "'separator' is for kind multi_hot or sequence"),
     ],
 )

@@ -110,7 +110,8 @@ def split_accesses(dataset: PackedDataset, name: str = "train") -> Accesses:
 def _table_accesses(dataset: PackedDataset, split: Split, table: str) -> TableAccesses:
     features = dataset.info.features
     columns = [j for j, feature in enumerate(features) if feature.table == table]
-    counts = dataset.counts(table) if f"counts/{table}" in dataset.info.files else _counted(dataset, table, columns)
+    counted = dataset.info.table_by_name[table].counts_file in dataset.info.files
+    counts = dataset.counts(table) if counted else _counted(dataset, table, columns)
     return TableAccesses(
         name=table,
         num_embeddings=dataset.info.table_by_name[table].num_embeddings,

@@ -82,9 +82,16 @@ class ColumnsSource:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was found rather than told, for the user to check."""
-        if isinstance(self._reader, TextReader) and self.schema.csv.delimiter is None:
-            return (f"columns are cut at {self._reader.delimiter!r} (found in {self._reader.files[0].path})",)
-        return ()
+        if not isinstance(self._reader, TextReader):
+            return ()
+        path = self._reader.files[0].path
+        found = [
+            f"{path}: the header names column {stored!r} more than once; this one is called {name!r} here"
+            for name, stored in self._reader.renamed().items()
+        ]
+        if self.schema.csv.delimiter is None:
+            found.append(f"columns are cut at {self._reader.delimiter!r} (found in {path})")
+        return tuple(found)
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
         """Sizes and number of rows; see `Source.scout`."""

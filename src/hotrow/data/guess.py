@@ -176,14 +176,28 @@ def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[st
     if not isinstance(reader, TextReader) or files is None:
         return reader, {}
     csv: dict[str, Any] = {"delimiter": reader.delimiter}
-    fields = reader.names
-    repeated = sorted({f for f in fields if fields.count(f) > 1})
-    if repeated and any(name in fields for name in told):
-        raise ValueError(f"{files[0].name}:1: the header names column {repeated[0]!r} twice; rename one of them")
-    # A header has distinct names, none of them a number or empty, but for the row index that pandas writes first.
-    if repeated or not any(fields) or any(re.match(NUMBER, f) for f in fields) or "" in fields[1:]:
-        csv["column_names"] = [f"c{i}" for i in range(len(fields))]
+    if not any(name in reader.names for name in told) and not _is_header(*reader.first_records()):
+        csv["column_names"] = [f"c{i}" for i in range(len(reader.names))]
     return open_reader(source, files, CsvSpec.model_validate_json(json.dumps(csv))), csv
+
+
+def _is_header(first: list[str], *rows: list[str]) -> bool:
+    """Whether the first line names columns: where all values below are numbers, it mostly holds none.
+
+    If no column is one of numbers, names are distinct, none of them a number or empty, but for the row index that
+    pandas writes first.
+    """
+
+    def is_number(text: str) -> bool:
+        return re.match(NUMBER, text) is not None
+
+    rows = tuple(row for row in rows if len(row) == len(first))
+    below = [[row[i] for row in rows if row[i]] for i in range(len(first))]
+    numeric = [name for name, values in zip(first, below, strict=True) if values and all(map(is_number, values))]
+    votes = sum(-1 if is_number(name) else bool(name) for name in numeric)
+    if votes:
+        return votes > 0
+    return any(first) and len(set(first)) == len(first) and not any(map(is_number, first)) and "" not in first[1:]
 
 
 def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
@@ -385,7 +399,7 @@ def _categorical(f: ColumnFacts) -> Guess:
     spec: dict[str, Any] = {"column": f.name}
     if f.kind == "int" and f.stored == "string":
         spec["type"] = "int"
-    return Guess("categorical", f.name, spec | _table(f.name), f"{_kind_words(f)}, {f.cardinality}{f.missing}")
+    return Guess("categorical", f.name, spec, f"{_kind_words(f)}, {f.cardinality}{f.missing}")
 
 
 def _list_feature(f: ColumnFacts) -> Guess:
@@ -395,13 +409,7 @@ def _list_feature(f: ColumnFacts) -> Guess:
         spec["separator"] = f.separator
     what = "lists" if f.separator is None else f"text joined by {f.separator!r}"
     order = "its name speaks of order" if kind == "sequence" else "taken for a set"
-    return Guess("categorical", f.name, spec | _table(f.name), f"{what}, {order}, {f.cardinality}{f.missing}")
-
-
-def _table(name: str) -> dict[str, str]:
-    """A table name where the column's cannot be a file name."""
-    safe = re.sub(r"[/\\\x00-\x1f\x7f]", "_", name).lstrip(".") or "table"
-    return {} if safe == name else {"table": safe}
+    return Guess("categorical", f.name, spec, f"{what}, {order}, {f.cardinality}{f.missing}")
 
 
 def _kind_words(f: ColumnFacts) -> str:

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from hotrow import __version__
-from hotrow.files import check_name, read_json, write_json
+from hotrow.files import check_name, check_text, file_name, read_json, write_json
 
 FORMAT = "hotrow-packed"
 VERSION = 1
@@ -76,6 +76,16 @@ class Table:
     """Content id of `vocab/<name>`; None where ids need no vocabulary."""
     parent: str | None = None
     """Content id of the vocabulary this one extends."""
+
+    @property
+    def vocabulary_file(self) -> str:
+        """Path of its vocabulary within the dataset's folder."""
+        return f"vocab/{file_name(self.name)}"
+
+    @property
+    def counts_file(self) -> str:
+        """Path of its rows' access counts within the dataset's folder."""
+        return f"counts/{file_name(self.name)}"
 
     @property
     def id_dtype(self) -> type[np.int32 | np.int64]:
@@ -226,7 +236,7 @@ _INFO = TypeAdapter(DatasetInfo)
 def _check_unique(what: str, names: tuple[str, ...] | list[str]) -> None:
     seen: set[str] = set()
     for name in names:
-        check_name(name, what=f"{what} name")
+        (check_name if what == "split" else check_text)(name, what=f"{what} name")  # a split is a folder
         if name in seen:
             raise ValueError(f"{what} name {name!r} is used twice; {what} names must be unique")
         seen.add(name)

@@ -253,12 +253,12 @@ class PackedDataset:
     @property
     def has_counts(self) -> bool:
         """Whether the accesses of every table's rows are known."""
-        return all(f"counts/{table.name}" in self.info.files for table in self.info.tables)
+        return all(table.counts_file in self.info.files for table in self.info.tables)
 
     def counts(self, table: str) -> NDArray[np.unsignedinteger[Any]]:
         """Accesses of each row of `table` in the training split: uint32 or uint64 [num_embeddings], memory-mapped."""
         num_embeddings = self._table(table).num_embeddings
-        path = self._side_file(f"counts/{table}", check="crc32")
+        path = self._side_file(self._table(table).counts_file, check="crc32")
         counts = open_counts(path)
         if len(counts) != num_embeddings:
             raise ValueError(f"{path} counts {len(counts)} rows where the table has {num_embeddings}; {CURE}")
@@ -266,8 +266,7 @@ class PackedDataset:
 
     def vocabulary_path(self, table: str) -> Path:
         """The file that maps raw ids to rows of `table`; its size is checked here, its content by its reader."""
-        self._table(table)
-        return self._side_file(f"vocab/{table}", check="size")
+        return self._side_file(self._table(table).vocabulary_file, check="size")
 
     def vocabulary(self, table: str) -> Vocabulary:
         """Raw ids -> rows of `table`, mapped; its size and its header are checked here, its content is not.

@@ -62,7 +62,7 @@ from hotrow.data.synthetic import SyntheticSource
 from hotrow.data.transforms import DenseTransform, Moments
 from hotrow.data.vocabulary import Vocabulary
 from hotrow.data.workfolder import COUNTS, Mark, WorkFolder
-from hotrow.files import available_memory_bytes, explain_full_disk
+from hotrow.files import available_memory_bytes, explain_full_disk, file_name
 from hotrow.host import usable_cores
 
 ROWS_PER_CHUNK = 65_536
@@ -359,9 +359,9 @@ class _Stages:
         self._check_stop()
         for folder in ("vocab", "counts"):
             (self._work.out / folder).mkdir(mode=0o700, exist_ok=True)
-        path = self._work.out / "vocab" / table
+        path = self._work.out / "vocab" / file_name(table)
         options = self._schema.table(table)
-        summary = counters.build(table, path, self._work.out / "counts" / table, min_count=options.min_count)
+        summary = counters.build(table, path, self._work.out / "counts" / file_name(table), min_count=options.min_count)
         return {
             "name": table,
             "num_embeddings": summary.num_embeddings,
@@ -376,7 +376,7 @@ class _Stages:
         """Writes every row, then dataset.json."""
         info = self._dataset_info(plan)
         transforms = [DenseTransform.parse(column.transform) for column in info.dense]
-        paths = {table.name: self._work.out / "vocab" / table.name for table in info.tables}
+        paths = {table.name: self._work.out / table.vocabulary_file for table in info.tables}
         sizes = {"rows_per_part": self._options.rows_per_part, "rows_per_block": self._options.rows_per_block}
         with (
             EncoderPool(paths, self._work.fresh("encode"), memory_bytes=self._memory_bytes) as encoders,

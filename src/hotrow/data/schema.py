@@ -16,8 +16,6 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hotrow.files import check_name
-
 Transform = Literal["log1p_clip0", "standardize", "identity"]
 IdType = Literal["int", "text"]
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
@@ -38,8 +36,8 @@ class _Strict(BaseModel):
 class _Column(_Strict):
     """A record about one column; a bare string stands for `{column: <string>}`."""
 
-    column: str = Field(min_length=1)
-    """Name of the column in the files."""
+    column: str
+    """Name of the column in the files, which may be any text, also empty."""
 
     @model_validator(mode="before")
     @classmethod
@@ -196,8 +194,6 @@ class Schema(_Strict):
                 )
         if self.split.kind == "time" and self.time is None:
             raise ValueError("split.kind is 'time', but no time column is named; name one under 'time', or use random")
-        for spec in self.categorical:
-            check_name(spec.table_name, what=f"table name of feature {spec.column!r} (set with 'table:')")
         if unknown := sorted(set(self.tables) - set(self.table_names)):
             raise ValueError(
                 f"tables lists {unknown[0]!r}, which no feature uses{nearest(unknown[0], self.table_names)}"

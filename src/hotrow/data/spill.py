@@ -34,7 +34,7 @@ from hotrow.data.dictionary import CodedKeys
 from hotrow.data.jagged import interleave
 from hotrow.data.native import Counter, merge_runs
 from hotrow.data.vocabulary import TableSummary, build_vocabulary
-from hotrow.files import check_name, explain_full_disk, read_json, write_json
+from hotrow.files import check_name, explain_full_disk, file_name, read_json, write_json
 
 MAX_RUNS = 64
 """A table with this many runs has them merged into one: a merge keeps every run open, and files are limited."""
@@ -71,7 +71,7 @@ class _TableCounts:
 
     def new_run(self, folder: Path) -> Path:
         self.next_run += 1
-        return folder / f"{self.name}.{self.next_run}{RUN_SUFFIX}"
+        return folder / f"{file_name(self.name)}.{self.next_run}{RUN_SUFFIX}"
 
 
 class _Add(NamedTuple):
@@ -119,7 +119,6 @@ class CounterPool:
 
     def declare(self, table: str, kind: KeyKind, *, hash_cap: int = 0) -> None:
         """Announce a table; features that share it must agree. Raises ValueError where it was declared otherwise."""
-        check_name(table, what="table name")
         known = self._tables.get(table)
         if known is None:
             self._tables[table] = _TableCounts(table, kind, hash_cap, Counter(kind, hash_cap=hash_cap))

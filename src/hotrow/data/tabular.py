@@ -110,7 +110,8 @@ class FrameReader:
     Arrow table: without a copy where its layout allows, and so that both passes see the same rows."""
 
     def __init__(self, frame: Any) -> None:
-        self.table = frame_to_arrow(frame)
+        table = frame_to_arrow(frame)
+        self.table = table.rename_columns(distinct_names(table.column_names))
         self.schema = self.table.schema
         digest = 0
         for column in self.table.columns:
@@ -304,9 +305,22 @@ class TextReader:
         if file_index not in self._heads:
             lines = self._first_lines(file_index)
             delimiter = self._spec.delimiter or guess_delimiter(lines)
-            names = self._spec.column_names or next(csv.reader(lines[:1], delimiter=delimiter))
+            names = self._spec.column_names or distinct_names(next(csv.reader(lines, delimiter=delimiter)))
             self._heads[file_index] = (delimiter, list(names))
         return self._heads[file_index]
+
+    def renamed(self, file_index: int = 0) -> dict[str, str]:
+        """Columns whose name stands in the header before them too: the name each has here, and the header's."""
+        if self._spec.column_names is not None:
+            return {}
+        delimiter, names = self._head(file_index)
+        header = next(csv.reader(self._first_lines(file_index), delimiter=delimiter))
+        return {name: stored for name, stored in zip(names, header, strict=True) if name != stored}
+
+    def first_records(self) -> list[list[str]]:
+        """The fields of the first file's first lines, its header among them if it has one."""
+        delimiter, _ = self._head(0)
+        return list(csv.reader(self._first_lines(0)[:100], delimiter=delimiter))
 
     def _first_lines(self, file_index: int) -> list[str]:
         file = self._files[file_index]
@@ -320,7 +334,7 @@ class TextReader:
             text = whole.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file.name}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
-        lines = [line for line in text.splitlines() if line]
+        lines = [line for line in io.StringIO(text, newline="") if line.strip("\r\n")]
         if not lines:
             raise ValueError(f"{file.name} is empty; remove it or write it again")
         return lines
@@ -418,14 +432,18 @@ class TextReader:
             dropped.wait()
 
     def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
-        delimiter, _ = self._head(file_index)
-        names = self._spec.column_names
+        delimiter, names = self._head(file_index)
+        headless = self._spec.column_names is not None
+        renamed = not headless and self.renamed(file_index)
         # Arrow takes an empty list for all columns; rows are counted by one.
         stored = self._stored(columns) or self._head(file_index)[1][:1]
         return {
             # One thread: only then does Arrow tell which line is bad; preparation reads in the background anyway.
             "read_options": pa.csv.ReadOptions(
-                use_threads=False, block_size=CSV_BLOCK_BYTES, column_names=None if names is None else list(names)
+                use_threads=False,
+                block_size=CSV_BLOCK_BYTES,
+                column_names=names if headless or renamed else None,
+                skip_rows_after_names=int(bool(renamed)),
             ),
             "parse_options": pa.csv.ParseOptions(
                 delimiter=delimiter, newlines_in_values=True, invalid_row_handler=on_bad_line
@@ -470,6 +488,17 @@ class _LinePlaces:
         while self._num_taken < len(self._bad) and (last_line is None or self._bad[self._num_taken].line <= last_line):
             self._num_taken += 1
         return tuple(error for error in self._bad[start : self._num_taken] if error.line > after)
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """`names`, of which a repeated one becomes "name (2)", "name (3)" and so on, whichever is free."""
+    found: list[str] = []
+    for name in names:
+        number, free = 2, name
+        while free in found or (free != name and free in names):
+            free, number = f"{name} ({number})", number + 1
+        found.append(free)
+    return found
 
 
 def guess_delimiter(lines: Sequence[str]) -> str:
