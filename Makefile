@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE ?= 1
 export HOTROW_NATIVE := $(NATIVE)
+# As on an older processor: hotrow's kernels, and torch's, keep to this instruction set.
+ISA ?= $(HOTROW_ISA)
+export HOTROW_ISA := $(ISA)
 
 PACKAGES := pyproject.toml constraints.txt scripts/install.py
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*.cpp native/*.h native/include/hotrow/*.h)
@@ -12,18 +15,19 @@ CORE := $(if $(filter 0,$(NATIVE)),$(or $(wildcard $(VENV)/.core-1),$(VENV)/.cor
 PYTEST := $(BIN)/python -m pytest
 # Test files side by side, threads that wait asleep: workers share the cores. ARGS='-n 0' runs one after another.
 SIDE_BY_SIDE := OMP_WAIT_POLICY=passive $(PYTEST) -n auto --maxprocesses 4 --dist loadfile
+ISA_TESTS := tests/laws/test_kernels.py tests/laws/test_kernels_truth.py tests/laws/test_dense.py tests/laws/test_resume.py
 # Tools by way of Python: where .venv sees the caller's packages, their scripts lie in the caller's bin.
 RUFF := $(BIN)/python -m ruff
 CLANG_FORMAT := $(BIN)/python -c 'from clang_format import clang_format; clang_format()'
 PYTHON_FILES := src tests benchmarks scripts examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all sanitize lint format bench docs build size clean preflight
+.PHONY: help demo test test-isas test-all sanitize lint format bench docs build size clean preflight
 
 help: ## this list
 	@echo 'hotrow: recommendation models whose tables are larger than memory. Targets:'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
-	@echo 'Variables: NATIVE=0 (no compiler: reference kernels), PYTHON=python3.12, DATA= LABEL= TIME= (make demo on your own logs), DLRM= FOLDER= (make bench: a checkout, a disk)'
+	@echo 'Variables: NATIVE=0 (no compiler: reference kernels), ISA=avx2 or baseline (as on an older processor), PYTHON=python3.12, DATA= LABEL= TIME= (make demo on your own logs), DLRM= FOLDER= (make bench: a checkout, a disk)'
 
 demo: $(VENV)/.run $(CORE) ## train a DLRM on synthetic clicks; on your own logs: make demo DATA=path LABEL=column [TIME=column]
 	@$(BIN)/hotrow demo $(if $(DATA),--data '$(DATA)') $(if $(LABEL),--label '$(LABEL)') $(if $(TIME),--time '$(TIME)')
@@ -31,6 +35,10 @@ demo: $(VENV)/.run $(CORE) ## train a DLRM on synthetic clicks; on your own logs
 
 test: $(VENV)/.test $(CORE) ## the tests, but for the slow ones
 	@$(SIDE_BY_SIDE) -m 'not slow' $(ARGS)
+
+test-isas: $(VENV)/.test $(CORE) ## the kernels' laws and one training test under every instruction set of this machine
+	@for isa in $$($(BIN)/python -c 'from hotrow import ops; print(*ops.isas())'); do \
+	  echo "instruction set $$isa" && HOTROW_ISA=$$isa $(SIDE_BY_SIDE) -q $(ISA_TESTS) $(ARGS) || exit; done
 
 test-all: $(VENV)/.test $(CORE) ## all tests
 	@$(PYTEST) $(ARGS)

@@ -20,11 +20,20 @@ from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset,
 from packed_data import counts_file
 
 ROOT = Path(__file__).resolve().parents[1]
+NO_REAL_ROWS = "the real rows are not"
 
 
 def pytest_configure() -> None:
     """Ctrl-C works in tests of it even where the tests run in the background, which shells start with it ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Tests skipped for want of real rows are one line of the summary, which has a line for each place and reason."""
+    for report in terminalreporter.stats.get("skipped", []):
+        _, _, reason = report.longrepr
+        if NO_REAL_ROWS in reason:
+            report.longrepr = ("tests", None, reason)
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +43,7 @@ def real_data() -> Callable[[str], Path]:
     def find(name: str) -> Path:
         path = Path(os.environ.get("HOTROW_DATA", ROOT.parent / "shared" / "data")) / name
         if not path.exists():
-            pytest.skip(f"real data file {name} absent; set HOTROW_DATA")
+            pytest.skip(f"{NO_REAL_ROWS} at {path.parent}: set HOTROW_DATA to their folder, if you have them")
         return path
 
     return find

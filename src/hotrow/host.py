@@ -15,6 +15,9 @@ import torch
 
 from hotrow.files import cgroup_folders
 
+ISAS = ("baseline", "avx2", "avx512")
+"""Instruction sets that the native kernels are built for, narrowest first."""
+
 
 def versions() -> dict[str, str]:
     """Versions of what computes."""
@@ -48,8 +51,22 @@ def cpuinfo() -> str:
         return ""
 
 
+def isa_limit() -> str | None:
+    """The widest instruction set that the environment variable HOTROW_ISA allows; None if it is not set.
+
+    It makes a processor behave like an older one: hotrow's kernels, torch's and all that hotrow says of the machine.
+    Raises ValueError for an unknown word.
+    """
+    limit = os.environ.get("HOTROW_ISA") or None
+    if limit is not None and limit not in ISAS:
+        raise ValueError(f"HOTROW_ISA is {limit!r}; set it to one of {', '.join(ISAS)}, or leave it unset")
+    return limit
+
+
 def lacks_bfloat16_products() -> bool:
     """Whether the processor is known to have no instructions that multiply bfloat16: x86-64's or arm64's."""
+    if isa_limit() in ("baseline", "avx2"):
+        return True
     features = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo(), re.MULTILINE)
     return features is not None and not {"avx512_bf16", "amx_bf16", "bf16"} & set(features[1].split())
 

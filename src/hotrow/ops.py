@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from hotrow import reference
 from hotrow.batch import KeyedJaggedTensor
+from hotrow.host import isa_limit
 from hotrow.reference import Activation, Layout, Rule
 
 ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
@@ -54,14 +55,44 @@ def _load() -> tuple[Any, str | None]:
         except ImportError as error:
             reason = f"the native module does not load ({error})"
         else:
+            _limit_isa(module)
             _announce_fork(module)
             return module, None
+    _limit_torch(isa_limit())
     warnings.warn(
         f"hotrow runs on its reference kernels, many times slower, because {reason}; "
         "build the native ones with `pip install -e .` (needs a C++20 compiler) and leave HOTROW_NATIVE unset",
         stacklevel=3,
     )
     return None, reason
+
+
+def _limit_isa(module: Any) -> None:
+    """Keeps the native kernels, and torch, to the instruction set that HOTROW_ISA names.
+
+    Raises ValueError if this machine or build does not have it.
+    """
+    if (limit := isa_limit()) is None:
+        return
+    if limit not in (available := module.isas()):
+        raise ValueError(
+            f"HOTROW_ISA={limit!r}, but this machine has only {', '.join(available)}: set it to one of them"
+        )
+    module.use_isa(available.index(limit))
+    _limit_torch(limit)
+
+
+def _limit_torch(limit: str | None) -> None:
+    """Tells torch and its libraries the same limit. They read it at their first operation."""
+    for name, value in _TORCH_LIMITS.get(limit or "", {}).items():
+        os.environ.setdefault(name, value)
+
+
+_TORCH_LIMITS = {
+    "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
+"""What keeps torch's own kernels, oneDNN and MKL to an instruction set; avx512 is no limit where there is one."""
 
 
 def _announce_fork(module: Any) -> None:
@@ -91,9 +122,13 @@ def backend() -> Backend:
 
 
 def isas() -> tuple[str, ...]:
-    """Instruction sets of the native kernels that this machine can run, narrowest first; empty for the reference."""
-    module = _native()
-    return () if module is None else tuple(module.isas())
+    """Instruction sets of the native kernels that may run here, narrowest first; empty for the reference.
+
+    They are those of this machine, up to HOTROW_ISA if it is set.
+    """
+    module, limit = _native(), isa_limit()
+    available = () if module is None else tuple(module.isas())
+    return available[: available.index(limit) + 1] if limit in available else available
 
 
 def set_isa(name: str) -> None:

@@ -21,7 +21,7 @@ from hotrow.data.packed_reader import crc32_of_file
 from hotrow.data.progress import ProgressCallback
 from hotrow.export import EXPORT, verify_export
 from hotrow.files import available_memory_bytes, disk_free_bytes, file_system, parse_bytes
-from hotrow.host import host_facts, versions
+from hotrow.host import host_facts, isa_limit, versions
 from hotrow.hot.compare import compare_ways, record_bytes_of
 from hotrow.hot.drift import PARTS, check_parts, measure_drift
 from hotrow.hot.hot_set import check_budget
@@ -190,6 +190,8 @@ def doctor() -> dict[str, Any]:
         "host": host_facts(),
         "backend": {"name": backend.name, "isa": backend.isa, "threads": backend.threads, "reason": backend.reason},
         "isas": list(ops.isas()),
+        "isa_limit": isa_limit(),
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "transparent_huge_pages": _setting(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "huge_pages_granted": ops.grants_huge_pages(),
         "available_memory_bytes": available_memory_bytes(),

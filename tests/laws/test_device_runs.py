@@ -231,6 +231,7 @@ def test_dense_layers_in_bfloat16(data: Path, tmp_path: Path, monkeypatch: pytes
 def test_a_processor_without_bfloat16_products_is_warned_of(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, slow: bool
 ) -> None:
+    monkeypatch.delenv("HOTROW_ISA", raising=False)
     monkeypatch.setattr(host, "cpuinfo", lambda: cpuinfo)
     run = runs.train(config(data, tmp_path / "run", "train.dense_dtype=bf16", "train.max_steps=1"))
     assert ("slow_bfloat16" in run.record["warnings"]) == slow

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +45,44 @@ def test_backend_says_what_runs() -> None:
 def test_set_isa_refuses_what_is_not_there() -> None:
     with pytest.raises(ValueError, match="'sse9' is not available here; choose one of baseline"):
         ops.set_isa("sse9")
+
+
+FACTS = """
+import json
+from hotrow import ops, tools
+from hotrow.host import lacks_bfloat16_products
+facts = tools.doctor()
+told = [facts[name] for name in ("isas", "isa_limit", "torch_isa")]
+print(json.dumps([*told, ops.backend().isa, lacks_bfloat16_products()]))
+"""
+
+
+def facts_under(**variables: str) -> subprocess.CompletedProcess[str]:
+    names = ("HOTROW_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+    env = {name: value for name, value in os.environ.items() if name not in names} | variables
+    return subprocess.run([sys.executable, "-c", FACTS], env=env, capture_output=True, text=True, check=False)
+
+
+@needs_native
+@pytest.mark.skipif("avx2" not in ops.isas(), reason="this machine has one instruction set only: nothing to limit")
+def test_a_limit_holds_for_all_of_hotrow_and_for_torch() -> None:
+    assert json.loads(facts_under(HOTROW_ISA="avx2").stdout) == [["baseline", "avx2"], "avx2", "AVX2", "avx2", True]
+    assert json.loads(facts_under(HOTROW_ISA="baseline").stdout) == [
+        ["baseline"],
+        "baseline",
+        "DEFAULT",
+        "baseline",
+        True,
+    ]
+    assert json.loads(facts_under(HOTROW_ISA="").stdout)[1] is None
+    assert "HOTROW_ISA is 'avx3'; set it to one of baseline, avx2, avx512" in facts_under(HOTROW_ISA="avx3").stderr
+
+
+@needs_native
+def test_a_limit_above_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTROW_ISA", "avx512")
+    with pytest.raises(ValueError, match="HOTROW_ISA='avx512', but this machine has only baseline, avx2: set it to"):
+        ops._limit_isa(SimpleNamespace(isas=lambda: ["baseline", "avx2"]))
 
 
 V3 = ["avx2", "bmi2", "f16c", "fma"]
