@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+_TORCHREC_METHODS = ("keys", "values", "weights_or_none", "offsets")
 
 
 class KeyedJaggedTensor:
@@ -128,6 +132,27 @@ class KeyedJaggedTensor:
             )
         return cls(keys, ids_BF.t().reshape(-1))
 
+    @classmethod
+    def of(cls, bags: Any) -> KeyedJaggedTensor:
+        """`bags` as it is, or made from another library's object with torchrec's methods, sharing its ids.
+
+        Raises ValueError for anything else, and for one whose features have different numbers of samples.
+        """
+        if isinstance(bags, cls):
+            return bags
+        if not all(callable(getattr(bags, name, None)) for name in _TORCHREC_METHODS):
+            raise ValueError(
+                f"the ids are a {type(bags).__name__}; pass a hotrow.KeyedJaggedTensor, a torchrec KeyedJaggedTensor, "
+                "or to forward a tensor [B, F] of int32 or int64"
+            )
+        keys, offsets = list(bags.keys()), bags.offsets()
+        if getattr(bags, "variable_stride_per_key", bool)():
+            raise ValueError(
+                f"the KeyedJaggedTensor of {', '.join(keys)} has a number of samples of its own for each feature; pass "
+                "one with as many samples for every feature"
+            )
+        return cls(keys, bags.values(), bags.weights_or_none(), offsets=offsets)
+
     @property
     def one_hot(self) -> bool:
         """Whether every bag is known to hold exactly one id (constructed without lengths and offsets)."""
@@ -188,6 +213,11 @@ class Batch:
 
     def __len__(self) -> int:
         return self.label.numel()
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The batch with dense values and labels on `device`; ids stay in host memory, from where tables are read."""
+        dense, label = (each.to(device, non_blocking=non_blocking) for each in (self.dense, self.label))
+        return Batch(dense, self.sparse, label)
 
     def __iter__(self) -> Iterator[Tensor | KeyedJaggedTensor]:
         return iter((self.dense, self.sparse, self.label))

@@ -281,7 +281,7 @@ def _tables(part: Part) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for key, tensor in _flatten_optimizer(part)[0].items():
         index, _, state = key.partition(".")
-        found.setdefault(part.emb.tables[int(index)].name, {})[state] = tensor
+        found.setdefault(part.param_groups[int(index)]["name"], {})[state] = tensor
     return found
 
 
@@ -292,8 +292,11 @@ def _stored(emb: EmbeddingCollection, table: str) -> Target:
 
 
 def _tiers(part: Part) -> Tiers | None:
-    emb = part.emb if isinstance(part, SparseOptimizer) else part
-    return emb.tiers if isinstance(emb, EmbeddingCollection) else None
+    """The tiers of a collection or of its optimizer. Raises ValueError for an optimizer of several, some in tiers."""
+    if isinstance(part, SparseOptimizer):
+        tiers = {emb.tiers for emb in part.collections} - {None}
+        return part.emb.tiers if tiers else None
+    return part.tiers if isinstance(part, EmbeddingCollection) else None
 
 
 def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Target], dict[str, Any]]:

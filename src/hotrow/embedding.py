@@ -8,16 +8,20 @@ Next: optim.py for the step, reference.py for the arithmetic.
 from __future__ import annotations
 
 import itertools
+import sys
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hotrow import ops
+from hotrow import ops, torch_tables
 from hotrow.batch import KeyedJaggedTensor
+from hotrow.files import available_memory_bytes, size
 from hotrow.memory.below import InDram, InTiers
 from hotrow.memory.budget import Memory
 from hotrow.memory.device_budget import DeviceMemory
@@ -27,6 +31,10 @@ from hotrow.memory.tiers import Flight, Tiers
 from hotrow.reference import Layout, row_key, to_float16, widen, write_rows
 from hotrow.tables import TableConfig, check_tables
 
+BATCHES_TO_WARN_OF = 3
+"""So many batches without a step are a warning: it may have been forgotten."""
+ADDRESS_SPACE = 1 << 47
+"""Bytes that a process can address on x86-64; of arm64 at least as many."""
 PIECE_FLOATS = 1 << 22
 """A table that is converted from one storage into another goes through float32 in pieces of so many weights."""
 
@@ -35,7 +43,7 @@ class Pending(NamedTuple):
     """A lookup and the gradient of its output, waiting for the optimizer."""
 
     kernels: ops.Kernels
-    """What looked the rows up: those of the collection, or of one feature's sequences."""
+    """What updates the rows: those of the collection, or of one feature's sequences; without tables frozen then."""
     sparse: KeyedJaggedTensor
     grad: Tensor
     """[B, output_dim], of a sequence [L, D]; float32."""
@@ -105,15 +113,18 @@ class EmbeddingCollection(nn.Module):
     tables: one TableConfig each. memory: None or "dram": all rows in DRAM; a `Memory`: part of them, the rest on disk,
     with the same bits in every result, but for `state_dict` and copies, which such a collection refuses; a
     `DeviceMemory`: lookups and updates in slots of a device, before all rows in DRAM or in tiers (docs/gpu.md). seed:
-    of the initial rows, each a function of (seed, table name, row, column) alone. `parameters()` is empty;
-    `state_dict()` holds `<table>.weight`: float32 also of bfloat16 tables, whose halves it joins and loading splits
-    again, without loss; float16 of float16 tables.
+    of the initial rows, each a function of (seed, table name, row, column) alone. `state_dict()` holds
+    `<table>.weight`: float32 also of bfloat16 tables, whose halves it joins and loading splits again, without loss;
+    float16 of float16 tables. `parameters()` gives one Parameter [0, D] per table: it has no values, and its
+    `requires_grad` says whether the table is trained, so that `requires_grad_(False)`, on the collection or on a module
+    around it, freezes its tables.
 
     `sequence(sparse)` gives rows without pooling. Several forward passes before one optimizer step, sequences among
     them, count as one batch whose bags stand in forward order; a forward under torch.no_grad leaves nothing behind.
     Python threads may use different collections at once, and look up the same one; an optimizer step must be alone with
     its collection. A forked child computes on one thread, and cannot use its parent's collection in tiers.
-    Raises ValueError for repeated names and for an unknown `memory`.
+    What else a user of torch.nn may expect: docs/python.md.
+    Raises ValueError for repeated names, for an unknown `memory` and for tables larger than the memory there is.
     """
 
     device_rows: DeviceRows | None = None
@@ -130,11 +141,15 @@ class EmbeddingCollection(nn.Module):
                 f"memory is {memory!r}; pass None or 'dram' (all rows in DRAM), hotrow.Memory or hotrow.DeviceMemory"
             )
         self.tables = check_tables(tables)
+        for table in self.tables:  # not by register_parameter, which refuses dots; state_dict has the same names
+            self._parameters[f"{table.name}.weight"] = nn.Parameter(torch.empty(0, table.embedding_dim))
         self.seed = seed
         self.tiers: Tiers | None = None
         below = memory.below if isinstance(memory, DeviceMemory) else memory
         if isinstance(below, Memory):
             self.tiers = Tiers(self.tables, Layout.of(self.tables), below, seed=seed)
+        else:
+            _check_memory(self.tables)
         self.weights = self._new_weights() if self.tiers is None else self.tiers.weights
         """Rows of each table [N, D] in its dtype, by table name: what lookups read; updated in place. In tiers they are
         indexed by slot, not by row, and only slots in use mean anything."""
@@ -161,6 +176,59 @@ class EmbeddingCollection(nn.Module):
             return InTiers(self.tiers)
         low = {name: [half] for name, half in self.low.items()}
         return InDram({name: [weight, *low.get(name, [])] for name, weight in self.weights.items()})
+
+    @classmethod
+    def from_torch(cls, modules: nn.Module | Mapping[str, nn.Module] | nn.ModuleDict) -> EmbeddingCollection:
+        """The tables of an nn.EmbeddingBag or nn.Embedding, or of a dict of them, with their weights to the bit.
+
+            emb = EmbeddingCollection.from_torch({"user": nn.EmbeddingBag(100, 8, mode="mean"), "item": ...})
+
+        Each is the table and the feature of its name in the dict; a single one is "embedding". Float16 and bfloat16
+        weights give tables of that dtype, weights that do not require grad a frozen table; `sparse=` and
+        `include_last_offset=` have no meaning here. The tables lie in DRAM: for tiers, save a checkpoint of this
+        collection and load it into one with Memory.
+        Raises ValueError, saying how to do without, for padding_idx, max_norm, scale_grad_by_freq and max pooling, for
+        float64 and for other modules.
+        """
+        return cls._of(torch_tables.from_torch(modules))
+
+    @classmethod
+    def from_torchrec(cls, collection: Any) -> EmbeddingCollection:
+        """As `from_torch`, of a torchrec EmbeddingBagCollection or EmbeddingCollection, with its names and pooling.
+
+        Per-id weights are used if a batch has them, also if the collection was made with is_weighted=False.
+        """
+        return cls._of(torch_tables.from_torchrec(collection))
+
+    @classmethod
+    def _of(cls, given: Sequence[torch_tables.Given]) -> EmbeddingCollection:
+        emb = cls([table.config for table in given])
+        for config, weight, trained in given:
+            stored = emb.stored(config.name)
+            for rows in stored.pieces():
+                stored.write(rows, weight[rows].cpu().float())
+            emb.switches[config.name].requires_grad_(trained)
+        return emb
+
+    def to_torch(self) -> dict[str, nn.EmbeddingBag]:
+        """A copy of each table as an nn.EmbeddingBag of its pooling, float32 but for float16 tables, by name.
+
+        Raises ValueError in tiers, whose tables may be larger than memory.
+        """
+        modules = {}
+        for number, table in enumerate(self.tables):
+            weight = self._whole(table.name)
+            bag = nn.EmbeddingBag(table.num_embeddings, table.embedding_dim, mode=table.pooling, _weight=weight.clone())
+            bag.weight.requires_grad_(number not in self.frozen)
+            modules[table.name] = bag
+        return modules
+
+    def torchrec_state_dict(self, kind: str = "embedding_bags") -> dict[str, Tensor]:
+        """The tables under torchrec's names, for load_state_dict of an EmbeddingBagCollection with tables of ours.
+
+        kind: "embedding_bags", or "embeddings" for torchrec's EmbeddingCollection. Raises ValueError in tiers.
+        """
+        return {f"{kind}.{name}.weight": self._whole(name) for name in self.weights}
 
     def grow(self, table: str, num_embeddings: int) -> None:
         """Give `table` rows up to `num_embeddings`; those it has keep their numbers, values and optimizer states.
@@ -215,13 +283,18 @@ class EmbeddingCollection(nn.Module):
         self.sequence_kernels: dict[str, ops.Kernels] = {
             feature.name: make(layout.sequence_of(feature.name), among=layout) for feature in layout.features
         }
+        self._partial: dict[frozenset[int], ops.Kernels] = {}  # by the tables that they update
         self._take_arrays()
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Sparse optimizers of these tables, which grow with them."""
+        self.newest_optimizer: Callable[[], Any] = _nobody
+        """Gives the one that was made last, the only one that may step; None where it is gone."""
         self._pending: list[tuple[int, Pending]] = []
+        self._waiting = Waiting()
         self._forwards = itertools.count()  # its next() is one step for Python's threads, += is not
         # Autograd calls backward only below an input that requires grad, and the tables are none.
         self._leaf = torch.zeros(0, requires_grad=True)
+        self._frozen_leaf = torch.zeros(0)
 
     def _take_arrays(self) -> None:
         self.arrays = ops.Arrays(list(self.weights.values()), [self.low.get(name) for name in self.weights])
@@ -229,18 +302,19 @@ class EmbeddingCollection(nn.Module):
     def forward(self, sparse: KeyedJaggedTensor | Tensor) -> Tensor:
         """Pooled rows [B, output_dim], float32.
 
-        sparse: every feature's bags, keys in any order, features of other collections ignored; or an integer tensor
-        [B, F] with one id per feature, columns as `feature_names`.
+        sparse: every feature's bags, keys in any order, features of other collections ignored; torchrec's
+        KeyedJaggedTensor will do; or an integer tensor [B, F] with one id per feature, columns as `feature_names`.
 
         Raises ValueError for a missing feature, and for an id outside its table (feature, sample, id, rows).
         """
         if isinstance(sparse, Tensor):
             sparse = KeyedJaggedTensor.from_dense(self.feature_names, sparse)
+        sparse = KeyedJaggedTensor.of(sparse)
         if halves := self._halves(sparse):
             return torch.cat([self(half) for half in halves])
         flight, slots = self._take(sparse)
         out = self._look_up(self.live_kernels, slots, blame=sparse, flight=flight)
-        if flight is not None and not torch.is_grad_enabled():
+        if flight is not None and not out.requires_grad:
             flight.release(updated=False)
         return out
 
@@ -258,16 +332,12 @@ class EmbeddingCollection(nn.Module):
 
     def _take(self, sparse: KeyedJaggedTensor) -> tuple[Flight | DeviceFlight | None, KeyedJaggedTensor]:
         """What keeps the rows of a batch in their slots, and the batch with slots for ids."""
-        if not isinstance(sparse, KeyedJaggedTensor):
-            raise ValueError(
-                f"the ids are a {type(sparse).__name__}; pass a hotrow.KeyedJaggedTensor, or to forward a tensor "
-                "[B, F] of int32 or int64"
-            )
         if self.copies is not None:
             return None, self.copies.slots(sparse)
         if self.in_slots is None:
             return None, sparse
-        flight, slots = self.in_slots.take(sparse, training=torch.is_grad_enabled())
+        training = torch.is_grad_enabled() and len(self.frozen) < len(self.tables)
+        flight, slots = self.in_slots.take(sparse, training=training)
         if self.device_rows is not None:
             self.arrays = self.device_rows.arrays
         return flight, slots
@@ -280,6 +350,7 @@ class EmbeddingCollection(nn.Module):
         For each feature of this collection among `sparse.keys`; per-sample weights play no part. Gradients go the way
         of `forward`'s, into the same `step()`. Raises ValueError for an id outside its table.
         """
+        sparse = KeyedJaggedTensor.of(sparse)
         if halves := self._halves(sparse):
             first, second = map(self.sequence, halves)
             return {name: _joined(own, second[name]) for name, own in first.items()}
@@ -291,9 +362,42 @@ class EmbeddingCollection(nn.Module):
                 values, offsets, _ = slots.bags(name)
                 single = KeyedJaggedTensor((name,), values)
                 found[name] = self._look_up(kernels[name], single, blame=sparse, flight=flight), offsets
-        if flight is not None and not torch.is_grad_enabled():
+        if flight is not None and not any(values.requires_grad for values, _ in found.values()):
             flight.release(updated=False)
         return found
+
+    @property
+    def pooled_kernels(self) -> tuple[ops.Kernels, ...]:
+        """What updates the rows of a `forward`: all of them, or those of some tables."""
+        return self.live_kernels, *self._partial.values()
+
+    @property
+    def switches(self) -> dict[str, nn.Parameter]:
+        """By table, the Parameter without values whose `requires_grad` says whether the table is trained."""
+        return {t.name: own for t, own in zip(self.tables, self._parameters.values(), strict=True) if own is not None}
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """The numbers of the tables that are not trained: those whose Parameter does not require grad."""
+        switches = self._parameters.values()  # not by name: every lookup asks
+        return frozenset(t for t, own in enumerate(switches) if own is not None and not own.requires_grad)
+
+    def kernels_without(self, kernels: ops.Kernels, frozen: frozenset[int]) -> ops.Kernels | None:
+        """`kernels` for an update that leaves the `frozen` tables alone; None where it updates no other."""
+        kept = tuple(feature for feature in kernels.layout.features if feature.table not in frozen)
+        if len(kept) == len(kernels.layout.features):
+            return kernels
+        if not kept:
+            return None
+        if self.device_rows is not None or self.copies is not None:
+            raise ValueError(
+                "some of the tables are frozen and others not, which tables on a device and copies of hot rows do not "
+                "offer: freeze all, or make one EmbeddingCollection of the tables that stay and one of the others"
+            )
+        numbers = frozenset(feature.table for feature in kept)
+        if numbers not in self._partial:
+            self._partial[numbers] = ops.Kernels(Layout(kept, self.output_dim), among=self.kernels.layout)
+        return self._partial[numbers]
 
     @property
     def live_arrays(self) -> ops.Arrays:
@@ -321,8 +425,10 @@ class EmbeddingCollection(nn.Module):
         blame: KeyedJaggedTensor,
         flight: Flight | DeviceFlight | None = None,
     ) -> Tensor:
-        number = next(self._forwards)
-        return _Lookup.apply(self._leaf, sparse.weights, sparse, blame, self, kernels, number, flight)  # type: ignore[no-any-return, no-untyped-call]
+        number = self._waiting.newest = next(self._forwards)
+        frozen = self.frozen
+        leaf = self._leaf if any(f.table not in frozen for f in kernels.layout.features) else self._frozen_leaf
+        return _Lookup.apply(leaf, sparse.weights, sparse, blame, self, kernels, number, flight, frozen)  # type: ignore[no-any-return, no-untyped-call]
 
     def new_state(self, shape: torch.Size, value: float) -> Tensor:
         """An optimizer state of every row at `value`; in tiers address space for it, filled row by row when needed."""
@@ -380,20 +486,49 @@ class EmbeddingCollection(nn.Module):
             if pending.flight is not None:
                 pending.flight.release(updated=updated)
         self._pending.clear()
+        self._waiting.num_batches = 0
+
+    def _add_pending(self, number: int, pending: Pending) -> None:
+        self._pending.append((number, pending))
+        if not self._waiting.count(number):
+            return
+        optimizer = self.newest_optimizer()
+        cure = (
+            f"call step() of the {type(optimizer).__name__} that was made for them"
+            if optimizer is not None
+            else "make an optimizer of hotrow for them, such as hotrow.Adagrad(emb, lr=0.05), and call its step(): "
+            "those of torch do not see tables"
+        )
+        warnings.warn(
+            f"{self._waiting.num_batches} batches wait for the optimizer of tables "
+            f"{', '.join(table.name for table in self.tables)}; their gradients and batches stay in memory, and the "
+            f"next step() applies them as one: {cure} after each batch. If you add up several batches on purpose, "
+            "ignore this; it is said once",
+            stacklevel=2,
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Drops the pending gradients, as the optimizer's `zero_grad()`."""
+        super().zero_grad(set_to_none)
+        self.clear_pending()
 
     def scale_pending(self, factor: float) -> None:
         """Multiplies the pending gradients by `factor`; the tensors backward was given stay as they are."""
         self._pending = [(number, p._replace(grad=p.grad * factor)) for number, p in self._pending]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        for name in self.weights:
+            destination[f"{prefix}{name}.weight"] = self._whole(name)
+
+    def _whole(self, name: str) -> Tensor:
+        """The table `name` as float32, of a float16 table float16: its own memory but for split tables."""
         self.check_tables_are_live()
         if self.tiers is not None:
             raise ValueError(
                 "a collection in tiers has no state_dict, since its tables may be larger than memory; "
                 "hotrow.save_checkpoint writes them piece by piece, read_rows() gives some rows"
             )
-        for name in self.weights:
-            destination[f"{prefix}{name}.weight"] = self.float32(name) if name in self.low else self.stored(name).weight
+        return self.float32(name) if name in self.low else self.stored(name).weight
 
     def _load_from_state_dict(
         self,
@@ -428,15 +563,45 @@ class EmbeddingCollection(nn.Module):
         if strict:
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in wanted)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingCollection:  # noqa: FBT001, FBT002
+        """What `.half()`, `.to(...)`, `.cuda()` and their like call: tables stay as they are, and a warning says so."""
+        probe = torch.zeros(1)
+        changed = fn(probe)
+        devices = {"cpu", *([] if self.device_rows is None else [self.device_rows.device.type])}
+        if changed.device.type not in devices:
+            self._say_unchanged(
+                f"do not move to {changed.device}: they stay where memory= of the collection puts them. Move what "
+                f"they give, emb(ids).to({str(changed.device)!r}); hotrow.DeviceMemory keeps rows on a GPU"
+            )
+        if changed.dtype != probe.dtype:
+            self._say_unchanged(
+                f"do not become {changed.dtype}: they keep the storage they were made with (TableConfig.dtype: "
+                "float32, float16 or bfloat16), and give float32"
+            )
+        if changed.is_shared():  # type: ignore[no-untyped-call]
+            self._say_unchanged("are not shared with other processes: train them in one, on several threads")
+        return self
+
+    def _say_unchanged(self, what: str) -> None:
+        warnings.warn(f"the tables of this EmbeddingCollection {what}", stacklevel=2)
+
+    def _replicate_for_data_parallel(self) -> EmbeddingCollection:
+        raise TypeError(
+            "nn.DataParallel cannot copy an EmbeddingCollection to its devices: keep it out of the model that is "
+            "replicated, and pass that one the pooled rows"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies: all but native handles and what belongs to steps under way."""
+        _refuse_averaging()
         self.check_tables_are_live()
         if self.tiers is not None:
             raise TypeError("a collection in tiers cannot be copied or pickled: its files belong to it alone")
         if self.device_rows is not None:
             raise TypeError("a collection with slots on a device cannot be copied or pickled; copy its state_dict()")
-        made = ("kernels", "sequence_kernels", "arrays", "optimizers", "_pending", "_forwards", "_leaf")
-        return {name: value for name, value in self.__dict__.items() if name not in made}
+        made = ("kernels", "sequence_kernels", "arrays", "optimizers", "newest_optimizer", "_partial")
+        passing = ("_pending", "_waiting", "_forwards", "_leaf", "_frozen_leaf")
+        return {name: value for name, value in self.__dict__.items() if name not in made + passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Rebuilds what `__getstate__` left out, around the copied tables."""
@@ -445,10 +610,67 @@ class EmbeddingCollection(nn.Module):
 
     def extra_repr(self) -> str:
         """One line per table."""
+        frozen = self.frozen
         return "\n".join(
             f"{t.name}: [{t.num_embeddings}, {t.embedding_dim}] {t.dtype} {t.pooling} of {', '.join(t.feature_names)}"
-            for t in self.tables
+            + (", frozen" if number in frozen else "")
+            for number, t in enumerate(self.tables)
         )
+
+
+class Waiting:
+    """How many batches wait for an optimizer: forward passes that one or several backward passes have been through.
+
+    Forward passes without a backward pass between them are one batch: towers, or a positive and its negatives.
+    """
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.newest = -1
+        """Number of the latest forward pass."""
+        self._newest_counted, self._said = -1, False
+
+    def count(self, number: int) -> bool:
+        """Count the batch of forward pass `number`; whether it is the first ever that is one too many."""
+        if number > self._newest_counted:
+            self.num_batches += 1
+            self._newest_counted = self.newest
+        if self.num_batches < BATCHES_TO_WARN_OF or self._said:
+            return False
+        self._said = True
+        return True
+
+
+def _nobody() -> None:
+    return None
+
+
+def _refuse_averaging() -> None:
+    """Raises TypeError where torch's AveragedModel makes its copy: it would average parameters(), which tables lack."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.optim.swa_utils":
+            raise TypeError(
+                "torch.optim.swa_utils.AveragedModel averages parameters(), and the tables of an EmbeddingCollection "
+                "are not among them: average the module without them, AveragedModel(model.head); docs/python.md shows "
+                "how to average tables"
+            )
+        frame = frame.f_back
+
+
+def _check_memory(tables: Sequence[TableConfig]) -> None:
+    """Raises ValueError where tables do not fit in the memory there is, of which those that start at zero need none."""
+    filled = sum(table.num_bytes for table in tables if table.init.bound_for(table.num_embeddings))
+    every = sum(table.num_bytes for table in tables)
+    available = available_memory_bytes()
+    if filled <= available and every < ADDRESS_SPACE:
+        return
+    largest = max(tables, key=lambda table: table.num_bytes)
+    raise ValueError(
+        f"the tables are {size(every)}, and {size(available)} of memory are available; the largest, {largest.name!r}, "
+        f"has {largest.num_embeddings:,} rows of {largest.embedding_dim} {largest.dtype}: keep part of the rows on "
+        "disk (memory=hotrow.Memory(dram=..., ssd=...)), or give the tables fewer rows or columns"
+    )
 
 
 def _beyond_float16(table: StoredTable, weights: Tensor) -> tuple[int, float] | None:
@@ -507,8 +729,10 @@ class _Lookup(torch.autograd.Function):
         kernels: ops.Kernels,
         number: int,
         flight: Flight | DeviceFlight | None,
+        frozen: frozenset[int],
     ) -> Tensor:
         ctx.sparse, ctx.emb, ctx.kernels, ctx.number, ctx.flight = sparse, emb, kernels, number, flight
+        ctx.frozen = frozen
         ctx.copies = emb.copies
         return kernels.lookup(emb.live_arrays, sparse, blame=blame)
 
@@ -532,8 +756,21 @@ class _Lookup(torch.autograd.Function):
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
         emb: EmbeddingCollection = ctx.emb
-        emb._pending.append((ctx.number, Pending(ctx.kernels, ctx.sparse, grad, ctx.flight)))
         weight_grad = None
         if ctx.needs_input_grad[1]:
             weight_grad = ctx.kernels.weight_gradient(emb.live_arrays, ctx.sparse, grad)
-        return None, weight_grad, None, None, None, None, None, None
+        updates = emb.kernels_without(ctx.kernels, ctx.frozen)
+        if updates is not None:
+            if updates is not ctx.kernels:
+                grad = _zeroed(grad, ctx.kernels.layout, ctx.frozen)
+            emb._add_pending(ctx.number, Pending(updates, ctx.sparse, grad, ctx.flight))
+        return None, weight_grad, *[None] * 7
+
+
+def _zeroed(grad: Tensor, layout: Layout, frozen: frozenset[int]) -> Tensor:
+    """A copy of a pooled gradient that is 0 for features of the frozen tables, as if it had not been computed."""
+    grad = grad.clone()
+    for feature in layout.features:
+        if feature.table in frozen:
+            grad[:, feature.columns] = 0
+    return grad

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +29,22 @@ OnNonfinite = Literal["raise", "skip"] | None
 """What a step does on a gradient that is NaN or infinite; see `SparseOptimizer`."""
 
 
+Collections = EmbeddingCollection | Iterable[EmbeddingCollection]
+
+
+class _Part(NamedTuple):
+    """The groups of one collection among those of its optimizer."""
+
+    emb: EmbeddingCollection
+    groups: slice
+
+
 class SparseOptimizer(torch.optim.Optimizer):
     """What they share. Each param group is one table: `name`, `params` ([its weight]), `lr`, `lr_scale`.
+
+    emb: one EmbeddingCollection, or several of which no two have a table of the same name. The optimizer made last for
+    a collection is the one that steps: `step()` of an earlier one raises ValueError where the collection has gradients.
+    A frozen table (`requires_grad_(False)`) collects none, so `step()` leaves it and its state alone.
 
     The rate of a table is `lr * lr_scale`, rounded to float32. `step()` consumes the pending gradients;
     `zero_grad()` drops them. State tensors keep their place in memory for life, also through `load_state_dict`.
@@ -45,7 +60,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     rule_names: tuple[str, ...] = ("lr", "lr_scale")
     """What in a param group makes the rule of its table."""
 
-    def __init__(self, emb: EmbeddingCollection, *, nonfinite: OnNonfinite = "raise", **defaults: float) -> None:
+    def __init__(self, emb: Collections, *, nonfinite: OnNonfinite = "raise", **defaults: Any) -> None:
         if nonfinite not in ("raise", "skip", None):
             raise ValueError(f"{type(self).__name__}: nonfinite is {nonfinite!r}; choose 'raise', 'skip' or None")
         self.nonfinite = nonfinite
@@ -53,40 +68,78 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Steps of this object left out because of gradients that were not finite."""
         positive = {"lr", "beta"}
         for name, value in defaults.items():
-            if not (0 < value < math.inf or (value == 0 and name not in positive)):
+            if name != "betas" and not (0 < value < math.inf or (value == 0 and name not in positive)):
                 allowed = "a positive number" if name in positive else "0 or a positive number"
                 raise ValueError(f"{type(self).__name__}: {name} is {value}; it must be {allowed}")
-        self.emb = emb
+        self._parts = _parts(emb)
+        self._complete = False
         groups = [
-            {"params": [emb.weights[table.name]], "name": table.name, "lr_scale": table.lr_scale}
-            for table in emb.tables
+            {"params": [part.emb.weights[table.name]], "name": table.name, "lr_scale": table.lr_scale}
+            for part in self._parts
+            for table in part.emb.tables
         ]
         super().__init__(groups, defaults)
+        self._complete = True
         for group in self.param_groups:
             (weight,) = group["params"]
             for name in self.state_names:
-                self.state[weight][name] = emb.new_state(self._state_shape(weight), self._initial(group, name))
+                own = self._collection_of(group["name"])
+                self.state[weight][name] = own.new_state(self._state_shape(weight), self._initial(group, name))
         # Of rows yet to come too, with the rates of now: schedules may change these.
         self._initial_states: dict[str, Sequence[State]] = {
             group["name"]: self._untouched(group) for group in self.param_groups
         }
-        if emb.in_slots is not None:
-            emb.in_slots.attach(self._initial_states)
+        for part in self._parts:
+            if part.emb.in_slots is not None:
+                part.emb.in_slots.attach({table.name: self._initial_states[table.name] for table in part.emb.tables})
         self._take_arrays()
-        emb.optimizers.add(self)
+        for part in self._parts:
+            part.emb.optimizers.add(self)
+            part.emb.newest_optimizer = weakref.ref(self)
+
+    @property
+    def emb(self) -> EmbeddingCollection:
+        """The collection. Raises ValueError where the optimizer has several."""
+        if len(self._parts) > 1:
+            raise ValueError(
+                f"this {type(self).__name__} has {len(self._parts)} collections, and here an optimizer may have one: "
+                "make an optimizer for each"
+            )
+        return self._parts[0].emb
+
+    @property
+    def collections(self) -> tuple[EmbeddingCollection, ...]:
+        """The collections, in the order in which they were given."""
+        return tuple(part.emb for part in self._parts)
+
+    def _collection_of(self, table: str) -> EmbeddingCollection:
+        return next(part.emb for part in self._parts if table in part.emb.weights)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's while the optimizer is made. Raises ValueError afterwards: its groups are its tables."""
+        if self._complete:
+            raise ValueError(
+                f"{type(self).__name__} updates tables, one group each: give an EmbeddingCollection more rows with "
+                "grow(), pass several collections when making the optimizer, and parameters to an optimizer of torch"
+            )
+        super().add_param_group(param_group)
 
     def _take_arrays(self) -> None:
-        if self.emb.device_rows is not None:
-            self._arrays = self.emb.device_rows.state_arrays
-        else:
-            self._arrays = [ops.Arrays(self._states(name)) for name in self.state_names]
+        self._arrays: list[Any] = []
+        """States, by collection."""
+        for part in self._parts:
+            if part.emb.device_rows is not None:
+                self._arrays.append(part.emb.device_rows.state_arrays)
+            else:
+                self._arrays.append([ops.Arrays(self._states(name)[part.groups]) for name in self.state_names])
 
     def follow_growth(self, table: str, first: int) -> None:
         """`EmbeddingCollection.grow` has made the arrays of `table` longer: states for its rows from `first` on."""
-        if self.emb.tiers is None:
+        emb = self._collection_of(table)
+        if emb.tiers is None:
             for state in self._initial_states[table]:
-                for rows in self.emb.stored(table).pieces(first):
-                    state.fill(rows, self.emb.stored(table).read(rows))
+                for rows in emb.stored(table).pieces(first):
+                    state.fill(rows, emb.stored(table).read(rows))
         self._take_arrays()
 
     def _state_shape(self, weight: Tensor) -> torch.Size:
@@ -103,11 +156,11 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _states(self, name: str) -> list[Tensor]:
         return [self.state[group["params"][0]][name] for group in self.param_groups]
 
-    def _rules(self) -> list[Rule]:
+    def _rules(self, groups: slice) -> list[Rule]:
         """What this step does to the rows of each table; neighbours of equal numbers, mostly all, share one rule."""
         rules: list[Rule] = []
         before = None
-        for group in self.param_groups:
+        for group in self.param_groups[groups]:
             numbers = [group[name] for name in self.rule_names]
             rules.append(rules[-1] if numbers == before else self._rule(group))
             before = numbers
@@ -121,45 +174,87 @@ class SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every row that the pending batches looked up, once; returns the closure's loss, if one is given.
 
-        Raises ValueError, with no row changed, where a gradient is not finite (see `nonfinite`) or a rate is not, and
-        where a pending batch was altered and now holds an id out of range.
+        Raises ValueError, with no row changed, where a gradient is not finite (see `nonfinite`) or a rate is not, where
+        another optimizer was made for the tables since, and where a pending batch was altered and now holds an id out
+        of range.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if (pending := self.emb.pending) and self._may_step():
-            rules = self._rules()
-            lookups = [(p.kernels, p.sparse, p.grad) for p in pending]
-            states = self._arrays
-            if self.emb.copies is not None:
-                states = self.emb.copies.states
-                self.emb.copies.updated()
-            self.emb.live_kernels.update(self.emb.live_arrays, states, lookups, rules)
-            self._count_step()
-            self.emb.clear_pending(updated=True)
+        waiting = [k for k, part in enumerate(self._parts) if part.emb.pending]
+        if waiting and self._may_step(waiting):
+            rules = {k: self._rules(self._parts[k].groups) for k in waiting}  # all of them before a row changes
+            for k in waiting:
+                self._update(k, rules[k])
         return loss
 
-    def _may_step(self) -> bool:
-        found = None if self.nonfinite is None else nonfinite_gradient(self.emb)
+    def _update(self, k: int, rules: list[Rule]) -> None:
+        part = self._parts[k]
+        emb, states = part.emb, self._arrays[k]
+        still = self._still_tables(part.groups)
+        kept = [(emb.kernels_without(p.kernels, still), p.sparse, p.grad) for p in emb.pending]
+        lookups = [(kernels, sparse, grad) for kernels, sparse, grad in kept if kernels is not None]
+        if emb.copies is not None:
+            states = emb.copies.states
+            emb.copies.updated()
+        if lookups:
+            emb.live_kernels.update(emb.live_arrays, states, lookups, rules)
+        self._count_step(part.groups)
+        emb.clear_pending(updated=True)
+
+    def _may_step(self, waiting: list[int]) -> bool:
+        collections = [self._parts[k].emb for k in waiting]
+        for emb in collections:
+            if (newest := emb.newest_optimizer()) not in (None, self):
+                raise ValueError(
+                    f"tables {', '.join(emb.weights)} have another optimizer, a {type(newest).__name__} that was made "
+                    f"after this {type(self).__name__}: one optimizer updates a collection, so step that one, or "
+                    "delete it (del) to go on with this one"
+                )
+        found = None
+        if self.nonfinite is not None:
+            found = next((text for emb in collections if (text := nonfinite_gradient(emb)) is not None), None)
         if found is None:
             return True
         text = f"{type(self).__name__}: {found}; no row has changed"
         cure = "lower the learning rate, and look for NaN and infinity in dense inputs, labels and per-id weights"
         if self.nonfinite == "raise":
             raise ValueError(f"{text}: {cure}, or have such steps left out (nonfinite='skip')")
-        self.emb.clear_pending()
+        self.zero_grad()
         self.skipped += 1
         if self.skipped == 1:
             warnings.warn(f"{text}, the step is skipped: {cure}; .skipped counts such steps", stacklevel=4)
         return False
 
-    def _count_step(self) -> None:
-        """After a step that did something."""
+    def _still_tables(self, groups: slice) -> frozenset[int]:
+        """Numbers of tables, within their collection, that a step leaves as they are."""
+        return frozenset()
+
+    def _count_step(self, groups: slice) -> None:
+        """After a step that did something to the tables of these groups."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch.amp.GradScaler asks before it steps an optimizer."""
+        raise RuntimeError(
+            f"torch.amp.GradScaler cannot step {type(self).__name__}: it looks for gradients in parameters, and those "
+            "of tables wait in their EmbeddingCollection. Autocast to bfloat16, which needs no scaler; or undo the "
+            f"scale yourself: emb.scale_pending(1 / scaler.get_scale()), then {type(self).__name__}.step(), with "
+            "nonfinite='skip', before scaler.update()"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raises TypeError: a copy would belong to the tables of the original."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, since it belongs to its tables: make one for the copy "
+            "of the EmbeddingCollection, and load the state_dict() of this one into it"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         """Drops the pending gradients (`set_to_none` is torch's; there is no tensor that could be zeroed instead)."""
-        self.emb.clear_pending()
+        for part in self._parts:
+            part.emb.clear_pending()
 
     def state_rows(self) -> dict[str, RowsInTiers]:
         """The states of tables in tiers, `<number of the table>.<name>`, to be read and written piece by piece."""
@@ -173,31 +268,34 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Raises ValueError for tables in tiers, whose states may be larger than memory."""
-        self.emb.check_tables_are_live()
-        if self.emb.tiers is not None:
+        self._flush()
+        if any(part.emb.tiers is not None for part in self._parts):
             raise ValueError(
                 "the states of tables in tiers have no state_dict, since they may be larger than memory; "
                 "hotrow.save_checkpoint writes them piece by piece"
             )
-        if self.emb.device_rows is not None:
-            self.emb.device_rows.flush()
         return super().state_dict()
+
+    def _flush(self) -> None:
+        """The states as `self.state` has them."""
+        for part in self._parts:
+            part.emb.check_tables_are_live()
+            if part.emb.device_rows is not None:
+                part.emb.device_rows.flush()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict()` returned: rates and state tensors; of tables in tiers rates alone.
 
         Raises ValueError where it is of other tables or another optimizer; then nothing has changed.
         """
-        self.emb.check_tables_are_live()
-        if self.emb.device_rows is not None:
-            self.emb.device_rows.flush()
+        self._flush()
         own = [group["name"] for group in self.param_groups]
         given = [group.get("name") for group in state_dict["param_groups"]]
         if own != given:
             raise ValueError(f"the state is of tables {given}, this optimizer's are {own}; load it into the same model")
         shapes = {i: _shapes(state) for i, state in state_dict["state"].items()}
-        wanted = {i: _shapes(self.state[w]) for i, w in enumerate(self._weights()) if w in self.state}
-        wanted = {} if self.emb.tiers is not None else wanted
+        in_dram = [self._collection_of(name).tiers is None for name in own]
+        wanted = {i: _shapes(self.state[w]) for i, w in enumerate(self._weights()) if w in self.state and in_dram[i]}
         if shapes != wanted:
             raise ValueError(
                 f"the state is {shapes}, {type(self).__name__} keeps {wanted}; load it into the optimizer that wrote it"
@@ -207,12 +305,35 @@ class SparseOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         for i, tensors in kept.items():
             for name, tensor in tensors.items():
-                if wanted:
+                if in_dram[i]:
                     tensor.copy_(state_dict["state"][i][name])
             self.state[self._weights()[i]] = tensors
 
     def _weights(self) -> list[Tensor]:
         return [group["params"][0] for group in self.param_groups]
+
+
+def _parts(emb: Collections) -> tuple[_Part, ...]:
+    """Raises ValueError where there is no collection, or a table's name is in two of them."""
+    collections = [emb] if isinstance(emb, EmbeddingCollection) else list(emb)
+    for each in collections:
+        if not isinstance(each, EmbeddingCollection):
+            raise ValueError(
+                f"an optimizer of tables was given a {type(each).__name__}; pass an EmbeddingCollection or several, "
+                "and give the parameters of other modules to an optimizer of torch"
+            )
+    if not collections:
+        raise ValueError("an optimizer of tables was given no EmbeddingCollection; pass one or several")
+    names = [table.name for each in collections for table in each.tables]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"table {twice[0]!r} is in two of the collections: rename one, or make an optimizer for each collection"
+        )
+    parts, first = [], 0
+    for each in collections:
+        parts.append(_Part(each, slice(first, first + len(each.tables))))
+        first += len(each.tables)
+    return tuple(parts)
 
 
 def _rate(group: dict[str, Any]) -> float:
@@ -237,7 +358,7 @@ class SGD(SparseOptimizer):
 
     algorithm = "sgd"
 
-    def __init__(self, emb: EmbeddingCollection, lr: float, *, nonfinite: OnNonfinite = "raise") -> None:
+    def __init__(self, emb: Collections, lr: float, *, nonfinite: OnNonfinite = "raise") -> None:
         super().__init__(emb, nonfinite=nonfinite, lr=lr)
 
 
@@ -253,7 +374,7 @@ class Adagrad(SparseOptimizer):
 
     def __init__(
         self,
-        emb: EmbeddingCollection,
+        emb: Collections,
         lr: float,
         *,
         eps: float = 1e-10,
@@ -296,7 +417,7 @@ class Adam(SparseOptimizer):
 
     def __init__(
         self,
-        emb: EmbeddingCollection,
+        emb: Collections,
         lr: float = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -306,17 +427,17 @@ class Adam(SparseOptimizer):
         for beta in betas:
             if not 0 <= beta < 1:
                 raise ValueError(f"Adam: betas are {betas}; both must lie in [0, 1)")
-        super().__init__(emb, nonfinite=nonfinite, lr=lr, eps=eps)
+        super().__init__(emb, nonfinite=nonfinite, lr=lr, eps=eps, betas=tuple(betas))
         for group in self.param_groups:
-            group["betas"], group["steps"] = tuple(betas), 0
+            group["steps"] = 0
 
     def _rule(self, group: dict[str, Any]) -> Rule:
         (beta1, beta2), t = group["betas"], group["steps"] + 1
         corrected = _rate(group) * math.sqrt(1 - beta2**t) / (1 - beta1**t)
         return Rule(algorithm="adam", lr=corrected, eps=group["eps"], beta1=beta1, beta2=beta2)
 
-    def _count_step(self) -> None:
-        for group in self.param_groups:
+    def _count_step(self, groups: slice) -> None:
+        for group in self.param_groups[groups]:
             group["steps"] += 1
 
 
@@ -327,7 +448,8 @@ class FTRL(SparseOptimizer):
         w = 0 if |z| <= l1 else -(z - sign(z) * l1) / ((beta + sqrt(n)) / lr + l2)
 
     `state[weight]`: "z" and "n", [N, D]. z starts at the value from which the line above gives the row's initial w;
-    from 0, as in other implementations, the first step would forget it. Raises ValueError unless lr and beta are
+    from 0, as in other implementations, the first step would forget it. A schedule that brings a table's lr to 0, by
+    which the first line divides, leaves its rows and states as they are. Raises ValueError unless lr and beta are
     positive and l1 and l2 not negative.
     """
 
@@ -337,7 +459,7 @@ class FTRL(SparseOptimizer):
 
     def __init__(
         self,
-        emb: EmbeddingCollection,
+        emb: Collections,
         lr: float,
         *,
         beta: float = 1.0,
@@ -346,19 +468,22 @@ class FTRL(SparseOptimizer):
         nonfinite: OnNonfinite = "raise",
     ) -> None:
         super().__init__(emb, nonfinite=nonfinite, lr=lr, beta=beta, l1=l1, l2=l2)
-        if emb.tiers is not None:
-            return  # rows get theirs as they are touched
         for group in self.param_groups:
-            (weight,) = group["params"]
-            if weight.any():  # else its pages stay untouched
-                initial = emb.float32(group["name"])
+            (weight,), own = group["params"], self._collection_of(group["name"])
+            # In tiers rows get theirs as they are touched; pages of zeros stay untouched.
+            if own.tiers is None and weight.any():
+                initial = own.float32(group["name"])
                 z = torch.mul(initial, -(beta / _rate(group) + l2), out=self.state[weight]["z"])
                 if l1:
                     z.sub_(initial.sign(), alpha=l1)
 
+    def _still_tables(self, groups: slice) -> frozenset[int]:
+        return frozenset(t for t, group in enumerate(self.param_groups[groups]) if _rate(group) == 0)
+
     def _untouched(self, group: dict[str, Any]) -> list[State]:
         z, n = super()._untouched(group)
-        table = next(table for table in self.emb.tables if table.name == group["name"])
+        emb = self._collection_of(group["name"])
+        table = next(table for table in emb.tables if table.name == group["name"])
         if not table.init.bound_for(table.num_embeddings):
             return [z, n]
         return [z._replace(of_weight=-(group["beta"] / _rate(group) + group["l2"]), of_sign=-group["l1"]), n]

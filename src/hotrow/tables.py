@@ -7,12 +7,18 @@ into JSON and back (`to_json` / `from_json`), because plans, checkpoints and rep
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 Pooling = Literal["sum", "mean"]
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean")
+MAX_POOLING = (
+    "there is no max pooling: take the rows of every id with EmbeddingCollection.sequence(), and their maximum with "
+    "torch.segment_reduce(values, 'max', offsets=offsets), which is -inf for an empty bag"
+)
+"""How to do without."""
 Dtype = Literal["float32", "float16", "bfloat16"]
 BYTES_PER_WEIGHT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 4}
 """Memory by storage; of bfloat16, half is touched by lookups."""
@@ -60,18 +66,39 @@ class TableConfig:
     """Multiplies the optimizer's learning rate for this table."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"table name is {self.name!r}; it must be text")
+        if isinstance(self.feature_names, str):
+            raise ValueError(
+                f"table {self.name!r}: feature_names is the text {self.feature_names!r}; pass a tuple of feature "
+                f"names, such as ({self.feature_names!r},)"
+            )
         object.__setattr__(self, "feature_names", tuple(self.feature_names))
+        if not self.feature_names or not all(isinstance(name, str) for name in self.feature_names):
+            raise ValueError(
+                f"table {self.name!r}: feature_names is {self.feature_names}; name at least one feature, as text"
+            )
         for field in ("num_embeddings", "embedding_dim"):
-            if (value := getattr(self, field)) < 1:
-                raise ValueError(f"table {self.name!r}: {field} is {value}; it must be at least 1")
-        if not self.feature_names:
-            raise ValueError(f"table {self.name!r}: feature_names is empty; name at least one feature")
+            object.__setattr__(self, field, self._checked_count(field))
         if self.pooling not in POOLINGS:
-            raise ValueError(f"table {self.name!r}: pooling is {self.pooling!r}; choose one of {', '.join(POOLINGS)}")
+            cure = f"; {MAX_POOLING}" if str(self.pooling) == "max" else ""
+            raise ValueError(
+                f"table {self.name!r}: pooling is {self.pooling!r}; choose one of {', '.join(POOLINGS)}{cure}"
+            )
+        if not 0 <= self.lr_scale < math.inf:
+            raise ValueError(f"table {self.name!r}: lr_scale is {self.lr_scale}; it must be 0 or a positive number")
         if self.dtype not in BYTES_PER_WEIGHT:
             raise ValueError(
                 f"table {self.name!r}: dtype is {self.dtype!r}; choose one of {', '.join(BYTES_PER_WEIGHT)}"
             )
+
+    def _checked_count(self, field: str) -> int:
+        value: object = getattr(self, field)
+        if not isinstance(value, SupportsIndex) or isinstance(value, bool):
+            raise ValueError(f"table {self.name!r}: {field} is {value!r}; it must be an integer, at least 1")
+        if not 1 <= (count := operator.index(value)) < 1 << 63:
+            raise ValueError(f"table {self.name!r}: {field} is {count:,}; it must be at least 1 and below 2^63")
+        return count
 
     @property
     def num_bytes(self) -> int:

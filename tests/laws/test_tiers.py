@@ -32,7 +32,10 @@ OPTIMIZERS = {
     "adam": lambda emb: Adam(emb, lr=0.01),
     "ftrl": lambda emb: FTRL(emb, lr=0.1, l1=0.01, l2=0.02),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:table .* has grown to .* rows. tables take")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:table .* has grown to .* rows. tables take"),
+    pytest.mark.filterwarnings("ignore:3 batches wait for the optimizer"),  # schedules of several before a step
+]
 NATIVE = ops.backend().name == "native"
 """Without it fewer schedules: its twin takes six times as long."""
 FEATURES = ("a", "b", "c", "d")

@@ -99,7 +99,7 @@ def test_ids_that_are_no_tensor_are_refused(ids: Any) -> None:
     emb = EmbeddingCollection([TableConfig(name="t", num_embeddings=4, embedding_dim=3, feature_names=KEYS)])
     for look_up in (emb, emb.sequence):
         with pytest.raises(
-            ValueError, match=f"the ids are a {type(ids).__name__}; pass a hotrow.KeyedJaggedTensor, or"
+            ValueError, match=f"the ids are a {type(ids).__name__}; pass a hotrow.KeyedJaggedTensor, a torchrec"
         ):
             look_up(ids)
     with pytest.raises(ValueError, match="the ids are a Tensor"):

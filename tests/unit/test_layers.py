@@ -22,6 +22,7 @@ LEVELS = {
     "host": 0,
     "charts": 0,
     "reference": 1,
+    "torch_tables": 1,
     "ops": 1,
     "gpu": 1,
     "optim": 2,

@@ -89,6 +89,8 @@ class Loader:
     drop_last: "keep" hands out the shorter last batch, "drop" does not.
     start: where to begin. prefetch: make the next batch in a background thread; changes no batch and no state.
 
+    `len(loader)` is the number of batches per epoch, wherever it was started.
+
     Batch: dense float32 [B, I]; label float32 [B]; sparse with one key per feature in the dataset's order, int32 ids
     (int64 where a table has more than 2^31 rows), without offsets when all features are one-hot.
 
@@ -146,6 +148,9 @@ class Loader:
                 "resume with the data and batch_size of the interrupted run"
             )
         self._state = start
+
+    def __len__(self) -> int:
+        return self.num_batches
 
     @property
     def buffer_bytes(self) -> int:

@@ -164,7 +164,7 @@ class DeviceRows:
         its turn comes.
         """
         with self._lock:
-            if id(sparse) in self._announced or id(sparse) in self._asked:
+            if id(sparse.values) in self._announced or id(sparse.values) in self._asked:
                 return
             spans = self._spans(sparse)
             rows = self._rows(sparse, spans)
@@ -174,7 +174,7 @@ class DeviceRows:
                 if self._num_short(rows):
                     self._ask(sparse, rows)
                     return
-                self._announced[id(sparse)] = (sparse, self._admit(sparse, spans, rows, keep=True))
+                self._announced[id(sparse.values)] = (sparse, self._admit(sparse, spans, rows, keep=True))
             started = time.perf_counter()
             # Whether rows have come from disk cannot be asked without waiting: those of the nearer half should have.
             self._land(most_left=(len(self._announced) + 1) // 2)
@@ -183,7 +183,7 @@ class DeviceRows:
     def _ask(self, sparse: KeyedJaggedTensor, rows: Sequence[Numbers]) -> None:
         self.postponed += 1
         absent = [directory.absent(own) for directory, own in zip(self.directories, rows, strict=True)]
-        self._asked[id(sparse)] = (sparse, self._below.hold(absent, keep=True))
+        self._asked[id(sparse.values)] = (sparse, self._below.hold(absent, keep=True))
 
     @contextmanager
     def _counting_room(self) -> Iterator[None]:
@@ -195,12 +195,12 @@ class DeviceRows:
     def forget(self, sparse: KeyedJaggedTensor) -> None:
         """A batch that was announced will not come, or has been."""
         with self._lock:
-            if (found := self._announced.pop(id(sparse), None)) is not None:
+            if (found := self._announced.pop(id(sparse.values), None)) is not None:
                 found[1].release(updated=False)
             self._ask_no_more(sparse)
 
     def _ask_no_more(self, sparse: KeyedJaggedTensor) -> None:
-        if (asked := self._asked.pop(id(sparse), None)) is not None:
+        if (asked := self._asked.pop(id(sparse.values), None)) is not None:
             asked[1].release(updated=False)
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[DeviceFlight, KeyedJaggedTensor]:
@@ -212,7 +212,7 @@ class DeviceRows:
         """
         with self._lock:
             spans = self._spans(sparse)
-            _, flight = self._announced.pop(id(sparse), (None, None))
+            _, flight = self._announced.pop(id(sparse.values), (None, None))
             if flight is not None and not self._is_of(flight, sparse, spans):
                 self.altered += training
                 flight.release(updated=False)

@@ -13,7 +13,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.memory.device_rows import DeviceRows
 from hotrow.memory.tiers import Tiers
 
-Item = TypeVar("Item", Batch, KeyedJaggedTensor)
+Item = TypeVar("Item")
 _END: Any = object()
 """Of a loader; None is something that a loader may give by mistake."""
 
@@ -35,6 +35,9 @@ class Lookahead(Generic[Item]):
     def state(self) -> Any:
         """The loader's `state()` as of the last batch handed out here, not of the last one taken from it."""
         return self.batches.state() if self._state is None else self._state
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[Item]:
         """Announce, hand out, and forget what was not used; also when the loop is left early."""
@@ -63,12 +66,15 @@ class Lookahead(Generic[Item]):
                 self._each("forget", item)
 
     def _each(self, verb: str, item: Item) -> None:
-        sparse = item.sparse if isinstance(item, Batch) else item
-        if self.tiers and not isinstance(sparse, KeyedJaggedTensor):
+        if not self.tiers:
+            return
+        try:
+            sparse = KeyedJaggedTensor.of(item.sparse if isinstance(item, Batch) else item)
+        except ValueError as error:
             raise ValueError(
                 f"lookahead was given a {type(item).__name__} among the batches; it knows Batch and KeyedJaggedTensor, "
-                "so wrap the loader in a generator of those"
-            )
+                f"so wrap the loader in a generator of those ({error})"
+            ) from None
         for tiers in self.tiers:
             getattr(tiers, verb)(sparse)
 
@@ -78,9 +84,9 @@ def lookahead(batches: Iterable[Item], module: nn.Module, *, depth: int = 4) -> 
 
         for batch in hotrow.lookahead(loader, emb, depth=4): ...
 
-    batches: of `Batch` or `KeyedJaggedTensor`. module: an EmbeddingCollection or a module that holds some; those
-    without Memory need no look-ahead. A batch that is skipped, changed, or looked up twice is exact all the same.
-    depth 0: rows are read when they are looked up. Leaving the loop lets go of what was announced.
+    batches: of `Batch` or `KeyedJaggedTensor`, also torchrec's. module: an EmbeddingCollection or a module that holds
+    some; those without Memory need no look-ahead. A batch that is skipped, changed, or looked up twice is exact all the
+    same. depth 0: rows are read when they are looked up. Leaving the loop lets go of what was announced.
     Raises ValueError for a negative depth and, while it runs, for batches of another kind.
     """
     return Lookahead(batches, module, depth=depth)

@@ -312,12 +312,12 @@ class Tiers:
 
         One with an id out of range is left to its lookup, which refuses it when its turn comes.
         """
-        if id(sparse) not in self._announced and (flight := self._admit(sparse, keep=True)) is not None:
-            self._announced[id(sparse)] = (sparse, flight)
+        if id(sparse.values) not in self._announced and (flight := self._admit(sparse, keep=True)) is not None:
+            self._announced[id(sparse.values)] = (sparse, flight)
 
     def forget(self, sparse: KeyedJaggedTensor) -> None:
         """A batch that was announced will not come, or has been."""
-        found = self._announced.pop(id(sparse), None)
+        found = self._announced.pop(id(sparse.values), None)
         if found is not None:
             found[1].release(updated=False)
 
@@ -328,7 +328,7 @@ class Tiers:
         where a store has failed, also where these rows need none: it was to keep others.
         """
         self._laid_out()
-        _, flight = self._announced.pop(id(sparse), (None, None))
+        _, flight = self._announced.pop(id(sparse.values), (None, None))
         if flight is not None and not flight.is_of(sparse.values, self._spans(sparse)):
             self.altered += training
             flight.release(updated=False)
