@@ -27,10 +27,10 @@ PYTHON_FILES := src tests benchmarks scripts examples
 help: ## this list
 	@echo 'hotrow: recommendation models whose tables are larger than memory. Targets:'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
-	@echo 'Variables: NATIVE=0 (no compiler: reference kernels), ISA=avx2 or baseline (as on an older processor), PYTHON=python3.12, DATA= LABEL= TIME= (make demo on your own logs), DLRM= FOLDER= (make bench: a checkout, a disk)'
+	@echo 'Variables: NATIVE=0 (no compiler: reference kernels), ISA=avx2 or baseline (as on an older processor), PYTHON=python3.12, DATA= LABEL= TIME= DEMO='--schema FILE --split random --set train.epochs=2' (make demo on your own logs), DLRM= FOLDER= (make bench: a checkout, a disk)'
 
 demo: $(VENV)/.run $(CORE) ## train a DLRM on synthetic clicks; on your own logs: make demo DATA=path LABEL=column [TIME=column]
-	@$(BIN)/hotrow demo $(if $(DATA),--data '$(DATA)') $(if $(LABEL),--label '$(LABEL)') $(if $(TIME),--time '$(TIME)')
+	@$(BIN)/hotrow demo $(if $(DATA),--data '$(DATA)') $(if $(LABEL),--label '$(LABEL)') $(if $(TIME),--time '$(TIME)') $(DEMO)
 	@echo '(hotrow is $(BIN)/hotrow; on your path after: . $(BIN)/activate)'
 
 test: $(VENV)/.test $(CORE) ## the tests, but for the slow ones

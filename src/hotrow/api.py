@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -29,14 +29,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hotrow.checkpoint import list_checkpoints, load_checkpoint, read_manifest
-from hotrow.config import apply_overrides, make_config, options
+from hotrow.config import apply_overrides, make_config, options, read_config
 from hotrow.config_schema import Config
+from hotrow.data.guess import Role
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import MANIFEST
 from hotrow.data.pipeline import fingerprint, prepare
 from hotrow.data.prepare import RawEncoder
 from hotrow.data.progress import ProgressCallback
+from hotrow.data.schema import Schema, load_schema, parse_schema
 from hotrow.data.sources import OpenedSource, open_source
 from hotrow.device import Place, cpu_instead, place_tables
 from hotrow.embedding import EmbeddingCollection
@@ -256,7 +258,13 @@ def fit(
     *,
     label: str | None = None,
     time: str | None = None,
-    model: str = "dlrm",
+    schema: Schema | Path | str | Mapping[str, Any] | None = None,
+    categorical: Sequence[str] = (),
+    dense: Sequence[str] = (),
+    lists: Sequence[str] = (),
+    split: str | Mapping[str, Any] | None = None,
+    config: Path | str | Mapping[str, Any] | None = None,
+    model: str | None = None,
     run: Path | str | None = None,
     quiet: bool = False,
     **overrides: Any,
@@ -265,8 +273,13 @@ def fit(
 
     data: a packed dataset's folder; paths, globs or URIs of CSV or Parquet; or an Arrow-capable frame (pandas, polars,
     duckdb, pyarrow). Raw data is packed into the run's folder, under data/; stopped in that, by whatever, the same call
-    goes on in the same folder. label, time: its columns of these meanings
-    (guessed where None; with a time the last rows are the test split). run: the run's folder (default: the next
+    goes on in the same folder. label, time: its columns of these meanings, guessed if None; label may be a rule such as
+    "rating >= 4"; with a time the last rows are the test split. categorical, dense, lists: columns of ids, of numbers,
+    and of several ids a row; what is not named is guessed, and said. schema: a schema (docs/prepare.md) instead of a
+    guess: a path, its content or a `Schema`. split: "time", "random" or "reference", or what a schema may say of it,
+    such as {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
+    config: a recipe to train by, a path or its content, instead of FIT_DEFAULTS. model: "dlrm" (default) or "tbsm".
+    run: the run's folder (default: the next
     runs/NAME-MODEL-NNN). overrides: options of the config by their last name where that is unique (`epochs=3`) or in
     full (`**{"optimizer.dense.lr": 0.1}`); FIT_DEFAULTS holds otherwise, with a batch size of 1/200 of the training
     rows between 64 and 2048, and as many epochs as make 5,000 steps, between 5 and 30. What was used is in the run's
@@ -275,25 +288,45 @@ def fit(
     Ctrl-C saves the run and returns it with the status "interrupted"; in preparation it raises
     `hotrow.data.pipeline.Interrupted`. Raises ValueError for what the data or an option has wrong.
     """
-    changes = [f"model.name={model}", *(f"{_option(name)}={json.dumps(value)}" for name, value in overrides.items())]
-    make_config(apply_overrides({"data": ""}, [*_fit_defaults(model), *changes]), origin="fit")  # before hours of work
+    recipe, changes = _recipe(config), [f"{_option(name)}={_as_yaml(value)}" for name, value in overrides.items()]
+    changes = [*([] if model is None else [f"model.name={_as_yaml(model)}"]), *changes]
+    # Before hours of work.
+    checked = make_config(apply_overrides({"data": ""} | (recipe or {}), changes), origin="fit")
+    model = checked.model.name
+    if recipe is None:
+        make_config(apply_overrides({"data": ""}, [*_fit_defaults(model), *changes]), origin="fit")
+    told: dict[str, Any] = {"label": label, "time": time, "schema": schema, "split": split}
+    told |= {"categorical": categorical, "dense": dense, "lists": lists}
     packed = isinstance(data, str | Path) and (Path(data) / MANIFEST).is_file()
-    if packed and (label is not None or time is not None):
-        raise ValueError(f"label and time are for raw data, but {data} is a packed dataset; leave them out")
+    if packed and (given := [name for name, value in told.items() if value]):
+        raise ValueError(f"{given[0]} is for raw data, but {data} is a packed dataset; leave it out")
+    schema = _schema(schema, told)
     name = f"{_name_of(data)}-{model}"
     if packed:
-        return _train_on(PackedDataset.open(data), RunFolder.create(run, name=name), model, changes, quiet=quiet)
-    opened = open_source("auto" if _is_paths(data) else "frame", data, label=label, time=time)
+        dataset = PackedDataset.open(data)
+        return _train_on(dataset, RunFolder.create(run, name=name), model, recipe, changes, quiet=quiet)
+    opened = open_source(
+        "auto" if _is_paths(data) else "frame", data, schema=schema, label=label, time=time, roles=_roles(told)
+    ).with_options(**_split_options(split))
     with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
         with folder:
             dataset = _prepare_into(folder, opened, quiet=quiet)
-        return _train_on(dataset, folder, model, changes, quiet=quiet)
+        return _train_on(dataset, folder, model, recipe, changes, quiet=quiet)
 
 
-def _train_on(dataset: PackedDataset, folder: RunFolder, model: str, changes: list[str], *, quiet: bool) -> Run:
+def _train_on(
+    dataset: PackedDataset,
+    folder: RunFolder,
+    model: str,
+    recipe: Mapping[str, Any] | None,
+    changes: list[str],
+    *,
+    quiet: bool,
+) -> Run:
     with folder:
-        raw = {"data": str(dataset.path), "run": str(folder.path)}
-        config = make_config(apply_overrides(raw, [*_defaults(dataset, model), *changes]), origin="fit")
+        raw = {**(recipe or {}), "data": str(dataset.path), "run": str(folder.path)}
+        defaults = _defaults(dataset, model) if recipe is None else []
+        config = make_config(apply_overrides(raw, [*defaults, *changes]), origin="fit")
     return Run(train(config, folder=folder, quiet=quiet).path)
 
 
@@ -305,12 +338,55 @@ def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> Pa
         if not quiet:
             print(line, file=sys.stderr)
 
+    for warning in opened.warnings:
+        folder.warn("leak", warning)
     out = folder.path / "data"
     if (out / MANIFEST).is_file():
         announce(f"{out} is prepared already")
         return PackedDataset.open(out)
     with nullcontext() if quiet else progress_bar() as progress:
         return prepare(opened, out, progress=progress, announce=announce)
+
+
+def _recipe(config: Path | str | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The fields of a recipe, but for those that `fit` itself decides; None where there is none."""
+    if config is None:
+        return None
+    raw = dict(config) if isinstance(config, Mapping) else read_config(config)
+    return {name: value for name, value in raw.items() if name not in ("data", "run")}
+
+
+def _schema(schema: Any, told: Mapping[str, Any]) -> Schema | None:
+    """`schema`, read where it is a path or content. Raises ValueError where the guess it replaces is helped too."""
+    if schema is None:
+        return None
+    if given := [name for name in ("label", "time", "categorical", "dense", "lists") if told[name]]:
+        raise ValueError(f"{given[0]} helps to guess a schema, but one is given; say it there")
+    if isinstance(schema, Mapping):
+        return parse_schema(dict(schema), where="schema")
+    return schema if isinstance(schema, Schema) else load_schema(schema)
+
+
+def _roles(told: Mapping[str, Any]) -> dict[str, Role]:
+    """The columns that were told, each once."""
+    kinds: tuple[Role, ...] = ("categorical", "dense", "lists")
+    roles: dict[str, Role] = {}
+    for role in kinds:
+        if isinstance(told[role], str):
+            raise ValueError(f"{role} is the text {told[role]!r}; give a list of names: {role}=[{told[role]!r}]")
+        for column in told[role]:
+            if column in roles:
+                raise ValueError(f"column {column!r} is listed in {roles[column]} and in {role}; list it once")
+            roles[column] = role
+    return roles
+
+
+def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """What `OpenedSource.with_options` takes of a split."""
+    given = {"kind": split} if split is None or isinstance(split, str) else dict(split)
+    if unknown := [name for name in given if name not in ("kind", "fractions", "seed")]:
+        raise ValueError(f"split has {unknown[0]!r}; it may have kind, fractions and seed")
+    return {"split": given.pop("kind", None), **given}
 
 
 def _is_paths(data: Any) -> bool:
@@ -332,6 +408,14 @@ def _defaults(dataset: PackedDataset, model: str) -> list[str]:
     size = [f"train.batch_size={batch_size}", f"train.epochs={epochs}", f"train.eval_every={1 if epochs > 5 else 0.25}"]
     stops = "val" in dataset.splits and dataset.split("val").num_rows > 0
     return [*_fit_defaults(model), *size, *([] if stops else ["train.early_stopping=null"])]
+
+
+def _as_yaml(value: Any) -> str:
+    """A value of an option as YAML, which JSON is. Raises ValueError for what is neither number, text nor list."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ValueError(f"an option is {value!r}; give a number, a text, true or false, or a list of them") from None
 
 
 def _option(name: str) -> str:

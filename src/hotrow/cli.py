@@ -31,7 +31,9 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a config field, e.g. train.epochs=2.")]
 Paths = Annotated[list[str], typer.Argument(help="Files, folders, globs or URIs (s3://, gs://, hdfs://).")]
-Label = Annotated[str | None, typer.Option(help="The 0/1 column; guessed if not given.")]
+Label = Annotated[
+    str | None, typer.Option(help='The 0/1 column, or a rule such as "rating >= 4"; guessed if not given.')
+]
 Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
 
 
@@ -76,21 +78,31 @@ def demo(
     data: Annotated[str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV or Parquet.")] = None,
     label: Label = None,
     time: Time = None,
+    schema: Annotated[Path | None, typer.Option(help="Schema of your logs (hotrow init); else guessed.")] = None,
+    split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
+    fractions: Annotated[str | None, typer.Option(help="Of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    set_: Set = None,
     folder: Annotated[Path, typer.Option(help="Where synthetic logs and their packed form are kept.")] = Path(
         "demo-data"
     ),
     json_: Json = False,
 ) -> None:
     """Make synthetic Criteo-shaped clicks (or take your own logs), prepare, train a DLRM, evaluate it."""
+    from hotrow.config import overrides_of
     from hotrow.demo import demo_on_logs, demo_on_synthetic
 
-    if data is None and (label or time):
+    if data is None and (label or time or schema or split or fractions or set_):
         raise ValueError(
-            "--label and --time name columns of your own logs; give these too: --data PATH "
-            "(make demo DATA=PATH LABEL=COLUMN)"
+            "--label, --time, --schema, --split, --fractions and --set are for your own logs; give these too: "
+            "--data PATH (make demo DATA=PATH LABEL=COLUMN)"
         )
+    shares = {} if fractions is None else {"fractions": _fractions(fractions)}
     with saying_interruptions():
-        result = demo_on_logs(data, label=label, time_column=time) if data else demo_on_synthetic(folder)
+        if data is None:
+            result = demo_on_synthetic(folder)
+        else:
+            how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
+            result = demo_on_logs(data, label=label, time=time, **how, **overrides_of(set_ or ()))
     print_result(result, as_json=json_, human=lambda: print(result["text"]))
     _exit_if_interrupted(result)
 

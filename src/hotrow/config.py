@@ -62,6 +62,11 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
     Raises ValueError naming file, field, value and what is allowed; FileNotFoundError as ValueError with the cure.
     """
+    return make_config(apply_overrides(read_config(path), overrides), origin=f"config {path}")
+
+
+def read_config(path: Path | str) -> dict[str, Any]:
+    """The fields in the YAML file at `path`, unchecked. Raises ValueError naming the file where it holds none."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"config {path} is no file; pass a YAML file such as recipes/criteo-small.yaml")
@@ -72,7 +77,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     raw = parse_yaml(text, origin=f"config {path}")
     if not isinstance(raw, dict):
         raise ValueError(f"config {path} holds {reprlib.repr(raw)}; it must be a mapping such as `data: data/criteo`")
-    return make_config(apply_overrides(raw, overrides), origin=f"config {path}")
+    return raw
 
 
 def make_config(raw: dict[str, Any], *, origin: str = "config") -> Config:
@@ -87,10 +92,8 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
     """A copy of `raw` with each `a.b=v` set; ValueError where one has no `=` or goes through a plain value."""
     result = {key: _copy(value) for key, value in raw.items()}
     for override in overrides:
-        path, equals, text = override.partition("=")
-        if not equals or not path.strip():
-            raise ValueError(f"--set {override!r} has no name and value; write it as --set train.batch_size=4096")
-        *parents, leaf = path.strip().split(".")
+        ((path, value),) = overrides_of([override]).items()
+        *parents, leaf = path.split(".")
         section = result
         for depth, name in enumerate(parents):
             if isinstance(section.get(name), str) and _section_at(parents[: depth + 1]) is MemoryConfig:
@@ -98,8 +101,17 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
                 raise ValueError(f"--set {override!r}: {name} holds {reprlib.repr(section)}, which has no fields")
-        section[leaf] = parse_yaml(text, origin=f"--set {path}")
+        section[leaf] = value
     return result
+
+
+def overrides_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """`a.b=v` overrides as `{"a.b": value}`; ValueError where one has no name and value."""
+    split = [override.partition("=") for override in overrides]
+    for override, (path, equals, _) in zip(overrides, split, strict=True):
+        if not equals or not path.strip():
+            raise ValueError(f"--set {override!r} has no name and value; write it as --set train.batch_size=4096")
+    return {path.strip(): parse_yaml(text, origin=f"--set {path}") for path, _, text in split}
 
 
 def _copy(value: Any) -> Any:

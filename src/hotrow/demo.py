@@ -63,10 +63,10 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
     return _result(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, next_command)
 
 
-def demo_on_logs(data: str, *, label: str | None, time_column: str | None) -> dict[str, Any]:
-    """Guess the schema of the user's logs, pack them, train, evaluate."""
+def demo_on_logs(data: str, **options: Any) -> dict[str, Any]:
+    """Guess the schema of the user's logs, pack them, train, evaluate; options: those of `fit`."""
     started = time.monotonic()
-    run = fit(data, label=label, time=time_column)
+    run = fit(data, **options)
     next_command = f"hotrow predict {shlex.quote(str(run.path))} {shlex.quote(data)} --out scores.csv"
     return _result(run, data, time.monotonic() - started, next_command)
 

@@ -7,6 +7,7 @@ ends. The loop itself, and a step, are trainer.py.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -110,6 +111,8 @@ def _check_histories(config: Config, dataset: PackedDataset) -> None:
             row += len(block.label)
 
 
+FEWEST_OF_EACH = 100
+"""Positives, and negatives, that a split needs so that its AUC means something."""
 RESUMABLE = (
     "train.threads",
     "train.pin",
@@ -247,6 +250,7 @@ def _begin(training: Training) -> None:
         text = f"{config.data} carries no counts: its training split was counted to find hot rows"
         folder.warn("counted_to_find_hot_rows", text)
     _say_what_is_hot(training)
+    _say_of_few_positives(training)
     _warn_of_tiers(training)
     _warn_of_little_disk(training)
     _warn_of_slow_products(training)
@@ -282,6 +286,23 @@ def _say_what_is_hot(training: Training) -> None:
         f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s"
     )
     training.warn_of_nothing_hot()
+
+
+def _say_of_few_positives(training: Training) -> None:
+    """Where a split has too few rows of one label to judge by."""
+    for name in ("val", "test"):
+        split = training.dataset.splits.get(name)
+        if split is None or not split.num_rows:
+            continue
+        positives = sum(int(split.block(i).label.sum()) for i in range(split.num_blocks))
+        fewer, word = min((positives, "positive"), (split.num_rows - positives, "negative"))
+        if fewer < FEWEST_OF_EACH:
+            # Hanley and McNeil (1982), for an AUC about 0.75
+            error = f", AUC +- {0.2 / math.sqrt(fewer):.2f}" if fewer else ", so it has no AUC"
+            training.say(
+                f"the {name} split has {fewer} {word} rows of {split.num_rows:,}, too few to judge by{error}; prepare "
+                "more rows, or a larger share of them: --fractions 0.6,0.2,0.2"
+            )
 
 
 def _warn_of_slow_products(training: Training) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ import pytest
 import hotrow
 from hotrow import api
 from hotrow.data.chunk import RowError
+from hotrow.data.packed import PackedDataset
 from hotrow.data.pipeline import Interrupted, Options, prepare
 from hotrow.data.progress import Progress
 from hotrow.metrics import BinaryMetrics
@@ -148,7 +150,7 @@ def test_html_is_escaped(run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.Mo
 def test_fit_on_a_packed_dataset(run: hotrow.Run, tmp_path: Path) -> None:
     again = hotrow.fit(run.path / "data", run=tmp_path / "again", quiet=True, **OPTIONS)
     assert again.metrics["auc"] == run.metrics["auc"]
-    with pytest.raises(ValueError, match="label and time are for raw data"):
+    with pytest.raises(ValueError, match="label is for raw data"):
         hotrow.fit(run.path / "data", label="click")
 
 
@@ -249,3 +251,88 @@ def test_no_second_process_trains_in_a_run(tmp_path: Path) -> None:
     with RunFolder.open(run.path).claimed(), pytest.raises(ValueError, match="another process trains in"):
         resume(run.path, ["train.max_steps=4"], quiet=True)
     assert resume(run.path, ["train.max_steps=4"], quiet=True).record["steps"] == 4
+
+
+def bits(run: hotrow.Run) -> dict[str, str]:
+    """Hashes of the tensors of the checkpoint that a run predicts with."""
+    return {name: digest for name, digest in file_hashes(run.checkpoint).items() if name.endswith(".safetensors")}
+
+
+def test_a_file_and_a_frame_give_the_same_bits(tmp_path: Path) -> None:
+    """With a split by time and columns told; CSV, Parquet, pyarrow and polars."""
+    table = clicks(1500)
+    plain = table.set_column(1, "item_id", table["item_id"].cast(pa.string()))
+    pyarrow.csv.write_csv(plain, tmp_path / "x.csv")
+    pq.write_table(plain, tmp_path / "x.parquet")
+    polars = pytest.importorskip("polars")
+    sources = {"csv": tmp_path / "x.csv", "parquet": tmp_path / "x.parquet", "arrow": plain}
+    sources["polars"] = polars.from_arrow(plain)
+    told: dict[str, Any] = {"label": "click", "time": "ts", "categorical": ["user_id", "item_id"], "dense": ["price"]}
+    runs = {
+        name: hotrow.fit(data, run=tmp_path / name, quiet=True, **told, **OPTIONS, max_steps=20)
+        for name, data in sources.items()
+    }
+    expected = bits(runs["csv"])
+    assert expected
+    for name, run in runs.items():
+        assert bits(run) == expected, name
+        assert run.metrics == runs["csv"].metrics, name
+
+
+def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
+    table = clicks(1500)
+    schema = {"label": "click", "categorical": ["user_id"], "dense": [{"column": "price", "transform": "log1p_clip0"}]}
+    (tmp_path / "schema.yaml").write_text(json.dumps(schema))
+    recipe = {"data": "elsewhere", "model": {"embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4]}}
+    recipe |= {"train": {"batch_size": 128, "epochs": 1, "threads": 1}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    split = {"kind": "random", "fractions": [0.5, 0.25, 0.25], "seed": 3}
+    by_content = hotrow.fit(table, schema=schema, split=split, config=recipe, run=tmp_path / "a", quiet=True)
+    files = {"schema": tmp_path / "schema.yaml", "config": tmp_path / "recipe.yaml"}
+    by_path = hotrow.fit(table, split=split, run=tmp_path / "b", quiet=True, **files)
+    assert bits(by_content) == bits(by_path)
+    assert by_content.record["rows"]["test"] == pytest.approx(375, abs=60)
+    info = PackedDataset.open(tmp_path / "a" / "data").info
+    assert (info.feature_names, info.dense_names) == (("user_id",), ("price",))
+    config = (tmp_path / "a" / "config.yaml").read_text()
+    assert "batch_size: 128" in config and "embedding_dim: 2" in config and "first_order: false" in config
+    more = hotrow.fit(table, schema=schema, config=recipe, run=tmp_path / "c", quiet=True, batch_size=64)
+    assert "batch_size: 64" in (more.path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schema": {"label": "click", "categorical": ["user_id"]}, "label": "click"}, "label helps to guess a schema"),
+        ({"schema": "nowhere.yaml"}, r"nowhere.yaml: No such file or directory; `hotrow init"),
+        ({"schema": {"label": "click"}}, "schema: categorical is missing"),
+        ({"config": "nowhere.yaml"}, "config nowhere.yaml is no file"),
+        ({"config": {"trane": {}}}, "trane is no known key; did you mean 'train'"),
+        ({"split": "chrono"}, "split.kind is 'chrono'"),
+        ({"split": {"share": 1}}, "split has 'share'; it may have kind, fractions and seed"),
+        ({"split": {"fractions": [1, 1, 1]}}, "fractions .* must be"),
+        ({"dense": "price"}, r"dense is the text 'price'; give a list of names: dense=\['price'\]"),
+        ({"dense": ["price"], "categorical": ["price"]}, "column 'price' is listed in categorical and in dense"),
+        ({"model": "dlmr"}, "model.name is 'dlmr'"),
+        ({"epochs": object()}, "an option is <object object"),
+    ],
+)
+def test_what_is_wrong_with_options_is_said_before_a_run_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        hotrow.fit(clicks(200), quiet=True, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_leak_that_was_named_is_counted(tmp_path: Path) -> None:
+    table = clicks(1500)
+    told = table.append_column(
+        "dwell", pa.array(np.asarray(table["click"]) * 10 + np.random.default_rng(0).random(1500))
+    )
+    run = hotrow.fit(told, label="click", dense=["dwell"], run=tmp_path / "run", quiet=True, **OPTIONS, max_steps=5)
+    assert "column dwell may give the label away: it alone" in run.record["warnings"]["leak"]["text"]
+    plain = hotrow.fit(told, label="click", run=tmp_path / "plain", quiet=True, **OPTIONS, max_steps=5)
+    assert "leak" not in plain.record["warnings"] and "dwell" in (plain.path / "log.txt").read_text()
+    assert "dwell" not in PackedDataset.open(plain.path / "data").info.dense_names

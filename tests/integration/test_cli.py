@@ -115,6 +115,34 @@ def test_demo_on_logs_names_them_for_a_shell(
     assert prog == "hotrow" and hotrow(*arguments, "--json", **tools)["rows"] == 300
 
 
+def test_demo_takes_what_prepare_and_train_take(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+    columns = {"rating": [1, 2, 4, 5, 3] * 100, "user": [f"u{i // 3 % 17}" for i in range(500)], "x": range(500)}
+    pq.write_table(pa.table(columns), "my.parquet")
+    Path("schema.yaml").write_text("label: {column: rating, at_least: 4}\ncategorical: [user]\n")
+    assert "--label 'rating >= 4'" in hotrow("demo", "--data", "my.parquet", code=2, **tools)
+    common = ("--data", "my.parquet", "--set", "train.max_steps=3", "--set", "train.threads=1", "--json")
+    by_schema = hotrow("demo", *common, "--schema", "schema.yaml", "--fractions", "0.5,0.25,0.25", **tools)
+    assert by_schema["steps"] == 3
+    assert PackedDataset.open(Path(by_schema["run_dir"]) / "data").info.feature_names == ("user",)
+    log = (Path(by_schema["run_dir"]) / "log.txt").read_text()
+    assert "the test split has" in log and "too few to judge by" in log and "--fractions" in log
+    by_rule = hotrow("demo", *common, "--label", "rating >= 4", "--split", "random", **tools)
+    assert "x" in PackedDataset.open(Path(by_rule["run_dir"]) / "data").info.dense_names
+    for wrong, message in [
+        (("--set", "train.epoch=1"), "'train.epoch' is not known; did you mean 'train.epochs'"),
+        (("--set", "nothing"), "--set 'nothing' has no name and value"),
+        (("--split", "chrono"), "chrono"),
+        (("--fractions", "a"), "--fractions 'a'"),
+    ]:
+        assert message in hotrow("demo", "--data", "my.parquet", "--label", "rating >= 4", *wrong, code=2, **tools)
+    assert "none.yaml: No such file" in hotrow("demo", "--data", "my.parquet", "--schema", "none.yaml", code=2, **tools)
+    assert len(list(Path("runs").iterdir())) == 2, "a wrong option began a run"
+    assert "for your own logs" in hotrow("demo", "--schema", "schema.yaml", code=2, **tools)
+
+
 def test_demo_repeats_and_is_named_for_people(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

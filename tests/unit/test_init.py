@@ -12,7 +12,7 @@ import yaml
 
 from hotrow.data.chunk import RowError
 from hotrow.data.columns import ColumnsSource
-from hotrow.data.guess import guess_columns, guess_schema
+from hotrow.data.guess import Role, guess_columns, guess_schema
 from hotrow.data.init import init_schema, run_init
 from hotrow.data.schema import load_schema
 
@@ -105,14 +105,79 @@ def test_told_columns_win_and_absent_ones_are_named() -> None:
     assert guess_schema(table, time="row_id").time.column == "row_id"  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="label column 'clik' is not there; did you mean 'click'"):
         guess_schema(table, label="clik")
-    with pytest.raises(ValueError, match=r"label column 'price' holds 2000 different double values, not 0 and 1"):
+    with pytest.raises(ValueError, match=r"label column 'price' holds 2000 values from .*, not 0 and 1; say which are"):
         guess_schema(table, label="price")
+    with pytest.raises(ValueError, match=r"label column 'weekday' holds 7 different .* values, not 0 and 1; write a"):
+        guess_schema(clicks(weekday=[f"d{i % 7}" for i in range(N)]), label="weekday")
 
 
-def test_ratings_become_labels_by_threshold() -> None:
-    table = pa.table({"user": [1, 2, 3] * 50, "rating": [1.0, 3.5, 5.0] * 50})
-    label = guess_schema(table).label
-    assert (label.column, label.at_least) == ("rating", 4)
+def test_which_ratings_are_positive_is_asked() -> None:
+    """Never assumed: whether 3 of 5 stars are liked decides what the model learns."""
+    table = pa.table({"user": [i // 5 % 7 for i in range(250)], "rating": [1.0, 2.0, 3.5, 4.0, 5.0] * 50})
+    asks = r"column 'rating' holds 5 values from 1 to 5, not 0 and 1; say which are positive.*--label 'rating >= 4'"
+    for label in (None, "rating"):
+        with pytest.raises(ValueError, match=asks):
+            guess_schema(table, label=label)
+    found = guess_schema(table, label="rating >= 3.5")
+    assert (found.label.column, found.label.at_least, found.feature_names) == ("rating", 3.5, ("user",))
+    odd = table.append_column("rating >= 4", pa.array([0, 0, 1, 1, 0] * 50))
+    assert guess_schema(odd, label="rating >= 4").label.at_least is None, "a column of that name wins"
+    with pytest.raises(ValueError, match="label column 'ratin' is not there; did you mean 'rating'"):
+        guess_schema(table, label="ratin >= 4")
+    text = init_schema(table)
+    assert "FILL_IN" in text and "rating >= 4" in text and "{column: rating}" not in text
+
+
+def test_two_columns_that_could_be_the_label_are_named() -> None:
+    table = clicks(purchased=np.arange(N) % 3 == 0)
+    guess = guess_columns(table)
+    assert guess.of("label")[0].column == "click"
+    assert "another column could be the label: purchased (--label purchased)" in guess.summary()
+    plain = pa.table({"a b": [0, 1] * 50, "b": [1, 0] * 50, "user": list("abcde") * 20})
+    with pytest.raises(ValueError, match="2 columns hold 0 and 1; say which is the label: --label 'a b', --label b"):
+        guess_schema(plain)
+
+
+def test_told_roles_hold_for_the_columns_they_name() -> None:
+    roles: dict[str, Role] = {"price": "categorical", "weekday": "dense", "tags": "lists"}
+    schema = guess_columns(clicks(price=np.arange(N) % 50), roles=roles).schema()
+    assert "price" in schema.feature_names and "weekday" in schema.dense_names
+    assert {c.column: c.kind for c in schema.categorical}["tags"] == "multi_hot"
+    for wrong, message in [
+        ({"item": "dense"}, "dense lists column 'item', which holds string values that are no numbers"),
+        ({"item": "lists"}, "lists lists column 'item', which holds single values"),
+        ({"tags": "categorical"}, "categorical lists column 'tags', which holds list.* values; name it in lists"),
+        ({"itm": "dense"}, "dense column 'itm' is not there; did you mean 'item'"),
+        ({"click": "dense"}, "column 'click' cannot be both dense and label"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            guess_columns(clicks(), roles=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("texts", "spec"),
+    [
+        (["2014-10-21 00:00:00", "2014-10-22 10:00:00"], {"column": "ts"}),
+        (["2014-10-21T00:00:00Z", "2014-10-22T10:00:00Z"], {"column": "ts"}),
+        (["21/10/2014 13:05", "01/10/2014 13:05"], {"column": "ts", "format": "%d/%m/%Y %H:%M"}),
+        (["10/21/2014 13:05", "10/01/2014 13:05"], {"column": "ts", "format": "%m/%d/%Y %H:%M"}),
+        (["2014/10/21", "2014/10/02"], {"column": "ts", "format": "%Y/%m/%d"}),
+        (["Oct 21 2014 10:00:00", "Nov 02 2014 10:00:00"], {"column": "ts", "format": "%b %d %Y %H:%M:%S"}),
+        (["20141021", "20141122"], {"column": "ts"}),
+        (["14102100", "14112223"], {"column": "ts"}),
+        (["05/10/2014 13:05", "01/10/2014 13:05"], None),
+    ],
+)
+def test_times_in_text(texts: list[str], spec: dict[str, str] | None) -> None:
+    table = pa.table({"click": [0, 1] * 50, "user": list("abcde") * 20, "ts": texts * 50})
+    guess = guess_columns(table)
+    if spec is not None:
+        assert guess.of("time")[0].spec == spec
+        return
+    assert not guess.of("time")
+    assert "holds times that may be read in 2 ways" in guess.summary() and "%d/%m/%Y %H:%M" in guess.summary()
+    with pytest.raises(ValueError, match="time column 'ts' may be read as '%d/%m/%Y %H:%M' or '%m/%d/%Y %H:%M'"):
+        guess_columns(table, time="ts")
 
 
 def test_no_label_is_an_error_for_fit_and_a_blank_for_init() -> None:

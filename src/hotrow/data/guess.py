@@ -7,10 +7,12 @@ aloud. `hotrow init` writes the result as YAML, `hotrow.fit` uses it as it is.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from shlex import quote
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +20,8 @@ import pyarrow.compute as pc
 
 from hotrow.data.columns import input_files
 from hotrow.data.convert import INTEGER, NUMBER, is_list, is_text, plain
-from hotrow.data.schema import CsvSpec, Schema, SplitKind, nearest, parse_schema
+from hotrow.data.leaks import find_leaks
+from hotrow.data.schema import CsvSpec, LabelSpec, Schema, SplitKind, nearest, parse_schema
 from hotrow.data.tabular import TableReader, TextReader, open_reader
 
 SAMPLE_ROWS = 20_000
@@ -37,12 +40,29 @@ NUMBER_NAMES = (
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
 """Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
+LABEL_RULE = re.compile(r"\s*(.*\S)\s*>=\s*(-?\d+(?:\.\d+)?)\s*", re.DOTALL)
+"""A label made of a column: "rating >= 4"."""
+DATE_FORMATS = (
+    *("%Y/%m/%d", "%Y.%m.%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%m.%d.%Y", "%d-%m-%Y", "%m-%d-%Y"),
+    *("%d %b %Y", "%b %d %Y", "%b %d, %Y", "%d/%b/%Y"),
+)
+"""Days as logs write them, ISO 8601 aside."""
+TIME_FORMATS = tuple(date + time for date in DATE_FORMATS for time in ("", " %H:%M", " %H:%M:%S", ":%H:%M:%S"))
+_MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
+WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR})?", f"..{_MONTH}{_DAY}{_HOUR}")
+"""20141021, 2014102113, and 14102113 as in Avazu's logs."""
 NO_NUMBERS = r"(?i)^[+-]?(nan|inf|infinity)$"
 """Words that float columns are written with; preparation refuses them by row."""
 MOSTLY = 0.9
 """Share of 0 and 1 from which another value in a label is taken for a bad row, not for another sort of label."""
+MANY_ROWS = 1000
+"""From so many sampled rows up, ids of which none comes twice name the rows."""
 FEW_VALUES = 64
 """Integers with at most this many values, or spread ten times wider than their number, are taken for ids."""
+
+
+Role = Literal["categorical", "dense", "lists"]
+"""What `fit` may be told of a column."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +87,8 @@ class ColumnFacts:
     share_binary: float = 0.0
     """Share of the rows that hold 0 or 1."""
     separator: str | None = None
+    time_formats: tuple[str, ...] = ()
+    """Of text that is times, but not in ISO 8601: the strptime formats that read all of it."""
 
     @property
     def cardinality(self) -> str:
@@ -102,6 +124,12 @@ class SchemaGuess:
     csv: dict[str, Any] = field(default_factory=dict)
     origin: str = ""
     """What was looked at, in words."""
+    notes: tuple[str, ...] = ()
+    """Choices that the user may want to make otherwise, each with the option that does."""
+    question: str = ""
+    """What the user must decide before there is a label; "" if it is clear."""
+    warnings: tuple[str, ...] = ()
+    """Columns that were told, and seem to give the label away."""
 
     def of(self, role: str) -> list[Guess]:
         """The columns taken for `role`."""
@@ -109,15 +137,15 @@ class SchemaGuess:
 
     def summary(self) -> str:
         """The guesses in a line, for a user who wrote no schema."""
-        names = {
-            role: ", ".join(g.column for g in self.of(role)) for role in ("label", "time", "dense", "categorical", "")
-        }
+        roles = ("label", "time", "dense", "categorical", "")
+        names = {role: ", ".join(shown(g.column) for g in self.of(role)) for role in roles}
         told = ", ".join(f"{role} {names[role]}" for role in ("label", "time") if names[role])
         left_out = f"; left out {names['']}" if names[""] else ""
-        return (
+        line = (
             f"schema guessed: {told}; dense {names['dense'] or 'none'}; ids {names['categorical']}{left_out} "
             "(`hotrow init` writes it out for correction)"
         )
+        return "\n".join([line, *(f"  {note}" for note in (*self.notes, *self.warnings))])
 
     @property
     def split_kind(self) -> SplitKind:
@@ -129,8 +157,9 @@ class SchemaGuess:
         value: dict[str, Any] = {role: [g.spec for g in self.of(role)] for role in ("dense", "categorical")}
         if not self.of("label"):
             raise ValueError(
-                f"no label column found in {self.origin}; name it (label=..., --label ...). Columns: "
-                + ", ".join(g.column for g in self.guesses)
+                self.question
+                or f"no label column found in {self.origin}; name it (label=..., --label ...). Columns: "
+                + ", ".join(shown(g.column) for g in self.guesses)
             )
         if not value["categorical"]:
             raise ValueError(f"no id column found in {self.origin}; write a schema that lists one under 'categorical'")
@@ -144,29 +173,72 @@ class SchemaGuess:
 def guess_schema(source: Any, label: str | None = None, time: str | None = None) -> Schema:
     """The schema that names, types and a sample of `source` (paths or an Arrow-capable frame) suggest.
 
-    label, time: names of these columns where known. Raises ValueError where the label cannot be guessed, or a named
-    column is not there.
+    label, time: as for `guess_columns`. Raises ValueError where the label cannot be guessed, or a named column is not
+    there.
     """
     return guess_columns(source, label=label, time=time).schema()
 
 
-def guess_columns(source: Any, *, label: str | None = None, time: str | None = None) -> SchemaGuess:
-    """Every column's guess with its reason; `guess_schema` without the demand that a label be found."""
-    reader, csv = _open(source, told=(label, time))
+def guess_columns(
+    source: Any, *, label: str | None = None, time: str | None = None, roles: Mapping[str, Role] | None = None
+) -> SchemaGuess:
+    """Every column's guess with its reason; `guess_schema` without the demand that a label be found.
+
+    label, time: names of these columns if known; label may be a rule such as "rating >= 4". roles: what columns are,
+    by name, if known. Raises ValueError if a named column is not there, or is not what it is said to be.
+    """
+    roles = dict(roles or {})
+    rule = LABEL_RULE.fullmatch(label or "")
+    reader, csv = _open(source, told=(label, rule and rule[1], time, *roles))
     names = list(reader.schema.names)
-    for what, name in (("label", label), ("time", time)):
+    at_least = None
+    if rule and label not in names:
+        label, at_least = rule[1], float(rule[2])
+    for what, name in (("label", label), ("time", time), *((role, name) for name, role in roles.items())):
         if name is not None and name not in names:
-            raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {', '.join(names)}")
+            columns = ", ".join(map(shown, names))
+            raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
     sample = _sample(reader, names)
     facts = [look_at(name, sample.column(name)) for name in names]
-    label_guess = _find_label(facts, label)
-    time_guess = _find_time([f for f in facts if label_guess is None or f.name != label_guess.column], time)
+    label_guess, question, notes = _find_label(facts, label, at_least)
+    others = [f for f in facts if label_guess is None or f.name != label_guess.column]
+    time_guess, time_notes = _find_time(others, time)
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
-    guesses = [taken.get(f.name) or _feature(f) for f in facts]
+    if both := [name for name in roles if name in taken]:
+        raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
+    guesses = [taken.get(f.name) or (_told(f, roles[f.name]) if f.name in roles else _feature(f)) for f in facts]
     origin = f"{sample.num_rows:,} rows of {reader.files[0].path}"
-    return SchemaGuess(
-        guesses, csv, origin if len(reader.files) == 1 else f"{origin}, first of {len(reader.files)} files"
-    )
+    origin += f", first of {len(reader.files)} files" if len(reader.files) > 1 else ""
+    guess = SchemaGuess(guesses, csv, origin, (*notes, *time_notes), question)
+    return _without_leaks(guess, facts, sample, roles) if guess.of("label") else guess
+
+
+def _without_leaks(
+    guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, roles: Mapping[str, Role]
+) -> SchemaGuess:
+    """`guess` with columns that give the label away left out, and those of them that were told named in `warnings`."""
+    label = LabelSpec.model_validate(guess.of("label")[0].spec)
+    used = [g.column for role in ("dense", "categorical") for g in guess.of(role)]
+    times = [f.name for f in facts if f.name in used and (f.kind == "time" or _holds_unix_times(f))]
+    time = guess.of("time")[0].column if guess.of("time") else None
+    leaks = find_leaks(sample, label, used, times=times, time=time)
+    kept = [f"{leak_text(name, reason)}; it stays, as you named it" for name, reason in leaks.items() if name in roles]
+    left = {name: reason for name, reason in leaks.items() if name not in roles}
+    cure = "keep it, if it is known when a row is scored, with categorical or dense in fit or in the schema"
+    notes = [f"{leak_text(name, reason)}; left out: {cure}" for name, reason in left.items()]
+    guesses = [Guess("", g.column, {}, f"a leak: {left[g.column]}") if g.column in left else g for g in guess.guesses]
+    return replace(guess, guesses=guesses, notes=(*guess.notes, *notes), warnings=tuple(kept))
+
+
+def leak_text(column: str, reason: str) -> str:
+    """How a leak is told."""
+    return f"column {shown(column)} may give the label away: {reason}"
+
+
+def shown(name: str) -> str:
+    """A column's name in a list of names: quoted if it would be misread there."""
+    plain = name.isprintable() and name == name.strip() and name and not re.search(r"[,;'\"]", name)
+    return name if plain else repr(name)
 
 
 def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[str, Any]]:
@@ -241,6 +313,8 @@ def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
         if set(np.unique(numbers)) <= {0.0, 1.0}:
             facts["share_ones"] = float(numbers.mean())
     separator = _separator(array) if kind == "text" else None
+    if kind == "time" and is_text(array.type):
+        facts["time_formats"] = _time_formats(array.drop_null())
     return ColumnFacts(name, kind, stored, len(array), array.null_count, separator=separator, **facts)
 
 
@@ -275,7 +349,7 @@ def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
             padded = pc.any(pc.match_substring_regex(numbers, r"^0\d")).as_py()
             return ("text", None) if padded else ("float", pc.cast(numbers, pa.float64()).to_numpy())
         is_time = pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")).as_py()
-        return ("time" if is_time else "text"), None
+        return ("time" if is_time or _time_formats(values) else "text"), None
     if pa.types.is_boolean(values.type):
         return "bool", values.cast(pa.uint8()).to_numpy(zero_copy_only=False)
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
@@ -292,6 +366,14 @@ def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
     return ("text" if is_bytes else "other"), None
 
 
+def _time_formats(values: pa.Array) -> tuple[str, ...]:
+    """The formats of TIME_FORMATS that read every value; none for ISO 8601, which needs none."""
+    values = pc.unique(values)
+    if pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d")).as_py():
+        return ()
+    return tuple(f for f in TIME_FORMATS if pc.strptime(values, format=f, unit="s", error_is_null=True).null_count == 0)
+
+
 def _separator(array: pa.Array) -> str | None:
     """The character that joins several values in most rows of a text column."""
     for separator in ("|", ";"):
@@ -301,20 +383,38 @@ def _separator(array: pa.Array) -> str | None:
     return None
 
 
-def _find_label(facts: Sequence[ColumnFacts], name: str | None) -> Guess | None:
+def _find_label(
+    facts: Sequence[ColumnFacts], name: str | None, at_least: float | None
+) -> tuple[Guess | None, str, tuple[str, ...]]:
+    """The label, or None; what the user must decide about it; and what may be decided otherwise."""
     if name is not None:
-        return _named_label(next(f for f in facts if f.name == name))
+        return _named_label(next(f for f in facts if f.name == name), at_least), "", ()
     binary = [f for f in facts if f.share_ones is not None and f.num_distinct == 2 and not f.num_missing]
     named = [f for f in binary if _like(LABEL_NAMES, f.name)]
+    named = named or [f for f in facts if f.share_binary >= MOSTLY and _like(LABEL_NAMES, f.name)]
     if named:
-        return _binary_label(named[0], "named like a label")
-    stray = [f for f in facts if f.share_binary >= MOSTLY and _like(LABEL_NAMES, f.name)]
-    if stray:
-        return _binary_label(stray[0], "named like a label")
+        others = [f"another column could be the label: {shown(f.name)} (--label {quote(f.name)})" for f in named[1:]]
+        return _binary_label(named[0], "named like a label"), "", tuple(others)
     if len(binary) == 1:
-        return _binary_label(binary[0], "the only column of 0 and 1")
+        return _binary_label(binary[0], "the only column of 0 and 1"), "", ()
     ratings = [f for f in facts if _like(r"(.*_)?(rating|stars)", f.name) and f.kind in ("int", "float")]
-    return _named_label(ratings[0]) if ratings else None
+    if len(binary) > 1:
+        options = ", ".join(f"--label {quote(f.name)}" for f in binary[:10])
+        return None, f"{len(binary)} columns hold 0 and 1; say which is the label: {options}", ()
+    if ratings:
+        return Guess("", ratings[0].name, {}, "may be the label"), ask_for_rule(ratings[0]), ()
+    return None, "", ()
+
+
+def ask_for_rule(facts: ColumnFacts) -> str:
+    """The question which values of a column are positive, and how to answer it."""
+    middle = math.ceil((facts.low + facts.high) / 2 + 0.5)
+    rule = f"{facts.name} >= {middle}"
+    return (
+        f"column {facts.name!r} holds {facts.num_distinct} values from {facts.low:g} to {facts.high:g}, not 0 and 1; "
+        f"say which are positive, for example from {middle} up: --label {quote(rule)}, in Python label={rule!r}, "
+        f"in a schema label: {{column: {json.dumps(facts.name)}, at_least: {middle}}}"
+    )
 
 
 def _binary_label(facts: ColumnFacts, why: str) -> Guess:
@@ -324,34 +424,87 @@ def _binary_label(facts: ColumnFacts, why: str) -> Guess:
     return Guess("label", facts.name, {"column": facts.name}, f"{why}; {100 * facts.share_ones:.3g} % are 1")
 
 
-def _named_label(facts: ColumnFacts) -> Guess:
+def _named_label(facts: ColumnFacts, at_least: float | None) -> Guess:
+    if at_least is not None:
+        if facts.kind not in ("int", "float"):
+            raise ValueError(f"label column {facts.name!r} holds no numbers to compare with {at_least:g}")
+        return Guess("label", facts.name, {"column": facts.name, "at_least": at_least}, f"{at_least:g} and more are 1")
     if facts.share_ones is not None or facts.share_binary >= MOSTLY:
         return _binary_label(facts, "0 and 1")
-    if facts.kind in ("int", "float") and 2 < facts.high <= 10:
-        threshold = 4 if facts.high <= 5 else 7
-        spec = {"column": facts.name, "at_least": threshold}
-        return Guess(
-            "label", facts.name, spec, f"{facts.low:g} to {facts.high:g}: a rating, {threshold} and more positive"
-        )
+    if facts.kind in ("int", "float"):
+        raise ValueError(f"label {ask_for_rule(facts)}")
     raise ValueError(
         f"label column {facts.name!r} holds {facts.num_distinct} different {facts.stored} values, not 0 and 1; write "
-        f"a schema that says which are positive: label: {{column: {facts.name}, positive: [...]}} or at_least: <number>"
+        f"a schema that says which are positive: label: {{column: {json.dumps(facts.name)}, positive: [...]}}"
     )
 
 
-def _find_time(facts: Sequence[ColumnFacts], name: str | None) -> Guess | None:
+def _find_time(facts: Sequence[ColumnFacts], name: str | None) -> tuple[Guess | None, tuple[str, ...]]:
+    """The time column, and what may be decided otherwise."""
     for f in facts:
         if f.name == name:
-            return Guess("time", f.name, {"column": f.name}, "as told")
+            return Guess("time", f.name, _time_spec(f), "as told"), ()
     if name is not None:
         raise ValueError(f"column {name!r} cannot be both label and time; name another")
+    unclear = tuple(
+        f"column {shown(f.name)} holds times that may be read in {len(f.time_formats)} ways; to split by it, write a "
+        f"schema (hotrow init) with time: {{column: {json.dumps(f.name)}, format: {json.dumps(f.time_formats[0])}}} or "
+        f"format {json.dumps(f.time_formats[1])}"
+        for f in facts
+        if len(f.time_formats) > 1
+    )
     for f in sorted(facts, key=lambda f: not _like(TIME_NAMES, f.name)):
-        if f.kind == "time" and not f.num_missing:
-            return Guess("time", f.name, {"column": f.name}, f"holds times ({f.stored})")
-        unix = f.kind == "int" and any(low <= f.low and f.high <= high for low, high in UNIX_TIMES)
-        if unix and _like(TIME_NAMES, f.name) and not f.num_missing:
-            return Guess("time", f.name, {"column": f.name}, "unix times")
-    return None
+        if f.kind == "time" and not f.num_missing and len(f.time_formats) < 2:
+            return Guess("time", f.name, _time_spec(f), f"holds times ({f.stored})"), unclear
+        if _is_unix_time(f) and not f.num_missing:
+            return Guess("time", f.name, {"column": f.name}, "unix times"), unclear
+        if _is_written_date(f) and not f.num_missing:
+            return Guess("time", f.name, {"column": f.name}, "dates as whole numbers, which rise with time"), unclear
+    return None, unclear
+
+
+def _time_spec(f: ColumnFacts) -> dict[str, Any]:
+    if len(f.time_formats) > 1:
+        ways = " or ".join(map(repr, f.time_formats))
+        raise ValueError(
+            f"time column {f.name!r} may be read as {ways}; write a schema (hotrow init) with time: "
+            f"{{column: {json.dumps(f.name)}, format: ...}}"
+        )
+    return {"column": f.name, **({"format": f.time_formats[0]} if f.time_formats else {})}
+
+
+def _is_unix_time(f: ColumnFacts) -> bool:
+    return _holds_unix_times(f) and _like(TIME_NAMES, f.name)
+
+
+def _holds_unix_times(f: ColumnFacts) -> bool:
+    return f.kind == "int" and any(low <= f.low and f.high <= high for low, high in UNIX_TIMES)
+
+
+def _is_written_date(f: ColumnFacts) -> bool:
+    """Whole numbers such as 20141021 or 2014102113: they rise with time, so rows can be split by them."""
+    if f.kind != "int" or not _like(TIME_NAMES, f.name):
+        return False
+    return all(any(re.fullmatch(form, f"{value:.0f}") for form in WRITTEN_DATES) for value in (f.low, f.high))
+
+
+def _told(f: ColumnFacts, role: Role) -> Guess:
+    """A column that the user gave a role. Raises ValueError if it cannot have it."""
+    if role == "dense":
+        if f.kind not in ("int", "float", "bool"):
+            raise ValueError(f"dense lists column {f.name!r}, which holds {f.stored} values that are no numbers")
+        return _dense(f, "as told")
+    is_list = f.kind == "list" or f.separator is not None
+    if role == "lists":
+        if not is_list:
+            raise ValueError(
+                f"lists lists column {f.name!r}, which holds single values ({f.stored}); name it in categorical, or "
+                "write a schema with its separator"
+            )
+        return _list_feature(f)
+    if f.kind in ("list", "other"):
+        raise ValueError(f"categorical lists column {f.name!r}, which holds {f.stored} values; name it in lists")
+    return _categorical(f)
 
 
 def _feature(f: ColumnFacts) -> Guess:
@@ -365,7 +518,7 @@ def _feature(f: ColumnFacts) -> Guess:
         return Guess("", f.name, {}, why)
     if f.num_distinct <= 1 and f.kind != "list":
         return Guess("", f.name, {}, "the same value in every sampled row")
-    if f.num_distinct == f.num_rows - f.num_missing and f.num_rows > 100 and _like(ROW_ID_NAMES, f.name):
+    if f.num_distinct == f.num_rows - f.num_missing and _names_rows(f):
         return Guess("", f.name, {}, "another value in every row: it names the row")
     if f.kind == "time":
         return Guess("", f.name, {}, "a further time; derive an hour or weekday column to use it")
@@ -373,6 +526,13 @@ def _feature(f: ColumnFacts) -> Guess:
         return _list_feature(f)
     reason = _why_dense(f)
     return _dense(f, reason) if reason else _categorical(f)
+
+
+def _names_rows(f: ColumnFacts) -> bool:
+    """Whether a column without a repeated value is taken for a name of the row."""
+    if _like(ROW_ID_NAMES, f.name):
+        return f.num_rows > 100
+    return f.num_rows >= MANY_ROWS and f.kind in ("text", "int") and not _why_dense(f)
 
 
 def _why_dense(f: ColumnFacts) -> str:
@@ -413,7 +573,8 @@ def _list_feature(f: ColumnFacts) -> Guess:
 
 
 def _kind_words(f: ColumnFacts) -> str:
-    return {"text": "text", "int": "whole numbers taken for ids", "bool": "true or false"}[f.kind]
+    words = {"text": "text", "int": "whole numbers taken for ids", "bool": "true or false"}
+    return words.get(f.kind, f"{f.stored} taken for ids")
 
 
 def _like(pattern: str, name: str) -> bool:

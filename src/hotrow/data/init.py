@@ -111,9 +111,10 @@ def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
     yield "# Check every line: nothing else decides what the model sees. docs/prepare.md explains the fields."
     yield "version: 1"
     if not guess.of("label"):
-        yield _commented(
-            "label: {column: FILL_IN}", "no column of 0 and 1 found; name yours, positive: [...] or at_least: N"
-        )
+        found = guess.question or "no column of 0 and 1 found; name yours, positive: [...] or at_least: N"
+        yield _commented("label: {column: FILL_IN}", found)
+    for note in guess.notes:
+        yield f"# {' '.join(note.split())}"
     for role in ("label", "time"):
         for g in guess.of(role)[:1]:
             yield _commented(f"{role}: {_flow(g.spec)}", g.reason)

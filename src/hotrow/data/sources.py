@@ -14,7 +14,7 @@ from hotrow.data.chunk import Source
 from hotrow.data.columns import ColumnsSource, input_files, is_paths
 from hotrow.data.convert import IdEncoding
 from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
-from hotrow.data.guess import guess_columns
+from hotrow.data.guess import Role, guess_columns
 from hotrow.data.histories import HistoriesSource, open_columns
 from hotrow.data.inputs import find_files
 from hotrow.data.movielens import movielens_layout, open_movielens
@@ -70,6 +70,8 @@ class OpenedSource:
     """How raw ids are held, by feature."""
     notes: tuple[str, ...] = ()
     """What was found rather than told."""
+    warnings: tuple[str, ...] = ()
+    """Columns that were told, and seem to give the label away."""
 
     def with_options(self, **options: Any) -> OpenedSource:
         """This source under the schema changed by `Schema.with_options`."""
@@ -83,6 +85,7 @@ def open_source(
     schema: Schema | None = None,
     label: str | None = None,
     time: str | None = None,
+    roles: Mapping[str, Role] | None = None,
     labels: Literal["required", "ignored"] = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
     skip_bad_rows: int = 0,
@@ -91,9 +94,9 @@ def open_source(
     """The source called `name` over `data`: paths, or an Arrow-capable frame.
 
     schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label`
-    and `time` may help. labels: "ignored" for rows to predict, whose label and time may be absent or hold anything.
-    encodings: how ids were held when a data set was prepared. skip_bad_rows: rows that may be bad. rows: how many
-    a synthetic preset makes.
+    and `time`, and the `roles` of columns, may help. labels: "ignored" for rows to predict, whose label and time may be
+    absent or hold anything. encodings: how ids were held when a data set was prepared. skip_bad_rows: rows that may be
+    bad. rows: how many a synthetic preset makes.
 
     Raises ValueError naming an unknown source, and whatever opening it finds.
     """
@@ -109,7 +112,7 @@ def open_source(
         made, own_schema = open_synthetic(data, rows=rows)
         return OpenedSource(made, own_schema, dict.fromkeys(own_schema.feature_names, "int"))
     if name == "auto":
-        name = _tell_source(data) if schema is None and label is None else _tell_format(data)
+        name = _tell_source(data) if schema is None and label is None and not roles else _tell_format(data)
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
         raise ValueError(f"source {name} makes no histories; use csv, parquet or frame with this schema")
     if name == "criteo" and is_paths(data):
@@ -117,6 +120,7 @@ def open_source(
         criteo = CriteoSource(paths, labels=labels, skip_bad_rows=skip_bad_rows)
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": skip_bad_rows}
     source: ColumnsSource | HistoriesSource
     if name == "movielens":
@@ -130,10 +134,10 @@ def open_source(
         source = ColumnsSource(data, schema or CRITEO_SCHEMA, name=name, **options)
     else:
         if schema is None:
-            guess = guess_columns(data, label=label, time=time)
-            schema, notes = guess.schema(), (guess.summary(),)
+            guess = guess_columns(data, label=label, time=time, roles=roles)
+            schema, notes, warnings = guess.schema(), (guess.summary(),), guess.warnings
         source = open_columns(data, schema, name=name, **options)
-    return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes))
+    return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings)
 
 
 def _tell_source(data: Any) -> str:
