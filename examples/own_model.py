@@ -51,7 +51,7 @@ def main(num_steps: int = 300) -> None:
     ]
     emb = hotrow.EmbeddingCollection(tables, seed=0)
     model = TwoTowers(emb, dim=16)
-    dense_opt = torch.optim.Adam(model.parameters(), lr=1e-2)  # passes the tables by: emb.parameters() is empty
+    dense_opt = torch.optim.Adam(model.parameters(), lr=1e-2)  # passes the tables by, which are not parameters
     sparse_opt = hotrow.Adagrad(emb, lr=0.1)
     for step in range(num_steps):
         sparse, label = make_batch(generator)

@@ -645,15 +645,22 @@ def _nobody() -> None:
     return None
 
 
+AVERAGING = {
+    "torch.optim.swa_utils": "torch.optim.swa_utils.AveragedModel",
+    "lightning.pytorch.callbacks.stochastic_weight_avg": "Lightning's StochasticWeightAveraging",
+    "pytorch_lightning.callbacks.stochastic_weight_avg": "Lightning's StochasticWeightAveraging",
+}
+"""What copies a module to average its parameters, by the name of the Python module it stands in."""
+
+
 def _refuse_averaging() -> None:
-    """Raises TypeError where torch's AveragedModel makes its copy: it would average parameters(), which tables lack."""
+    """Raises TypeError if one of AVERAGING makes the copy: it averages parameters(), and no table is among them."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.optim.swa_utils":
+        if (what := AVERAGING.get(frame.f_globals.get("__name__", ""))) is not None:
             raise TypeError(
-                "torch.optim.swa_utils.AveragedModel averages parameters(), and the tables of an EmbeddingCollection "
-                "are not among them: average the module without them, AveragedModel(model.head); docs/python.md shows "
-                "how to average tables"
+                f"{what} averages parameters(), and the tables of an EmbeddingCollection are not among them: average "
+                "the module without them, AveragedModel(model.head); docs/python.md shows how to average tables"
             )
         frame = frame.f_back
 

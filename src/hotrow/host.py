@@ -78,6 +78,15 @@ def usable_cores() -> int:
     return affinity if quota is None else max(1, min(affinity, int(quota)))
 
 
+def default_threads() -> int:
+    """Threads if nobody asks for a number: torch's, as OMP_NUM_THREADS or torch.set_num_threads has set it.
+
+    Without OMP_NUM_THREADS no more than `usable_cores`: torch does not know of CPU quotas.
+    """
+    own = torch.get_num_threads()
+    return own if "OMP_NUM_THREADS" in os.environ else min(own, usable_cores())
+
+
 @functools.cache
 def process_cores() -> frozenset[int]:
     """The cores this process may use, as it was started: asked once, because pinned threads know only their own."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from hotrow import ops
-from hotrow.host import numa_nodes, usable_cores
+from hotrow.host import default_threads, numa_nodes, usable_cores
 
 PHASES = ("data", "lookup", "dense", "update")
 """Where a step's time goes: waiting for the batch, and asking for the rows of those that follow; the pooled lookup,
@@ -52,12 +52,12 @@ Pin = Literal["auto", "cores", "off"]
 
 @contextmanager
 def threads(number: int | Literal["auto"], *, pin: Pin = "off") -> Iterator[int]:
-    """Torch and the kernels use `number` threads inside the block; "auto": as many cores as this process may use.
+    """Torch and the kernels use `number` threads inside the block; "auto": `default_threads`.
 
     pin: see `cores_to_pin`; where the system refuses, a warning says so. Afterwards all is as it was.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(usable_cores() if number == "auto" else number)
+    torch.set_num_threads(default_threads() if number == "auto" else number)
     used = torch.get_num_threads()
     nodes = numa_nodes()
     cores, free = cores_to_pin(pin, used, nodes), sorted(core for node in nodes for core in node)
@@ -71,6 +71,13 @@ def threads(number: int | Literal["auto"], *, pin: Pin = "off") -> Iterator[int]
         if cores:
             ops.pin_threads([free] * used)
         torch.set_num_threads(before)
+
+
+def describe_threads() -> str:
+    """How many threads torch and the kernels use here, and how to use all cores, for the first line of a run."""
+    used, cores = torch.get_num_threads(), usable_cores()
+    more = f" of {cores} cores (train.threads: {cores} uses all)" if used < cores else ""
+    return f"{used} thread{'' if used == 1 else 's'}{more}"
 
 
 def cores_to_pin(pin: Pin, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int] | None:

@@ -494,3 +494,17 @@ def test_the_directory_against_a_dictionary() -> None:
             directory.release(slots, updated=updated)
             dirty |= set(batch.tolist()) if updated else set()
     assert directory.counts["evicted_rows"] > 200 and directory.counts["written_rows"] > 50
+
+
+def test_frozen_tables_on_a_device_stay_and_a_part_of_them_is_refused() -> None:
+    side = Side("float32", "adagrad", DeviceMemory(hbm="1MiB", device=str(DEVICE)))
+    batch = make_batch(np.random.default_rng(0))
+    side.emb.requires_grad_(False)
+    before = {name: side.emb.read_rows(name, slice(None)) for name in ROWS}
+    side.forward(batch)
+    side.optimizer.step()
+    assert side.emb.pending == [] and side.dense.weight.grad is not None
+    assert all(torch.equal(side.emb.read_rows(name, slice(None)), rows) for name, rows in before.items())
+    side.emb.switches["t"].requires_grad_(True)
+    with pytest.raises(ValueError, match="some of the tables are frozen and others not, which tables on a device"):
+        side.forward(batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,16 @@ def test_a_frozen_table_stays_and_the_others_move_as_ever(make: Any, optimizer_c
         assert same(rows_of(emb), rows_of(after_thawing), "a")
 
 
+def test_lookups_of_frozen_tables_leave_the_cache_alone(tmp_path: Path) -> None:
+    emb = EmbeddingCollection(tables("a"), memory=hotrow.Memory(dram="100KiB", file=tmp_path / "rows"))
+    emb.requires_grad_(False)
+    emb(ids(0, 1))
+    emb.requires_grad_(True)
+    assert emb.tiers is not None and emb.tiers.unannounced == 0
+    emb(ids(0, 1))
+    assert emb.tiers.unannounced == 1
+
+
 def test_a_frozen_tables_gradient_plays_no_part_in_clipping() -> None:
     emb = EmbeddingCollection(tables("a", "b"), seed=1)
     emb.switches["a"].requires_grad_(False)
@@ -165,6 +176,9 @@ def test_averaging_is_refused_and_what_the_docs_say_instead_averages() -> None:
     model = Model(emb)
     with pytest.raises(TypeError, match=r"AveragedModel averages parameters\(\), and the tables .* are not among them"):
         AveragedModel(model)
+    averaging = {"__name__": "lightning.pytorch.callbacks.stochastic_weight_avg", "copy": copy, "model": model}
+    with pytest.raises(TypeError, match=r"Lightning's StochasticWeightAveraging averages"):
+        exec("copy.deepcopy(model)", averaging)
     AveragedModel(model.head)
     optimizer, averaged, seen = SGD(emb, lr=0.1), copy.deepcopy(emb), []
     for number in range(4):
@@ -348,7 +362,9 @@ def test_towers_and_steps_in_time_are_no_forgotten_step() -> None:
         for number in range(4):
             rows = [values.sum() for _ in range(2) for values, _ in emb.sequence(bags()).values()]
             (sum(emb(ids(number + k)).sum() for k in range(4)) + sum(rows)).backward()  # type: ignore[union-attr]
-            emb(ids(number)).sum().backward()
+            first, second = emb(ids(number)).sum(), emb(ids(number)).sum()
+            first.backward()
+            second.backward()
             optimizer.step()
 
 
@@ -731,3 +747,12 @@ def test_from_torchrec_and_back_by_its_interface() -> None:
             EmbeddingCollection.from_torchrec(BagCollection(Config("t", ["f"], **options)))
     with pytest.raises(ValueError, match="from_torchrec was given a Linear"):
         EmbeddingCollection.from_torchrec(nn.Linear(2, 2))
+
+
+def test_the_pages_python_runs_as_written() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "python.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:  # each goes on from the one before
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert len(blocks) == 4 and names["bags"].keys() == {"user", "item"}

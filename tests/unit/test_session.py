@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from hotrow import demo, ops
-from hotrow.host import _cgroup_quota, nodes_of, numa_nodes, usable_cores
+from hotrow.host import _cgroup_quota, default_threads, nodes_of, numa_nodes, usable_cores
 from hotrow.run_folder import RunFolder, _new_folder, resume_command
 from hotrow.session import cores_to_pin, threads
 
@@ -123,3 +125,47 @@ def test_commands_to_go_on_with_are_those_a_shell_takes(tmp_path: Path) -> None:
         _new_folder(path)
     assert shlex.split(str(refused.value).split("`")[1]) == wanted
     assert resume_command(Path("runs/a-001")) == "hotrow train --resume runs/a-001"
+
+
+COUNT = """
+import os, sys, torch
+if len(sys.argv) > 1:
+    torch.set_num_threads(int(sys.argv[1]))
+import hotrow
+from hotrow.session import describe_threads, threads
+from hotrow.tools import doctor
+before = len(os.listdir("/proc/self/task"))
+with threads("auto") as used:
+    emb = hotrow.EmbeddingCollection(
+        [hotrow.TableConfig(name="t", num_embeddings=50_000, embedding_dim=64, feature_names=("f",))]
+    )
+    emb(torch.zeros(50_000, 1, dtype=torch.int64))
+    started = len(os.listdir("/proc/self/task")) - before
+    print(used, doctor()["backend"]["threads"], 1 + started, describe_threads())
+"""
+
+
+@pytest.mark.skipif(not ops.isas(), reason="the threads of the kernels need the native module")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads")
+@pytest.mark.parametrize(("variable", "call", "expected"), [("1", None, 1), ("1", 3, 3), (None, 1, 1), ("3", 2, 2)])
+def test_the_users_number_of_threads_is_the_kernels(variable: str | None, call: int | None, expected: int) -> None:
+    """OMP_NUM_THREADS, or torch.set_num_threads: so many threads there are, counted by the system."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if variable is not None:
+        environment["OMP_NUM_THREADS"] = variable
+    command = [sys.executable, "-c", COUNT, *([] if call is None else [str(call)])]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+    cores = usable_cores()
+    more = f" of {cores} cores (train.threads: {cores} uses all)" if expected < cores else ""
+    said = f"{expected} thread{'' if expected == 1 else 's'}{more}"
+    assert out.strip() == f"{expected} {expected} {expected} {said}"
+
+
+def test_without_a_number_of_the_users_a_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes its number from the machine, which a container may use a part of."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("hotrow.host.usable_cores", lambda: 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert default_threads() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    assert default_threads() == 64
