@@ -2,21 +2,25 @@
 
 __version__ = "0.1.0"
 
-from hotrow.api import Run, fit, load
-from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.checkpoint import load_checkpoint, save_checkpoint
-from hotrow.config import load_config
-from hotrow.config_schema import Config
-from hotrow.data.loader import Loader
-from hotrow.data.packed import PackedDataset
-from hotrow.embedding import EmbeddingCollection
-from hotrow.gradients import clip_grad_norm_
-from hotrow.memory.budget import Memory
-from hotrow.memory.device_budget import DeviceMemory
-from hotrow.memory.lookahead import lookahead
-from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
-from hotrow.plan.solve import plan_by_counts
-from hotrow.tables import TableConfig, Uniform
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hotrow.api import Run, fit, load
+    from hotrow.batch import Batch, KeyedJaggedTensor
+    from hotrow.checkpoint import load_checkpoint, save_checkpoint
+    from hotrow.config import load_config
+    from hotrow.config_schema import Config
+    from hotrow.data.loader import Loader
+    from hotrow.data.packed import PackedDataset
+    from hotrow.embedding import EmbeddingCollection
+    from hotrow.gradients import clip_grad_norm_
+    from hotrow.memory.budget import Memory
+    from hotrow.memory.device_budget import DeviceMemory
+    from hotrow.memory.lookahead import lookahead
+    from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
+    from hotrow.plan.solve import plan_by_counts
+    from hotrow.tables import TableConfig, Uniform
 
 __all__ = [
     "FTRL",
@@ -46,3 +50,35 @@ __all__ = [
     "plan_by_counts",
     "save_checkpoint",
 ]
+
+# torch takes a second to import: it waits until a name that needs it is used, so that the command line answers at once.
+_HOMES = {
+    "hotrow.api": ("Run", "fit", "load"),
+    "hotrow.batch": ("Batch", "KeyedJaggedTensor"),
+    "hotrow.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "hotrow.config": ("load_config",),
+    "hotrow.config_schema": ("Config",),
+    "hotrow.data.loader": ("Loader",),
+    "hotrow.data.packed": ("PackedDataset",),
+    "hotrow.embedding": ("EmbeddingCollection",),
+    "hotrow.gradients": ("clip_grad_norm_",),
+    "hotrow.memory.budget": ("Memory",),
+    "hotrow.memory.device_budget": ("DeviceMemory",),
+    "hotrow.memory.lookahead": ("lookahead",),
+    "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16"),
+    "hotrow.plan.solve": ("plan_by_counts",),
+    "hotrow.tables": ("TableConfig", "Uniform"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used."""
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(home), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,13 +12,14 @@ import difflib
 import html
 import json
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -26,9 +27,9 @@ import pyarrow.csv
 import pyarrow.parquet
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from hotrow.checkpoint import list_checkpoints, load_checkpoint, read_manifest
+from hotrow.checkpoint import list_checkpoints, load_checkpoint, read_manifest, steps_without_manifest
 from hotrow.config import apply_overrides, make_config, options, read_config
 from hotrow.config_schema import Config
 from hotrow.data.guess import Role
@@ -43,13 +44,14 @@ from hotrow.data.sources import OpenedSource, open_source
 from hotrow.device import Place, cpu_instead, place_tables
 from hotrow.embedding import EmbeddingCollection
 from hotrow.export import export_checkpoint
-from hotrow.files import atomic_write, explain_full_disk
+from hotrow.files import atomic_write, explain_full_disk, size
+from hotrow.metrics import BinaryMetrics
 from hotrow.models import look_up
 from hotrow.models.tbsm import SampleError
 from hotrow.parts import build_network
 from hotrow.placement import close_tiers
 from hotrow.progress import progress_bar
-from hotrow.run_folder import RunFolder
+from hotrow.run_folder import RunFolder, resume_command
 from hotrow.runs import train
 from hotrow.tables import TableConfig
 from hotrow.trainer import EVAL_BATCH_SIZE, evaluate
@@ -74,6 +76,7 @@ class Run:
 
     def __init__(self, path: Path | str) -> None:
         self.folder = RunFolder.open(path)
+        self._told_of_loss = False
 
     @property
     def path(self) -> Path:
@@ -112,12 +115,24 @@ class Run:
     def checkpoint(self) -> Path:
         """The checkpoint this run predicts with: the one it chose at its end, else its newest.
 
-        Raises ValueError where there is none yet.
+        If that one cannot be read, the newest that can is taken, with a warning that the run counts. Raises ValueError
+        if there is none.
         """
         checkpoints = list_checkpoints(self.folder.checkpoints)
+        lost = steps_without_manifest(self.folder.checkpoints)
         if not checkpoints:
-            raise ValueError(f"run {self.path} has no checkpoint yet; let it train, or resume it")
-        return checkpoints.get(self.record.get("chosen_step", -1), checkpoints[max(checkpoints)])
+            gone = f"; the manifest of step {lost[-1]} is missing, restore it" if lost else ""
+            raise ValueError(f"run {self.path} has no checkpoint yet; let it train, or resume it{gone}")
+        newest = max(checkpoints)
+        wanted = self.record.get("chosen_step", max([newest, *lost]))
+        if wanted not in checkpoints:
+            gone = f"{self.path}: the checkpoint of step {wanted} is missing or has lost its manifest"
+            text = f"{gone}; step {newest} is used"
+            if not self._told_of_loss:
+                self._told_of_loss = True
+                warnings.warn(text, stacklevel=2)
+                self.folder.warn("checkpoint_lost", text)
+        return checkpoints.get(wanted, checkpoints[newest])
 
     def export(
         self, out: Path | str, *, step: int | None = None, progress: ProgressCallback | None = None
@@ -163,25 +178,31 @@ class Run:
         scores = list(self.predict_batches(data))
         return np.concatenate(scores) if scores else np.empty(0, np.float32)
 
-    @torch.no_grad()
     def predict_batches(self, data: Any) -> Iterator[NDArray[np.float32]]:
         """`predict` piece by piece, in bounded memory."""
+        for logits_B, _ in self._logits(data, labels="ignored"):
+            yield torch.sigmoid(logits_B).cpu().numpy()
+
+    @torch.no_grad()
+    def _logits(self, data: Any, *, labels: Literal["ignored", "alone"]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and labels of raw rows, piece by piece; labels: whether they are read, without the rows' times."""
         embedding, model, place = self._network
         first_row = 0
-        for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE):
+        for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE, labels=labels):
             try:
                 logits_B = place.logits(model, batch.dense, look_up(model, embedding, batch.sparse))
             except SampleError as error:
                 row = first_row + error.sample
                 raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
             first_row += len(logits_B)
-            yield torch.sigmoid(logits_B).cpu().numpy()
+            yield logits_B, batch.label
 
-    def write_scores(self, data: Any, out: Path | str) -> int:
+    def write_scores(self, data: Any, out: Path | str, *, keep: Sequence[str] = ()) -> int:
         """Write `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
 
-        The file appears when it is whole. Raises ValueError where it exists already or has another suffix, OSError
-        naming it where the disk is full.
+        keep: columns of `data` that are written before it, unchanged. The file appears when it is whole. Raises
+        ValueError if it exists already or has another suffix, or if a column to keep is missing or called `score`;
+        OSError naming the file if the disk is full.
         """
         out = Path(out)
         if out.suffix not in _SCORE_WRITERS:
@@ -190,14 +211,28 @@ class Run:
             raise ValueError(f"scores file {out} exists already; remove it or choose another name")
         if not out.parent.is_dir():
             raise ValueError(f"scores file {out}: there is no folder {out.parent}; make it or choose another")
-        schema = pa.schema([pa.field("score", pa.float32(), nullable=False)])
+        kept = RawEncoder(self.folder.vocabulary).kept(data, keep)
+        schema = pa.schema([*kept.schema, pa.field("score", pa.float32(), nullable=False)])
         num_rows = 0
         full = explain_full_disk(out.parent, "writing scores", "No scores are kept; the run is as it was.")
-        with full, atomic_write(out) as file, _SCORE_WRITERS[out.suffix](file, schema) as writer:
+        with full, closing(kept), atomic_write(out) as file, _SCORE_WRITERS[out.suffix](file, schema) as writer:
             for scores in self.predict_batches(data):
-                writer.write_batch(pa.record_batch([pa.array(scores)], schema=schema))
+                writer.write_batch(pa.record_batch([*kept.next(len(scores)), pa.array(scores)], schema=schema))
                 num_rows += len(scores)
         return num_rows
+
+    def evaluate_rows(self, data: Any) -> dict[str, Any]:
+        """The metrics of the run's model on raw rows with labels, which are read as they were for training.
+
+        data: paths, globs or URIs, or an Arrow-capable frame; times are not read. Raises ValueError naming file, row
+        and column of what is wrong.
+        """
+        if RawEncoder(self.folder.vocabulary).schema.histories is not None:
+            raise ValueError("this run's rows are made of histories: prepare the new events, and pass --data FOLDER")
+        metrics = BinaryMetrics()
+        for logits_B, label_B in self._logits(data, labels="alone"):
+            metrics.update(logits_B, label_B)
+        return {name: None if value != value else value for name, value in metrics.compute().items()}
 
     def evaluate(self, split: str = "test", *, data: Path | str | None = None) -> dict[str, Any]:
         """The metrics of the run's model on a split of `data`, a packed dataset (default: the one it was trained on).
@@ -211,11 +246,48 @@ class Run:
             if mine is None or (mine.vocabulary, mine.num_embeddings) != (table.vocabulary, table.num_embeddings):
                 raise ValueError(
                     f"{dataset.path}: table {table.name!r} has another vocabulary than run {self.path} has; "
-                    "score its raw rows instead (`hotrow predict`)"
+                    "score its raw rows instead (`hotrow eval RUN ROWS` or `hotrow predict`)"
                 )
         embedding, model, place = self._network
         loader = Loader(dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
         return evaluate(embedding, model, loader, place=place)
+
+    def closing_lines(self, rows: str, next_commands: Sequence[str]) -> str:
+        """What a user reads when training has ended: quality, speed, memory, where the run is, and what to do next."""
+        record, metrics = self.record, self.metrics
+        if record["status"] != "finished" or not metrics:
+            return f"the run {self.path} is {record['status']}; continue with: {resume_command(self.path)}"
+        backend, memory = record["backend"], record.get("memory")
+
+        def shown(name: str) -> str:
+            return "undefined" if metrics[name] is None else f"{metrics[name]:.4f}"
+
+        lines = [
+            f"{rows}, scored on {metrics['num_rows']:,} rows of the {metrics['split']} split:",
+            f"  AUC      {shown('auc')}   (a constant rate: 0.5000)",
+            f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; their ratio {shown('ne')})",
+            f"  speed    {record['samples_per_s']:,.0f} samples/s, {backend['name']} kernels ({backend['isa']}, "
+            f"{backend['threads']} threads)",
+            f"  weights  of step {record['chosen_step']:,} of {record['steps']:,}",
+        ]
+        if memory is not None:
+            stall = memory["stall_s"] / record["train_s"]
+            lines += [
+                f"  memory   {size(memory['dram_bytes'])} of DRAM, {size(memory['disk_bytes'])} on disk: "
+                f"{memory['hits_per_lookup']:.1%} of lookups",
+                f"           found their row in DRAM, waiting took {stall:.1%} of the time",
+            ]
+        return "\n".join([*lines, f"  run      {self.path}", "next:", *(f"  {command}" for command in next_commands)])
+
+    def next_commands(self, rows: str = "NEW_ROWS") -> list[str]:
+        """What to type to judge, score, take away and go on with a run; rows: the raw rows to name, quoted."""
+        run = shlex.quote(str(self.path))
+        return [
+            f"hotrow predict {run} {rows} --out scores.csv",
+            f"hotrow eval {run} {rows}",
+            f"hotrow export {run} --out {shlex.quote(self.path.name + '-export')}",
+            f"{resume_command(self.path)} --set train.epochs=MORE",
+        ]
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.record['status']})"

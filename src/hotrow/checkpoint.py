@@ -159,6 +159,12 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def steps_without_manifest(folder: Path) -> list[int]:
+    """Steps in `folder` that no checkpoint can be read of, because its manifest is gone; rising."""
+    steps = [int(n) for path in folder.glob("step-*") if (n := path.name.removeprefix("step-")).isdecimal()]
+    return sorted(set(steps) - set(list_checkpoints(folder)))
+
+
 def prune_checkpoints(folder: Path, *, keep_last: int, keep: int | None = None) -> list[Path]:
     """Remove all but the newest `keep_last` checkpoints and the one at step `keep`, and leftovers of a killed save."""
     checkpoints = list_checkpoints(folder)

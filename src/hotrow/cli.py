@@ -6,10 +6,13 @@ and one line that says the cure; HOTROW_DEBUG=1 shows the traceback. Interrupted
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
@@ -38,8 +41,16 @@ Time = Annotated[str | None, typer.Option(help="The column to split by time; gue
 
 
 def verb(name: str, *, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as the verb `name`, whose help ends with an example."""
-    return app.command(name, epilog=f"Example: {example}")
+    """Register a function as the verb `name`, whose help ends with an example; interrupted, it says so."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> None:
+            function(*arguments, **options)
+
+        return app.command(name, epilog=f"Example: {example}")(run)
+
+    return register
 
 
 @contextmanager
@@ -72,6 +83,24 @@ def print_result(result: Mapping[str, Any], *, as_json: bool, human: Callable[[]
         human()
 
 
+def _version(value: bool) -> None:
+    if value:
+        from hotrow import __version__
+
+        print(f"hotrow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Raw click logs in, a trained DLRM out. Start with `hotrow demo`; every verb has --help with an example."""
+
+
 @verb("demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)")
 def demo(
     *,
@@ -97,12 +126,11 @@ def demo(
             "--data PATH (make demo DATA=PATH LABEL=COLUMN)"
         )
     shares = {} if fractions is None else {"fractions": _fractions(fractions)}
-    with saying_interruptions():
-        if data is None:
-            result = demo_on_synthetic(folder)
-        else:
-            how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
-            result = demo_on_logs(data, label=label, time=time, **how, **overrides_of(set_ or ()))
+    if data is None:
+        result = demo_on_synthetic(folder)
+    else:
+        how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
+        result = demo_on_logs(data, label=label, time=time, **how, **overrides_of(set_ or ()))
     print_result(result, as_json=json_, human=lambda: print(result["text"]))
     _exit_if_interrupted(result)
 
@@ -156,7 +184,7 @@ def prepare(
     from hotrow.data.prepare import run_prepare
     from hotrow.progress import progress_bar
 
-    with saying_interruptions(), progress_bar() as progress:
+    with progress_bar() as progress:
         dataset = run_prepare(
             source,
             paths[0] if len(paths) == 1 else paths,
@@ -204,30 +232,37 @@ def train(
 
     if (config is None) == (resume is None):
         raise ValueError("pass a config to start a run, or --resume RUN to continue one")
-    with saying_interruptions():
-        if resume is not None:
-            folder = runs.resume(resume, set_ or ())
-        else:
-            assert config is not None
-            folder = runs.train(load_config(config, set_ or ()))
-    result = Run(folder.path).summary()
-    print_result(result, as_json=json_, human=lambda: _print_run(result))
+    if resume is not None:
+        folder = runs.resume(resume, set_ or ())
+    else:
+        assert config is not None
+        folder = runs.train(load_config(config, set_ or ()))
+    run = Run(folder.path)
+    result = run.summary()
+    title = f"{run.record['dataset']['name']}, {result['epochs']:g} epochs"
+    print_result(result, as_json=json_, human=lambda: print(run.closing_lines(title, run.next_commands())))
     _exit_if_interrupted(result)
 
 
-@verb("eval", example="hotrow eval runs/criteo-small-dlrm-001 --split test")
+@verb("eval", example="hotrow eval runs/clicks-dlrm-001 new/*.parquet   (the run's own test rows: hotrow eval RUN)")
 def eval_(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    paths: Annotated[list[str] | None, typer.Argument(help="Raw rows with labels; default: a packed dataset.")] = None,
     *,
     data: Annotated[Path | None, typer.Option(help="A packed dataset; default: the run's own.")] = None,
-    split: Annotated[str, typer.Option(help="Which split of it.")] = "test",
+    split: Annotated[str | None, typer.Option(help="Which split of it; default: test.")] = None,
     json_: Json = False,
 ) -> None:
-    """AUC, LogLoss, normalised entropy and calibration of a run on a split."""
+    """AUC, LogLoss, normalised entropy and calibration of a run, on a split or on new raw rows."""
     from hotrow.api import load
 
+    if paths and (data or split):
+        raise ValueError(f"{paths[0]} names raw rows, --data and --split a packed dataset; give one of them")
     with closing(load(run)) as loaded:
-        result = {"run_dir": str(run), "split": split, **loaded.evaluate(split, data=data)}
+        if paths:
+            result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(paths)}
+        else:
+            result = {"run_dir": str(run), "split": split or "test", **loaded.evaluate(split or "test", data=data)}
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
@@ -237,13 +272,16 @@ def predict(
     paths: Paths,
     *,
     out: Annotated[Path, typer.Option(help="File of scores, .parquet or .csv; must not exist yet.")],
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Column to write beside the score, unchanged; may be repeated.")
+    ] = None,
     json_: Json = False,
 ) -> None:
-    """Score raw rows: one probability per row, in the rows' order, in column `score`."""
+    """Score raw rows (- is standard input): one probability per row, in the rows' order, in column `score`."""
     from hotrow.api import load
 
-    with closing(load(run)) as loaded:
-        result = {"run_dir": str(run), "out": str(out), "rows": loaded.write_scores(paths, out)}
+    with closing(load(run)) as loaded, _standard_input(paths) as rows:
+        result = {"run_dir": str(run), "out": str(out), "rows": loaded.write_scores(rows, out, keep=keep or ())}
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
@@ -261,7 +299,7 @@ def export(
     from hotrow.api import load
     from hotrow.progress import progress_bar
 
-    with saying_interruptions(), progress_bar() as progress:
+    with progress_bar() as progress:
         made = load(run).export(out, step=step, progress=progress)
     result = {
         "run_dir": str(run),
@@ -311,7 +349,7 @@ def inspect(
     from hotrow.inspection import print_inspection
     from hotrow.progress import progress_bar
 
-    with saying_interruptions(), progress_bar() as progress:
+    with progress_bar() as progress:
         result = tools.inspect(
             path,
             split=split,
@@ -380,16 +418,15 @@ def study(
     from hotrow.data.prepare import parse_bytes
     from hotrow.study import run_study
 
-    with saying_interruptions():
-        result = run_study(
-            name,
-            out,
-            quick=quick,
-            memory_bytes=parse_bytes(memory),
-            estimate_only=estimate,
-            say=lambda line: print(line, file=sys.stderr),
-            data=data or (),
-        )
+    result = run_study(
+        name,
+        out,
+        quick=quick,
+        memory_bytes=parse_bytes(memory),
+        estimate_only=estimate,
+        say=lambda line: print(line, file=sys.stderr),
+        data=data or (),
+    )
     told = {name: value for name, value in result.items() if name != "cells"}
     print_result(result, as_json=json_, human=lambda: _print_fields(told))
 
@@ -420,6 +457,18 @@ def clean(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
+@contextmanager
+def _standard_input(paths: list[str]) -> Iterator[list[str]]:
+    """`paths`, with standard input as a file of its own inside the block if they are "-": rows are read twice."""
+    if paths != ["-"]:
+        yield paths
+        return
+    with tempfile.NamedTemporaryFile(prefix="standard-input-", suffix=".csv") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+        file.flush()
+        yield [file.name]
+
+
 def _fractions(text: str | None) -> list[float] | None:
     try:
         return None if text is None else [float(part) for part in text.split(",")]
@@ -437,11 +486,6 @@ def _print_init(result: Mapping[str, Any]) -> None:
 def _exit_if_interrupted(result: Mapping[str, Any]) -> None:
     if result.get("status") == "interrupted":
         raise typer.Exit(128 + result["signal"])
-
-
-def _print_run(result: Mapping[str, Any]) -> None:
-    if result["status"] == "finished":
-        _print_fields({name: value for name, value in result.items() if name not in ("metrics", "status")})
 
 
 def _print_fields(fields: Mapping[str, Any], indent: str = "") -> None:
@@ -467,11 +511,25 @@ def main() -> None:
     warnings.showwarning = _one_line_warning
     try:
         app()
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is left in the buffer must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except (ValueError, OSError, MemoryError) as error:
         if os.environ.get("HOTROW_DEBUG") == "1":
             traceback.print_exc()
         print(f"hotrow: {str(error) or type(error).__name__}", file=sys.stderr)
         sys.exit(2)
+    except Exception as error:
+        if os.environ.get("HOTROW_DEBUG") == "1":
+            traceback.print_exc()
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        print(
+            f"hotrow: this should not happen, it is an error of hotrow itself ({told}); HOTROW_DEBUG=1 shows where. "
+            "Please report it with what `hotrow doctor` prints",
+            file=sys.stderr,
+        )
+        sys.exit(1)
 
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -320,6 +320,15 @@ class HotConfig(_Section):
             raise ValueError(f"link is {self.link!r}, but only hot turns use it: set schedule to fae or fixed")
         return self
 
+    def unused(self) -> list[str]:
+        """Options that were changed from their default, and do nothing under this schedule."""
+        used = {"schedule", "link"} | (set() if self.schedule == "none" else {"budget", "small_table", "rows"})
+        used |= {"rate", "shuffled_end"} if self.takes_turns else set()
+        used |= {"fae": {"eval_samples"}, "window": {"window"}}.get(self.schedule, set())
+        used |= {"confidence"} if self.rows == "sampled" and self.schedule != "none" else set()
+        fields = type(self).model_fields
+        return [f"hot.{name}" for name in fields if name not in used and getattr(self, name) != fields[name].default]
+
     @property
     def takes_turns(self) -> bool:
         """Whether batches are of one class."""

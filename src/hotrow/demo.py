@@ -15,9 +15,8 @@ from hotrow.data.packed_format import MANIFEST
 from hotrow.data.prepare import run_prepare
 from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
-from hotrow.files import size
 from hotrow.progress import progress_bar
-from hotrow.run_folder import RunFolder, resume_command
+from hotrow.run_folder import RunFolder
 from hotrow.runs import train
 
 NUM_ROWS = 600_000
@@ -59,57 +58,23 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
     memory = {"memory": {"dram": DRAM}} if tiers else {}
     config = make_config({"data": str(packed), **CONFIG, **memory}, origin="demo")
     run = Run(train(config, folder=RunFolder.create(None, name=f"demo-{config.model.name}")).path)
-    next_command = "hotrow demo --data YOUR_LOGS --label CLICK_COLUMN   (make demo DATA=YOUR_LOGS LABEL=CLICK_COLUMN)"
-    return _result(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, next_command)
+    commands = ["hotrow demo --data YOUR_LOGS --label CLICK_COLUMN", "make demo DATA=YOUR_LOGS LABEL=CLICK_COLUMN"]
+    return _result(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, commands)
 
 
 def demo_on_logs(data: str, **options: Any) -> dict[str, Any]:
     """Guess the schema of the user's logs, pack them, train, evaluate; options: those of `fit`."""
     started = time.monotonic()
     run = fit(data, **options)
-    next_command = f"hotrow predict {shlex.quote(str(run.path))} {shlex.quote(data)} --out scores.csv"
-    return _result(run, data, time.monotonic() - started, next_command)
+    return _result(run, data, time.monotonic() - started, run.next_commands(shlex.quote(data)))
 
 
-def _result(run: Run, rows: str, seconds: float, next_command: str) -> dict[str, Any]:
+def _result(run: Run, rows: str, seconds: float, commands: list[str]) -> dict[str, Any]:
     summary = run.summary()
     return {
         **summary,
         "rows": rows,
         "seconds": round(seconds, 1),
-        "next": next_command,
-        "text": _text(run, rows, next_command),
+        "next": commands[0],
+        "text": run.closing_lines(f"DLRM on {rows}", commands),
     }
-
-
-def _text(run: Run, rows: str, next_command: str) -> str:
-    record, metrics = run.record, run.metrics
-    if record["status"] != "finished" or not metrics:
-        return f"the run {run.path} is {record['status']}; continue with: {resume_command(run.path)}"
-    backend = record["backend"]
-    memory = record.get("memory")
-
-    def shown(name: str) -> str:
-        return "undefined" if metrics[name] is None else f"{metrics[name]:.4f}"
-
-    tiers = [] if memory is None else [_tiers_line(memory, record["train_s"])]
-    return "\n".join(
-        [
-            f"DLRM on {rows}, scored on {metrics['num_rows']:,} rows it has not seen ({metrics['split']} split):",
-            f"  AUC      {shown('auc')}   (a constant rate: 0.5000)",
-            f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; their ratio {shown('ne')})",
-            f"  speed    {record['samples_per_s']:,.0f} samples/s, {backend['name']} kernels ({backend['isa']}, "
-            f"{backend['threads']} threads)",
-            *tiers,
-            f"  run      {run.path}",
-            f"next: {next_command}",
-        ]
-    )
-
-
-def _tiers_line(memory: dict[str, Any], train_s: float) -> str:
-    return (
-        f"  memory   {size(memory['dram_bytes'])} of DRAM before {size(memory['disk_bytes'])} on disk: "
-        f"{memory['hits_per_lookup']:.1%} of lookups found their row in DRAM, {memory['stall_s'] / train_s:.1%} of the "
-        "time went into waiting for the others"
-    )

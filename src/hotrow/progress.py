@@ -22,6 +22,8 @@ PLAIN_SECONDS = 10.0
 class ProgressLine:
     """`update` shows the newest state of the work, `say` leaves a line that stays.
 
+    On a terminal the state may have several lines; elsewhere its first one is said now and then.
+
     quiet: show nothing. Use as a context manager, so that the terminal is restored whatever happens.
     """
 
@@ -42,7 +44,7 @@ class ProgressLine:
         if self._live:
             self._live.update(Text(text(), no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
-            self.say(text())
+            self.say(text().partition("\n")[0])
 
     def say(self, text: str) -> None:
         """Print `text` after the time since the start."""
@@ -78,8 +80,8 @@ def _bars(console: Console) -> Iterator[ProgressCallback]:
     tasks: dict[str, TaskID] = {}
     columns = (
         TextColumn("{task.description:<7}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows, {task.fields[rate]:,.0f} rows/s"),
+        BarColumn(bar_width=14),  # so that eight digits of rows fit into 80 columns
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows, {task.fields[rate]}/s"),
         TextColumn("{task.fields[remaining]}"),
     )
     bars = Bars(*columns, console=console)
@@ -88,12 +90,12 @@ def _bars(console: Console) -> Iterator[ProgressCallback]:
         if report.stage not in tasks:
             if not tasks:
                 bars.start()  # not before: without a bar there is nothing to draw, and an error stays one line
-            tasks[report.stage] = bars.add_task(report.stage, rate=0.0, remaining="")
+            tasks[report.stage] = bars.add_task(report.stage, rate="0", remaining="")
         bars.update(
             tasks[report.stage],
             completed=report.rows_done,
             total=report.rows_total,
-            rate=report.rows_per_s,
+            rate=rate(report.rows_per_s),
             remaining=duration(report.remaining_s),
         )
 
@@ -109,10 +111,9 @@ def _lines() -> Iterator[ProgressCallback]:
     ended: set[str] = set()
 
     def text(report: Progress) -> str:
-        share = report.rows_done / max(report.rows_total, 1)
         return (
-            f"{report.stage}: {report.rows_done:,} of {report.rows_total:,} rows ({share:.0%}), "
-            f"{rate(report.rows_per_s)} rows/s, {duration(report.remaining_s)} left"
+            f"{report.stage}: {report.rows_done:,} of {report.rows_total:,} rows, "
+            f"{rate(report.rows_per_s)}/s, {duration(report.remaining_s)} left"
         )
 
     with ProgressLine() as line:

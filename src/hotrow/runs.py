@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from hotrow import ops
-from hotrow.checkpoint import list_checkpoints
+from hotrow.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.config import apply_overrides, make_config, parse_yaml
 from hotrow.config_schema import Config
 from hotrow.data.packed import PackedDataset
@@ -161,6 +162,13 @@ def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunF
         return folder
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
+    lost = [step for step in steps_without_manifest(folder.checkpoints) if step > max(checkpoints, default=-1)]
+    if lost:
+        taken = f"step {max(checkpoints)}" if checkpoints else "the beginning"
+        text = f"the checkpoint of step {lost[-1]} has lost its manifest; the run goes on from {taken}"
+        folder.warn("checkpoint_lost", text)
+        folder.log(text)
+        print(f"hotrow: warning: {text}", file=sys.stderr)
     dataset = PackedDataset.open(config.data, verify="sizes")
     tables = tables_of(config, dataset)
     memory = place_tables(config, tables, folder.path, Place.of(config), dataset=dataset)
@@ -251,6 +259,10 @@ def _begin(training: Training) -> None:
         folder.warn("counted_to_find_hot_rows", text)
     _say_what_is_hot(training)
     _say_of_few_positives(training)
+    if unused := config.hot.unused():
+        text = f"hot.schedule is {config.hot.schedule}, which does not use {', '.join(unused)}"
+        folder.warn("unused_hot_options", text)
+        training.say(f"warning: {text}")
     _warn_of_tiers(training)
     _warn_of_little_disk(training)
     _warn_of_slow_products(training)

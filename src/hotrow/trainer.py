@@ -372,13 +372,15 @@ class Training:
             raise ValueError(f"{text}; train.early_stopping goes by it: set it to null or split the data differently")
         self.folder.warn("no_validation_auc", text)
 
-    def score(self, split: str) -> dict[str, Any]:
-        """Evaluate the parts on `split`, and say and record the result."""
+    def score(self, split: str, *, step: int | None = None) -> dict[str, Any]:
+        """Evaluate the parts on `split`, say and record it; step: that of their weights, if it is not the last."""
+        step = self.state.step if step is None else step
         loader = Loader(self.dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
         with self._aside():
             result = evaluate(self.parts.embedding, self.parts.model, loader, place=self.parts.place)
-        self.folder.measure("eval", step=self.state.step, split=split, epoch=self.epochs, **result)
-        self.say(f"{split} at step {self.state.step}: {scores(result)}")
+        epoch = round(step / self.steps_per_epoch, 4)
+        self.folder.measure("eval", step=step, split=split, epoch=epoch, **result)
+        self.say(f"{split} at step {step}: {scores(result)}")
         return result
 
     @contextmanager
@@ -452,7 +454,9 @@ class Training:
             with self._aside(), self.writes.restoring(best):
                 load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.model})
         metrics = {
-            split: self.score(split) for split in ("val", "test") if self._has(split) and not (split == "val" and val)
+            split: self.score(split, step=chosen)
+            for split in ("val", "test")
+            if self._has(split) and not (split == "val" and val)
         }
         metrics |= {"val": val} if val else {}
         self.folder.update(status="finished", ended=state.ended, chosen_step=chosen, metrics=metrics, **self.figures())
@@ -511,19 +515,21 @@ class Training:
         self.folder.log(text)
 
     def _line(self) -> str:
+        """How far and how fast, in 80 columns behind the time; and a second line of where the time goes."""
         state, times = self.state, self.clock.seconds
         total = sum(times.values()) or 1.0
         shares = " ".join(f"{phase} {100 * s / total:.0f}%" for phase, s in times.items())
         left = duration((self.num_steps - state.step) * state.train_s / state.step)
-        loss = f"loss {state.window_loss / state.window_steps:.4f}" if state.window_steps else ""
-        val = f"val {scores(state.val)}" if state.val else "not evaluated yet"
-        epoch = f"epoch {self.epochs:.2f}/{self.config.train.epochs}  step {state.step}/{self.num_steps}"
-        epoch += f" ({state.skipped} skipped)" if state.skipped else ""
-        epoch += self.turns.line()
-        speed = f"{rate(state.num_samples / state.train_s)} samples/s"
+        loss = f" loss {state.window_loss / state.window_steps:.4f}" if state.window_steps else ""
+        auc = (state.val or {}).get("auc")
+        val = "" if auc is None else f" AUC {auc:.4f}"
+        step = f"{state.step / self.num_steps:.0%} step {state.step}/{self.num_steps}"
+        speed = f"{rate(state.num_samples / state.train_s)}/s"
         if self.reports:
-            shares += f", of it waiting {state.stall_s / total:.0%}; {size(self.writes.num_bytes)} written"
-        return f"{epoch}  {speed}  {loss}  {val}  |  {shares}  |  {left} left"
+            shares += f", waiting {state.stall_s / total:.0%}, {size(self.writes.num_bytes)} written"
+        skipped = f", {state.skipped} steps skipped" if state.skipped else ""
+        more = f"epoch {self.epochs:.2f}/{self.config.train.epochs}{self.turns.line()}, {shares}{skipped}"
+        return f"{step} {speed}{loss}{val} {left} left\n{more}"
 
 
 def scores(metrics: Mapping[str, Any]) -> str:

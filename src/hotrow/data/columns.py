@@ -30,8 +30,8 @@ class ColumnsSource:
     """Rows of any table, as `schema` reads them.
 
     data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required";
-    "made": elsewhere, so that only the time is read; or "ignored" for rows to predict, whose label and time may be
-    absent or hold anything. encodings: how ids were held when a data set was prepared
+    "made": elsewhere, so that only the time is read; "alone": without the time; or "ignored" for rows to predict, whose
+    label and time may be absent or hold anything. encodings: how ids were held when a data set was prepared
     (feature -> "int", "uint64" or "bytes"); None: decided by the columns' types. skip_bad_rows: how many rows may be
     passed over before a bad one is an error.
 
@@ -45,7 +45,7 @@ class ColumnsSource:
         schema: Schema,
         *,
         name: str = "columns",
-        labels: Literal["required", "made", "ignored"] = "required",
+        labels: Literal["required", "made", "alone", "ignored"] = "required",
         encodings: Mapping[str, IdEncoding] | None = None,
         skip_bad_rows: int = 0,
     ) -> None:
@@ -53,8 +53,8 @@ class ColumnsSource:
         self.skipped = SkippedRows()
         self._skip_bad_rows = skip_bad_rows
         self._reader = open_table(data, schema)
-        self._has_label = labels == "required"
-        self._has_time = schema.time is not None and labels != "ignored"
+        self._has_label = labels in ("required", "alone")
+        self._has_time = schema.time is not None and labels in ("required", "made")
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}

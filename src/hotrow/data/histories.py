@@ -46,7 +46,12 @@ Integers = NDArray[np.int64]
 
 
 def open_columns(
-    data: Any, schema: Schema, *, name: str, labels: Literal["required", "ignored"] = "required", **options: Any
+    data: Any,
+    schema: Schema,
+    *,
+    name: str,
+    labels: Literal["required", "alone", "ignored"] = "required",
+    **options: Any,
 ) -> ColumnsSource | HistoriesSource:
     """The source of `data` read by `schema`: of samples made from events where it says so, unless rows to predict.
 

@@ -9,18 +9,20 @@ The work is done in `pipeline.py`; the sources are in `sources.py`; docs/prepare
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
+from hotrow.data.columns import open_table
 from hotrow.data.convert import IdEncoding
 from hotrow.data.packed import Ids, PackedDataset, Ragged
 from hotrow.data.pipeline import Options, prepare
@@ -33,6 +35,9 @@ from hotrow.data.vocabulary import Vocabulary
 from hotrow.files import available_memory_bytes
 from hotrow.host import usable_cores
 
+KEPT_ROWS = 1 << 16
+SCORE = "score"
+"""Column of the scores that are written."""
 UNITS = {
     "": 1,
     "B": 1,
@@ -134,19 +139,70 @@ class RawEncoder:
         # Those that are read anyway are checked to the last byte; those searched on disk were when they were prepared.
         self._vocabularies = {n: Vocabulary.open(v.path).load() if fits else v for n, v in vocabularies.items()}
 
-    def batches(self, data: Any, *, batch_size: int = 65536) -> Iterator[Batch]:
+    def kept(self, data: Any, columns: Sequence[str]) -> KeptColumns:
+        """Those columns of `data`, to be taken beside `batches`. Raises ValueError if one is not there."""
+        return KeptColumns(data, columns, self.schema)
+
+    def batches(
+        self, data: Any, *, batch_size: int = 65536, labels: Literal["ignored", "alone"] = "ignored"
+    ) -> Iterator[Batch]:
         """Batches of at most `batch_size` rows, in the data's order.
 
-        data: paths or an Arrow-capable frame, as for `run_prepare`. Label and time are not read, whatever they hold:
-        `Batch.label` is NaN. Raises ValueError naming file and column, and RowError the row, as preparation does.
+        data: paths or an Arrow-capable frame, as for `run_prepare`. labels: "ignored": label and time are not read,
+        whatever they hold, and `Batch.label` is NaN; "alone": the label is read, the time is not. Raises ValueError
+        naming file and column, and RowError the row, as preparation does.
         """
-        opened = open_source(self._source, data, schema=self.schema, labels="ignored", encodings=self._encodings)
+        opened = open_source(self._source, data, schema=self.schema, labels=labels, encodings=self._encodings)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:
             tables = {name: _Searched(vocabulary) for name, vocabulary in self._vocabularies.items()}
             encode = RowEncoder(self.schema, self._transforms, tables, executor)
             for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
                 dense, ids = encode(chunk)
-                yield _batch(dense, ids, np.full(chunk.num_rows, np.nan, np.float32))
+                label = np.full(chunk.num_rows, np.nan, np.float32) if chunk.label is None else chunk.label
+                yield _batch(dense, ids, label)
+
+
+class KeptColumns:
+    """Columns of raw rows as they are, for a file of scores: `next` takes them row by row, in order."""
+
+    def __init__(self, data: Any, columns: Sequence[str], schema: Schema) -> None:
+        self.schema = pa.schema([])
+        self._rows: Iterator[pa.RecordBatch] = iter(())
+        self._left = pa.table({})
+        if not columns:
+            return
+        reader = open_table(data, schema)
+        for name in columns:
+            if name == SCORE or name not in reader.schema.names:
+                there = ", ".join(reader.schema.names)
+                reason = "is the name of the scores" if name == SCORE else f"is not there; columns: {there}"
+                raise ValueError(f"column {name!r} to keep {reason}")
+        if repeated := [name for name in columns if columns.count(name) > 1]:
+            raise ValueError(f"column {repeated[0]!r} is to be kept twice; name it once")
+        reader.check_drift(columns)
+        self.schema = pa.schema([reader.schema.field(name) for name in columns])
+        self._left = self.schema.empty_table()
+        self._rows = (
+            rows.batch.select(list(columns)).cast(self.schema)
+            for file in range(len(reader.files))
+            for rows in reader.read(file, 0, list(columns), KEPT_ROWS)
+        )
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if isinstance(self._rows, Generator):
+            self._rows.close()
+
+    def next(self, num_rows: int) -> list[pa.ChunkedArray | pa.Array]:
+        """The columns of the next `num_rows` rows."""
+        if not self.schema.names:
+            return []
+        pieces = [self._left]
+        while sum(map(len, pieces)) < num_rows:
+            pieces.append(pa.Table.from_batches([next(self._rows)]))
+        table = pa.concat_tables(pieces)
+        self._left = table.slice(num_rows)
+        return [column.combine_chunks() for column in table.slice(0, num_rows).columns]
 
 
 def _none_left_out(chunks: Iterator[Chunk]) -> Iterator[Chunk]:

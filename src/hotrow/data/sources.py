@@ -86,7 +86,7 @@ def open_source(
     label: str | None = None,
     time: str | None = None,
     roles: Mapping[str, Role] | None = None,
-    labels: Literal["required", "ignored"] = "required",
+    labels: Literal["required", "alone", "ignored"] = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
     skip_bad_rows: int = 0,
     rows: int | None = None,
@@ -94,9 +94,9 @@ def open_source(
     """The source called `name` over `data`: paths, or an Arrow-capable frame.
 
     schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label`
-    and `time`, and the `roles` of columns, may help. labels: "ignored" for rows to predict, whose label and time may be
-    absent or hold anything. encodings: how ids were held when a data set was prepared. skip_bad_rows: rows that may be
-    bad. rows: how many a synthetic preset makes.
+    and `time`, and the `roles` of columns, may help. labels: "alone": without times, to judge a model; "ignored" for
+    rows to predict, whose label and time may be absent or hold anything. encodings: how ids were held when a data set
+    was prepared. skip_bad_rows: rows that may be bad. rows: how many a synthetic preset makes.
 
     Raises ValueError naming an unknown source, and whatever opening it finds.
     """
@@ -117,7 +117,9 @@ def open_source(
         raise ValueError(f"source {name} makes no histories; use csv, parquet or frame with this schema")
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
-        criteo = CriteoSource(paths, labels=labels, skip_bad_rows=skip_bad_rows)
+        criteo = CriteoSource(
+            paths, labels="ignored" if labels == "ignored" else "required", skip_bad_rows=skip_bad_rows
+        )
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -1,0 +1,218 @@
+"""What the verbs do at their edges: new labelled rows, kept columns, standard input, interruptions, closing lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from sklearn.metrics import log_loss, roc_auc_score
+
+import hotrow
+from hotrow import cli, progress
+from hotrow.checkpoint import list_checkpoints
+from hotrow.data.progress import Progress
+from hotrow.run_folder import RunFolder, resume_command
+
+OPTIONS: dict[str, Any] = {"batch_size": 64, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+N = 1500
+
+
+def rows(seed: int = 0) -> pa.Table:
+    generator = np.random.default_rng(seed)
+    item = generator.integers(0, 40, N)
+    click = (generator.random(N) < np.where(item % 3 == 0, 0.7, 0.1)).astype(np.int64)
+    big = [2**63 - 1 - i for i in range(N)]
+    text = pa.array([f"i{i}" for i in item])
+    columns = {"big, id": big, "price": generator.lognormal(0, 1, N), "item": text, "ts": np.arange(N) + 1_700_000_000}
+    return pa.table({"click": click, **columns})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> hotrow.Run:
+    folder = tmp_path_factory.mktemp("verbs") / "my runs" / "a b$c"
+    folder.parent.mkdir()
+    schema = {"label": "click", "time": "ts", "categorical": ["item"], "dense": ["price"]}
+    stops = {"epochs": 12, "early_stopping": 2, "eval_every": 1, "optimizer.sparse.lr": 0.5}
+    return hotrow.fit(rows(), schema=schema, run=folder, quiet=True, **stops, **OPTIONS)
+
+
+def command(
+    *arguments: object, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int = 0
+) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "argv", ["hotrow", *map(str, arguments)])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capfd.readouterr()
+    assert (ended.value.code or 0) == code, out + err
+    return out, err
+
+
+def test_eval_judges_new_labelled_rows(
+    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against scikit-learn on what predict says; times are not needed."""
+    new = rows(1).drop_columns(["ts"])
+    pyarrow.csv.write_csv(new, tmp_path / "new.csv")
+    out, _ = command("eval", run.path, tmp_path / "new.csv", "--json", capfd=capfd, monkeypatch=monkeypatch)
+    found = json.loads(out)
+    scores, label = run.predict(new), new["click"].to_numpy()
+    assert found["num_rows"] == N
+    assert found["auc"] == pytest.approx(roc_auc_score(label, scores))
+    assert found["logloss"] == pytest.approx(log_loss(label, scores), rel=1e-5)
+    assert run.evaluate_rows(new)["auc"] == found["auc"]
+    bad = new.set_column(0, "click", pa.array(["1"] * 7 + ["x"] + ["0"] * (N - 8)))
+    pyarrow.csv.write_csv(bad, tmp_path / "bad.csv")
+    _, err = command("eval", run.path, tmp_path / "bad.csv", capfd=capfd, monkeypatch=monkeypatch, code=2)
+    assert "bad.csv:9 (click): 'x' is no label" in err
+    no_label = [run.path, tmp_path / "none.csv"]
+    pyarrow.csv.write_csv(new.drop_columns(["click"]), tmp_path / "none.csv")
+    _, err = command("eval", *no_label, capfd=capfd, monkeypatch=monkeypatch, code=2)
+    assert "lacks column 'click'" in err
+    _, err = command("eval", *no_label, "--split", "val", capfd=capfd, monkeypatch=monkeypatch, code=2)
+    assert "give one of them" in err
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_predict_keeps_columns(
+    run: hotrow.Run,
+    tmp_path: Path,
+    suffix: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ids to the last digit, in the rows' order, over batches and files of odd sizes."""
+    monkeypatch.setattr("hotrow.api.EVAL_BATCH_SIZE", 97)
+    new, folder = rows(2), tmp_path / "new"
+    folder.mkdir()
+    for start in (0, 400, 1000):
+        pq.write_table(new.slice(start, {0: 400, 400: 600, 1000: 500}[start]), folder / f"part-{start:04}.parquet")
+    out = tmp_path / f"scores.{suffix}"
+    keep = ["--keep", "big, id", "--keep", "ts"]
+    command("predict", run.path, folder, "--out", out, *keep, capfd=capfd, monkeypatch=monkeypatch)
+    found = pq.read_table(out) if suffix == "parquet" else pyarrow.csv.read_csv(out)
+    assert found.column_names == ["big, id", "ts", "score"]
+    assert found["big, id"].to_pylist() == new["big, id"].to_pylist()
+    assert found["ts"].to_pylist() == new["ts"].to_pylist()
+    np.testing.assert_allclose(found["score"].to_numpy(), run.predict(new), rtol=1e-6)
+    for wrong, message in [("bigg", "column 'bigg' to keep is not there"), ("score", "is the name of the scores")]:
+        options = ("--out", tmp_path / "x.csv", "--keep", wrong)
+        _, err = command("predict", run.path, folder, *options, capfd=capfd, monkeypatch=monkeypatch, code=2)
+        assert message in err and not (tmp_path / "x.csv").exists()
+
+
+def test_predict_reads_standard_input(run: hotrow.Run, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    pyarrow.csv.write_csv(rows(3), buffer)
+    out = tmp_path / "scores.csv"
+    line = [sys.executable, "-m", "hotrow", "predict", str(run.path), "-", "--out", str(out), "--keep", "big, id"]
+    done = subprocess.run(line, input=buffer.getvalue(), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = pyarrow.csv.read_csv(out)
+    assert found["big, id"].to_pylist() == rows(3)["big, id"].to_pylist()
+    np.testing.assert_allclose(found["score"].to_numpy(), run.predict(rows(3)), rtol=1e-5)
+
+
+def test_what_is_said_at_the_end(run: hotrow.Run) -> None:
+    """The step is that of the weights that were scored, and every command can be pasted."""
+    chosen = run.record["chosen_step"]
+    log = (run.path / "log.txt").read_text()
+    assert chosen < run.record["steps"], "the best weights are the last: the test shows nothing"
+    assert f"test at step {chosen}:" in log and f"test at step {run.record['steps']}:" not in log
+    measured = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in measured if line.get("split") == "test"] == [chosen]
+    text = run.closing_lines("clicks", run.next_commands())
+    assert f"weights  of step {chosen:,} of {run.record['steps']:,}" in text
+    assert all(len(line) <= 80 for line in text.splitlines() if str(run.path) not in line and "a b$c" not in line)
+    for line in run.next_commands():
+        assert str(run.path) in shlex.split(line), line
+    assert shlex.split(resume_command(run.path))[-1] == str(run.path)
+
+
+def test_progress_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=80, force_terminal=True, color_system=None, legacy_windows=False)
+    monkeypatch.setattr(progress, "Console", lambda **_: console)
+    with progress.progress_bar() as show:
+        show(Progress("encode", 45_840_617, 45_840_617, 1_234_567.0, 35_999.0))
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip() for line in re.split(r"[\r\n]+", text.getvalue())]
+    shown = [line for line in lines if line.startswith("encode")]
+    assert shown and all(len(line) <= 80 and "…" not in line for line in shown)
+    assert "45,840,617 of 45,840,617 rows, 1.23M/s" in shown[-1] and shown[-1].endswith("9:59:59")
+
+
+def test_a_lost_manifest_is_said_and_counted(tmp_path: Path) -> None:
+    run = hotrow.fit(
+        rows(), label="click", time="ts", run=tmp_path / "run", quiet=True, epochs=2, early_stopping=None,
+        **{"checkpoint.every": 10, "checkpoint.keep_last": 3}, **OPTIONS,
+    )  # fmt: skip
+    steps = list(list_checkpoints(run.path / "checkpoints"))
+    (run.path / "checkpoints" / f"step-{steps[-1]}" / "manifest.json").unlink()
+    lost = hotrow.load(run.path)
+    with pytest.warns(UserWarning, match=rf"checkpoint of step {steps[-1]} is missing or has lost its manifest; step"):
+        lost.predict(rows(1).slice(0, 10))
+    assert RunFolder.open(run.path).record["warnings"]["checkpoint_lost"]["count"] == 1
+
+
+def test_options_of_hot_that_do_nothing_are_said(tmp_path: Path) -> None:
+    with_unused = {"hot.rate": 20, "hot.window": 8}
+    run = hotrow.fit(rows(), label="click", run=tmp_path / "a", quiet=True, max_steps=1, **with_unused, **OPTIONS)
+    text = run.record["warnings"]["unused_hot_options"]["text"]
+    assert text == "hot.schedule is none, which does not use hot.rate, hot.window"
+    used = {"hot.schedule": "window", "hot.window": 8}
+    run = hotrow.fit(rows(), label="click", run=tmp_path / "b", quiet=True, max_steps=1, **used, **OPTIONS)
+    assert "unused_hot_options" not in run.record["warnings"]
+
+
+@pytest.mark.parametrize("after_s", [0.02, 0.1, 0.3, 0.7, 1.2])
+def test_ctrl_c_at_any_time_ends_without_a_traceback(run: hotrow.Run, after_s: float) -> None:
+    # As in a terminal: a shell starts what runs in the background with SIGINT ignored.
+    code = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); from hotrow.__main__ import main; main()"
+    line = [sys.executable, "-c", code, "eval", str(run.path)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    if after_s >= 0.1:  # before that, Python itself is starting
+        assert "Traceback" not in err
+        assert process.returncode in (-signal.SIGINT, 130, 0), err
+
+
+def test_a_reader_that_has_seen_enough(run: hotrow.Run) -> None:
+    line = f"{shlex.quote(sys.executable)} -m hotrow doctor | head -1"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
+    assert done.stdout.count("\n") == 1 and "Traceback" not in done.stderr and "rror" not in done.stderr
+
+
+def test_an_error_of_ours_is_called_one(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: hotrow.Run
+) -> None:
+    def broken(path: object) -> object:
+        raise KeyError("num_bytes")
+
+    monkeypatch.setattr("hotrow.tools.check", broken)
+    _, err = command("check", run.path, capfd=capfd, monkeypatch=monkeypatch, code=1)
+    assert "an error of hotrow itself (KeyError: 'num_bytes')" in err and "Traceback" not in err
+
+
+def test_the_version(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command("--version", capfd=capfd, monkeypatch=monkeypatch)[0] == f"hotrow {hotrow.__version__}\n"
+    assert "torch" not in subprocess.run(
+        [sys.executable, "-c", "import sys, hotrow.cli; print([m for m in sys.modules if m == 'torch'])"],
+        capture_output=True, text=True, check=True, env={**os.environ},
+    ).stdout  # fmt: skip
