@@ -175,7 +175,8 @@ class TrainConfig(_Section):
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 1
     """Decides initial weights, initial rows and the order of rows; nothing else does."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """Threads of torch and the kernels. `auto`: as many as this process may use (affinity and cgroup limit)."""
+    """Threads of torch and the kernels. `auto`: as many as torch has (`OMP_NUM_THREADS`, `torch.set_num_threads`; else
+    one for each physical core), and unless `OMP_NUM_THREADS` is set no more than the cores this process may use."""
     pin: Literal["auto", "cores", "off"] = "auto"
     """Whether threads stay on their cores. `cores`: one core each, NUMA node after node. `auto`: so on a machine of
     several NUMA nodes, else off, because another process on a pinned core holds the whole step back."""

@@ -37,7 +37,7 @@ from hotrow.parts import storage_line, tables_of
 from hotrow.placement import copies_bytes, describe, disk_shortfall, record_bytes, required_bytes
 from hotrow.progress import ProgressLine
 from hotrow.run_folder import CONFIG, RunFolder, resume_command
-from hotrow.session import Interrupt, threads
+from hotrow.session import Interrupt, describe_threads, threads
 from hotrow.trainer import Training
 from hotrow.write_budget import check_write_budget
 
@@ -246,7 +246,8 @@ def _begin(training: Training) -> None:
     needed, copies = required_bytes(config, emb.tables), copies_bytes(config, emb.tables)
     where = training.turns.device
     on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
-    training.say(describe(emb, needed, copies=copies) + training.parts.place.line() + on_device)
+    where_rows_lie = describe(emb, needed, copies=copies) + training.parts.place.line() + on_device
+    training.say(f"{describe_threads()}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)

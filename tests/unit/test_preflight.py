@@ -171,7 +171,13 @@ def test_every_dependency_is_pinned_and_has_its_reason(name: str) -> None:
 
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "fbgemm_gpu": "fbgemm-gpu-cpu"}
-EXTRAS = {"src": ("gpu",), "examples": (), "tests": ("test",), "benchmarks": ("bench", "test"), "scripts": ("dev",)}
+EXTRAS = {
+    "src": ("gpu",),
+    "examples": ("test",),
+    "tests": ("test",),
+    "benchmarks": ("bench", "test"),
+    "scripts": ("dev",),
+}
 
 
 @pytest.mark.parametrize("folder", EXTRAS)
@@ -183,7 +189,7 @@ def test_every_import_is_a_declared_dependency(folder: str) -> None:
         *(line for e in EXTRAS[folder] for line in project["optional-dependencies"][e]),
     ]
     names = {normal(re.match(r"[\w.-]+", line)[0]) for line in declared}  # type: ignore[index]
-    own = {path.stem for path in ROOT.glob("tests/*.py")} | {path.stem for path in ROOT.glob("tests/*/*.py")}
+    own = {path.stem for glob in ("tests/*.py", "tests/*/*.py", "examples/*.py") for path in ROOT.glob(glob)}
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

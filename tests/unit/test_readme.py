@@ -81,13 +81,30 @@ def test_docs_render(tmp_path: Path) -> None:
     assert "<table>" in (tmp_path / "docs" / "claims.html").read_text()
 
 
+OTHERS = {"own_model.py", "with_lightning.py", "with_accelerate.py"}
+"""Examples that have a test of their own."""
+
+
 @pytest.mark.parametrize(
     "path",
-    sorted({*(ROOT / "examples").glob("*.py")} - {ROOT / "examples" / "own_model.py"}),
+    sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in OTHERS),
     ids=lambda path: path.name,
 )
 def test_examples_run(path: Path, folder_with_clicks: Path) -> None:
     runpy.run_path(str(path), run_name="__main__")
+
+
+@pytest.mark.parametrize("package", ["lightning", "accelerate"])
+def test_the_plain_loop_is_the_same_under_a_trainer(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed; pip install 'hotrow[test]' brings it")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    losses = []
+    for name in ("plain_loop.py", f"with_{package}.py"):
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        losses += re.findall(r"last loss ([\d.]+)", capsys.readouterr().out)
+    assert len(losses) == 2 and losses[0] == losses[1] and float(losses[0]) < 0.1
 
 
 def test_example_own_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
