@@ -515,7 +515,7 @@ class Training:
         self.folder.log(text)
 
     def _line(self) -> str:
-        """How far and how fast, in 80 columns behind the time; and a second line of where the time goes."""
+        """How far and how fast, in 80 columns behind the time; then where the time goes, and the epoch."""
         state, times = self.state, self.clock.seconds
         total = sum(times.values()) or 1.0
         shares = " ".join(f"{phase} {100 * s / total:.0f}%" for phase, s in times.items())
@@ -528,8 +528,8 @@ class Training:
         if self.reports:
             shares += f", waiting {state.stall_s / total:.0%}, {size(self.writes.num_bytes)} written"
         skipped = f", {state.skipped} steps skipped" if state.skipped else ""
-        more = f"epoch {self.epochs:.2f}/{self.config.train.epochs}{self.turns.line()}, {shares}{skipped}"
-        return f"{step} {speed}{loss}{val} {left} left\n{more}"
+        epoch = f"epoch {self.epochs:.2f}/{self.config.train.epochs}{self.turns.line()}{skipped}"
+        return f"{step} {speed}{loss}{val} {left} left\n{shares}\n{epoch}"
 
 
 def scores(metrics: Mapping[str, Any]) -> str:
