@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hotrow import demo, ops
+from hotrow import ops
+from hotrow.api import Run
 from hotrow.host import _cgroup_quota, default_threads, nodes_of, numa_nodes, usable_cores
 from hotrow.run_folder import RunFolder, _new_folder, resume_command
 from hotrow.session import cores_to_pin, threads
@@ -118,7 +119,7 @@ def test_commands_to_go_on_with_are_those_a_shell_takes(tmp_path: Path) -> None:
     folder = RunFolder(path, {"warnings": {}})
     assert shlex.split(resume_command(folder.path)) == wanted
     run: Any = SimpleNamespace(path=path, record={"status": "interrupted"}, metrics={})
-    told = demo._text(run, "", "")
+    told = Run.closing_lines(run, "", [])
     assert shlex.split(told.split("continue with: ")[1]) == wanted
     path.mkdir(parents=True)
     with pytest.raises(ValueError, match="exists already") as refused:
