@@ -21,6 +21,8 @@ from pydantic.fields import FieldInfo
 
 from hotrow.config_schema import MEMORY_TAGS, Config, MemoryConfig
 
+_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number"}
+
 
 class _YamlLoader(yaml.SafeLoader):
     """PyYAML's safe loader, refusing repeated keys and reading 1e-3 as a number (YAML 1.1 reads it as text)."""
@@ -30,8 +32,14 @@ class _YamlLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, list | dict) or key in seen:
-                problem = "is no name" if isinstance(key, list | dict) else "stands here twice; keep one"
+            problem = ""
+            if isinstance(key, list | dict):
+                problem = "is no name"
+            elif not isinstance(key, str):
+                problem = f"is read as {_KINDS.get(type(key), type(key).__name__)}, not as a name; put it in quotes"
+            elif key in seen:
+                problem = "stands here twice; keep one"
+            if problem:
                 problem = f"key {reprlib.repr(key)} {problem}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             seen.add(key)
@@ -52,7 +60,9 @@ def parse_yaml(text: str, *, origin: str) -> Any:
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ValueError(f"{origin}{place}: {error.problem}") from None
     except RecursionError:
-        raise ValueError(f"{origin} is nested too deeply to be a config") from None
+        raise ValueError(f"{origin} is nested too deeply to be read") from None
+    except ValueError as error:  # a date that there is not, a number of too many digits
+        raise ValueError(f"{origin}: a value cannot be read ({error}); put it in quotes if it is text") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{origin} is no readable YAML: {error}") from None
 

@@ -93,7 +93,7 @@ def test_the_original_is_read(original: Path) -> None:
         (f"{PART}/range_ends", [10, 20, 30, HUGE], "range_ends.3"),
         (f"{PART}/range_crc32", [0, 0, 0, 0], "header .bytes 0 to .*the checksum differs"),
         (f"{PART}/range_crc32", [0, 0, 0, 1 << 32], "range_crc32.3"),
-        (f"{PART}/extra", 1, "extra: Unexpected"),
+        (f"{PART}/extra", 1, "extra: there is no such field"),
         ("splits/train/num_rows", 10**18, "but the parts hold 37"),
         ("splits/train/num_rows", -1, "num_rows is '-1'"),
         ("splits/train/num_rows", None, "num_rows is 'None'"),
@@ -119,7 +119,7 @@ def test_the_original_is_read(original: Path) -> None:
         ("files", {"vocab/none": {"num_bytes": 1, "crc32": 1}}, "vocab/none: dataset.json names this file"),
         ("files/vocab~row/num_bytes", 9, "vocab/row has 10 bytes, dataset.json says 9"),
         ("files/vocab~row/crc32", 9, "vocab/row: the checksum differs"),
-        ("unknown", 1, "unknown: Unexpected"),
+        ("unknown", 1, "unknown: there is no such field"),
     ],
 )
 def test_a_hostile_manifest(folder: Path, field: str, value: Any, message: str | None) -> None:

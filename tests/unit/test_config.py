@@ -297,3 +297,22 @@ def test_the_write_budget_in_numbers() -> None:
     assert config.write_budget == (200 * 10**9, 86_400, "200 GB/day")
     assert make_config({"data": "d"}).write_budget is None
     assert make_config({"data": "d", "memory": {}}).write_budget is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1: x", "line 1, column 1: key 1 is read as a number, not as a name; put it in quotes"),
+        ("data: d\nnull: x", "line 2, column 1: key None is read as null"),
+        ("data: d\ntrain: {true: 1}", "key True is read as true or false"),
+        ("data: d\n1.5: x", "key 1.5 is read as a number"),
+        ("2001-01-01: x", "is read as date, not as a name"),
+        ("data: 2001-13-45", "a value cannot be read .*put it in quotes if it is text"),
+        ("data: &a [*a]", "data is .*; allowed: text"),
+        ("data: !!python/object:os.system x", "could not determine a constructor"),
+    ],
+)
+def test_odd_yaml_is_named_by_its_place(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_config(tmp_path / "c.yaml")

@@ -18,6 +18,7 @@ LEVELS = {
     "tables": 0,
     "batch": 0,
     "files": 0,
+    "faults": 0,
     "pages": 0,
     "host": 0,
     "charts": 0,

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from hotrow import __version__
+from hotrow.faults import in_words, innermost
 from hotrow.files import check_name, check_text, file_name, read_json, write_json
 
 FORMAT = "hotrow-packed"
@@ -279,14 +280,12 @@ def read_info(folder: Path) -> DatasetInfo:
 
 
 def describe(error: ValidationError) -> str:
-    """The first thing pydantic found wrong, as `field.subfield is <value>: <reason>`."""
-    first = error.errors(include_url=False)[0]
+    """The first thing that is wrong, as `field.subfield is <value>: <reason>`."""
+    first = innermost(error.errors(include_url=False))[0]
     where = ".".join(str(step) for step in first["loc"])
-    if first["type"] == "value_error":
-        return f"{where}: {first['ctx']['error']}" if where else str(first["ctx"]["error"])
-    if first["type"] in ("missing", "unexpected_keyword_argument"):
-        return f"{where}: {first['msg']}"
-    return f"{where} is {str(first['input'])[:80]!r}: {first['msg']}"
+    if first["type"] in ("value_error", "missing", "unexpected_keyword_argument"):
+        return f"{where}: {in_words(first)}" if where else in_words(first)
+    return f"{where} is {str(first['input'])[:80]!r}: {in_words(first)}"
 
 
 def arrow_schema(info: DatasetInfo) -> pa.Schema:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hotrow.config import parse_yaml
+from hotrow.faults import in_words, innermost
 
 Transform = Literal["log1p_clip0", "standardize", "identity"]
 IdType = Literal["int", "text"]
@@ -52,7 +54,7 @@ class LabelSpec(_Column):
     """Values that mean 1; every other value means 0, or, with `negative`, one of those."""
     negative: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
     """Values that mean 0: any but these and the positive ones is then a bad row."""
-    at_least: float | None = None
+    at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Numbers from here up mean 1, numbers below mean 0."""
 
     @model_validator(mode="after")
@@ -301,11 +303,12 @@ def load_schema(path: Path | str) -> Schema:
 def load_yaml(path: Path | str, *, cure: str) -> Any:
     """What a YAML file holds. Raises ValueError naming the file, and `cure` where there is none."""
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {cure}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
+    return parse_yaml(text, origin=str(path))
 
 
 Place: TypeAlias = tuple[int | str, ...]
@@ -315,17 +318,19 @@ Place: TypeAlias = tuple[int | str, ...]
 def explain_faults(error: ValidationError, where: str, fields_at: Callable[[Place], Sequence[str]]) -> str:
     """Every fault on a line of its own; `fields_at`: the fields known at a place."""
     lines = []
-    for fault in error.errors():
+    for fault in innermost(error.errors()):
         path = _path(fault["loc"])
         if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             known = fields_at(fault["loc"][:-1])
             lines.append(f"unknown key {path!r}{nearest(str(fault['loc'][-1]), known)}; known: {', '.join(known)}")
+        elif fault["type"] == "json_invalid":
+            lines.append("a name or text in it is not valid Unicode; write it in UTF-8")
         elif fault["type"] == "missing":
             lines.append(f"{path} is missing; add it")
         elif fault["type"] == "value_error":
             lines.append(f"{path}: {fault['ctx']['error']}" if path else str(fault["ctx"]["error"]))
         else:
-            lines.append(f"{path} is {_short(fault['input'])}: {fault['msg']}")
+            lines.append(f"{path or 'a name'} is {_short(fault['input'])}: {in_words(fault)}")
     return "\n".join(f"{where}: {line}" for line in dict.fromkeys(lines))
 
 
