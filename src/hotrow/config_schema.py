@@ -171,7 +171,11 @@ class TrainConfig(_Section):
     eval_every: Interval | None = 1.0
     """Score the validation split this often: up to 1 a share of an epoch, above 1 steps; null means only at the end."""
     early_stopping: Count | None = None
-    """Stop after this many evaluations without a better validation AUC, end on the best weights; null means never."""
+    """Stop after this many evaluations without a better validation score (`monitor`), end on the best weights; null
+    means never."""
+    monitor: Literal["logloss", "auc"] = "logloss"
+    """Which validation score says what weights are best: the lowest LogLoss, or the highest AUC, which does not see
+    whether predicted rates are right."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 1
     """Decides initial weights, initial rows and the order of rows; nothing else does."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
@@ -204,7 +208,7 @@ class CheckpointConfig(_Section):
     keep_last: Count = 2
     """How many of the newest checkpoints stay on disk."""
     keep_best: bool = True
-    """Whether an evaluation with the best validation AUC so far is saved and kept; early stopping needs it."""
+    """Whether an evaluation with the best validation score so far is saved and kept; early stopping needs it."""
 
 
 class MemoryConfig(_Section):

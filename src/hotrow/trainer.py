@@ -127,7 +127,7 @@ class State:
     val: dict[str, Any] | None = None
     """The last evaluation of the validation split."""
     best: dict[str, Any] | None = None
-    """The one with the highest AUC, and where it was:"""
+    """The best one by `train.monitor`, and where it was:"""
     best_step: int = 0
     evals_since_best: int = 0
     ended: str | None = None
@@ -352,24 +352,29 @@ class Training:
     def _evaluate(self) -> bool:
         """Score the validation split; whether it is the best so far and is to be kept."""
         state = self.state
-        state.val = self.score("val")
+        state.val, monitor = self.score("val"), self.config.train.monitor
         if state.val["auc"] is None:
             self._without_auc(state.val["undefined"])
+        if state.val[monitor] is None:
             return False
-        best = state.best is None or state.val["auc"] > state.best["auc"]
+        sign = -1 if monitor == "logloss" else 1
+        best = state.best is None or sign * state.val[monitor] > sign * state.best[monitor]
         if best:
             state.best, state.best_step, state.evals_since_best = state.val, state.step, 0
         else:
             state.evals_since_best += 1
         patience = self.config.train.early_stopping
         if patience is not None and state.evals_since_best >= patience and state.ended is None:
-            state.ended = f"no better validation AUC in {patience} evaluations"
+            name = {"auc": "AUC", "logloss": "LogLoss"}[monitor]
+            state.ended = f"no better validation {name} in {patience} evaluations"
         return best and self.config.checkpoint.keep_best
 
     def _without_auc(self, reason: str) -> None:
         text = f"the validation split has no AUC: {reason}"
-        if self.config.train.early_stopping is not None:
-            raise ValueError(f"{text}; train.early_stopping goes by it: set it to null or split the data differently")
+        if self.config.train.early_stopping is not None and self.config.train.monitor == "auc":
+            raise ValueError(
+                f"{text}; train.early_stopping goes by it: set train.monitor to logloss, or split the data differently"
+            )
         self.folder.warn("no_validation_auc", text)
 
     def score(self, split: str, *, step: int | None = None) -> dict[str, Any]:
@@ -483,6 +488,7 @@ class Training:
             "step_ms": self.clock.step_ms(),
             "train_s": round(self.state.train_s, 3),
             "best_step": self.state.best_step if self.state.best else None,
+            "monitor": self.config.train.monitor,
             **({"memory": {**self._tier_figures(), **memory}} if memory else {}),
             **({"hot": hot | self._swaps()} if (hot := self.turns.figures()) else {}),
             **({"write_budget": writes} if writes else {}),

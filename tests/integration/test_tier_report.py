@@ -175,7 +175,9 @@ def test_people_see_the_few_that_tell_most(
     dataset: PackedDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(dataset, tmp_path / "run", ssd=str(tmp_path / "rows"), force=True, quiet=False)
-    assert re.search(r"update \d+%, of it waiting \d+%; [\d.,]+ (bytes|KiB|MiB) written", capsys.readouterr().err)
+    assert re.search(r"step 32/32 \S+/s loss [\d.]+ .*left|step 1/32 ", capsys.readouterr().err)
+    text = hotrow.load(tmp_path / "run").closing_lines("rows", [])
+    assert re.search(r"of DRAM, [\d.,]+ MiB on disk: [\d.]+% of lookups\n +found their row in DRAM, waiting took", text)
     memory, shown = RunFolder.open(tmp_path / "run").record["memory"], hotrow.load(tmp_path / "run").summary()["memory"]
     assert shown == {name: memory[name] for name in shown}
     assert {"hits_per_row", "stall_share", "written_bytes_per_epoch", "cpu_us_per_io"} < set(shown)

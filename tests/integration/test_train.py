@@ -198,14 +198,18 @@ def test_same_seed_same_bits_other_seed_other_bits(dataset: PackedDataset, tmp_p
     assert losses("c", "train.seed=2")[0] != first[0]
 
 
-def test_early_stopping_ends_on_the_best_weights(dataset: PackedDataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("monitor", "sign", "name"), [("logloss", -1, "LogLoss"), ("auc", 1, "AUC")])
+def test_early_stopping_ends_on_the_best_weights(
+    dataset: PackedDataset, tmp_path: Path, monitor: str, sign: int, name: str
+) -> None:
     changes = ["train.early_stopping=2", "train.epochs=40", "train.eval_every=0.5", "optimizer.sparse.lr=0.5"]
-    run = train(dataset, tmp_path / "run", *changes)
-    aucs = {line["step"]: line["auc"] for line in run.measurements() if line.get("split") == "val"}
-    best = max(aucs, key=lambda step: (aucs[step], -step))
-    assert run.record["ended"] == "no better validation AUC in 2 evaluations"
+    run = train(dataset, tmp_path / "run", *changes, *([] if monitor == "logloss" else [f"train.monitor={monitor}"]))
+    scores = {line["step"]: sign * line[monitor] for line in run.measurements() if line.get("split") == "val"}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    assert run.record["ended"] == f"no better validation {name} in 2 evaluations"
+    assert run.record["monitor"] == monitor
     assert run.record["chosen_step"] == best < run.record["steps"]
-    assert run.record["metrics"]["val"]["auc"] == aucs[best]
+    assert sign * run.record["metrics"]["val"][monitor] == scores[best]
     assert best in list_checkpoints(run.checkpoints)
     assert len(list_checkpoints(run.checkpoints)) <= 3
 
@@ -344,7 +348,8 @@ def test_one_class_in_validation_is_a_warning_or_an_error(
     assert "all 1 labels are" in run.record["warnings"]["no_validation_auc"]["text"]
     assert run.record["metrics"]["val"]["auc"] is None
     with pytest.raises(ValueError, match=r"train\.early_stopping goes by it"):
-        train(dataset, tmp_path / "other", "train.early_stopping=2")
+        train(dataset, tmp_path / "other", "train.early_stopping=2", "train.monitor=auc")
+    assert train(dataset, tmp_path / "third", "train.early_stopping=2").record["best_step"]
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])

@@ -148,7 +148,8 @@ def test_a_small_shortfall_is_said_in_small_units(monkeypatch: pytest.MonkeyPatc
 class Counted:
     """In the place of a packed dataset: Zipf's accesses to `large`, of 1,000 batches of 50,000."""
 
-    info = SimpleNamespace(tables=TABLES, files={"counts/large": None, "counts/small": None})
+    stored = tuple(Table(table.name, table.num_embeddings) for table in TABLES)
+    info = SimpleNamespace(tables=stored, files={"counts/large": None, "counts/small": None})
     has_counts = PackedDataset.has_counts
 
     def split(self, name: str) -> SimpleNamespace:
@@ -180,7 +181,7 @@ def test_the_accesses_of_the_training_split_decide(tmp_path: Path) -> None:
 
 def test_where_none_were_counted_shares_are_equal(tmp_path: Path) -> None:
     class Uncounted(Counted):
-        info = SimpleNamespace(tables=TABLES, files={"counts/small": None})
+        info = SimpleNamespace(tables=Counted.stored, files={"counts/small": None})
 
     for dataset in (None, Uncounted()):
         memory = choose(config({"dram": "40MiB"}), TABLES, tmp_path, dataset=dataset)  # type: ignore[arg-type]
