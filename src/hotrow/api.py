@@ -255,17 +255,21 @@ class Run:
     def closing_lines(self, rows: str, next_commands: Sequence[str]) -> str:
         """What a user reads when training has ended: quality, speed, memory, where the run is, and what to do next."""
         record, metrics = self.record, self.metrics
-        if record["status"] != "finished" or not metrics:
+        if record["status"] != "finished":
             return f"the run {self.path} is {record['status']}; continue with: {resume_command(self.path)}"
         backend, memory = record["backend"], record.get("memory")
 
         def shown(name: str) -> str:
             return "undefined" if metrics[name] is None else f"{metrics[name]:.4f}"
 
-        lines = [
-            f"{rows}, scored on {metrics['num_rows']:,} rows of the {metrics['split']} split:",
-            f"  AUC      {shown('auc')}   (a constant rate: 0.5000)",
-            f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; their ratio {shown('ne')})",
+        lines = [f"{rows}, not scored: there are no validation or test rows"]
+        if metrics:
+            lines = [
+                f"{rows}, scored on {metrics['num_rows']:,} rows of the {metrics['split']} split:",
+                f"  AUC      {shown('auc')}   (a constant rate: 0.5000)",
+                f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; their ratio {shown('ne')})",
+            ]
+        lines += [
             f"  speed    {record['samples_per_s']:,.0f} samples/s, {backend['name']} kernels ({backend['isa']}, "
             f"{backend['threads']} threads)",
             f"  weights  of step {record['chosen_step']:,} of {record['steps']:,}",

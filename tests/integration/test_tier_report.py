@@ -177,6 +177,7 @@ def test_people_see_the_few_that_tell_most(
     train(dataset, tmp_path / "run", ssd=str(tmp_path / "rows"), force=True, quiet=False)
     assert re.search(r"step 32/32 \S+/s loss [\d.]+ .*left|step 1/32 ", capsys.readouterr().err)
     text = hotrow.load(tmp_path / "run").closing_lines("rows", [])
+    assert "rows, not scored" in text and "continue with" not in text
     assert re.search(r"of DRAM, [\d.,]+ MiB on disk: [\d.]+% of lookups\n +found their row in DRAM, waiting took", text)
     memory, shown = RunFolder.open(tmp_path / "run").record["memory"], hotrow.load(tmp_path / "run").summary()["memory"]
     assert shown == {name: memory[name] for name in shown}

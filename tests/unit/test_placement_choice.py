@@ -14,7 +14,7 @@ import pytest
 
 from hotrow import placement
 from hotrow.config import apply_overrides, make_config
-from hotrow.data.packed_reader import PackedDataset
+from hotrow.data.packed import PackedDataset, Table
 from hotrow.files import parse_bytes
 from hotrow.memory.budget import Memory, TableDemand, plan_slots
 from hotrow.memory.store_file import no_disk
