@@ -51,23 +51,12 @@ from hotrow.models.tbsm import SampleError
 from hotrow.parts import build_network
 from hotrow.placement import close_tiers
 from hotrow.progress import progress_bar
+from hotrow.recipe import as_overrides, choose_recipe
 from hotrow.run_folder import RunFolder, resume_command
 from hotrow.runs import train
 from hotrow.tables import TableConfig
 from hotrow.trainer import EVAL_BATCH_SIZE, evaluate
 
-FIT_DEFAULTS = (
-    "train.early_stopping=4",
-    "model.first_order=true",
-    "optimizer.dense.name=adagrad",
-    "optimizer.dense.lr=0.01",
-    "optimizer.sparse.name=adagrad",
-    "optimizer.sparse.lr=0.02",
-    "optimizer.sparse.initial_accumulator_value=0.1",
-)
-"""Where `fit` differs from the config's own defaults, which are the reference DLRM's: it stops by itself."""
-MOST_EPOCHS, LEAST_STEPS = 30, 5000
-"""Few rows are passed over more often, up to this, so that early stopping has something to choose from."""
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
 
@@ -267,7 +256,7 @@ class Run:
             lines = [
                 f"{rows}, scored on {metrics['num_rows']:,} rows of the {metrics['split']} split:",
                 f"  AUC      {shown('auc')}   (a constant rate: 0.5000)",
-                f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; their ratio {shown('ne')})",
+                f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; ratio {shown('ne')})",
             ]
         lines += [
             f"  speed    {record['samples_per_s']:,.0f} samples/s, {backend['name']} kernels ({backend['isa']}, "
@@ -353,13 +342,12 @@ def fit(
     "rating >= 4"; with a time the last rows are the test split. categorical, dense, lists: columns of ids, of numbers,
     and of several ids a row; what is not named is guessed, and said. schema: a schema (docs/prepare.md) instead of a
     guess: a path, its content or a `Schema`. split: "time", "random" or "reference", or what a schema may say of it,
-    such as {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
-    config: a recipe to train by, a path or its content, instead of FIT_DEFAULTS. model: "dlrm" (default) or "tbsm".
+    such as {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}. config: a recipe to train by, a path or its
+    content, instead of the one chosen by the number of rows. model: "dlrm" (default) or "tbsm".
     run: the run's folder (default: the next
     runs/NAME-MODEL-NNN). overrides: options of the config by their last name where that is unique (`epochs=3`) or in
-    full (`**{"optimizer.dense.lr": 0.1}`); FIT_DEFAULTS holds otherwise, with a batch size of 1/200 of the training
-    rows between 64 and 2048, and as many epochs as make 5,000 steps, between 5 and 30. What was used is in the run's
-    config.yaml.
+    full (`**{"optimizer.dense.lr": 0.1}`); otherwise the recipe for so many training rows holds (hotrow/recipe.py has
+    the rule and its reasons). What was used is in the run's config.yaml.
 
     Ctrl-C saves the run and returns it with the status "interrupted"; in preparation it raises
     `hotrow.data.pipeline.Interrupted`. Raises ValueError for what the data or an option has wrong.
@@ -369,8 +357,6 @@ def fit(
     # Before hours of work.
     checked = make_config(apply_overrides({"data": ""} | (recipe or {}), changes), origin="fit")
     model = checked.model.name
-    if recipe is None:
-        make_config(apply_overrides({"data": ""}, [*_fit_defaults(model), *changes]), origin="fit")
     told: dict[str, Any] = {"label": label, "time": time, "schema": schema, "split": split}
     told |= {"categorical": categorical, "dense": dense, "lists": lists}
     packed = isinstance(data, str | Path) and (Path(data) / MANIFEST).is_file()
@@ -380,20 +366,19 @@ def fit(
     name = f"{_name_of(data)}-{model}"
     if packed:
         dataset = PackedDataset.open(data)
-        return _train_on(dataset, RunFolder.create(run, name=name), model, recipe, changes, quiet=quiet)
+        return _train_on(dataset, RunFolder.create(run, name=name), recipe, changes, quiet=quiet)
     opened = open_source(
         "auto" if _is_paths(data) else "frame", data, schema=schema, label=label, time=time, roles=_roles(told)
     ).with_options(**_split_options(split))
     with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
         with folder:
             dataset = _prepare_into(folder, opened, quiet=quiet)
-        return _train_on(dataset, folder, model, recipe, changes, quiet=quiet)
+        return _train_on(dataset, folder, recipe, changes, quiet=quiet)
 
 
 def _train_on(
     dataset: PackedDataset,
     folder: RunFolder,
-    model: str,
     recipe: Mapping[str, Any] | None,
     changes: list[str],
     *,
@@ -401,8 +386,21 @@ def _train_on(
 ) -> Run:
     with folder:
         raw = {**(recipe or {}), "data": str(dataset.path), "run": str(folder.path)}
-        defaults = _defaults(dataset, model) if recipe is None else []
-        config = make_config(apply_overrides(raw, [*defaults, *changes]), origin="fit")
+        if recipe is None:
+            given = [change.partition("=")[0] for change in changes]
+            defaults = _defaults(dataset, make_config(apply_overrides(raw, changes), origin="fit"), given)
+            config = make_config(apply_overrides(raw, [*defaults, *changes]), origin="fit")
+            folder.log(f"recipe for {dataset.split('train').num_rows:,} training rows: {', '.join(defaults)}")
+            if not quiet:
+                rows = f"{dataset.split('train').num_rows:,} training rows"
+                size = f"batches of {config.train.batch_size}, {config.train.epochs} epochs"
+                print(
+                    f"recipe for {rows}: {size}, dim {config.model.embedding_dim} "
+                    f"(all of it: {folder.path}/config.yaml; change it: --set train.batch_size=...)",
+                    file=sys.stderr,
+                )
+        else:
+            config = make_config(apply_overrides(raw, changes), origin="fit")
     return Run(train(config, folder=folder, quiet=quiet).path)
 
 
@@ -470,20 +468,17 @@ def _is_paths(data: Any) -> bool:
     return isinstance(data, str | Path) or (isinstance(data, list | tuple) and all(map(_is_paths, data)))
 
 
-def _fit_defaults(model: str) -> list[str]:
-    """FIT_DEFAULTS, of which `model` has each."""
-    return [change for change in FIT_DEFAULTS if model == "dlrm" or not change.startswith("model.first_order")]
-
-
-def _defaults(dataset: PackedDataset, model: str) -> list[str]:
-    num_rows = dataset.split("train").num_rows
-    batch_size = min(2048, max(64, num_rows // 200))
-    steps_per_epoch = -(-num_rows // batch_size)
-    epochs = min(MOST_EPOCHS, max(5, LEAST_STEPS // max(1, steps_per_epoch)))
-    # A quarter of a short epoch is too little to judge progress by.
-    size = [f"train.batch_size={batch_size}", f"train.epochs={epochs}", f"train.eval_every={1 if epochs > 5 else 0.25}"]
-    stops = "val" in dataset.splits and dataset.split("val").num_rows > 0
-    return [*_fit_defaults(model), *size, *([] if stops else ["train.early_stopping=null"])]
+def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> list[str]:
+    """The recipe for so many rows; `given`: options that the user gave, whose values `config` has."""
+    train = config.train
+    recipe = choose_recipe(
+        dataset.split("train").num_rows,
+        model=config.model.name,
+        batch_size=train.batch_size if "train.batch_size" in given else None,
+        epochs=train.epochs if "train.epochs" in given else None,
+        validated="val" in dataset.splits and dataset.split("val").num_rows > 0,
+    )
+    return as_overrides(recipe)
 
 
 def _as_yaml(value: Any) -> str:

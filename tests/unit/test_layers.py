@@ -19,6 +19,7 @@ LEVELS = {
     "batch": 0,
     "files": 0,
     "faults": 0,
+    "recipe": 0,
     "pages": 0,
     "host": 0,
     "charts": 0,

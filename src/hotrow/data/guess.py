@@ -130,6 +130,8 @@ class SchemaGuess:
     """What the user must decide before there is a label; "" if it is clear."""
     warnings: tuple[str, ...] = ()
     """Columns that were told, and seem to give the label away."""
+    num_rows: int = 0
+    """Rows of all files, about."""
 
     def of(self, role: str) -> list[Guess]:
         """The columns taken for `role`."""
@@ -209,7 +211,8 @@ def guess_columns(
     guesses = [taken.get(f.name) or (_told(f, roles[f.name]) if f.name in roles else _feature(f)) for f in facts]
     origin = f"{sample.num_rows:,} rows of {reader.files[0].path}"
     origin += f", first of {len(reader.files)} files" if len(reader.files) > 1 else ""
-    guess = SchemaGuess(guesses, csv, origin, (*notes, *time_notes), question)
+    num_rows, _ = reader.count_rows()
+    guess = SchemaGuess(guesses, csv, origin, (*notes, *time_notes), question, num_rows=num_rows)
     return _without_leaks(guess, facts, sample, roles) if guess.of("label") else guess
 
 

@@ -16,8 +16,10 @@ from typing import Any
 
 from hotrow.data.guess import Guess, SchemaGuess, guess_columns
 from hotrow.data.packed_format import MANIFEST, read_info
-from hotrow.data.sources import recognise
+from hotrow.data.schema import Schema
+from hotrow.data.sources import open_source, recognise
 from hotrow.files import atomic_write
+from hotrow.recipe import choose_recipe
 
 SCHEMA_FILE = "schema.yaml"
 RECIPE_FILE = "recipe.yaml"
@@ -84,12 +86,16 @@ def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> 
         info = read_info(Path(paths))
         rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())
         found = f"a packed dataset of {info.name!r}: rows {rows}; {len(info.dense)} dense, {len(info.features)} sparse"
-        return InitResult(found, None, None, render_recipe(str(paths)), (f"hotrow train {RECIPE_FILE}",))
+        num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
+        recipe = render_recipe(str(paths), num_rows, exact=True)
+        return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
     source = None if label is not None else recognise(paths)
     if source is not None:
         data = data or f"data/{source}"
         commands = (f"hotrow prepare {source} {shown} --out {data}", f"hotrow train {RECIPE_FILE}")
-        return InitResult(f"{source} in its published layout", source, None, render_recipe(data), commands)
+        opened = open_source(source, paths)
+        recipe = render_recipe(data, _training_rows(opened.source.scout().num_rows, opened.schema), exact=False)
+        return InitResult(f"{source} in its published layout", source, None, recipe, commands)
     guess = guess_columns(paths, label=label, time=time)
     data = data or "data/packed"
     source = "csv" if guess.csv else "parquet"
@@ -98,7 +104,13 @@ def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> 
         f"hotrow train {RECIPE_FILE}",
     )
     found = f"a table, guessed from {guess.origin}"
-    return InitResult(found, source, render_schema(guess), render_recipe(data), commands)
+    recipe = render_recipe(data, int(0.8 * guess.num_rows), exact=False)
+    return InitResult(found, source, render_schema(guess), recipe, commands)
+
+
+def _training_rows(num_rows: int, schema: Schema) -> int:
+    """About how many of `num_rows` rows train; of a published split, 6 of 7 days."""
+    return int(num_rows * (6 / 7 if schema.split.kind == "reference" else schema.split.fractions[0]))
 
 
 def render_schema(guess: SchemaGuess) -> str:
@@ -158,22 +170,25 @@ def _commented(line: str, comment: str) -> str:
     return f"{line:<{COMMENT_COLUMN}}  # {' '.join(comment.split())}"
 
 
-def render_recipe(data: str) -> str:
-    """A training config for the packed dataset at `data`, with the values most worth changing."""
-    return f"""\
-# Trains a DLRM on {" ".join(data.split())}; docs/config.md lists every option.
-data: {json.dumps(data)}
-model:
-  name: dlrm
-  embedding_dim: 16             # columns of every table
-  bottom_mlp: [512, 256, 64]    # hidden layers over the dense inputs
-  top_mlp: [512, 256]           # hidden layers over the interactions
-optimizer:
-  dense: {{name: sgd, lr: 0.1}}
-  sparse: {{name: row_wise_adagrad, lr: 0.05}}
-train:
-  batch_size: 2048
-  epochs: 1
-  eval_every: 0.1               # of an epoch
-  seed: 1
-"""
+def render_recipe(data: str, num_rows: int, *, exact: bool) -> str:
+    """The training config that `fit` would choose for the packed dataset at `data`, of `num_rows` training rows."""
+    recipe = choose_recipe(num_rows)
+    sections: dict[str, Any] = {"model": {"name": "dlrm"}, "optimizer": {}, "train": {}}
+    for name, value in recipe.items():
+        *parents, leaf = name.split(".")
+        section = sections
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    sections["train"]["seed"] = 1
+    rows = f"{num_rows:,}" if exact else f"about {num_rows:,}"
+    lines = [
+        f"# Trains a DLRM on {' '.join(data.split())}; docs/config.md lists every option.",
+        f"# Chosen for {rows} training rows, as by `hotrow demo` and hotrow.fit; hotrow/recipe.py has the reasons.",
+        f"data: {json.dumps(data)}",
+        f"model: {_flow(sections['model'])}",
+        "optimizer:",
+        *(f"  {name}: {_flow(value)}" for name, value in sections["optimizer"].items()),
+        f"train: {_flow(sections['train'])}",
+    ]
+    return "\n".join(lines) + "\n"

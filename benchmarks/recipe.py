@@ -1,0 +1,127 @@
+"""The automatic recipe beside hand-made ones, on real rows: mean scores over seeds and paired differences.
+
+    python -m benchmarks.recipe --data ../shared/data [--seeds 5] [--out FILE.json]
+
+Hand-made: recipes/criteo-small.yaml, and the best of a search over optimizers, rates, batches and epochs for each file,
+chosen by validation LogLoss (SEARCHED). A file's recipes train on the same rows from the same seeds; the weights that
+are best by validation LogLoss are scored on its test rows. The label of Taobao is any behaviour but a page view. Each
+training has one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow import runs
+from hotrow.config import apply_overrides, make_config
+from hotrow.data.packed import PackedDataset
+from hotrow.data.prepare import run_prepare
+from hotrow.recipe import as_overrides, choose_recipe
+
+FILES = {
+    "criteo 80k": "criteo_terabyte_80k.tsv.gz",
+    "criteo 10k": "criteo_terabyte_day0_10k.tsv.gz",
+    "taobao 110k": "taobao_userbehavior_110k.csv.gz",
+    "taobao 10k": "taobao_userbehavior_tail_10k.csv.gz",
+}
+SEARCHED = {"criteo 80k": (1.8, 64, 3, 0.015), "criteo 10k": (4.0, 64, 6, 0.005)}
+SEARCHED |= {"taobao 110k": (1.8, 64, 3, 0.015), "taobao 10k": (4.0, 64, 6, 0.015)}
+"""Rate of the tables, batch, epochs and rate of the MLPs that had the lowest validation LogLoss (2 or 3 seeds)."""
+
+
+def prepared(folder: Path, name: str, file: Path) -> PackedDataset:
+    """The file as a packed dataset."""
+    if name.startswith("criteo"):
+        return run_prepare("criteo", file, folder / name)
+    table = folder / f"{name}.csv"
+    with gzip.open(file, "rt") as source, table.open("w", newline="") as target:
+        rows = csv.writer(target)
+        rows.writerow(["user", "item", "category", "ts", "wants"])
+        for user, item, category, behaviour, ts in csv.reader(source):
+            rows.writerow([user, item, category, ts, int(behaviour != "pv")])
+    return run_prepare("csv", table, folder / name, label="wants", time="ts")
+
+
+def hand_made(rate: float, batch_size: int, epochs: int, dense: float, num_rows: int) -> list[str]:
+    """A recipe of the searched family."""
+    small = {"model.embedding_dim": 8, "model.embedding_init": 0.0, "model.first_order": True}
+    widths = {"model.bottom_mlp": [64], "model.top_mlp": [64, 32]}
+    optimizers = {
+        "optimizer.dense": {"name": "adagrad", "lr": dense, "weight_decay": 0.0003},
+        "optimizer.sparse": {"name": "sgd", "lr": rate},
+        "optimizer.schedule.decay_steps": epochs * math.ceil(num_rows / batch_size),
+    }
+    size = {"train.batch_size": batch_size, "train.epochs": epochs, "train.eval_every": 0.5, "train.early_stopping": 3}
+    return as_overrides({**small, **widths, **optimizers, **size})
+
+
+def scores(dataset: PackedDataset, overrides: list[str], seeds: int) -> NDArray[np.float64]:
+    """AUC, LogLoss and NE on the test rows: [seeds, 3]."""
+    found = []
+    for seed in range(1, seeds + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            raw: dict[str, Any] = {"data": str(dataset.path), "run": f"{folder}/run"}
+            changes = [*overrides, f"train.seed={seed}", "train.threads=1"]
+            run = runs.train(make_config(apply_overrides(raw, changes)), quiet=True)
+            metrics = run.record["metrics"]["test"]
+            found.append([metrics["auc"], metrics["logloss"], metrics["ne"]])
+    return np.array(found)
+
+
+def compare(dataset: PackedDataset, name: str, seeds: int) -> list[dict[str, Any]]:
+    """A row for the automatic recipe, and one for each hand-made one with what the automatic one is better by."""
+    num_rows = dataset.split("train").num_rows
+    automatic = scores(dataset, as_overrides(choose_recipe(num_rows)), seeds)
+    others = {"criteo-small": hand_made(1.8, 64, 3, 0.015, num_rows)}
+    others["searched"] = hand_made(*SEARCHED[name], num_rows)
+    rows = [row(name, "automatic", automatic)]
+    for other, overrides in others.items():
+        found = scores(dataset, overrides, seeds)
+        rows.append(row(name, other, found) | {"automatic_minus": paired(automatic - found)})
+    return rows
+
+
+def row(file: str, recipe: str, found: NDArray[np.float64]) -> dict[str, Any]:
+    """Means and standard deviations over seeds."""
+    named = zip(("auc", "logloss", "ne"), found.mean(0), found.std(0, ddof=1), strict=True)
+    return {"file": file, "recipe": recipe} | {name: [round(mean, 5), round(sd, 5)] for name, mean, sd in named}
+
+
+def paired(difference: NDArray[np.float64]) -> dict[str, list[float]]:
+    """Mean and standard error of a difference by seed."""
+    errors = difference.std(0, ddof=1) / math.sqrt(len(difference))
+    named = zip(("auc", "logloss", "ne"), difference.mean(0), errors, strict=True)
+    return {name: [round(float(mean), 5), round(float(error), 5)] for name, mean, error in named}
+
+
+def main() -> None:
+    """Print a line a recipe, and write them all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}; default: all")
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.files or FILES:
+            dataset = prepared(Path(folder), name, options.data / FILES[name])
+            for found in compare(dataset, name, options.seeds):
+                print(json.dumps(found), flush=True)
+                rows.append(found)
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The automatic recipe: sane at any size, and as good as hand-made ones on real rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.recipe import SEARCHED, hand_made, prepared, scores
+from hotrow.config import apply_overrides, make_config
+from hotrow.data.init import render_recipe, run_init
+from hotrow.recipe import as_overrides, choose_recipe
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 63, 1000, 19_999, 20_000, 80_000, 600_000, 5_000_000, 5_000_001, 10**9])
+@pytest.mark.parametrize("model", ["dlrm", "tbsm"])
+def test_every_size_has_a_recipe(num_rows: int, model: str) -> None:
+    recipe = choose_recipe(num_rows, model=model)
+    config = make_config(apply_overrides({"data": "d"}, [f"model.name={model}", *as_overrides(recipe)]))
+    assert 64 <= config.train.batch_size <= 2048
+    assert 1 <= config.train.epochs <= 6
+    steps = config.train.epochs * -(-num_rows // config.train.batch_size)
+    assert config.optimizer.schedule.decay_steps in (0, max(1, steps))
+    assert config.train.early_stopping is not None
+    assert "train.early_stopping" not in choose_recipe(num_rows, validated=False)
+
+
+def test_rates_and_schedule_follow_what_the_user_chose() -> None:
+    recipe = choose_recipe(64_000, batch_size=128, epochs=5)
+    assert recipe["optimizer.sparse"]["lr"] == pytest.approx(3.6)
+    assert recipe["optimizer.schedule.decay_steps"] == 5 * 500
+
+
+def test_init_writes_the_recipe_that_fit_uses(tmp_path: Path) -> None:
+    import hotrow
+
+    generator = np.random.default_rng(0)
+    users = generator.integers(0, 50, 3000)
+    clicks = generator.random(3000) < np.where(users % 3 == 0, 0.7, 0.2)
+    lines = [f"{int(click)},u{user}" for click, user in zip(clicks, users, strict=True)]
+    (tmp_path / "x.csv").write_text("\n".join(["click,user", *lines]) + "\n")
+    run = hotrow.fit(tmp_path / "x.csv", run=tmp_path / "run", quiet=True, threads=1)
+    run_init(tmp_path / "run" / "data", out=tmp_path / "init")
+    written = hotrow.load_config(tmp_path / "init" / "recipe.yaml")
+    used = hotrow.load_config(run.path / "config.yaml")
+    for section in ("model", "optimizer"):
+        assert getattr(written, section) == getattr(used, section)
+    assert written.train == used.train.model_copy(update={"threads": written.train.threads})
+    about = make_config({"data": "x"} | _parsed(render_recipe("x", 3000, exact=False)))
+    assert about.train.batch_size == written.train.batch_size
+
+
+def _parsed(text: str) -> dict[str, object]:
+    from hotrow.config import parse_yaml
+
+    return dict(parse_yaml(text, origin="recipe"))
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds"), [("taobao 10k", 2), *(pytest.param(name, 5, marks=pytest.mark.slow) for name in SEARCHED)]
+)
+def test_as_good_as_hand_made_on_real_rows(
+    name: str, seeds: int, real_data: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """LogLoss within 0.002 of the best by search; AUC too, but for what its standard error leaves open.
+
+    Criteo's 10,000 rows have 22 test positives: AUC is known to 0.06 there, so that only LogLoss is asked of it.
+    """
+    from benchmarks.recipe import FILES
+
+    dataset = prepared(tmp_path, name, real_data(FILES[name]))
+    num_rows = dataset.split("train").num_rows
+    automatic = scores(dataset, as_overrides(choose_recipe(num_rows)), seeds)
+    best = scores(dataset, hand_made(*SEARCHED[name], num_rows), seeds)
+    auc, logloss, _ = (automatic - best).mean(0)
+    assert logloss < 0.002
+    error = (automatic - best)[:, 0].std(ddof=1) / np.sqrt(seeds)
+    assert auc > -0.002 - 2 * error or name == "criteo 10k"
