@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.hot_trackers import DATA
-from benchmarks.markdown import table
+from benchmarks.markdown import clean_rounds, table
+from hotrow import bench
 from hotrow.data.accesses import open_accesses
 from hotrow.data.optimum import belady_hits
 from hotrow.memory.budget import ADMISSIONS, POLICIES
@@ -155,22 +156,27 @@ def speed_rows(num_rounds: int = 9, num_steps: int = 50) -> Iterator[list[str]]:
     """Of each policy, microseconds without and with admission, medians of stretches in turns."""
     ids = named(zipf(1.05))
     batches = [ids[at : at + BATCH] for at in range(0, len(ids), BATCH)]
-    warm = len(batches) - num_rounds * num_steps
+    warm = len(batches) - bench.MOST_ROUNDS * num_rounds * num_steps
     for policy in POLICIES:
         sides = [Cache(NUM_ROWS, NUM_ROWS // PARTS[0], policy, admission) for admission in ADMISSIONS]
         for cache in sides:
             for batch in batches[:warm]:
                 cache.step(batch)
-        taken: list[list[float]] = [[], []]
-        for at in range(warm, len(batches), num_steps):
-            for side, cache in enumerate(sides):
+
+        def one_round(number: int, sides: list[Cache] = sides) -> list[float]:
+            at, taken = warm + number * num_steps, []
+            for cache in sides:
                 started = time.thread_time()
                 for batch in batches[at : at + num_steps]:
                     cache.step(batch)
-                taken[side].append((time.thread_time() - started) / num_steps * 1e6)
-        ratios = [b / a for a, b in zip(*taken, strict=True)]
+                taken.append((time.thread_time() - started) / num_steps * 1e6)
+            return taken
+
+        found = bench.clean_rounds(one_round, num_rounds)
+        ratios = [b / a for a, b in found.results]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        yield [policy, *(f"{statistics.median(own):.0f}" for own in taken), spread]
+        medians = (f"{statistics.median(own):.0f}" for own in zip(*found.results, strict=True))
+        yield [policy, *medians, spread, clean_rounds(found.counts())]
 
 
 def main() -> None:
@@ -182,7 +188,7 @@ def main() -> None:
     heads = ["stream", "cache", *(f"`{policy}`" for policy in POLICIES), "optimum"]
     lines = hit_rows(options.names or [*STREAMS], options.data)
     if options.speed:
-        heads, lines = ["policy", *ADMISSIONS, "ratio"], speed_rows()
+        heads, lines = ["policy", *ADMISSIONS, "ratio", "clean rounds"], speed_rows()
     sides = {head: "right" if number > 1 or options.speed else "left" for number, head in enumerate(heads)}
     for line in table(sides, []):
         print(line, flush=True)

@@ -19,7 +19,7 @@ import yaml
 
 from benchmarks.hot_page import hot_tables
 from benchmarks.kernels import promises
-from benchmarks.markdown import held, table
+from benchmarks.markdown import clean_rounds, held, table
 from benchmarks.step_shapes import SHAPES
 from benchmarks.tiers_page import ours_at, tiers_sentence, tiers_table
 from hotrow.hot.student import interval
@@ -142,11 +142,11 @@ def milliseconds(cell: dict[str, Any]) -> list[str]:
 def cell_table(cells: list[dict[str, Any]]) -> list[str]:
     """Cells of any kind, one line each."""
     head = {"cell": "left", "peer": "left"} | dict.fromkeys(
-        ("peer / ours", "share of limit", "ours, ms", "peer, ms", "limit, ms", "rounds", "stolen"), "right"
+        ("peer / ours", "share of limit", "ours, ms", "peer, ms", "limit, ms", "clean rounds"), "right"
     )
     return table(
         head,
-        [[c["name"], c["peer"], factor(c), share(c), *milliseconds(c), c["rounds"], c["stolen_rounds"]] for c in cells],
+        [[c["name"], c["peer"], factor(c), share(c), *milliseconds(c), clean_rounds(c)] for c in cells],
     )
 
 
@@ -154,7 +154,7 @@ def kernel_tables(cells: list[dict[str, Any]]) -> list[str]:
     """Kernels, with what is promised of them; cells measured before the promise was written down have it too."""
     cells = [{**promises(cell["name"]), **cell} for cell in cells]
     head = {"cell": "left", "peer": "left", "peer / ours": "right", "promised": "left", "share of limit": "left"}
-    head |= dict.fromkeys(("ours, ms", "peer, ms", "limit, ms", "rounds", "stolen"), "right")
+    head |= dict.fromkeys(("ours, ms", "peer, ms", "limit, ms", "clean rounds"), "right")
     rows = [
         [
             c["name"],
@@ -163,8 +163,7 @@ def kernel_tables(cells: list[dict[str, Any]]) -> list[str]:
             promised(c),
             promised_share(c),
             *milliseconds(c),
-            c["rounds"],
-            c["stolen_rounds"],
+            clean_rounds(c),
         ]
         for c in cells
     ]
@@ -213,7 +212,7 @@ def missed_row(cell: dict[str, Any]) -> list[str]:
 def step_tables(cells: list[dict[str, Any]]) -> list[str]:
     """Whole training steps, a table for each shape."""
     head = {"peer": "left", "peer / ours": "right", "promised": "left", "step / floor": "left"} | dict.fromkeys(
-        ("ours, ms", "peer, ms", "floor, ms", "rounds", "stolen"), "right"
+        ("ours, ms", "peer, ms", "floor, ms", "clean rounds"), "right"
     )
     lines = []
     for shape in SHAPES.values():
@@ -229,8 +228,7 @@ def step_tables(cells: list[dict[str, Any]]) -> list[str]:
                         promised(c),
                         over_floor(c),
                         *milliseconds(c),
-                        c["rounds"],
-                        c["stolen_rounds"],
+                        clean_rounds(c),
                     ]
                     for c in own
                 ],

@@ -408,16 +408,19 @@ def measure(cell: Cell, modes: Sequence[str], *, stretches: int) -> dict[str, An
     check_losses(sides, turns(cell, ids[:, first], is_hot[first]))
     in_turns = turns(cell, ids[:, rest], is_hot[rest])
     mixed = [Turn(hot=False, batches=make_batches(cell, ids[:, rest]))]
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    sync_s: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
-    for stretch in range(stretches):
-        turn = stretch % len(names)
+
+    def one_round(number: int) -> dict[str, tuple[float, float]]:
+        turn, found = number % len(names), {}
         for name in [*names[turn:], *names[:turn]]:
             side = sides[name]
             before = side.facts().get("sync_s", 0.0)
-            seconds[name].append(side.train(in_turns if side.in_turns else mixed)[0])
-            sync_s[name].append(side.facts().get("sync_s", 0.0) - before)
+            took = side.train(in_turns if side.in_turns else mixed)[0]
+            found[name] = took, side.facts().get("sync_s", 0.0) - before
+        return found
+
+    rounds = bench.clean_rounds(one_round, stretches)
+    seconds, sync_s = ({name: [one[name][i] for one in rounds.results] for name in names} for i in range(2))
     whole = seconds.get("all_in_hbm")
     rows = {name: figures(seconds[name], sync_s[name], seconds[names[0]], whole, len(rest)) for name in names}
     return {
@@ -427,6 +430,7 @@ def measure(cell: Cell, modes: Sequence[str], *, stretches: int) -> dict[str, An
         "tables_bytes": sum(table.num_bytes for table in cell.tables),
         "modes": {name: {**rows[name], **sides[name].facts()} for name in names},
         "refused": refused,
+        **rounds.counts(),
     }
 
 
@@ -458,7 +462,8 @@ def lines(cell: Cell, modes: Sequence[str], found: dict[str, Any] | None) -> lis
         return [head, *(f"  {name:<13} not measured" for name in modes)]
     facts = (
         f"{found['tables_bytes'] / 2**30:.2f} GiB of tables, {cell.scale:.4g} of their rows; {found['hot_rows']:,} hot "
-        f"rows in {found['hot_bytes'] / 2**20:,.1f} MiB, {found['hot_samples']:.1%} of the samples"
+        f"rows in {found['hot_bytes'] / 2**20:,.1f} MiB, {found['hot_samples']:.1%} of the samples; "
+        f"{bench.how_clean(found)}"
     )
     text = [f"{head}: {facts}", *(mode_line(name, found, next(iter(found["modes"]))) for name in modes)]
     share = found["modes"].get("cached", {}).get("of_all_in_hbm")
@@ -535,6 +540,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, time, print, in a fresh process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parsed(arguments)
+    bench.end_on_signals()
     if not options.here:
         report = bench.in_fresh_process("benchmarks.gpu", [*arguments, "--here"], options.threads)
         if options.json:

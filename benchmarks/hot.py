@@ -95,8 +95,8 @@ class Data:
         return tracker.hot_set()
 
 
-def rounds_of(sides: Mapping[str, Callable[[], Any]], num_rounds: int) -> tuple[dict[str, list[float]], int]:
-    """Seconds of each side, taking turns, in another order every round; how many rounds were stolen."""
+def rounds_of(sides: Mapping[str, Callable[[], Any]], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each side, taking turns, in another order every round; the counts of rounds."""
 
     def one_round(number: int) -> dict[str, float]:
         names = list(sides)
@@ -107,8 +107,8 @@ def rounds_of(sides: Mapping[str, Callable[[], Any]], num_rounds: int) -> tuple[
             found[name] = time.perf_counter() - start
         return found
 
-    rounds, num_stolen = bench.clean_rounds(one_round, num_rounds)
-    return {name: [own[name] for own in rounds] for name in sides}, num_stolen
+    rounds = bench.clean_rounds(one_round, num_rounds)
+    return {name: [own[name] for own in rounds.results] for name in sides}, rounds.counts()
 
 
 def spread(values: list[float]) -> list[float]:
@@ -194,7 +194,7 @@ def classify(data: Data, name: str, threads: int, num_rounds: int) -> dict[str, 
         "ours": partial(hot_samples, data.dataset, hot, threads=threads),
         "bitmaps": partial(by_bitmaps, data.dataset, hot, threads),
     }
-    found, num_stolen = rounds_of(sides, num_rounds)
+    found, counts = rounds_of(sides, num_rounds)
     id_bytes = data.num_samples * sum(ids.itemsize for ids in data.dataset.split("train").block(0).ids)
     limit_s = id_bytes / read_bytes_per_s(threads)
     rates = [data.num_samples / s for s in found["ours"]]
@@ -208,7 +208,7 @@ def classify(data: Data, name: str, threads: int, num_rounds: int) -> dict[str, 
         "dict_extrapolated_s": dict_s / small * data.num_samples,
         "limit_s": limit_s,
         "share_of_limit": limit_s / statistics.median(found["ours"]),
-        "stolen_rounds": num_stolen,
+        **counts,
     }
 
 
@@ -220,7 +220,6 @@ def classified(rates: list[float], data: Data, hot: HotSet) -> dict[str, Any]:
         "samples_per_s": statistics.median(rates),
         "spread": spread(rates),
         "target": TARGET_SAMPLES_PER_S,
-        "rounds": len(rates),
     }
 
 
@@ -234,8 +233,8 @@ def classify_first(data: Data, threads: int, num_rounds: int) -> dict[str, Any]:
         hot_samples(dataset, hot, threads=threads)
         return data.num_samples / (time.perf_counter() - start)
 
-    rates, num_stolen = bench.clean_rounds(one_round, num_rounds)
-    return {**classified(rates, data, hot), "stolen_rounds": num_stolen}
+    rounds = bench.clean_rounds(one_round, num_rounds)
+    return {**classified(rounds.results, data, hot), **rounds.counts()}
 
 
 # ---- beside training
@@ -266,7 +265,7 @@ def calibrations(data: Data, threads: int, num_rounds: int, *, quick: bool) -> d
     sides |= {"classify": partial(hot_samples, data.dataset, hot, threads=threads)}
     run = step_of(quick=quick)
     sides |= {"steps": lambda: [run() for _ in range(20)]}
-    found, num_stolen = rounds_of(sides, max(3, num_rounds // 4))
+    found, counts = rounds_of(sides, max(3, num_rounds // 4))
     step_s = statistics.median(found["steps"]) / 20
     epoch_s = step_s * data.num_samples / BATCH_SIZE
     classify_s = statistics.median(found["classify"])
@@ -286,8 +285,7 @@ def calibrations(data: Data, threads: int, num_rounds: int, *, quick: bool) -> d
             }
             for how in WAYS
         },
-        "rounds": len(found["steps"]),
-        "stolen_rounds": num_stolen,
+        **counts,
     }
 
 
@@ -316,7 +314,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
         tracker.observe(batches[number % len(batches)])
         number += 1
 
-    found, num_stolen = rounds_of({"step": run, "observe": observe}, 2 * num_rounds)
+    found, counts = rounds_of({"step": run, "observe": observe}, 2 * num_rounds)
     shares = [b / a for a, b in zip(found["step"], found["observe"], strict=True)]
     start = time.perf_counter()
     hot = tracker.hot_set()
@@ -330,8 +328,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
         "tracker_bytes": tracker.num_bytes,
         "hot_set_s": time.perf_counter() - start,
         "hot_rows": hot.num_rows,
-        "rounds": len(shares),
-        "stolen_rounds": num_stolen,
+        **counts,
     }
 
 
@@ -388,6 +385,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    bench.end_on_signals()
     options.data = options.data or Path(os.environ.get("HOTROW_DATA", hot_trackers.DATA))
     if unknown := set(options.names) - set(CELLS):
         sys.exit(f"no cell is called {', '.join(unknown)}; choose from {', '.join(CELLS)}")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.hot_quality import link_table, quality_table
-from benchmarks.markdown import held, table
+from benchmarks.markdown import clean_rounds, held, table
+from hotrow.bench import how_clean
 
 
 def hot_tables(cells: list[dict[str, Any]]) -> list[str]:
@@ -51,9 +52,9 @@ def classified(cells: list[dict[str, Any]]) -> list[str]:
             row += [f"{cell['dict_extrapolated_s']:.2f}", f"{cell['listed_rows']:,}", f"{cell['share_of_limit']:.0%}"]
         else:
             row += [""] * 5
-        rows.append([*row, str(cell["rounds"]), str(cell["stolen_rounds"])])
+        rows.append([*row, clean_rounds(cell)])
     head = ("cell", "samples/s", "promised", "bitmaps of numpy, samples/s", "bitmaps / ours")
-    head = (*head, "dict and loop, s, **extrapolated**", "listed rows", "share of limit", "rounds", "stolen")
+    head = (*head, "dict and loop, s, **extrapolated**", "listed rows", "share of limit", "clean rounds")
     on_slice = max(cell.get("dict_slice_samples", 0) for cell in cells)
     text = (
         f"Which of {samples:,} synthetic samples of Criteo Kaggle's shape are hot (26 one-hot columns). `prefix`: hot "
@@ -81,7 +82,7 @@ def calibrated(cells: list[dict[str, Any]]) -> list[str]:
         f"classifying them ({cell['classify_s']:.3f} s, measured). The epoch is **extrapolated**: "
         f"{cell['epoch_extrapolated_s']:.1f} s, from measured steps of 2,048 samples at Kaggle's full cardinalities, "
         f"dim 16, SGD ({cell['step_ms']:.1f} ms each). Counts are the dataset's own, made when it was prepared. "
-        f"{cell['rounds']} rounds, {cell['stolen_rounds']} stolen."
+        f"{how_clean(cell)}."
     )
     head = ("way", "calibrate, s, measured", "hot samples", "with classifying, of the epoch", "promised")
     return [text, "", *table(sides(head), rows)]
@@ -97,7 +98,7 @@ def tracked(cells: list[dict[str, Any]]) -> list[str]:
         f"a step of {cell['step_ms']:.1f} ms at Kaggle's full cardinalities, dim 16: {cell['share']:.1%} "
         f"({low:.1%}-{high:.1%}) of it ({promise}). Budget 256 MiB, of which {cell['hot_rows']:,} rows are named hot "
         f"in {cell['hot_set_s']:.2f} s, once; the tracker takes {cell['tracker_bytes'] / 2**20:.0f} MiB. "
-        f"{cell['rounds']} rounds, {cell['stolen_rounds']} stolen."
+        f"{how_clean(cell)}."
     ]
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hotrow import bench
 from hotrow.data.loader import Loader
 from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Split, Table
 
@@ -76,13 +77,10 @@ def measure(split: Split, batch_size: int, rounds: int) -> list[dict[str, float 
     source = np.zeros((max(2, 256_000_000 // (row_bytes * batch_size)), row_bytes * batch_size), np.uint8)
     runs: dict[str, Callable[[], int]] = {name: lambda loader=loader: epoch(loader) for name, loader in loaders.items()}
     runs["limit: copy"] = lambda: copy_bytes(source, num_batches)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(per_batch_ms(run))
-    cells = []
-    for name, pairs in times.items():
-        wall, cpu = (sorted(values) for values in zip(*pairs, strict=True))
+    found = bench.clean_rounds(lambda _: {name: per_batch_ms(run) for name, run in runs.items()}, rounds)
+    cells: list[dict[str, float | str]] = []
+    for name in runs:
+        wall, cpu = (sorted(values) for values in zip(*(one[name] for one in found.results), strict=True))
         cells.append(
             {
                 "name": name,
@@ -92,6 +90,7 @@ def measure(split: Split, batch_size: int, rounds: int) -> list[dict[str, float 
                 "cpu_ms": statistics.median(cpu),
                 "rows_per_s": 1e3 * batch_size / statistics.median(wall),
                 "share_of_step": statistics.median(wall) / STEP_MS,
+                **found.counts(),
             }
         )
     return cells
@@ -104,6 +103,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    bench.end_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         dataset = write(Path(folder) / "data", arguments.rows)
@@ -119,6 +119,7 @@ def main() -> None:
         return
     print(f"write {write_rows_per_s:,.0f} rows/s, random values made on the way included")
     print(f"first read, every checksum and value checked: {verify_bytes_per_s / 1e9:.2f} GB/s")
+    print(bench.how_clean(cells[0]))
     print(f"per batch of {arguments.batch_size:<11}  wall ms     min     max  cpu ms       rows/s  of a 50 ms step")
     for cell in cells:
         print(

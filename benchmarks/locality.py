@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from hotrow import bench
 from hotrow.charts import line_chart
 from hotrow.data.accesses import Accesses, TableAccesses, open_accesses
 from hotrow.data.hotness import CURVE_SHARES, Hotness, measure_hotness
@@ -275,6 +276,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--speed", action="store_true")
     options = parser.parse_args()
+    bench.end_on_signals()
     with tempfile.TemporaryDirectory() as work:
         found = prepared(options.data, Path(work))
         if options.speed:

@@ -20,14 +20,14 @@ CHARTS = ("memory-study-ids.svg", "memory-study-sides.svg")
 COLUMNS = {
     "who": "who", "ids": "source", "DRAM": "dram", "speed (range of rounds)": "speed", "hits, per lookup": "hit_rate",
     "per tail row": "row_hit_rate", "waiting": "stall_share", "MB read a step": "read", "MB written": "written",
-    "rows on disk": "rows_on_disk", "peak, GB": "peak", "rounds": "rounds",
+    "rows on disk": "rows_on_disk", "peak, GB": "peak", "clean rounds": "rounds",
 }  # fmt: skip
 """Heads of the tables, and the fields of `shown_of`."""
 KEPT = (
     "key", "group", "side", "source", "io", "ahead", "dram_parts", "dram_share", "relative_speed", "spread", "hit_rate",
     "row_hit_rate", "stall_share", "bytes_read_per_step", "bytes_written_per_step", "rows_on_disk", "peak_bytes",
-    "limit_bytes", "table_bytes", "step_ms", "dram_step_ms", "samples_per_s", "rounds", "stolen_rounds",
-    "steps_compared", "commit", "date",
+    "limit_bytes", "table_bytes", "step_ms", "dram_step_ms", "samples_per_s", "rounds", "clean_rounds",
+    "taken_rounds", "steps_compared", "commit", "date",
 )  # fmt: skip
 """Of a cell: no path of the machine is among them."""
 HEAD = """\

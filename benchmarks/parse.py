@@ -201,28 +201,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     args = parser.parse_args()
+    bench.end_on_signals()
     pa.set_cpu_count(2)
     with tempfile.TemporaryDirectory() as name:
         path, sizes = Path(name) / "rows.tsv", cardinalities(args.keys)
         write_rows(path, args.rows, sizes, np.random.default_rng(1))
         vocabularies = build_vocabularies(Path(name), sizes)
         check(path, vocabularies)
-        rounds, num_stolen = bench.clean_rounds(lambda _: one_round(path, vocabularies), args.rounds)
+        rounds = bench.clean_rounds(lambda _: one_round(path, vocabularies), args.rounds)
         facts = {"rows": args.rows, "text_bytes": path.stat().st_size, "vocabulary_keys": sum(sizes)}
-    cells = [compared(rounds, ours, peer, args.rows, num_stolen) for peer, ours in PEERS.items()]
+    cells = [compared(rounds, ours, peer, args.rows) for peer, ours in PEERS.items()]
     for cell in cells:
         rows_per_cpu_s = f"{cell['ours_rows_per_cpu_s']:,} rows/CPU s, peer {cell['peer_rows_per_cpu_s']:,}"
         print(f"{bench.format_row(cell)}  {rows_per_cpu_s}", file=sys.stderr)
     record("parse", {"cells": cells, **facts, **bench.circumstances()}, args.out)
 
 
-def compared(rounds: list[Times], ours: str, peer: str, num_rows: int, num_stolen: int) -> dict[str, Any]:
+def compared(rounds: bench.Rounds[Times], ours: str, peer: str, num_rows: int) -> dict[str, Any]:
     """One cell of docs/benchmarks.json, and rows per second of CPU."""
 
     def median(name: str, clock: int) -> float:
-        return statistics.median(one[name][clock] for one in rounds)
+        return statistics.median(one[name][clock] for one in rounds.results)
 
-    ratios = [one[peer][0] / one[ours][0] for one in rounds]
+    ratios = [one[peer][0] / one[ours][0] for one in rounds.results]
     return {
         "name": f"criteo.{ours}.{peer.split('/')[0]}",
         "ours_ms": median(ours, 0) * 1e3,
@@ -232,8 +233,7 @@ def compared(rounds: list[Times], ours: str, peer: str, num_rows: int, num_stole
         "spread": [min(ratios), max(ratios)],
         "limit_ms": None,
         "share_of_limit": None,
-        "rounds": len(ratios),
-        "stolen_rounds": num_stolen,
+        **rounds.counts(),
         "ours_rows_per_cpu_s": round(num_rows / median(ours, 1)),
         "peer_rows_per_cpu_s": round(num_rows / median(peer, 1)),
     }

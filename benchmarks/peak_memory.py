@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     parser.add_argument("--side", choices=get_args(Side), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    bench.end_on_signals()
     if not Path("/proc/self/clear_refs").exists():
         sys.exit("benchmarks.peak_memory needs Linux's /proc/self/clear_refs")
     if options.side:

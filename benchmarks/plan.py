@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hotrow import bench
 from hotrow.data.accesses import open_accesses
 from hotrow.data.hotness import measure_hotness
 from hotrow.data.packed import PackedDataset
@@ -88,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=os.environ.get("HOTROW_DATA", "../shared/data"))
     data = Path(parser.parse_args().data)
+    bench.end_on_signals()
     for exponent in (1.05, 0.9):
         print_table(f"Criteo-Kaggle cardinalities, Zipf {exponent}", {"counts": zipf_uses(exponent)})
     source = data / "criteo_terabyte_80k.tsv.gz"

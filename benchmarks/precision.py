@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="the sample of 80,000 rows of Criteo 1TB")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     options = parser.parse_args()
+    bench.end_on_signals()
     if unknown := set(options.variants) - set(VARIANTS):
         parser.error(f"no variant is called {', '.join(sorted(unknown))}; choose from {', '.join(VARIANTS)}")
     scores = measure(options.variants or list(VARIANTS), options.data)

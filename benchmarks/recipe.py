@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow import runs
+from hotrow import bench, runs
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.data.prepare import run_prepare
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}; default: all")
     options = parser.parse_args()
+    bench.end_on_signals()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.files or FILES:

@@ -37,6 +37,7 @@ def run_as_script(
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     add_options(parser)
     options = parser.parse_args()
+    bench.end_on_signals()
     if options.here:
         chosen = bench.choose(options.names or None, cells(options))
         print(json.dumps(bench.measure(chosen, quick=options.quick)))

@@ -64,15 +64,14 @@ def measured(
 
     for number in range(2):
         one_round(number)
-    rounds, num_stolen = bench.clean_rounds(one_round, num_rounds)
-    by_part = zip(*rounds, strict=True)
+    rounds = bench.clean_rounds(one_round, num_rounds)
+    by_part = zip(*rounds.results, strict=True)
     return {
         "name": f"profile_{name}",
-        "step_ms": 1e3 * statistics.median(sum(times) for times in rounds),
+        "step_ms": 1e3 * statistics.median(map(sum, rounds.results)),
         "parts_ms": {part: 1e3 * statistics.median(own) for part, own in zip(parts, by_part, strict=True)},
         "limits_ms": {what: 1e3 * limit for what, limit in limits.items()},
-        "rounds": len(rounds),
-        "stolen_rounds": num_stolen,
+        **rounds.counts(),
     }
 
 
@@ -121,8 +120,8 @@ def outside_kernels_s(parts: Parts, prepare: Callable[[int], None], num_rounds: 
                 run()
             return time.perf_counter() - start - sum(inside)
 
-        rounds, _ = bench.clean_rounds(one_round, num_rounds)
-    return statistics.median(rounds)
+        rounds = bench.clean_rounds(one_round, num_rounds)
+    return statistics.median(rounds.results)
 
 
 def outside(parts: Parts, prepare: Callable[[int], None], num_rounds: int) -> dict[str, float]:
@@ -263,7 +262,7 @@ def bare_s(shape: cells.Shape, num_rounds: int) -> float:
             seconds[bare.distance] = bare.seconds
         return seconds
 
-    rounds, _ = bench.clean_rounds(one_round, num_rounds)
+    rounds = bench.clean_rounds(one_round, num_rounds).results
     return min(statistics.median(seconds[distance] for seconds in rounds) for distance in BARE_DISTANCES)
 
 
@@ -314,6 +313,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    bench.end_on_signals()
     if options.here:
         print(json.dumps(measure(options.names, quick=options.quick)))
         return

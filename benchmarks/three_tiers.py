@@ -23,6 +23,8 @@ import numpy as np
 import torch
 
 import hotrow
+from benchmarks.markdown import clean_rounds, table
+from hotrow import bench
 from hotrow.memory.budget import Memory
 
 NUM_TABLES, DIM, BATCH_SIZE, DEPTH, SEED = 8, 64, 2048, 4, 1
@@ -78,24 +80,26 @@ def measure(args: argparse.Namespace, part: int) -> str:
     with tempfile.TemporaryDirectory(dir=args.ssd) as ssd, tempfile.TemporaryDirectory(dir=args.file) as file:
         memory = Memory(dram=dram, ssd=ssd, file=file, file_bytes=table_bytes // part + 16 * NUM_TABLES * 260)
         two, three = Side(num_rows, Memory(dram=dram, ssd=ssd)), Side(num_rows, memory)
-        ratios, before = [], {}
-        for number in range(rounds + 1):
+
+        def one_round(number: int) -> float:
             batches = zipf_batches(num_rows, args.zipf, steps, seed=number)
             sides = (two, three) if number % 2 else (three, two)
             seconds = {side: side.train(batches) for side in sides}
             if two.sums != three.sums:
                 raise SystemExit("three tiers gave another output than two: not reported")
-            if number:  # the first fills the tiers
-                ratios.append(seconds[two] / seconds[three])
-            else:
-                before = {name: three.count(name) for name in ("middle_hits", "read_rows")}
+            return seconds[two] / seconds[three]
+
+        one_round(0)  # fills the tiers
+        before = {name: three.count(name) for name in ("middle_hits", "read_rows")}
+        found = bench.clean_rounds(lambda number: one_round(number + 1), rounds)
         grown = {name: three.count(name) - n for name, n in before.items()}
         share = grown["middle_hits"] / max(1, grown["middle_hits"] + grown["read_rows"])
         slots = [sum(own.pinned + own.cached for own in side.tiers.slots) for side in (two, three)]
         two.tiers.close()
         three.tiers.close()
+    ratios = found.results
     median = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    return f"| 1/{part} | {share:.1%} | {median} | {slots[1] / slots[0]:.2f} |"
+    return f"| 1/{part} | {share:.1%} | {median} | {slots[1] / slots[0]:.2f} | {clean_rounds(found.counts())} |"
 
 
 def main() -> None:
@@ -106,8 +110,9 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", type=int, default=MIDDLE_PARTS, metavar="PART")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     args = parser.parse_args()
-    print("| middle, of the tables' bytes | hits there, of what slots lacked | speed over two tiers | slots over two |")
-    print("|---|---|---|---|", flush=True)
+    bench.end_on_signals()
+    heads = ("middle, of the tables' bytes", "hits there, of what slots lacked", "speed over two", "slots over two")
+    print("\n".join(table(dict.fromkeys((*heads, "clean rounds"), "left"), [])), flush=True)
     for part in args.parts:
         print(measure(args, part), flush=True)
 

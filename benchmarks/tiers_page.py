@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.markdown import held, table
+from benchmarks.markdown import clean_rounds, held, table
 
 Cell = Mapping[str, Any]
 OVER_MAPPED, OVER_ROCKSDB = "ours over the whole tables mapped", "ours over RocksDB behind an LRU cache"
@@ -18,8 +18,8 @@ def tiers_table(cells: Sequence[Cell]) -> list[str]:
         "SGD, ids Zipf over each table's ranks. DRAM is a part of the tables' bytes, every row lies on disk, and the "
         "process trains in a memory group that holds that DRAM, what it used before it had tables, and 64 MiB (128 "
         "for RocksDB), page cache included. Speed is samples per second over all in DRAM, in stretches that alternate: "
-        "the median, and the range of all rounds. Losses equal those in DRAM to the bit. After its rounds ours saves a "
-        "checkpoint and, 500 steps later, the next, with the rows that changed: what that one took and "
+        "the median and the range of the rounds that count. Losses equal those in DRAM to the bit. After its rounds "
+        "ours saves a checkpoint and, 500 steps later, the next, with the rows that changed: what that one took and "
         "wrote; no round has one in it. Such shares hang on how a machine's processor and disk stand to each other: "
         "the slower its steps, the more of a side's reads hide behind them. A second machine's are in the "
         "[study](memory-study.md)."
@@ -34,8 +34,7 @@ def tiers_table(cells: Sequence[Cell]) -> list[str]:
             "rows on disk",
             "peak, MB",
             "checkpoint after 500 steps, s / MB",
-            "rounds",
-            "stolen",
+            "clean rounds",
         ),
         "right",
     )
@@ -130,8 +129,7 @@ def tiers_row(cell: Cell) -> list[str]:
         text("rows_on_disk", ",.0f"),
         text("peak_bytes", ",.0f", 1e-6),
         "" if "checkpoint_s" not in cell else f"{cell['checkpoint_s']:.1f} / {cell['checkpoint_bytes'] / 1e6:,.0f}",
-        str(cell["rounds"]),
-        str(cell["stolen_rounds"]),
+        clean_rounds(cell),
     ]
 
 

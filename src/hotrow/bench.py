@@ -1,9 +1,11 @@
 """`hotrow bench`: our kernels against torch's, interleaved in one process, beside what this machine allows.
 
 Before anything is timed the outputs of both sides are compared, and a cell whose outputs differ is refused. Then
-rounds of (ours, peer) alternate; a round in which the hypervisor took the processor away counts for neither. Reported
-are medians of the times and of the rounds' ratios, between which ratios four rounds of five lie, and the time of a
-separate loop (native/limit.cpp) that only moves the same rows. What is compared is in hotrow.cells.
+rounds of (ours, peer) alternate; a round in which the hypervisor or another process had the processors counts for
+neither, as long as enough others are clean. Reported are medians of the times and of the rounds' ratios, between which
+ratios four rounds of five lie, how many rounds were clean, and the time of a separate loop (native/limit.cpp) that only
+moves the same rows. What is compared is in hotrow.cells. Every benchmark and study takes its rounds by `clean_rounds`
+or `cleanest`.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -31,30 +34,142 @@ from hotrow.host import host_facts, versions
 
 NUM_ROUNDS = 31
 """Enough that a neighbour's burst on the same memory, which nothing here can see, does not become the median."""
-BUSY_SHARE = 0.05
-"""Of a measurement's time, that in which others had the processors: from here on it is said to have taken too long."""
+CLEAN_SHARE = 0.02
+"""A round is clean if others had the processors for at most this share of its time."""
+MOST_ROUNDS = 2
+"""Rounds are taken until as many as wanted are clean, or until this many times as many were taken."""
+LEAST_COUNTED_S = 0.2
+"""The system counts processor time in ticks of 10 ms, which say nothing of a shorter round."""
 T = TypeVar("T")
+
+
+# ---- how clean a round was
 
 
 def stolen_s() -> float:
     """Processor seconds the hypervisor took from this machine since it started; 0 where that is not told."""
+    return _cpu_ticks((7,)) / os.sysconf("SC_CLK_TCK")
+
+
+def others_s(processes: Iterable[int]) -> float:
+    """Processor seconds of all but `processes` and their children that have ended; 0 where that is not told."""
+    own = 0
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            own += sum(map(int, fields[11:15]))  # user and system time, its own and its children's
+    return max(0, _cpu_ticks((0, 1, 2, 5, 6)) - own) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_ticks(columns: Sequence[int]) -> int:
+    """The sum of these columns of the first line of /proc/stat; 0 where there is none."""
     stat = Path("/proc/stat")
     if not stat.exists():
-        return 0.0
-    ticks = int(stat.read_text().split("\n", 1)[0].split()[8])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        return 0
+    ticks = stat.read_text().split("\n", 1)[0].split()[1:]
+    return sum(int(ticks[column]) for column in columns)
 
 
-def waited_s() -> float:
-    """Seconds for which this process's threads were ready to run and others had the processors; 0 where not told.
+def waited_s(processes: Iterable[int]) -> float:
+    """Seconds for which threads of `processes` were ready to run and had no processor; 0 where that is not told.
 
-    Summed over the threads that it has now, from each one's start.
+    Summed over the threads that they have now, from each one's start.
     """
     waited_ns = 0
-    for task in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, IndexError):  # a thread that ended, a kernel without the numbers
-            waited_ns += int(task.read_text().split()[1])
+    for process in processes:
+        for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, IndexError):  # a thread that ended, a kernel without the numbers
+                waited_ns += int(task.read_text().split()[1])
     return waited_ns / 1e9
+
+
+class Disturbance:
+    """What others do to this process, and to the `workers` it waits for, from now on."""
+
+    def __init__(self, workers: Sequence[int] = ()) -> None:
+        self._processes = (os.getpid(), *workers)
+        self._before, self._start = self._now(), time.perf_counter()
+
+    def _now(self) -> tuple[float, float, float]:
+        return stolen_s(), waited_s(self._processes), others_s(self._processes)
+
+    def share(self) -> float:
+        """The share of the time since then in which the hypervisor or other processes had the processors.
+
+        Threads that waited for one another are not counted: waiting counts as far as other processes computed.
+        """
+        seconds = time.perf_counter() - self._start
+        stolen, waited, others = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        if seconds >= LEAST_COUNTED_S:
+            waited = min(waited, others)
+        return (stolen + max(0.0, waited)) / seconds
+
+
+@dataclass(frozen=True)
+class Rounds(Generic[T]):
+    """What the rounds that a figure is made of returned, and how clean they all were."""
+
+    results: list[T]
+    num_clean: int
+    num_taken: int
+
+    def counts(self) -> dict[str, int]:
+        """As fields of a report."""
+        return {"rounds": len(self.results), "clean_rounds": self.num_clean, "taken_rounds": self.num_taken}
+
+
+def cleanest(taken: Sequence[tuple[float, T]], num_rounds: int) -> Rounds[T]:
+    """Choose the rounds of a figure, of pairs of a disturbed share and a result.
+
+    The clean ones, if they are half of the `num_rounds` wanted; else so many of the least disturbed, in their order.
+    """
+    clean = [i for i, (share, _) in enumerate(taken) if share <= CLEAN_SHARE]
+    kept = clean
+    if 2 * len(clean) < num_rounds:
+        kept = sorted(sorted(range(len(taken)), key=lambda i: taken[i][0])[:num_rounds])
+    return Rounds([taken[i][1] for i in kept], len(clean), len(taken))
+
+
+def clean_rounds(one_round: Callable[[int], T], num_rounds: int) -> Rounds[T]:
+    """Take rounds, each given its number, until `num_rounds` are clean or MOST_ROUNDS times as many were taken.
+
+    There is always a figure: see `cleanest`, and `Rounds.counts` for how clean it is.
+    """
+    taken: list[tuple[float, T]] = []
+    while len(taken) < MOST_ROUNDS * num_rounds and cleanest(taken, num_rounds).num_clean < num_rounds:
+        disturbance = Disturbance()
+        result = one_round(len(taken))
+        taken.append((disturbance.share(), result))
+    return cleanest(taken, num_rounds)
+
+
+def how_clean(row: Mapping[str, Any]) -> str:
+    """A report's counts of rounds in words."""
+    words = f"{row['clean_rounds']} of {row['taken_rounds']} rounds clean"
+    return f"{words}: a disturbed machine" if is_disturbed(row) else words
+
+
+def is_disturbed(row: Mapping[str, Any]) -> bool:
+    """Whether a report's figure is of rounds that were not clean, because too few were."""
+    return bool(row["clean_rounds"] < row["rounds"])
+
+
+def end_on_signals() -> None:
+    """From now on SIGTERM and Ctrl-C end this process as an exception does, so that it removes its files.
+
+    A second signal does nothing, or it would interrupt that.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, end)
+
+
+# ---- cells
 
 
 def check_agreement(name: str, ours: Contender, peer: Contender, *, batch: int = 0) -> None:
@@ -72,34 +187,8 @@ def check_agreement(name: str, ours: Contender, peer: Contender, *, batch: int =
             )
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """Seconds of the rounds that counted, and how many did not."""
-
-    ours_s: list[float]
-    peer_s: list[float]
-    num_stolen: int
-
-
-def clean_rounds(one_round: Callable[[int], T], num_rounds: int) -> tuple[list[T], int]:
-    """What `num_rounds` rounds without stolen time returned, and how many had some; a round is given its number.
-
-    Gives up after four times as many. With fewer than three clean rounds by then, all count: better than none.
-    """
-    clean: list[T] = []
-    stolen: list[T] = []
-    for number in range(4 * num_rounds):
-        before, start = stolen_s(), time.perf_counter()
-        result = one_round(number)
-        is_stolen = stolen_s() - before > 0.01 * (time.perf_counter() - start)
-        (stolen if is_stolen else clean).append(result)
-        if len(clean) == num_rounds:
-            break
-    return clean if len(clean) >= 3 else clean + stolen, len(stolen)
-
-
-def interleave(ours: Contender, peer: Contender, num_rounds: int) -> Rounds:
-    """Alternate the two, swapping who goes first, until `num_rounds` rounds passed without stolen time."""
+def interleave(ours: Contender, peer: Contender, num_rounds: int) -> Rounds[tuple[float, float]]:
+    """Alternate the two, swapping who goes first, by `clean_rounds`: seconds of (ours, peer)."""
 
     def one_round(number: int) -> tuple[float, float]:
         seconds = {}
@@ -108,8 +197,7 @@ def interleave(ours: Contender, peer: Contender, num_rounds: int) -> Rounds:
             seconds[side is ours] = timed(side.run)
         return seconds[True], seconds[False]
 
-    kept, num_stolen = clean_rounds(one_round, num_rounds)
-    return Rounds([a for a, _ in kept], [b for _, b in kept], num_stolen)
+    return clean_rounds(one_round, num_rounds)
 
 
 def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]:
@@ -118,8 +206,8 @@ def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]
     ours, peer = cell.build()
     check_agreement(cell.name, ours, peer)
     rounds = interleave(ours, peer, num_rounds)
-    ours_s, peer_s = statistics.median(rounds.ours_s), statistics.median(rounds.peer_s)
-    ratios = [b / a for a, b in zip(rounds.ours_s, rounds.peer_s, strict=True)]
+    ours_s, peer_s = (statistics.median(seconds) for seconds in zip(*rounds.results, strict=True))
+    ratios = [b / a for a, b in rounds.results]
     tenths = statistics.quantiles(ratios, n=10, method="inclusive")
     return {
         "name": cell.name,
@@ -133,8 +221,7 @@ def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]
         **({} if cell.target is None else {"target": cell.target}),
         **({} if cell.most_over_limit is None else {"most_over_limit": cell.most_over_limit}),
         **({} if cell.note is None else {"note": cell.note()}),
-        "rounds": len(ratios),
-        "stolen_rounds": rounds.num_stolen,
+        **rounds.counts(),
     }
 
 
@@ -178,12 +265,16 @@ def in_fresh_process(module: str, arguments: Sequence[str], threads: int | None)
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{module} ended with status {done.returncode}; its message is above")
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            printed, _ = process.communicate()
+        except BaseException:
+            process.terminate()  # and on leaving it is waited for: it may have gigabytes of files to remove
+            raise
+    if process.returncode:
+        raise RuntimeError(f"{module} ended with status {process.returncode}; its message is above")
+    report: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return report
 
 
@@ -200,7 +291,8 @@ def run_bench(names: Sequence[str] | None = None, *, quick: bool = False, thread
     """Measure the cells called `names` (all by default): `{"cells": [...], "machine": {...}, ...}`, JSON-ready.
 
     Each cell: name, ours_ms, peer, peer_ms (medians), ratio (the median over rounds of peer / ours), spread (the first
-    and the last tenth of the rounds' ratios), limit_ms, share_of_limit (limit / ours), rounds, stolen_rounds.
+    and the last tenth of the rounds' ratios), limit_ms, share_of_limit (limit / ours), rounds (of the
+    figures), clean_rounds and taken_rounds (see `how_clean`).
     Full cells need about 7 GB of memory, `quick` ones 0.5 GB.
     """
     choose(names, cells())
@@ -212,10 +304,9 @@ def format_row(row: dict[str, Any]) -> str:
     """One cell as a line for people."""
     low, high = row["spread"]
     share = "" if row["share_of_limit"] is None else f"  {row['share_of_limit']:4.0%} of the limit"
-    stolen = f"  {row['stolen_rounds']} stolen rounds" if row["stolen_rounds"] else ""
     return (
         f"{row['name']:32s} {row['ours_ms']:9.2f} ms  peer {row['peer_ms']:9.2f} ms  "
-        f"x {row['ratio']:5.2f} ({low:.2f} .. {high:.2f}){share}{stolen}"
+        f"x {row['ratio']:5.2f} ({low:.2f} .. {high:.2f}){share}  {how_clean(row)}"
     )
 
 
@@ -225,6 +316,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    end_on_signals()
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
     chosen = choose(options.names or None, cells(quick=options.quick))
     print(json.dumps(measure(chosen, quick=options.quick)))

@@ -6,10 +6,12 @@ import gzip
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -81,18 +83,105 @@ def test_a_wrong_update_or_lookup_is_noticed(part: cells.Part, optimizer: cells.
         bench.check_agreement("broken", ours, peer)
 
 
-def test_rounds_with_stolen_time_count_for_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock: Iterator[float] = iter([0, 0, 0, 5, 5, 5, 5, 5, 5, 5])  # the second round of five loses 5 s
-    monkeypatch.setattr(bench, "stolen_s", lambda: next(clock))
-    rounds = bench.interleave(Side(1), Side(1), num_rounds=3)
-    assert (len(rounds.ours_s), len(rounds.peer_s), rounds.num_stolen) == (3, 3, 1)
+def take_rounds(shares: list[float], num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> bench.Rounds[int]:
+    """Rounds that return their number, in which others had the processors for these shares of the time."""
+    left = iter(shares)
+    monkeypatch.setattr(bench.Disturbance, "share", lambda self: next(left))
+    return bench.clean_rounds(lambda number: number, num_rounds)
 
 
-def test_where_every_round_is_stolen_the_figures_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000))
-    monkeypatch.setattr(bench, "stolen_s", lambda: float(next(clock)))
-    rounds = bench.interleave(Side(1), Side(1), num_rounds=3)
-    assert (len(rounds.ours_s), rounds.num_stolen) == (12, 12)
+@pytest.mark.parametrize(
+    ("shares", "kept", "num_clean"),
+    [
+        ([0.0, 0.5, 0.0, 0.01, 0.0], [0, 2, 3, 4], 4),
+        ([0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.5, 0.5], [1, 4], 2),
+        ([0.5, 0.1, 0.9, 0.3, 0.0, 0.9, 0.2, 0.9], [1, 3, 4, 6], 1),
+    ],
+    ids=["one is taken again", "half are clean", "the least disturbed"],
+)
+def test_disturbed_rounds_count_only_where_too_few_are_clean(
+    shares: list[float], kept: list[int], num_clean: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = take_rounds(shares, 4, monkeypatch)
+    assert rounds == bench.Rounds(kept, num_clean, len(shares))
+    words = bench.how_clean(rounds.counts())
+    assert f"{num_clean} of {len(shares)} rounds clean" in words and ("disturbed" in words) == (num_clean < 2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not say how long threads wait")
+@pytest.mark.parametrize("whose", ["ours", "a worker's"])
+def test_another_process_on_our_core_disturbs(whose: str) -> None:
+    """The other process computes on the one core that ours, or a worker of ours, computes on too."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    cores, one = os.sched_getaffinity(0), {max(os.sched_getaffinity(0))}
+    others = [subprocess.Popen(spin) for _ in range(1 if whose == "ours" else 2)]
+    try:
+        for process in (0, *(other.pid for other in others)):
+            os.sched_setaffinity(process, one)
+        disturbance = bench.Disturbance([other.pid for other in others[1:]])
+        end = time.monotonic() + 0.4
+        while whose == "ours" and time.monotonic() < end:
+            pass
+        time.sleep(max(0.0, end - time.monotonic()))
+        assert disturbance.share() > 10 * bench.CLEAN_SHARE
+    finally:
+        os.sched_setaffinity(0, cores)
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def test_waiting_for_our_own_threads_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty threads of ours for one core wait for one another; nobody else computes."""
+    looks = iter([(0.0, 0.0, 0.0), (0.0, 9.0, 0.001)])
+    monkeypatch.setattr(bench.Disturbance, "_now", lambda self: next(looks))
+    clock = iter([0.0, 1.0])
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    assert bench.Disturbance().share() == 0.001
+
+
+KILLED = """
+import sys
+from hotrow.study import memory
+from tests.unit.test_study_memory import InThisProcess, NoGroup
+from pathlib import Path
+{worker}
+memory.group_refused = lambda: None
+memory.MemoryGroup = lambda: NoGroup(Path({entry!r}))
+from benchmarks.tiers import main
+sys.argv = ["tiers", "--quick", "--folder", {folder!r}, "tiers_tiers_dram10_zipf1.05_ahead4"]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "worker",
+    ["memory.Worker = InThisProcess", pytest.param("", marks=pytest.mark.slow)],
+    ids=["one process", "workers of their own"],
+)
+def test_a_benchmark_that_is_ended_leaves_no_files(worker: str, tmp_path: Path) -> None:
+    """Ended as soon as files of tables are there."""
+    folder = tmp_path / "files"
+    code = KILLED.format(entry=str(tmp_path / "procs"), folder=str(folder), worker=worker)
+    with subprocess.Popen([sys.executable, "-c", code], cwd=claims.ROOT, stderr=subprocess.PIPE) as process:
+        while not [*folder.glob("hotrow-*/*")]:
+            assert process.poll() is None, process.communicate()[1].decode()
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait() == 128 + signal.SIGTERM
+    assert [*folder.iterdir()] == []
+
+
+def test_a_benchmark_in_a_process_of_its_own_is_ended_with_the_one_who_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    command = [sys.executable, "-m", "benchmarks.block_store", "--quick", "--folder", str(folder)]
+    with subprocess.Popen(command, cwd=claims.ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        while not [*folder.glob("hotrow-block-store-*")]:
+            assert process.poll() is None, process.communicate()[1].decode()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)  # as Ctrl-C, but that the other process does not get it
+        assert process.wait() == 128 + signal.SIGINT
+    assert [*folder.iterdir()] == []
 
 
 def test_the_sides_take_turns_at_going_first() -> None:
@@ -329,7 +418,7 @@ def one_step(shape: cells.Shape, optimizer: cells.Optimizer) -> Iterable[Tensor]
 def test_parts_are_timed_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0] * 5)
     monkeypatch.setattr(step_profile.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(bench, "clean_rounds", lambda one_round, n: ([one_round(i) for i in range(n)], 0))
+    monkeypatch.setattr(bench, "clean_rounds", lambda one_round, n: bench.Rounds([*map(one_round, range(n))], n, n))
     done: list[str] = []
     parts = {name: partial(done.append, name) for name in ("a", "b")}
     found = step_profile.measured("made_up", parts, lambda number: None, {"a": 0.5}, num_rounds=3)
@@ -347,7 +436,7 @@ def test_what_lies_outside_kernels_is_the_step_less_their_time(monkeypatch: pyte
         for run in side.parts().values():
             run()
     assert len(seconds) == 9  # each once, but the two passes of the two MLPs
-    monkeypatch.setattr(bench, "clean_rounds", lambda one_round, n: ([one_round(i) for i in range(n)], 0))
+    monkeypatch.setattr(bench, "clean_rounds", lambda one_round, n: bench.Rounds([*map(one_round, range(n))], n, n))
     clock = iter([0.0, 1.0, 4.0, 10.0, 20.0, 21.0, 24.0, 30.0, 40.0, 41.0, 44.0, 50.0])
     monkeypatch.setattr(step_profile.time, "perf_counter", lambda: next(clock))
     parts = {"finite": lambda: ops.first_nonfinite(torch.zeros(2, 2))}
@@ -433,7 +522,8 @@ def test_pages_name_other_runs_once() -> None:
 def test_pages_say_whether_a_promise_is_held() -> None:
     cell = {
         "name": "train_step_kaggle_vs_dlrm", "peer": "theirs", "ratio": 1.6, "spread": [1.5, 1.8], "target": 1.7,
-        "ours_ms": 12.0, "peer_ms": 19.2, "limit_ms": 10.0, "most_over_limit": 1.25, "rounds": 31, "stolen_rounds": 0,
+        "ours_ms": 12.0, "peer_ms": 19.2, "limit_ms": 10.0, "most_over_limit": 1.25, "rounds": 31, "clean_rounds": 31,
+        "taken_rounds": 31,
     }  # fmt: skip
     page = "\n".join(claims.step_tables([cell, {**cell, "ratio": 1.71, "ours_ms": 12.6}]))
     assert "### kaggle" in page
@@ -444,7 +534,8 @@ def test_pages_say_whether_a_promise_is_held() -> None:
 def test_a_promise_that_is_not_held_stands_beside_what_the_limit_alone_takes() -> None:
     cell = {
         "name": "fbgemm_sgd_26x1_dim64", "peer": "theirs", "ratio": 4.0, "spread": [3.0, 4.5], "ours_ms": 3.0,
-        "peer_ms": 12.0, "limit_ms": 3.2, "share_of_limit": 0.8, "rounds": 31, "stolen_rounds": 0,
+        "peer_ms": 12.0, "limit_ms": 3.2, "share_of_limit": 0.8, "rounds": 31, "clean_rounds": 31,
+        "taken_rounds": 31,
     }  # fmt: skip
     update = {**cell, "name": "update_sgd_8x50_uniform", "share_of_limit": 0.74}
     page = "\n".join(claims.kernel_tables([cell, update]))
@@ -490,7 +581,7 @@ def test_operations_of_a_step_are_those_that_torch_counts() -> None:
 
 
 def test_hot_tables_say_what_is_held_and_what_is_extrapolated() -> None:
-    rounds = {"rounds": 3, "stolen_rounds": 0}
+    rounds = {"rounds": 3, "clean_rounds": 3, "taken_rounds": 3}
     first = {"name": "hot_classify_first", "samples": 1000, "samples_per_s": 4e6, "spread": [3e6, 6e6], "target": 5e6}
     ways = {"exact": {"seconds": 0.5, "spread": [0.4, 0.6], "hot_samples": 0.25, "share_of_epoch": 0.06}}
     chosen = {"name": "hot_calibrate", "samples": 1000, "budget_bytes": 1e6, "step_ms": 40.0, "classify_s": 0.1}

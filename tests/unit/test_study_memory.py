@@ -83,6 +83,8 @@ class NoGroup:
 class InThisProcess:
     """A worker without its process."""
 
+    pid = os.getpid()
+
     def __init__(self, side: str, work: Work, settings: Settings, *, threads: int, group: Any = None) -> None:
         self.server = Server(side, asdict(work), asdict(settings))
 
@@ -310,6 +312,8 @@ def test_a_loss_that_differs_in_a_bit_is_refused() -> None:
 
 def test_stretches_compare_every_step() -> None:
     class Fake:
+        pid = os.getpid()
+
         def __init__(self, losses: Sequence[float]) -> None:
             self.losses = [loss.hex() for loss in losses]
 
@@ -325,18 +329,21 @@ def test_stretches_compare_every_step() -> None:
         Turns(feed, Fake([0.5, 0.7]), Fake([0.5, 0.8])).stretch(cell, steps=2, ahead=0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("stolen", "wanted"), [([1, 0, 1, 0, 0], 5), ([1] * 6, 6)], ids=["some", "all"])
-def test_rounds_with_stolen_time_are_taken_again(stolen: list[int], wanted: int) -> None:
-    rounds = iter(stolen)
+@pytest.mark.parametrize(("disturbed", "num_taken"), [([1, 0, 1, 0, 0], 5), ([1] * 6, 6)], ids=["some", "all"])
+def test_disturbed_rounds_are_taken_again_and_there_is_always_a_figure(disturbed: list[int], num_taken: int) -> None:
+    rounds = iter(disturbed)
+    side = {"seconds": 2.0, "cpu_s": 1.0, "losses": [], "steps_s": [0.1]}
 
     class Stretches:
         def stretch(self, cell: MemoryCell, *, steps: int, ahead: int) -> dict[str, Any]:
-            return {"stolen": bool(next(rounds))}
+            return {"disturbed": float(next(rounds)), "dram": {**side, "seconds": 1.0}, "side": side}
 
     cell = MemoryCell(group="g", side="tiers", ahead=4, dram_parts=10, zipf=1.05, rounds=3)
     found = memory.measure_rounds(Stretches(), [cell])[cell.key]  # type: ignore[arg-type]
-    assert len(found) == wanted
-    assert len(memory.clean_of(found)) == min(3, stolen.count(0))
+    row = memory.row_of(cell, found, {})
+    assert (row["clean_rounds"], row["taken_rounds"]) == (min(3, disturbed.count(0)), num_taken)
+    assert (row["relative_speed"], row["spread"], row["rounds"]) == (0.5, [0.5, 0.5], 3)
+    assert f"{row['clean_rounds']} of {num_taken} rounds clean" in memory.headline(row)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +416,9 @@ def test_without_groups_no_cell_is_reported(tmp_path: Path, monkeypatch: pytest.
 def test_the_study_measures_once_and_holds_its_fields(
     tmp_path: Path, no_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory.bench, "stolen_s", lambda: 0.0)  # else rounds are taken again, and more is compared
+    monkeypatch.setattr(
+        memory.bench.Disturbance, "share", lambda self: 0.0
+    )  # else rounds are taken again, and more is compared
     out = tmp_path / "out"
     result = run_tiny(out)
     assert (result["num_cells"], result["measured"], result["skipped"]) == (2, 2, 0)
@@ -485,7 +494,8 @@ def test_presets_expand_and_the_quick_one_takes_minutes(monkeypatch: pytest.Monk
 def test_the_page_of_benchmarks_says_what_is_held() -> None:
     cell = {
         "name": "tiers_tiers_dram10_zipf1.05_ahead4", "relative_speed": 0.8, "spread": [0.7, 0.9], "target": 0.85,
-        "hit_rate": 0.95, "rows_on_disk": 1000, "peak_bytes": 2e6, "rounds": 10, "stolen_rounds": 1,
+        "hit_rate": 0.95, "rows_on_disk": 1000, "peak_bytes": 2e6, "rounds": 10, "clean_rounds": 10,
+        "taken_rounds": 11,
     }  # fmt: skip
     saved = {**cell, "name": "saved", "checkpoint_s": 1.25, "checkpoint_bytes": 2.5e8}
     ids = {"name": "id_to_slot", "ms": 1.0, "step_ms": 40.0, "share": 0.025, "most": 0.05}
@@ -495,14 +505,22 @@ def test_the_page_of_benchmarks_says_what_is_held() -> None:
     }  # fmt: skip
     text = "\n".join(tiers_table([cell, saved, ids, opened]))
     assert "| 80% (70%-90%) | 85%: **not held** | 95.0% |  |" in text
-    assert "| checkpoint after 500 steps, s / MB |" in text and "| 2 | 1.2 / 250 | 10 | 1 |" in text
-    assert "| 1,000 | 2 |  | 10 | 1 |" in text, "measured before checkpoints were"
+    assert "| checkpoint after 500 steps, s / MB |" in text and "| 2 | 1.2 / 250 | 10 of 11 |" in text
+    assert "| 1,000 | 2 |  | 10 of 11 |" in text, "measured before checkpoints were"
     assert "A table of 100 GB" in text and "1.500 s (less than 1 s: **not held**)" in text
     assert "1.00 ms, 2.5% of a step (at most 5%: held)" in text
 
 
 def test_speeds_of_two_machines_make_no_ratio() -> None:
-    own = {"dram_parts": 32, "zipf": 1.05, "io": "auto", "spread": [0.1, 0.9], "rounds": 10, "stolen_rounds": 0}
+    own = {
+        "dram_parts": 32,
+        "zipf": 1.05,
+        "io": "auto",
+        "spread": [0.1, 0.9],
+        "rounds": 10,
+        "clean_rounds": 10,
+        "taken_rounds": 10,
+    }
     ours = {**own, "name": "ours", "side": "tiers", "ahead": 4, "relative_speed": 0.6}
     rival = {**own, "name": "mapped", "side": "mmap", "ahead": 1, "relative_speed": 0.2}
     assert "| ours over the whole tables mapped | 3.00x |" in "\n".join(tiers_table([ours, rival]))

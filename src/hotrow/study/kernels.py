@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -287,11 +286,10 @@ class KernelRunner:
         emb = EmbeddingCollection(cells.table_configs(shape), seed=1)
         for cell in cells_:
             limit, distinct = limits[cell.key]
-            rounds, num_stolen, waited = self._rounds(cell, emb)
-            row = row_of(cell, seconds=statistics.median(rounds), limit_s=limit, num_distinct=distinct)
-            spread = [min(rounds) * 1e3, max(rounds) * 1e3]
-            counted = {"rounds": len(rounds), "stolen_rounds": num_stolen, "waited_share": waited}
-            yield cell, {**row, "spread_ms": spread, **counted}
+            rounds = self._rounds(cell, emb)
+            seconds = [s / cell.num_batches for s in rounds.results]
+            row = row_of(cell, seconds=statistics.median(seconds), limit_s=limit, num_distinct=distinct)
+            yield cell, {**row, "spread_ms": [min(seconds) * 1e3, max(seconds) * 1e3], **rounds.counts()}
 
     def _limits(self, cells_: Sequence[KernelCell]) -> dict[str, tuple[float | None, float]]:
         if ops.backend().name != "native":
@@ -317,20 +315,17 @@ class KernelRunner:
             else 0.0
         )
 
-    def _rounds(self, cell: KernelCell, emb: EmbeddingCollection) -> tuple[list[float], int, float]:
-        """Seconds of a batch in each round, how many were stolen, and the share of their time without a processor."""
+    def _rounds(self, cell: KernelCell, emb: EmbeddingCollection) -> bench.Rounds[float]:
+        """Seconds of all batches in each round."""
         before = torch.get_num_threads()
         torch.set_num_threads(cell.threads)
         try:
             walk = Walk(cell, emb)
             first = walk.seconds()  # also warms: threads, scratch, optimizer state
             num_rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(self.round_seconds / first)))
-            waited, start = bench.waited_s(), time.perf_counter()
-            seconds, num_stolen = bench.clean_rounds(lambda _: walk.seconds(), num_rounds)
-            share = (bench.waited_s() - waited) / (cell.threads * (time.perf_counter() - start))
+            return bench.clean_rounds(lambda _: walk.seconds(), num_rounds)
         finally:
             torch.set_num_threads(before)
-        return [s / cell.num_batches for s in seconds], num_stolen, min(1.0, max(0.0, share))
 
 
 class Walk:

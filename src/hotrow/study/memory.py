@@ -172,7 +172,8 @@ def estimate_s(cells: Sequence[MemoryCell]) -> float:
 
 def headline(row: Mapping[str, Any]) -> str:
     """A measured row in a word."""
-    return f"{row['relative_speed']:.0%} of the speed in DRAM"
+    low, high = row["spread"]
+    return f"{row['relative_speed']:.0%} ({low:.0%} .. {high:.0%}) of the speed in DRAM  {bench.how_clean(row)}"
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -256,18 +257,17 @@ class Turns:
         self.num_compared = self._number = 0
 
     def stretch(self, cell: MemoryCell, *, steps: int, ahead: int) -> dict[str, Any]:
-        """The same steps on both sides, who begins alternates: {"dram": ..., "side": ..., "stolen": ...}."""
+        """The same steps on both sides, who begins alternates: {"dram": ..., "side": ..., "disturbed": share}."""
         self._number += 1
         workers = {"dram": self.dram, "side": self.side}
         order = sorted(workers, reverse=self._number % 2 == 0)
-        before = bench.stolen_s()
+        disturbance = bench.Disturbance([worker.pid for worker in workers.values()])
         settle = max(cell.settle, ahead)
         found = self.feed.train([workers[name] for name in order], settle=settle, steps=steps, ahead=ahead)
-        answers = dict(zip(order, found, strict=True))
-        seconds = answers["dram"]["seconds"] + answers["side"]["seconds"]
+        disturbed, answers = disturbance.share(), dict(zip(order, found, strict=True))
         check_losses(cell.key, self.num_compared, answers["dram"]["losses"], answers["side"]["losses"])
         self.num_compared += len(answers["dram"]["losses"])
-        return {**answers, "stolen": bench.stolen_s() - before > 0.01 * seconds}
+        return {**answers, "disturbed": disturbed}
 
 
 def check_losses(key: str, first_step: int, wanted: Sequence[str], found: Sequence[str]) -> None:
@@ -280,28 +280,23 @@ def check_losses(key: str, first_step: int, wanted: Sequence[str], found: Sequen
             )
 
 
-def measure_rounds(turns: Turns, cells: Sequence[MemoryCell]) -> dict[str, list[dict[str, Any]]]:
-    """Rounds of each cell until as many as it wants passed without stolen time, or twice as many were taken.
+def measure_rounds(turns: Turns, cells: Sequence[MemoryCell]) -> dict[str, bench.Rounds[Mapping[str, Any]]]:
+    """Rounds of each cell until as many as it wants are clean, or bench.MOST_ROUNDS times as many were taken.
 
-    A round visits every cell that still wants one; those with stolen time are among what is returned.
+    A round visits every cell that still wants one.
     """
-    found: dict[str, list[dict[str, Any]]] = {cell.key: [] for cell in cells}
-    for _ in range(2 * cells[0].rounds):
+    taken: dict[str, list[tuple[float, Mapping[str, Any]]]] = {cell.key: [] for cell in cells}
+    for _ in range(bench.MOST_ROUNDS * cells[0].rounds):
         for cell in cells:
-            if len(clean_of(found[cell.key])) < cell.rounds:
-                found[cell.key].append(turns.stretch(cell, steps=cell.steps, ahead=cell.ahead))
-    return found
+            if bench.cleanest(taken[cell.key], cell.rounds).num_clean < cell.rounds:
+                found = turns.stretch(cell, steps=cell.steps, ahead=cell.ahead)
+                taken[cell.key].append((found["disturbed"], found))
+    return {cell.key: bench.cleanest(taken[cell.key], cell.rounds) for cell in cells}
 
 
-def clean_of(rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those in which the hypervisor left the processor alone."""
-    return [r for r in rounds if not r["stolen"]]
-
-
-def row_of(cell: MemoryCell, rounds: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
+def row_of(cell: MemoryCell, rounds: bench.Rounds[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
     """What the files hold of a measured cell."""
-    clean = clean_of(rounds)
-    kept = clean if len(clean) >= 3 else list(rounds)
+    kept = rounds.results
     ratios = [r["dram"]["seconds"] / r["side"]["seconds"] for r in kept]
     sides = [r["side"] for r in kept]
     return {
@@ -319,9 +314,7 @@ def row_of(cell: MemoryCell, rounds: Sequence[Mapping[str, Any]], facts: Mapping
         "dram_cpu_ms": 1e3 * statistics.median(r["dram"]["cpu_s"] for r in kept) / cell.steps,
         **shares_of(sides, cell.steps),
         **facts,
-        "rounds": len(kept),
-        "clean_rounds": len(clean),
-        "stolen_rounds": len(rounds) - len(clean),
+        **rounds.counts(),
     }
 
 

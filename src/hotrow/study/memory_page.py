@@ -92,5 +92,5 @@ def shown(row: Row) -> dict[str, str]:
         "written": text("bytes_written_per_step", ".2f", 1e-6),
         "rows_on_disk": text("rows_on_disk", ",.0f"),
         "peak": text("peak_bytes", ".2f", 1e-9),
-        "rounds": f"{row['rounds']} ({row['stolen_rounds']} dropped)",
+        "rounds": f"{row['clean_rounds']} of {row['taken_rounds']}",
     }

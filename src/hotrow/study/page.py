@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hotrow.bench import BUSY_SHARE
+from hotrow.bench import CLEAN_SHARE, is_disturbed
 from hotrow.charts import heat_map, roofline
 from hotrow.pages import load_template
 
@@ -26,9 +26,8 @@ def study_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         command=report["command"],
         quick=report["quick"],
         num_cells=len(rows),
-        num_stolen=sum(row["stolen_rounds"] for row in rows),
-        num_busy=sum(waited(row) > BUSY_SHARE for row in rows),
-        busy=f"{BUSY_SHARE:.0%}",
+        num_disturbed=sum(map(is_disturbed, rows)),
+        clean=f"{CLEAN_SHARE:.0%}",
         groups=[
             group_table(group, rows, left_out=report["quick"] and group["name"] in preset["quick"]["leave_out"])
             for group in preset["groups"]
@@ -77,15 +76,8 @@ def shown(row: Row) -> dict[str, Any]:
         "gflop_per_s": f"{row['gflop_per_s']:.2f}",
         "limit_ms": "" if limit is None else f"{limit:.3g}",
         "share": "" if limit is None else f"{row['share_of_limit']:.0%}",
-        "rounds": row["rounds"],
-        "stolen": row["stolen_rounds"],
-        "waited": f"{waited(row):.0%}",
+        "rounds": f"{row['clean_rounds']} of {row['taken_rounds']}",
     }
-
-
-def waited(row: Row) -> float:
-    """The share of its time in which others had the processors; cells of an earlier commit do not tell."""
-    return float(row.get("waited_share", 0.0))
 
 
 def group_table(group: Mapping[str, Any], rows: Sequence[Row], *, left_out: bool) -> dict[str, Any]:

@@ -144,11 +144,11 @@ def run_study(
     with atomic_write(folder / f"{name}.html") as stream:
         stream.write(PAGES[name](preset, read_json(file)).encode())
     files = [str(folder / f"{name}.{suffix}") for suffix in ("json", "csv", "html")]
-    busy = sum(row.get("waited_share", 0.0) > bench.BUSY_SHARE for row in rows.values())
-    if busy:
+    disturbed = sum(bench.is_disturbed(row) for row in rows.values() if "rounds" in row)
+    if disturbed:
         say(
-            f"{name}: in {busy} of {len(rows)} cells other processes had the processors for more than "
-            f"{bench.BUSY_SHARE:.0%} of the time, so these took too long; "
+            f"{name}: in {disturbed} of {len(rows)} cells others had the processors for more than "
+            f"{bench.CLEAN_SHARE:.0%} of the time in most rounds, so these took too long; "
             f"to measure again on an idle machine, remove {file}"
         )
     measured = len(plan.cells) - len(failed)

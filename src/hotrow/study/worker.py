@@ -41,6 +41,11 @@ class Worker:
         )
         self._tell(side=side, work=asdict(work), settings=asdict(settings))
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def ready(self) -> None:
         """Wait until it has warmed up; before the first `ask`. Raises WorkerError."""
         self._answer()
@@ -85,7 +90,9 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self._process.kill()  # what it is about is of no use any more
         self.close()
 
 
