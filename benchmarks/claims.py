@@ -1,9 +1,10 @@
 """The pages made of measurements: docs/benchmarks.md, docs/claims.md and the figures of the README.
 
-    python -m benchmarks.claims [--check]
+    python -m benchmarks.claims [--check | --missing]
 
 Reads docs/benchmarks.json (what was measured) and docs/claims.yaml (what papers say); writes no number of its own.
-With --check nothing is written, and the exit status says whether the pages are what these two files make.
+With --check nothing is written, and the exit status says whether the pages are what these two files make; with
+--missing it is said which processors lack which cells.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import yaml
 
 from benchmarks.hot_page import hot_tables
 from benchmarks.kernels import promises
-from benchmarks.markdown import clean_rounds, held, table
+from benchmarks.markdown import across, clean_rounds, held, table
+from benchmarks.results import Cell, Reports, missing, over_processors
 from benchmarks.step_shapes import SHAPES
-from benchmarks.tiers_page import ours_at, tiers_sentence, tiers_table
+from benchmarks.tiers_page import tiers_sentence, tiers_shown, tiers_table
 from hotrow.hot.student import interval
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +40,11 @@ README_CELLS = {
     "train_step_embedding-bound_vs_torchrec": "whole step, 26 tables, 20 ids per bag, small MLPs",
     "peak_memory_kaggle_vs_torch": "peak memory beyond tables, Criteo-Kaggle step",
 }
+ByProcessor = dict[str, Cell]
+"""What was measured of one cell, by processor."""
+FIGURES_OF_SPEED = ("relative_speed", "{:.0%}")
+FIGURES = dict([("ratio", "{:.2f}x"), FIGURES_OF_SPEED])
+"""Fields that are compared over processors, and how they are written."""
 BEGIN, END = "<!-- figures: made by `python -m benchmarks.claims` -->\n", "<!-- end of figures -->"
 BENCHMARKS_HEAD = """\
 # Benchmarks
@@ -47,18 +54,28 @@ DLRM=path` measures a checkout of facebookresearch/dlrm too, and torchrec is mea
 there is skipped and named.
 
 Ours and the peer alternate in one process on the same ids, after their outputs were compared. Figures are medians over
-rounds; the ratio is the median of the rounds' peer / ours, beside it the range of four rounds in five; rounds in which
-the hypervisor took processor time away are dropped for both.
+rounds; the ratio is the median of the rounds' peer / ours, beside it the range of four rounds in five. A round is clean
+if neither the hypervisor nor another process had the processors for more than 2 % of its time. Figures are of the clean
+rounds; if fewer than half of those wanted are clean, of the rounds that were disturbed least, and marked "disturbed".
+Up to November 2026 rounds with other processes on the processors counted as clean.
+
+Ratios differ from processor to processor: each has a report of its own, and a benchmark that was measured on several
+begins with the range over them. `python -m benchmarks.claims --missing` names what is still to be measured on which.
+"AMD EPYC" alone is a processor whose generation was not written down; it counts in no range.
 
 The limit is a separate loop that only moves the same rows (native/limit.cpp), and the pooled rows and their gradient
-once each; for the interaction the larger of moving
-its operands and of its arithmetic at the speed of a large matrix product; for a training step, where it is called its
-floor, the sum of these and of its matrix products by torch.mm: a step lies below it where its own products are faster,
-and stands beside bare multiply-adds in the profile. Where hotrow promises a ratio it stands beside what was measured,
-and whether the median holds it. torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Its products are MKL's, which on
-AMD's processors of family 26 (Zen 5) takes code half as fast as they can run; with `--mkl-as-intel` whole steps are
-measured a second time, MKL being told that it is on one of Intel's, which nobody's torch does by itself. Milliseconds
-mean something only beside each other: compare ratios and shares between machines."""
+once each; for an MLP its arithmetic, at the most operations a second that a large torch.mm or bare multiply-adds in
+registers reach; for the interaction the larger of moving its operands and of its arithmetic; for a training step, where
+it is called its floor, the sum of rows, interaction and products. A share above 100 % says that the kernels did what
+the limit's loop did not: it is marked, and the loop is to be mended. Where hotrow promises a ratio it stands beside
+what was measured, and whether the median holds it. torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Its products are
+MKL's, which on AMD's processors of family 26 (Zen 5) takes code half as fast as they can run; with `--mkl-as-intel`
+whole steps are measured a second time, MKL being told that it is on one of Intel's, which nobody's torch does by
+itself. Milliseconds mean something only beside each other: compare ratios and shares between machines.
+
+Limits of family 26 model 2 are of 22 November 2026. Those of products were measured then by bare multiply-adds, in
+`step_profile`. Those of rows are of a loop whose threads shared the cores with torch's, which still spun: it is mended
+since, and shares above 100 % are to be measured again. Shares of the interaction are left out until then."""
 CLAIMS_HEAD = """\
 # Claims
 
@@ -66,19 +83,6 @@ What the papers behind hotrow say, and what was measured here; made from docs/cl
 read": the paper's body was not at hand, so no figure is printed for it. "Not yet": not built, or not measured. Figures
 of one row come from different machines and peers: see docs/benchmarks.md."""
 NOT_MEASURED = "Not measured yet: `make bench` fills this in.\n"
-
-
-def load_cells(reports: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every measured cell by name, with the circumstances of its report beside its numbers."""
-    return {
-        cell["name"]: {
-            **{key: value for key, value in report.items() if key not in ("cells", "scores")},
-            **cell.get("measured", {}),
-            **cell,
-        }
-        for report in reports.values()
-        for cell in (*report.get("cells", ()), *report.get("scores", ()))
-    }
 
 
 def machine_line(report: dict[str, Any]) -> str:
@@ -91,10 +95,15 @@ def machine_line(report: dict[str, Any]) -> str:
     )
 
 
-def factor(cell: dict[str, Any]) -> str:
+def spread_of(cell: Cell, key: str, form: str) -> str:
+    """The figure `key` of a cell in `form`, with its spread."""
+    low, high = (form.format(value).removesuffix("x") for value in cell["spread"])
+    return f"{form.format(cell[key])} ({low}-{high})"
+
+
+def factor(cell: Cell) -> str:
     """The ratio with its spread."""
-    low, high = cell["spread"]
-    return f"{cell['ratio']:.2f}x ({low:.2f}-{high:.2f})"
+    return spread_of(cell, "ratio", "{:.2f}x")
 
 
 def score(row: dict[str, Any]) -> str:
@@ -114,8 +123,9 @@ def scores_table(report: dict[str, Any]) -> list[str]:
 
 
 def share(cell: dict[str, Any]) -> str:
-    """The share of the machine's limit."""
-    return "" if cell.get("share_of_limit") is None else f"{cell['share_of_limit']:.0%}"
+    """The share of the machine's limit; above 100 % the kernels did what the limit's own loop did not."""
+    found = cell.get("share_of_limit")
+    return "" if found is None else f"{found:.0%}" + (" (limit not reached by the other loop)" if found > 1 else "")
 
 
 def promised(cell: dict[str, Any]) -> str:
@@ -218,7 +228,7 @@ def step_tables(cells: list[dict[str, Any]]) -> list[str]:
     for shape in SHAPES.values():
         own = [cell for cell in cells if cell["name"].startswith(f"train_step_{shape.name}_vs_")]
         if own:
-            lines += ["", f"### {shape.name}", "", f"{shape.title}. Batches of {shape.batch_size:,}.", ""]
+            lines += ["", f"#### {shape.name}", "", f"{shape.title}. Batches of {shape.batch_size:,}.", ""]
             lines += table(
                 head,
                 [
@@ -239,12 +249,11 @@ def step_tables(cells: list[dict[str, Any]]) -> list[str]:
 def profile_tables(cells: list[dict[str, Any]]) -> list[str]:
     """Our own steps part by part: whole training steps, then embeddings alone."""
     text = (
-        "Our own steps, part by part, medians in ms; in brackets the limit of that part. Products: the bare matrix "
-        "products of the dense part by torch.mm, and in brackets what their multiply-adds take in registers; the dense "
-        "part also holds interaction, biases, activations, loss and update. Outside kernels: while no kernel of ours "
-        "runs, but Python, autograd, torch's loss and dense update, from caches that products have emptied. The bare "
-        "loop copies the rows out and subtracts the gradients from them, in C++ with nothing around it; both begin "
-        "with cold caches."
+        "Our own steps, part by part, medians in ms; in brackets the limit of that part. Products: what the matrix "
+        "products of the dense part take as fast as the machine multiplies at all; the dense part also holds "
+        "interaction, biases, activations, loss and update. Outside kernels: while no kernel of ours runs, but Python, "
+        "autograd, torch's loss and dense update, from caches that products have emptied. The bare loop copies the "
+        "rows out and subtracts the gradients from them, in C++ with nothing around it; both begin with cold caches."
     )
     steps = [cell for cell in cells if "dense_share" in cell]
     alone = [cell for cell in cells if "dense_share" not in cell]
@@ -279,7 +288,7 @@ def step_profile_row(cell: dict[str, Any]) -> list[str]:
         cell["name"],
         beside_limit(ms["lookup"], limits.get("rows read")),
         *(f"{ms[part]:.3g}" for part in ("dense forward", "dense backward", "dense update")),
-        beside_limit(limits["products"], cell.get("arithmetic_ms")) if "products" in limits else "",
+        f"{limits['products']:.3g}" if "products" in limits else "",
         f"{limits['interaction']:.3g}" if "interaction" in limits else "",
         f"{cell['dense_share']:.0%} ({held(f'at least {least:.0%}', holds=cell['dense_share'] >= least)})",
         beside_limit(ms["tables' update"], limits.get("rows updated")),
@@ -372,40 +381,74 @@ def measured_elsewhere(report: dict[str, Any]) -> list[str]:
             told += [
                 f"{key} {cell['measured'][key]}" for key in ("date", "commit", "threads") if key in cell["measured"]
             ]
-            if (machine := cell["measured"].get("machine")) is not None:
-                told.append(f"machine {machine['cpu']}")
             runs.setdefault(", ".join(told) or "another machine or setting", []).append(cell["name"])
     return [f"- {run}: {', '.join(names)}" for run, names in runs.items()]
 
 
-def benchmarks_page(reports: dict[str, Any]) -> str:
+def benchmarks_page(reports: Reports) -> str:
     """docs/benchmarks.md."""
     lines = [BENCHMARKS_HEAD]
-    for name, report in reports.items():
-        lines += ["", f"## `{report['command']}`", "", f"{report['date']}. {machine_line(report)}.", ""]
-        lines += scores_table(report) if "scores" in report else TABLES.get(name, cell_table)(report["cells"])
-        if elsewhere := measured_elsewhere(report):
-            lines += ["", "Measured in another run:", "", *elsewhere]
+    for name, by_processor in reports.items():
+        lines += ["", f"## {name}", *over_table({name: by_processor})]
+        for processor, report in by_processor.items():
+            lines += ["", f"### {name}: {processor}", ""]
+            lines += [f"`{report['command']}`, {report['date']}. {machine_line(report)}.", ""]
+            lines += scores_table(report) if "scores" in report else TABLES.get(name, cell_table)(report["cells"])
+            if elsewhere := measured_elsewhere(report):
+                lines += ["", "Measured in another run:", "", *elsewhere]
     return "\n".join(lines) + "\n" + ("" if reports else "\n" + NOT_MEASURED)
 
 
-def claim_row(claim: dict[str, Any], cells: dict[str, dict[str, Any]]) -> str:
+def over_table(reports: Reports) -> list[str]:
+    """The cells that several known processors have: the range of their figures, and each processor's own."""
+    found = {name: own for name, own in over_processors(reports).items() if len(own) > 1 and figure(own) is not None}
+    processors = list(dict.fromkeys(p for own in found.values() for p in own))
+    head = {"cell": "left", "peer": "left"} | dict.fromkeys(("over processors", *processors), "right")
+    rows = []
+    for name, own in found.items():
+        key, form = figure(own) or ("", "")
+        texts = [spread_of(own[p], key, form) if p in own else "" for p in processors]
+        rows.append([name, best(own).get("peer", "all in DRAM"), range_of(own), *texts])
+    return ["", *table(head, rows)] if rows else []
+
+
+def figure(found: ByProcessor) -> tuple[str, str] | None:
+    """The field of a cell that is compared over processors, and its form; None if it has no such figure."""
+    cell = next(iter(found.values()))
+    return next(((key, form) for key, form in FIGURES.items() if key in cell), None)
+
+
+def best(found: ByProcessor) -> Cell:
+    """The cell of the processor whose figure is the highest; the newest where cells have no such figure."""
+    key, _ = figure(found) or ("date", "")
+    return max(found.values(), key=lambda cell: cell[key])
+
+
+def range_of(found: ByProcessor) -> str:
+    """The figure over processors, in words."""
+    key, form = figure(found) or ("", "")
+    return across([cell[key] for cell in found.values()], form)
+
+
+def claim_row(claim: dict[str, Any], cells: dict[str, ByProcessor]) -> str:
     """One line of the table of claims."""
-    cell = cells.get(claim["ours"])
-    if cell is None:
+    found = cells.get(claim["ours"])
+    if found is None:
         return f"| {claim['claim']} | {claim['figure']} | {claim.get('page', 'not yet')} | | | |"
+    cell = best(found)
     note = f"; {claim['note']}" if "note" in claim else ""
     threads = cell["threads"] if "threads" in cell else cell["machine"]["usable_cores"]
     return (
-        f"| {claim['claim']} | {claim['figure']} | {ours(cell)}{note} | "
+        f"| {claim['claim']} | {claim['figure']} | {ours(found)}{note} | "
         f"`{cell['command']}` | {cell['machine']['cpu']}, {threads} threads | {cell['date']} |"
     )
 
 
-def ours(cell: dict[str, Any]) -> str:
-    """What a cell says to a claim."""
+def ours(found: ByProcessor) -> str:
+    """What a cell says to a claim: the range over processors and the best of them, if it hangs on the processor."""
+    cell = best(found)
     if "relative_speed" in cell:
-        return f"{cell['relative_speed']:.0%} of the speed with all in memory"
+        return f"{range_of(found)} of the speed with all in memory; best {spread_of(cell, *FIGURES_OF_SPEED)}"
     if "auc_difference" in cell:
         low, high = interval(cell["auc_difference"], cell["auc_difference_se"], cell["seeds"])
         difference = f"{cell['auc_difference']:+.4f} (95 %: {low:+.4f} to {high:+.4f})"
@@ -416,10 +459,12 @@ def ours(cell: dict[str, Any]) -> str:
     if "ways" in cell:
         shares = [f"{how} {own['share_of_epoch']:.1%}" for how, own in cell["ways"].items()]
         return f"of an epoch: {', '.join(shares)}"
-    return f"validation AUC {score(cell)}" if "auc" in cell else f"{factor(cell)} over {cell['peer']}"
+    if "auc" in cell:
+        return f"validation AUC {score(cell)}"
+    return f"{range_of(found)}; best {factor(cell)} over {cell['peer']}"
 
 
-def claims_page(papers: list[dict[str, Any]], cells: dict[str, dict[str, Any]]) -> str:
+def claims_page(papers: list[dict[str, Any]], cells: dict[str, ByProcessor]) -> str:
     """docs/claims.md."""
     lines = [CLAIMS_HEAD]
     for paper in papers:
@@ -429,31 +474,50 @@ def claims_page(papers: list[dict[str, Any]], cells: dict[str, dict[str, Any]]) 
     return "\n".join(lines) + "\n"
 
 
-def readme_figures(cells: dict[str, dict[str, Any]]) -> str:
+def readme_figures(cells: dict[str, ByProcessor]) -> str:
     """The README's table."""
     shown = {name: cells[name] for name in README_CELLS if name in cells}
     if not shown:
         return NOT_MEASURED
+    head = {
+        "work": "left",
+        "faster by": "right",
+        "best (spread)": "right",
+        "than": "left",
+        "share of the limit": "right",
+    }
     rows = [
-        f"| {README_CELLS[name]} | {factor(cell)} | {cell['peer']} | {share(cell)} |" for name, cell in shown.items()
+        [README_CELLS[name], range_of(own), factor(best(own)), best(own)["peer"], shares(own)]
+        for name, own in shown.items()
     ]
-    head = ["| work | faster by (spread) | than | share of the machine's limit |", "|---|---:|---|---:|"]
-    where = machine_line(next(iter(shown.values())))
-    if any((cell.get("share_of_limit") or 0) > 1.1 and name.startswith("train_step") for name, cell in shown.items()):
-        where += ". Above 100 %: the limit of a step holds torch.mm, which is slower here than hotrow's own products"
-    lines = [*head, *rows, "", f"{where}. How measured: [docs/benchmarks.md](docs/benchmarks.md)."]
-    if sentence := tiers_sentence([*cells.values()]):
+    machines = {p: cell for own in [*tiers_shown(cells), *shown.values()][::-1] for p, cell in own.items()}
+    lines = [
+        *table(head, rows),
+        "",
+        "A ratio hangs on the processor: how fast torch's own products are there, and how far memory is. Not every "
+        "row was measured on every processor yet; `python -m benchmarks.claims --missing` names the cells. Share of "
+        "the limit: the machine's own limit over our time; above 100 % another loop of ours did not reach what the "
+        "kernels do. How measured: [docs/benchmarks.md](docs/benchmarks.md).",
+    ]
+    if sentence := tiers_sentence(cells):
         more = "more: [docs/memory-study.md](docs/memory-study.md)"
-        lines += ["", f"Tables larger than memory: {sentence} {machine_line(ours_at(32, [*cells.values()]))}; {more}."]
+        lines += ["", f"Tables larger than memory: {sentence} {more[0].upper()}{more[1:]}."]
+    lines += ["", *(f"- {machine_line(cell)}" for cell in machines.values())]
     return "\n".join(lines) + "\n"
+
+
+def shares(found: ByProcessor) -> str:
+    """The shares of the limit over processors."""
+    known = [cell["share_of_limit"] for cell in found.values() if cell.get("share_of_limit") is not None]
+    texts = list(dict.fromkeys(f"{value:.0%}" for value in sorted(known)))
+    return " - ".join(texts if len(texts) < 2 else (texts[0], texts[-1]))
 
 
 def pages() -> dict[Path, str]:
     """Every generated file and what it must hold."""
-    results = ROOT / "docs" / "benchmarks.json"
-    reports = json.loads(results.read_text()) if results.exists() else {}
+    reports = load_reports()
     papers = yaml.safe_load((ROOT / "docs" / "claims.yaml").read_text())
-    cells = load_cells(reports)
+    cells = over_processors(reports)
     readme = (ROOT / "README.md").read_text()
     figures = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     if not figures.search(readme):
@@ -465,11 +529,22 @@ def pages() -> dict[Path, str]:
     }
 
 
+def load_reports() -> Reports:
+    """What was measured, on every processor."""
+    results = ROOT / "docs" / "benchmarks.json"
+    return json.loads(results.read_text()) if results.exists() else {}
+
+
 def main() -> None:
     """Write the pages, or with --check compare them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is out of date")
-    check = parser.parse_args().check
+    parser.add_argument("--missing", action="store_true", help="write nothing; name the cells that processors lack")
+    options = parser.parse_args()
+    check = options.check
+    if options.missing:
+        print("\n".join(missing(load_reports())))
+        return
     stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if check:

@@ -108,7 +108,7 @@ def compiled_mlp_cell(*, quick: bool) -> cells.Cell:
         name="mlp_367_512_256_1_vs_compiled",
         peer="torch.compile of linear + relu",
         build=build,
-        limit_s=lambda threads: cells.mlp_limit_s(widths, batch_size, gradient_of_inputs=True),
+        limit_s=partial(cells.mlp_limit_s, widths, batch_size),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotrow.bench import is_disturbed
@@ -11,6 +11,16 @@ from hotrow.bench import is_disturbed
 def held(promise: str, *, holds: bool) -> str:
     """A promise and what became of it."""
     return f"{promise}: {'held' if holds else '**not held**'}"
+
+
+def span(values: Sequence[float], form: str) -> str:
+    """The range of a figure, its ends in `form`: "1.3x - 2.8x"."""
+    return " - ".join(dict.fromkeys((form.format(min(values)), form.format(max(values)))))
+
+
+def across(values: Sequence[float], form: str) -> str:
+    """A figure over processors, each value in `form`: "1.3x - 2.8x over 3 processors"."""
+    return f"{span(values, form)} {'on 1 processor' if len(values) == 1 else f'over {len(values)} processors'}"
 
 
 def clean_rounds(cell: Mapping[str, Any]) -> str:

@@ -1,4 +1,8 @@
-"""The file of results, docs/benchmarks.json: one report per benchmark, with its machine, versions and commit."""
+"""The file of results, docs/benchmarks.json: benchmark -> processor -> report, with its machine, versions and commit.
+
+A ratio that one processor gives says little of another, so each keeps its report. `over_processors` gathers them by
+cell; `missing` names the cells that a processor still lacks.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from typing import Any
 
 from hotrow import bench, cells
 
+Cell = dict[str, Any]
+Reports = dict[str, dict[str, dict[str, Any]]]
 PLACES = {"--dlrm": "PATH", "--folder": "DIR"}
 """Options that name a place on this machine, and what stands in a command for it."""
 
@@ -57,12 +63,53 @@ def record(name: str, report: dict[str, Any], out: str | None, *, under: str | N
     if out is None:
         print(json.dumps(report))
         return
-    path = Path(out)
-    reports = json.loads(path.read_text()) if path.exists() else {}
-    new = rounded(report)
-    key = under or name
-    reports[key] = merged(reports.get(key, {"cells": []}), new) if "cells" in new else new
+    path, key = Path(out), under or name
+    reports: Reports = json.loads(path.read_text()) if path.exists() else {}
+    new, own = rounded(report), reports.setdefault(key, {})
+    processor = processor_of(new)
+    own[processor] = merged(own.get(processor, {"cells": []}), new) if "cells" in new else new
     path.write_text(json.dumps(reports, indent=1) + "\n")
+    print("\n".join(missing(reports, key)), file=sys.stderr)
+
+
+def processor_of(report: dict[str, Any]) -> str:
+    """The processor of a report, family and model included, and the instruction set of the kernels on it."""
+    return f"{report['machine']['cpu']}, {report['backend']['isa'] or report['backend']['name']}"
+
+
+def is_named(processor: str) -> bool:
+    """Whether its family and model are known: a hypervisor's "AMD EPYC" alone may be any of five generations."""
+    return ", family " in processor
+
+
+def over_processors(reports: Reports) -> dict[str, dict[str, Cell]]:
+    """Cell -> processor -> what was measured, with the circumstances of its report beside its numbers.
+
+    Cells of a processor that is not known count only where no known processor has them.
+    """
+    found: dict[str, dict[str, Cell]] = {}
+    for by_processor in reports.values():
+        for processor, report in by_processor.items():
+            circumstances = {key: value for key, value in report.items() if key not in ("cells", "scores")}
+            for cell in (*report.get("cells", ()), *report.get("scores", ())):
+                found.setdefault(cell["name"], {})[processor] = {**circumstances, **cell.get("measured", {}), **cell}
+    known = {name: {p: cell for p, cell in own.items() if is_named(p)} for name, own in found.items()}
+    return {name: known[name] or own for name, own in found.items()}
+
+
+def missing(reports: Reports, benchmark: str | None = None) -> list[str]:
+    """A line for each known processor that lacks cells of a benchmark (default: of any) that another has."""
+    processors = dict.fromkeys(p for by_processor in reports.values() for p in by_processor if is_named(p))
+    lines = []
+    for name in [benchmark] if benchmark else reports:
+        has = {p: [cell["name"] for cell in report.get("cells", ())] for p, report in reports[name].items()}
+        wanted = list(dict.fromkeys(cell for own in has.values() for cell in own))
+        for processor in processors:
+            lacks = [cell for cell in wanted if cell not in has.get(processor, ())]
+            if lacks:
+                which = "all" if len(lacks) == len(wanted) else ", ".join(lacks)
+                lines.append(f"{name}: {processor}: {len(lacks)} of {len(wanted)} cells not measured: {which}")
+    return lines
 
 
 def command_line(name: str, arguments: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -198,15 +197,12 @@ def floor_parts_s(shape: StepShape, sparse: cells.Optimizer, threads: int) -> di
     }
     found["interaction"] = cells.interaction_limit_s(shape.batch_size, len(shape.rows), shape.embedding_dim, threads)
     known = {what: seconds for what, seconds in found.items() if seconds is not None}
-    return {**known, "products": products_s(shape)} if len(known) == len(found) else None
+    return {**known, "products": products_s(shape, threads)} if len(known) == len(found) else None
 
 
-def products_s(shape: StepShape) -> float:
-    """What the matrix products of one step cost by themselves in torch.mm, forward and backward."""
-    bottom, top = mlp_widths(shape)
-    return cells.mlp_limit_s(bottom, shape.batch_size, gradient_of_inputs=False) + cells.mlp_limit_s(
-        top, shape.batch_size, gradient_of_inputs=True
-    )
+def products_s(shape: StepShape, threads: int) -> float:
+    """What the matrix products of one step take, forward and backward, as fast as this machine multiplies at all."""
+    return product_operations(shape) / cells.products_flops_per_s(threads)
 
 
 def mlp_widths(shape: StepShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -216,6 +212,7 @@ def mlp_widths(shape: StepShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def product_operations(shape: StepShape) -> int:
     """Operations of these products, a multiply-add being two: forward, weights' gradients, inputs' but the first."""
-    layers = [layer for widths in mlp_widths(shape) for layer in pairwise(widths)]
-    products = 3 * sum(num_inputs * num_outputs for num_inputs, num_outputs in layers)
-    return 2 * shape.batch_size * (products - layers[0][0] * layers[0][1])
+    bottom, top = mlp_widths(shape)
+    return cells.mlp_flops(bottom, shape.batch_size, gradient_of_inputs=False) + cells.mlp_flops(
+        top, shape.batch_size, gradient_of_inputs=True
+    )

@@ -303,6 +303,7 @@ NB_MODULE(_native, m) {
   m.def("allocate", bind_allocate, nb::arg("shape"), nb::arg("sparse") = false);
   m.def("take", bind_take);
   m.def("touch_rows", bind_touch_rows);
+  m.def("multiply_adds_per_s", multiply_adds_per_s, nb::call_guard<nb::gil_scoped_release>());
   m.def("isas", isas);
   m.def("num_runnable", num_runnable);
   m.def("in_forked_child", in_forked_child);

@@ -1,39 +1,45 @@
-// How fast this machine can touch rows at all: the yardstick of the benchmarks. Shares no code with the kernels, so
-// that a flaw of theirs cannot lower the limit they are measured against.
+// How fast this machine can touch rows at all, and multiply: the yardsticks of the benchmarks. They share the kernels'
+// threads and none of their code, so that a flaw of theirs cannot lower the limit they are measured against. Threads of
+// their own would share the cores with those of the pool, which spin for milliseconds after their last work.
+#include <hotrow/kernels.h>
 #include <hotrow/limit.h>
+#include <hotrow/parallel.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <thread>
-#include <vector>
 
 namespace hotrow {
 namespace {
 
 constexpr int64_t kLine = 64;
 
-uint64_t touch(uint64_t* line, bool write) {
-  const uint64_t value = __atomic_load_n(line, __ATOMIC_RELAXED);
-  if (write) __atomic_store_n(line, value + 1, __ATOMIC_RELAXED);
-  return value;
-}
-
 // kLines: of a row; 0: any number. Loops of a fixed length are unrolled, which an inner loop that waits for memory
 // feels.
-template <int kLines, int kFetchToWrite, int kLocality>
+template <int kLines, bool kWrite, int kLocality>
 uint64_t touch_range(const RowPass& pass, int64_t first, int64_t last) {
-  const int64_t row_bytes = kLines ? kLines * kLine : pass.row_bytes;
+  // Copies: for all the compiler knows, what is written may be a field of `pass`.
+  const int64_t row_bytes = kLines ? kLines * kLine : pass.row_bytes, distance = pass.distance;
+  const int64_t* ids = pass.ids;
+  char* rows = pass.rows;
+  const auto fetch = [=](int64_t i) {
+    const char* ahead = rows + ids[i] * row_bytes;
+#pragma GCC unroll 8
+    for (int64_t at = 0; at < row_bytes; at += kLine)
+      __builtin_prefetch(ahead + at, kWrite && kLocality == 3, kLocality);
+  };
   uint64_t sum = 0;
+  for (int64_t i = first; i < std::min(first + distance, last); ++i) fetch(i);
   for (int64_t i = first; i < last; ++i) {
-    if (pass.distance && i + pass.distance < pass.num_ids) {
-      const char* ahead = pass.rows + pass.ids[i + pass.distance] * row_bytes;
+    if (distance && i + distance < last) fetch(i + distance);
+    char* row = rows + ids[i] * row_bytes;
 #pragma GCC unroll 8
-      for (int64_t at = 0; at < row_bytes; at += kLine) __builtin_prefetch(ahead + at, kFetchToWrite, kLocality);
+    for (int64_t at = 0; at < row_bytes; at += kLine) {
+      uint64_t* line = reinterpret_cast<uint64_t*>(row + at);
+      const uint64_t value = __atomic_load_n(line, __ATOMIC_RELAXED);
+      if (kWrite) __atomic_store_n(line, value + 1, __ATOMIC_RELAXED);
+      sum += value;
     }
-    char* row = pass.rows + pass.ids[i] * row_bytes;
-#pragma GCC unroll 8
-    for (int64_t at = 0; at < row_bytes; at += kLine) sum += touch(reinterpret_cast<uint64_t*>(row + at), pass.write);
   }
   return sum;
 }
@@ -42,8 +48,8 @@ using TouchRange = uint64_t (*)(const RowPass&, int64_t, int64_t);
 
 template <int kLines>
 TouchRange range_of(const RowPass& pass) {
-  if (pass.into_l2) return touch_range<kLines, 0, 2>;
-  return pass.write ? touch_range<kLines, 1, 3> : touch_range<kLines, 0, 3>;
+  if (pass.write) return pass.into_l2 ? touch_range<kLines, true, 2> : touch_range<kLines, true, 3>;
+  return pass.into_l2 ? touch_range<kLines, false, 2> : touch_range<kLines, false, 3>;
 }
 
 TouchRange choose_range(const RowPass& pass) {
@@ -61,26 +67,35 @@ TouchRange choose_range(const RowPass& pass) {
   }
 }
 
+template <class Task>
+double seconds_of(int64_t num_tasks, int num_threads, const Task& task) {
+  const auto start = std::chrono::steady_clock::now();
+  parallel_for(num_tasks, num_threads, task);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 }  // namespace
 
 double touch_rows(const RowPass& pass, int num_threads) {
   constexpr int64_t kPiece = 1 << 13;  // rows; whoever is free takes the next
   const TouchRange range = choose_range(pass);
-  std::atomic<int64_t> next{0};
-  std::atomic<uint64_t> total{0};
-  const auto run = [&] {
-    uint64_t sum = 0;
-    for (int64_t first = next.fetch_add(kPiece); first < pass.num_ids; first = next.fetch_add(kPiece)) {
-      sum += range(pass, first, std::min(first + kPiece, pass.num_ids));
-    }
-    total += sum;  // so that the loads count as used
-  };
-  std::vector<std::thread> threads;
-  const auto start = std::chrono::steady_clock::now();
-  for (int t = 1; t < num_threads; ++t) threads.emplace_back(run);
-  run();
-  for (std::thread& thread : threads) thread.join();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  std::atomic<uint64_t> total{0};  // so that the loads count as used
+  return seconds_of((pass.num_ids + kPiece - 1) / kPiece, num_threads, [&](int64_t piece, int) {
+    total += range(pass, piece * kPiece, std::min((piece + 1) * kPiece, pass.num_ids));
+  });
+}
+
+double multiply_adds_per_s(int num_threads) {
+  constexpr int64_t kRounds = 1 << 18;  // half a millisecond: short enough to be left alone on a busy machine
+  const auto multiply_adds = kernels().multiply_adds;
+  std::atomic<int64_t> operations{0};
+  std::atomic<bool> used{false};  // so that the sums are made
+  const double seconds = seconds_of(num_threads, num_threads, [&](int64_t task, int) {
+    float sum = 0;
+    operations += multiply_adds(kRounds, static_cast<float>(task), &sum);
+    used = sum > 0;
+  });
+  return static_cast<double>(operations) / seconds;
 }
 
 }  // namespace hotrow

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import cycle, pairwise
 from typing import Literal, Protocol
 
@@ -382,7 +382,7 @@ def sequential_limit_s(num_floats: int, *, write: bool, threads: int) -> float:
 
 
 def interaction_limit_s(batch_size: int, num_features: int, dim: int, threads: int) -> float | None:
-    """The larger of moving every operand once and doing the arithmetic at the speed of a large torch.mm.
+    """The larger of moving every operand once and doing the arithmetic as fast as this machine multiplies at all.
 
     Forward reads 1 + F vectors and writes the output; backward reads them and the output's gradient and writes 1 + F
     gradients. The arithmetic is a multiply and an add per column of each pair forward, of each ordered pair backward.
@@ -394,7 +394,17 @@ def interaction_limit_s(batch_size: int, num_features: int, dim: int, threads: i
     run = partial(sequential_limit_s, threads=threads)
     moved = run(2 * vectors + out, write=False) + run(vectors + out, write=True)
     num_flops = batch_size * (num_features + 1) * num_features * dim * 3
-    return max(moved, num_flops / matmul_flops_per_s())
+    return max(moved, num_flops / products_flops_per_s(threads))
+
+
+@cache
+def products_flops_per_s(threads: int) -> float:
+    """The most that this machine does in products: by a large torch.mm, or by multiply-adds that touch no memory.
+
+    Most by far the latter. torch.mm alone is no limit: MKL takes slow code on processors of other makers than Intel.
+    """
+    bare = max(ops.multiply_adds_per_s(threads) for _ in range(100)) if ops.backend().name == "native" else 0.0
+    return max(bare, matmul_flops_per_s())
 
 
 def matmul_flops_per_s(n: int = 1024) -> float:
@@ -404,19 +414,18 @@ def matmul_flops_per_s(n: int = 1024) -> float:
     return 2 * n**3 / best
 
 
-def mlp_limit_s(widths: Sequence[int], batch_size: int, *, gradient_of_inputs: bool) -> float:
-    """Sum of the torch.mm(out=) times of an MLP's forward and backward, down to its inputs or to its first weights."""
-    seconds = 0.0
-    for i, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
-        x, w, g = (
-            torch.ones(batch_size, num_inputs),
-            torch.ones(num_inputs, num_outputs),
-            torch.ones(batch_size, num_outputs),
-        )
-        for a, b in [(x, w), (x.t(), g), *([(g, w.t())] if i or gradient_of_inputs else [])]:
-            out = torch.empty(a.shape[0], b.shape[1])
-            seconds += min(timed(partial(torch.mm, a, b, out=out)) for _ in range(7))
-    return seconds
+def mlp_flops(widths: Sequence[int], batch_size: int, *, gradient_of_inputs: bool) -> int:
+    """Operations of an MLP's products, forward and backward, down to its inputs or to its first weights.
+
+    A multiply-add is two. Each layer has a product forward, one for its weights and one for its inputs.
+    """
+    layers = [num_inputs * num_outputs for num_inputs, num_outputs in pairwise(widths)]
+    return 2 * batch_size * (3 * sum(layers) - (0 if gradient_of_inputs else layers[0]))
+
+
+def mlp_limit_s(widths: Sequence[int], batch_size: int, threads: int) -> float:
+    """Seconds of an MLP's products, forward and backward, as fast as this machine multiplies at all."""
+    return mlp_flops(widths, batch_size, gradient_of_inputs=True) / products_flops_per_s(threads)
 
 
 # ---- cells
@@ -475,10 +484,7 @@ def mlp_cell(name: str, batch_size: int, widths: Sequence[int]) -> Cell:
         side = partial(Dense, batch_size=batch_size, widths=widths)
         return side(lambda x, *p: ops.mlp(x, p[::2], p[1::2], last="linear")), side(mlp_in_torch)
 
-    def limit(threads: int) -> float:
-        return mlp_limit_s(widths, batch_size, gradient_of_inputs=True)
-
-    return Cell(name=name, peer="torch linear + relu", build=build, limit_s=limit)
+    return Cell(name=name, peer="torch linear + relu", build=build, limit_s=partial(mlp_limit_s, widths, batch_size))
 
 
 def cells(*, quick: bool = False) -> tuple[Cell, ...]:

@@ -484,3 +484,14 @@ def touch_rows(
     if module is None:
         raise RuntimeError(f"touch_rows needs the native module, but {backend().reason}")
     return float(module.touch_rows(rows, ids, distance, into == "l2", write, threads))
+
+
+def multiply_adds_per_s(threads: int) -> float:
+    """Float32 operations a second of so many threads that touch no memory, a multiply-add being two: for benchmarks.
+
+    Needs the native module: raises RuntimeError without it.
+    """
+    module = _native()
+    if module is None:
+        raise RuntimeError(f"multiply_adds_per_s needs the native module, but {backend().reason}")
+    return float(module.multiply_adds_per_s(threads))

@@ -511,7 +511,7 @@ def test_the_page_of_benchmarks_says_what_is_held() -> None:
     assert "1.00 ms, 2.5% of a step (at most 5%: held)" in text
 
 
-def test_speeds_of_two_machines_make_no_ratio() -> None:
+def test_ratios_are_of_one_machine_and_ranges_over_all() -> None:
     own = {
         "dram_parts": 32,
         "zipf": 1.05,
@@ -526,11 +526,21 @@ def test_speeds_of_two_machines_make_no_ratio() -> None:
     assert "| ours over the whole tables mapped | 3.00x |" in "\n".join(tiers_table([ours, rival]))
     rocks = {**rival, "name": "rocks", "side": "rocksdb", "ahead": 0, "relative_speed": 0.15}
     tenth = {**ours, "name": "tenth", "dram_parts": 10, "relative_speed": 0.85}
-    sentence = tiers_sentence([ours, rival, rocks, tenth])
+    names = ("tiers_tiers_dram32_zipf1.05_ahead4", "mapped", "rocks", "tiers_tiers_dram10_zipf1.05_ahead4")
+    one = dict(zip(names, (ours, rival, rocks, tenth), strict=True))
+    cells = {name: {"A CPU": cell} for name, cell in one.items()}
+    sentence = tiers_sentence(cells)
     assert sentence and re.findall(r"[\d.]+(?:%| times)", sentence) == ["85%", "60%", "3.0 times", "4.0 times"]
-    assert tiers_sentence([ours, rival, tenth]) is None
-    elsewhere = {**rival, "measured": {"machine": {"cpu": "Another"}}}
-    assert "ours over the whole tables mapped" not in "\n".join(tiers_table([ours, elsewhere]))
+    for name, cell in one.items():
+        cells[name]["Another"] = {**cell, "relative_speed": cell["relative_speed"] * (0.9 if "tiers" in name else 1)}
+    sentence = tiers_sentence(cells)
+    assert sentence and re.findall(r"[\d.%]+ - [\d.]+%?", sentence) == [
+        "76% - 85%",
+        "54% - 60%",
+        "2.7 - 3.0",
+        "3.6 - 4.0",
+    ]
+    assert tiers_sentence({name: own for name, own in cells.items() if name != "rocks"}) is None
 
 
 def test_cells_of_the_benchmark_have_names_and_two_sizes() -> None:

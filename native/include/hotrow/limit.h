@@ -1,4 +1,4 @@
-// The machine's own limit on random row access, for benchmarks.
+// The machine's own limits on random row access and on arithmetic, for benchmarks.
 #pragma once
 
 #include <cstdint>
@@ -18,5 +18,8 @@ struct RowPass {
 // Loads one word of every cache line of rows[ids[i]] for all i, the ids in pieces among the threads; returns the
 // seconds it took.
 double touch_rows(const RowPass& pass, int num_threads);
+
+// Float32 operations a second on so many threads that touch no memory, a multiply-add being two.
+double multiply_adds_per_s(int num_threads);
 
 }  // namespace hotrow
