@@ -57,6 +57,7 @@ Ours and the peer alternate in one process on the same ids, after their outputs 
 rounds; the ratio is the median of the rounds' peer / ours, beside it the range of four rounds in five. A round is clean
 if neither the hypervisor nor another process had the processors for more than 2 % of its time. Figures are of the clean
 rounds; if fewer than half of those wanted are clean, of the rounds that were disturbed least, and marked "disturbed".
+A disturbed figure counts in no range, says nothing of a promise, and is still to be measured.
 Up to November 2026 rounds with other processes on the processors counted as clean.
 
 Ratios differ from processor to processor: each has a report of its own, and a benchmark that was measured on several
@@ -132,7 +133,7 @@ def promised(cell: dict[str, Any]) -> str:
     """The least ratio that hotrow promises, if it promises one."""
     if "target" not in cell:
         return ""
-    return held(f"{cell['target']:.2f}x", holds=cell["ratio"] >= cell["target"])
+    return held(f"{cell['target']:.2f}x", holds=cell["ratio"] >= cell["target"], of=cell)
 
 
 def over_floor(cell: dict[str, Any]) -> str:
@@ -141,7 +142,7 @@ def over_floor(cell: dict[str, Any]) -> str:
         return ""
     over = cell["ours_ms"] / cell["limit_ms"]
     most = cell.get("most_over_limit")
-    return f"{over:.2f}x" + ("" if most is None else f" ({held(f'at most {most:.2f}x', holds=over <= most)})")
+    return f"{over:.2f}x" + ("" if most is None else f" ({held(f'at most {most:.2f}x', holds=over <= most, of=cell)})")
 
 
 def milliseconds(cell: dict[str, Any]) -> list[str]:
@@ -185,7 +186,7 @@ def promised_share(cell: dict[str, Any]) -> str:
     if "most_over_limit" not in cell or cell["share_of_limit"] is None:
         return share(cell)
     least = 1 / cell["most_over_limit"]
-    return f"{share(cell)} ({held(f'at least {least:.0%}', holds=cell['share_of_limit'] >= least)})"
+    return f"{share(cell)} ({held(f'at least {least:.0%}', holds=cell['share_of_limit'] >= least, of=cell)})"
 
 
 def not_held_table(cells: list[dict[str, Any]]) -> list[str]:

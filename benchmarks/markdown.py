@@ -8,8 +8,10 @@ from typing import Any
 from hotrow.bench import is_disturbed
 
 
-def held(promise: str, *, holds: bool) -> str:
-    """A promise and what became of it."""
+def held(promise: str, *, holds: bool, of: Mapping[str, Any] | None = None) -> str:
+    """A promise and what became of it; of: the cell, which tells nothing of it if a disturbed machine gave it."""
+    if of is not None and "clean_rounds" in of and is_disturbed(of):
+        return f"{promise}: not told"
     return f"{promise}: {'held' if holds else '**not held**'}"
 
 

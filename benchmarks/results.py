@@ -85,7 +85,7 @@ def is_named(processor: str) -> bool:
 def over_processors(reports: Reports) -> dict[str, dict[str, Cell]]:
     """Cell -> processor -> what was measured, with the circumstances of its report beside its numbers.
 
-    Cells of a processor that is not known count only where no known processor has them.
+    Cells that do not `count` are there only where no processor has one that does.
     """
     found: dict[str, dict[str, Cell]] = {}
     for by_processor in reports.values():
@@ -93,17 +93,26 @@ def over_processors(reports: Reports) -> dict[str, dict[str, Cell]]:
             circumstances = {key: value for key, value in report.items() if key not in ("cells", "scores")}
             for cell in (*report.get("cells", ()), *report.get("scores", ())):
                 found.setdefault(cell["name"], {})[processor] = {**circumstances, **cell.get("measured", {}), **cell}
-    known = {name: {p: cell for p, cell in own.items() if is_named(p)} for name, own in found.items()}
+    known = {name: {p: cell for p, cell in own.items() if counts(p, cell)} for name, own in found.items()}
     return {name: known[name] or own for name, own in found.items()}
 
 
+def counts(processor: str, cell: Cell) -> bool:
+    """Whether a figure stands for its processor: that is known, and the figure is not of a disturbed machine."""
+    return is_named(processor) and not ("clean_rounds" in cell and bench.is_disturbed(cell))
+
+
 def missing(reports: Reports, benchmark: str | None = None) -> list[str]:
-    """A line for each known processor that lacks cells of a benchmark (default: of any) that another has."""
+    """A line for each known processor that lacks cells of a benchmark (default: of any) that another has.
+
+    A cell that a disturbed machine gave is still to be measured.
+    """
     processors = dict.fromkeys(p for by_processor in reports.values() for p in by_processor if is_named(p))
     lines = []
     for name in [benchmark] if benchmark else reports:
-        has = {p: [cell["name"] for cell in report.get("cells", ())] for p, report in reports[name].items()}
-        wanted = list(dict.fromkeys(cell for own in has.values() for cell in own))
+        measured = {p: report.get("cells", ()) for p, report in reports[name].items()}
+        wanted = list(dict.fromkeys(cell["name"] for own in measured.values() for cell in own))
+        has = {p: [cell["name"] for cell in own if counts(p, cell)] for p, own in measured.items()}
         for processor in processors:
             lacks = [cell for cell in wanted if cell not in has.get(processor, ())]
             if lacks:

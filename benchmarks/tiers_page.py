@@ -119,7 +119,7 @@ def tiers_row(cell: Cell) -> list[str]:
     return [
         cell["name"],
         f"{cell['relative_speed']:.0%} ({low:.0%}-{high:.0%})",
-        "" if target is None else held(f"{target:.0%}", holds=cell["relative_speed"] >= target),
+        "" if target is None else held(f"{target:.0%}", holds=cell["relative_speed"] >= target, of=cell),
         text("hit_rate", ".1%"),
         text("row_hit_rate", ".1%"),
         text("stall_share", ".1%"),

@@ -37,7 +37,7 @@ NUM_ROUNDS = 31
 CLEAN_SHARE = 0.02
 """A round is clean if others had the processors for at most this share of its time."""
 MOST_ROUNDS = 2
-"""Rounds are taken until as many as wanted are clean, or until this many times as many were taken."""
+"""Rounds are taken until as many as wanted are clean, at most this many times as many."""
 LEAST_COUNTED_S = 0.2
 """The system counts processor time in ticks of 10 ms, which say nothing of a shorter round."""
 T = TypeVar("T")
@@ -130,13 +130,24 @@ def cleanest(taken: Sequence[tuple[float, T]], num_rounds: int) -> Rounds[T]:
     return Rounds([taken[i][1] for i in kept], len(clean), len(taken))
 
 
+def wants_more(taken: Sequence[tuple[float, T]], num_rounds: int) -> bool:
+    """Whether a further round is worth its time: not if `num_rounds` are clean or MOST_ROUNDS times as many were taken.
+
+    Nor once `num_rounds` were taken, if so few were clean that as many more would hardly bring half of those wanted.
+    """
+    num_clean = cleanest(taken, num_rounds).num_clean
+    if num_clean >= num_rounds or len(taken) >= MOST_ROUNDS * num_rounds:
+        return False
+    return len(taken) < num_rounds or 2 * MOST_ROUNDS * num_clean >= num_rounds
+
+
 def clean_rounds(one_round: Callable[[int], T], num_rounds: int) -> Rounds[T]:
-    """Take rounds, each given its number, until `num_rounds` are clean or MOST_ROUNDS times as many were taken.
+    """Take rounds, each given its number, as long as `wants_more`.
 
     There is always a figure: see `cleanest`, and `Rounds.counts` for how clean it is.
     """
     taken: list[tuple[float, T]] = []
-    while len(taken) < MOST_ROUNDS * num_rounds and cleanest(taken, num_rounds).num_clean < num_rounds:
+    while wants_more(taken, num_rounds):
         disturbance = Disturbance()
         result = one_round(len(taken))
         taken.append((disturbance.share(), result))

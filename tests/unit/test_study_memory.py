@@ -329,7 +329,7 @@ def test_stretches_compare_every_step() -> None:
         Turns(feed, Fake([0.5, 0.7]), Fake([0.5, 0.8])).stretch(cell, steps=2, ahead=0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("disturbed", "num_taken"), [([1, 0, 1, 0, 0], 5), ([1] * 6, 6)], ids=["some", "all"])
+@pytest.mark.parametrize(("disturbed", "num_taken"), [([1, 0, 1, 0, 0], 5), ([1] * 3, 3)], ids=["some", "all"])
 def test_disturbed_rounds_are_taken_again_and_there_is_always_a_figure(disturbed: list[int], num_taken: int) -> None:
     rounds = iter(disturbed)
     side = {"seconds": 2.0, "cpu_s": 1.0, "losses": [], "steps_s": [0.1]}

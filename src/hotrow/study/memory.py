@@ -281,16 +281,12 @@ def check_losses(key: str, first_step: int, wanted: Sequence[str], found: Sequen
 
 
 def measure_rounds(turns: Turns, cells: Sequence[MemoryCell]) -> dict[str, bench.Rounds[Mapping[str, Any]]]:
-    """Rounds of each cell until as many as it wants are clean, or bench.MOST_ROUNDS times as many were taken.
-
-    A round visits every cell that still wants one.
-    """
+    """Rounds of each cell as long as bench.wants_more; a round visits every cell that still wants one."""
     taken: dict[str, list[tuple[float, Mapping[str, Any]]]] = {cell.key: [] for cell in cells}
-    for _ in range(bench.MOST_ROUNDS * cells[0].rounds):
-        for cell in cells:
-            if bench.cleanest(taken[cell.key], cell.rounds).num_clean < cell.rounds:
-                found = turns.stretch(cell, steps=cell.steps, ahead=cell.ahead)
-                taken[cell.key].append((found["disturbed"], found))
+    while wanting := [cell for cell in cells if bench.wants_more(taken[cell.key], cell.rounds)]:
+        for cell in wanting:
+            found = turns.stretch(cell, steps=cell.steps, ahead=cell.ahead)
+            taken[cell.key].append((found["disturbed"], found))
     return {cell.key: bench.cleanest(taken[cell.key], cell.rounds) for cell in cells}
 
 
