@@ -336,18 +336,18 @@ def fit(
 ) -> Run:
     """Prepare `data` where it is raw, train a model on it, and return the run.
 
-    data: a packed dataset's folder; paths, globs or URIs of CSV or Parquet; or an Arrow-capable frame (pandas, polars,
-    duckdb, pyarrow). Raw data is packed into the run's folder, under data/; stopped in that, by whatever, the same call
-    goes on in the same folder. label, time: its columns of these meanings, guessed if None; label may be a rule such as
-    "rating >= 4"; with a time the last rows are the test split. categorical, dense, lists: columns of ids, of numbers,
-    and of several ids a row; what is not named is guessed, and said. schema: a schema (docs/prepare.md) instead of a
-    guess: a path, its content or a `Schema`. split: "time", "random" or "reference", or what a schema may say of it,
-    such as {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}. config: a recipe to train by, a path or its
-    content, instead of the one chosen by the number of rows. model: "dlrm" (default) or "tbsm".
-    run: the run's folder (default: the next
-    runs/NAME-MODEL-NNN). overrides: options of the config by their last name where that is unique (`epochs=3`) or in
-    full (`**{"optimizer.dense.lr": 0.1}`); otherwise the recipe for so many training rows holds (hotrow/recipe.py has
-    the rule and its reasons). What was used is in the run's config.yaml.
+    data: a packed dataset's folder; paths, globs or URIs of CSV, Parquet or JSON Lines; or an Arrow-capable frame
+    (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is interrupted,
+    the same call goes on in the same folder. label, time: its columns of these meanings, guessed if None; label may be
+    a rule such as "rating >= 4" or "action = buy, cart"; with a time the last rows are the test split. categorical,
+    dense, lists: columns of ids, of numbers, and of several ids a row; what is not named is guessed, and said. schema:
+    a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`. split: "time", "random" or
+    "reference", or what a schema may say of it, such as {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
+    config: a recipe to train by, a path or its content, instead of the one chosen by the number of rows. model: "dlrm"
+    (default) or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN). overrides: options of the config
+    by their last name where that is unique (`epochs=3`) or in full (`**{"optimizer.dense.lr": 0.1}`); otherwise the
+    recipe for so many training rows holds (hotrow/recipe.py has the rule and its reasons). What was used is in the
+    run's config.yaml.
 
     Ctrl-C saves the run and returns it with the status "interrupted"; in preparation it raises
     `hotrow.data.pipeline.Interrupted`. Raises ValueError for what the data or an option has wrong.

@@ -35,7 +35,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a config field, e.g. train.epochs=2.")]
 Paths = Annotated[list[str], typer.Argument(help="Files, folders, globs or URIs (s3://, gs://, hdfs://).")]
 Label = Annotated[
-    str | None, typer.Option(help='The 0/1 column, or a rule such as "rating >= 4"; guessed if not given.')
+    str | None,
+    typer.Option(help='The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.'),
 ]
 Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
 
@@ -104,7 +105,9 @@ def options(
 @verb("demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)")
 def demo(
     *,
-    data: Annotated[str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV or Parquet.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV, Parquet or JSON Lines.")
+    ] = None,
     label: Label = None,
     time: Time = None,
     schema: Annotated[Path | None, typer.Option(help="Schema of your logs (hotrow init); else guessed.")] = None,
@@ -157,14 +160,16 @@ def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, auto to tell, or synthetic, whose "
-            "PATHS is a preset (criteo-kaggle, criteo-terabyte, avazu) or a YAML file."
+            help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, jsonl, auto to tell, or "
+            "synthetic, whose PATHS is a preset (criteo-kaggle, criteo-terabyte, avazu) or a YAML file."
         ),
     ],
     paths: Paths,
     *,
     out: Annotated[Path, typer.Option(help="Folder of the packed dataset; work left there is continued.")],
-    schema: Annotated[Path | None, typer.Option(help="Schema of csv and parquet (hotrow init); else guessed.")] = None,
+    schema: Annotated[
+        Path | None, typer.Option(help="How to read csv, parquet and jsonl (hotrow init writes one); else guessed.")
+    ] = None,
     label: Label = None,
     time: Time = None,
     split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,

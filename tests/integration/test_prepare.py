@@ -176,7 +176,7 @@ def test_a_bad_row_to_predict_is_not_offered_to_be_skipped(source: str, tmp_path
     if source == "criteo":
         good, bad = "1" + "\t1" * 13 + "\tab" * 26 + "\n", "1" + "\t1" * 13 + "\tzz" * 26 + "\n"
     else:
-        good, bad = "0.5,u1,1\n1.5,u2,0\n2.5,u1,0\n0.1,u2,1\n", "much,u1,1\n"
+        good, bad = "0.5,u1,1\n0.5,u1,0\n2.5,u2,0\n2.5,u2,1\n", "much,u1,1\n"
     header = "price,user,click\n" if source == "csv" else ""
     (tmp_path / "old.csv").write_text(header + good * 50)
     (tmp_path / "new.csv").write_text(header + good + bad)

@@ -18,7 +18,7 @@ import pytest
 
 from hotrow.data import tabular
 from hotrow.data.chunk import RowError
-from hotrow.data.columns import ColumnsSource
+from hotrow.data.columns import ColumnsSource, open_table
 from hotrow.data.dictionary import CodedKeys, column_of
 from hotrow.data.guess import guess_schema
 from hotrow.data.inputs import InputFile, find_files
@@ -475,7 +475,7 @@ def test_hive_columns_are_those_of_the_path_however_a_file_is_named(tmp_path: Pa
 def test_a_hive_column_alone_is_read_from_text_without_looking_at_its_lines(tmp_path: Path) -> None:
     (tmp_path / "day=3").mkdir()
     file = write_csv(tmp_path / "day=3" / "p.csv", "7,x\n8,1\n")
-    reader = tabular.open_reader(file, find_files([file], matches=bool, wanted=""), CsvSpec(column_names=("a", "b")))
+    reader = open_table(file, CsvSpec(column_names=("a", "b")))
     (rows,) = reader.read(0, 0, ["day"], 100)
     assert rows.batch.to_pydict() == {"day": ["3", "3"]}
     assert rows.lines.tolist() == [1, 2]

@@ -47,6 +47,7 @@ train.max_steps None
 train.shuffle True
 train.eval_every 1.0
 train.early_stopping None
+train.monitor logloss
 train.seed 1
 train.threads auto
 train.pin auto

@@ -17,7 +17,7 @@ from typing import Any
 from hotrow.data.guess import Guess, SchemaGuess, guess_columns
 from hotrow.data.packed_format import MANIFEST, read_info
 from hotrow.data.schema import Schema
-from hotrow.data.sources import open_source, recognise
+from hotrow.data.sources import open_source, recognise, tell_format
 from hotrow.files import atomic_write
 from hotrow.recipe import choose_recipe
 
@@ -98,7 +98,7 @@ def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> 
         return InitResult(f"{source} in its published layout", source, None, recipe, commands)
     guess = guess_columns(paths, label=label, time=time)
     data = data or "data/packed"
-    source = "csv" if guess.csv else "parquet"
+    source = tell_format(paths)
     commands = (
         f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}",
         f"hotrow train {RECIPE_FILE}",

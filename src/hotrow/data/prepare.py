@@ -171,7 +171,7 @@ class KeptColumns:
         self._left = pa.table({})
         if not columns:
             return
-        reader = open_table(data, schema)
+        reader = open_table(data, schema.csv)
         for name in columns:
             if name == SCORE or name not in reader.schema.names:
                 there = ", ".join(reader.schema.names)

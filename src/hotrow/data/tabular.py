@@ -77,19 +77,6 @@ class TableReader(Protocol):
         """The rows of one file after position `first`. Raises ValueError naming the file where it cannot be read."""
 
 
-def open_reader(source: Any, files: Sequence[InputFile] | None, spec: CsvSpec) -> TableReader:
-    """The reader for `files` by their suffixes or first bytes, or for the frame `source` where there are none."""
-    if files is None:
-        return FrameReader(source)
-    parquet = [is_parquet(f) for f in files]
-    if any(parquet) and not all(parquet):
-        odd = files[parquet.index(not parquet[0])]
-        raise ValueError(f"{files[0].name} and {odd.name} are of different formats; prepare one format at a time")
-    if parquet[0]:
-        return ParquetReader(files)
-    return TextReader(files, spec)
-
-
 def has_suffix(path: str, suffixes: Sequence[str]) -> bool:
     """Whether a file's name, a compression suffix aside, ends in one of `suffixes`."""
     return COMPRESSION_SUFFIX.sub("", path.lower()).endswith(tuple(suffixes))
@@ -174,13 +161,13 @@ class ParquetReader:
     def __init__(self, files: Sequence[InputFile]) -> None:
         self._files = files
         self.files = tuple(f.info for f in files)
-        self._partition_types = _partition_types(files)
+        self._partition_types = partition_types(files)
         self.schema = self._file_schema(0)
 
     def _opened(self, file_index: int, *, text_columns: Sequence[str] = ()) -> pq.ParquetFile:
         """One file; `text_columns` are read as dictionaries, which is how they are stored."""
         file = self._files[file_index]
-        with _naming(file):
+        with naming(file):
             # Without pre_buffer: reading ahead would hold every column chunk of the file at once.
             return pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns), pre_buffer=False)
 
@@ -194,7 +181,7 @@ class ParquetReader:
     def partition_values(self) -> dict[str, pa.Array]:
         """Columns that folders name: their value in each file."""
         stored = self._opened(0).schema_arrow.names
-        return _partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
+        return partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
 
     def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming file and column where a file lacks a column or holds it in another type."""
@@ -225,10 +212,10 @@ class ParquetReader:
         group = int(np.searchsorted(starts, first, side="right")) - 1
         row, groups = int(starts[min(group, len(sizes))]), list(range(group, len(sizes)))
         stored = [c for c in columns if c in parquet.schema_arrow.names]
-        with _naming(file):
+        with naming(file):
             batch_rows = max(rows_per_batch, _batch_rows(parquet, len(stored)))
             for batch in parquet.iter_batches(batch_rows, row_groups=groups, columns=stored):
-                batch = _with_partition(batch, file, columns, self._partition_types)
+                batch = with_partition(batch, file, columns, self._partition_types)
                 for start in range(max(0, first - row), len(batch), rows_per_batch):
                     part = batch.slice(start, rows_per_batch)
                     end = row + start + len(part)
@@ -244,7 +231,7 @@ def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
     return min(MAX_BATCH_ROWS, BATCH_BYTES // max(row_bytes, 1) + 1)
 
 
-def _partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
+def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
     """Integers where every folder's value is one, else text."""
     values: dict[str, list[str]] = {}
     for file in files:
@@ -255,13 +242,13 @@ def _partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
     return {n: pa.int64() if v and all(str(_as_int(x)) == x for x in v) else pa.string() for n, v in values.items()}
 
 
-def _partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
+def partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
     """The value of each partition column in each file."""
     values = [dict(file.partition) for file in files]
     return {n: pa.array([row.get(n) for row in values], pa.string()).cast(kind) for n, kind in types.items()}
 
 
-def _with_partition(
+def with_partition(
     batch: pa.RecordBatch, file: InputFile, columns: Sequence[str], types: dict[str, pa.DataType]
 ) -> pa.RecordBatch:
     """`columns` of a file: those not in `batch` are as its folders say."""
@@ -296,7 +283,7 @@ class TextReader:
         self._heads: dict[int, tuple[str, list[str]]] = {}
         self.delimiter, self.names = self._head(0)
         """`names`: the columns of the first file's lines, without those that folders name."""
-        partition = (name for name in _partition_types(files) if name not in self.names)
+        partition = (name for name in partition_types(files) if name not in self.names)
         self._partition_types = dict.fromkeys(partition, pa.string())
         self.schema = pa.schema([(name, pa.string()) for name in (*self.names, *self._partition_types)])
 
@@ -324,7 +311,7 @@ class TextReader:
 
     def _first_lines(self, file_index: int) -> list[str]:
         file = self._files[file_index]
-        with _naming(file), file.open_stream() as stream:
+        with naming(file), file.open_stream() as stream:
             raw = stream.read(SNIFF_BYTES)
         # The sample may cut a character or line in two: only whole lines count.
         whole = raw if len(raw) < SNIFF_BYTES else raw[: raw.rfind(b"\n") + 1]
@@ -341,7 +328,7 @@ class TextReader:
 
     def partition_values(self) -> dict[str, pa.Array]:
         """Columns that folders name: their value in each file."""
-        return _partition_values(self._files, self._partition_types)
+        return partition_values(self._files, self._partition_types)
 
     def _stored(self, columns: Sequence[str]) -> list[str]:
         """Of `columns`, those that stand in the files' lines."""
@@ -360,29 +347,20 @@ class TextReader:
                     )
 
     def count_rows(self) -> tuple[int, bool]:
-        """Estimated from the first lines of each file and its stored size."""
-        return sum(self._estimate(i) for i in range(len(self._files))), False
-
-    def _estimate(self, file_index: int) -> int:
-        """Lines per stored byte of the file's beginning, times its stored bytes."""
-        file = self._files[file_index]
-        with _naming(file):
-            text, stored_bytes = file.read_head(ESTIMATE_BYTES)
-        num_lines = text.count(b"\n")
-        if len(text) < ESTIMATE_BYTES:
-            return num_lines + (not text.endswith(b"\n")) - (self._spec.column_names is None)
-        return int(num_lines * file.info.num_bytes / stored_bytes)
+        """Estimated from the first lines of each file and its stored size, less its header."""
+        has_header = self._spec.column_names is None
+        return sum(max(0, estimate_lines(file) - has_header) for file in self._files), False
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """The rows of one file after position `first`, which counts lines after the header, bad ones included."""
         file = self._files[file_index]
         header_lines = int(self._spec.column_names is None)
         places = _LinePlaces(file.name, header_lines)
-        with _naming(file), file.open_stream() as stream:
+        with naming(file), file.open_stream() as stream:
             for block in self._blocks(stream, file_index, columns, places):
                 lines = places.lines_of(len(block))
                 keep = int(np.searchsorted(lines, first + header_lines, side="right"))
-                block, lines = _with_partition(block, file, columns, self._partition_types).slice(keep), lines[keep:]
+                block, lines = with_partition(block, file, columns, self._partition_types).slice(keep), lines[keep:]
                 for start in range(0, len(block), rows_per_batch):
                     part = lines[start : start + rows_per_batch]
                     bad = places.take_bad(int(part[-1]), after=first + header_lines)
@@ -398,7 +376,7 @@ class TextReader:
         """
         delimiter, _ = self._head(file_index)
         file = self._files[file_index]
-        with _naming(file), file.open_stream() as stream:
+        with naming(file), file.open_stream() as stream:
             records = csv.reader(
                 io.TextIOWrapper(stream, "utf-8-sig", errors="replace", newline=""), delimiter=delimiter
             )
@@ -516,8 +494,18 @@ def guess_delimiter(lines: Sequence[str]) -> str:
     return best
 
 
+def estimate_lines(file: InputFile) -> int:
+    """Lines per stored byte of a file's beginning, times its stored bytes; exact if the beginning is all of it."""
+    with naming(file):
+        text, stored_bytes = file.read_head(ESTIMATE_BYTES)
+    num_lines = text.count(b"\n")
+    if len(text) < ESTIMATE_BYTES:
+        return num_lines + (bool(text) and not text.endswith(b"\n"))
+    return int(num_lines * file.info.num_bytes / stored_bytes)
+
+
 @contextmanager
-def _naming(file: InputFile) -> Iterator[None]:
+def naming(file: InputFile) -> Iterator[None]:
     """Turns Arrow's errors into ValueErrors that name the file and the cure."""
     try:
         yield
