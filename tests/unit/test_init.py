@@ -325,7 +325,7 @@ def test_a_label_made_of_values(stored: str, tmp_path: Path) -> None:
         source = tmp_path / "x.csv"
         pa.csv.write_csv(table, source)
     dataset = run_prepare("auto", source, tmp_path / "out", label=rule, split="random")
-    labels = [pa.ipc.open_file(file).read_all()["label"] for file in dataset.path.glob("*/*.arrow")]
+    labels = [pa.ipc.open_file(file).read_all()["what"] for file in dataset.path.glob("*/*.arrow")]
     assert sum(column.to_numpy().sum() for column in labels) == np.isin(actions, [1, 2]).sum()
 
 
