@@ -23,7 +23,7 @@ from rich.console import Console
 from sklearn.metrics import log_loss, roc_auc_score
 
 import hotrow
-from hotrow import cli, progress
+from hotrow import cli, progress, runs
 from hotrow.checkpoint import list_checkpoints
 from hotrow.data.progress import Progress
 from hotrow.run_folder import RunFolder, resume_command
@@ -157,7 +157,7 @@ def test_progress_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "45,840,617 of 45,840,617 rows, 1.23M/s" in shown[-1] and shown[-1].endswith("9:59:59")
 
 
-def test_a_lost_manifest_is_said_and_counted(tmp_path: Path) -> None:
+def test_a_lost_manifest_is_said_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = hotrow.fit(
         rows(), label="click", time="ts", run=tmp_path / "run", quiet=True, epochs=2, early_stopping=None,
         **{"checkpoint.every": 10, "checkpoint.keep_last": 3}, **OPTIONS,
@@ -168,6 +168,9 @@ def test_a_lost_manifest_is_said_and_counted(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=rf"checkpoint of step {steps[-1]} is missing or has lost its manifest; step"):
         lost.predict(rows(1).slice(0, 10))
     assert RunFolder.open(run.path).record["warnings"]["checkpoint_lost"]["count"] == 1
+    resumed = runs.resume(run.path, ["train.epochs=3"], quiet=True)
+    assert resumed.record["warnings"]["checkpoint_lost"]["count"] == 2
+    assert f"lost its manifest; the run goes on from step {steps[-2]}\n" in capsys.readouterr().err
 
 
 def test_options_of_hot_that_do_nothing_are_said(tmp_path: Path) -> None:
