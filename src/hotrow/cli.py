@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,13 +42,19 @@ Label = Annotated[
 Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
 
 
-def verb(name: str, *, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as the verb `name`, whose help ends with an example; interrupted, it says so."""
+def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as the verb `name`, whose help ends with an example; interrupted, it says so.
+
+    home: the module whose functions it calls. It brings torch, and is imported before the verb begins: Ctrl-C still
+    ends the process then (`__main__`), where KeyboardInterrupt would come to code of C++ that ends it with a report.
+    """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(*arguments: Any, **options: Any) -> None:
-            function(*arguments, **options)
+            import_module(home)
+            with saying_interruptions():
+                function(*arguments, **options)
 
         return app.command(name, epilog=f"Example: {example}")(run)
 
@@ -64,16 +71,19 @@ def saying_interruptions() -> Iterator[None]:
         got = signal.SIGTERM
         raise KeyboardInterrupt
 
-    alone = threading.current_thread() is threading.main_thread()  # others may not set what a signal does
-    before = signal.signal(signal.SIGTERM, terminate) if alone else None
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # others may not set what a signal does
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, terminate)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt as error:
         print(f"hotrow: {str(error) or 'aborted'}", file=sys.stderr)
         raise typer.Exit(128 + got) from None
     finally:
-        if alone:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def print_result(result: Mapping[str, Any], *, as_json: bool, human: Callable[[], None]) -> None:
@@ -102,7 +112,7 @@ def options(
     """Raw click logs in, a trained DLRM out. Start with `hotrow demo`; every verb has --help with an example."""
 
 
-@verb("demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)")
+@verb("demo", home="hotrow.demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)")
 def demo(
     *,
     data: Annotated[
@@ -138,7 +148,7 @@ def demo(
     _exit_if_interrupted(result)
 
 
-@verb("init", example="hotrow init clicks/*.parquet --label click --out clicks")
+@verb("init", home="hotrow.data.init", example="hotrow init clicks/*.parquet --label click --out clicks")
 def init(
     paths: Paths,
     *,
@@ -155,7 +165,7 @@ def init(
     print_result(result, as_json=json_, human=lambda: _print_init(result))
 
 
-@verb("prepare", example="hotrow prepare criteo train.txt --out data/criteo")
+@verb("prepare", home="hotrow.data.prepare", example="hotrow prepare criteo train.txt --out data/criteo")
 def prepare(
     source: Annotated[
         str,
@@ -222,7 +232,11 @@ def prepare(
     print_result(result, as_json=json_, human=lambda: _print_fields({k: result[k] for k in ("out", "rows", "summary")}))
 
 
-@verb("train", example="hotrow train recipes/criteo-small.yaml --set train.seed=2   (go on: hotrow train --resume RUN)")
+@verb(
+    "train",
+    home="hotrow.api",
+    example="hotrow train recipes/criteo-small.yaml --set train.seed=2   (go on: hotrow train --resume RUN)",
+)
 def train(
     config: Annotated[Path | None, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")] = None,
     *,
@@ -249,7 +263,11 @@ def train(
     _exit_if_interrupted(result)
 
 
-@verb("eval", example="hotrow eval runs/clicks-dlrm-001 new/*.parquet   (the run's own test rows: hotrow eval RUN)")
+@verb(
+    "eval",
+    home="hotrow.api",
+    example="hotrow eval runs/clicks-dlrm-001 new/*.parquet   (the run's own test rows: hotrow eval RUN)",
+)
 def eval_(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     paths: Annotated[list[str] | None, typer.Argument(help="Raw rows with labels; default: a packed dataset.")] = None,
@@ -271,7 +289,7 @@ def eval_(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("predict", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")
+@verb("predict", home="hotrow.api", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")
 def predict(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     paths: Paths,
@@ -290,7 +308,7 @@ def predict(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("export", example="hotrow export runs/clicks-dlrm-001 --out clicks-export")
+@verb("export", home="hotrow.api", example="hotrow export runs/clicks-dlrm-001 --out clicks-export")
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     *,
@@ -317,7 +335,7 @@ def export(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("inspect", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
+@verb("inspect", home="hotrow.tools", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
 def inspect(
     path: Annotated[Path, typer.Argument(help="A packed dataset, or a trace: a text file of one row id per line.")],
     *,
@@ -374,7 +392,7 @@ def inspect(
     print_result(result, as_json=json_, human=lambda: print_inspection(result))
 
 
-@verb("check", example="hotrow check data/criteo")
+@verb("check", home="hotrow.tools", example="hotrow check data/criteo")
 def check(
     path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint, a run or an export.")],
     *,
@@ -387,7 +405,7 @@ def check(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("bench", example="hotrow bench --quick")
+@verb("bench", home="hotrow.bench", example="hotrow bench --quick")
 def bench(
     names: Annotated[list[str] | None, typer.Argument(help="Cells to measure; default: all.")] = None,
     *,
@@ -401,7 +419,11 @@ def bench(
     print_result(result, as_json=json_, human=lambda: print("\n".join(format_row(row) for row in result["cells"])))
 
 
-@verb("study", example="hotrow study kernels --quick   (what it would take: hotrow study kernels --estimate)")
+@verb(
+    "study",
+    home="hotrow.study",
+    example="hotrow study kernels --quick   (what it would take: hotrow study kernels --estimate)",
+)
 def study(
     name: Annotated[
         str,
@@ -436,7 +458,7 @@ def study(
     print_result(result, as_json=json_, human=lambda: _print_fields(told))
 
 
-@verb("doctor", example="hotrow doctor")
+@verb("doctor", home="hotrow.tools", example="hotrow doctor")
 def doctor(
     *,
     json_: Json = False,
@@ -448,7 +470,7 @@ def doctor(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("clean", example="hotrow clean runs/criteo-dlrm-001")
+@verb("clean", home="hotrow.tools", example="hotrow clean runs/criteo-dlrm-001")
 def clean(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     *,

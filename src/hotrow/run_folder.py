@@ -7,7 +7,7 @@ runs/criteo-dlrm-001/
   log.txt         what was said, with times
   vocab/          dataset.json and vocabularies: raw rows can be scored without the dataset
   checkpoints/    step-N folders (hotrow.checkpoint)
-  writes.json     what it wrote to its drive when, where it has a budget for that (hotrow.write_budget)
+  writes.json     what it wrote to its drive when, for a budget of that (hotrow.write_budget)
   data/           the dataset, where the run prepared its own (hotrow.fit)
   memory/         while it trains: rows of tables that memory does not hold (hotrow.placement)
   tensorboard/    event files, where tensorboard is installed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -191,8 +191,7 @@ class Training:
         self.reports: list[TierReport | DeviceReport] = [] if tiers is None else [TierReport(tiers)]
         self.reports += [] if slots is None else [DeviceReport(slots)]
         self.lookahead = config.memory.lookahead if isinstance(config.memory, MemoryConfig) else LOOKAHEAD
-        budget = config.write_budget
-        ledger = None if budget is None else WriteLedger(folder.path / LEDGER, budget)
+        ledger = WriteLedger(folder.path / LEDGER, config.write_budget)
         most = checkpoint_bytes(config, tables, self.parts.model, in_tiers=in_tiers(memory))
         self.writes = Writes(tiers, ledger, checkpoint_bytes=most)
         self._before = State()  # where this session began
@@ -504,11 +503,13 @@ class Training:
 
     def close(self) -> None:
         """Remove the files of tables in tiers, and count what only now is known of them."""
-        self.writes.book()
+        with suppress(OSError):  # on a full disk the ledger stays ahead of what was written
+            self.writes.book()
         overflow = sum(report.overflow_rows for report in self.reports)
         # First: where the disk is full, this makes room for what is to be said.
         close_tiers(self.parts.embedding, self.folder.path)
-        self.writes.close()
+        with suppress(OSError):
+            self.writes.close()
         if overflow:
             text = (
                 "rows of training batches for which no cached row could leave lay beside the caches: raise memory.dram"
