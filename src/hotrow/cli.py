@@ -37,6 +37,8 @@ Paths = Annotated[list[str], typer.Argument(help="Files, folders, globs or URIs 
 Label = Annotated[
     str | None, typer.Option(help='The 0/1 column, or a rule such as "rating >= 4"; guessed if not given.')
 ]
+NOT_OF_A_CONFIG = ("data", "label", "time", "schema", "categorical", "dense", "lists", "split", "config", "quiet")
+"""Arguments of `hotrow.fit` beside the options that --set overrides."""
 Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
 
 
@@ -129,8 +131,11 @@ def demo(
     if data is None:
         result = demo_on_synthetic(folder)
     else:
+        overrides = overrides_of(set_ or ())
+        if own := [name for name in overrides if name in NOT_OF_A_CONFIG]:
+            raise ValueError(f"--set {own[0]}: this is no option of a config; docs/config.md lists them")
         how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
-        result = demo_on_logs(data, label=label, time=time, **how, **overrides_of(set_ or ()))
+        result = demo_on_logs(data, label=label, time=time, **how, **overrides)
     print_result(result, as_json=json_, human=lambda: print(result["text"]))
     _exit_if_interrupted(result)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -299,6 +300,10 @@ def test_the_write_budget_in_numbers() -> None:
     assert make_config({"data": "d", "memory": {}}).write_budget is None
 
 
+BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi"))
+"""Nine lines that stand for 86 million values."""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -308,7 +313,8 @@ def test_the_write_budget_in_numbers() -> None:
         ("data: d\n1.5: x", "key 1.5 is read as a number"),
         ("2001-01-01: x", "is read as date, not as a name"),
         ("data: 2001-13-45", "a value cannot be read .*put it in quotes if it is text"),
-        ("data: &a [*a]", "data is .*; allowed: text"),
+        ("data: &a [*a]", "line 1, column 7: a value contains itself; remove the alias"),
+        (BOMB, "line 6, column 4: more than 100,000 values, aliases counted as what they stand for; write fewer"),
         ("data: !!python/object:os.system x", "could not determine a constructor"),
     ],
 )
