@@ -222,6 +222,9 @@ class Run:
         metrics = BinaryMetrics()
         for logits_B, label_B in self._logits(data, labels="alone"):
             metrics.update(logits_B, label_B)
+        if not metrics.num_rows:
+            shown = str(data) if _is_paths(data) else "the frame"
+            raise ValueError(f"{shown} has no rows to judge the run by; give a file that has some")
         return {name: None if value != value else value for name, value in metrics.compute().items()}
 
     def evaluate(self, split: str = "test", *, data: Path | str | None = None) -> dict[str, Any]:
