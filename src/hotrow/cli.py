@@ -16,7 +16,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -515,6 +515,7 @@ def main() -> None:
     """The `hotrow` command."""
     warnings.showwarning = _one_line_warning
     try:
+        _check_arguments(sys.argv[1:])
         app()
     except BrokenPipeError:
         # Whoever read our output has seen enough; what is left in the buffer must not fail again at exit.
@@ -535,6 +536,14 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raises ValueError for bytes that are not UTF-8: records of runs and of datasets could not hold such a name."""
+    from hotrow.files import check_text
+
+    for argument in arguments:
+        check_text(argument, what="an argument")
 
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -149,7 +149,7 @@ def overrides_of(overrides: Sequence[str]) -> dict[str, Any]:
     """`a.b=v` overrides as `{"a.b": value}`; ValueError where one has no name and value."""
     split = [override.partition("=") for override in overrides]
     for override, (path, equals, _) in zip(overrides, split, strict=True):
-        if not equals or not path.strip():
+        if not equals or not all(name.strip() for name in path.split(".")):
             raise ValueError(f"--set {override!r} has no name and value; write it as --set train.batch_size=4096")
     return {path.strip(): parse_yaml(text, origin=f"--set {path}") for path, _, text in split}
 
@@ -164,7 +164,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
         # Union branches appear in a location as tags of their own; the path of the field is the part the schema knows.
         names = list(_known(problem["loc"]))
-        path = ".".join(names)
+        path = ".".join(name or "''" for name in names)
         if problem["type"] == "extra_forbidden":
             known = list(_section_at(names[:-1]).model_fields)
             near = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hotrow.files import atomic_write, check_writable, open_private, read_json, write_json
+from hotrow.files import atomic_write, check_text, check_writable, open_private, read_json, write_json
 from hotrow.host import host_facts, versions
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
@@ -251,6 +251,7 @@ def check_free(path: Path | str | None) -> None:
         return
     if not isinstance(path, str | Path):
         raise ValueError(f"run is {path!r}; give the path of a new folder")
+    check_text(str(path), what="run")
     if Path(path).exists() and not _is_unbegun(Path(path)):
         raise _taken(Path(path))
     check_writable(Path(path))

@@ -324,6 +324,7 @@ def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
         ({"lists": 5}, "lists is 5; give a list of the names"),
         ({"dense": [None]}, r"dense is \[None\]; give a list of the names"),
         ({"run": 5}, "run is 5; give the path of a new folder"),
+        ({"run": "\udcff"}, r"run is '\\udcff'; it must be valid Unicode text"),
         ({"run": "."}, r"run folder \. exists already"),
         ({"run": "/dev/null/run"}, "/dev/null/run cannot be made: /dev/null is no folder"),
     ],

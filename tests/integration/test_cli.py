@@ -134,6 +134,7 @@ def test_demo_takes_what_prepare_and_train_take(
     for wrong, message in [
         (("--set", "train.epoch=1"), "'train.epoch' is not known; did you mean 'train.epochs'"),
         (("--set", "nothing"), "--set 'nothing' has no name and value"),
+        (("--set", "train..epochs=1"), "--set 'train..epochs=1' has no name and value"),
         (("--split", "chrono"), "chrono"),
         (("--fractions", "a"), "--fractions 'a'"),
     ]:
@@ -291,6 +292,7 @@ def test_help_has_an_example(verb: str) -> None:
         (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is no run"),
         (["export", "nowhere", "--out", "x"], "nowhere is no run"),
         (["clean", "."], "is no run"),
+        (["clean", "\udcff"], r"an argument is '\\udcff'; it must be valid Unicode text: rename it"),
     ],
 )
 def test_bad_input_is_one_line_with_a_cure(

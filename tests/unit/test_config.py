@@ -114,6 +114,7 @@ def test_yaml_round_trip() -> None:
         ({}, "data is missing; set it to text"),
         ({"data": "d", "trian": {}}, "trian is no known key; did you mean 'train'?"),
         ({"data": "d", "train": {"batchsize": 1}}, r"train\.batchsize is no known key; did you mean 'batch_size'?"),
+        ({"data": "d", "": 1}, r"'' is no known key; known here: data, "),
         ({"data": "d", "train": {"zzz": 1}}, r"train\.zzz is no known key; known here: batch_size, "),
         ({"data": "d", "train": {"batch_size": 0}}, r"train\.batch_size is 0; allowed: an integer >= 1"),
         ({"data": "d", "train": {"batch_size": "64"}}, r"train\.batch_size is '64'; allowed: an integer >= 1"),

@@ -454,7 +454,7 @@ class TextReader:
     def _end_line(self, file_index: int) -> str:
         """A line that no file has and that has not its number of columns, so that Arrow hands it over as a bad one."""
         delimiter, names = self._head(file_index)
-        return "\x04" + delimiter * int(len(names) == 1)
+        return "\x04end of text\x04" + delimiter * int(len(names) == 1)
 
     def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
         delimiter, names = self._head(file_index)
@@ -515,7 +515,7 @@ class _CheckedText(io.RawIOBase):
         except UnicodeDecodeError as error:
             at = error.start - len(error.object) + len(text)
             self.fault = _not_utf8(self._name, self._num_bytes + at, self._num_lines + text.count(b"\n", 0, max(at, 0)))
-        except (pa.ArrowException, OSError, EOFError) as error:
+        except Exception as error:  # whatever it is: the caller raises it
             self.fault = error.with_traceback(None)
         self._is_over = not text or self.fault is not None
         if self.fault is not None:
