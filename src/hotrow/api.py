@@ -12,6 +12,7 @@ import difflib
 import html
 import json
 import re
+import reprlib
 import shlex
 import sys
 import warnings
@@ -39,7 +40,7 @@ from hotrow.data.packed_format import MANIFEST
 from hotrow.data.pipeline import fingerprint, prepare
 from hotrow.data.prepare import RawEncoder
 from hotrow.data.progress import ProgressCallback
-from hotrow.data.schema import Schema, load_schema, parse_schema
+from hotrow.data.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.data.sources import OpenedSource, open_source
 from hotrow.device import Place, cpu_instead, place_tables
 from hotrow.embedding import EmbeddingCollection
@@ -52,7 +53,7 @@ from hotrow.parts import build_network
 from hotrow.placement import close_tiers
 from hotrow.progress import progress_bar
 from hotrow.recipe import as_overrides, choose_recipe
-from hotrow.run_folder import RunFolder, resume_command
+from hotrow.run_folder import RunFolder, check_free, resume_command
 from hotrow.runs import train
 from hotrow.tables import TableConfig
 from hotrow.trainer import EVAL_BATCH_SIZE, evaluate
@@ -221,6 +222,9 @@ class Run:
         metrics = BinaryMetrics()
         for logits_B, label_B in self._logits(data, labels="alone"):
             metrics.update(logits_B, label_B)
+        if not metrics.num_rows:
+            shown = str(data) if _is_paths(data) else "the frame"
+            raise ValueError(f"{shown} has no rows to judge the run by; give a file that has some")
         return {name: None if value != value else value for name, value in metrics.compute().items()}
 
     def evaluate(self, split: str = "test", *, data: Path | str | None = None) -> dict[str, Any]:
@@ -352,8 +356,8 @@ def fit(
     Ctrl-C saves the run and returns it with the status "interrupted"; in preparation it raises
     `hotrow.data.pipeline.Interrupted`. Raises ValueError for what the data or an option has wrong.
     """
-    recipe, changes = _recipe(config), [f"{_option(name)}={_as_yaml(value)}" for name, value in overrides.items()]
-    changes = [*([] if model is None else [f"model.name={_as_yaml(model)}"]), *changes]
+    recipe, changes = _recipe(config), [f"{_option(name)}={_as_yaml(name, value)}" for name, value in overrides.items()]
+    changes = [*([] if model is None else [f"model.name={_as_yaml('model', model)}"]), *changes]
     # Before hours of work.
     checked = make_config(apply_overrides({"data": ""} | (recipe or {}), changes), origin="fit")
     model = checked.model.name
@@ -362,14 +366,16 @@ def fit(
     packed = isinstance(data, str | Path) and (Path(data) / MANIFEST).is_file()
     if packed and (given := [name for name, value in told.items() if value]):
         raise ValueError(f"{given[0]} is for raw data, but {data} is a packed dataset; leave it out")
-    schema = _schema(schema, told)
+    schema, changed, roles = _schema(schema, told), _split_options(split), _roles(told)
+    check_options(**changed)
+    check_free(run)
     name = f"{_name_of(data)}-{model}"
     if packed:
         dataset = PackedDataset.open(data)
         return _train_on(dataset, RunFolder.create(run, name=name), recipe, changes, quiet=quiet)
     opened = open_source(
-        "auto" if _is_paths(data) else "frame", data, schema=schema, label=label, time=time, roles=_roles(told)
-    ).with_options(**_split_options(split))
+        "auto" if _is_paths(data) else "frame", data, schema=schema, label=label, time=time, roles=roles
+    ).with_options(**changed)
     with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
         with folder:
             dataset = _prepare_into(folder, opened, quiet=quiet)
@@ -438,6 +444,8 @@ def _schema(schema: Any, told: Mapping[str, Any]) -> Schema | None:
         raise ValueError(f"{given[0]} helps to guess a schema, but one is given; say it there")
     if isinstance(schema, Mapping):
         return parse_schema(dict(schema), where="schema")
+    if not isinstance(schema, Schema | str | Path):
+        raise ValueError(f"schema is {reprlib.repr(schema)}; pass the path of a YAML file, or its content as a dict")
     return schema if isinstance(schema, Schema) else load_schema(schema)
 
 
@@ -445,9 +453,14 @@ def _roles(told: Mapping[str, Any]) -> dict[str, Role]:
     """The columns that were told, each once."""
     kinds: tuple[Role, ...] = ("categorical", "dense", "lists")
     roles: dict[str, Role] = {}
+    for what in ("label", "time"):
+        if not isinstance(told[what], str | None):
+            raise ValueError(f"{what} is {reprlib.repr(told[what])}; give the name of a column")
     for role in kinds:
         if isinstance(told[role], str):
             raise ValueError(f"{role} is the text {told[role]!r}; give a list of names: {role}=[{told[role]!r}]")
+        if not isinstance(told[role], Sequence) or not all(isinstance(column, str) for column in told[role]):
+            raise ValueError(f"{role} is {reprlib.repr(told[role])}; give a list of the names of columns")
         for column in told[role]:
             if column in roles:
                 raise ValueError(f"column {column!r} is listed in {roles[column]} and in {role}; list it once")
@@ -457,6 +470,8 @@ def _roles(told: Mapping[str, Any]) -> dict[str, Role]:
 
 def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """What `OpenedSource.with_options` takes of a split."""
+    if not (split is None or isinstance(split, str | Mapping)):
+        raise ValueError(f"split is {reprlib.repr(split)}; give time, random or reference, or a dict with fractions")
     given = {"kind": split} if split is None or isinstance(split, str) else dict(split)
     if unknown := [name for name in given if name not in ("kind", "fractions", "seed")]:
         raise ValueError(f"split has {unknown[0]!r}; it may have kind, fractions and seed")
@@ -481,12 +496,14 @@ def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> l
     return as_overrides(recipe)
 
 
-def _as_yaml(value: Any) -> str:
+def _as_yaml(name: str, value: Any) -> str:
     """A value of an option as YAML, which JSON is. Raises ValueError for what is neither number, text nor list."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
-        raise ValueError(f"an option is {value!r}; give a number, a text, true or false, or a list of them") from None
+        raise ValueError(
+            f"option {name} is {value!r}; give a number, a text, true or false, or a list of them"
+        ) from None
 
 
 def _option(name: str) -> str:

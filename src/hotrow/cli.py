@@ -16,7 +16,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -39,6 +39,8 @@ Label = Annotated[
     str | None,
     typer.Option(help='The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.'),
 ]
+NOT_OF_A_CONFIG = ("data", "label", "time", "schema", "categorical", "dense", "lists", "split", "config", "quiet")
+"""Arguments of `hotrow.fit` beside the options that --set overrides."""
 Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
 
 
@@ -142,8 +144,11 @@ def demo(
     if data is None:
         result = demo_on_synthetic(folder)
     else:
+        overrides = overrides_of(set_ or ())
+        if own := [name for name in overrides if name in NOT_OF_A_CONFIG]:
+            raise ValueError(f"--set {own[0]}: this is no option of a config; docs/config.md lists them")
         how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
-        result = demo_on_logs(data, label=label, time=time, **how, **overrides_of(set_ or ()))
+        result = demo_on_logs(data, label=label, time=time, **how, **overrides)
     print_result(result, as_json=json_, human=lambda: print(result["text"]))
     _exit_if_interrupted(result)
 
@@ -537,6 +542,7 @@ def main() -> None:
     """The `hotrow` command."""
     warnings.showwarning = _one_line_warning
     try:
+        _check_arguments(sys.argv[1:])
         app()
     except BrokenPipeError:
         # Whoever read our output has seen enough; what is left in the buffer must not fail again at exit.
@@ -557,6 +563,14 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raises ValueError for bytes that are not UTF-8: records of runs and of datasets could not hold such a name."""
+    from hotrow.files import check_text
+
+    for argument in arguments:
+        check_text(argument, what="an argument")
 
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -187,6 +187,16 @@ def file_name(name: str) -> str:
     return f"{escaped[: MAX_NAME_BYTES - 66].rpartition('%')[0]}%-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
+def check_writable(folder: Path) -> None:
+    """Raises ValueError where the new folder or file `folder` cannot be made in the nearest parent that exists."""
+    parent = folder.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        why = "may not be written to" if parent.is_dir() else "is no folder"
+        raise ValueError(f"{folder} cannot be made: {parent} {why}; choose another place")
+
+
 def disk_free_bytes(path: Path | str) -> int:
     """Bytes this process may still write at `path`, or at its nearest existing parent."""
     path = Path(path).absolute()

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hotrow.files import atomic_write, open_private, read_json, write_json
+from hotrow.files import atomic_write, check_text, check_writable, open_private, read_json, write_json
 from hotrow.host import host_facts, versions
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
@@ -241,14 +241,33 @@ def _new_folder(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True)
     except FileExistsError:
-        unbegun = (path / RUN).is_file() and not (path / CONFIG).exists()
-        other = f"or continue it with `{resume_command(path)}`"
-        if unbegun:
-            other = "or remove it: the run there ended before its first step"
-        raise ValueError(
-            f"run folder {path} exists already and is never overwritten; choose another with --set run=..., {other}"
-        ) from None
+        raise _taken(path) from None
     return path
+
+
+def check_free(path: Path | str | None) -> None:
+    """Raises ValueError where no run can be made at `path`, or prepared further there; None: one will be found."""
+    if path is None:
+        return
+    if not isinstance(path, str | Path):
+        raise ValueError(f"run is {path!r}; give the path of a new folder")
+    check_text(str(path), what="run")
+    if Path(path).exists() and not _is_unbegun(Path(path)):
+        raise _taken(Path(path))
+    check_writable(Path(path))
+
+
+def _is_unbegun(path: Path) -> bool:
+    return (path / RUN).is_file() and not (path / CONFIG).exists()
+
+
+def _taken(path: Path) -> ValueError:
+    other = f"or continue it with `{resume_command(path)}`"
+    if _is_unbegun(path):
+        other = "or remove it: the run there ended before its first step"
+    return ValueError(
+        f"run folder {path} exists already and is never overwritten; choose another with --set run=..., {other}"
+    )
 
 
 def _next_folder(parent: Path, name: str) -> Path:

@@ -81,6 +81,9 @@ def test_eval_judges_new_labelled_rows(
     pyarrow.csv.write_csv(bad, tmp_path / "bad.csv")
     _, err = command("eval", run.path, tmp_path / "bad.csv", capfd=capfd, monkeypatch=monkeypatch, code=2)
     assert "bad.csv:9 (click): 'x' is no label" in err
+    pyarrow.csv.write_csv(new.slice(0, 0), tmp_path / "empty.csv")
+    _, err = command("eval", run.path, tmp_path / "empty.csv", capfd=capfd, monkeypatch=monkeypatch, code=2)
+    assert "empty.csv'] has no rows" in err
     no_label = [run.path, tmp_path / "none.csv"]
     pyarrow.csv.write_csv(new.drop_columns(["click"]), tmp_path / "none.csv")
     _, err = command("eval", *no_label, capfd=capfd, monkeypatch=monkeypatch, code=2)

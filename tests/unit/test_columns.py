@@ -130,6 +130,12 @@ def test_ids_are_never_rounded_or_guessed(array: pa.Array, spec: dict[str, Any],
         read_column(array, spec)
 
 
+def test_prediction_refuses_what_cannot_be_an_id() -> None:
+    for array in (pa.array([{"x": 1}]), pa.array([1], pa.duration("s"))):
+        with pytest.raises(ValueError, match=r"<frame>: column 'a' has type .*, which cannot be an id"):
+            ColumnsSource(pa.table({"a": array}), schema_of("a"), labels="ignored", encodings={"a": "int"})
+
+
 def test_prediction_reads_ids_as_they_were_prepared() -> None:
     assert read_column(pa.array([7, None]), encodings={"a": "bytes"}) == ["7", None]
     assert read_column(pa.array([7.0, None]), encodings={"a": "bytes"}) == ["7", None]
@@ -377,7 +383,7 @@ def test_unreadable_files_are_named_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"empty\.csv is empty"):
         ColumnsSource(tmp_path / "empty.csv", schema)
     (tmp_path / "latin.csv").write_bytes("y,a\n0,é\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.csv: byte 6 is not UTF-8; convert it"):
+    with pytest.raises(ValueError, match=r"latin\.csv:2: byte 6 is not UTF-8; convert it"):
         ColumnsSource(tmp_path / "latin.csv", schema)
     (tmp_path / "packed.csv").write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(ValueError, match=r"packed\.csv is a zip archive; unpack it"):
@@ -395,6 +401,50 @@ def test_unreadable_files_are_named_with_the_cure(tmp_path: Path) -> None:
         ColumnsSource(tmp_path / "folder", schema)
     with pytest.raises(ValueError, match=r"\*\.csv: no file matches this pattern"):
         ColumnsSource(str(tmp_path / "folder" / "*.csv"), schema)
+
+
+@pytest.mark.parametrize("line", [b"1,\xff\n", b"1,2,\xff\xfe,3\n"], ids=["a row", "a ragged line"])
+def test_bytes_that_are_not_utf8_are_named_by_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], line: bytes
+) -> None:
+    """Beyond what is looked at first; of a ragged line Arrow printed a traceback."""
+    before = b"y,a\n" + b"0,b\n" * 30_000
+    (tmp_path / "late.csv").write_bytes(before + line + b"1,b\n" * 10)
+    with pytest.raises(ValueError, match=rf"late\.csv:30002: byte {len(before) + line.index(0xFF)} is not UTF-8"):
+        read(ColumnsSource(tmp_path / "late.csv", schema_of("a"), skip_bad_rows=5))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("line", ['1,"b\n', '"1,b\n'])
+@pytest.mark.parametrize("header", [True, False])
+def test_a_quote_that_is_never_closed_takes_no_rows_with_it(tmp_path: Path, line: str, header: bool) -> None:
+    schema = schema_of("a", csv={} if header else {"column_names": ["y", "a"]})
+    path = write_csv(tmp_path / "q.csv", "y,a\n" * header + "0,b\n" * 9 + line + "1,b\n" * 7)
+    with pytest.raises(ValueError, match=rf"q\.csv:{10 + header}: a quote opens here and is never closed"):
+        read(ColumnsSource(path, schema, skip_bad_rows=5))
+    write_csv(path, "y,a\n" * header + "0,b\n" * 9 + '1,"b\nc"')
+    assert read(ColumnsSource(path, schema))["a"] == ["b"] * 9 + ["b\nc"]
+
+
+def test_one_column_and_no_last_newline(tmp_path: Path) -> None:
+    """The line that `read` adds to a file must be a bad one in a file of any width, and no row."""
+    for name, text in (("x.csv", "a\n1\n0"), ("y.csv", "a,b\n1,2\n0,3"), ("z.csv", "a,b\r\n1,2\r\n0,3\r\n\r\n")):
+        reader = open_table(write_csv(tmp_path / name, text), CsvSpec())
+        pieces = list(reader.read(0, 0, ["a"], 10))
+        assert [value for rows in pieces for value in rows.batch.column(0).to_pylist()] == ["1", "0"]
+        assert not any(rows.bad for rows in pieces)
+
+
+def test_a_parquet_column_that_stands_twice_is_named(tmp_path: Path) -> None:
+    table = pa.table([[0, 1], ["a", "b"], ["c", "d"]], names=["y", "a", "a"])
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=r"x\.parquet: two columns are called 'a'; rename one"):
+        ColumnsSource(tmp_path / "x.parquet", schema_of("a"))
+
+
+def test_a_header_of_very_many_names_alike_is_numbered_at_once() -> None:
+    names = tabular.distinct_names(["", "x", "x (2)"] + ["x"] * 60_000)
+    assert (names[:5], names[-1]) == (["", "x", "x (2)", "x (3)", "x (4)"], "x (60002)")
 
 
 def parquet(path: Path, **columns: Any) -> Path:

@@ -72,9 +72,8 @@ class ColumnsSource:
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
         with self._naming(0):
-            self.encodings: dict[str, IdEncoding] = dict(
-                encodings or {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
-            )
+            found = {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
+        self.encodings: dict[str, IdEncoding] = dict(encodings or found)
         self._time_reader = self._make_time_reader()
 
     @property

@@ -28,10 +28,11 @@ from hotrow.data.packed import Ids, PackedDataset, Ragged
 from hotrow.data.pipeline import Options, prepare
 from hotrow.data.progress import ProgressCallback
 from hotrow.data.rowencoder import RowEncoder
-from hotrow.data.schema import Schema, load_schema, parse_schema
+from hotrow.data.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.data.sources import SOURCE_NAMES, open_source
 from hotrow.data.transforms import DenseTransform
 from hotrow.data.vocabulary import Vocabulary
+from hotrow.data.workfolder import check_out
 from hotrow.files import available_memory_bytes
 from hotrow.host import usable_cores
 
@@ -92,12 +93,15 @@ def run_prepare(
     Raises ValueError naming the field, file, row or option that is wrong; OSError when the disk is full, and
     `hotrow.data.pipeline.Interrupted` on Ctrl-C, both leaving work to go on from.
     """
+    # What can be known without a row comes first.
+    options = Options(rows=rows, sample=sample, memory_bytes=parse_bytes(memory), threads=threads, overwrite=overwrite)
+    changes = {"split": split, "fractions": fractions, "seed": seed, "min_count": min_count, "hash_cap": hash_cap}
+    check_options(**changes)
+    check_out(Path(out), overwrite=overwrite)
     if isinstance(schema, str | Path):
         schema = load_schema(schema)
     opened = open_source(source, paths, schema=schema, label=label, time=time, skip_bad_rows=skip_bad_rows, rows=rows)
-    opened = opened.with_options(split=split, fractions=fractions, seed=seed, min_count=min_count, hash_cap=hash_cap)
-    options = Options(rows=rows, sample=sample, memory_bytes=parse_bytes(memory), threads=threads, overwrite=overwrite)
-    return prepare(opened, out, options, progress=progress, announce=announce)
+    return prepare(opened.with_options(**changes), out, options, progress=progress, announce=announce)
 
 
 def parse_bytes(value: int | str | None) -> int | None:

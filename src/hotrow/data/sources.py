@@ -112,7 +112,13 @@ def open_source(
         made, own_schema = open_synthetic(data, rows=rows)
         return OpenedSource(made, own_schema, dict.fromkeys(own_schema.feature_names, "int"))
     if name == "auto":
-        name = _tell_source(data) if schema is None and label is None and not roles else tell_format(data)
+        told = schema is not None or label is not None or time is not None or bool(roles)
+        name = tell_format(data) if told else _tell_source(data)
+    if given := [what for what, column in (("label", label), ("time", time)) if column is not None]:
+        if schema is not None:
+            raise ValueError(f"{given[0]} helps to guess a schema, but one is given; say it there")
+        if name not in ("csv", "parquet", "jsonl", "frame"):
+            raise ValueError(f"source {name} has its own {given[0]}; leave it out, or prepare the file as csv")
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
         raise ValueError(f"source {name} makes no histories; use csv, parquet, jsonl or frame with this schema")
     if name == "criteo" and is_paths(data):

@@ -6,6 +6,7 @@ columns mean; `columns.py` does.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import re
@@ -169,7 +170,12 @@ class ParquetReader:
         file = self._files[file_index]
         with naming(file):
             # Without pre_buffer: reading ahead would hold every column chunk of the file at once.
-            return pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns), pre_buffer=False)
+            parquet = pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns), pre_buffer=False)
+        names = parquet.schema_arrow.names
+        if len(set(names)) < len(names):
+            again = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{file.name}: two columns are called {again!r}; rename one of them")
+        return parquet
 
     def _file_schema(self, file_index: int) -> pa.Schema:
         schema = self._opened(file_index).schema_arrow
@@ -320,7 +326,7 @@ class TextReader:
         try:
             text = whole.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file.name}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
+            raise _not_utf8(file.name, error.start, raw.count(b"\n", 0, error.start)) from None
         lines = [line for line in io.StringIO(text, newline="") if line.strip("\r\n")]
         if not lines:
             raise ValueError(f"{file.name} is empty; remove it or write it again")
@@ -394,20 +400,39 @@ class TextReader:
     ) -> Iterator[pa.RecordBatch]:
         """A file as Arrow cuts it, bad lines noted in `places`; ends only when Arrow's reading thread has too.
 
-        That thread drops the reader, and the callback with it, after its last read: later than the caller, who may
+        That thread drops the reader, and file and callback with it, after its last read: later than the caller, who may
         have broken off. Were Python shutting down by then, the process would be aborted.
         """
+        name = self._files[file_index].name
+        text = _CheckedText(name, stream, end=self._end_line(file_index))
 
-        def on_bad_line(row: Any) -> str:
-            return places.collect(row)
+        def on_bad_line(row: Any, text: _CheckedText = text) -> str:
+            return "skip" if text.ends_with(row.text) else places.collect(row)
 
-        dropped = threading.Event()
-        weakref.finalize(on_bad_line, dropped.set).atexit = False
+        dropped = threading.Event(), threading.Event()
+        weakref.finalize(on_bad_line, dropped[0].set).atexit = False
+        weakref.finalize(text, dropped[1].set).atexit = False
         try:
-            yield from pa.csv.open_csv(stream, **self._csv_options(file_index, columns, on_bad_line))
+            try:
+                yield from pa.csv.open_csv(text, **self._csv_options(file_index, columns, on_bad_line))
+            except pa.ArrowException:
+                if text.fault is None:  # else Arrow's is about a file that ends there
+                    raise
+            fault, is_whole = text.fault, text.is_whole
         finally:
-            del on_bad_line
-            dropped.wait()
+            del on_bad_line, text
+            for event in dropped:
+                event.wait()
+        if fault is not None:
+            raise fault
+        if not is_whole:
+            line = self.line_of(file_index, places.num_records)
+            raise ValueError(f"{name}:{line}: a quote opens here and is never closed; mend it")
+
+    def _end_line(self, file_index: int) -> str:
+        """A line that no file has and that has not its number of columns, so that Arrow hands it over as a bad one."""
+        delimiter, names = self._head(file_index)
+        return "\x04end of text\x04" + delimiter * int(len(names) == 1)
 
     def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
         delimiter, names = self._head(file_index)
@@ -436,6 +461,60 @@ class TextReader:
         }
 
 
+class _CheckedText(io.RawIOBase):
+    """The bytes of a text file for Arrow, up to the first that are not UTF-8, and after all of them a line of ours.
+
+    Arrow itself prints a traceback where a bad line is not UTF-8, and takes the rest of a file for one value where a
+    quote is never closed: then it does not hand over the line `end`.
+    """
+
+    def __init__(self, name: str, stream: Any, *, end: str) -> None:
+        self._name, self._stream, self._end = name, stream, end
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._num_bytes, self._num_lines, self._last = 0, 0, b"\n"
+        self._is_over = False
+        self.is_whole = False
+        """Whether Arrow came upon the last line outside quotes."""
+        self.fault: Exception | None = None
+        """Why the file ends early."""
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        """The next bytes; errors wait in `fault`, because their traceback would keep this object alive."""
+        if self._is_over:
+            return b""
+        text = b""
+        try:
+            text = self._stream.read(num_bytes)
+            self._decoder.decode(text, not text)
+        except UnicodeDecodeError as error:
+            at = error.start - len(error.object) + len(text)
+            self.fault = _not_utf8(self._name, self._num_bytes + at, self._num_lines + text.count(b"\n", 0, max(at, 0)))
+        except Exception as error:  # whatever it is: the caller raises it
+            self.fault = error.with_traceback(None)
+        self._is_over = not text or self.fault is not None
+        if self.fault is not None:
+            return b""
+        if not text:
+            return (b"" if self._last == b"\n" else b"\n") + self._end.encode()
+        self._num_bytes += len(text)
+        self._num_lines += text.count(b"\n")
+        self._last = text[-1:]
+        return text
+
+    def ends_with(self, line: str) -> bool:
+        """Whether a bad line is the one that ends the file, or comes only of an early end."""
+        self.is_whole |= self._is_over and line == self._end
+        return self.fault is not None or self.is_whole
+
+
+def _not_utf8(name: str, byte: int, lines_before: int) -> ValueError:
+    return ValueError(f"{name}:{lines_before + 1}: byte {byte} is not UTF-8; convert it (iconv -t UTF-8)")
+
+
 class _LinePlaces:
     """Record numbers of the rows Arrow yields, and the errors of lines it could not cut into columns."""
 
@@ -444,6 +523,11 @@ class _LinePlaces:
         self._rows_before: list[int] = []
         self._bad: list[RowError] = []
         self._num_taken = self._num_rows = 0
+
+    @property
+    def num_records(self) -> int:
+        """Records so far: header, rows and bad lines."""
+        return self._header_lines + self._num_rows + len(self._bad)
 
     def collect(self, row: Any) -> str:
         """Notes a line with the wrong number of columns and lets Arrow go on."""
@@ -470,13 +554,17 @@ class _LinePlaces:
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """`names`, of which a repeated one becomes "name (2)", "name (3)" and so on, whichever is free."""
-    found: list[str] = []
+    given, found = set(names), dict.fromkeys(names, 1)
+    result: list[str] = []
+    taken: set[str] = set()
     for name in names:
-        number, free = 2, name
-        while free in found or (free != name and free in names):
-            free, number = f"{name} ({number})", number + 1
-        found.append(free)
-    return found
+        free = name
+        while free in taken or (free != name and free in given):
+            found[name] += 1
+            free = f"{name} ({found[name]})"
+        taken.add(free)
+        result.append(free)
+    return result
 
 
 def guess_delimiter(lines: Sequence[str]) -> str:
@@ -514,7 +602,7 @@ def naming(file: InputFile) -> Iterator[None]:
         cures = {
             "Truncated compressed stream": "the file is cut short; fetch it again",
             "straddling": f"a line is longer than {CSV_BLOCK_BYTES >> 20} MiB or a quote is never closed; mend it",
-            "UTF8": "the file is not UTF-8; convert it (iconv -t UTF-8)",
+            "cannot infer number of columns": "the header is empty, or a quote in it is never closed; mend it",
             "Parquet magic bytes not found": "the file is cut short or no Parquet file; write it again",
         }
         cure = next((cure for sign, cure in cures.items() if sign in text), "check the file")

@@ -18,7 +18,7 @@ from hotrow.data.chunk import Position
 from hotrow.data.packed_format import MANIFEST, WORK_FOLDER
 from hotrow.data.schema import SPLITS
 from hotrow.data.spill import SNAPSHOT
-from hotrow.files import read_json, write_json
+from hotrow.files import check_writable, read_json, write_json
 
 STATE = "prepare.json"
 COUNTS = "counts"
@@ -58,19 +58,12 @@ class WorkFolder:
         self.out, self.folder, self._identity, self._overwrite = out, out / WORK_FOLDER, identity, overwrite
         self._state: dict[str, Any] = {}
         self._made_out = not out.exists()
-        if not _is_ours(out):
-            if out.exists() and (not out.is_dir() or any(out.iterdir())):
-                raise ValueError(f"{out} exists and is no dataset folder; it is never overwritten: choose another")
-        elif not overwrite:
+        check_out(out, overwrite=overwrite)
+        if _is_ours(out) and not overwrite:
             self._resume()
         self.resumed = bool(self._state)
 
     def _resume(self) -> None:
-        if (self.out / MANIFEST).exists():
-            shutil.rmtree(self.folder, ignore_errors=True)  # left where the last step was cut short
-            raise ValueError(
-                f"{self.out} already holds a finished dataset; choose another folder, or --overwrite to replace it"
-            )
         self._state = read_json(self.folder / STATE)
         differences = _differences(self._state.get("identity"), self._identity)
         if differences:
@@ -151,6 +144,17 @@ class WorkFolder:
     def remove(self) -> None:
         """Remove the folder; the dataset is complete."""
         shutil.rmtree(self.folder)
+
+
+def check_out(out: Path, *, overwrite: bool) -> None:
+    """Raises ValueError where `out` holds a finished dataset or other files, or cannot be made. No row decides that."""
+    if not _is_ours(out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"{out} exists and is no dataset folder; it is never overwritten: choose another")
+        check_writable(out)
+    elif (out / MANIFEST).exists() and not overwrite:
+        shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)  # left where the last step was cut short
+        raise ValueError(f"{out} already holds a finished dataset; choose another folder, or --overwrite to replace it")
 
 
 def _is_ours(out: Path) -> bool:
