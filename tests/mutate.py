@@ -352,11 +352,7 @@ def faults_of(case: Case, outcome: Outcome) -> list[str]:
     if outcome.code not in (0, 2):
         faults.append(f"ends with code {outcome.code}")
     if outcome.code == 2:
-        usage = outcome.err.startswith("Usage: ")
-        if not usage and (
-            not (told := re.search("^hotrow: (?!warning)(.*)", outcome.err, re.DOTALL | re.MULTILINE))
-            or len(told[1]) < 20
-        ):
+        if re.search(r"^hotrow: (?!warning).{20,}|^Usage: ", outcome.err, re.DOTALL | re.MULTILINE) is None:
             faults.append("an error without a message of ours")
         if case.names and not any(name in text for name in case.names):
             faults.append(f"names none of {case.names}")
@@ -970,9 +966,8 @@ def config_case(rng: random.Random, world: World) -> Case:
         names = ("case/config.yaml",)
     Path("case/config.yaml").write_bytes(content)
     arguments = ["train", "case/config.yaml", "--json"]
-    return Case(
-        "train", f"{recipe.name if recipe else 'config'}: {what}", arguments, (*names, "packed", "case/run", "tbsm")
-    )
+    names = (*names, "packed", "case/run", "tbsm", "File name too long")
+    return Case("train", f"{recipe.name if recipe else 'config'}: {what}", arguments, names)
 
 
 VALUES = (
@@ -1139,7 +1134,7 @@ def option_case(rng: random.Random, world: World) -> Case:
             arguments = ["--resume", value]
         what = f"{option} {value[:30]!r}"
         names = (option, option.strip("-").replace("-", "_"), option.strip("-"), value[:60].strip() or repr(value))
-        names += ("no input path", str(Path(value))[:60])  # a path may be shown in its plain form
+        names += ("no input path", repr(value)[1:50], str(Path(value))[:60])  # a path may be shown in its plain form
         if option == "--set":
             names += tuple(value.partition("=")[0].split("."))
         if option == "--step":
