@@ -671,6 +671,39 @@ def layout_case(rng: random.Random, world: World) -> Case:
     return case
 
 
+def json_case(rng: random.Random, world: World) -> Case:
+    """JSON Lines with a line that is not an object of these members, or with other bytes."""
+    plain = "clicks.jsonl"
+    lines = world.raw[plain].splitlines()
+    row = rng.randrange(len(lines))
+    good = lines[row]
+    bad = [
+        *(good[: rng.randrange(1, len(good))], good + b"}", b"[1]", b"null", b"7", b'"x"', b"{", b"\xff" + good),
+        *(good[:-1] + b', "click": 1}', good[:-1] + b', "more": NaN}', good[:-1] + b', "more": "\\ud800"}'),
+        *(good[:-1] + b', "more": ' + b"[" * 50_000 + b"}", good[:-1] + b', "a.b": 1, "a": {"b": 2}}'),
+    ]
+    text, wanted, what = None, Wanted("skipped", 1), f"line {row + 1} changed"
+    kind = rng.choice(["line", "line", "line", "array", "noise", "blank", "members", "whole"])
+    if kind == "line":
+        lines[row] = rng.choice(bad)
+    elif kind == "array":
+        text, wanted, what = b"[" + b",".join(lines) + b"]", Wanted("error"), "one array"
+    elif kind == "noise":
+        text, what, wanted = noise(world.raw[plain], rng)
+    elif kind == "blank":
+        lines[row:row], wanted, what = [b"", b" \t"], Wanted("same"), "blank lines"
+    elif kind == "members":
+        record = list(json.loads(good).items())
+        rng.shuffle(record)
+        lines[row] = b" " + json.dumps({**dict(record), "more": {"deep": [1, {"x": None}]}}).encode() + b"\r"
+        wanted, what = Wanted("same"), "members in another order, and more"
+    else:
+        text, what, wanted = whole_file(world.raw[plain], rng)
+    path = f"case/{plain}"
+    Path(path).write_bytes(b"\n".join(lines) + b"\n" if text is None else text)
+    return prepare_case(path, what, plain, wanted, skip=wanted.num_bad if rng.random() < 0.5 else 0)
+
+
 def column_values(rng: random.Random, num_rows: int) -> list[pa.Array]:
     """Columns of every Arrow type that a file or frame may bring."""
     n = num_rows
@@ -1203,6 +1236,7 @@ def fit_case(rng: random.Random, world: World) -> Case:
 MAKERS = (
     *([raw_case] * 8),
     *([layout_case] * 3),
+    *([json_case] * 2),
     *([parquet_case] * 3),
     *([schema_case] * 5),
     *([config_case] * 5),

@@ -231,6 +231,13 @@ def test_times_of_every_type(array: pa.Array, options: dict[str, str], want: lis
     assert read(ColumnsSource(table, schema_of("a", time={"column": "t", **options})))["time"] == want
 
 
+def test_a_bad_first_time_is_the_only_bad_row() -> None:
+    table = pa.table({"y": [0, 1, 0], "a": ["x", "y", "z"], "t": ["soon", "1700000000", "1700000001"]})
+    with pytest.raises(RowError, match=r"<frame>:1 \(t\): 'soon' is no time"):
+        read(ColumnsSource(table, schema_of("a", time="t")))
+    assert read(ColumnsSource(table, schema_of("a", time="t"), skip_bad_rows=1))["a"] == ["y", "z"]
+
+
 @pytest.mark.parametrize("values", [[1, None], ["1970-01-01", "soon"], ["5", "x"], [1.0, float("nan")]])
 def test_times_that_cannot_be_read_are_named(values: list[Any]) -> None:
     table = pa.table({"y": [0, 0], "a": [1, 2], "t": pa.array(values)})

@@ -255,7 +255,7 @@ def open_table(data: Any, spec: CsvSpec) -> TableReader:
             raise ValueError(f"{files[0].name} and {file.name} are of different formats; prepare one format at a time")
     if formats[0] == "csv":
         return TextReader(files, spec)
-    return ParquetReader(files) if formats[0] == "parquet" else JsonReader(files)
+    return ParquetReader(files) if formats[0] == "parquet" else JsonReader(files, spec.null_values)
 
 
 def format_of(file: InputFile) -> FileFormat:

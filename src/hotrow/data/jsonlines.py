@@ -42,11 +42,14 @@ def is_json_lines(file: InputFile) -> bool:
 class JsonReader:
     """Files of JSON Lines, and hive partition columns from their folders.
 
+    null_values: text that means a missing value, as in delimited text.
+
     Raises ValueError naming a file that holds no objects, or one array instead of a line for each row.
     """
 
-    def __init__(self, files: Sequence[InputFile]) -> None:
+    def __init__(self, files: Sequence[InputFile], null_values: Sequence[str] = ("",)) -> None:
         self._files = files
+        self._missing = dict.fromkeys(null_values)
         self.files = tuple(f.info for f in files)
         kinds = _columns_of(files[0])
         self._partition_types = {name: pa.string() for name in partition_types(files) if name not in kinds}
@@ -72,7 +75,7 @@ class JsonReader:
         lines: list[int] = []
 
         def rows(end: int) -> Rows:
-            arrays = [pa.array([record.get(name) for record in records], kinds[name]) for name in stored]
+            arrays = [pa.array(self._values(records, name), kinds[name]) for name in stored]
             batch = pa.RecordBatch.from_arrays(arrays, names=stored) if stored else _no_columns(len(records))
             batch = with_partition(batch, file, columns, self._partition_types)
             found = Rows(batch, np.array(lines, dtype=np.int64), end, tuple(bad))
@@ -92,6 +95,10 @@ class JsonReader:
                     yield rows(number)
             if records or bad:
                 yield rows(number)
+
+    def _values(self, records: Sequence[dict[str, Any]], name: str) -> list[Any]:
+        values = (record.get(name) for record in records)
+        return [self._missing.get(value, value) if isinstance(value, str) else value for value in values]
 
 
 def _no_columns(num_rows: int) -> pa.RecordBatch:
