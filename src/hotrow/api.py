@@ -30,7 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hotrow.checkpoint import list_checkpoints, load_checkpoint, read_manifest, steps_without_manifest
+from hotrow.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
+from hotrow.checkpoint_manifest import read_manifest
 from hotrow.config import apply_overrides, make_config, options, read_config
 from hotrow.config_schema import Config
 from hotrow.data.guess import Role
@@ -53,9 +54,9 @@ from hotrow.parts import build_network
 from hotrow.placement import close_tiers
 from hotrow.progress import progress_bar
 from hotrow.recipe import as_overrides, choose_recipe
-from hotrow.run_folder import RunFolder, check_free, resume_command
+from hotrow.run_folder import RUN, RunFolder, check_free, resume_command
+from hotrow.run_state import read_model
 from hotrow.runs import train
-from hotrow.tables import TableConfig
 from hotrow.trainer import EVAL_BATCH_SIZE, evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
@@ -144,13 +145,13 @@ class Run:
 
     @cached_property
     def _network(self) -> tuple[EmbeddingCollection, nn.Module, Place]:
-        made = read_manifest(self.checkpoint)["extra"]
-        config = make_config(made["config"], origin=f"config in {self.checkpoint}")
-        tables = [TableConfig.from_json(table) for table in made["tables"]]
+        checkpoint, kept = self.checkpoint, PackedDataset.open(self.folder.vocabulary)
+        config, tables = read_model(checkpoint, read_manifest(checkpoint), kept)
         config, place = _place_here(config)
         memory = place_tables(config, tables, self.path, place, training=False)
-        embedding, model = build_network(config, tables, num_dense=made["num_dense"], memory=memory, place=place)
-        load_checkpoint(self.checkpoint, {"embedding": embedding, "model": model})
+        num_dense = len(kept.info.dense)
+        embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory, place=place)
+        load_checkpoint(checkpoint, {"embedding": embedding, "model": model})
         return embedding, model, place
 
     def close(self) -> None:
@@ -232,7 +233,7 @@ class Run:
 
         Raises ValueError where `data` was prepared with other vocabularies: its row numbers would mean other ids.
         """
-        dataset = PackedDataset.open(data or self.record["dataset"]["path"])
+        dataset = PackedDataset.open(self._dataset_path() if data is None else data)
         own = PackedDataset.open(self.folder.vocabulary)
         for table in dataset.info.tables:
             mine = own.info.table_by_name.get(table.name)
@@ -244,6 +245,13 @@ class Run:
         embedding, model, place = self._network
         loader = Loader(dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
         return evaluate(embedding, model, loader, place=place)
+
+    def _dataset_path(self) -> Path:
+        path = Path(self.record["dataset"]["path"]) if "dataset" in self.record else None
+        if path is None or not (path / MANIFEST).is_file():
+            what = "no dataset yet" if path is None else f"the dataset {path}, and none is there"
+            raise ValueError(f"{self.path / RUN} names {what}; pass another: --data FOLDER")
+        return path
 
     def closing_lines(self, rows: str, next_commands: Sequence[str]) -> str:
         """What a user reads when training has ended: quality, speed, memory, where the run is, and what to do next."""
@@ -267,12 +275,11 @@ class Run:
             f"{backend['threads']} threads)",
             f"  weights  of step {record['chosen_step']:,} of {record['steps']:,}",
         ]
-        if memory is not None:
-            stall = memory["stall_s"] / record["train_s"]
+        if memory is not None and "dram_bytes" in memory:
             lines += [
                 f"  memory   {size(memory['dram_bytes'])} of DRAM, {size(memory['disk_bytes'])} on disk: "
-                f"{memory['hits_per_lookup']:.1%} of lookups",
-                f"           found their row in DRAM, waiting took {stall:.1%} of the time",
+                f"{memory['hits_per_lookup'] or 0:.1%} of lookups",
+                f"           found their row in DRAM, waiting took {memory['stall_share']:.1%} of the time",
             ]
         return "\n".join([*lines, f"  run      {self.path}", "next:", *(f"  {command}" for command in next_commands)])
 

@@ -11,21 +11,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import nn
 
-from hotrow.checkpoint import read_manifest
+from hotrow.checkpoint_manifest import read_manifest
 from hotrow.config_schema import Config
-from hotrow.files import ByteRate, folder_bytes, read_json, size, write_json
+from hotrow.files import ByteRate, folder_bytes, size
 from hotrow.memory.tiers import Tiers
 from hotrow.placement import required_bytes
+from hotrow.records import STRICT, Count, Document
 from hotrow.reference import NUM_STATES
 from hotrow.tables import TableConfig
 
 LEDGER = "writes.json"
 """In the run's folder."""
-PIECE_S = 300
+PIECE_S: Literal[300] = 300
 """Bytes are booked by pieces of time of this length, and count until the last second of theirs is out of the window."""
 LONGEST_WINDOW_S = 86_400
 AHEAD, AHEAD_WITHOUT_BUDGET = 1000, 20
@@ -38,6 +41,23 @@ ANNOUNCED_STEPS = 200
 
 FEWER = "Fewer bytes are written with a larger memory.dram, fewer checkpoints, and, in a new run, train.precision fp16"
 """The cures that are no larger budget."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Written:
+    """What the ledger's file says."""
+
+    seconds: Literal[300]
+    """The length of a piece of time."""
+    bytes_by_start: dict[Annotated[str, Field(pattern=r"^[0-9]{1,12}$")], Count]
+    """By the second since 1970 at which a piece begins."""
+
+
+_DOCUMENT = Document(
+    _Written,
+    marks={"hotrow_writes": 1},
+    cure="set memory.write_budget to null, or remove the file, and the run counts from 0 again",
+)
 
 
 class WriteBudgetError(ValueError):
@@ -54,7 +74,8 @@ class WriteLedger:
 
     def __init__(self, path: Path, budget: ByteRate | None, *, now: Callable[[], float] = time.time) -> None:
         self.budget, self._path, self._now = budget, path, now
-        self._pieces: dict[int, int] = _read(path) if path.exists() else {}
+        found = _DOCUMENT.read(path).bytes_by_start if path.exists() else {}
+        self._pieces = {int(start) // PIECE_S: num_bytes for start, num_bytes in found.items()}
         self._saved_piece, self._ahead = -1, 0
 
     def add(self, num_bytes: int, *, ahead: int) -> None:
@@ -74,7 +95,7 @@ class WriteLedger:
         self._ahead = num_bytes
         shown = {**self._pieces, piece: self._pieces.get(piece, 0) + num_bytes}
         pieces = {str(at * PIECE_S): n for at, n in sorted(shown.items())}
-        write_json(self._path, {"hotrow_writes": 1, "seconds": PIECE_S, "bytes_by_start": pieces})
+        _DOCUMENT.write(self._path, _Written(PIECE_S, pieces))
 
     def written(self, at: float | None = None) -> int:
         """Bytes in the window of the budget that ends now, or at `at`, those of its first piece all counted."""
@@ -96,18 +117,6 @@ class WriteLedger:
     def _leaves(self, piece: int) -> float:
         assert self.budget is not None
         return (piece + 1) * PIECE_S + self.budget.seconds
-
-
-def _read(path: Path) -> dict[int, int]:
-    record = read_json(path)
-    try:
-        assert (record["hotrow_writes"], record["seconds"]) == (1, PIECE_S)
-        return {int(start) // PIECE_S: int(n) for start, n in record["bytes_by_start"].items()}
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"{path} does not say what this run wrote, as memory.write_budget needs it to; remove the file, and the "
-            "run counts from 0 again"
-        ) from None
 
 
 class Writes:
@@ -144,11 +153,12 @@ class Writes:
         """
         if self._tiers is None:
             return 0
-        chains = {} if path is None else read_manifest(path)["parts"].get("embedding", {}).get("chains", {})
+        manifest = None if path is None else read_manifest(path)
         total = 0.0
         for t, store in enumerate(self._tiers.stores):
             rows, whole = store.rows, store.padded_record_bytes * store.rows.num_rows
-            links = chains[rows.table]["links"] if rows.table in chains else [rows.num_rows]
+            chain = None if manifest is None else manifest.chain("embedding", rows.table)
+            links = [rows.num_rows] if chain is None else chain.links
             made_untouched = [self._tiers.num_changed(t, ever=True)] if here else []
             passes = [*made_untouched, *links]
             if store.path is not None:

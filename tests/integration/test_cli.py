@@ -26,6 +26,7 @@ from hotrow import cli, demo
 from hotrow.data.packed import PackedDataset
 from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
+from resealed import reseal
 
 VERBS = ["demo", "init", "prepare", "inspect", "train", "eval", "predict", "export", "check", "bench", "study"]
 VERBS += ["doctor", "clean"]
@@ -387,9 +388,7 @@ def test_training_looks_at_the_vocabularies_it_takes(
         assert "C3 is missing or damaged" in hotrow("check", run, code=2, **tools)
         return
     if damage == "other":  # as a manifest would have it that was made with the wrong file in place
-        manifest = json.loads(Path("packed", "dataset.json").read_text())
-        manifest["files"]["vocab/C3"] = manifest["files"]["vocab/C9"]
-        Path("packed", "dataset.json").write_text(json.dumps(manifest))
+        reseal(Path("packed", "dataset.json"), lambda own: own["files"].update({"vocab/C3": own["files"]["vocab/C9"]}))
     says = {"header": "its header", "other": "dataset.json names", "cut": "it was cut or altered"}[damage]
     assert re.search(rf"vocab/C3.* {says}", hotrow(*train, code=2, **tools))
     assert not Path("runs").exists()

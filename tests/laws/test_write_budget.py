@@ -19,7 +19,8 @@ import pytest
 from test_resume import BASE, outcome, signal_at
 
 from hotrow import cli, ops, runs, trainer, write_budget
-from hotrow.checkpoint import list_checkpoints, read_manifest
+from hotrow.checkpoint import list_checkpoints
+from hotrow.checkpoint_manifest import read_manifest
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.files import folder_bytes
@@ -175,7 +176,7 @@ def test_kills_are_not_forgotten(data: Path, tmp_path: Path, budget: str | None)
         assert killed.returncode == 9, killed.stderr
         rows += int(killed.stdout.split()[-1])
         written = rows + sum(
-            read_manifest(found)["written_bytes"] for found in list_checkpoints(run / "checkpoints").values()
+            read_manifest(found).written_bytes for found in list_checkpoints(run / "checkpoints").values()
         )
         noted = sum(json.loads((run / LEDGER).read_text())["bytes_by_start"].values())
         assert written <= noted <= written + 300_000

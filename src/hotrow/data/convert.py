@@ -164,7 +164,7 @@ class TimeReader:
 
     @staticmethod
     def for_column(sample: pa.Array, format: str | None) -> TimeReader:
-        """Integers and floats as they are, `format` if given, else ISO 8601 with or without a zone, as most values are."""
+        """Integers and floats as they are, `format` if given, else ISO 8601, zoned or not, as most values are."""
         sample = plain(sample).drop_null()
         if not is_text(sample.type) or format is not None or not len(sample):
             return TimeReader(format=format)
