@@ -65,7 +65,8 @@ class Flight {
   std::shared_ptr<Caches> caches_;
   std::vector<Pins> pins_;
   std::vector<Span> spans_;
-  std::shared_ptr<int32_t[]> slots_;  // of the batch's ids
+  std::vector<std::span<const Span>> tables_;  // the spans of each table
+  std::shared_ptr<int32_t[]> slots_;           // of the batch's ids
   std::shared_ptr<Ticket> ticket_;
   std::vector<std::shared_ptr<Ticket>> earlier_;
   bool good_ = true, released_ = false;
@@ -122,6 +123,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
       const Ids& ids, const std::vector<std::tuple<size_t, int64_t, int64_t>>& spans, bool keep, int num_threads) {
     auto flight = std::make_unique<Flight>(shared_from_this(), caches_.size());
     flight->spans_ = checked(spans, size(ids));
+    flight->tables_ = by_table(flight->spans_);
     const size_t length = ids.size();
     flight->slots_ = std::make_shared<int32_t[]>(length);
     int32_t* values = flight->slots_.get();
@@ -188,8 +190,10 @@ class Caches : public std::enable_shared_from_this<Caches> {
   bool write_back() {
     const std::lock_guard lock(mutex_);
     bool good = true;
-    for (const auto& cache : caches_) cache->write_back();
-    for (const auto& store : stores_) good = store->flush() && good;
+    for (size_t t = 0; t < caches_.size(); ++t) {
+      good = guarded(*stores_[t], [&] { return caches_[t]->write_back(), true; }) && good;
+    }
+    for (const auto& store : stores_) good = guarded(*store, [&] { return store->flush(); }) && good;
     return good;
   }
 
@@ -245,22 +249,32 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return ever ? caches_[table]->written() : caches_[table]->changed();
   }
 
-  // visit(cache, pins, spans) of each table that the batch looks rows up in, tables side by side.
-  template <class Visit>
-  void for_each_table(Flight& flight, int num_threads, const Visit& visit) {
-    std::vector<std::span<const Span>> spans;
-    for (const Span& span : flight.spans_) {
-      const bool more = !spans.empty() && spans.back().back().table == span.table;
+  static std::vector<std::span<const Span>> by_table(const std::vector<Span>& spans) {
+    std::vector<std::span<const Span>> tables;
+    for (const Span& span : spans) {
+      const bool more = !tables.empty() && tables.back().back().table == span.table;
       if (more) {
-        spans.back() = {spans.back().data(), spans.back().size() + 1};
+        tables.back() = {tables.back().data(), tables.back().size() + 1};
       } else {
-        spans.emplace_back(&span, 1);
+        tables.emplace_back(&span, 1);
       }
     }
-    parallel_for(static_cast<int64_t>(spans.size()), num_threads, [&](int64_t task, int) {
-      const std::span<const Span> of_table = spans[static_cast<size_t>(task)];
-      const size_t table = of_table.front().table;
-      visit(*caches_[table], flight.pins_[table], of_table);
+    return tables;
+  }
+
+  // visit(cache, pins, spans) of each table that the batch looks rows up in, tables side by side. Where it throws, rows
+  // may have left their slots and not come to the store, or have slots and not come to them: the store has failed, and
+  // its cache is left alone from then on.
+  template <class Visit>
+  void for_each_table(Flight& flight, int num_threads, const Visit& visit) {
+    parallel_for(static_cast<int64_t>(flight.tables_.size()), num_threads, [&](int64_t task, int) {
+      const std::span<const Span> spans = flight.tables_[static_cast<size_t>(task)];
+      const size_t table = spans.front().table;
+      Asked call(*flight.ticket_, 1);
+      if (stores_[table]->failure()) return;
+      if (guarded(*stores_[table], [&] { return visit(*caches_[table], flight.pins_[table], spans), true; })) {
+        call.done();
+      }
     });
   }
 
@@ -269,6 +283,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
     // One that failed stays: its rows have slots, and did not come.
     std::erase_if(under_way_, [](const auto& ticket) { return ticket->finished() && ticket->wait(); });
     flight.earlier_ = under_way_;
+    under_way_.push_back(flight.ticket_);
     std::atomic<bool> good{true};
     for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const Span> spans) {
       for (const Span& span : spans) {
@@ -279,7 +294,6 @@ class Caches : public std::enable_shared_from_this<Caches> {
         if (!(wide ? into(static_cast<const int64_t*>(ids)) : into(static_cast<const int32_t*>(ids)))) good = false;
       }
     });
-    under_way_.push_back(flight.ticket_);
     return good;
   }
 

@@ -85,14 +85,22 @@ std::unique_ptr<Reading> bind_read(std::shared_ptr<Store> store, const Numbers& 
   const std::vector<Move> moves = moves_of(*store, *records, rows, slots);
   auto reading = std::make_unique<Reading>(store, std::move(records));
   nb::gil_scoped_release release;
-  store->read(moves, reading->records->slots, reading->ticket);
+  Asked call(reading->ticket, 1);
+  const bool good = guarded(*store, [&] {
+    store->read(moves, reading->records->slots, reading->ticket);
+    return true;
+  });
+  if (good) call.done();
   return reading;
 }
 
 void bind_write(Store& store, const Numbers& rows, const Numbers& slots, const Records& records) {
   const std::vector<Move> moves = moves_of(store, records, rows, slots);
   nb::gil_scoped_release release;
-  store.write(moves, records.slots);
+  guarded(store, [&] {
+    store.write(moves, records.slots);
+    return true;
+  });
 }
 
 nb::dict counters_of(const Store& store) {
@@ -219,9 +227,13 @@ void bind_memory(nb::module_& m) {
   nb::class_<Store>(m, "Store")
       .def("read", bind_read)
       .def("write", bind_write)
-      .def("flush", &Store::flush, nb::call_guard<nb::gil_scoped_release>())
-      .def("discard", &Store::discard)
-      .def("grow", &Store::grow, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "flush", [](Store& store) { return guarded(store, [&] { return store.flush(); }); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("fail", &Store::fail)
+      .def(
+          "grow", [](Store& store, int64_t num_rows) { return guarded(store, [&] { return store.grow(num_rows); }); },
+          nb::call_guard<nb::gil_scoped_release>())
       .def("failure", [](const Store& store) { return store.failure() ? store.failure()->what : std::string(); })
       .def("counters", counters_of)
       .def("record_bytes", &Store::record_bytes)

@@ -28,13 +28,13 @@ class Door final : public BlockStore {
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
     if (moves.empty()) return;
-    const auto count = static_cast<int64_t>(moves.size());
-    ticket.add(count);
+    Asked asked(ticket, static_cast<int64_t>(moves.size()));
     std::vector<Move> sorted(moves.begin(), moves.end());
     const auto before = [](const Move& a, const Move& b) { return a.row < b.row; };
     if (!std::is_sorted(sorted.begin(), sorted.end(), before)) std::sort(sorted.begin(), sorted.end(), before);
-    if (!is_usable() || !table_->has_rows(sorted.front().row, sorted.back().row)) return ticket.fail(count);
+    if (!is_usable() || !table_->has_rows(sorted.front().row, sorted.back().row)) return;
     engine_->push({Call::Kind::read, table_.get(), std::move(sorted), slots, nullptr, &ticket});
+    asked.hand_on();
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
@@ -80,7 +80,7 @@ class Door final : public BlockStore {
 
   bool flush() override { return is_usable() && ask(Call::Kind::flush); }
   // The engine drops what waits of a table that has failed.
-  void discard() override { table_->failure.set(discarded_text(table_->file.table)); }
+  void fail(const char* why) override { table_->failure.set(table_->file.table, why); }
 
   bool grow(int64_t num_rows) override {
     if (!is_usable()) return false;

@@ -83,7 +83,7 @@ Room::~Room() {
   for (Chunk* chunk : free_) release(chunk);
 }
 
-// Behind a unit with a chunk of its own there is room for others, of less than a page.
+// Behind a unit with a chunk of its own there is room for others, of less than a page: more of its memory is not used.
 int64_t Room::most_units(int64_t unit_bytes) const {
   return (std::max(most_bytes_, kChunkBytes) + kPageBytes) / unit_bytes + 1;
 }
@@ -103,7 +103,7 @@ Room::Place Room::take(int64_t unit_bytes, int64_t count, const FailureSlot& fai
     place.blocked_ns += std::chrono::nanoseconds(after - before).count();
   }
   place.chunk = filling_;
-  place.bytes = filling_->bytes + filling_->filled;
+  place.bytes = static_cast<std::byte*>(filling_->pages.data) + filling_->filled;
   place.count = std::min(count, (filling_->size - filling_->filled) / unit_bytes);
   filling_->filled += place.count * unit_bytes;
   filling_->num_units += place.count;
@@ -128,14 +128,14 @@ bool Room::open_chunk(int64_t unit_bytes) {
   if (num_bytes() + size > most_bytes_ && num_bytes() > 0) return false;
   const Pages pages = allocate_pages(static_cast<size_t>(size));
   if (!pages.data) throw std::bad_alloc();
-  filling_ = new Chunk{static_cast<std::byte*>(pages.data), static_cast<int64_t>(pages.bytes)};
-  num_bytes_ += filling_->size;
+  filling_ = new Chunk{pages, size};
+  num_bytes_ += filling_->num_bytes();
   return true;
 }
 
 void Room::release(Chunk* chunk) {
-  num_bytes_ -= chunk->size;
-  free_pages({chunk->bytes, static_cast<size_t>(chunk->size), false});
+  num_bytes_ -= chunk->num_bytes();
+  free_pages(chunk->pages);
   delete chunk;
 }
 

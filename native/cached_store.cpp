@@ -26,7 +26,7 @@ class CachedStore final : public Store {
         state_of_(row_at_.size()),
         hands_(static_cast<size_t>(num_sets_)) {}
 
-  // The lower store, as it goes, sees to it that what it was given is on its medium. After `discard` nothing goes down.
+  // The lower store, as it goes, sees to it that what it was given is on its medium. After `fail` nothing goes down.
   ~CachedStore() override {
     if (getpid() == process_) write_all_down();
   }
@@ -82,9 +82,9 @@ class CachedStore final : public Store {
     return write_all_down() && lower_->flush() && !failure();
   }
 
-  void discard() override {
-    failure_.set(discarded_text(table_));
-    lower_->discard();
+  void fail(const char* why) override {
+    failure_.set(table_, why);
+    lower_->fail(why);
   }
 
   bool grow(int64_t num_rows) override {

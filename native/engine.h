@@ -19,10 +19,12 @@ std::string rows_text(const TableFile& file, int64_t first, int64_t last);
 
 struct Table;
 
-// Memory of units that wait. Filled from the front, and used again when none of them waits any more.
+// Memory of units that wait. Filled from the front up to `size`, and used again when none of them waits any more.
 struct Chunk {
-  std::byte* bytes;
+  Pages pages;
   int64_t size, filled = 0, num_units = 0;
+
+  int64_t num_bytes() const { return static_cast<int64_t>(pages.bytes); }
 };
 
 // A unit of the file that stands in the engine's queue or is being written. Behind it lie a bit for each row that it

@@ -244,14 +244,13 @@ class GatheredStore final : public BlockStore {
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
     if (moves.empty()) return;
-    const auto count = static_cast<int64_t>(moves.size());
-    ticket.add(count);
-    if (!is_here()) return ticket.fail(count);
+    Asked asked(ticket, static_cast<int64_t>(moves.size()));
+    if (!is_here()) return;
     const std::lock_guard lock(calls_);
     for (const Move& move : moves) {
       if (!is_row(move.row)) break;
     }
-    if (failure()) return ticket.fail(count);
+    if (failure()) return;
     std::vector<Move> below;
     std::vector<std::byte> zeros;
     int64_t num_held = 0, num_unwritten = 0;
@@ -274,7 +273,7 @@ class GatheredStore final : public BlockStore {
     if (!below.empty()) lower_->read(below, slots, ticket);
     served_ += num_held;
     unwritten_ += num_unwritten;
-    ticket.done(count);  // the rest is counted by who reads it
+    asked.done();  // the rest is counted by who reads it
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
@@ -308,9 +307,9 @@ class GatheredStore final : public BlockStore {
     return write_held() && lower_->flush() && !failure();
   }
 
-  void discard() override {
-    failure_.set(discarded_text(table_));
-    lower_->discard();
+  void fail(const char* why) override {
+    failure_.set(table_, why);
+    lower_->fail(why);
   }
 
   bool grow(int64_t num_rows) override {

@@ -86,7 +86,7 @@ class Dram final : public Store {
   }
 
   bool flush() override { return failure_.get() == nullptr; }
-  void discard() override { failure_.set(discarded_text(table_)); }
+  void fail(const char* why) override { failure_.set(table_, why); }
 
   // The rows move to a larger mapping: Linux moves the pages, elsewhere they are copied.
   bool grow(int64_t num_rows) override {
@@ -192,7 +192,7 @@ class Mapped final : public Store {
   }
 
   // The system drops pages that are to be written with the file that has them.
-  void discard() override { failure_.set(discarded_text(file_.table)); }
+  void fail(const char* why) override { failure_.set(file_.table, why); }
 
   bool grow(int64_t num_rows) override {
     const std::unique_lock lock(growing_);

@@ -386,11 +386,11 @@ void RowCache::grow(int64_t num_rows, Slots slots) {
                   static_cast<size_t>((last - first) * bytes));
     }
   };
-  move(0, sizes_.pinned + num_used_);
-  move(sizes_.pinned + sizes_.cached, slot_of_place(static_cast<int32_t>(places_.size())));
-  slots_ = std::move(slots);
   exists_.resize(num_rows);
   changed_.resize(num_rows);
+  move(0, sizes_.pinned + num_used_);
+  move(sizes_.pinned + sizes_.cached, slot_of_place(static_cast<int32_t>(places_.size())));
+  slots_ = std::move(slots);  // nothing throws from here on: the old arrays go
   const bool whole = sizes_.pinned == sizes_.num_rows;
   const int64_t first = std::exchange(sizes_.num_rows, num_rows);
   if (!whole) return;

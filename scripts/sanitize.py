@@ -34,10 +34,10 @@ class Sanitizer(NamedTuple):
 
 
 # What a process takes is not what it would take without: freed memory is kept aside to catch later use.
-MEASURES_MEMORY = "tests/unit/test_stores.py::test_what_waiting_rows_take_is_counted_and_bounded"
+MEASURES_MEMORY = "tests/unit/test_store_limits.py::test_what_waiting_rows_take_is_counted_and_bounded"
 # 200 forks of a process with shadow memory take minutes; it has one.
 FORKS_OFTEN = "tests/unit/test_forks_and_threads.py::test_a_fork_beside_threads_that_take_memory_leaves_no_lock_behind"
-STORE_IN_A_CHILD = "tests/unit/test_stores.py::test_a_forked_child_is_told"
+STORE_IN_A_CHILD = "tests/unit/test_store_faults.py::test_a_forked_child_is_told"
 ADDRESS = Sanitizer(
     name="address",
     folder=Path("build/sanitize"),

@@ -18,10 +18,10 @@ def expanded(path: Path) -> dict[str, bytes]:
     manifest = json.loads((path / "manifest.json").read_text())
     found: dict[str, Tensor] = {}
     for part, rest in manifest["parts"].items():
-        if "chains" not in rest:
+        if rest["chains"] is None:
             files = [file for file in manifest["files"] if file.startswith((f"{part}/", f"{part}."))]
             found |= {f"{file}:{name}": tensor for file in files for name, tensor in load_file(path / file).items()}
-        for number, (table, chain) in enumerate(rest.get("chains", {}).items()):
+        for number, (table, chain) in enumerate((rest["chains"] or {}).items()):
             for name, tensor in _table(path / part / table, chain).items():
                 whole = (
                     f"{part}/{table}.safetensors:weight" if name == "weight" else f"{part}.safetensors:{number}.{name}"

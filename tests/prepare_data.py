@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from hotrow.data.schema import Schema, parse_schema
+from hotrow.data.split import SplitPlan
 
 SCHEMA: Schema = parse_schema(
     {
@@ -78,3 +81,9 @@ def file_hashes(folder: Path, *, below: str = "") -> dict[str, str]:
     """sha256 of every file under `folder / below`, by relative path."""
     files = sorted(path for path in (folder / below).rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def plan_of(value: Any) -> SplitPlan:
+    """The plan that `ids` of a dataset.json names."""
+    plan: SplitPlan = TypeAdapter(SplitPlan).validate_json(json.dumps(value))
+    return plan

@@ -5,13 +5,11 @@ import signal
 
 def main() -> None:
     """Runs the command line; Ctrl-C ends the process without a traceback, whenever it comes."""
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are imported, there is nothing to save
+    # While modules are imported, and after a verb, there is nothing to save; the verb itself takes what was here.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from hotrow.cli import main as run
 
-    if ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 
 

@@ -12,6 +12,7 @@ import difflib
 import html
 import json
 import re
+import reprlib
 import shlex
 import sys
 import warnings
@@ -29,7 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hotrow.checkpoint import list_checkpoints, load_checkpoint, read_manifest, steps_without_manifest
+from hotrow.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
+from hotrow.checkpoint_manifest import read_manifest
 from hotrow.config import apply_overrides, make_config, options, read_config
 from hotrow.config_schema import Config
 from hotrow.data.guess import Role
@@ -39,7 +41,7 @@ from hotrow.data.packed_format import MANIFEST
 from hotrow.data.pipeline import fingerprint, prepare
 from hotrow.data.prepare import RawEncoder
 from hotrow.data.progress import ProgressCallback
-from hotrow.data.schema import Schema, load_schema, parse_schema
+from hotrow.data.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.data.sources import OpenedSource, open_source
 from hotrow.device import Place, cpu_instead, place_tables
 from hotrow.embedding import EmbeddingCollection
@@ -52,9 +54,9 @@ from hotrow.parts import build_network
 from hotrow.placement import close_tiers
 from hotrow.progress import progress_bar
 from hotrow.recipe import as_overrides, choose_recipe
-from hotrow.run_folder import RunFolder, resume_command
+from hotrow.run_folder import RUN, RunFolder, check_free, resume_command
+from hotrow.run_state import read_model
 from hotrow.runs import train
-from hotrow.tables import TableConfig
 from hotrow.trainer import EVAL_BATCH_SIZE, evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
@@ -143,13 +145,13 @@ class Run:
 
     @cached_property
     def _network(self) -> tuple[EmbeddingCollection, nn.Module, Place]:
-        made = read_manifest(self.checkpoint)["extra"]
-        config = make_config(made["config"], origin=f"config in {self.checkpoint}")
-        tables = [TableConfig.from_json(table) for table in made["tables"]]
+        checkpoint, kept = self.checkpoint, PackedDataset.open(self.folder.vocabulary)
+        config, tables = read_model(checkpoint, read_manifest(checkpoint), kept)
         config, place = _place_here(config)
         memory = place_tables(config, tables, self.path, place, training=False)
-        embedding, model = build_network(config, tables, num_dense=made["num_dense"], memory=memory, place=place)
-        load_checkpoint(self.checkpoint, {"embedding": embedding, "model": model})
+        num_dense = len(kept.info.dense)
+        embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory, place=place)
+        load_checkpoint(checkpoint, {"embedding": embedding, "model": model})
         return embedding, model, place
 
     def close(self) -> None:
@@ -221,6 +223,9 @@ class Run:
         metrics = BinaryMetrics()
         for logits_B, label_B in self._logits(data, labels="alone"):
             metrics.update(logits_B, label_B)
+        if not metrics.num_rows:
+            shown = str(data) if _is_paths(data) else "the frame"
+            raise ValueError(f"{shown} has no rows to judge the run by; give a file that has some")
         return {name: None if value != value else value for name, value in metrics.compute().items()}
 
     def evaluate(self, split: str = "test", *, data: Path | str | None = None) -> dict[str, Any]:
@@ -228,7 +233,7 @@ class Run:
 
         Raises ValueError where `data` was prepared with other vocabularies: its row numbers would mean other ids.
         """
-        dataset = PackedDataset.open(data or self.record["dataset"]["path"])
+        dataset = PackedDataset.open(self._dataset_path() if data is None else data)
         own = PackedDataset.open(self.folder.vocabulary)
         for table in dataset.info.tables:
             mine = own.info.table_by_name.get(table.name)
@@ -240,6 +245,13 @@ class Run:
         embedding, model, place = self._network
         loader = Loader(dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
         return evaluate(embedding, model, loader, place=place)
+
+    def _dataset_path(self) -> Path:
+        path = Path(self.record["dataset"]["path"]) if "dataset" in self.record else None
+        if path is None or not (path / MANIFEST).is_file():
+            what = "no dataset yet" if path is None else f"the dataset {path}, and none is there"
+            raise ValueError(f"{self.path / RUN} names {what}; pass another: --data FOLDER")
+        return path
 
     def closing_lines(self, rows: str, next_commands: Sequence[str]) -> str:
         """What a user reads when training has ended: quality, speed, memory, where the run is, and what to do next."""
@@ -263,12 +275,11 @@ class Run:
             f"{backend['threads']} threads)",
             f"  weights  of step {record['chosen_step']:,} of {record['steps']:,}",
         ]
-        if memory is not None:
-            stall = memory["stall_s"] / record["train_s"]
+        if memory is not None and "dram_bytes" in memory:
             lines += [
                 f"  memory   {size(memory['dram_bytes'])} of DRAM, {size(memory['disk_bytes'])} on disk: "
-                f"{memory['hits_per_lookup']:.1%} of lookups",
-                f"           found their row in DRAM, waiting took {stall:.1%} of the time",
+                f"{memory['hits_per_lookup'] or 0:.1%} of lookups",
+                f"           found their row in DRAM, waiting took {memory['stall_share']:.1%} of the time",
             ]
         return "\n".join([*lines, f"  run      {self.path}", "next:", *(f"  {command}" for command in next_commands)])
 
@@ -336,24 +347,24 @@ def fit(
 ) -> Run:
     """Prepare `data` where it is raw, train a model on it, and return the run.
 
-    data: a packed dataset's folder; paths, globs or URIs of CSV or Parquet; or an Arrow-capable frame (pandas, polars,
-    duckdb, pyarrow). Raw data is packed into the run's folder, under data/; stopped in that, by whatever, the same call
-    goes on in the same folder. label, time: its columns of these meanings, guessed if None; label may be a rule such as
-    "rating >= 4"; with a time the last rows are the test split. categorical, dense, lists: columns of ids, of numbers,
-    and of several ids a row; what is not named is guessed, and said. schema: a schema (docs/prepare.md) instead of a
-    guess: a path, its content or a `Schema`. split: "time", "random" or "reference", or what a schema may say of it,
-    such as {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}. config: a recipe to train by, a path or its
-    content, instead of the one chosen by the number of rows. model: "dlrm" (default) or "tbsm".
-    run: the run's folder (default: the next
-    runs/NAME-MODEL-NNN). overrides: options of the config by their last name where that is unique (`epochs=3`) or in
-    full (`**{"optimizer.dense.lr": 0.1}`); otherwise the recipe for so many training rows holds (hotrow/recipe.py has
-    the rule and its reasons). What was used is in the run's config.yaml.
+    data: a packed dataset's folder; paths, globs or URIs of CSV, Parquet or JSON Lines; or an Arrow-capable frame
+    (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is interrupted,
+    the same call goes on in the same folder. label, time: its columns of these meanings, guessed if None; label may be
+    a rule such as "rating >= 4" or "action = buy, cart"; with a time the last rows are the test split. categorical,
+    dense, lists: columns of ids, of numbers, and of several ids a row; what is not named is guessed, and said. schema:
+    a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`. split: "time", "random" or
+    "reference", or what a schema may say of it, such as {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
+    config: a recipe to train by, a path or its content, instead of the one chosen by the number of rows. model: "dlrm"
+    (default) or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN). overrides: options of the config
+    by their last name where that is unique (`epochs=3`) or in full (`**{"optimizer.dense.lr": 0.1}`); otherwise the
+    recipe for so many training rows holds (hotrow/recipe.py has the rule and its reasons). What was used is in the
+    run's config.yaml.
 
     Ctrl-C saves the run and returns it with the status "interrupted"; in preparation it raises
     `hotrow.data.pipeline.Interrupted`. Raises ValueError for what the data or an option has wrong.
     """
-    recipe, changes = _recipe(config), [f"{_option(name)}={_as_yaml(value)}" for name, value in overrides.items()]
-    changes = [*([] if model is None else [f"model.name={_as_yaml(model)}"]), *changes]
+    recipe, changes = _recipe(config), [f"{_option(name)}={_as_yaml(name, value)}" for name, value in overrides.items()]
+    changes = [*([] if model is None else [f"model.name={_as_yaml('model', model)}"]), *changes]
     # Before hours of work.
     checked = make_config(apply_overrides({"data": ""} | (recipe or {}), changes), origin="fit")
     model = checked.model.name
@@ -362,14 +373,16 @@ def fit(
     packed = isinstance(data, str | Path) and (Path(data) / MANIFEST).is_file()
     if packed and (given := [name for name, value in told.items() if value]):
         raise ValueError(f"{given[0]} is for raw data, but {data} is a packed dataset; leave it out")
-    schema = _schema(schema, told)
+    schema, changed, roles = _schema(schema, told), _split_options(split), _roles(told)
+    check_options(**changed)
+    check_free(run)
     name = f"{_name_of(data)}-{model}"
     if packed:
         dataset = PackedDataset.open(data)
         return _train_on(dataset, RunFolder.create(run, name=name), recipe, changes, quiet=quiet)
     opened = open_source(
-        "auto" if _is_paths(data) else "frame", data, schema=schema, label=label, time=time, roles=_roles(told)
-    ).with_options(**_split_options(split))
+        "auto" if _is_paths(data) else "frame", data, schema=schema, label=label, time=time, roles=roles
+    ).with_options(**changed)
     with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
         with folder:
             dataset = _prepare_into(folder, opened, quiet=quiet)
@@ -438,6 +451,8 @@ def _schema(schema: Any, told: Mapping[str, Any]) -> Schema | None:
         raise ValueError(f"{given[0]} helps to guess a schema, but one is given; say it there")
     if isinstance(schema, Mapping):
         return parse_schema(dict(schema), where="schema")
+    if not isinstance(schema, Schema | str | Path):
+        raise ValueError(f"schema is {reprlib.repr(schema)}; pass the path of a YAML file, or its content as a dict")
     return schema if isinstance(schema, Schema) else load_schema(schema)
 
 
@@ -445,9 +460,14 @@ def _roles(told: Mapping[str, Any]) -> dict[str, Role]:
     """The columns that were told, each once."""
     kinds: tuple[Role, ...] = ("categorical", "dense", "lists")
     roles: dict[str, Role] = {}
+    for what in ("label", "time"):
+        if not isinstance(told[what], str | None):
+            raise ValueError(f"{what} is {reprlib.repr(told[what])}; give the name of a column")
     for role in kinds:
         if isinstance(told[role], str):
             raise ValueError(f"{role} is the text {told[role]!r}; give a list of names: {role}=[{told[role]!r}]")
+        if not isinstance(told[role], Sequence) or not all(isinstance(column, str) for column in told[role]):
+            raise ValueError(f"{role} is {reprlib.repr(told[role])}; give a list of the names of columns")
         for column in told[role]:
             if column in roles:
                 raise ValueError(f"column {column!r} is listed in {roles[column]} and in {role}; list it once")
@@ -457,6 +477,8 @@ def _roles(told: Mapping[str, Any]) -> dict[str, Role]:
 
 def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """What `OpenedSource.with_options` takes of a split."""
+    if not (split is None or isinstance(split, str | Mapping)):
+        raise ValueError(f"split is {reprlib.repr(split)}; give time, random or reference, or a dict with fractions")
     given = {"kind": split} if split is None or isinstance(split, str) else dict(split)
     if unknown := [name for name in given if name not in ("kind", "fractions", "seed")]:
         raise ValueError(f"split has {unknown[0]!r}; it may have kind, fractions and seed")
@@ -481,12 +503,14 @@ def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> l
     return as_overrides(recipe)
 
 
-def _as_yaml(value: Any) -> str:
+def _as_yaml(name: str, value: Any) -> str:
     """A value of an option as YAML, which JSON is. Raises ValueError for what is neither number, text nor list."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
-        raise ValueError(f"an option is {value!r}; give a number, a text, true or false, or a list of them") from None
+        raise ValueError(
+            f"option {name} is {value!r}; give a number, a text, true or false, or a list of them"
+        ) from None
 
 
 def _option(name: str) -> str:

@@ -16,18 +16,30 @@ file is that of a float32 table. Nothing is pickled. What to save, and when, is 
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hotrow.checkpoint_manifest import DOCUMENT, MANIFEST, ChainRecord, Manifest, PartRecord, read_manifest
 from hotrow.checkpoint_rows import Chain, link_or_copy, load_chain, next_chain
-from hotrow.checkpoint_tensors import CURE, Stored, Target, crc32, num_bytes, open_tensors, read_tensors, write_tensors
+from hotrow.checkpoint_tensors import (
+    CURE,
+    FileRecord,
+    Stored,
+    Target,
+    crc32,
+    num_bytes,
+    open_tensors,
+    read_tensors,
+    write_tensors,
+)
 from hotrow.embedding import EmbeddingCollection
 from hotrow.files import (
     PARTIAL_SUFFIX,
@@ -35,17 +47,10 @@ from hotrow.files import (
     disk_free_bytes,
     file_name,
     folder_bytes,
-    read_json,
     sync_folder,
-    write_json,
 )
 from hotrow.memory.tiers import Saved, Tiers
 from hotrow.optim import SparseOptimizer, SplitSGDBF16
-
-FORMAT_VERSION = 2
-READ_VERSIONS = (1, 2)
-"""Version 1 has no chains."""
-MANIFEST = "manifest.json"
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
 
@@ -67,14 +72,9 @@ def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mappi
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(mode=0o700, parents=True)
-        manifest = {
-            "hotrow_checkpoint": FORMAT_VERSION,
-            "parts": contents.parts,
-            "files": _write_files(partial, contents),
-            "written_bytes": folder_bytes(partial),
-            "extra": dict(extra or {}),
-        }
-        write_json(partial / MANIFEST, manifest)
+        files = _write_files(partial, contents)
+        manifest = Manifest(contents.parts, files, folder_bytes(partial), json.loads(json.dumps(dict(extra or {}))))
+        DOCUMENT.write(partial / MANIFEST, manifest)
         partial.rename(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -95,56 +95,34 @@ def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, An
     manifest = read_manifest(path)
     verify(path, manifest)
     for name, part in parts.items():
-        if name not in manifest["parts"]:
-            raise ValueError(f"checkpoint {path} has no part {name!r}; it has {', '.join(manifest['parts'])}")
+        if name not in manifest.parts:
+            raise ValueError(f"checkpoint {path} has no part {name!r}; it has {', '.join(manifest.parts)}")
         if isinstance(part, Optimizer):
             _restore_optimizer(part, path, name, manifest)
-        elif _in_chains(manifest, name):
+        elif manifest.parts[name].chains is not None:
             _load_chains(path, manifest, name, part)
         else:
             for file, tensors in _describe(name, part)[0].items():
                 read_tensors(path / file, tensors)
     _continue_from(path, manifest, parts)
-    extra: dict[str, Any] = manifest["extra"]
-    return extra
+    return dict(manifest.extra)
 
 
-def read_manifest(path: Path | str) -> dict[str, Any]:
-    """The manifest of the checkpoint folder at `path`; ValueError where there is none this version can read."""
-    path = Path(path)
-    if not (path / MANIFEST).is_file():
-        raise ValueError(
-            f"{path} is no checkpoint: it holds no {MANIFEST}; pass a folder such as runs/NAME/checkpoints/step-N"
-        )
-    manifest = read_json(path / MANIFEST)
-    version = manifest.get("hotrow_checkpoint") if isinstance(manifest, dict) else None
-    if version not in READ_VERSIONS:
-        reads = " and ".join(map(str, READ_VERSIONS))
-        raise ValueError(f"{path / MANIFEST}: format version {version!r}; this hotrow reads versions {reads}")
-    return dict(manifest)
-
-
-def verify(path: Path, manifest: Mapping[str, Any] | None = None) -> int:
-    """Read every file of the checkpoint against its size and crc32; returns the bytes read.
+def verify(path: Path, manifest: Manifest | None = None) -> int:
+    """Read every file that the manifest names, against size and crc32; returns the bytes read.
 
     Raises ValueError naming the first file that is missing, has another size or another checksum.
     """
     manifest = read_manifest(path) if manifest is None else manifest
     total = 0
-    for name, record in manifest["files"].items():
-        for component in name.split("/"):
-            check_name(component, what=f"{path / MANIFEST}: file name")
+    for name, record in manifest.files.items():
         file = path / name
         if not file.is_file():
             raise ValueError(f"checkpoint file {file} is missing; use another checkpoint of the run")
-        if (size := file.stat().st_size) != record["num_bytes"]:
-            raise ValueError(
-                f"checkpoint file {file} has {size} bytes, not {record['num_bytes']}: it is damaged; {CURE}"
-            )
-        if (checksum := crc32(file)) != record["crc32"]:
-            raise ValueError(
-                f"checkpoint file {file} has crc32 {checksum}, not {record['crc32']}: it is damaged; {CURE}"
-            )
+        if (size := file.stat().st_size) != record.num_bytes:
+            raise ValueError(f"checkpoint file {file} has {size} bytes, not {record.num_bytes}: it is damaged; {CURE}")
+        if (checksum := crc32(file)) != record.crc32:
+            raise ValueError(f"checkpoint file {file} has crc32 {checksum}, not {record.crc32}: it is damaged; {CURE}")
         total += size
     return total
 
@@ -181,7 +159,7 @@ def prune_checkpoints(folder: Path, *, keep_last: int, keep: int | None = None) 
 class _Contents:
     """What a checkpoint is made of."""
 
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: dict[str, PartRecord] = field(default_factory=dict)
     """What the manifest says of each."""
     new: dict[str, dict[str, Stored]] = field(default_factory=dict)
     """Files to be written, and their tensors."""
@@ -196,13 +174,14 @@ def _contents(parts: Mapping[str, Part]) -> _Contents:
         if (tiers := _tiers(part)) is None:
             contents.new |= files
             continue
-        chains = contents.parts[name]["chains"] = {}
+        chains: dict[str, ChainRecord] = {}
         before = _last_one(tiers)
         for table, arrays in _tables(part).items():
             found = next_chain(name, table, arrays, before)
-            chains[table] = found.chain.to_json()
+            chains[table] = found.chain.record
             contents.new |= found.new_file
             contents.kept |= {file: before for file in found.kept_files if before is not None}
+        contents.parts[name] = replace(contents.parts[name], chains=chains)
     return contents
 
 
@@ -212,33 +191,28 @@ def _last_one(tiers: Tiers) -> Saved | None:
         return None
     path, manifest = tiers.saved
     try:
-        same = read_manifest(path)["files"] == manifest["files"]
-        whole = all((path / file).stat().st_size == record["num_bytes"] for file, record in manifest["files"].items())
+        same = read_manifest(path).files == manifest.files
+        whole = all((path / file).stat().st_size == record.num_bytes for file, record in manifest.files.items())
     except (ValueError, OSError):
         return None
     return tiers.saved if same and whole else None
 
 
-def _write_files(folder: Path, contents: _Contents) -> dict[str, Any]:
+def _write_files(folder: Path, contents: _Contents) -> dict[str, FileRecord]:
     """The files, in `folder`; returns their sizes and checksums, which those of the checkpoint before bring along."""
     inner = {folder / parent for file in (*contents.kept, *contents.new) for parent in Path(file).parents}
     for each in sorted(inner):
         each.mkdir(mode=0o700, exist_ok=True)
     for file, before in contents.kept.items():
         link_or_copy(before.path / file, folder / file)
-    records = {file: before.manifest["files"][file] for file, before in contents.kept.items()}
+    records: dict[str, FileRecord] = {file: before.manifest.files[file] for file, before in contents.kept.items()}
     records |= {file: write_tensors(folder / file, tensors) for file, tensors in contents.new.items()}
     for each in inner:
         sync_folder(each)
     return records
 
 
-def _in_chains(manifest: Mapping[str, Any], name: str) -> bool:
-    """Whether the part was in tiers."""
-    return "chains" in manifest["parts"][name]
-
-
-def _load_chains(path: Path, manifest: Mapping[str, Any], name: str, part: Part) -> None:
+def _load_chains(path: Path, manifest: Manifest, name: str, part: Part) -> None:
     if not isinstance(part, EmbeddingCollection | SparseOptimizer):
         raise ValueError(f"checkpoint {path}: part {name!r} is of embedding tables; this is a {type(part).__name__}")
     for table, arrays in _tables(part).items():
@@ -250,7 +224,7 @@ def _load_chains(path: Path, manifest: Mapping[str, Any], name: str, part: Part)
         load_chain(path, chain, arrays)
 
 
-def _continue_from(path: Path, manifest: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+def _continue_from(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
     """What this checkpoint holds of tables in tiers, all of it, the next one need not write but where it changes."""
     for tiers in {tiers for part in parts.values() if (tiers := _tiers(part)) is not None}:
         held = {
@@ -268,15 +242,17 @@ def _continue_from(path: Path, manifest: Mapping[str, Any], parts: Mapping[str, 
             tiers.clear_changed()
 
 
-def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """A part as `({file: {tensor name: tensor}}, JSON-ready rest)`, its tables whole."""
+def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Any]], PartRecord]:
+    """A part as `({file: {tensor name: tensor}}, the rest)`, its tables whole."""
     check_name(name, what="checkpoint part")
     if isinstance(part, EmbeddingCollection):
-        return {f"{name}/{file_name(table)}.safetensors": arrays for table, arrays in _tables(part).items()}, {}
+        return {
+            f"{name}/{file_name(table)}.safetensors": arrays for table, arrays in _tables(part).items()
+        }, PartRecord()
     if isinstance(part, Optimizer):
         tensors, rest = _flatten_optimizer(part)
         return {f"{name}.safetensors": {**tensors}}, rest
-    return {f"{name}.safetensors": dict(part.state_dict())}, {}
+    return {f"{name}.safetensors": dict(part.state_dict())}, PartRecord()
 
 
 def _tables(part: Part) -> dict[str, dict[str, Any]]:
@@ -305,44 +281,79 @@ def _tiers(part: Part) -> Tiers | None:
     return part.tiers if isinstance(part, EmbeddingCollection) else None
 
 
-def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Target], dict[str, Any]]:
-    """An optimizer's state as tensors named `<parameter index>.<name>`, and the JSON-ready rest of it."""
+def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Target], PartRecord]:
+    """An optimizer's state as tensors named `<parameter index>.<name>`, and the rest of it."""
     if isinstance(optimizer, SparseOptimizer) and _tiers(optimizer) is not None:
         groups = Optimizer.state_dict(optimizer)["param_groups"]
-        return {**optimizer.state_rows()}, {"values": {}, "param_groups": groups}
+        return {**optimizer.state_rows()}, PartRecord(param_groups=_plain(groups))
     state = optimizer.state_dict()
     tensors: dict[str, Target] = {}
     values: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
             (tensors if isinstance(value, Tensor) else values)[f"{index}.{name}"] = value
-    return tensors, {"values": values, "param_groups": state["param_groups"]}
+    return tensors, PartRecord(values=values, param_groups=_plain(state["param_groups"]))
 
 
-def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Mapping[str, Any]) -> None:
+def _plain(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Param groups with tuples for lists."""
+    return tuple(
+        {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()} for group in groups
+    )
+
+
+def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Manifest) -> None:
     """Put back what `_flatten_optimizer` took apart; state that exists already is filled in place."""
-    rest, file = manifest["parts"][name], path / f"{name}.safetensors"
-    tensors, _ = _flatten_optimizer(optimizer)
-    in_tiers = _tiers(optimizer) is not None
-    if _in_chains(manifest, name):
-        _load_chains(path, manifest, name, optimizer)
-    elif any(key.endswith(".low") for key in _names(file)) and not isinstance(optimizer, SplitSGDBF16):
+    rest, file = manifest.parts[name], path / f"{name}.safetensors"
+    tensors, own = _flatten_optimizer(optimizer)
+    in_tiers, found = _tiers(optimizer) is not None, _names(file) if rest.chains is None else []
+    if any(key.endswith(".low") for key in found) and not isinstance(optimizer, SplitSGDBF16):
         # torch's SGD would take them for a state it does not know, and go on from the upper halves.
         raise ValueError(
             f"checkpoint {path}: part {name!r} holds lower halves of weights, split by SplitSGDBF16, which a "
             f"{type(optimizer).__name__} would lose; load it into hotrow.SplitSGDBF16, whose weights() are the whole "
             "float32 to go on from with another optimizer"
         )
-    elif in_tiers or _names(file) == sorted(tensors):
+    groups = _checked_groups(f"{path / MANIFEST}: parts.{name}", rest.param_groups, own.param_groups)
+    if rest.chains is not None:
+        _load_chains(path, manifest, name, optimizer)
+    elif in_tiers or found == sorted(tensors):
         read_tensors(file, tensors)
     else:  # torch's Adam and SGD make their state at the first step
         with open_tensors(file) as opened:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is no mapping
     state: dict[int, dict[str, Any]] = {}
-    for key, value in {**tensors, **rest["values"]}.items() if not in_tiers else ():
+    for key, value in {**tensors, **rest.values}.items() if not in_tiers else ():
         index, _, entry = key.partition(".")
         state.setdefault(int(index), {})[entry] = value
-    optimizer.load_state_dict({"state": state, "param_groups": list(rest["param_groups"])})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _checked_groups(where: str, found: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`found` as the optimizer with the groups `own` takes them. What `found` does not say stays as it is: other
+    versions of torch have other options. Raises ValueError naming what is of another kind than in `own`.
+    """
+    if len(found) != len(own):
+        raise ValueError(f"{where}.param_groups has {len(found)} groups, this model's optimizer {len(own)}; {CURE}")
+    for k, (theirs, mine) in enumerate(zip(found, own, strict=True)):
+        for name, value in theirs.items():
+            at = f"{where}.param_groups.{k}.{name}"
+            if name not in mine:
+                raise ValueError(f"{at}: this optimizer has no such option; load it into the one that was saved")
+            if name == "params" and value != mine[name]:
+                raise ValueError(f"{at} is {value}, this model's is {mine[name]}; load it into the same model")
+            if _kind(value) != _kind(mine[name]):
+                raise ValueError(f"{at} is {value!r}, this optimizer's is {mine[name]!r}; {CURE}")
+    return [{**mine, **theirs} for theirs, mine in zip(found, own, strict=True)]
+
+
+def _kind(value: Any) -> Any:
+    """What values of one option have in common: switches, text, numbers of one sign, or as many of these."""
+    if isinstance(value, list | tuple):
+        return [_kind(each) for each in value]
+    if value is None or isinstance(value, bool):
+        return "switch"
+    return "text" if isinstance(value, str) else ("number", value < 0)
 
 
 def _names(path: Path) -> list[str]:

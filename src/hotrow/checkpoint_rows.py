@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hotrow.checkpoint_manifest import MANIFEST, ChainRecord, Manifest
 from hotrow.checkpoint_tensors import CURE, Stored, Target, check_like, check_names, open_tensors, piece_rows, put
 from hotrow.files import file_name, open_private
 from hotrow.memory.table_rows import ChangedRows, InitialRows, RowsInTiers
@@ -50,21 +51,21 @@ class Chain:
         """The links, first one first."""
         return [f"{self.stem}/{k:03d}.safetensors" for k in range(len(self.links))]
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def record(self) -> ChainRecord:
         """As it stands in a manifest."""
-        return {"num_rows": self.num_rows, "initial": self.initial.to_json(), "links": list(self.links)}
+        return ChainRecord(self.num_rows, self.initial, self.links)
 
     @classmethod
-    def of(cls, manifest: Mapping[str, Any], part: str, table: str) -> Chain | None:
+    def of(cls, manifest: Manifest, part: str, table: str) -> Chain | None:
         """The one of a table in a part; None where there is none. ValueError where the file of a link is not listed."""
-        found = manifest["parts"].get(part, {}).get("chains", {}).get(table)
+        found = manifest.chain(part, table)
         if found is None:
             return None
-        initial = InitialRows.from_json(found["initial"])
-        chain = cls(f"{part}/{file_name(table)}", found["num_rows"], initial, tuple(found["links"]))
+        chain = cls(f"{part}/{file_name(table)}", found.num_rows, found.initial, found.links)
         for file in chain.files:
-            if file not in manifest["files"]:
-                raise ValueError(f"the checkpoint's manifest does not list {file}, a link of its chain; {CURE}")
+            if file not in manifest.files:
+                raise ValueError(f"the checkpoint's {MANIFEST} does not list {file}, a link of its chain; {CURE}")
         return chain
 
 

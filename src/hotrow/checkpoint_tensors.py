@@ -12,13 +12,16 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, BinaryIO, Protocol, TypeAlias, runtime_checkable
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hotrow.files import atomic_write
+from hotrow.records import STRICT, Count
 
 CHUNK_BYTES = 1 << 24
 CURE = "remove its step folder and resume from an earlier checkpoint"
@@ -33,6 +36,14 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+@dataclass(frozen=True, config=STRICT)
+class FileRecord:
+    """Size and checksum of a file."""
+
+    num_bytes: Count
+    crc32: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
 class Pieces(Protocol):
@@ -72,8 +83,8 @@ def num_bytes(tensor: Stored) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> dict[str, Any]:
-    """Write a safetensors file from the tensors' own memory; returns its size and crc32, as the manifest has them."""
+def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> FileRecord:
+    """Write a safetensors file from the tensors' own memory; returns its size and crc32."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     # Wide elements first keeps every tensor aligned to its element, as the safetensors library lays files out.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
@@ -95,7 +106,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> dict[str, Any]:
                 del chunk  # before the next is made: its memory is that one's
                 _send_down(file)
         assert left == 0, f"{path}: rows changed while they were written"
-    return {"num_bytes": len(head) + end, "crc32": f"{checksum:08x}"}
+    return FileRecord(len(head) + end, f"{checksum:08x}")
 
 
 def read_tensors(path: Path, into: Mapping[str, Target]) -> None:

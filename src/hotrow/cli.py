@@ -16,8 +16,9 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,18 +36,27 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a config field, e.g. train.epochs=2.")]
 Paths = Annotated[list[str], typer.Argument(help="Files, folders, globs or URIs (s3://, gs://, hdfs://).")]
 Label = Annotated[
-    str | None, typer.Option(help='The 0/1 column, or a rule such as "rating >= 4"; guessed if not given.')
+    str | None,
+    typer.Option(help='The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.'),
 ]
+NOT_OF_A_CONFIG = ("data", "label", "time", "schema", "categorical", "dense", "lists", "split", "config", "quiet")
+"""Arguments of `hotrow.fit` beside the options that --set overrides."""
 Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
 
 
-def verb(name: str, *, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as the verb `name`, whose help ends with an example; interrupted, it says so."""
+def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as the verb `name`, whose help ends with an example; interrupted, it says so.
+
+    home: the module whose functions it calls. It brings torch, and is imported before the verb begins: Ctrl-C still
+    ends the process then (`__main__`), where KeyboardInterrupt would come to code of C++ that ends it with a report.
+    """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(*arguments: Any, **options: Any) -> None:
-            function(*arguments, **options)
+            import_module(home)
+            with saying_interruptions():
+                function(*arguments, **options)
 
         return app.command(name, epilog=f"Example: {example}")(run)
 
@@ -63,16 +73,19 @@ def saying_interruptions() -> Iterator[None]:
         got = signal.SIGTERM
         raise KeyboardInterrupt
 
-    alone = threading.current_thread() is threading.main_thread()  # others may not set what a signal does
-    before = signal.signal(signal.SIGTERM, terminate) if alone else None
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # others may not set what a signal does
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, terminate)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt as error:
         print(f"hotrow: {str(error) or 'aborted'}", file=sys.stderr)
         raise typer.Exit(128 + got) from None
     finally:
-        if alone:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def print_result(result: Mapping[str, Any], *, as_json: bool, human: Callable[[], None]) -> None:
@@ -101,10 +114,12 @@ def options(
     """Raw click logs in, a trained DLRM out. Start with `hotrow demo`; every verb has --help with an example."""
 
 
-@verb("demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)")
+@verb("demo", home="hotrow.demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)")
 def demo(
     *,
-    data: Annotated[str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV or Parquet.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV, Parquet or JSON Lines.")
+    ] = None,
     label: Label = None,
     time: Time = None,
     schema: Annotated[Path | None, typer.Option(help="Schema of your logs (hotrow init); else guessed.")] = None,
@@ -129,13 +144,16 @@ def demo(
     if data is None:
         result = demo_on_synthetic(folder)
     else:
+        overrides = overrides_of(set_ or ())
+        if own := [name for name in overrides if name in NOT_OF_A_CONFIG]:
+            raise ValueError(f"--set {own[0]}: this is no option of a config; docs/config.md lists them")
         how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
-        result = demo_on_logs(data, label=label, time=time, **how, **overrides_of(set_ or ()))
+        result = demo_on_logs(data, label=label, time=time, **how, **overrides)
     print_result(result, as_json=json_, human=lambda: print(result["text"]))
     _exit_if_interrupted(result)
 
 
-@verb("init", example="hotrow init clicks/*.parquet --label click --out clicks")
+@verb("init", home="hotrow.data.init", example="hotrow init clicks/*.parquet --label click --out clicks")
 def init(
     paths: Paths,
     *,
@@ -152,19 +170,21 @@ def init(
     print_result(result, as_json=json_, human=lambda: _print_init(result))
 
 
-@verb("prepare", example="hotrow prepare criteo train.txt --out data/criteo")
+@verb("prepare", home="hotrow.data.prepare", example="hotrow prepare criteo train.txt --out data/criteo")
 def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, auto to tell, or synthetic, whose "
-            "PATHS is a preset (criteo-kaggle, criteo-terabyte, avazu) or a YAML file."
+            help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, jsonl, auto to tell, or "
+            "synthetic, whose PATHS is a preset (criteo-kaggle, criteo-terabyte, avazu) or a YAML file."
         ),
     ],
     paths: Paths,
     *,
     out: Annotated[Path, typer.Option(help="Folder of the packed dataset; work left there is continued.")],
-    schema: Annotated[Path | None, typer.Option(help="Schema of csv and parquet (hotrow init); else guessed.")] = None,
+    schema: Annotated[
+        Path | None, typer.Option(help="How to read csv, parquet and jsonl (hotrow init writes one); else guessed.")
+    ] = None,
     label: Label = None,
     time: Time = None,
     split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
@@ -217,7 +237,11 @@ def prepare(
     print_result(result, as_json=json_, human=lambda: _print_fields({k: result[k] for k in ("out", "rows", "summary")}))
 
 
-@verb("train", example="hotrow train recipes/criteo-small.yaml --set train.seed=2   (go on: hotrow train --resume RUN)")
+@verb(
+    "train",
+    home="hotrow.api",
+    example="hotrow train recipes/criteo-small.yaml --set train.seed=2   (go on: hotrow train --resume RUN)",
+)
 def train(
     config: Annotated[Path | None, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")] = None,
     *,
@@ -244,7 +268,11 @@ def train(
     _exit_if_interrupted(result)
 
 
-@verb("eval", example="hotrow eval runs/clicks-dlrm-001 new/*.parquet   (the run's own test rows: hotrow eval RUN)")
+@verb(
+    "eval",
+    home="hotrow.api",
+    example="hotrow eval runs/clicks-dlrm-001 new/*.parquet   (the run's own test rows: hotrow eval RUN)",
+)
 def eval_(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     paths: Annotated[list[str] | None, typer.Argument(help="Raw rows with labels; default: a packed dataset.")] = None,
@@ -266,7 +294,7 @@ def eval_(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("predict", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")
+@verb("predict", home="hotrow.api", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")
 def predict(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     paths: Paths,
@@ -285,7 +313,7 @@ def predict(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("export", example="hotrow export runs/clicks-dlrm-001 --out clicks-export")
+@verb("export", home="hotrow.api", example="hotrow export runs/clicks-dlrm-001 --out clicks-export")
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     *,
@@ -312,7 +340,7 @@ def export(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("inspect", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
+@verb("inspect", home="hotrow.tools", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
 def inspect(
     path: Annotated[Path, typer.Argument(help="A packed dataset, or a trace: a text file of one row id per line.")],
     *,
@@ -369,7 +397,7 @@ def inspect(
     print_result(result, as_json=json_, human=lambda: print_inspection(result))
 
 
-@verb("check", example="hotrow check data/criteo")
+@verb("check", home="hotrow.tools", example="hotrow check data/criteo")
 def check(
     path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint, a run or an export.")],
     *,
@@ -382,7 +410,7 @@ def check(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("bench", example="hotrow bench --quick")
+@verb("bench", home="hotrow.bench", example="hotrow bench --quick")
 def bench(
     names: Annotated[list[str] | None, typer.Argument(help="Cells to measure; default: all.")] = None,
     *,
@@ -396,7 +424,11 @@ def bench(
     print_result(result, as_json=json_, human=lambda: print("\n".join(format_row(row) for row in result["cells"])))
 
 
-@verb("study", example="hotrow study kernels --quick   (what it would take: hotrow study kernels --estimate)")
+@verb(
+    "study",
+    home="hotrow.study",
+    example="hotrow study kernels --quick   (what it would take: hotrow study kernels --estimate)",
+)
 def study(
     name: Annotated[
         str,
@@ -431,7 +463,7 @@ def study(
     print_result(result, as_json=json_, human=lambda: _print_fields(told))
 
 
-@verb("doctor", example="hotrow doctor")
+@verb("doctor", home="hotrow.tools", example="hotrow doctor")
 def doctor(
     *,
     json_: Json = False,
@@ -443,7 +475,7 @@ def doctor(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("clean", example="hotrow clean runs/criteo-dlrm-001")
+@verb("clean", home="hotrow.tools", example="hotrow clean runs/criteo-dlrm-001")
 def clean(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     *,
@@ -510,6 +542,7 @@ def main() -> None:
     """The `hotrow` command."""
     warnings.showwarning = _one_line_warning
     try:
+        _check_arguments(sys.argv[1:])
         app()
     except BrokenPipeError:
         # Whoever read our output has seen enough; what is left in the buffer must not fail again at exit.
@@ -530,6 +563,14 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raises ValueError for bytes that are not UTF-8: records of runs and of datasets could not hold such a name."""
+    from hotrow.files import check_text
+
+    for argument in arguments:
+        check_text(argument, what="an argument")
 
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -24,8 +24,18 @@ from hotrow.config_schema import MEMORY_TAGS, Config, MemoryConfig
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number"}
 
 
+_MOST_VALUES = 100_000
+"""Of one YAML text, aliases counted as what they stand for; a schema of 1,000 columns has about 4,000."""
+
+
 class _YamlLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, refusing repeated keys and reading 1e-3 as a number (YAML 1.1 reads it as text)."""
+    """PyYAML's safe loader, refusing repeated keys, values within themselves and aliases that multiply, and reading
+    1e-3 as a number (YAML 1.1 reads it as text)."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """The value of the whole text."""
+        _count_values(node, {})
+        return super().construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
         """The mapping of `node`; a key that stands twice raises, where PyYAML would keep the last."""
@@ -49,6 +59,23 @@ class _YamlLoader(yaml.SafeLoader):
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Values in `node`; `counts` holds those of nodes seen before, 0 of the nodes that are being counted."""
+    if id(node) not in counts:
+        counts[id(node)] = 0
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        inner = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
+        counts[id(node)] = 1 + sum(_count_values(part, counts) for part in inner)
+    problem = ""
+    if counts[id(node)] == 0:
+        problem = "a value contains itself; remove the alias"
+    elif counts[id(node)] > _MOST_VALUES:
+        problem = f"more than {_MOST_VALUES:,} values, aliases counted as what they stand for; write fewer"
+    if problem:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return counts[id(node)]
 
 
 def parse_yaml(text: str, *, origin: str) -> Any:
@@ -77,6 +104,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 def read_config(path: Path | str) -> dict[str, Any]:
     """The fields in the YAML file at `path`, unchecked. Raises ValueError naming the file where it holds none."""
+    if not isinstance(path, str | Path):
+        raise ValueError(f"config is {reprlib.repr(path)}; pass the path of a YAML file, or its content as a dict")
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"config {path} is no file; pass a YAML file such as recipes/criteo-small.yaml")
@@ -99,8 +128,9 @@ def make_config(raw: dict[str, Any], *, origin: str = "config") -> Config:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of `raw` with each `a.b=v` set; ValueError where one has no `=` or goes through a plain value."""
-    result = {key: _copy(value) for key, value in raw.items()}
+    """A copy of `raw` with each `a.b=v` set; ValueError where one has no `=` or goes through a plain value, or where
+    a key of `raw` is not a text."""
+    result: dict[str, Any] = _copy(raw)
     for override in overrides:
         ((path, value),) = overrides_of([override]).items()
         *parents, leaf = path.split(".")
@@ -119,12 +149,14 @@ def overrides_of(overrides: Sequence[str]) -> dict[str, Any]:
     """`a.b=v` overrides as `{"a.b": value}`; ValueError where one has no name and value."""
     split = [override.partition("=") for override in overrides]
     for override, (path, equals, _) in zip(overrides, split, strict=True):
-        if not equals or not path.strip():
+        if not equals or not all(name.strip() for name in path.split(".")):
             raise ValueError(f"--set {override!r} has no name and value; write it as --set train.batch_size=4096")
     return {path.strip(): parse_yaml(text, origin=f"--set {path}") for path, _, text in split}
 
 
 def _copy(value: Any) -> Any:
+    if isinstance(value, dict) and (odd := [key for key in value if not isinstance(key, str)]):
+        raise ValueError(f"config: key {odd[0]!r} is not a text; put it in quotes")
     return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
@@ -132,7 +164,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
         # Union branches appear in a location as tags of their own; the path of the field is the part the schema knows.
         names = list(_known(problem["loc"]))
-        path = ".".join(names)
+        path = ".".join(name or "''" for name in names)
         if problem["type"] == "extra_forbidden":
             known = list(_section_at(names[:-1]).model_fields)
             near = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)

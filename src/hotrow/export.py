@@ -17,21 +17,26 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
+from pydantic import JsonValue
+from pydantic.dataclasses import dataclass as record
 
 from hotrow import __version__
-from hotrow.checkpoint import read_manifest, verify
-from hotrow.checkpoint_tensors import crc32, open_tensors, write_tensors
+from hotrow.checkpoint import verify
+from hotrow.checkpoint_manifest import Manifest, read_manifest
+from hotrow.checkpoint_tensors import FileRecord, crc32, open_tensors, write_tensors
+from hotrow.config_schema import Config
 from hotrow.data.chunk import Keys
 from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import Feature, Table
+from hotrow.data.prepare import RawRows, raw_rows
 from hotrow.data.progress import ProgressCallback, ProgressMeter
-from hotrow.data.schema import Schema, parse_schema
 from hotrow.data.transforms import DenseTransform
 from hotrow.data.vocabulary import Vocabulary
 from hotrow.export_tables import PART, LookedUpRows
@@ -42,10 +47,10 @@ from hotrow.files import (
     disk_free_bytes,
     explain_full_disk,
     file_name,
-    read_json,
     sync_folder,
-    write_json,
 )
+from hotrow.records import STRICT, Count, Document
+from hotrow.run_state import Extra, read_extra, read_model
 from hotrow.tables import TableConfig
 
 FORMAT_VERSION = 1
@@ -54,6 +59,31 @@ _OWN_NAMES = {MODEL, SCORE, README, "tables", "vocab"}
 """What an export that was cut short may have left; export.json, which comes last, makes it whole."""
 _WITHOUT_VALUE = 0.0
 """A missing dense value, after the transform."""
+
+
+@record(frozen=True, config=STRICT)
+class Description:
+    """What export.json says; docs/export.md is its specification."""
+
+    created_by: str
+    run: str
+    step: Count
+    dataset: dict[str, JsonValue]
+    model: dict[str, JsonValue]
+    csv: dict[str, JsonValue] | None
+    dense: tuple[dict[str, JsonValue], ...]
+    features: tuple[dict[str, JsonValue], ...]
+    tables: tuple[dict[str, JsonValue], ...]
+    files: dict[str, FileRecord]
+    """All but export.json itself."""
+
+    def __post_init__(self) -> None:
+        for file in self.files:
+            for component in file.split("/"):
+                check_name(component, what=f"files: file name in {file!r}")
+
+
+_DOCUMENT = Document(Description, marks={"hotrow_export": FORMAT_VERSION}, cure="export the run again")
 
 
 def export_checkpoint(
@@ -67,9 +97,9 @@ def export_checkpoint(
     out = Path(out)
     partial = _free_place(out)
     manifest, kept = read_manifest(checkpoint), PackedDataset.open(vocabulary)
-    wanted = {name: record for name, record in manifest["files"].items() if name.startswith((f"{PART}/", MODEL))}
-    verify(checkpoint, {**manifest, "files": wanted})
-    tables = [TableConfig.from_json(table) for table in manifest["extra"]["tables"]]
+    wanted = {name: record for name, record in manifest.files.items() if name.startswith((f"{PART}/", MODEL))}
+    verify(checkpoint, replace(manifest, files=wanted))
+    config, tables = read_model(checkpoint, manifest, kept)
     _check_room(out, sum(4 * table.num_embeddings * table.embedding_dim for table in tables))
     full = explain_full_disk(out.absolute().parent, f"exporting {checkpoint}", "Nothing of the export is kept.")
     try:
@@ -77,17 +107,17 @@ def export_checkpoint(
             _make(partial, out)
             files = _write_weights(partial, checkpoint, manifest, tables, progress)
             files |= _write_vocabularies(partial, kept, progress)
-            files |= _write_guide(partial, out.name, manifest)
-            description = {**_describe(checkpoint, manifest, kept, tables), "files": files}
+            files |= _write_guide(partial, out.name, config.model.name)
+            description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, files)
             for folder in (partial / "tables", partial / "vocab"):
                 sync_folder(folder)
-            write_json(partial / EXPORT, description)
+            _DOCUMENT.write(partial / EXPORT, description)
             partial.rename(out)
             sync_folder(out.absolute().parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return description
+    return {**_DOCUMENT.marks, **asdict(description)}
 
 
 def verify_export(path: Path) -> int:
@@ -95,16 +125,12 @@ def verify_export(path: Path) -> int:
 
     Raises ValueError naming the first file that is missing, has another size or another checksum.
     """
-    description, total = read_json(path / EXPORT), 0
-    if not isinstance(description, dict) or description.get("hotrow_export") != FORMAT_VERSION:
-        raise ValueError(f"{path / EXPORT} is no export that is read here; it needs hotrow_export: {FORMAT_VERSION}")
-    for name, record in description["files"].items():
-        for component in name.split("/"):
-            check_name(component, what=f"{path / EXPORT}: file name")
+    total = 0
+    for name, wanted in _DOCUMENT.read(path / EXPORT).files.items():
         file = path / name
-        if not file.is_file() or (file.stat().st_size, crc32(file)) != (record["num_bytes"], record["crc32"]):
+        if not file.is_file() or (file.stat().st_size, crc32(file)) != (wanted.num_bytes, wanted.crc32):
             raise ValueError(f"{file} is missing, cut off or altered: {EXPORT} says otherwise; export the run again")
-        total += int(record["num_bytes"])
+        total += wanted.num_bytes
     return total
 
 
@@ -147,10 +173,10 @@ def _check_room(out: Path, needed: int) -> None:
 def _write_weights(
     folder: Path,
     checkpoint: Path,
-    manifest: Mapping[str, Any],
-    tables: list[TableConfig],
+    manifest: Manifest,
+    tables: Sequence[TableConfig],
     progress: ProgressCallback | None,
-) -> dict[str, Any]:
+) -> dict[str, FileRecord]:
     """The dense parameters and all tables; returns sizes and checksums by file."""
     with open_tensors(checkpoint / MODEL) as file:
         dense = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
@@ -163,7 +189,7 @@ def _write_weights(
     return files
 
 
-def _write_vocabularies(folder: Path, kept: PackedDataset, progress: ProgressCallback | None) -> dict[str, Any]:
+def _write_vocabularies(folder: Path, kept: PackedDataset, progress: ProgressCallback | None) -> dict[str, FileRecord]:
     """Those the dataset has, as Parquet; returns sizes and checksums by file."""
     tables = [table for table in kept.info.tables if _has_vocabulary(kept, table)]
     counted = _Counted(progress, "keys", sum(table.num_keys for table in tables))
@@ -197,9 +223,8 @@ def _to_arrow(keys: Keys) -> pa.Array:
     return pa.Array.from_buffers(pa.large_binary(), keys.num_keys, buffers)
 
 
-def _write_guide(folder: Path, name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _write_guide(folder: Path, name: str, model: str) -> dict[str, FileRecord]:
     """score.py and README.md; returns their sizes and checksums."""
-    model = manifest["extra"]["config"]["model"]["name"]
     guide = _README.format(name=name, model=model.upper(), version=__version__)
     for own_name, text in ((SCORE, Path(__file__).with_name("export_score.py").read_text("utf-8")), (README, guide)):
         with atomic_write(folder / own_name) as file:
@@ -207,29 +232,32 @@ def _write_guide(folder: Path, name: str, manifest: Mapping[str, Any]) -> dict[s
     return {own_name: _record(folder / own_name) for own_name in (SCORE, README)}
 
 
-def _record(path: Path) -> dict[str, Any]:
-    return {"num_bytes": path.stat().st_size, "crc32": crc32(path)}
+def _record(path: Path) -> FileRecord:
+    return FileRecord(path.stat().st_size, crc32(path))
 
 
 def _describe(
-    checkpoint: Path, manifest: Mapping[str, Any], kept: PackedDataset, tables: list[TableConfig]
-) -> dict[str, Any]:
-    """export.json without its files."""
-    extra, info = manifest["extra"], kept.info
-    schema = parse_schema(info.ids["schema"], where=str(kept.path)) if "schema" in info.ids else None
+    checkpoint: Path,
+    extra: Extra,
+    config: Config,
+    kept: PackedDataset,
+    tables: Sequence[TableConfig],
+    files: dict[str, FileRecord],
+) -> Description:
+    info, made = kept.info, raw_rows(kept)
     kinds = {feature.name: feature for feature in info.features}
-    return {
-        "hotrow_export": FORMAT_VERSION,
-        "created_by": f"hotrow {__version__}",
-        "run": checkpoint.absolute().parents[1].name,
-        "step": extra["state"]["step"],
-        "dataset": {"name": info.name, "checksum": extra["dataset"], "licence": info.licence},
-        "model": {**extra["config"]["model"], "num_dense": extra["num_dense"]},
-        "csv": None if schema is None else schema.csv.model_dump(mode="json"),
-        "dense": [{"name": column.name, **_transform(column.transform)} for column in info.dense],
-        "features": [_feature(kinds[name], kept, schema) for table in tables for name in table.feature_names],
-        "tables": [_table(table, kept, schema) for table in tables],
-    }
+    return Description(
+        created_by=f"hotrow {__version__}",
+        run=checkpoint.absolute().parents[1].name,
+        step=extra.state.step,
+        dataset={"name": info.name, "checksum": extra.dataset, "licence": info.licence},
+        model={**config.model.model_dump(mode="json"), "num_dense": extra.num_dense},
+        csv=None if made is None else made.schema.csv.model_dump(mode="json"),
+        dense=tuple({"name": column.name, **_transform(column.transform)} for column in info.dense),
+        features=tuple(_feature(kinds[name], made) for table in tables for name in table.feature_names),
+        tables=tuple(_table(table, kept, made) for table in tables),
+        files=files,
+    )
 
 
 def _transform(text: str) -> dict[str, Any]:
@@ -240,21 +268,20 @@ def _transform(text: str) -> dict[str, Any]:
     return {"transform": found.kind, **numbers, "missing": _WITHOUT_VALUE}
 
 
-def _feature(feature: Feature, kept: PackedDataset, schema: Schema | None) -> dict[str, Any]:
+def _feature(feature: Feature, made: RawRows | None) -> dict[str, Any]:
     """How raw values of a column become keys, in the order in which the model takes features."""
-    ids: Any = kept.info.ids
     found: dict[str, Any] = {"name": feature.name, "table": feature.table, "kind": feature.kind}
-    if schema is None:
+    if made is None:
         return found
-    encoding = ids["encodings"][feature.name]
-    spec = next(column for column in schema.categorical if column.column == feature.name)
-    base = 16 if ids["source"] == "criteo" else 10
+    encoding = made.encodings[feature.name]
+    spec = next(column for column in made.schema.categorical if column.column == feature.name)
+    base = 16 if made.source == "criteo" else 10
     return found | {"keys": encoding, "separator": spec.separator, **({} if encoding == "bytes" else {"base": base})}
 
 
-def _table(table: TableConfig, kept: PackedDataset, schema: Schema | None) -> dict[str, Any]:
+def _table(table: TableConfig, kept: PackedDataset, made: RawRows | None) -> dict[str, Any]:
     stored = kept.info.table_by_name[table.name]
-    found = {
+    found: dict[str, Any] = {
         "name": table.name,
         "num_embeddings": table.num_embeddings,
         "embedding_dim": table.embedding_dim,
@@ -265,9 +292,9 @@ def _table(table: TableConfig, kept: PackedDataset, schema: Schema | None) -> di
         "trained_as": table.dtype,
         "vocabulary": None,
     }
-    if schema is None or not _has_vocabulary(kept, stored):
+    if made is None or not _has_vocabulary(kept, stored):
         return found
-    spec = schema.table(table.name)
+    spec = made.schema.table(table.name)
     return found | {
         "vocabulary": {
             "file": f"vocab/{file_name(table.name)}.parquet",

@@ -10,6 +10,7 @@ tables and vocabularies are held in memory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -33,7 +34,7 @@ class Scorer:
 
     def __init__(self, folder: Path | str) -> None:
         folder = Path(folder)
-        self.about = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+        self.about = read_about(folder / "export.json")
         self.tables = {table["name"]: table for table in self.about["tables"]}
         self.bags: dict[str, nn.EmbeddingBag] = {}
         self.vocabularies: dict[str, dict[Any, int]] = {}
@@ -91,6 +92,16 @@ class Scorer:
         if isinstance(self.model, TBSM):
             return {name: (bags[name].weight[ids], offsets) for name, (ids, offsets) in rows.items()}
         return {name: bags[name](ids, offsets) for name, (ids, offsets) in rows.items()}
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What export.json says. Raises ValueError unless its bytes are those whose SHA-256 is in its last line but one."""
+    text = path.read_bytes()
+    body, _, end = text.rpartition(b' "checksum": ')
+    if end != f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode():
+        raise ValueError(f"{path} differs from its checksum: it was edited or damaged; export the run again")
+    about: dict[str, Any] = json.loads(text)
+    return about
 
 
 def list_of(feature: dict[str, Any], value: Any) -> list[Any]:

@@ -6,15 +6,15 @@ A checkpoint holds a table whole or as a chain of files (checkpoint_rows.py); ei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hotrow.checkpoint_manifest import Manifest
 from hotrow.checkpoint_rows import ROWS, Chain
-from hotrow.checkpoint_tensors import check_like, open_tensors
+from hotrow.checkpoint_tensors import CURE, check_like, open_tensors
 from hotrow.files import file_name
 from hotrow.tables import TableConfig
 
@@ -33,9 +33,7 @@ class LookedUpRows:
 
     dtype = torch.float32
 
-    def __init__(
-        self, path: Path, manifest: Mapping[str, Any], table: TableConfig, *, done: Callable[[int], None]
-    ) -> None:
+    def __init__(self, path: Path, manifest: Manifest, table: TableConfig, *, done: Callable[[int], None]) -> None:
         self.shape = torch.Size((table.num_embeddings, table.embedding_dim))
         self._upper_half, self._done = table.dtype == "bfloat16", done
         dtype = torch.float16 if table.dtype == "float16" else torch.float32
@@ -74,12 +72,13 @@ def _merged(path: Path, chain: Chain, shape: torch.Size, dtype: torch.dtype) -> 
     """Rows as they were made, then as each link has them; a link's rows rise, so one place in each is all to note."""
     if chain.num_rows != shape[0]:
         raise ValueError(f"{path / chain.stem} has {chain.num_rows:,} rows, its table {shape[0]:,}; take another step")
+    if (dtype == torch.float16) != (chain.initial.dtype == "float16"):
+        raise ValueError(f"{path / chain.stem} is made of {chain.initial.dtype}, its table of {dtype}; {CURE}")
     places = [0] * len(chain.links)
     for rows in _ranges(shape):
         piece = chain.initial.read(WEIGHT, rows, shape)
         for k, (file, num_rows) in enumerate(zip(chain.files, chain.links, strict=True)):
             places[k] = _overlay(piece, rows, path / file, places[k], num_rows)
-        assert piece.dtype == dtype
         yield piece
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 _WORDS = {
     "missing": "it is missing",
     "string_type": "it must be text",
@@ -48,3 +50,14 @@ def innermost(faults: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         for fault in faults
         if fault["type"] != "too_short" or not any(p[: len(fault["loc"])] == fault["loc"] != p for p in places)
     ]
+
+
+def describe(error: ValidationError) -> str:
+    """The first thing that is wrong, as `field.subfield is <value>: <reason>`."""
+    first = innermost(error.errors(include_url=False))[0]
+    where = ".".join(str(step) for step in first["loc"])
+    if not where:
+        return in_words(first)
+    if first["type"] in ("value_error", "missing", "unexpected_keyword_argument", "extra_forbidden"):
+        return f"{where}: {in_words(first)}"
+    return f"{where} is {str(first['input'])[:80]!r}: {in_words(first)}"

@@ -116,29 +116,12 @@ def atomic_write(path: Path | str) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Write `value` as UTF-8 JSON, atomically. Raises ValueError for NaN and infinity, which JSON does not have."""
+    """Write `value` as UTF-8 JSON for others to read, atomically; what hotrow reads back goes through records.py.
+
+    Raises ValueError for NaN and infinity, which JSON does not have.
+    """
     with atomic_write(path) as file:
         file.write(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-
-
-def read_json(path: Path | str) -> Any:
-    """The value in a JSON file. Raises ValueError naming file and line where the text is not JSON (NaN included)."""
-    path = Path(path)
-
-    def refuse(word: str) -> Any:
-        raise ValueError(f"{path}: holds {word}, which is not JSON; the file is damaged or was edited, restore it")
-
-    try:
-        return json.loads(path.read_bytes().decode(), parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}); "
-            "the file is damaged or was edited, restore it"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start} is not UTF-8; the file is damaged, restore it") from None
-    except RecursionError:
-        raise ValueError(f"{path}: nested too deeply to be one of our files; restore it") from None
 
 
 def check_name(name: str, *, what: str = "name") -> str:
@@ -185,6 +168,16 @@ def file_name(name: str) -> str:
     if len(escaped) <= MAX_NAME_BYTES:
         return escaped
     return f"{escaped[: MAX_NAME_BYTES - 66].rpartition('%')[0]}%-{hashlib.sha256(name.encode()).hexdigest()}"
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ValueError where the new folder or file `folder` cannot be made in the nearest parent that exists."""
+    parent = folder.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        why = "may not be written to" if parent.is_dir() else "is no folder"
+        raise ValueError(f"{folder} cannot be made: {parent} {why}; choose another place")
 
 
 def disk_free_bytes(path: Path | str) -> int:

@@ -8,14 +8,32 @@ the sums (AUC is counted in integers).
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from pydantic import AfterValidator
 from torch import Tensor
 
 Scores = Literal["logits", "probabilities"]
+_FIGURES = ("num_rows", "auc", "logloss", "ne", "calibration", "accuracy", "base_rate", "base_logloss")
+
+
+def _check_metrics(values: dict[str, Any]) -> dict[str, Any]:
+    if values.keys() != {*_FIGURES, "undefined"}:
+        raise ValueError(f"it has {', '.join(values) or 'nothing'}; it needs {', '.join(_FIGURES)}, undefined")
+    for name in _FIGURES:
+        kinds = {"num_rows": (int,), "logloss": (int, float)}.get(name, (int, float, type(None)))
+        if type(values[name]) not in kinds:
+            raise ValueError(f"{name} is {values[name]!r}; it must be a number")
+    if not isinstance(values["undefined"], str | None):
+        raise ValueError(f"undefined is {values['undefined']!r}; it must be text or null")
+    return values
+
+
+Metrics: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_metrics)]
+"""What `BinaryMetrics.compute` returned, as files have it: null for NaN."""
 PROBABILITY_MARGIN = 1e-7
 """Probabilities nearer to 0 or 1 than this count as this near: float32 cannot say 1 - 1e-8, and log 0 is no loss."""
 _PIECE_ROWS = 1 << 20

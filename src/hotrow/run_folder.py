@@ -7,7 +7,7 @@ runs/criteo-dlrm-001/
   log.txt         what was said, with times
   vocab/          dataset.json and vocabularies: raw rows can be scored without the dataset
   checkpoints/    step-N folders (hotrow.checkpoint)
-  writes.json     what it wrote to its drive when, where it has a budget for that (hotrow.write_budget)
+  writes.json     what it wrote to its drive when, for a budget of that (hotrow.write_budget)
   data/           the dataset, where the run prepared its own (hotrow.fit)
   memory/         while it trains: rows of tables that memory does not hold (hotrow.placement)
   tensorboard/    event files, where tensorboard is installed
@@ -29,12 +29,94 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, Literal, Required, cast
 
-from hotrow.files import atomic_write, open_private, read_json, write_json
+from pydantic import AfterValidator, JsonValue
+from typing_extensions import TypedDict
+
+from hotrow.files import atomic_write, check_text, check_writable, open_private
 from hotrow.host import host_facts, versions
+from hotrow.metrics import Metrics
+from hotrow.records import STRICT, Amount, Count, Document
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
+
+
+class _Warning(TypedDict):
+    count: Count
+    text: str
+
+
+class _Dataset(TypedDict):
+    path: str
+    checksum: str
+    name: str
+
+
+class _Backend(TypedDict):
+    name: str
+    isa: str
+    threads: Count
+    reason: str | None
+
+
+def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"hits_per_lookup": (int, float, type(None))}
+    for name in ("dram_bytes", "disk_bytes", "stall_share", "hits_per_lookup") if "dram_bytes" in memory else ():
+        if name not in memory or type(memory[name]) not in kinds.get(name, (int, float)):
+            raise ValueError(f"{name} is {memory.get(name)!r}; it must be a number")
+    return memory
+
+
+class RunRecord(TypedDict, total=False):
+    """The fields of run.json; those that are not required are absent until training has come to them."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]  # pydantic's way to configure a TypedDict
+
+    status: Required[Literal["running", "interrupted", "finished", "failed"]]
+    command: Required[list[str]]
+    started: Required[str]
+    versions: Required[dict[str, str]]
+    host: Required[dict[str, JsonValue]]
+    warnings: Required[dict[str, _Warning]]
+    preparation: str
+    error: str
+    dataset: _Dataset
+    rows: dict[str, Count]
+    seeds: dict[str, Count]
+    backend: _Backend
+    tables_bytes: Count
+    batches_dropped: Count
+    steps: Count
+    steps_skipped: Count
+    epochs: Amount
+    samples_per_s: Amount
+    step_ms: dict[str, Amount]
+    train_s: Amount
+    best_step: Count | None
+    monitor: Literal["auc", "logloss"]
+    memory: Annotated[dict[str, JsonValue], AfterValidator(_check_memory)]
+    hot: dict[str, JsonValue]
+    write_budget: dict[str, JsonValue]
+    signal: int
+    ended: str
+    chosen_step: Count
+    metrics: dict[str, Metrics]
+
+
+_WHEN_FINISHED = (
+    "dataset",
+    "backend",
+    "steps",
+    "epochs",
+    "samples_per_s",
+    "train_s",
+    "ended",
+    "chosen_step",
+    "metrics",
+)
+"""Fields that a run has once its status says that it is finished."""
+_DOCUMENT = Document(RunRecord, marks={"hotrow_run": 1}, cure="restore it from a copy, or train a new run")
 
 
 class RunFolder:
@@ -43,9 +125,9 @@ class RunFolder:
     Use it as a context manager while the run works: an exception is then recorded before it goes on.
     """
 
-    def __init__(self, path: Path, record: dict[str, Any]) -> None:
+    def __init__(self, path: Path, record: RunRecord) -> None:
         self.path = path
-        self.record = record
+        self.record: dict[str, Any] = {**record}
         """What run.json holds; `update` changes it."""
         self._warnings = Counter({code: warning["count"] for code, warning in record["warnings"].items()})
         self._board: Any = None
@@ -60,8 +142,7 @@ class RunFolder:
         folder = _new_folder(Path(path)) if path else _next_folder(Path("runs"), name)
         for file_name in (METRICS, LOG):
             open_private(folder / file_name).close()
-        record = {
-            "hotrow_run": 1,
+        record: RunRecord = {
             "status": "running",
             "command": sys.argv,
             "started": _now(),
@@ -103,13 +184,15 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
-        """The run at `path`; ValueError where it is none."""
+        """The run at `path`. Raises ValueError where it is none, and naming the field of run.json that is wrong."""
         path = Path(path)
         if not (path / RUN).is_file():
             raise ValueError(f"{path} is no run: it holds no {RUN}; pass a folder such as runs/criteo-dlrm-001")
-        record = read_json(path / RUN)
-        if not isinstance(record, dict) or record.get("hotrow_run") != 1:
-            raise ValueError(f"{path / RUN} is no run record this version of hotrow reads; it must have hotrow_run: 1")
+        record = _DOCUMENT.read(path / RUN)
+        if record["status"] == "finished":
+            for name in _WHEN_FINISHED:
+                if name not in record:
+                    raise ValueError(f"{path / RUN}: {name}: it is missing; {_DOCUMENT.cure}")
         return cls(path, record)
 
     @contextmanager
@@ -150,7 +233,7 @@ class RunFolder:
     def update(self, **values: Any) -> None:
         """Set fields of run.json and write it."""
         self.record.update(values)
-        write_json(self.path / RUN, self.record)
+        _DOCUMENT.write(self.path / RUN, cast(RunRecord, self.record))
 
     def warn(self, code: str, text: str, *, count: int | None = None) -> None:
         """Count one more occurrence of the warning `code` in run.json; the first is logged in full.
@@ -184,9 +267,12 @@ class RunFolder:
                         self._board.add_scalar("/".join(part for part in (group, name, tag) if part), number, step)
 
     def measurements(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; a last line cut off by a kill does not count."""
-        text = (self.path / METRICS).read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        """The lines of metrics.jsonl; a last line cut off by a kill does not count. Raises ValueError naming file and
+        line where one is damaged.
+        """
+        path = self.path / METRICS
+        lines = path.read_bytes().split(b"\n")[:-1]
+        return [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
     def rewind(self, step: int) -> None:
         """Forget what metrics.jsonl says of steps after `step`, and of a swap right after it: they come again."""
@@ -241,14 +327,33 @@ def _new_folder(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True)
     except FileExistsError:
-        unbegun = (path / RUN).is_file() and not (path / CONFIG).exists()
-        other = f"or continue it with `{resume_command(path)}`"
-        if unbegun:
-            other = "or remove it: the run there ended before its first step"
-        raise ValueError(
-            f"run folder {path} exists already and is never overwritten; choose another with --set run=..., {other}"
-        ) from None
+        raise _taken(path) from None
     return path
+
+
+def check_free(path: Path | str | None) -> None:
+    """Raises ValueError where no run can be made at `path`, or prepared further there; None: one will be found."""
+    if path is None:
+        return
+    if not isinstance(path, str | Path):
+        raise ValueError(f"run is {path!r}; give the path of a new folder")
+    check_text(str(path), what="run")
+    if Path(path).exists() and not _is_unbegun(Path(path)):
+        raise _taken(Path(path))
+    check_writable(Path(path))
+
+
+def _is_unbegun(path: Path) -> bool:
+    return (path / RUN).is_file() and not (path / CONFIG).exists()
+
+
+def _taken(path: Path) -> ValueError:
+    other = f"or continue it with `{resume_command(path)}`"
+    if _is_unbegun(path):
+        other = "or remove it: the run there ended before its first step"
+    return ValueError(
+        f"run folder {path} exists already and is never overwritten; choose another with --set run=..., {other}"
+    )
 
 
 def _next_folder(parent: Path, name: str) -> Path:
@@ -282,7 +387,20 @@ def _stopped_before_training(path: Path, preparation: str) -> bool:
     """Whether a run was to prepare this and has not trained: its config is written with the first step."""
     if not (path / RUN).is_file() or (path / CONFIG).exists():
         return False
-    return bool(read_json(path / RUN).get("preparation") == preparation)
+    try:
+        return _DOCUMENT.read(path / RUN).get("preparation") == preparation
+    except ValueError:  # whatever it is, it is not to be gone on with
+        return False
+
+
+def _measurement(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not (isinstance(found, dict) and isinstance(found.get("kind"), str) and type(found.get("step")) is int):
+        raise ValueError(f"{where}: it was damaged or edited; restore it from a copy, or remove the line")
+    return found
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The nouns of hotrow as plain data: what a table is. No torch, no I/O.
 
-`TableConfig` says what one embedding table is; who stores its rows, and where, is said elsewhere. Everything here turns
-into JSON and back (`to_json` / `from_json`), because plans, checkpoints and reports carry these records.
+`TableConfig` says what one embedding table is; who stores its rows, and where, is said elsewhere. Checkpoints carry
+these records.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, SupportsIndex
+from dataclasses import dataclass
+from typing import Literal, SupportsIndex
+
+from hotrow.records import Amount, Count
 
 Pooling = Literal["sum", "mean"]
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean")
@@ -31,9 +33,9 @@ class Uniform:
     Order of creation, thread count and memory tier cannot move a value, so a row need not exist before it is touched.
     """
 
-    bound: float | None = None
+    bound: Amount | None = None
     """Half-width of the interval; None means sqrt(1 / num_embeddings), the reference DLRM's choice. 0 means zeros."""
-    zero_rows: int = 0
+    zero_rows: Count = 0
     """How many leading rows start at zero: 1 for tables of a packed dataset, whose row 0 is rare and unseen ids."""
 
     def bound_for(self, num_embeddings: int) -> float:
@@ -104,15 +106,6 @@ class TableConfig:
     def num_bytes(self) -> int:
         """Bytes of the weights alone, both halves of split ones."""
         return self.num_embeddings * self.embedding_dim * BYTES_PER_WEIGHT[self.dtype]
-
-    def to_json(self) -> dict[str, Any]:
-        """This record as JSON-ready values; `from_json` is its inverse."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> TableConfig:
-        """The record `to_json` wrote."""
-        return TableConfig(**{**value, "init": Uniform(**value["init"])})
 
 
 def check_tables(tables: Iterable[TableConfig]) -> tuple[TableConfig, ...]:

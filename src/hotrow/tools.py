@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from hotrow import ops
-from hotrow.checkpoint import MANIFEST, list_checkpoints, prune_checkpoints, verify
+from hotrow.checkpoint import list_checkpoints, prune_checkpoints, verify
+from hotrow.checkpoint_manifest import MANIFEST
 from hotrow.data.accesses import first_batches, open_accesses
 from hotrow.data.hotness import measure_hotness
 from hotrow.data.packed import PackedDataset

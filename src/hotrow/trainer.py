@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow import ops
 from hotrow.batch import Batch
-from hotrow.checkpoint import Part, load_checkpoint, prune_checkpoints, read_manifest, save_checkpoint
+from hotrow.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
+from hotrow.checkpoint_manifest import MANIFEST, read_manifest
+from hotrow.checkpoint_tensors import CURE
 from hotrow.config_schema import Config, MemoryConfig, interval_steps, is_due
 from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset
@@ -40,7 +42,8 @@ from hotrow.parts import Parts, build, tables_of
 from hotrow.placement import close_tiers, record_bytes
 from hotrow.progress import ProgressLine, duration, rate
 from hotrow.run_folder import RunFolder, resume_command
-from hotrow.session import PHASES, Interrupt, StepClock
+from hotrow.run_state import Extra, State, read_extra
+from hotrow.session import Interrupt, StepClock
 from hotrow.tier_report import TierReport
 from hotrow.write_budget import LEDGER, WriteLedger, Writes, checkpoint_bytes
 
@@ -111,44 +114,6 @@ def evaluate(
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
-@dataclass
-class State:
-    """Where a run stands; with the parts, all that a checkpoint must bring back."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    """Batches of the current epoch already taken."""
-    turns: dict[str, Any] = field(default_factory=dict)
-    """Where the order of batches stands, and what it cost (hot/turns.py)."""
-    window_loss: float = 0.0
-    """Sum of the losses of the last `window_steps` steps, those not yet in metrics.jsonl."""
-    window_steps: int = 0
-    val: dict[str, Any] | None = None
-    """The last evaluation of the validation split."""
-    best: dict[str, Any] | None = None
-    """The best one by `train.monitor`, and where it was:"""
-    best_step: int = 0
-    evals_since_best: int = 0
-    ended: str | None = None
-    """Why training is over, once it is."""
-    skipped: int = 0
-    """Steps that changed nothing, because their loss or gradients were not finite; `step` counts them too."""
-    skipped_in_a_row: int = 0
-    num_samples: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Spent in steps, by phase, over all sessions of the run."""
-    stall_s: float = 0.0
-    """Of them, waiting for rows that were not in DRAM."""
-    drive_written_bytes: int = 0
-    """Rows in tiers and checkpoints, over all sessions of the run."""
-
-    @property
-    def train_s(self) -> float:
-        """The sum over the phases."""
-        return sum(self.seconds.values())
-
-
 class Training:
     """The loop of one run: steps, and after each what is due (a metrics line, an evaluation, a checkpoint).
 
@@ -191,8 +156,7 @@ class Training:
         self.reports: list[TierReport | DeviceReport] = [] if tiers is None else [TierReport(tiers)]
         self.reports += [] if slots is None else [DeviceReport(slots)]
         self.lookahead = config.memory.lookahead if isinstance(config.memory, MemoryConfig) else LOOKAHEAD
-        budget = config.write_budget
-        ledger = None if budget is None else WriteLedger(folder.path / LEDGER, budget)
+        ledger = WriteLedger(folder.path / LEDGER, config.write_budget)
         most = checkpoint_bytes(config, tables, self.parts.model, in_tiers=in_tiers(memory))
         self.writes = Writes(tiers, ledger, checkpoint_bytes=most)
         self._before = State()  # where this session began
@@ -405,19 +369,19 @@ class Training:
         path = self.folder.checkpoints / f"step-{self.state.step}"
         if not path.exists():
             self._count_writes()
-            self.state.turns = self.turns.to_json()
-            extra = {
-                "state": asdict(self.state),
-                "dataset": self.dataset.checksum,
-                "tables": [table.to_json() for table in self.parts.embedding.tables],
-                "num_dense": len(self.dataset.info.dense),
-                "threads": torch.get_num_threads(),
-                "isa": ops.backend().isa,
-                "device": self.parts.place.device.type,
-                "config": self.config.model_dump(mode="json"),
-            }
+            self.state.turns = self.turns.state()
+            extra = Extra(
+                state=self.state,
+                dataset=self.dataset.checksum,
+                tables=tuple(self.parts.embedding.tables),
+                num_dense=len(self.dataset.info.dense),
+                threads=torch.get_num_threads(),
+                isa=ops.backend().isa,
+                device=self.parts.place.device.type,
+                config=self.config.model_dump(mode="json"),
+            )
             with self._aside(), self.writes.saving(path):
-                save_checkpoint(path, self._saved_parts(), extra=extra)
+                save_checkpoint(path, self._saved_parts(), extra=asdict(extra))
         keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
         prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
         return path
@@ -428,22 +392,29 @@ class Training:
         Raises ValueError where the dataset is another one; another thread count or ISA is a counted warning, because
         the dense layers' sums may then differ in their last bits.
         """
-        with self._aside(), self.writes.restoring(path):
-            extra = load_checkpoint(path, self._saved_parts())
-        if extra["dataset"] != self.dataset.checksum:
+        manifest = read_manifest(path)
+        extra = read_extra(path, manifest)
+        where, state, device = f"{path / MANIFEST}: extra", extra.state, self.parts.place.device.type
+        if extra.dataset != self.dataset.checksum:
             raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
-        device = self.parts.place.device.type
+        if state.turns is None or (state.best is not None and state.best[self.config.train.monitor] is None):
+            raise ValueError(f"{where}: state.turns, or the {self.config.train.monitor} of state.best, is null; {CURE}")
+        with self._aside(), self.writes.restoring(path):
+            load_checkpoint(path, self._saved_parts())
         for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa), ("device", device)):
-            if (then := extra.get(name, "cpu")) != now:  # a checkpoint of older versions has no device
+            if (then := getattr(extra, name)) != now:
                 self.folder.warn(
                     f"resumed_with_other_{name}",
                     f"checkpoint {path} was written with {name} {then}, this session has {now}: "
                     "results agree within docs/numerics.md, not to the bit",
                 )
-        self.state = State(**extra["state"])
-        self.turns.restore(self.state.turns)
+        self.state = state
+        try:
+            self.turns.restore(state.turns)
+        except ValueError as error:
+            raise ValueError(f"{where}: state.turns: {error}; {CURE}") from None
         # When it was written, it did not count itself.
-        self.state.drive_written_bytes += read_manifest(path).get("written_bytes", 0)
+        self.state.drive_written_bytes += manifest.written_bytes
         self._before = replace(self.state)
         self.clock.seconds, self.clock.num_steps = dict(self.state.seconds), self.state.step
         if self.state.ended == ALL_DONE and self.state.step < self.num_steps:
@@ -500,15 +471,17 @@ class Training:
             return {}
         names = ("step", "turn", "logloss", "rate", "next_rate")
         lines = [line for line in self.folder.measurements() if line["kind"] == "swap"]
-        return {"swaps": [{name: line[name] for name in names} for line in lines]}
+        return {"swaps": [{name: line.get(name) for name in names} for line in lines]}
 
     def close(self) -> None:
         """Remove the files of tables in tiers, and count what only now is known of them."""
-        self.writes.book()
+        with suppress(OSError):  # on a full disk the ledger stays ahead of what was written
+            self.writes.book()
         overflow = sum(report.overflow_rows for report in self.reports)
         # First: where the disk is full, this makes room for what is to be said.
         close_tiers(self.parts.embedding, self.folder.path)
-        self.writes.close()
+        with suppress(OSError):
+            self.writes.close()
         if overflow:
             text = (
                 "rows of training batches for which no cached row could leave lay beside the caches: raise memory.dram"

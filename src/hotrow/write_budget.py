@@ -11,25 +11,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import nn
 
-from hotrow.checkpoint import read_manifest
+from hotrow.checkpoint_manifest import read_manifest
 from hotrow.config_schema import Config
-from hotrow.files import ByteRate, folder_bytes, read_json, size, write_json
+from hotrow.files import ByteRate, folder_bytes, size
 from hotrow.memory.tiers import Tiers
 from hotrow.placement import required_bytes
+from hotrow.records import STRICT, Count, Document
 from hotrow.reference import NUM_STATES
 from hotrow.tables import TableConfig
 
 LEDGER = "writes.json"
 """In the run's folder."""
-PIECE_S = 300
+PIECE_S: Literal[300] = 300
 """Bytes are booked by pieces of time of this length, and count until the last second of theirs is out of the window."""
 LONGEST_WINDOW_S = 86_400
-AHEAD = 1000
-"""The file is written ahead by this part of the budget, so that it need not be written at every step."""
+AHEAD, AHEAD_WITHOUT_BUDGET = 1000, 20
+"""The file is written ahead by this part of the budget, or of what the last day has if there is no budget, so that it
+need not be written at every step."""
 CHECK_STEPS = 8
 """Between two looks at the counters: one costs 50 us at 26 tables."""
 ANNOUNCED_STEPS = 200
@@ -37,6 +41,23 @@ ANNOUNCED_STEPS = 200
 
 FEWER = "Fewer bytes are written with a larger memory.dram, fewer checkpoints, and, in a new run, train.precision fp16"
 """The cures that are no larger budget."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Written:
+    """What the ledger's file says."""
+
+    seconds: Literal[300]
+    """The length of a piece of time."""
+    bytes_by_start: dict[Annotated[str, Field(pattern=r"^[0-9]{1,12}$")], Count]
+    """By the second since 1970 at which a piece begins."""
+
+
+_DOCUMENT = Document(
+    _Written,
+    marks={"hotrow_writes": 1},
+    cure="set memory.write_budget to null, or remove the file, and the run counts from 0 again",
+)
 
 
 class WriteBudgetError(ValueError):
@@ -47,12 +68,14 @@ class WriteLedger:
     """The bytes that a run wrote, by time, in a file at `path`: a new session goes on where the last one was.
 
     The file is ahead of what was written, not behind: after a kill it says too much, by what the session was about to
-    write. now: the clock, in seconds since 1970; a clock that was set back forgets nothing.
+    write. budget: None: bytes are only counted, for a session that has one. now: the clock, in seconds since 1970; a
+    clock that was set back forgets nothing.
     """
 
-    def __init__(self, path: Path, budget: ByteRate, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, budget: ByteRate | None, *, now: Callable[[], float] = time.time) -> None:
         self.budget, self._path, self._now = budget, path, now
-        self._pieces: dict[int, int] = _read(path) if path.exists() else {}
+        found = _DOCUMENT.read(path).bytes_by_start if path.exists() else {}
+        self._pieces = {int(start) // PIECE_S: num_bytes for start, num_bytes in found.items()}
         self._saved_piece, self._ahead = -1, 0
 
     def add(self, num_bytes: int, *, ahead: int) -> None:
@@ -61,7 +84,8 @@ class WriteLedger:
         self._pieces[piece] = self._pieces.get(piece, 0) + num_bytes
         self._ahead -= num_bytes
         if self._ahead < ahead or piece != self._saved_piece:
-            self.expect(ahead + self.budget.num_bytes // AHEAD)
+            part = sum(self._pieces.values()) // AHEAD_WITHOUT_BUDGET
+            self.expect(ahead + (part if self.budget is None else self.budget.num_bytes // AHEAD))
 
     def expect(self, num_bytes: int) -> None:
         """Write the file as if so many more had been written: a kill then cannot make them be forgotten."""
@@ -71,7 +95,7 @@ class WriteLedger:
         self._ahead = num_bytes
         shown = {**self._pieces, piece: self._pieces.get(piece, 0) + num_bytes}
         pieces = {str(at * PIECE_S): n for at, n in sorted(shown.items())}
-        write_json(self._path, {"hotrow_writes": 1, "seconds": PIECE_S, "bytes_by_start": pieces})
+        _DOCUMENT.write(self._path, _Written(PIECE_S, pieces))
 
     def written(self, at: float | None = None) -> int:
         """Bytes in the window of the budget that ends now, or at `at`, those of its first piece all counted."""
@@ -80,37 +104,28 @@ class WriteLedger:
 
     def left(self) -> int:
         """What may be written now; negative where the budget was made smaller since."""
+        assert self.budget is not None
         return self.budget.num_bytes - self.written()
 
     def when(self, num_bytes: int) -> float | None:
         """The first moment at which `num_bytes` may be written, if nothing else is; None: never."""
+        assert self.budget is not None
         now = self._now()
         moments = [now, *sorted(at for at in map(self._leaves, self._pieces) if at > now)]
         return next((at for at in moments if self.written(at) + num_bytes <= self.budget.num_bytes), None)
 
     def _leaves(self, piece: int) -> float:
+        assert self.budget is not None
         return (piece + 1) * PIECE_S + self.budget.seconds
-
-
-def _read(path: Path) -> dict[int, int]:
-    record = read_json(path)
-    try:
-        assert (record["hotrow_writes"], record["seconds"]) == (1, PIECE_S)
-        return {int(start) // PIECE_S: int(n) for start, n in record["bytes_by_start"].items()}
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"{path} does not say what this run wrote, as memory.write_budget needs it to; set memory.write_budget to "
-            "null, or remove the file, and the run counts from 0 again"
-        ) from None
 
 
 class Writes:
     """What one session of a run writes to its drive: rows of tables in tiers, and checkpoints.
 
-    checkpoint_bytes: what one takes, at most. ledger: None: there is no budget, and bytes are only counted.
+    checkpoint_bytes: what one takes, at most.
     """
 
-    def __init__(self, tiers: Tiers | None, ledger: WriteLedger | None, *, checkpoint_bytes: int) -> None:
+    def __init__(self, tiers: Tiers | None, ledger: WriteLedger, *, checkpoint_bytes: int) -> None:
         self.ledger, self.checkpoint_bytes, self._tiers = ledger, checkpoint_bytes, tiers
         self.spent = False
         """What is left of the budget is needed to end: training has to."""
@@ -138,11 +153,12 @@ class Writes:
         """
         if self._tiers is None:
             return 0
-        chains = {} if path is None else read_manifest(path)["parts"].get("embedding", {}).get("chains", {})
+        manifest = None if path is None else read_manifest(path)
         total = 0.0
         for t, store in enumerate(self._tiers.stores):
             rows, whole = store.rows, store.padded_record_bytes * store.rows.num_rows
-            links = chains[rows.table]["links"] if rows.table in chains else [rows.num_rows]
+            chain = None if manifest is None else manifest.chain("embedding", rows.table)
+            links = [rows.num_rows] if chain is None else chain.links
             made_untouched = [self._tiers.num_changed(t, ever=True)] if here else []
             passes = [*made_untouched, *links]
             if store.path is not None:
@@ -155,39 +171,36 @@ class Writes:
     def end_step(self) -> None:
         """Look, now and then, whether training has to end."""
         self._num_steps += 1
-        if self.ledger is not None and (self._num_steps < CHECK_STEPS or self._num_steps % CHECK_STEPS == 0):
+        if self._num_steps < CHECK_STEPS or self._num_steps % CHECK_STEPS == 0:
             self.book(spare=2)
-            self._judge(self.ledger)
+            self._judge()
 
     def book(self, *, spare: int = 0) -> None:
         """Tell the ledger what was written since this was last called.
 
         What waits to be written is counted: it will be, whatever comes. spare: so many times that is to be kept.
         """
-        if self.ledger is None:
-            return
         num_bytes = self.num_bytes + self._counted("waiting_bytes") + self._counted("held_bytes")
         since = max(0, num_bytes - self._booked)
         self._booked += since
         self._reserve = max(self._reserve, spare * since)
         self.ledger.add(since, ahead=self._reserve)
 
-    def _judge(self, ledger: WriteLedger) -> None:
-        self.spent = ledger.left() < self.checkpoint_bytes + self._reserve
+    def _judge(self) -> None:
+        if self.ledger.budget is not None:
+            self.spent = self.ledger.left() < self.checkpoint_bytes + self._reserve
 
     @contextmanager
     def saving(self, path: Path) -> Iterator[None]:
         """A checkpoint is written to the folder `path` inside the block."""
-        if self.ledger is not None:
-            self.book()
-            self.ledger.expect(self.checkpoint_bytes)
+        self.book()
+        self.ledger.expect(self.checkpoint_bytes)
         yield
         self._checkpoints += folder_bytes(path)
         self.restore_bytes = self._restore_bytes(path)
-        if self.ledger is not None:
-            self.book()
-            self.ledger.expect(self._reserve)
-            self._judge(self.ledger)
+        self.book()
+        self.ledger.expect(self._reserve)
+        self._judge()
 
     @contextmanager
     def restoring(self, path: Path) -> Iterator[None]:
@@ -196,41 +209,38 @@ class Writes:
         Raises WriteBudgetError where these, and the checkpoint that ends the session, are more than what is left.
         """
         restore_bytes = self._restore_bytes(path, here=True)
-        if self.ledger is not None:
-            needed = restore_bytes + self.checkpoint_bytes
-            if needed > self.ledger.left():
-                raise WriteBudgetError(
-                    f"{self._state(self.ledger)}; to go on from {path} may write {size(restore_bytes)} of rows, "
-                    f"and a checkpoint takes {size(self.checkpoint_bytes)}. Try again "
-                    f"{self._when(self.ledger, needed)}. {FEWER}"
-                )
-            self.ledger.expect(restore_bytes)
+        needed = restore_bytes + self.checkpoint_bytes
+        if self.ledger.budget is not None and needed > self.ledger.left():
+            raise WriteBudgetError(
+                f"{self._state(self.ledger.budget)}; to go on from {path} may write {size(restore_bytes)} of rows, "
+                f"and a checkpoint takes {size(self.checkpoint_bytes)}. Try again "
+                f"{self._when(self.ledger.budget, needed)}. {FEWER}"
+            )
+        self.ledger.expect(restore_bytes)
         yield
         self.restore_bytes = self._restore_bytes(path)
-        if self.ledger is not None:
-            self.book()
-            self.ledger.expect(self._reserve)
+        self.book()
+        self.ledger.expect(self._reserve)
 
     def too_little_to_resume(self) -> str | None:
         """Why a session that ends may not be followed by another under this budget; None where it may."""
         needed = self.restore_bytes + self.checkpoint_bytes
-        if self.ledger is None or needed <= self.ledger.budget.num_bytes:
+        if (budget := self.ledger.budget) is None or needed <= budget.num_bytes:
             return None
         return (
-            f"memory.write_budget is {self.ledger.budget.text}: to resume this run may write {size(needed)}, and then "
+            f"memory.write_budget is {budget.text}: to resume this run may write {size(needed)}, and then "
             "needs a larger one"
         )
 
     def close(self) -> None:
         """The session is over: the ledger's file says what was booked, no more."""
-        if self.ledger is not None:
-            self.ledger.expect(0)
+        self.ledger.expect(0)
 
     # ---- in words and figures
 
     def announcement(self, steps_per_epoch: int) -> tuple[str, float] | None:
         """Once, when the rate is known: a line for the user, and the share of the budget that this rate uses."""
-        if self.ledger is None or self._announced or self._num_steps % CHECK_STEPS:
+        if (budget := self.ledger.budget) is None or self._announced or self._num_steps % CHECK_STEPS:
             return None
         step, at, num_bytes = self._first
         rows = self._counted("written_bytes")
@@ -239,7 +249,7 @@ class Writes:
         if not num_bytes or self._num_steps < step + ANNOUNCED_STEPS:
             return None
         self._announced = True
-        budget, per_s = self.ledger.budget, (rows - num_bytes) / (time.monotonic() - at)
+        per_s = (rows - num_bytes) / (time.monotonic() - at)
         per_epoch = (rows - num_bytes) / (self._num_steps - step) * steps_per_epoch
         share = per_s * budget.seconds / budget.num_bytes
         return (
@@ -251,35 +261,35 @@ class Writes:
 
     def ended(self, step: int, command: str) -> WriteBudgetError:
         """Why training has stopped at `step`, whose checkpoint is whole. command: what resumes it."""
-        assert self.ledger is not None
+        budget = self.ledger.budget
+        assert budget is not None
         # With no more than what resuming takes there would be no step.
         needed = self.restore_bytes + self.checkpoint_bytes
-        enough = min(self.ledger.budget.num_bytes, needed + self.ledger.budget.num_bytes // 10)
+        enough = min(budget.num_bytes, needed + budget.num_bytes // 10)
         return WriteBudgetError(
-            f"{self._state(self.ledger)}; the rest is not enough for more steps and a checkpoint after. Training "
+            f"{self._state(budget)}; the rest is not enough for more steps and a checkpoint after. Training "
             f"stopped at step {step}, whose checkpoint is whole. Continue "
-            f"{self._when(self.ledger, max(needed, enough))}: {command}. {FEWER}"
+            f"{self._when(budget, max(needed, enough))}: {command}. {FEWER}"
         )
 
-    def _state(self, ledger: WriteLedger) -> str:
-        hours = ledger.budget.seconds // 3600
-        written = f"{size(ledger.written())} were written in the last {'hour' if hours == 1 else f'{hours} hours'}"
-        return f"memory.write_budget is {ledger.budget.text}, and {written}"
+    def _state(self, budget: ByteRate) -> str:
+        hours = budget.seconds // 3600
+        written = f"{size(self.ledger.written())} were written in the last {'hour' if hours == 1 else f'{hours} hours'}"
+        return f"memory.write_budget is {budget.text}, and {written}"
 
-    def _when(self, ledger: WriteLedger, num_bytes: int) -> str:
-        at = ledger.when(num_bytes)
+    def _when(self, budget: ByteRate, num_bytes: int) -> str:
+        at = self.ledger.when(num_bytes)
         if at is None:
-            per = "hour" if ledger.budget.seconds == 3600 else "day"
-            least = num_bytes + ledger.written()
+            per = "hour" if budget.seconds == 3600 else "day"
+            least = num_bytes + self.ledger.written()
             return f"with a memory.write_budget (--set) above {least:,} bytes per {per}, which this one never allows"
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(math.ceil(at)))
         return f"from {moment} on, or now with a larger memory.write_budget (--set)"
 
     def to_json(self, *, seconds: float, epochs: float) -> dict[str, Any]:
         """For run.json, where there is a budget; see docs/runs.md. seconds, epochs: of training in this session."""
-        if self.ledger is None:
+        if (budget := self.ledger.budget) is None:
             return {}
-        budget = self.ledger.budget
         return {
             "budget": budget.text,
             "budget_bytes": budget.num_bytes,

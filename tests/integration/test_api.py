@@ -314,15 +314,27 @@ def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
         ({"dense": "price"}, r"dense is the text 'price'; give a list of names: dense=\['price'\]"),
         ({"dense": ["price"], "categorical": ["price"]}, "column 'price' is listed in categorical and in dense"),
         ({"model": "dlmr"}, "model.name is 'dlmr'"),
-        ({"epochs": object()}, "an option is <object object"),
+        ({"epochs": object()}, "option epochs is <object object"),
+        ({"config": ["nobody"]}, r"config is \['nobody'\]; pass the path of a YAML file"),
+        ({"config": {1: {}}}, "key 1 is not a text"),
+        ({"config": {"train": {None: 1}}}, "key None is not a text"),
+        ({"schema": [1.5]}, r"schema is \[1.5\]; pass the path of a YAML file"),
+        ({"split": ["nobody"]}, r"split is \['nobody'\]; give time, random or reference"),
+        ({"label": -0.5}, "label is -0.5; give the name of a column"),
+        ({"lists": 5}, "lists is 5; give a list of the names"),
+        ({"dense": [None]}, r"dense is \[None\]; give a list of the names"),
+        ({"run": 5}, "run is 5; give the path of a new folder"),
+        ({"run": "\udcff"}, r"run is '\\udcff'; it must be valid Unicode text"),
+        ({"run": "."}, r"run folder \. exists already"),
+        ({"run": "/dev/null/run"}, "/dev/null/run cannot be made: /dev/null is no folder"),
     ],
 )
-def test_what_is_wrong_with_options_is_said_before_a_run_is_made(
+def test_what_is_wrong_with_options_is_said_before_data_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        hotrow.fit(clicks(200), quiet=True, **options)
+        hotrow.fit("absent.csv", quiet=True, **options)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -26,6 +26,7 @@ from hotrow import cli, demo
 from hotrow.data.packed import PackedDataset
 from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
+from resealed import reseal
 
 VERBS = ["demo", "init", "prepare", "inspect", "train", "eval", "predict", "export", "check", "bench", "study"]
 VERBS += ["doctor", "clean"]
@@ -134,6 +135,7 @@ def test_demo_takes_what_prepare_and_train_take(
     for wrong, message in [
         (("--set", "train.epoch=1"), "'train.epoch' is not known; did you mean 'train.epochs'"),
         (("--set", "nothing"), "--set 'nothing' has no name and value"),
+        (("--set", "train..epochs=1"), "--set 'train..epochs=1' has no name and value"),
         (("--split", "chrono"), "chrono"),
         (("--fractions", "a"), "--fractions 'a'"),
     ]:
@@ -291,6 +293,7 @@ def test_help_has_an_example(verb: str) -> None:
         (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is no run"),
         (["export", "nowhere", "--out", "x"], "nowhere is no run"),
         (["clean", "."], "is no run"),
+        (["clean", "\udcff"], r"an argument is '\\udcff'; it must be valid Unicode text: rename it"),
     ],
 )
 def test_bad_input_is_one_line_with_a_cure(
@@ -305,6 +308,41 @@ def test_bad_input_is_one_line_with_a_cure(
     assert last.startswith("hotrow: ")
     assert re.search(message, last), last
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prepare", "csv", "absent.csv", "--out", "x", "--fractions", "1,1,1"], "options: split: fractions"),
+        (["prepare", "csv", "absent.csv", "--out", "x", "--split", "chrono"], "options: split.kind is 'chrono'"),
+        (["prepare", "csv", "absent.csv", "--out", "x", "--min-count", "0"], "options: tables.id.min_count is 0"),
+        (["prepare", "csv", "absent.csv", "--out", "x", "--sample", "2"], r"sample is 2\.0"),
+        (["prepare", "csv", "absent.csv", "--out", "x", "--memory", "much"], "memory is 'much'"),
+        (["prepare", "csv", "absent.csv", "--out", "x", "--schema", "small.yaml"], "unknown key 'model'"),
+        (["prepare", "csv", "absent.csv", "--out", "."], r"\. exists and is no dataset folder"),
+        (["prepare", "csv", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x cannot be made: .* is no folder"),
+        (["init", "absent.csv", "--out", "made"], "made/recipe.yaml exists and is not overwritten"),
+        (["init", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x/recipe.yaml cannot be made"),
+        (["demo", "--data", "absent.csv", "--set", "train.epoch=2"], "option 'train.epoch' is not known"),
+        (["demo", "--data", "absent.csv", "--set", "data=x"], "--set data: this is no option of a config"),
+        (["demo", "--data", "absent.csv", "--set", "run=made"], "run folder made exists already"),
+        (["demo", "--data", "absent.csv", "--fractions", "1,0"], "options: split.fractions"),
+        (["prepare", "csv", "clicks.txt", "--out", "x", "--schema", "s.yaml", "--label", "y"], "label helps to guess"),
+        (["prepare", "criteo", "clicks.txt", "--out", "x", "--time", "y"], "source criteo has its own time"),
+    ],
+)
+def test_options_are_judged_before_data_is_read(
+    work: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    Path("made").mkdir()
+    Path("made/recipe.yaml").touch()
+    Path("s.yaml").write_text("label: c0\ncategorical: [c1]\n")
+    err = hotrow(*arguments, code=2, capsys=capsys, monkeypatch=monkeypatch)
+    assert re.search(message, err) and "absent.csv" not in err, err
 
 
 def test_a_flipped_byte_is_found_by_check(
@@ -350,9 +388,7 @@ def test_training_looks_at_the_vocabularies_it_takes(
         assert "C3 is missing or damaged" in hotrow("check", run, code=2, **tools)
         return
     if damage == "other":  # as a manifest would have it that was made with the wrong file in place
-        manifest = json.loads(Path("packed", "dataset.json").read_text())
-        manifest["files"]["vocab/C3"] = manifest["files"]["vocab/C9"]
-        Path("packed", "dataset.json").write_text(json.dumps(manifest))
+        reseal(Path("packed", "dataset.json"), lambda own: own["files"].update({"vocab/C3": own["files"]["vocab/C9"]}))
     says = {"header": "its header", "other": "dataset.json names", "cut": "it was cut or altered"}[damage]
     assert re.search(rf"vocab/C3.* {says}", hotrow(*train, code=2, **tools))
     assert not Path("runs").exists()

@@ -124,5 +124,5 @@ def test_a_frame_gives_what_the_file_gives(tmp_path: Path, rows: dict[str, list[
 
 def test_a_header_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "raw.csv").write_bytes(b"click,caf\xe9\n" + b"0,a\n1,b\n" * 50)
-    with pytest.raises(ValueError, match=r"raw\.csv: byte 9 is not UTF-8; convert it \(iconv -t UTF-8\)"):
+    with pytest.raises(ValueError, match=r"raw\.csv:1: byte 9 is not UTF-8; convert it \(iconv -t UTF-8\)"):
         hotrow.fit(tmp_path / "raw.csv", label="click", run=tmp_path / "run", quiet=True)

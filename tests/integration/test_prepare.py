@@ -29,7 +29,8 @@ from hotrow.data.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare import RawEncoder, parse_bytes, run_prepare
 from hotrow.data.schema import parse_schema
 from hotrow.data.sources import open_source, recognise
-from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
+from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
+from resealed import reseal
 
 MEMORY = "256MiB"
 
@@ -82,7 +83,7 @@ def test_against_brute_force(tmp_path: Path, source: str) -> None:
     data = to_table(rows) if source == "frame" else write_parquet(tmp_path / "logs", rows)
     dataset = prepare(open_source(source, data, schema=SCHEMA), tmp_path / "out")
     times = np.array(rows["ts"])
-    codes = pipeline.plan_from_json(dataset.info.ids["split"]).assign(0, 1500, times)  # type: ignore[arg-type]
+    codes = plan_of(dataset.info.ids["split"]).assign(0, 1500, times)
     assert times[codes == 0].max() < times[codes == 1].min() and times[codes == 1].max() < times[codes == 2].min()
     is_train = codes == 0
     items = [[item, *(seen or [])] for item, seen in zip(rows["item"], rows["seen"], strict=True)]
@@ -131,7 +132,7 @@ def test_new_rows_meet_the_vocabularies_of_training(tmp_path: Path) -> None:
     dataset = run_prepare(
         "parquet", write_parquet(tmp_path / "logs", rows), tmp_path / "out", schema=SCHEMA, split="random"
     )
-    codes = pipeline.plan_from_json(dataset.info.ids["split"]).assign(0, 800, None)  # type: ignore[arg-type]
+    codes = plan_of(dataset.info.ids["split"]).assign(0, 800, None)
     encoder = RawEncoder(dataset)
     test = to_table(rows).filter(pa.array(codes == 2))
     (batch,) = encoder.batches(test)
@@ -176,7 +177,7 @@ def test_a_bad_row_to_predict_is_not_offered_to_be_skipped(source: str, tmp_path
     if source == "criteo":
         good, bad = "1" + "\t1" * 13 + "\tab" * 26 + "\n", "1" + "\t1" * 13 + "\tzz" * 26 + "\n"
     else:
-        good, bad = "0.5,u1,1\n1.5,u2,0\n2.5,u1,0\n0.1,u2,1\n", "much,u1,1\n"
+        good, bad = "0.5,u1,1\n0.5,u1,0\n2.5,u2,0\n2.5,u2,1\n", "much,u1,1\n"
     header = "price,user,click\n" if source == "csv" else ""
     (tmp_path / "old.csv").write_text(header + good * 50)
     (tmp_path / "new.csv").write_text(header + good + bad)
@@ -201,9 +202,8 @@ def test_a_vocabulary_that_is_not_the_datasets_is_refused(tmp_path: Path) -> Non
     (tmp_path / "0" / "vocab" / "user").write_bytes((tmp_path / "1" / "vocab" / "user").read_bytes())
     with pytest.raises(ValueError, match=r"vocab/user has \d+ bytes, dataset\.json says"):
         RawEncoder(tmp_path / "0")
-    own, other = (json.loads((tmp_path / name / "dataset.json").read_text()) for name in "01")
-    own["files"]["vocab/user"] = other["files"]["vocab/user"]
-    (tmp_path / "0" / "dataset.json").write_text(json.dumps(own))
+    other = json.loads((tmp_path / "1" / "dataset.json").read_text())["files"]["vocab/user"]
+    reseal(tmp_path / "0" / "dataset.json", lambda own: own["files"].update({"vocab/user": other}))
     with pytest.raises(ValueError, match=r"vocab/user has id .* dataset\.json names"):
         RawEncoder(tmp_path / "0")
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from sklearn.metrics import log_loss, roc_auc_score
 
 import hotrow
-from hotrow import cli, progress
+from hotrow import cli, progress, runs
 from hotrow.checkpoint import list_checkpoints
 from hotrow.data.progress import Progress
 from hotrow.run_folder import RunFolder, resume_command
@@ -81,6 +81,9 @@ def test_eval_judges_new_labelled_rows(
     pyarrow.csv.write_csv(bad, tmp_path / "bad.csv")
     _, err = command("eval", run.path, tmp_path / "bad.csv", capfd=capfd, monkeypatch=monkeypatch, code=2)
     assert "bad.csv:9 (click): 'x' is no label" in err
+    pyarrow.csv.write_csv(new.slice(0, 0), tmp_path / "empty.csv")
+    _, err = command("eval", run.path, tmp_path / "empty.csv", capfd=capfd, monkeypatch=monkeypatch, code=2)
+    assert "empty.csv'] has no rows" in err
     no_label = [run.path, tmp_path / "none.csv"]
     pyarrow.csv.write_csv(new.drop_columns(["click"]), tmp_path / "none.csv")
     _, err = command("eval", *no_label, capfd=capfd, monkeypatch=monkeypatch, code=2)
@@ -157,7 +160,7 @@ def test_progress_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "45,840,617 of 45,840,617 rows, 1.23M/s" in shown[-1] and shown[-1].endswith("9:59:59")
 
 
-def test_a_lost_manifest_is_said_and_counted(tmp_path: Path) -> None:
+def test_a_lost_manifest_is_said_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = hotrow.fit(
         rows(), label="click", time="ts", run=tmp_path / "run", quiet=True, epochs=2, early_stopping=None,
         **{"checkpoint.every": 10, "checkpoint.keep_last": 3}, **OPTIONS,
@@ -168,6 +171,9 @@ def test_a_lost_manifest_is_said_and_counted(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=rf"checkpoint of step {steps[-1]} is missing or has lost its manifest; step"):
         lost.predict(rows(1).slice(0, 10))
     assert RunFolder.open(run.path).record["warnings"]["checkpoint_lost"]["count"] == 1
+    resumed = runs.resume(run.path, ["train.epochs=3"], quiet=True)
+    assert resumed.record["warnings"]["checkpoint_lost"]["count"] == 2
+    assert f"lost its manifest; the run goes on from step {steps[-2]}\n" in capsys.readouterr().err
 
 
 def test_options_of_hot_that_do_nothing_are_said(tmp_path: Path) -> None:
@@ -180,18 +186,71 @@ def test_options_of_hot_that_do_nothing_are_said(tmp_path: Path) -> None:
     assert "unused_hot_options" not in run.record["warnings"]
 
 
+AS_IN_A_TERMINAL = """
+import signal
+from hotrow.__main__ import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background with it ignored
+print("ready", flush=True)
+main()
+"""
+
+
 @pytest.mark.parametrize("after_s", [0.02, 0.1, 0.3, 0.7, 1.2])
 def test_ctrl_c_at_any_time_ends_without_a_traceback(run: hotrow.Run, after_s: float) -> None:
-    # As in a terminal: a shell starts what runs in the background with SIGINT ignored.
-    code = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); from hotrow.__main__ import main; main()"
-    line = [sys.executable, "-c", code, "eval", str(run.path)]
+    line = [sys.executable, "-c", AS_IN_A_TERMINAL, "eval", str(run.path)]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    if after_s >= 0.1:  # before that, Python itself is starting
-        assert "Traceback" not in err
-        assert process.returncode in (-signal.SIGINT, 130, 0), err
+    assert "Traceback" not in err
+    assert process.returncode in (-signal.SIGINT, 130, 0), err
+
+
+EVERY_VERB = """
+import signal, sys
+from hotrow.__main__ import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+verbs = {"demo": "", "prepare": "csv x --out y", "predict": "x y --out z", "export": "x --out y", "bench": "",
+         "study": "kernels", "doctor": "", **dict.fromkeys(("init", "train", "eval", "inspect", "check", "clean"), "x")}
+for name, options in verbs.items():
+    sys.argv = ["hotrow", name, *options.split()]
+    try:
+        main()
+    except SystemExit as error:
+        print(name, error)
+from hotrow.cli import app
+print({command.name for command in app.registered_commands} == {*verbs})
+"""
+
+
+def test_no_verb_imports_torch_with_pythons_handler_of_ctrl_c(tmp_path: Path) -> None:
+    """A stub of torch says what Ctrl-C would do; KeyboardInterrupt there would come to torch's own initialisation."""
+    (tmp_path / "torch.py").write_text("import signal\nraise SystemExit(signal.getsignal(signal.SIGINT).name)\n")
+    done = subprocess.run(
+        [sys.executable, "-c", EVERY_VERB],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    *verbs, all_of_them = done.stdout.splitlines()
+    assert (done.returncode, all_of_them) == (0, "True"), done.stderr
+    assert [line for line in verbs if not line.endswith(" SIG_DFL")] == []
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_verb_that_is_interrupted_says_so(
+    sent: signal.Signals, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotrow.tools.check", lambda path: os.kill(os.getpid(), sent))
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    _, err = command("check", "x", capfd=capfd, monkeypatch=monkeypatch, code=128 + sent)
+    assert err == "hotrow: aborted\n"
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 def test_a_reader_that_has_seen_enough(run: hotrow.Run) -> None:

@@ -333,6 +333,30 @@ def test_a_store_that_failed_ends_batches_whose_rows_are_there(tmp_path: Path) -
     assert seen == batches[:1]
 
 
+def test_rows_whose_way_back_is_cut_short_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caught error of the device: the rows that were to leave are nowhere, so nothing is looked up or saved after."""
+    side = make_sides("float32", "sgd", plan=plan_for(20))[1]
+    rng = np.random.default_rng(0)
+
+    def train() -> None:
+        side.forward(make_batch(rng))
+        side.step()
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    train()
+    assert side.emb.device_rows is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(side.emb.device_rows._mover, "send_back", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            for _ in range(20):
+                train()
+    for call in (train, lambda: side.emb.read_rows("t", slice(0, 1))):
+        with pytest.raises(StoreError, match=r"are lost: OutOfMemoryError .* load the last checkpoint"):
+            call()
+
+
 def test_waits_of_batches_that_are_announced_are_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For rows that are on their way, and for room to write; with and without room on the device."""
     side = make_sides("float32", "sgd", plan=plan_for(24), below=tiers(tmp_path, 50))[1]

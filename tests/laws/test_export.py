@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 import hotrow
 from expanded import expanded
 from hotrow import ops, runs, tools
-from hotrow.checkpoint import read_manifest
+from hotrow.checkpoint_manifest import read_manifest
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.prepare import run_prepare
 from hotrow.data.schema import parse_schema
@@ -215,8 +215,8 @@ def test_hashed_ids_and_no_dense_inputs(logs: Path, tmp_path: Path, suffix: str,
 def test_tables_in_tiers(logs: Path, long_tailed: Path, tmp_path: Path, precision: str) -> None:
     memory = {"dram": DRAM, "ssd": str(tmp_path), "force": True}
     run = train(long_tailed, tmp_path / "run", f"train.precision={precision}", **memory)
-    chains = read_manifest(run.checkpoint)["parts"]["embedding"]["chains"]
-    assert max(len(chain["links"]) for chain in chains.values()) > 1
+    chains = read_manifest(run.checkpoint).parts["embedding"].chains
+    assert max(len(chain.links) for chain in chains.values()) > 1
     check(run, str(logs / "new.csv"), read_csv(logs / "new.csv"), tmp_path / "out")
 
 
@@ -295,7 +295,7 @@ MEMORY_CHECK = """
 import sys
 from pathlib import Path
 import torch
-from hotrow.checkpoint import read_manifest
+from hotrow.checkpoint_manifest import read_manifest
 from hotrow.checkpoint_tensors import write_tensors
 from hotrow.export_tables import LookedUpRows
 from hotrow.tables import TableConfig

@@ -16,7 +16,7 @@ from hotrow.data.pipeline import Interrupted, Options, prepare
 from hotrow.data.rowsort import RowSort
 from hotrow.data.schema import parse_schema
 from hotrow.data.sources import OpenedSource, open_source
-from prepare_data import file_hashes
+from prepare_data import file_hashes, plan_of
 
 SIZES: dict[str, Any] = {"rows_per_block": 128, "rows_per_part": 256}
 SCHEMA = parse_schema(
@@ -81,7 +81,7 @@ def test_stopped_and_continued_moves_no_byte(plain: PackedDataset, tmp_path: Pat
 @pytest.mark.parametrize("change", ["items replaced", "permuted"])
 def test_law_6_later_events_move_no_training_byte(plain: PackedDataset, tmp_path: Path, change: str) -> None:
     """Neither histories nor drawn items nor row numbers of training know what is bought after the cut."""
-    plan = pipeline.plan_from_json(plain.info.ids["split"])  # type: ignore[arg-type]
+    plan = plan_of(plain.info.ids["split"])
     events = make_events()
     later = plan.assign(0, len(events["time"]), events["time"]) != 0
     assert 300 < later.sum() < 1200

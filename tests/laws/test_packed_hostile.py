@@ -3,7 +3,6 @@ ValueError that names the file; nothing outside the folder is read, and nothing 
 
 from __future__ import annotations
 
-import json
 import shutil
 import zlib
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from hotrow.data.loader import Loader
 from hotrow.data.packed import PackedDataset, Part
 from hotrow.data.packed_format import arrow_schema
 from packed_data import make_rows, write_dataset
+from resealed import reseal
 
 NUM_ROWS = 37
 
@@ -44,10 +44,7 @@ def read_everything(folder: Path) -> int:
 
 
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = folder / "dataset.json"
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
+    reseal(folder / "dataset.json", change)
 
 
 def set_field(dotted: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -71,8 +68,8 @@ def test_the_original_is_read(original: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("format", "parquet", "format is not 'hotrow-packed'"),
-        ("version", 2, "version is 2; this hotrow reads version 1"),
+        ("format", "parquet", "format is 'parquet', and this hotrow reads 'hotrow-packed'"),
+        ("version", 2, "version is 2, and this hotrow reads 1"),
         ("version", "1", "version is '1'"),
         ("version", True, "version is True"),
         (f"{PART}/file", "../part-00000.arrow", "parts.0.file is '../part-00000.arrow'"),
@@ -155,20 +152,11 @@ def test_a_manifest_without_a_field(folder: Path, missing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "line 1, column 1: not JSON"),
-        (b"[]", "format is not"),
-        (b'{"format": "hotrow-packed", "version": 1', "not JSON"),
-        (b'{"format": "hotrow-packed", "version": 1, "name": NaN}', "holds NaN"),
-        (b"\xff\xfe", "is not UTF-8"),
-        (b"[" * 100_000, "dataset.json"),
-        (b'{"format": "hotrow-packed", "version": 1, "ids": ' + b'{"a":' * 500 + b"1" + b"}" * 501, "dataset.json"),
-    ],
+    "content", [b"", b"[]", b'{"format": "hotrow-packed", "version": 1', b"\xff\xfe", b"[" * 100_000]
 )
-def test_a_manifest_that_is_no_manifest(folder: Path, content: bytes, message: str) -> None:
+def test_a_manifest_that_is_no_manifest(folder: Path, content: bytes) -> None:
     (folder / "dataset.json").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"dataset\.json has no checksum at its end"):
         read_everything(folder)
 
 

@@ -254,7 +254,8 @@ import os, signal, sys
 from hotrow import checkpoint, runs, trainer
 from hotrow.config import load_config
 from hotrow.memory.tiers import Tiers
-owner = {"clear_changed": Tiers, "prune_checkpoints": trainer}.get(sys.argv[2], checkpoint)
+owners = {"clear_changed": Tiers, "prune_checkpoints": trainer, "write": checkpoint.DOCUMENT}
+owner = owners.get(sys.argv[2], checkpoint)
 plain, left = getattr(owner, sys.argv[2]), int(sys.argv[3])
 def killed(*args, **options):
     global left
@@ -272,7 +273,7 @@ runs.train(load_config(sys.argv[1]), quiet=True)
     [
         ("write_tensors", 19, 14),  # of eight for each checkpoint
         ("link_or_copy", 3, 7),  # of six for the second
-        ("write_json", 3, 14),
+        ("write", 3, 14),
         ("clear_changed", 3, 21),  # it is in its place, and the rows are not yet forgotten
         ("prune_checkpoints", 3, 21),
     ],

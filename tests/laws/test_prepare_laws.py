@@ -17,7 +17,7 @@ from hotrow.data import pipeline
 from hotrow.data.packed import PackedDataset
 from hotrow.data.pipeline import Interrupted, Options, prepare
 from hotrow.data.sources import OpenedSource, open_source
-from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
+from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
 
 SIZES: dict[str, Any] = {"rows_per_block": 128, "rows_per_part": 256}
 
@@ -156,7 +156,7 @@ def others_changed(rows: dict[str, list[Any]], is_train: np.ndarray) -> Iterator
 def test_law_6_other_rows_move_no_training_byte(tmp_path: Path, split: str) -> None:
     rows = make_rows()
     dataset = prepare(opened(to_table(rows), split), tmp_path / "plain", Options(**SIZES))
-    plan = pipeline.plan_from_json(dataset.info.ids["split"])  # type: ignore[arg-type]
+    plan = plan_of(dataset.info.ids["split"])
     is_train = plan.assign(0, len(rows["ts"]), np.array(rows["ts"])) == 0
     kept = [file_hashes(tmp_path / "plain", below=name) for name in ("train", "vocab", "counts")]
     assert all(kept)

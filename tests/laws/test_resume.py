@@ -19,7 +19,8 @@ import pytest
 
 from expanded import expanded
 from hotrow import runs, trainer
-from hotrow.checkpoint import list_checkpoints, read_manifest
+from hotrow.checkpoint import list_checkpoints
+from hotrow.checkpoint_manifest import read_manifest
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.run_folder import RunFolder
@@ -63,7 +64,7 @@ def outcome(run: RunFolder) -> dict[str, Any]:
     newest = list_checkpoints(run.checkpoints)
     path = newest[max(newest)]
     manifest = read_manifest(path)
-    state = {k: v for k, v in manifest["extra"]["state"].items() if k not in TIMES | PLACED}
+    state = {k: v for k, v in manifest.extra["state"].items() if k not in TIMES | PLACED}
     lines = [{k: v for k, v in line.items() if k not in TIMES | PLACED} for line in run.measurements()]
     metrics = run.record["metrics"]
     return {"step": path.name, "state": state, "lines": lines, "metrics": metrics, "tensors": expanded(path)}

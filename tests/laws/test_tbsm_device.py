@@ -12,14 +12,19 @@ import pytest
 from gpu_device import DEVICE, HAS_GPU
 from test_hot_placement import without_cost
 from test_resume import outcome
-from test_tbsm_law import config, data
+from test_tbsm_law import config, prepared
 
 from hotrow import runs, trainer
 from hotrow.run_folder import RunFolder
 
-__all__ = ["data"]  # the fixture
 pytestmark = pytest.mark.usefixtures("one_thread")
-SHORT = ["train.max_steps=8", "train.eval_every=null", "optimizer.sparse.name=adagrad"]
+SHORT = ["train.max_steps=4", "train.eval_every=null", "optimizer.sparse.name=adagrad"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Few events: the interpreter takes a row at a time."""
+    return prepared(tmp_path_factory.mktemp("tbsm") / "data", num_events=900)
 
 
 def check(found: RunFolder, wanted: RunFolder) -> None:
@@ -35,14 +40,14 @@ def test_histories_through_slots(data: Path, tmp_path: Path) -> None:
     """Scored in batches of 4,096, whose rows are more than there are slots: looked up in halves."""
     plain = runs.train(config(data, tmp_path / "plain", SHORT))
     device: list[str] = [*SHORT, f"device={DEVICE.type}"]
-    run = runs.train(config(data, tmp_path / "slots", device, {"hbm": 60_000}))
+    run = runs.train(config(data, tmp_path / "slots", device, {"hbm": 32_000}))
     hbm = run.record["memory"]["hbm"]
     assert hbm["evicted_rows"] > 0 and hbm["tables"]["item"]["cached"] < 1000
     check(run, plain)
 
 
 def test_histories_of_hot_rows_there(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hot = [*SHORT, "hot.schedule=fixed", "hot.small_table=0", "hot.budget=80000", "hot.rate=15", "train.max_steps=20"]
+    hot = [*SHORT, "hot.schedule=fixed", "hot.small_table=0", "hot.budget=30000", "hot.rate=50", "train.max_steps=12"]
     plain = runs.train(config(data, tmp_path / "plain", [*hot, "hot.link=1GB"]))
     if not HAS_GPU:
         monkeypatch.setattr(trainer, "device_of_copies", lambda config, place: DEVICE)

@@ -68,12 +68,16 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("tbsm") / "data", num_events=2600)
+
+
+def prepared(path: Path, *, num_events: int) -> Path:
     """Users who keep to few categories, of a thousand items each of which comes seldom."""
     rng = np.random.default_rng(1)
-    user, item = rng.integers(0, 300, 2600), rng.integers(0, 200, 2600)
+    user, item = rng.integers(0, 300, num_events), rng.integers(0, 200, num_events)
     item = item * 7 + user % 7
-    events = pa.table({"user": user, "item": item, "category": item % 7, "time": np.arange(2600)})
-    return run_prepare("frame", events, tmp_path_factory.mktemp("tbsm") / "data", schema=SCHEMA).path
+    events = pa.table({"user": user, "item": item, "category": item % 7, "time": np.arange(num_events)})
+    return run_prepare("frame", events, path, schema=SCHEMA).path
 
 
 def config(data: Path, run: Path, changes: list[str], memory: Any = "dram") -> Any:

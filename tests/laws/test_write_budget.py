@@ -19,7 +19,8 @@ import pytest
 from test_resume import BASE, outcome, signal_at
 
 from hotrow import cli, ops, runs, trainer, write_budget
-from hotrow.checkpoint import list_checkpoints, read_manifest
+from hotrow.checkpoint import list_checkpoints
+from hotrow.checkpoint_manifest import read_manifest
 from hotrow.config import apply_overrides, make_config
 from hotrow.data.packed import PackedDataset
 from hotrow.files import folder_bytes
@@ -162,11 +163,12 @@ runs.resume(config.run, quiet=True) if Path(config.run).exists() else runs.train
 """
 
 
-def test_kills_are_not_forgotten(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("budget", ["20MB/day", None])
+def test_kills_are_not_forgotten(data: Path, tmp_path: Path, budget: str | None) -> None:
     """At a step between looks at the counters: what was written until then stands in the file, and little more."""
     path, run = tmp_path / "config.yaml", tmp_path / "run"
     changes = ["checkpoint.every=10", "checkpoint.keep_last=99"]
-    path.write_text(config(data, run, "20MB/day", *changes, file=str(tmp_path / "rows")).to_yaml())
+    path.write_text(config(data, run, budget, *changes, file=str(tmp_path / "rows")).to_yaml())
     rows = 0
     for at in ("23", "15", "6"):
         command = [sys.executable, "-c", KILLED, str(path), at]
@@ -174,11 +176,30 @@ def test_kills_are_not_forgotten(data: Path, tmp_path: Path) -> None:
         assert killed.returncode == 9, killed.stderr
         rows += int(killed.stdout.split()[-1])
         written = rows + sum(
-            read_manifest(found)["written_bytes"] for found in list_checkpoints(run / "checkpoints").values()
+            read_manifest(found).written_bytes for found in list_checkpoints(run / "checkpoints").values()
         )
         noted = sum(json.loads((run / LEDGER).read_text())["bytes_by_start"].values())
         assert written <= noted <= written + 300_000
     assert rows > 300_000
+
+
+@pytest.mark.parametrize("dram", [DRAM, "1GiB"])
+def test_a_session_without_a_budget_is_counted_by_one_that_has_one(
+    data: Path, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: list[float], dram: Any
+) -> None:
+    """Rows and checkpoints, and checkpoints alone where all rows lie in memory."""
+    sessions, run = Sessions(monkeypatch, clock), tmp_path / "run"
+    signal_at(monkeypatch, 30, 15)  # type: ignore[arg-type]
+    runs.train(config(data, run, None, file=str(tmp_path / "rows"), dram=dram), quiet=True)
+    written = sum(num_bytes for _, num_bytes in sessions.written)
+    assert written > CHECKPOINT
+    noted = sum(json.loads((run / LEDGER).read_text())["bytes_by_start"].values())
+    assert written <= noted <= written + 100_000
+    clock[0] += 3600
+    with pytest.raises(WriteBudgetError, match=r"were written in the last 24 hours; .* Try again from"):
+        runs.resume(run, [f"memory.write_budget={written + CHECKPOINT // 2}/day"], quiet=True)
+    clock[0] += 86_400
+    assert outcome(runs.resume(run, ["memory.write_budget=20MB/day"], quiet=True)) == expected
 
 
 def test_a_larger_budget_or_none_lets_it_go_on_at_once(

@@ -18,7 +18,7 @@ import pytest
 
 from hotrow.data import tabular
 from hotrow.data.chunk import RowError
-from hotrow.data.columns import ColumnsSource
+from hotrow.data.columns import ColumnsSource, open_table
 from hotrow.data.dictionary import CodedKeys, column_of
 from hotrow.data.guess import guess_schema
 from hotrow.data.inputs import InputFile, find_files
@@ -130,6 +130,12 @@ def test_ids_are_never_rounded_or_guessed(array: pa.Array, spec: dict[str, Any],
         read_column(array, spec)
 
 
+def test_prediction_refuses_what_cannot_be_an_id() -> None:
+    for array in (pa.array([{"x": 1}]), pa.array([1], pa.duration("s"))):
+        with pytest.raises(ValueError, match=r"<frame>: column 'a' has type .*, which cannot be an id"):
+            ColumnsSource(pa.table({"a": array}), schema_of("a"), labels="ignored", encodings={"a": "int"})
+
+
 def test_prediction_reads_ids_as_they_were_prepared() -> None:
     assert read_column(pa.array([7, None]), encodings={"a": "bytes"}) == ["7", None]
     assert read_column(pa.array([7.0, None]), encodings={"a": "bytes"}) == ["7", None]
@@ -223,6 +229,13 @@ def test_dense_that_is_no_finite_number_is_named(value: Any) -> None:
 def test_times_of_every_type(array: pa.Array, options: dict[str, str], want: list[int]) -> None:
     table = pa.table({"y": [0] * len(array), "a": [1] * len(array), "t": array})
     assert read(ColumnsSource(table, schema_of("a", time={"column": "t", **options})))["time"] == want
+
+
+def test_a_bad_first_time_is_the_only_bad_row() -> None:
+    table = pa.table({"y": [0, 1, 0], "a": ["x", "y", "z"], "t": ["soon", "1700000000", "1700000001"]})
+    with pytest.raises(RowError, match=r"<frame>:1 \(t\): 'soon' is no time"):
+        read(ColumnsSource(table, schema_of("a", time="t")))
+    assert read(ColumnsSource(table, schema_of("a", time="t"), skip_bad_rows=1))["a"] == ["y", "z"]
 
 
 @pytest.mark.parametrize("values", [[1, None], ["1970-01-01", "soon"], ["5", "x"], [1.0, float("nan")]])
@@ -377,7 +390,7 @@ def test_unreadable_files_are_named_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"empty\.csv is empty"):
         ColumnsSource(tmp_path / "empty.csv", schema)
     (tmp_path / "latin.csv").write_bytes("y,a\n0,é\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.csv: byte 6 is not UTF-8; convert it"):
+    with pytest.raises(ValueError, match=r"latin\.csv:2: byte 6 is not UTF-8; convert it"):
         ColumnsSource(tmp_path / "latin.csv", schema)
     (tmp_path / "packed.csv").write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(ValueError, match=r"packed\.csv is a zip archive; unpack it"):
@@ -395,6 +408,50 @@ def test_unreadable_files_are_named_with_the_cure(tmp_path: Path) -> None:
         ColumnsSource(tmp_path / "folder", schema)
     with pytest.raises(ValueError, match=r"\*\.csv: no file matches this pattern"):
         ColumnsSource(str(tmp_path / "folder" / "*.csv"), schema)
+
+
+@pytest.mark.parametrize("line", [b"1,\xff\n", b"1,2,\xff\xfe,3\n"], ids=["a row", "a ragged line"])
+def test_bytes_that_are_not_utf8_are_named_by_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], line: bytes
+) -> None:
+    """Beyond what is looked at first; of a ragged line Arrow printed a traceback."""
+    before = b"y,a\n" + b"0,b\n" * 30_000
+    (tmp_path / "late.csv").write_bytes(before + line + b"1,b\n" * 10)
+    with pytest.raises(ValueError, match=rf"late\.csv:30002: byte {len(before) + line.index(0xFF)} is not UTF-8"):
+        read(ColumnsSource(tmp_path / "late.csv", schema_of("a"), skip_bad_rows=5))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("line", ['1,"b\n', '"1,b\n'])
+@pytest.mark.parametrize("header", [True, False])
+def test_a_quote_that_is_never_closed_takes_no_rows_with_it(tmp_path: Path, line: str, header: bool) -> None:
+    schema = schema_of("a", csv={} if header else {"column_names": ["y", "a"]})
+    path = write_csv(tmp_path / "q.csv", "y,a\n" * header + "0,b\n" * 9 + line + "1,b\n" * 7)
+    with pytest.raises(ValueError, match=rf"q\.csv:{10 + header}: a quote opens here and is never closed"):
+        read(ColumnsSource(path, schema, skip_bad_rows=5))
+    write_csv(path, "y,a\n" * header + "0,b\n" * 9 + '1,"b\nc"')
+    assert read(ColumnsSource(path, schema))["a"] == ["b"] * 9 + ["b\nc"]
+
+
+def test_one_column_and_no_last_newline(tmp_path: Path) -> None:
+    """The line that `read` adds to a file must be a bad one in a file of any width, and no row."""
+    for name, text in (("x.csv", "a\n1\n0"), ("y.csv", "a,b\n1,2\n0,3"), ("z.csv", "a,b\r\n1,2\r\n0,3\r\n\r\n")):
+        reader = open_table(write_csv(tmp_path / name, text), CsvSpec())
+        pieces = list(reader.read(0, 0, ["a"], 10))
+        assert [value for rows in pieces for value in rows.batch.column(0).to_pylist()] == ["1", "0"]
+        assert not any(rows.bad for rows in pieces)
+
+
+def test_a_parquet_column_that_stands_twice_is_named(tmp_path: Path) -> None:
+    table = pa.table([[0, 1], ["a", "b"], ["c", "d"]], names=["y", "a", "a"])
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=r"x\.parquet: two columns are called 'a'; rename one"):
+        ColumnsSource(tmp_path / "x.parquet", schema_of("a"))
+
+
+def test_a_header_of_very_many_names_alike_is_numbered_at_once() -> None:
+    names = tabular.distinct_names(["", "x", "x (2)"] + ["x"] * 60_000)
+    assert (names[:5], names[-1]) == (["", "x", "x (2)", "x (3)", "x (4)"], "x (60002)")
 
 
 def parquet(path: Path, **columns: Any) -> Path:
@@ -475,7 +532,7 @@ def test_hive_columns_are_those_of_the_path_however_a_file_is_named(tmp_path: Pa
 def test_a_hive_column_alone_is_read_from_text_without_looking_at_its_lines(tmp_path: Path) -> None:
     (tmp_path / "day=3").mkdir()
     file = write_csv(tmp_path / "day=3" / "p.csv", "7,x\n8,1\n")
-    reader = tabular.open_reader(file, find_files([file], matches=bool, wanted=""), CsvSpec(column_names=("a", "b")))
+    reader = open_table(file, CsvSpec(column_names=("a", "b")))
     (rows,) = reader.read(0, 0, ["day"], 100)
     assert rows.batch.to_pydict() == {"day": ["3", "3"]}
     assert rows.lines.tolist() == [1, 2]

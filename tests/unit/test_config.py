@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ train.max_steps None
 train.shuffle True
 train.eval_every 1.0
 train.early_stopping None
+train.monitor logloss
 train.seed 1
 train.threads auto
 train.pin auto
@@ -113,6 +115,7 @@ def test_yaml_round_trip() -> None:
         ({}, "data is missing; set it to text"),
         ({"data": "d", "trian": {}}, "trian is no known key; did you mean 'train'?"),
         ({"data": "d", "train": {"batchsize": 1}}, r"train\.batchsize is no known key; did you mean 'batch_size'?"),
+        ({"data": "d", "": 1}, r"'' is no known key; known here: data, "),
         ({"data": "d", "train": {"zzz": 1}}, r"train\.zzz is no known key; known here: batch_size, "),
         ({"data": "d", "train": {"batch_size": 0}}, r"train\.batch_size is 0; allowed: an integer >= 1"),
         ({"data": "d", "train": {"batch_size": "64"}}, r"train\.batch_size is '64'; allowed: an integer >= 1"),
@@ -299,6 +302,10 @@ def test_the_write_budget_in_numbers() -> None:
     assert make_config({"data": "d", "memory": {}}).write_budget is None
 
 
+BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi"))
+"""Nine lines that stand for 86 million values."""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -308,7 +315,8 @@ def test_the_write_budget_in_numbers() -> None:
         ("data: d\n1.5: x", "key 1.5 is read as a number"),
         ("2001-01-01: x", "is read as date, not as a name"),
         ("data: 2001-13-45", "a value cannot be read .*put it in quotes if it is text"),
-        ("data: &a [*a]", "data is .*; allowed: text"),
+        ("data: &a [*a]", "line 1, column 7: a value contains itself; remove the alias"),
+        (BOMB, "line 6, column 4: more than 100,000 values, aliases counted as what they stand for; write fewer"),
         ("data: !!python/object:os.system x", "could not determine a constructor"),
     ],
 )

@@ -1,5 +1,6 @@
 """hotrow.files: whole or absent, private, and inside the folder."""
 
+import json
 import os
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from hotrow.files import (
     check_name,
     disk_free_bytes,
     file_name,
-    read_json,
     write_json,
 )
 
@@ -48,24 +48,12 @@ def test_atomic_write_does_not_follow_a_planted_link(tmp_path: Path) -> None:
     assert victim.read_bytes() == b"precious"
 
 
-def test_json_round_trip_and_errors(tmp_path: Path) -> None:
+def test_json_for_others(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_json(path, {"name": "Gerät", "n": 2**60})
-    assert read_json(path) == {"name": "Gerät", "n": 2**60}
+    assert json.loads(path.read_bytes()) == {"name": "Gerät", "n": 2**60}
     with pytest.raises(ValueError):
         write_json(path, float("nan"))
-    path.write_text('{\n"a": 1,,\n}')
-    with pytest.raises(ValueError, match=r"a\.json, line 2, column 8: not JSON"):
-        read_json(path)
-    path.write_text('{"a": NaN}')
-    with pytest.raises(ValueError, match=r"a\.json: holds NaN"):
-        read_json(path)
-    path.write_bytes(b'"\xff"')
-    with pytest.raises(ValueError, match="byte 1 is not UTF-8"):
-        read_json(path)
-    path.write_text("[" * 200_000)
-    with pytest.raises(ValueError, match=r"a\.json"):
-        read_json(path)
 
 
 @pytest.mark.parametrize("name", ["a", "item id", "Gerät", "a.b", "x" * 200])

@@ -245,7 +245,7 @@ def test_schemas_it_refuses(change: dict[str, Any], message: str) -> None:
 
 
 def test_only_sources_of_columns_make_histories() -> None:
-    with pytest.raises(ValueError, match="source movielens makes no histories; use csv, parquet or frame"):
+    with pytest.raises(ValueError, match="source movielens makes no histories; use csv, parquet, jsonl or frame"):
         open_source("movielens", make_events(), schema=schema())
     with pytest.raises(ValueError, match=r"split.kind is 'random'"):
         open_source("frame", make_events(), schema=schema()).with_options(split="random")

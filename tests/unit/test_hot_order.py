@@ -6,15 +6,17 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 from hotrow.batch import Batch
 from hotrow.config_schema import HotConfig
 from hotrow.data.packed import Split
 from hotrow.hot import order as hot_order
-from hotrow.hot.order import BatchOrder, Rate, batch_order, mixed_samples
+from hotrow.hot.order import BatchOrder, Rate, Turn, batch_order, mixed_samples
 from packed_data import make_rows, write_dataset
 
 NUM_ROWS, BATCH = 517, 10
@@ -177,7 +179,7 @@ def test_resumed_at_any_batch_it_goes_on_alike(split: Split) -> None:
                     broken = True
                     break
             if broken:  # also at the very end of a turn, before what ends it
-                saved = json.loads(json.dumps(order.to_json()))
+                saved = TypeAdapter(Turn).validate_json(json.dumps(asdict(order.state())))
                 order = order_of(split, is_hot, schedule="fae", rate=20)
                 order.restore(saved)
                 continue
@@ -193,8 +195,8 @@ def test_resumed_at_any_batch_it_goes_on_alike(split: Split) -> None:
 
 
 def test_an_order_of_other_data_is_refused(split: Split) -> None:
-    saved = order_of(split, mark(0.5), schedule="fixed").to_json()
+    saved = order_of(split, mark(0.5), schedule="fixed").state()
     with pytest.raises(ValueError, match="it is of other data, another batch size or another hot set"):
         order_of(split, None).restore(saved)
     with pytest.raises(ValueError, match="it is of other data"):
-        order_of(split, mark(0.5), schedule="fixed").restore({**saved, "taken": {"cold": 99, "hot": 0}})
+        order_of(split, mark(0.5), schedule="fixed").restore(replace(saved, taken={"cold": 99, "hot": 0}))

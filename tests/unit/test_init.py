@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from hotrow.data.chunk import RowError
 from hotrow.data.columns import ColumnsSource
 from hotrow.data.guess import Role, guess_columns, guess_schema
 from hotrow.data.init import init_schema, run_init
+from hotrow.data.prepare import run_prepare
 from hotrow.data.schema import load_schema
 
 N = 2000
@@ -107,7 +109,7 @@ def test_told_columns_win_and_absent_ones_are_named() -> None:
         guess_schema(table, label="clik")
     with pytest.raises(ValueError, match=r"label column 'price' holds 2000 values from .*, not 0 and 1; say which are"):
         guess_schema(table, label="price")
-    with pytest.raises(ValueError, match=r"label column 'weekday' holds 7 different .* values, not 0 and 1; write a"):
+    with pytest.raises(ValueError, match=r"label column 'weekday' holds d0, .*, d6; .*--label 'weekday = d1'"):
         guess_schema(clicks(weekday=[f"d{i % 7}" for i in range(N)]), label="weekday")
 
 
@@ -182,7 +184,7 @@ def test_times_in_text(texts: list[str], spec: dict[str, str] | None) -> None:
 
 def test_no_label_is_an_error_for_fit_and_a_blank_for_init() -> None:
     table = pa.table({"user": ["a", "b"] * 50, "x": [1.5, 2.5] * 50})
-    with pytest.raises(ValueError, match=r"no label column found in 100 rows of <frame>; name it.*Columns: user, x"):
+    with pytest.raises(ValueError, match=r"no column holds 0 and 1; column 'user' holds a, b; .*--label 'user = b'"):
         guess_schema(table)
     assert "FILL_IN" in init_schema(table)
 
@@ -260,7 +262,7 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     assert [path.name for path in result.files] == ["schema.yaml", "recipe.yaml"]
     assert load_schema(tmp_path / "new" / "schema.yaml").label.column == "click"
     assert result.commands[0].endswith(f"--schema {tmp_path}/new/schema.yaml --out data/mine")
-    with pytest.raises(ValueError, match=r"schema\.yaml exists and is not overwritten"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml exists and is not overwritten"):
         run_init(tmp_path / "x.parquet", out=tmp_path / "new")
 
 
@@ -309,3 +311,24 @@ def test_a_number_that_is_none_is_a_bad_row_and_no_id(word: str, tmp_path: Path)
     assert schema.dense_names == ("price",)
     with pytest.raises(RowError, match=rf"rows.csv:22 \(price\): '{word}' is no finite float32 number"):
         list(ColumnsSource(path, schema).chunks())
+
+
+@pytest.mark.parametrize("stored", ["text", "int", "csv"])
+def test_a_label_made_of_values(stored: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    actions = random.integers(0, 4, N)
+    words = [str(action) if stored != "text" else ("pv", "cart", "buy", "fav")[action] for action in actions]
+    table = pa.table({"user": random.integers(0, 50, N), "what": actions if stored == "int" else words})
+    rule = "what = buy, cart" if stored == "text" else "what = 2,1"
+    source: object = table
+    if stored == "csv":
+        source = tmp_path / "x.csv"
+        pa.csv.write_csv(table, source)
+    dataset = run_prepare("auto", source, tmp_path / "out", label=rule, split="random")
+    labels = [pa.ipc.open_file(file).read_all()["what"] for file in dataset.path.glob("*/*.arrow")]
+    assert sum(column.to_numpy().sum() for column in labels) == np.isin(actions, [1, 2]).sum()
+
+
+def test_a_value_that_no_row_holds_is_named() -> None:
+    with pytest.raises(ValueError, match="'what' holds pv, buy, never 'by'; did you mean 'buy'"):
+        guess_schema(pa.table({"user": [1, 2, 3] * 9, "what": ["pv", "pv", "buy"] * 9}), label="what = by")

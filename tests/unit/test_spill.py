@@ -22,6 +22,7 @@ from hotrow.data.dictionary import CodedKeys
 from hotrow.data.encoder import EncoderPool, TableEncoder
 from hotrow.data.spill import CounterPool
 from hotrow.data.vocabulary import Vocabulary
+from resealed import reseal
 
 
 def chunk(seed: int, n: int = 1000, num_ids: int = 3000) -> Keys:
@@ -184,11 +185,11 @@ def test_a_snapshot_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         pool.declare("t", "bytes")
     snapshot = tmp_path / "counters.json"
     text = snapshot.read_text()
-    snapshot.write_text(text.replace('"t.1.run"', '"../t.1.run"'))
-    with pytest.raises(ValueError, match=r"run is '../t.1.run'"):
+    reseal(snapshot, lambda fields: fields["tables"]["t"].update(runs=["../t.1.run"]))
+    with pytest.raises(ValueError, match=r"counters\.json: tables\.t: run is '../t.1.run'"):
         CounterPool(tmp_path, memory_bytes=1)
-    snapshot.write_text(text.replace('"version": 1', '"version": 9'))
-    with pytest.raises(ValueError, match="snapshot version is 9"):
+    snapshot.write_text(text.replace('"hotrow_counters": 1', '"hotrow_counters": 9'))
+    with pytest.raises(ValueError, match=r"counters\.json differs from its checksum"):
         CounterPool(tmp_path, memory_bytes=1)
     snapshot.write_text(text)
     (tmp_path / "t.1.run").unlink()

@@ -8,11 +8,11 @@ from hotrow.data.split import (
     RangePlan,
     TimeHistogram,
     TimePlan,
-    plan_from_json,
     plan_to_json,
     reference_plan,
     sample_mask,
 )
+from prepare_data import plan_of
 
 
 def test_random_plan_depends_on_seed_and_row_alone() -> None:
@@ -97,4 +97,4 @@ def test_one_time_for_all_rows_is_refused() -> None:
 
 @pytest.mark.parametrize("plan", [RandomPlan(1, (0.8, 0.1, 0.1)), TimePlan((-5, 7)), RangePlan((6, 7))])
 def test_plans_survive_json(plan) -> None:
-    assert plan_from_json(plan_to_json(plan)) == plan
+    assert plan_of(plan_to_json(plan)) == plan

@@ -66,6 +66,42 @@ def test_what_waiting_rows_take_is_counted_and_bounded(tmp_path: Path, io: str, 
     assert counted > 3 << 20, "the load was too light to fill it"
 
 
+MIXED = """
+import sys, numpy as np
+from hotrow.memory.stores import Engines, TableRows, open_store
+folder, io = sys.argv[1:]
+engines = Engines(io=io, most_waiting_bytes=0)
+large, small = 2_100_000, 64
+stores = {}
+for record_bytes, num_rows in ((large, 4), (small, 40_000)):
+    rows = TableRows(table=f"t{record_bytes}", parts=(("w", record_bytes),), num_rows=num_rows)
+    stores[record_bytes] = open_store(rows, kind="block", path=f"{folder}/{record_bytes}", engines=engines)
+one, many = np.full((1, large), 7, np.uint8), np.arange(0, 40_000, 8)  # each in a sector of its own
+for row in range(4):
+    stores[large].write([row], [0], [one])
+    stores[small].write(many, many, [np.full((40_000, small), row + 1, np.uint8)])
+for store in stores.values():
+    store.flush()
+found = np.zeros((40_000, small), np.uint8)
+stores[small].read(many, many, [found])
+assert (found[many] == 4).all()
+stores[large].read([3], [0], [one := np.zeros_like(one)])
+assert (one == 7).all()
+for store in stores.values():
+    store.close()
+"""
+
+
+@needs_native
+@each_io
+def test_large_records_beside_small_ones(tmp_path: Path, io: str) -> None:
+    """Memory for one record of more than 2 MiB, which comes in huge pages, holds thousands of small ones beside it."""
+    done = subprocess.run(
+        [sys.executable, "-c", MIXED, str(tmp_path), io], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 # ---- what is fallen back to
 
 

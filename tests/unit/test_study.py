@@ -27,6 +27,7 @@ from hotrow.cli import app
 from hotrow.study import kernels, runner
 from hotrow.study.kernels import KernelCell
 from hotrow.study.page import study_page
+from resealed import reseal
 
 TINY: dict[str, Any] = {
     "title": "Tiny <script>alert(1)</script>",
@@ -131,9 +132,7 @@ def test_what_was_measured_before_an_interruption_is_kept(
 
 def test_cells_of_another_machine_are_not_mixed_in(tmp_path: Path) -> None:
     run_tiny(tmp_path, quick=True)
-    file = tmp_path / "kernels.json"
-    report = json.loads(file.read_text())
-    file.write_text(json.dumps({**report, "machine": {**report["machine"], "cpu": "another"}}))
+    reseal(tmp_path / "kernels.json", lambda report: report["machine"].update(cpu="another"))
     with pytest.raises(ValueError, match=r"was measured under another machine; pass another --out, or remove the file"):
         run_tiny(tmp_path, quick=True)
 

@@ -61,7 +61,7 @@ def test_the_documented_examples_are_read() -> None:
         ([], "x.yaml: synthetic data is a mapping with num_rows, and tables or preset; got"),
         ({"tables": TABLES}, "x.yaml: num_rows is missing; add it"),
         ({"num_rows": 5, "tables": []}, "x.yaml: tables is empty"),
-        ({"num_rows": "many", "tables": TABLES}, "x.yaml: num_rows is 'many': Input should be a valid integer"),
+        ({"num_rows": "many", "tables": TABLES}, "x.yaml: num_rows is 'many': it must be a whole number"),
         ({"num_rows": 5, "tabels": TABLES}, "x.yaml: unknown key 'tabels'; did you mean 'tables'"),
         ({"num_rows": 5, "tables": [{"name": "a"}]}, r"x.yaml: tables\[0\].num_embeddings is missing"),
         ({"num_rows": 5, "tables": [TABLES[0] | {"zip": 1}]}, r"unknown key 'tables\[0\].zip'; did you mean 'zipf'"),

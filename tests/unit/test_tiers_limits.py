@@ -594,6 +594,33 @@ def test_a_write_that_fails_ends_batches_whose_rows_are_there(folder: Path) -> N
     assert seen == batches[:1]
 
 
+@pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its reads are made to fail")
+def test_a_read_that_fails_ahead_ends_batches_whose_rows_are_there(folder: Path) -> None:
+    """That of a loader's last batch, when all are announced: those before it need no row from disk."""
+    emb = make(folder, ssd=folder, force=True)
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    assert emb.tiers is not None
+    for seed in [*range(40), 99]:
+        emb(batch_of(seed)).sum().backward()
+        optimizer.step()
+    emb.tiers.flush()
+    store, seen = emb.tiers.stores[1], []
+    reads = store.counters()["read_rows"]
+    with torch.no_grad():
+        emb(batch_of(99))
+    assert store.counters()["read_rows"] == reads, "they do"
+    store.native.inject(False, 1, errno.EIO)
+    with pytest.raises(StoreError, match=r"reading row.* of table 'b' in .* Input/output error"):
+        for batch in hotrow.lookahead([batch_of(99), batch_of(99), batch_of(0)], emb, depth=3):
+            if seen:  # the first step may come before the error
+                while store.failure() is None:
+                    time.sleep(0.001)
+            emb(batch).sum().backward()
+            optimizer.step()
+            seen.append(batch)
+    assert len(seen) <= 1, "a step more was taken"
+
+
 def test_a_file_that_is_cut_off_ends_the_run(folder: Path) -> None:
     """Rows that cannot be read are an error that names the table; nothing goes on with others in their place.
 

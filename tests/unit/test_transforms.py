@@ -42,7 +42,7 @@ def test_moments_against_exact_fractions(values: list[float], random) -> None:
     random.shuffle(values)
     moments, cut = Moments(), random.randrange(len(values))
     moments.add(np.array(values[:cut], dtype=np.float32))
-    moments = Moments.from_json(moments.to_json())
+    moments = Moments.from_record(moments.to_record())
     moments.add(np.array([*values[cut:], np.nan], dtype=np.float32))
     transform = moments.transform()
     assert transform.mean == float(mean)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hotrow import write_budget
+from hotrow import records
 from hotrow.files import parse_byte_rate
 from hotrow.write_budget import LONGEST_WINDOW_S, PIECE_S, WriteLedger
+from resealed import reseal
 
 NOON = 1_700_000_000.0
 
@@ -105,8 +107,8 @@ def test_a_clock_set_back_forgets_nothing(tmp_path: Path) -> None:
 def test_the_file_stays_small_and_is_seldom_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, path = Clock(), tmp_path / "w.json"
     ledger, writes = WriteLedger(path, parse_byte_rate("1TB/day"), now=clock), []
-    plain = write_budget.write_json
-    monkeypatch.setattr(write_budget, "write_json", lambda path, value: (writes.append(1), plain(path, value)))
+    plain = records.write_sealed
+    monkeypatch.setattr(records, "write_sealed", lambda path, value: (writes.append(1), plain(path, value)))
     for _ in range(10_000):
         clock.at += 60
         ledger.add(1 << 20, ahead=1 << 22)
@@ -115,10 +117,11 @@ def test_the_file_stays_small_and_is_seldom_written(tmp_path: Path, monkeypatch:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"hotrow_writes": 2}', '{"hotrow_writes": 1, "seconds": 300}'])
-def test_a_file_that_says_nothing_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "w.json").write_text(text)
-    with pytest.raises(
-        ValueError, match=r"w\.json does not say what this run wrote, .* set memory.write_budget to null"
-    ):
-        WriteLedger(tmp_path / "w.json", parse_byte_rate("1MB/day"))
+@pytest.mark.parametrize("change", [{"hotrow_writes": 2}, {"seconds": 60}, {"bytes_by_start": {"now": 1}}])
+def test_a_file_that_says_nothing_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    budget = parse_byte_rate("1MB/day")
+    WriteLedger(tmp_path / "w.json", budget, now=Clock()).expect(1)
+    reseal(tmp_path / "w.json", lambda fields: fields.update(change))
+    field = next(iter(change))
+    with pytest.raises(ValueError, match=rf"w\.json: {field}.* set memory.write_budget to null, or remove the file"):
+        WriteLedger(tmp_path / "w.json", budget)

@@ -3,6 +3,7 @@
 //
 // Any thread may call. Of calls in order, a read sees the writes before it; while a row is being read it must not be
 // written. After an error of the medium a store does no more: every ticket and flush says so, and `failure` tells why.
+// A call that throws std::bad_alloc may have lost rows half-way: who catches it calls `fail` (see `guarded`).
 #pragma once
 
 #include <atomic>
@@ -10,8 +11,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <span>
 #include <string>
 #include <vector>
@@ -95,6 +98,28 @@ class Ticket {
   bool good_ = true;
 };
 
+// `count` reads that a ticket waits for, and that fail unless they end otherwise: also where an exception ends the call
+// that was to start them.
+class Asked {
+ public:
+  Asked(Ticket& ticket, int64_t count) : ticket_(ticket), count_(count) { ticket_.add(count); }
+  Asked(const Asked&) = delete;
+  Asked& operator=(const Asked&) = delete;
+  ~Asked() {
+    if (count_) ticket_.fail(count_);
+  }
+  void done() {
+    ticket_.done(count_);
+    count_ = 0;
+  }
+  // Another tells the ticket of them.
+  void hand_on() { count_ = 0; }
+
+ private:
+  Ticket& ticket_;
+  int64_t count_;
+};
+
 // Names operation, table, rows, file, the system's words and the cure.
 struct Failure {
   std::string what;
@@ -103,22 +128,29 @@ struct Failure {
 // Where the first failure is kept for ever.
 class FailureSlot {
  public:
-  ~FailureSlot() { delete first_.load(); }
+  ~FailureSlot() {
+    if (first_.load() != &kNoWords) delete first_.load();
+  }
   const Failure* get() const { return first_.load(std::memory_order_acquire); }
   void set(std::string what) {
     const Failure* none = nullptr;
     auto failure = std::make_unique<const Failure>(Failure{std::move(what)});
     if (first_.compare_exchange_strong(none, failure.get())) failure.release();
   }
+  // Of a table; where there is no memory for the words, they are the same for all.
+  void set(const std::string& table, const char* why) noexcept {
+    try {
+      set("table '" + table + "' " + why);
+    } catch (const std::bad_alloc&) {
+      const Failure* none = nullptr;
+      first_.compare_exchange_strong(none, &kNoWords);
+    }
+  }
 
  private:
+  static inline const Failure kNoWords{"a table lost rows, because there was no memory to move them"};
   std::atomic<const Failure*> first_{nullptr};
 };
-
-// What `discard` leaves as the failure, which is what ends writes that wait.
-inline std::string discarded_text(const std::string& table) {
-  return "table '" + table + "' is closed, and its rows are removed; make a new collection";
-}
 
 // What every call in a forked child leaves as the failure of a store that does its I/O in another process.
 inline std::string forked_text(const std::string& table, const std::string& path) {
@@ -168,9 +200,9 @@ class Store {
   virtual void write(std::span<const Move> moves, const Slots& slots) = 0;
   // Everything written so far is on the medium (fdatasync); false when the store failed.
   virtual bool flush() = 0;
-  // Its rows are not wanted any more, and its files are removed next: I/Os under way end, nothing more is written, also
-  // not when the store goes, and every later call fails.
-  virtual void discard() = 0;
+  // Its rows are not wanted any more, or some are lost; why: what the table did, and the cure. I/Os under way end,
+  // nothing more is written, also not when the store goes, and every later call fails.
+  virtual void fail(const char* why) = 0;
   // Makes room for rows up to num_rows, which read as zeros; false when the store failed.
   virtual bool grow(int64_t num_rows) = 0;
   // Sticky; null while all is well.
@@ -179,5 +211,20 @@ class Store {
   virtual int64_t record_bytes() const = 0;
   virtual int64_t num_rows() const = 0;
 };
+
+inline constexpr const char* kNoMemory =
+    "lost rows, because there was no memory to move them. Nothing was trained on wrong rows; give the process more "
+    "memory or the tables less, then resume from the last checkpoint";
+
+// What `call` says, which moves rows of `store`; where it throws, the store has failed.
+template <class Call>
+bool guarded(Store& store, const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception&) {
+    store.fail(kNoMemory);
+    return false;
+  }
+}
 
 }  // namespace hotrow

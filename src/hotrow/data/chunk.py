@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hotrow.records import Count
 
 KeyKind = Literal["int", "bytes"]
 KEY_KINDS: tuple[KeyKind, ...] = ("int", "bytes")
@@ -84,17 +86,13 @@ class Keys:
 class Position:
     """Where the next row starts; a source resumes there and yields the same rows it would have yielded."""
 
-    file_index: int = 0
-    offset: int = 0
+    file_index: Count = 0
+    offset: Count = 0
     """Bytes of the decompressed file, or rows of a columnar one, already consumed."""
-    num_lines: int = 0
+    num_lines: Count = 0
     """Lines of that file already consumed (text sources), so that errors after a resume name the right line."""
-    num_skipped: int = 0
+    num_skipped: Count = 0
     """Bad rows skipped so far over all files; the limit of `skip_bad_rows` holds across a resume."""
-
-    def to_json(self) -> dict[str, int]:
-        """This record as JSON-ready values; `Position(**value)` is the inverse."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

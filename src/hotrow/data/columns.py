@@ -20,10 +20,23 @@ from hotrow.data.chunk import SKIP_CURE, Chunk, KeyKind, Keys, Position, RowErro
 from hotrow.data.convert import Fault, IdEncoding, TimeReader, default_encoding, kind_of, to_keys, to_label, to_numbers
 from hotrow.data.dictionary import CodedKeys, DictionaryReader, KeyColumns
 from hotrow.data.inputs import InputFile, find_files, prefetch
-from hotrow.data.schema import Schema, nearest
-from hotrow.data.tabular import PARQUET_SUFFIXES, TEXT_SUFFIXES, Rows, TableReader, TextReader, has_suffix, open_reader
+from hotrow.data.jsonlines import SUFFIXES as JSON_SUFFIXES
+from hotrow.data.jsonlines import JsonReader, is_json_lines
+from hotrow.data.schema import CsvSpec, Schema, nearest
+from hotrow.data.tabular import (
+    PARQUET_SUFFIXES,
+    TEXT_SUFFIXES,
+    FrameReader,
+    ParquetReader,
+    Rows,
+    TableReader,
+    TextReader,
+    has_suffix,
+    is_parquet,
+)
 
-SUFFIXES = (*PARQUET_SUFFIXES, *TEXT_SUFFIXES)
+SUFFIXES = (*PARQUET_SUFFIXES, *TEXT_SUFFIXES, *JSON_SUFFIXES)
+FileFormat = Literal["parquet", "jsonl", "csv"]
 
 
 class ColumnsSource:
@@ -52,16 +65,15 @@ class ColumnsSource:
         self.name, self.schema = name, schema
         self.skipped = SkippedRows()
         self._skip_bad_rows = skip_bad_rows
-        self._reader = open_table(data, schema)
+        self._reader = open_table(data, schema.csv)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels in ("required", "made")
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
         with self._naming(0):
-            self.encodings: dict[str, IdEncoding] = dict(
-                encodings or {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
-            )
+            found = {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
+        self.encodings: dict[str, IdEncoding] = dict(encodings or found)
         self._time_reader = self._make_time_reader()
 
     @property
@@ -229,9 +241,28 @@ class ColumnsSource:
             raise RowError(file=error.file, line=error.line, column=error.column, name=error.name, reason=reason)
 
 
-def open_table(data: Any, schema: Schema) -> TableReader:
-    """The reader for paths or a frame."""
-    return open_reader(data, input_files(data), schema.csv)
+def open_table(data: Any, spec: CsvSpec) -> TableReader:
+    """The reader for paths or a frame; spec: how lines of text are cut.
+
+    Raises ValueError naming two files of different formats.
+    """
+    files = input_files(data)
+    if files is None:
+        return FrameReader(data)
+    formats = [format_of(file) for file in files]
+    for file, found in zip(files, formats, strict=True):
+        if found != formats[0]:
+            raise ValueError(f"{files[0].name} and {file.name} are of different formats; prepare one format at a time")
+    if formats[0] == "csv":
+        return TextReader(files, spec)
+    return ParquetReader(files) if formats[0] == "parquet" else JsonReader(files, spec.null_values)
+
+
+def format_of(file: InputFile) -> FileFormat:
+    """By the name's suffix where it is Parquet's or JSON's, else by the first bytes; the rest is delimited text."""
+    if is_parquet(file):
+        return "parquet"
+    return "jsonl" if has_suffix(file.path, JSON_SUFFIXES) or is_json_lines(file) else "csv"
 
 
 def is_paths(data: Any) -> bool:
@@ -243,13 +274,16 @@ def is_paths(data: Any) -> bool:
 def input_files(data: Any) -> tuple[InputFile, ...] | None:
     """The files that `data` names, or None where it is a frame.
 
-    Raises ValueError where a path matches nothing; in a folder Parquet files come before text files.
+    Raises ValueError where a path matches nothing; of a folder Parquet files are taken if there are
+    some, else delimited text, else JSON Lines.
     """
     if not is_paths(data):
         return None
     data = [data] if isinstance(data, str | Path) else data
     files = find_files(data, matches=lambda name: has_suffix(name, SUFFIXES), wanted=", ".join(SUFFIXES))
-    formats = {has_suffix(file.path, PARQUET_SUFFIXES) for file in files}
-    if len(formats) > 1 and len(data) == 1:
-        files = tuple(file for file in files if has_suffix(file.path, PARQUET_SUFFIXES))
-    return files
+    if len(data) > 1:
+        return files
+    by_format = (
+        tuple(f for f in files if has_suffix(f.path, s)) for s in (PARQUET_SUFFIXES, TEXT_SUFFIXES, JSON_SUFFIXES)
+    )
+    return next(filter(None, by_format), files)

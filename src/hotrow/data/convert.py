@@ -157,22 +157,21 @@ def _is_one_of(array: pa.Array, spec: LabelSpec, name: str, values: Sequence[str
 
 @dataclass(frozen=True)
 class TimeReader:
-    """How text times of a column are read; decided once from the first value, so that no chunk reads another way."""
+    """How text times of a column are read; decided once from the first rows, so that no chunk reads another way."""
 
     target: pa.DataType | None = None
     format: str | None = None
 
     @staticmethod
     def for_column(sample: pa.Array, format: str | None) -> TimeReader:
-        """Integers and floats as they are, `format` where given, else ISO 8601 with or without a zone."""
+        """Integers and floats as they are, `format` if given, else ISO 8601, zoned or not, as most values are."""
         sample = plain(sample).drop_null()
         if not is_text(sample.type) or format is not None or not len(sample):
             return TimeReader(format=format)
-        first = sample[0].as_py()
-        for target in (pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
-            if _castable(pa.array([first]), target):
-                return TimeReader(target)
-        return TimeReader(pa.timestamp("us"))
+        # By most of the values: a bad first one must not make the good ones bad.
+        targets = (pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC"))
+        counts = [sum(_castable(sample[i : i + 1], target) for i in range(len(sample))) for target in targets]
+        return TimeReader(targets[counts.index(max(counts))] if max(counts) else pa.timestamp("us"))
 
     def __call__(self, array: pa.Array, column: str) -> tuple[NDArray[np.int64], Fault | None]:
         """Int64 that rises with time: the stored unit of timestamps and integers, microseconds of float seconds."""

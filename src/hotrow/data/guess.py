@@ -18,14 +18,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hotrow.data.columns import input_files
+from hotrow.data.columns import open_table
 from hotrow.data.convert import INTEGER, NUMBER, is_list, is_text, plain
 from hotrow.data.leaks import find_leaks
 from hotrow.data.schema import CsvSpec, LabelSpec, Schema, SplitKind, nearest, parse_schema
-from hotrow.data.tabular import TableReader, TextReader, open_reader
+from hotrow.data.tabular import TableReader, TextReader
 
 SAMPLE_ROWS = 20_000
 LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
+ACTION_NAMES = rf"{LABEL_NAMES}|.*(action|behaviou?r|event|outcome|status).*"
 TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(created|updated|event)_?at)"
 ROW_ID_NAMES = (
     r"(row_?)?(id|index|key)|uuid|guid|(request|event|impression|log|click)_?id|unnamed.*|__index_level_\d+__|"
@@ -40,8 +41,10 @@ NUMBER_NAMES = (
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
 """Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
-LABEL_RULE = re.compile(r"\s*(.*\S)\s*>=\s*(-?\d+(?:\.\d+)?)\s*", re.DOTALL)
-"""A label made of a column: "rating >= 4"."""
+LABEL_RULE = re.compile(r"\s*(.*?\S)\s*(?:>=\s*(-?\d+(?:\.\d+)?)|=\s*(\S.*?))\s*", re.DOTALL)
+"""A label made of a column: "rating >= 4", "action = buy, cart"."""
+SHOWN_VALUES = 8
+"""A column of text with no more values than this may be one that a label is made of."""
 DATE_FORMATS = (
     *("%Y/%m/%d", "%Y.%m.%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%m.%d.%Y", "%d-%m-%Y", "%m-%d-%Y"),
     *("%d %b %Y", "%b %d %Y", "%b %d, %Y", "%d/%b/%Y"),
@@ -86,6 +89,8 @@ class ColumnFacts:
     """Of a column with no value but 0 and 1."""
     share_binary: float = 0.0
     """Share of the rows that hold 0 or 1."""
+    values: tuple[str, ...] = ()
+    """All values of a column of text that has two to SHOWN_VALUES, the most frequent first."""
     separator: str | None = None
     time_formats: tuple[str, ...] = ()
     """Of text that is times, but not in ISO 8601: the strptime formats that read all of it."""
@@ -186,23 +191,25 @@ def guess_columns(
 ) -> SchemaGuess:
     """Every column's guess with its reason; `guess_schema` without the demand that a label be found.
 
-    label, time: names of these columns if known; label may be a rule such as "rating >= 4". roles: what columns are,
+    label, time: names of these columns if known; label may be a rule such as "rating >= 4" or
+    "action = buy, cart". roles: what columns are,
     by name, if known. Raises ValueError if a named column is not there, or is not what it is said to be.
     """
     roles = dict(roles or {})
     rule = LABEL_RULE.fullmatch(label or "")
     reader, csv = _open(source, told=(label, rule and rule[1], time, *roles))
     names = list(reader.schema.names)
-    at_least = None
+    made: dict[str, Any] = {}
     if rule and label not in names:
-        label, at_least = rule[1], float(rule[2])
+        label = rule[1]
+        made = {"at_least": float(rule[2])} if rule[2] else {"positive": [v.strip() for v in rule[3].split(",")]}
     for what, name in (("label", label), ("time", time), *((role, name) for name, role in roles.items())):
         if name is not None and name not in names:
             columns = ", ".join(map(shown, names))
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
     sample = _sample(reader, names)
     facts = [look_at(name, sample.column(name)) for name in names]
-    label_guess, question, notes = _find_label(facts, label, at_least)
+    label_guess, question, notes = _find_label(facts, label, made)
     others = [f for f in facts if label_guess is None or f.name != label_guess.column]
     time_guess, time_notes = _find_time(others, time)
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
@@ -246,14 +253,13 @@ def shown(name: str) -> str:
 
 def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[str, Any]]:
     """The reader, and of text files how lines are cut; `told` are column names known, which only a header can hold."""
-    files = input_files(source)
-    reader = open_reader(source, files, CsvSpec())
-    if not isinstance(reader, TextReader) or files is None:
+    reader = open_table(source, CsvSpec())
+    if not isinstance(reader, TextReader):
         return reader, {}
     csv: dict[str, Any] = {"delimiter": reader.delimiter}
     if not any(name in reader.names for name in told) and not _is_header(*reader.first_records()):
         csv["column_names"] = [f"c{i}" for i in range(len(reader.names))]
-    return open_reader(source, files, CsvSpec.model_validate_json(json.dumps(csv))), csv
+    return open_table(source, CsvSpec.model_validate_json(json.dumps(csv))), csv
 
 
 def _is_header(first: list[str], *rows: list[str]) -> bool:
@@ -316,6 +322,8 @@ def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
         if set(np.unique(numbers)) <= {0.0, 1.0}:
             facts["share_ones"] = float(numbers.mean())
     separator = _separator(array) if kind == "text" else None
+    if kind == "text" and 2 <= len(counts) <= SHOWN_VALUES:
+        facts["values"] = tuple(_values_of(array))
     if kind == "time" and is_text(array.type):
         facts["time_formats"] = _time_formats(array.drop_null())
     return ColumnFacts(name, kind, stored, len(array), array.null_count, separator=separator, **facts)
@@ -324,6 +332,12 @@ def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
 def _value_counts(array: pa.Array) -> np.ndarray[Any, Any]:
     counts: np.ndarray[Any, Any] = pc.value_counts(array.drop_null()).field("counts").to_numpy()
     return counts
+
+
+def _values_of(array: pa.Array) -> list[str]:
+    """The values of a column of text, the most frequent first."""
+    found = pc.value_counts(array.drop_null()).to_pylist()
+    return [str(value["values"]) for value in sorted(found, key=lambda value: -value["counts"])]
 
 
 def _share_binary(array: pa.Array) -> float:
@@ -387,11 +401,14 @@ def _separator(array: pa.Array) -> str | None:
 
 
 def _find_label(
-    facts: Sequence[ColumnFacts], name: str | None, at_least: float | None
+    facts: Sequence[ColumnFacts], name: str | None, made: Mapping[str, Any]
 ) -> tuple[Guess | None, str, tuple[str, ...]]:
-    """The label, or None; what the user must decide about it; and what may be decided otherwise."""
+    """The label, or None; what the user must decide about it; and what may be decided otherwise.
+
+    made: how it is made of the values of the column called `name`, as in a schema.
+    """
     if name is not None:
-        return _named_label(next(f for f in facts if f.name == name), at_least), "", ()
+        return _named_label(next(f for f in facts if f.name == name), made), "", ()
     binary = [f for f in facts if f.share_ones is not None and f.num_distinct == 2 and not f.num_missing]
     named = [f for f in binary if _like(LABEL_NAMES, f.name)]
     named = named or [f for f in facts if f.share_binary >= MOSTLY and _like(LABEL_NAMES, f.name)]
@@ -406,7 +423,8 @@ def _find_label(
         return None, f"{len(binary)} columns hold 0 and 1; say which is the label: {options}", ()
     if ratings:
         return Guess("", ratings[0].name, {}, "may be the label"), ask_for_rule(ratings[0]), ()
-    return None, "", ()
+    actions = sorted((f for f in facts if f.values), key=lambda f: not _like(ACTION_NAMES, f.name))
+    return None, "; ".join(f"no column holds 0 and 1; {ask_for_values(f)}" for f in actions[:1]), ()
 
 
 def ask_for_rule(facts: ColumnFacts) -> str:
@@ -420,6 +438,16 @@ def ask_for_rule(facts: ColumnFacts) -> str:
     )
 
 
+def ask_for_values(facts: ColumnFacts) -> str:
+    """The question which words of a column are positive, and how to answer it."""
+    rule = f"{facts.name} = {', '.join(facts.values[1:2])}"
+    return (
+        f"column {facts.name!r} holds {', '.join(facts.values)}; if the label is made of it, say which are positive: "
+        f"--label {quote(rule)}, in Python label={rule!r}, in a schema label: {{column: {json.dumps(facts.name)}, "
+        f"positive: {json.dumps(facts.values[1:2])}}}"
+    )
+
+
 def _binary_label(facts: ColumnFacts, why: str) -> Guess:
     if facts.share_ones is None or facts.share_binary < 1:
         num_others = round((1 - facts.share_binary) * facts.num_rows)
@@ -427,15 +455,27 @@ def _binary_label(facts: ColumnFacts, why: str) -> Guess:
     return Guess("label", facts.name, {"column": facts.name}, f"{why}; {100 * facts.share_ones:.3g} % are 1")
 
 
-def _named_label(facts: ColumnFacts, at_least: float | None) -> Guess:
-    if at_least is not None:
+def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
+    if "at_least" in made:
         if facts.kind not in ("int", "float"):
-            raise ValueError(f"label column {facts.name!r} holds no numbers to compare with {at_least:g}")
-        return Guess("label", facts.name, {"column": facts.name, "at_least": at_least}, f"{at_least:g} and more are 1")
+            raise ValueError(f"label column {facts.name!r} holds no numbers to compare with {made['at_least']:g}")
+        return Guess("label", facts.name, {"column": facts.name, **made}, f"{made['at_least']:g} and more are 1")
+    if "positive" in made:
+        positive = list(made["positive"])
+        if facts.values and (unknown := [value for value in positive if value not in facts.values]):
+            raise ValueError(
+                f"in the rows looked at, label column {facts.name!r} holds {', '.join(facts.values)}, never "
+                f"{unknown[0]!r}{nearest(unknown[0], facts.values)}"
+            )
+        if "string" not in facts.stored and all(re.fullmatch(INTEGER, value) for value in positive):
+            positive = [int(value) for value in positive]
+        return Guess("label", facts.name, {"column": facts.name, "positive": positive}, f"{positive} are 1")
     if facts.share_ones is not None or facts.share_binary >= MOSTLY:
         return _binary_label(facts, "0 and 1")
     if facts.kind in ("int", "float"):
         raise ValueError(f"label {ask_for_rule(facts)}")
+    if facts.values:
+        raise ValueError(f"label {ask_for_values(facts)}")
     raise ValueError(
         f"label column {facts.name!r} holds {facts.num_distinct} different {facts.stored} values, not 0 and 1; write "
         f"a schema that says which are positive: label: {{column: {json.dumps(facts.name)}, positive: [...]}}"
@@ -581,7 +621,9 @@ def _kind_words(f: ColumnFacts) -> str:
 
 
 def _like(pattern: str, name: str) -> bool:
-    return re.fullmatch(pattern, name, re.IGNORECASE) is not None
+    """Whether a name fits; RecBole's files put a column's type behind it, as in `rating:float`."""
+    plain_name = re.sub(r":(token|float|token_seq|float_seq)$", "", name)
+    return re.fullmatch(pattern, plain_name, re.IGNORECASE) is not None
 
 
 def _round(value: float) -> int:

@@ -28,13 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import Chunk, KeyKind, Keys, Position, SkippedRows, SourceInfo
-from hotrow.data.columns import ColumnsSource, input_files
+from hotrow.data.columns import ColumnsSource, format_of, input_files
 from hotrow.data.convert import IdEncoding
 from hotrow.data.inputs import prefetch
 from hotrow.data.rowsort import Columns, RowSort
 from hotrow.data.schema import HISTORY, HistoriesSpec, Schema
 from hotrow.data.split import GOLDEN, mix64
-from hotrow.data.tabular import is_parquet
 from hotrow.files import explain_full_disk
 
 NEGATIVE_SALT = 0xE6
@@ -61,10 +60,10 @@ def open_columns(
         return HistoriesSource(data, schema, name=name, **options)
     lists = [column.column for column in schema.categorical if column.kind == "sequence" and column.separator is None]
     files = input_files(data)
-    if schema.histories is not None and lists and files is not None and not is_parquet(files[0]):
+    if schema.histories is not None and lists and files is not None and format_of(files[0]) == "csv":
         raise ValueError(
-            f"{files[0].name}: rows to predict bring their histories, as lists in {', '.join(lists)}, and text has no "
-            f"lists; give Parquet or a frame with the columns {', '.join(schema.feature_names)}"
+            f"{files[0].name}: rows to predict bring their histories, as lists in {', '.join(lists)}, and delimited "
+            f"text has no lists; give Parquet, JSON Lines or a frame with the columns {', '.join(schema.feature_names)}"
         )
     return ColumnsSource(data, schema, name=name, labels=labels, **options)
 

@@ -17,8 +17,8 @@ from typing import Any
 from hotrow.data.guess import Guess, SchemaGuess, guess_columns
 from hotrow.data.packed_format import MANIFEST, read_info
 from hotrow.data.schema import Schema
-from hotrow.data.sources import open_source, recognise
-from hotrow.files import atomic_write
+from hotrow.data.sources import open_source, recognise, tell_format
+from hotrow.files import atomic_write, check_writable
 from hotrow.recipe import choose_recipe
 
 SCHEMA_FILE = "schema.yaml"
@@ -59,20 +59,28 @@ def run_init(
 
     Raises ValueError where a path does not exist, a named column is missing, or a file to write exists.
     """
+    if out is not None:
+        _check_absent(Path(out) / RECIPE_FILE)  # before the logs are read; there may be no schema to write
     result = _look(paths, label, time, data)
     if out is None:
         return result
     folder = Path(out)
     texts = {SCHEMA_FILE: result.schema, RECIPE_FILE: result.recipe}
     written = [folder / name for name, text in texts.items() if text is not None]
-    if existing := [path for path in written if path.exists()]:
-        raise ValueError(f"{existing[0]} exists and is not overwritten; move it away, or choose another folder")
+    for path in written:
+        _check_absent(path)
     folder.mkdir(parents=True, exist_ok=True)
     for path in written:
         with atomic_write(path) as file:
             file.write((texts[path.name] or "").encode())
     commands = tuple(re.sub(rf"\b({SCHEMA_FILE}|{RECIPE_FILE})\b", rf"{folder}/\1", c) for c in result.commands)
     return InitResult(result.found, result.source, result.schema, result.recipe, commands, tuple(written))
+
+
+def _check_absent(path: Path) -> None:
+    if path.exists():
+        raise ValueError(f"{path} exists and is not overwritten; move it away, or choose another folder")
+    check_writable(path)
 
 
 def init_schema(paths: Any, *, label: str | None = None, time: str | None = None) -> str:
@@ -98,7 +106,7 @@ def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> 
         return InitResult(f"{source} in its published layout", source, None, recipe, commands)
     guess = guess_columns(paths, label=label, time=time)
     data = data or "data/packed"
-    source = "csv" if guess.csv else "parquet"
+    source = tell_format(paths)
     commands = (
         f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}",
         f"hotrow train {RECIPE_FILE}",

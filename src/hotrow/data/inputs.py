@@ -22,6 +22,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from hotrow.data.chunk import FileInfo
+from hotrow.files import check_text
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _SECRET = re.compile(r"(?<=://)[^/@]*@")
@@ -121,6 +122,7 @@ def _refuse_repeated(files: Sequence[InputFile]) -> None:
 
 
 def _expand(given: str, matches: Callable[[str], bool], wanted: str) -> list[InputFile]:
+    check_text(given, what="a path")
     is_uri = _URI.match(given)
     name, mark, options = given.partition("?") if is_uri else (given, "", "")
     shown = _SECRET.sub("", name)

@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from hotrow import __version__
-from hotrow.faults import in_words, innermost
-from hotrow.files import check_name, check_text, file_name, read_json, write_json
+from hotrow.files import check_name, check_text, file_name
+from hotrow.records import MAX_COUNT, STRICT, Count, Document
 
 FORMAT = "hotrow-packed"
 VERSION = 1
@@ -31,14 +31,10 @@ WORK_FOLDER = ".prepare"
 ROWS_PER_BLOCK = 65_536
 """One block is one Arrow record batch: the unit of checksums and of shuffling."""
 MAX_ROWS_PER_BLOCK = 1 << 24
-MAX_COUNT = (1 << 62) - 1
-"""Limit of every count, size and offset, so that sums of two stay within int64."""
 RESERVED_SPLITS = frozenset({"vocab", "counts"})
 
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
-Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Crc32 = Annotated[int, Field(ge=0, lt=1 << 32)]
-STRICT = ConfigDict(strict=True, extra="forbid")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -231,7 +227,8 @@ class DatasetInfo:
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-_INFO = TypeAdapter(DatasetInfo)
+MANIFEST_CURE = "restore the file or prepare the data again"
+_DOCUMENT = Document(DatasetInfo, marks={"format": FORMAT, "version": VERSION}, cure=MANIFEST_CURE)
 
 
 def _check_unique(what: str, names: tuple[str, ...] | list[str]) -> None:
@@ -253,7 +250,7 @@ def _check_side_path(path: str) -> None:
 
 def write_info(folder: Path, info: DatasetInfo) -> None:
     """Write `dataset.json`, atomically: with it the dataset is complete."""
-    write_json(folder / MANIFEST, {"format": FORMAT, "version": VERSION, **asdict(info)})
+    _DOCUMENT.write(folder / MANIFEST, info)
 
 
 def read_info(folder: Path) -> DatasetInfo:
@@ -265,27 +262,7 @@ def read_info(folder: Path) -> DatasetInfo:
             f"{folder}: no {MANIFEST}, so this is no complete packed dataset; "
             + ("its preparation was interrupted, run the same prepare command again" if unfinished else "prepare one")
         )
-    value = read_json(path)
-    if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
-        raise ValueError(f"{path}: format is not {FORMAT!r}; this is not the manifest of a packed dataset")
-    if (version := value.pop("version", None)) != VERSION or isinstance(version, bool):
-        raise ValueError(
-            f"{path}: version is {version!r}; this hotrow reads version {VERSION}: prepare the data again, "
-            "or use the hotrow that wrote it"
-        )
-    try:
-        return _INFO.validate_json(json.dumps(value))
-    except ValidationError as error:
-        raise ValueError(f"{path}: {describe(error)}; restore the file or prepare the data again") from None
-
-
-def describe(error: ValidationError) -> str:
-    """The first thing that is wrong, as `field.subfield is <value>: <reason>`."""
-    first = innermost(error.errors(include_url=False))[0]
-    where = ".".join(str(step) for step in first["loc"])
-    if first["type"] in ("value_error", "missing", "unexpected_keyword_argument"):
-        return f"{where}: {in_words(first)}" if where else in_words(first)
-    return f"{where} is {str(first['input'])[:80]!r}: {in_words(first)}"
+    return _DOCUMENT.read(path)
 
 
 def arrow_schema(info: DatasetInfo) -> pa.Schema:

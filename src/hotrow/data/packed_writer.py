@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from hotrow.data.packed_format import (
     MANIFEST,
@@ -36,18 +36,37 @@ from hotrow.data.packed_format import (
     arrow_schema,
     check_values,
     concatenate_ids,
-    describe,
     slice_ids,
     split_columns,
     write_info,
 )
 from hotrow.data.packed_reader import PackedDataset, crc32_of_file
-from hotrow.files import atomic_write, check_name, explain_full_disk, read_json, write_json
+from hotrow.files import atomic_write, check_name, explain_full_disk
+from hotrow.records import STRICT, Document
 
 ROWS_PER_PART = 64 * ROWS_PER_BLOCK
 """About 0.7 GB at Criteo's 40 columns: what an interruption can cost, and an ordinary size for a file."""
 PARTS_FILE = "parts.json"
-_PARTS = TypeAdapter(dict[str, tuple[Part, ...]])
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Finished:
+    """What parts.json says: the finished parts of each split, and what all parts are made by."""
+
+    identity: tuple[str, int, int]
+    """Fingerprint of the schema, rows of a part, rows of a block."""
+    parts: dict[str, tuple[Part, ...]]
+
+    def __post_init__(self) -> None:
+        for split, parts in self.parts.items():
+            for number, part in enumerate(parts):
+                if part.file != f"part-{number:05d}.arrow":
+                    raise ValueError(f"parts.{split}.{number}.file is {part.file!r}; parts are numbered from 0 on")
+
+
+_FINISHED = Document(
+    _Finished, marks={"hotrow_parts": 1}, cure="start again with --overwrite, or remove the dataset's folder"
+)
 
 
 class _ChecksumSink:
@@ -214,7 +233,7 @@ class PackedWriter:
             raise ValueError(f"{self.path} already holds a complete dataset; choose another folder, or remove this one")
         self._parts_path = self.path / WORK_FOLDER / PARTS_FILE
         self._parts_path.parent.mkdir(parents=True, exist_ok=True)
-        self._identity = [info.schema_fingerprint(), rows_per_part, rows_per_block]
+        self._identity = (info.schema_fingerprint(), rows_per_part, rows_per_block)
         self._finished: dict[str, list[Part]] = self._read_finished()
         self._buffers: dict[str, _BlockBuffer] = {}
         self._open: dict[str, _PartWriter] = {}
@@ -272,7 +291,7 @@ class PackedWriter:
         """Write what is buffered and then `dataset.json`; `summary` is recorded in it. Returns the dataset, opened."""
         for split, missing in self._skip.items():
             if missing:
-                raise ValueError(f"split {split!r} ended {missing} rows before its finished parts do")
+                raise ValueError(f"{self.path}: split {split!r} ended {missing} rows before its finished parts do")
         with self._explain_full_disk():
             for split, buffer in self._buffers.items():
                 if buffer.num_rows:
@@ -353,8 +372,8 @@ class PackedWriter:
     def _finish_part(self, split: str) -> None:
         self._finished[split].append(self._open[split].finish())
         del self._open[split]
-        parts = {name: [asdict(part) for part in done] for name, done in self._finished.items()}
-        write_json(self._parts_path, {"identity": self._identity, "parts": parts})
+        parts = {name: tuple(done) for name, done in self._finished.items()}
+        _FINISHED.write(self._parts_path, _Finished(self._identity, parts))
 
     def _write_manifest(self, summary: Mapping[str, Any]) -> None:
         splits = {
@@ -378,22 +397,18 @@ class PackedWriter:
     def _read_finished(self) -> dict[str, list[Part]]:
         if not self._parts_path.exists():
             return {}
-        value = read_json(self._parts_path)
-        if not isinstance(value, dict) or value.get("identity") != self._identity:
+        finished = _FINISHED.read(self._parts_path)
+        if finished.identity != self._identity:
             raise ValueError(
                 f"{self.path} holds unfinished parts of another schema, vocabulary or part size; "
                 "repeat the interrupted command as it was, or remove the folder"
             )
-        try:
-            finished = _PARTS.validate_python(value.get("parts"), strict=False)
-        except ValidationError as error:
-            raise ValueError(f"{self._parts_path}: {describe(error)}; remove the folder {self.path}") from None
-        for split, parts in finished.items():
+        for split, parts in finished.parts.items():
             for part in parts:
                 path = self.path / check_name(split, what="split name") / part.file
                 if not path.is_file() or path.stat().st_size != part.num_bytes:
                     raise ValueError(f"{path} was finished but is now missing or cut; remove the folder {self.path}")
-        return {split: list(parts) for split, parts in finished.items()}
+        return {split: list(parts) for split, parts in finished.parts.items()}
 
     def _side_files(self) -> list[Path]:
         return sorted(p for folder in RESERVED_SPLITS for p in (self.path / folder).rglob("*") if p.is_file())

@@ -19,12 +19,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass as record
 
 from hotrow.data.chunk import Chunk, Position, SourceInfo
 from hotrow.data.columns import ColumnsSource
@@ -46,24 +48,24 @@ from hotrow.data.progress import ProgressCallback, ProgressMeter
 from hotrow.data.rowencoder import RowEncoder
 from hotrow.data.schema import SPLITS
 from hotrow.data.sources import OpenedSource, check_split, rows_per_file
-from hotrow.data.spill import CounterPool
+from hotrow.data.spill import SNAPSHOT, CounterPool
 from hotrow.data.split import (
     TRAIN,
     Codes,
     RandomPlan,
     SplitPlan,
     TimeHistogram,
-    plan_from_json,
     plan_to_json,
     reference_plan,
     sample_mask,
 )
 from hotrow.data.synthetic import SyntheticSource
-from hotrow.data.transforms import DenseTransform, Moments
+from hotrow.data.transforms import DenseTransform, Moments, MomentsRecord
 from hotrow.data.vocabulary import Vocabulary
-from hotrow.data.workfolder import COUNTS, Mark, WorkFolder
+from hotrow.data.workfolder import COUNTS, STATE, Mark, WorkFolder
 from hotrow.files import available_memory_bytes, explain_full_disk, file_name
 from hotrow.host import usable_cores
+from hotrow.records import STRICT, Count, checked
 
 ROWS_PER_CHUNK = 65_536
 ROWS_PER_PART = 16 * ROWS_PER_BLOCK
@@ -203,6 +205,25 @@ def _stoppable(run: Callable[[threading.Event], PackedDataset], work: WorkFolder
         return future.result()
 
 
+@record(frozen=True, config=STRICT)
+class _Counted:
+    """How far the training rows are counted."""
+
+    position: Position | None = None
+    row: Count = 0
+    train_rows: Count = 0
+    moments: dict[str, MomentsRecord] = Field(default_factory=dict)
+    """By column, of those that are standardised."""
+    done: bool = False
+
+    def moments_of(self, column: str) -> Moments:
+        """Those of a column so far."""
+        return Moments.from_record(self.moments[column]) if column in self.moments else Moments()
+
+
+_COUNTED = TypeAdapter(_Counted)
+
+
 class _Stages:
     """The three stages over one work folder; each does nothing where its result is there already."""
 
@@ -229,11 +250,10 @@ class _Stages:
         with ExitStack() as stack:
             threads = self._options.threads or min(8, usable_cores())
             executor = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="hotrow-encode"))
-            if self._work.plan is None:
-                self._work.save(plan=plan_to_json(self._plan()))
-            assert self._work.plan is not None
-            plan = plan_from_json(self._work.plan)
-            if self._work.tables is None:
+            plan = self._work.results.plan or self._plan()
+            if self._work.results.plan is None:
+                self._work.save(plan=plan)
+            if self._work.results.tables is None:
                 self._count(plan, executor)
             return self._encode(plan, executor)
 
@@ -292,42 +312,34 @@ class _Stages:
                 for feature in self._schema.features_of(table):
                     cap = self._schema.table(table).hash_cap or 0
                     counters.declare(table, self._source.key_kinds[feature], hash_cap=cap)
-            state = counters.progress or {"position": None, "row": 0, "train_rows": 0, "moments": {}, "done": False}
-            if not state["done"]:
+            state = _Counted()
+            if counters.progress is not None:
+                cure = "start again with --overwrite, or remove the folder .prepare"
+                state = checked(_COUNTED, counters.progress, where=f"{folder / SNAPSHOT}: progress", cure=cure)
+            if not state.done:
                 state = self._count_rows(plan, counters, state)
-            if state["train_rows"] == 0:
+            if state.train_rows == 0:
                 raise ValueError("no row is in the training split; use more rows, a larger sample or another split")
             transforms = [
-                str(
-                    Moments.from_json(state["moments"][d.column]).transform()
-                    if d.transform == "standardize"
-                    else d.transform
-                )
+                str(state.moments_of(d.column).transform() if d.transform == "standardize" else d.transform)
                 for d in self._schema.dense
             ]
             tables = {name: self._build(counters, name) for name in self._schema.table_names}
-            results = {"transforms": transforms, "tables": tables, "checksums": checksums.result()}
-            self._work.save(**results, rows_total=state["row"])
+            results = {"transforms": tuple(transforms), "tables": tables, "checksums": tuple(checksums.result())}
+            self._work.save(**results, rows_total=state.row)
 
-    def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: dict[str, Any]) -> dict[str, Any]:
+    def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: _Counted) -> _Counted:
         standardized = [i for i, d in enumerate(self._schema.dense) if d.transform == "standardize"]
         names = [self._schema.dense_names[i] for i in standardized]
-        moments = [Moments.from_json(state["moments"][n]) if n in state["moments"] else Moments() for n in names]
-        row, train_rows = state["row"], state["train_rows"]
-        start = None if state["position"] is None else Position(**state["position"])
+        moments = [state.moments_of(name) for name in names]
+        row, train_rows, start = state.row, state.train_rows, state.position
         position = start or Position()
 
-        def snapshot(*, done: bool) -> dict[str, Any]:
-            by_name = {name: m.to_json() for name, m in zip(names, moments, strict=True)}
-            value = {
-                "position": position.to_json(),
-                "row": row,
-                "train_rows": train_rows,
-                "moments": by_name,
-                "done": done,
-            }
-            counters.snapshot(value)
-            return value
+        def snapshot(*, done: bool) -> _Counted:
+            by_name = {name: m.to_record() for name, m in zip(names, moments, strict=True)}
+            counted = _Counted(position, row, train_rows, by_name, done)
+            counters.snapshot(asdict(counted))
+            return counted
 
         clock = _Clock(self._options.snapshot_every_s)
         meter = ProgressMeter(self._progress, "count", self._rows_total, row)
@@ -354,7 +366,7 @@ class _Stages:
         columns = {t: [column_of(chunk.keys, f) for f in schema.features_of(t)] for t in schema.table_names}
         counters.add(columns, mask)
 
-    def _build(self, counters: CounterPool, table: str) -> dict[str, Any]:
+    def _build(self, counters: CounterPool, table: str) -> Table:
         """Writes one table's vocabulary and counts; returns its record for dataset.json."""
         self._check_stop()
         for folder in ("vocab", "counts"):
@@ -362,15 +374,15 @@ class _Stages:
         path = self._work.out / "vocab" / file_name(table)
         options = self._schema.table(table)
         summary = counters.build(table, path, self._work.out / "counts" / file_name(table), min_count=options.min_count)
-        return {
-            "name": table,
-            "num_embeddings": summary.num_embeddings,
-            "num_keys": summary.num_keys,
-            "key_kind": self._source.key_kinds[self._schema.features_of(table)[0]],
-            "missing_row": summary.missing_row or None,
-            "num_dropped": summary.num_distinct - summary.num_keys,
-            "vocabulary": Vocabulary.open(path, verify="header").id,
-        }
+        return Table(
+            name=table,
+            num_embeddings=summary.num_embeddings,
+            num_keys=summary.num_keys,
+            key_kind=self._source.key_kinds[self._schema.features_of(table)[0]],
+            missing_row=summary.missing_row or None,
+            num_dropped=summary.num_distinct - summary.num_keys,
+            vocabulary=Vocabulary.open(path, verify="header").id,
+        )
 
     def _encode(self, plan: SplitPlan, executor: Executor) -> PackedDataset:
         """Writes every row, then dataset.json."""
@@ -400,7 +412,7 @@ class _Stages:
         """The pass of its own that vocabularies larger than memory need."""
         if not encoders.needs_occurrences:
             return
-        meter = ProgressMeter(self._progress, "match", self._work.rows_total or self._rows_total, mark.row)
+        meter = ProgressMeter(self._progress, "match", self._work.results.rows_total or self._rows_total, mark.row)
         for piece in self._pieces(plan, mark.start, mark.row, meter):
             for spec in self._schema.categorical:
                 encoders[spec.table_name].add(spec.column, piece.chunk.keys[spec.column])
@@ -422,7 +434,7 @@ class _Stages:
         rows, row, position = dict(mark.rows), mark.row, mark.position
         finished = {split: writer.finished_rows(split) for split in SPLITS}
         marks = [mark]
-        meter = ProgressMeter(self._progress, "encode", self._work.rows_total or self._rows_total, row)
+        meter = ProgressMeter(self._progress, "encode", self._work.results.rows_total or self._rows_total, row)
         for piece in self._pieces(plan, mark.start, row, meter):
             self._check_stop()
             self._write_piece(piece, encode, writer, rows)
@@ -446,16 +458,22 @@ class _Stages:
                 rows[split] += int(chosen.sum())
 
     def _dataset_info(self, plan: SplitPlan) -> DatasetInfo:
-        work, schema = self._work, self._schema
-        assert work.tables is not None and work.transforms is not None and work.checksums is not None
-        dense = zip(schema.dense_names, work.transforms, strict=True)
-        files = zip(self._info.files, work.checksums, strict=True)
+        found, schema = self._work.results, self._schema
+        transforms, tables, checksums = found.transforms or (), found.tables or {}, found.checksums or ()
+        sizes = (len(transforms), sorted(tables), len(checksums))
+        if sizes != (len(schema.dense), sorted(schema.table_names), len(self._info.files)):
+            raise ValueError(
+                f"{self._work.folder / STATE}: transforms, tables and checksums are not of this schema and these "
+                "files; start again with --overwrite"
+            )
+        dense = zip(schema.dense_names, transforms, strict=True)
+        files = zip(self._info.files, checksums, strict=True)
         return DatasetInfo(
             name=self._source.name,
             label=schema.label.column,
             dense=tuple(DenseColumn(name, transform) for name, transform in dense),
             features=tuple(Feature(c.column, c.table_name, c.kind) for c in schema.categorical),
-            tables=tuple(Table(**work.tables[name]) for name in schema.table_names),
+            tables=tuple(tables[name] for name in schema.table_names),
             ids={
                 "source": self._source.name,
                 "schema": schema.to_json(),

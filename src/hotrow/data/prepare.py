@@ -19,21 +19,27 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from pydantic import JsonValue, TypeAdapter
+from pydantic.dataclasses import dataclass as record
 
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
 from hotrow.data.columns import open_table
 from hotrow.data.convert import IdEncoding
 from hotrow.data.packed import Ids, PackedDataset, Ragged
+from hotrow.data.packed_format import MANIFEST, MANIFEST_CURE
 from hotrow.data.pipeline import Options, prepare
 from hotrow.data.progress import ProgressCallback
 from hotrow.data.rowencoder import RowEncoder
-from hotrow.data.schema import Schema, load_schema, parse_schema
+from hotrow.data.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.data.sources import SOURCE_NAMES, open_source
+from hotrow.data.split import SplitPlan
 from hotrow.data.transforms import DenseTransform
 from hotrow.data.vocabulary import Vocabulary
+from hotrow.data.workfolder import check_out
 from hotrow.files import available_memory_bytes
 from hotrow.host import usable_cores
+from hotrow.records import STRICT, Count, checked
 
 KEPT_ROWS = 1 << 16
 SCORE = "score"
@@ -92,12 +98,15 @@ def run_prepare(
     Raises ValueError naming the field, file, row or option that is wrong; OSError when the disk is full, and
     `hotrow.data.pipeline.Interrupted` on Ctrl-C, both leaving work to go on from.
     """
+    # What can be known without a row comes first.
+    options = Options(rows=rows, sample=sample, memory_bytes=parse_bytes(memory), threads=threads, overwrite=overwrite)
+    changes = {"split": split, "fractions": fractions, "seed": seed, "min_count": min_count, "hash_cap": hash_cap}
+    check_options(**changes)
+    check_out(Path(out), overwrite=overwrite)
     if isinstance(schema, str | Path):
         schema = load_schema(schema)
     opened = open_source(source, paths, schema=schema, label=label, time=time, skip_bad_rows=skip_bad_rows, rows=rows)
-    opened = opened.with_options(split=split, fractions=fractions, seed=seed, min_count=min_count, hash_cap=hash_cap)
-    options = Options(rows=rows, sample=sample, memory_bytes=parse_bytes(memory), threads=threads, overwrite=overwrite)
-    return prepare(opened, out, options, progress=progress, announce=announce)
+    return prepare(opened.with_options(**changes), out, options, progress=progress, announce=announce)
 
 
 def parse_bytes(value: int | str | None) -> int | None:
@@ -108,6 +117,56 @@ def parse_bytes(value: int | str | None) -> int | None:
     if found is None or found[2] not in UNITS:
         raise ValueError(f"memory is {value!r}; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB, as in 4GiB")
     return int(float(found[1]) * UNITS[found[2]])
+
+
+@record(frozen=True, config=STRICT)
+class _Ids:
+    """What preparation says in `ids` of dataset.json."""
+
+    source: str
+    schema: dict[str, JsonValue]
+    encodings: dict[str, IdEncoding]
+    split: SplitPlan
+    rows: Count | None
+    sample: float
+
+
+_IDS = TypeAdapter(_Ids)
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """How raw rows became those of a dataset."""
+
+    source: str
+    schema: Schema
+    encodings: dict[str, IdEncoding]
+    """By feature."""
+    transforms: list[DenseTransform]
+    """Of the dense columns."""
+
+
+def raw_rows(dataset: PackedDataset) -> RawRows | None:
+    """What dataset.json says of the raw rows; None where there were none. Raises ValueError naming file and field."""
+    info, where = dataset.info, f"{dataset.path / MANIFEST}"
+    if "schema" not in info.ids:
+        return None
+    made = checked(_IDS, info.ids, where=f"{where}: ids", cure=MANIFEST_CURE)
+    schema = parse_schema(made.schema, where=f"{where}: ids.schema")
+    for what, wanted, found in (
+        ("dense columns", schema.dense_names, info.dense_names),
+        ("features", schema.feature_names, info.feature_names),
+        ("kinds", [c.kind for c in schema.categorical], [f.kind for f in info.features]),
+        ("encodings", sorted(schema.feature_names), sorted(made.encodings)),
+        ("tables", sorted(schema.table_names), sorted(info.table_by_name)),
+    ):
+        if list(wanted) != list(found):
+            raise ValueError(f"{where}: {what} are {list(found)}, by ids.schema {list(wanted)}; {MANIFEST_CURE}")
+    try:
+        transforms = [DenseTransform.parse(column.transform) for column in info.dense]
+    except ValueError as error:
+        raise ValueError(f"{where}: dense: {error}") from None
+    return RawRows(made.source, schema, made.encodings, transforms)
 
 
 class RawEncoder:
@@ -122,17 +181,15 @@ class RawEncoder:
 
     def __init__(self, dataset: PackedDataset | Path | str, *, threads: int | None = None) -> None:
         dataset = dataset if isinstance(dataset, PackedDataset) else PackedDataset.open(dataset)
-        folder, self.info = dataset.path, dataset.info
-        made: dict[str, Any] = self.info.ids
-        if "schema" not in made:
+        self.info, made = dataset.info, raw_rows(dataset)
+        if made is None:
             raise ValueError(
-                f"{folder}: its ids are not made from raw rows (source {self.info.name!r}); it encodes none"
+                f"{dataset.path}: its ids are not made from raw rows (source {self.info.name!r}); it encodes none"
             )
-        self.schema = parse_schema(made["schema"], where=f"{folder}/dataset.json")
+        self.schema = made.schema
         # Rows that were made up have no layout of their own: new ones are a table with their columns.
-        self._source: str = made["source"] if made["source"] in {*SOURCE_NAMES} - {"synthetic"} else "auto"
-        self._encodings: dict[str, IdEncoding] = made["encodings"]
-        self._transforms = [DenseTransform.parse(column.transform) for column in self.info.dense]
+        self._source = made.source if made.source in {*SOURCE_NAMES} - {"synthetic"} else "auto"
+        self._encodings, self._transforms = made.encodings, made.transforms
         self._threads = threads or min(8, usable_cores())
         vocabularies = {table.name: dataset.vocabulary(table.name) for table in self.info.tables}
         fits = sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2
@@ -171,7 +228,7 @@ class KeptColumns:
         self._left = pa.table({})
         if not columns:
             return
-        reader = open_table(data, schema)
+        reader = open_table(data, schema.csv)
         for name in columns:
             if name == SCORE or name not in reader.schema.names:
                 there = ", ".join(reader.schema.names)

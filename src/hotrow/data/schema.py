@@ -295,6 +295,12 @@ def parse_schema(value: Any, *, where: str) -> Schema:
         raise ValueError(explain_faults(error, where, _fields_at)) from None
 
 
+def check_options(**options: Any) -> None:
+    """Raises ValueError for options of `Schema.with_options` that no schema can have."""
+    any_schema = {"label": "label", "time": "time", "categorical": ["id"]}
+    parse_schema(any_schema, where="options").with_options(**options)
+
+
 def load_schema(path: Path | str) -> Schema:
     """The schema in a YAML file. Raises ValueError naming file and line where it is no YAML, else as `parse_schema`."""
     return parse_schema(load_yaml(path, cure="`hotrow init PATHS` writes a schema from your logs"), where=str(path))

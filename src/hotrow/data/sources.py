@@ -11,7 +11,7 @@ from typing import Any, Literal
 from hotrow.data.avazu import SCHEMA as AVAZU_SCHEMA
 from hotrow.data.avazu import looks_like_avazu, open_avazu
 from hotrow.data.chunk import Source
-from hotrow.data.columns import ColumnsSource, input_files, is_paths
+from hotrow.data.columns import ColumnsSource, format_of, input_files, is_paths
 from hotrow.data.convert import IdEncoding
 from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.guess import Role, guess_columns
@@ -26,7 +26,7 @@ from hotrow.data.taobao import SCHEMA as TAOBAO_SCHEMA
 
 SOURCE_NAMES = (
     *("criteo", "avazu", "taobao", "taobao-histories", "movielens"),
-    *("csv", "parquet", "frame", "synthetic", "auto"),
+    *("csv", "parquet", "jsonl", "frame", "synthetic", "auto"),
 )
 CRITEO_LICENCE = "Criteo AI Lab click logs: CC BY-NC-SA 4.0 for the 1TB set; the Kaggle set has its challenge's terms"
 
@@ -93,10 +93,10 @@ def open_source(
 ) -> OpenedSource:
     """The source called `name` over `data`: paths, or an Arrow-capable frame.
 
-    schema: how to read columns; None: the source's own, or for csv, parquet and frame a guess that the names `label`
-    and `time`, and the `roles` of columns, may help. labels: "alone": without times, to judge a model; "ignored" for
-    rows to predict, whose label and time may be absent or hold anything. encodings: how ids were held when a data set
-    was prepared. skip_bad_rows: rows that may be bad. rows: how many a synthetic preset makes.
+    schema: how to read columns; None: the source's own, or for csv, parquet, jsonl and frame a guess that the names
+    `label` and `time`, and the `roles` of columns, may help. labels: "alone": without times, to judge a model;
+    "ignored" for rows to predict, whose label and time may be absent or hold anything. encodings: how ids were held
+    when a data set was prepared. skip_bad_rows: rows that may be bad. rows: how many a synthetic preset makes.
 
     Raises ValueError naming an unknown source, and whatever opening it finds.
     """
@@ -112,9 +112,15 @@ def open_source(
         made, own_schema = open_synthetic(data, rows=rows)
         return OpenedSource(made, own_schema, dict.fromkeys(own_schema.feature_names, "int"))
     if name == "auto":
-        name = _tell_source(data) if schema is None and label is None and not roles else _tell_format(data)
+        told = schema is not None or label is not None or time is not None or bool(roles)
+        name = tell_format(data) if told else _tell_source(data)
+    if given := [what for what, column in (("label", label), ("time", time)) if column is not None]:
+        if schema is not None:
+            raise ValueError(f"{given[0]} helps to guess a schema, but one is given; say it there")
+        if name not in ("csv", "parquet", "jsonl", "frame"):
+            raise ValueError(f"source {name} has its own {given[0]}; leave it out, or prepare the file as csv")
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
-        raise ValueError(f"source {name} makes no histories; use csv, parquet or frame with this schema")
+        raise ValueError(f"source {name} makes no histories; use csv, parquet, jsonl or frame with this schema")
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(
@@ -143,14 +149,13 @@ def open_source(
 
 
 def _tell_source(data: Any) -> str:
-    return recognise(data) or _tell_format(data)
+    return recognise(data) or tell_format(data)
 
 
-def _tell_format(data: Any) -> str:
-    if not is_paths(data):
-        return "frame"
+def tell_format(data: Any) -> str:
+    """The source that reads `data` by a schema: frame, parquet, jsonl or csv."""
     files = input_files(data)
-    return "parquet" if files is not None and is_parquet(files[0]) else "csv"
+    return "frame" if files is None else format_of(files[0])
 
 
 def recognise(data: Any) -> str | None:

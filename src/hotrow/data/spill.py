@@ -7,7 +7,7 @@
         for chunk in source.chunks(start):
             columns = {table: [column_of(chunk.keys, f) for f in features] for table, features in tables.items()}
             counters.add(columns, is_training_row)
-            counters.snapshot(chunk.position.to_json())             # now and then, and at the end
+            counters.snapshot(asdict(chunk.position))                # now and then, and at the end
         for table in tables:
             counters.build(table, out / "vocab" / table, out / "counts" / table, min_count=2)
 
@@ -28,19 +28,49 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import JsonValue
+from pydantic.dataclasses import dataclass as record
 
 from hotrow.data.chunk import KeyKind, Keys
 from hotrow.data.dictionary import CodedKeys
 from hotrow.data.jagged import interleave
 from hotrow.data.native import Counter, merge_runs
 from hotrow.data.vocabulary import TableSummary, build_vocabulary
-from hotrow.files import check_name, explain_full_disk, file_name, read_json, write_json
+from hotrow.files import check_name, explain_full_disk, file_name
+from hotrow.records import STRICT, Count, Document
 
 MAX_RUNS = 64
 """A table with this many runs has them merged into one: a merge keeps every run open, and files are limited."""
 SNAPSHOT = "counters.json"
-SNAPSHOT_VERSION = 1
 RUN_SUFFIX = ".run"
+
+
+@record(frozen=True, config=STRICT)
+class _TableRecord:
+    """What a snapshot says of a table."""
+
+    kind: KeyKind
+    hash_cap: Count
+    order: Count
+    runs: tuple[str, ...]
+    next_run: Count
+
+    def __post_init__(self) -> None:
+        for run in self.runs:
+            check_name(run, what="run")
+
+
+@record(frozen=True, config=STRICT)
+class _Snapshot:
+    """What counters.json says."""
+
+    tables: dict[str, _TableRecord]
+    progress: JsonValue
+
+
+_SNAPSHOT = Document(
+    _Snapshot, marks={"hotrow_counters": 1}, cure="start again with --overwrite, or remove the folder .prepare"
+)
 
 
 @dataclass
@@ -54,20 +84,15 @@ class _TableCounts:
     runs: list[Path] = field(default_factory=list)
     next_run: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "hash_cap": self.hash_cap,
-            "order": self.counter.order,
-            "runs": [run.name for run in self.runs],
-            "next_run": self.next_run,
-        }
+    def to_record(self) -> _TableRecord:
+        runs = tuple(run.name for run in self.runs)
+        return _TableRecord(self.kind, self.hash_cap, self.counter.order, runs, self.next_run)
 
     @staticmethod
-    def from_json(name: str, value: dict[str, Any], folder: Path) -> _TableCounts:
-        counter = Counter(value["kind"], hash_cap=value["hash_cap"], order=value["order"])
-        runs = [folder / check_name(run, what="run") for run in value["runs"]]
-        return _TableCounts(name, value["kind"], value["hash_cap"], counter, runs, value["next_run"])
+    def from_record(name: str, found: _TableRecord, folder: Path) -> _TableCounts:
+        counter = Counter(found.kind, hash_cap=found.hash_cap, order=found.order)
+        runs = [folder / run for run in found.runs]
+        return _TableCounts(name, found.kind, found.hash_cap, counter, runs, found.next_run)
 
     def new_run(self, folder: Path) -> Path:
         self.next_run += 1
@@ -124,8 +149,8 @@ class CounterPool:
             self._tables[table] = _TableCounts(table, kind, hash_cap, Counter(kind, hash_cap=hash_cap))
         elif (known.kind, known.hash_cap) != (kind, hash_cap):
             raise ValueError(
-                f"table {table!r} is declared with {kind!r} keys and hash_cap {hash_cap}, before with {known.kind!r} "
-                f"and {known.hash_cap}; features that share a table need the same"
+                f"{self.folder}: table {table!r} is declared with {kind!r} keys and hash_cap {hash_cap}, before with "
+                f"{known.kind!r} and {known.hash_cap}; features that share a table need the same"
             )
 
     def add(self, columns: Mapping[str, Sequence[Keys | CodedKeys]], row_mask: NDArray[np.bool_] | None = None) -> None:
@@ -166,9 +191,9 @@ class CounterPool:
         for counts in self._tables.values():
             if counts.counter.num_keys or counts.counter.num_missing:
                 self._spill(counts)
-        tables = {name: counts.to_json() for name, counts in self._tables.items()}
+        tables = {name: counts.to_record() for name, counts in self._tables.items()}
         with self._explain("writing a snapshot"):
-            write_json(self.folder / SNAPSHOT, {"version": SNAPSHOT_VERSION, "tables": tables, "progress": progress})
+            _SNAPSHOT.write(self.folder / SNAPSHOT, _Snapshot(tables, progress))
         self.progress = progress
         self._kept = {run for counts in self._tables.values() for run in counts.runs}
         self._remove_other_runs()
@@ -227,15 +252,10 @@ class CounterPool:
                 path.unlink()
 
     def _resume(self) -> None:
-        value = read_json(self.folder / SNAPSHOT)
-        if value.get("version") != SNAPSHOT_VERSION:
-            raise ValueError(
-                f"{self.folder / SNAPSHOT}: snapshot version is {value.get('version')!r}, this hotrow reads "
-                f"{SNAPSHOT_VERSION}; delete {self.folder} to start again"
-            )
-        self.progress = value["progress"]
+        found = _SNAPSHOT.read(self.folder / SNAPSHOT)
+        self.progress = found.progress
         self._tables = {
-            name: _TableCounts.from_json(name, table, self.folder) for name, table in value["tables"].items()
+            name: _TableCounts.from_record(name, table, self.folder) for name, table in found.tables.items()
         }
         self._kept = {run for counts in self._tables.values() for run in counts.runs}
         for run in self._kept:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,9 +51,9 @@ def sample_mask(seed: int, first_row: int, num_rows: int, *, fraction: float) ->
 class RandomPlan:
     """Each row by itself: u(seed, row number) < fractions[0] trains, the next fractions[1] validate, the rest test."""
 
-    kind: ClassVar[str] = "random"
     seed: int
     fractions: tuple[float, float, float]
+    kind: Literal["random"] = "random"
 
     def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
         """Split of each row [num_rows]."""
@@ -66,8 +66,8 @@ class RandomPlan:
 class TimePlan:
     """Oldest first: time < cuts[0] trains, time < cuts[1] validates, the rest tests. Rows of one time stay together."""
 
-    kind: ClassVar[str] = "time"
     cuts: tuple[int, int]
+    kind: Literal["time"] = "time"
 
     def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
         """Split of each row [num_rows] by its `time`."""
@@ -79,8 +79,8 @@ class TimePlan:
 class RangePlan:
     """Rows before stops[0] train, rows from there to stops[1] test, the rest validate (the reference DLRM's order)."""
 
-    kind: ClassVar[str] = "reference"
     stops: tuple[int, int]
+    kind: Literal["reference"] = "reference"
 
     def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
         """Split of each row [num_rows] by its number."""
@@ -92,16 +92,9 @@ SplitPlan = RandomPlan | TimePlan | RangePlan
 
 
 def plan_to_json(plan: SplitPlan) -> dict[str, Any]:
-    """`plan` as JSON-ready values; `plan_from_json` is the inverse."""
+    """`plan` as dataset.json has it."""
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(plan).items()}
     return {"kind": plan.kind, **fields}
-
-
-def plan_from_json(value: dict[str, Any]) -> SplitPlan:
-    """The plan `plan_to_json` wrote."""
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items() if k != "kind"}
-    kinds: dict[str, type[SplitPlan]] = {k.kind: k for k in (RandomPlan, TimePlan, RangePlan)}
-    return kinds[value["kind"]](**fields)
 
 
 def reference_plan(rows_per_file: Sequence[int]) -> RangePlan:

@@ -6,6 +6,7 @@ columns mean; `columns.py` does.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import re
@@ -75,19 +76,6 @@ class TableReader(Protocol):
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """The rows of one file after position `first`. Raises ValueError naming the file where it cannot be read."""
-
-
-def open_reader(source: Any, files: Sequence[InputFile] | None, spec: CsvSpec) -> TableReader:
-    """The reader for `files` by their suffixes or first bytes, or for the frame `source` where there are none."""
-    if files is None:
-        return FrameReader(source)
-    parquet = [is_parquet(f) for f in files]
-    if any(parquet) and not all(parquet):
-        odd = files[parquet.index(not parquet[0])]
-        raise ValueError(f"{files[0].name} and {odd.name} are of different formats; prepare one format at a time")
-    if parquet[0]:
-        return ParquetReader(files)
-    return TextReader(files, spec)
 
 
 def has_suffix(path: str, suffixes: Sequence[str]) -> bool:
@@ -174,15 +162,20 @@ class ParquetReader:
     def __init__(self, files: Sequence[InputFile]) -> None:
         self._files = files
         self.files = tuple(f.info for f in files)
-        self._partition_types = _partition_types(files)
+        self._partition_types = partition_types(files)
         self.schema = self._file_schema(0)
 
     def _opened(self, file_index: int, *, text_columns: Sequence[str] = ()) -> pq.ParquetFile:
         """One file; `text_columns` are read as dictionaries, which is how they are stored."""
         file = self._files[file_index]
-        with _naming(file):
+        with naming(file):
             # Without pre_buffer: reading ahead would hold every column chunk of the file at once.
-            return pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns), pre_buffer=False)
+            parquet = pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns), pre_buffer=False)
+        names = parquet.schema_arrow.names
+        if len(set(names)) < len(names):
+            again = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{file.name}: two columns are called {again!r}; rename one of them")
+        return parquet
 
     def _file_schema(self, file_index: int) -> pa.Schema:
         schema = self._opened(file_index).schema_arrow
@@ -194,7 +187,7 @@ class ParquetReader:
     def partition_values(self) -> dict[str, pa.Array]:
         """Columns that folders name: their value in each file."""
         stored = self._opened(0).schema_arrow.names
-        return _partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
+        return partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
 
     def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming file and column where a file lacks a column or holds it in another type."""
@@ -225,10 +218,10 @@ class ParquetReader:
         group = int(np.searchsorted(starts, first, side="right")) - 1
         row, groups = int(starts[min(group, len(sizes))]), list(range(group, len(sizes)))
         stored = [c for c in columns if c in parquet.schema_arrow.names]
-        with _naming(file):
+        with naming(file):
             batch_rows = max(rows_per_batch, _batch_rows(parquet, len(stored)))
             for batch in parquet.iter_batches(batch_rows, row_groups=groups, columns=stored):
-                batch = _with_partition(batch, file, columns, self._partition_types)
+                batch = with_partition(batch, file, columns, self._partition_types)
                 for start in range(max(0, first - row), len(batch), rows_per_batch):
                     part = batch.slice(start, rows_per_batch)
                     end = row + start + len(part)
@@ -244,7 +237,7 @@ def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
     return min(MAX_BATCH_ROWS, BATCH_BYTES // max(row_bytes, 1) + 1)
 
 
-def _partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
+def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
     """Integers where every folder's value is one, else text."""
     values: dict[str, list[str]] = {}
     for file in files:
@@ -255,13 +248,13 @@ def _partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
     return {n: pa.int64() if v and all(str(_as_int(x)) == x for x in v) else pa.string() for n, v in values.items()}
 
 
-def _partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
+def partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
     """The value of each partition column in each file."""
     values = [dict(file.partition) for file in files]
     return {n: pa.array([row.get(n) for row in values], pa.string()).cast(kind) for n, kind in types.items()}
 
 
-def _with_partition(
+def with_partition(
     batch: pa.RecordBatch, file: InputFile, columns: Sequence[str], types: dict[str, pa.DataType]
 ) -> pa.RecordBatch:
     """`columns` of a file: those not in `batch` are as its folders say."""
@@ -296,7 +289,7 @@ class TextReader:
         self._heads: dict[int, tuple[str, list[str]]] = {}
         self.delimiter, self.names = self._head(0)
         """`names`: the columns of the first file's lines, without those that folders name."""
-        partition = (name for name in _partition_types(files) if name not in self.names)
+        partition = (name for name in partition_types(files) if name not in self.names)
         self._partition_types = dict.fromkeys(partition, pa.string())
         self.schema = pa.schema([(name, pa.string()) for name in (*self.names, *self._partition_types)])
 
@@ -324,7 +317,7 @@ class TextReader:
 
     def _first_lines(self, file_index: int) -> list[str]:
         file = self._files[file_index]
-        with _naming(file), file.open_stream() as stream:
+        with naming(file), file.open_stream() as stream:
             raw = stream.read(SNIFF_BYTES)
         # The sample may cut a character or line in two: only whole lines count.
         whole = raw if len(raw) < SNIFF_BYTES else raw[: raw.rfind(b"\n") + 1]
@@ -333,7 +326,7 @@ class TextReader:
         try:
             text = whole.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file.name}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
+            raise _not_utf8(file.name, error.start, raw.count(b"\n", 0, error.start)) from None
         lines = [line for line in io.StringIO(text, newline="") if line.strip("\r\n")]
         if not lines:
             raise ValueError(f"{file.name} is empty; remove it or write it again")
@@ -341,7 +334,7 @@ class TextReader:
 
     def partition_values(self) -> dict[str, pa.Array]:
         """Columns that folders name: their value in each file."""
-        return _partition_values(self._files, self._partition_types)
+        return partition_values(self._files, self._partition_types)
 
     def _stored(self, columns: Sequence[str]) -> list[str]:
         """Of `columns`, those that stand in the files' lines."""
@@ -360,29 +353,20 @@ class TextReader:
                     )
 
     def count_rows(self) -> tuple[int, bool]:
-        """Estimated from the first lines of each file and its stored size."""
-        return sum(self._estimate(i) for i in range(len(self._files))), False
-
-    def _estimate(self, file_index: int) -> int:
-        """Lines per stored byte of the file's beginning, times its stored bytes."""
-        file = self._files[file_index]
-        with _naming(file):
-            text, stored_bytes = file.read_head(ESTIMATE_BYTES)
-        num_lines = text.count(b"\n")
-        if len(text) < ESTIMATE_BYTES:
-            return num_lines + (not text.endswith(b"\n")) - (self._spec.column_names is None)
-        return int(num_lines * file.info.num_bytes / stored_bytes)
+        """Estimated from the first lines of each file and its stored size, less its header."""
+        has_header = self._spec.column_names is None
+        return sum(max(0, estimate_lines(file) - has_header) for file in self._files), False
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """The rows of one file after position `first`, which counts lines after the header, bad ones included."""
         file = self._files[file_index]
         header_lines = int(self._spec.column_names is None)
         places = _LinePlaces(file.name, header_lines)
-        with _naming(file), file.open_stream() as stream:
+        with naming(file), file.open_stream() as stream:
             for block in self._blocks(stream, file_index, columns, places):
                 lines = places.lines_of(len(block))
                 keep = int(np.searchsorted(lines, first + header_lines, side="right"))
-                block, lines = _with_partition(block, file, columns, self._partition_types).slice(keep), lines[keep:]
+                block, lines = with_partition(block, file, columns, self._partition_types).slice(keep), lines[keep:]
                 for start in range(0, len(block), rows_per_batch):
                     part = lines[start : start + rows_per_batch]
                     bad = places.take_bad(int(part[-1]), after=first + header_lines)
@@ -398,7 +382,7 @@ class TextReader:
         """
         delimiter, _ = self._head(file_index)
         file = self._files[file_index]
-        with _naming(file), file.open_stream() as stream:
+        with naming(file), file.open_stream() as stream:
             records = csv.reader(
                 io.TextIOWrapper(stream, "utf-8-sig", errors="replace", newline=""), delimiter=delimiter
             )
@@ -416,20 +400,39 @@ class TextReader:
     ) -> Iterator[pa.RecordBatch]:
         """A file as Arrow cuts it, bad lines noted in `places`; ends only when Arrow's reading thread has too.
 
-        That thread drops the reader, and the callback with it, after its last read: later than the caller, who may
+        That thread drops the reader, and file and callback with it, after its last read: later than the caller, who may
         have broken off. Were Python shutting down by then, the process would be aborted.
         """
+        name = self._files[file_index].name
+        text = _CheckedText(name, stream, end=self._end_line(file_index))
 
-        def on_bad_line(row: Any) -> str:
-            return places.collect(row)
+        def on_bad_line(row: Any, text: _CheckedText = text) -> str:
+            return "skip" if text.ends_with(row.text) else places.collect(row)
 
-        dropped = threading.Event()
-        weakref.finalize(on_bad_line, dropped.set).atexit = False
+        dropped = threading.Event(), threading.Event()
+        weakref.finalize(on_bad_line, dropped[0].set).atexit = False
+        weakref.finalize(text, dropped[1].set).atexit = False
         try:
-            yield from pa.csv.open_csv(stream, **self._csv_options(file_index, columns, on_bad_line))
+            try:
+                yield from pa.csv.open_csv(text, **self._csv_options(file_index, columns, on_bad_line))
+            except pa.ArrowException:
+                if text.fault is None:  # else Arrow's is about a file that ends there
+                    raise
+            fault, is_whole = text.fault, text.is_whole
         finally:
-            del on_bad_line
-            dropped.wait()
+            del on_bad_line, text
+            for event in dropped:
+                event.wait()
+        if fault is not None:
+            raise fault
+        if not is_whole:
+            line = self.line_of(file_index, places.num_records)
+            raise ValueError(f"{name}:{line}: a quote opens here and is never closed; mend it")
+
+    def _end_line(self, file_index: int) -> str:
+        """A line that no file has and that has not its number of columns, so that Arrow hands it over as a bad one."""
+        delimiter, names = self._head(file_index)
+        return "\x04end of text\x04" + delimiter * int(len(names) == 1)
 
     def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
         delimiter, names = self._head(file_index)
@@ -458,6 +461,60 @@ class TextReader:
         }
 
 
+class _CheckedText(io.RawIOBase):
+    """The bytes of a text file for Arrow, up to the first that are not UTF-8, and after all of them a line of ours.
+
+    Arrow itself prints a traceback where a bad line is not UTF-8, and takes the rest of a file for one value where a
+    quote is never closed: then it does not hand over the line `end`.
+    """
+
+    def __init__(self, name: str, stream: Any, *, end: str) -> None:
+        self._name, self._stream, self._end = name, stream, end
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._num_bytes, self._num_lines, self._last = 0, 0, b"\n"
+        self._is_over = False
+        self.is_whole = False
+        """Whether Arrow came upon the last line outside quotes."""
+        self.fault: Exception | None = None
+        """Why the file ends early."""
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        """The next bytes; errors wait in `fault`, because their traceback would keep this object alive."""
+        if self._is_over:
+            return b""
+        text = b""
+        try:
+            text = self._stream.read(num_bytes)
+            self._decoder.decode(text, not text)
+        except UnicodeDecodeError as error:
+            at = error.start - len(error.object) + len(text)
+            self.fault = _not_utf8(self._name, self._num_bytes + at, self._num_lines + text.count(b"\n", 0, max(at, 0)))
+        except Exception as error:  # whatever it is: the caller raises it
+            self.fault = error.with_traceback(None)
+        self._is_over = not text or self.fault is not None
+        if self.fault is not None:
+            return b""
+        if not text:
+            return (b"" if self._last == b"\n" else b"\n") + self._end.encode()
+        self._num_bytes += len(text)
+        self._num_lines += text.count(b"\n")
+        self._last = text[-1:]
+        return text
+
+    def ends_with(self, line: str) -> bool:
+        """Whether a bad line is the one that ends the file, or comes only of an early end."""
+        self.is_whole |= self._is_over and line == self._end
+        return self.fault is not None or self.is_whole
+
+
+def _not_utf8(name: str, byte: int, lines_before: int) -> ValueError:
+    return ValueError(f"{name}:{lines_before + 1}: byte {byte} is not UTF-8; convert it (iconv -t UTF-8)")
+
+
 class _LinePlaces:
     """Record numbers of the rows Arrow yields, and the errors of lines it could not cut into columns."""
 
@@ -466,6 +523,11 @@ class _LinePlaces:
         self._rows_before: list[int] = []
         self._bad: list[RowError] = []
         self._num_taken = self._num_rows = 0
+
+    @property
+    def num_records(self) -> int:
+        """Records so far: header, rows and bad lines."""
+        return self._header_lines + self._num_rows + len(self._bad)
 
     def collect(self, row: Any) -> str:
         """Notes a line with the wrong number of columns and lets Arrow go on."""
@@ -492,13 +554,17 @@ class _LinePlaces:
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """`names`, of which a repeated one becomes "name (2)", "name (3)" and so on, whichever is free."""
-    found: list[str] = []
+    given, found = set(names), dict.fromkeys(names, 1)
+    result: list[str] = []
+    taken: set[str] = set()
     for name in names:
-        number, free = 2, name
-        while free in found or (free != name and free in names):
-            free, number = f"{name} ({number})", number + 1
-        found.append(free)
-    return found
+        free = name
+        while free in taken or (free != name and free in given):
+            found[name] += 1
+            free = f"{name} ({found[name]})"
+        taken.add(free)
+        result.append(free)
+    return result
 
 
 def guess_delimiter(lines: Sequence[str]) -> str:
@@ -516,8 +582,18 @@ def guess_delimiter(lines: Sequence[str]) -> str:
     return best
 
 
+def estimate_lines(file: InputFile) -> int:
+    """Lines per stored byte of a file's beginning, times its stored bytes; exact if the beginning is all of it."""
+    with naming(file):
+        text, stored_bytes = file.read_head(ESTIMATE_BYTES)
+    num_lines = text.count(b"\n")
+    if len(text) < ESTIMATE_BYTES:
+        return num_lines + (bool(text) and not text.endswith(b"\n"))
+    return int(num_lines * file.info.num_bytes / stored_bytes)
+
+
 @contextmanager
-def _naming(file: InputFile) -> Iterator[None]:
+def naming(file: InputFile) -> Iterator[None]:
     """Turns Arrow's errors into ValueErrors that name the file and the cure."""
     try:
         yield
@@ -526,7 +602,7 @@ def _naming(file: InputFile) -> Iterator[None]:
         cures = {
             "Truncated compressed stream": "the file is cut short; fetch it again",
             "straddling": f"a line is longer than {CSV_BLOCK_BYTES >> 20} MiB or a quote is never closed; mend it",
-            "UTF8": "the file is not UTF-8; convert it (iconv -t UTF-8)",
+            "cannot infer number of columns": "the header is empty, or a quote in it is never closed; mend it",
             "Parquet magic bytes not found": "the file is cut short or no Parquet file; write it again",
         }
         cure = next((cure for sign, cure in cures.items() if sign in text), "check the file")

@@ -13,11 +13,14 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from hotrow.data.schema import Transform
+from hotrow.records import Count
 
 MANTISSA_BITS = 24
 """Of a float32, the leading one included."""
@@ -94,26 +97,48 @@ class Moments:
         """Standardisation by these moments; a constant or absent column is only shifted."""
         if self.num_values == 0:
             return DenseTransform("standardize")
-        n = self.num_values
-        mean = sum((s * _power(e - MANTISSA_BITS) for e, s in self._sums.items()), Fraction(0)) / n
-        second = sum((s * _power(2 * (e - MANTISSA_BITS)) for e, s in self._squares.items()), Fraction(0)) / n
-        return DenseTransform("standardize", float(mean), math.sqrt(second - mean * mean) or 1.0)
+        return DenseTransform("standardize", float(self._mean()), math.sqrt(self.variance()) or 1.0)
 
-    def to_json(self) -> dict[str, object]:
-        """This record as JSON-ready values; `from_json` is the inverse."""
-        as_text = [{str(e): str(s) for e, s in sums.items()} for sums in (self._sums, self._squares)]
-        return {"num_values": self.num_values, "sums": as_text[0], "squares": as_text[1]}
+    def _mean(self) -> Fraction:
+        return sum((s * _power(e - MANTISSA_BITS) for e, s in self._sums.items()), Fraction(0)) / self.num_values
+
+    def variance(self) -> Fraction:
+        """Of all values, at least one, exactly."""
+        squares = (s * _power(2 * (e - MANTISSA_BITS)) for e, s in self._squares.items())
+        return sum(squares, Fraction(0)) / self.num_values - self._mean() ** 2
+
+    def to_record(self) -> MomentsRecord:
+        """These moments as a snapshot has them; `from_record` is the inverse."""
+        sums, squares = ({str(e): str(s) for e, s in own.items()} for own in (self._sums, self._squares))
+        return MomentsRecord(self.num_values, sums, squares)
 
     @staticmethod
-    def from_json(value: dict[str, object]) -> Moments:
-        """The record `to_json` wrote."""
+    def from_record(found: MomentsRecord) -> Moments:
+        """The moments of which `to_record` made it."""
         moments = Moments()
-        moments.num_values = int(str(value["num_values"]))
-        sums, squares = value["sums"], value["squares"]
-        assert isinstance(sums, dict) and isinstance(squares, dict)
-        moments._sums = {int(e): int(s) for e, s in sums.items()}
-        moments._squares = {int(e): int(s) for e, s in squares.items()}
+        moments.num_values = found.num_values
+        moments._sums = {int(e): int(s) for e, s in found.sums.items()}
+        moments._squares = {int(e): int(s) for e, s in found.squares.items()}
         return moments
+
+
+_Exponent = Annotated[str, Field(pattern=r"^(0|-?[1-9][0-9]?|-?1[0-9][0-9])$")]
+_Whole = Annotated[str, Field(pattern=r"^-?[0-9]{1,60}$")]
+
+
+@dataclass(frozen=True)
+class MomentsRecord:
+    """`Moments` in JSON: numbers are text, because they may have more than 64 bits."""
+
+    num_values: Count
+    sums: dict[_Exponent, _Whole]
+    """By exponent."""
+    squares: dict[_Exponent, _Whole]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where no numbers have these moments."""
+        if self.num_values and not Moments.from_record(self).variance() >= 0:
+            raise ValueError("no numbers have these sums and squares")
 
 
 def _power(exponent: int) -> Fraction:

@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+from pydantic.dataclasses import dataclass as record
+
 from hotrow.data.chunk import Position
-from hotrow.data.packed_format import MANIFEST, WORK_FOLDER
+from hotrow.data.packed_format import MANIFEST, WORK_FOLDER, Table
 from hotrow.data.schema import SPLITS
 from hotrow.data.spill import SNAPSHOT
-from hotrow.files import read_json, write_json
+from hotrow.data.split import SplitPlan
+from hotrow.data.transforms import DenseTransform
+from hotrow.files import check_writable
+from hotrow.records import STRICT, Count, Document
 
 STATE = "prepare.json"
 COUNTS = "counts"
@@ -28,23 +34,49 @@ COUNTS = "counts"
 class Mark:
     """A place between two chunks of the source, and how many rows of each split lie before it."""
 
-    row: int = 0
+    row: Count = 0
     position: Position = field(default_factory=Position)
-    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    rows: dict[str, Count] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the rows of a split are not said."""
+        if self.rows.keys() != set(SPLITS):
+            raise ValueError(f"rows has {', '.join(self.rows) or 'no splits'}; it needs {', '.join(SPLITS)}")
 
     @property
     def start(self) -> Position | None:
         """The position to read from; None for the first row."""
         return self.position if self.row else None
 
-    def to_json(self) -> dict[str, Any]:
-        """This record as JSON-ready values; `from_json` is the inverse."""
-        return {"row": self.row, "position": self.position.to_json(), "rows": self.rows}
 
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Mark:
-        """The record `to_json` wrote."""
-        return Mark(value["row"], Position(**value["position"]), value["rows"])
+@record(frozen=True, config=STRICT)
+class Results:
+    """What prepare.json says: what was asked for, and the results of finished stages; None: not finished."""
+
+    identity: dict[str, JsonValue]
+    plan: SplitPlan | None = None
+    """Which rows train."""
+    transforms: tuple[str, ...] | None = None
+    """Of the dense columns, once training rows were counted."""
+    tables: dict[str, Table] | None = None
+    """By name, once their vocabularies are written."""
+    checksums: tuple[str, ...] | None = None
+    """Of the input files, once counted."""
+    rows_total: Count | None = None
+    """Rows of the source, once counted."""
+    marks: tuple[Mark, ...] = ()
+
+    def __post_init__(self) -> None:
+        for text in self.transforms or ():
+            DenseTransform.parse(text)
+        for name, table in (self.tables or {}).items():
+            if table.name != name:
+                raise ValueError(f"tables.{name}.name is {table.name!r}; it must be {name!r}")
+
+
+_DOCUMENT = Document(
+    Results, marks={"hotrow_prepare": 1}, cure="start again with --overwrite, or remove the folder .prepare"
+)
 
 
 class WorkFolder:
@@ -55,29 +87,23 @@ class WorkFolder:
     """
 
     def __init__(self, out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
-        self.out, self.folder, self._identity, self._overwrite = out, out / WORK_FOLDER, identity, overwrite
-        self._state: dict[str, Any] = {}
+        self.out, self.folder, self._overwrite = out, out / WORK_FOLDER, overwrite
+        self.results = Results(identity)
+        self.resumed = False
         self._made_out = not out.exists()
-        if not _is_ours(out):
-            if out.exists() and (not out.is_dir() or any(out.iterdir())):
-                raise ValueError(f"{out} exists and is no dataset folder; it is never overwritten: choose another")
-        elif not overwrite:
+        check_out(out, overwrite=overwrite)
+        if _is_ours(out) and not overwrite:
             self._resume()
-        self.resumed = bool(self._state)
 
     def _resume(self) -> None:
-        if (self.out / MANIFEST).exists():
-            shutil.rmtree(self.folder, ignore_errors=True)  # left where the last step was cut short
-            raise ValueError(
-                f"{self.out} already holds a finished dataset; choose another folder, or --overwrite to replace it"
-            )
-        self._state = read_json(self.folder / STATE)
-        differences = _differences(self._state.get("identity"), self._identity)
+        found = _DOCUMENT.read(self.folder / STATE)
+        differences = _differences(found.identity, self.results.identity)
         if differences:
             raise ValueError(
                 f"{self.out} holds unfinished work that was begun otherwise: {'; '.join(differences[:5])}; run the "
                 "earlier command to finish it, or --overwrite to start again"
             )
+        self.results, self.resumed = found, True
 
     def begin(self) -> None:
         """Make the folder for new work, after removing what is to be overwritten."""
@@ -93,45 +119,20 @@ class WorkFolder:
             self.abandon()  # without its state the folder would be nobody's, and the same command refused
             raise
 
-    @property
-    def plan(self) -> dict[str, Any] | None:
-        """The split plan, once made."""
-        return self._state.get("plan")
-
-    @property
-    def transforms(self) -> list[str] | None:
-        """Dense transforms, once training rows were counted."""
-        return self._state.get("transforms")
-
-    @property
-    def tables(self) -> dict[str, dict[str, Any]] | None:
-        """Records of the tables, once their vocabularies are written."""
-        return self._state.get("tables")
-
-    @property
-    def checksums(self) -> list[str] | None:
-        """Of the input files, once counted."""
-        return self._state.get("checksums")
-
-    @property
-    def rows_total(self) -> int | None:
-        """Rows of the source, once counted."""
-        return self._state.get("rows_total")
-
     def save(self, **results: Any) -> None:
         """Keep the results of a stage."""
-        self._state |= results
-        write_json(self.folder / STATE, self._state | {"identity": self._identity})
+        self.results = replace(self.results, **results)
+        _DOCUMENT.write(self.folder / STATE, self.results)
 
     def save_marks(self, marks: Sequence[Mark], finished_rows: Mapping[str, int]) -> list[Mark]:
         """Keep the marks a resume may need: from the last one that finished rows cover on. Returns them."""
         kept = list(marks[max(i for i, mark in enumerate(marks) if _covered(mark, finished_rows)) :])
-        self.save(marks=[mark.to_json() for mark in kept])
+        self.save(marks=tuple(kept))
         return kept
 
     def last_mark(self, finished_rows: Mapping[str, int]) -> Mark:
         """The last place before which no row is missing from the finished parts."""
-        marks = [Mark(), *(Mark.from_json(value) for value in self._state.get("marks", []))]
+        marks = [Mark(), *self.results.marks]
         return next(mark for mark in reversed(marks) if _covered(mark, finished_rows))
 
     def fresh(self, name: str) -> Path:
@@ -141,7 +142,7 @@ class WorkFolder:
 
     def abandon(self) -> bool:
         """After a fault of the data: remove the folder, unless it keeps counts to go on from; says whether."""
-        if self.tables is not None or (self.folder / COUNTS / SNAPSHOT).exists():
+        if self.results.tables is not None or (self.folder / COUNTS / SNAPSHOT).exists():
             return False
         shutil.rmtree(self.folder)
         if self._made_out and not any(self.out.iterdir()):
@@ -151,6 +152,17 @@ class WorkFolder:
     def remove(self) -> None:
         """Remove the folder; the dataset is complete."""
         shutil.rmtree(self.folder)
+
+
+def check_out(out: Path, *, overwrite: bool) -> None:
+    """Raises ValueError where `out` holds a finished dataset or other files, or cannot be made. No row decides that."""
+    if not _is_ours(out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"{out} exists and is no dataset folder; it is never overwritten: choose another")
+        check_writable(out)
+    elif (out / MANIFEST).exists() and not overwrite:
+        shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)  # left where the last step was cut short
+        raise ValueError(f"{out} already holds a finished dataset; choose another folder, or --overwrite to replace it")
 
 
 def _is_ours(out: Path) -> bool:

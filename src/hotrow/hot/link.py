@@ -15,21 +15,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hotrow.batch import Batch
+from hotrow.records import Count
 
 
 @dataclass
 class Link:
     """Bytes so far, by what they were for."""
 
-    to_device_bytes: int = 0
-    from_device_bytes: int = 0
-    sync_bytes: int = 0
+    to_device_bytes: Count = 0
+    from_device_bytes: Count = 0
+    sync_bytes: Count = 0
     """Of both: hot rows, at swaps and before evaluations and checkpoints."""
-    num_swaps: int = 0
+    num_swaps: Count = 0
     """Copies of the hot rows, either way."""
-    hot_batches: int = 0
-    cold_batches: int = 0
-    hybrid_bytes: int = 0
+    hot_batches: Count = 0
+    cold_batches: Count = 0
+    hybrid_bytes: Count = 0
     """What the same batches would have taken with all rows in the tables."""
 
     def swap(self, *, to_device_bytes: int = 0, from_device_bytes: int = 0) -> None:

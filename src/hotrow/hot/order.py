@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from hotrow.batch import Batch
 from hotrow.config_schema import HotConfig
 from hotrow.data.loader import WINDOW_ROWS, Loader
 from hotrow.data.packed_reader import Split
+from hotrow.records import Amount, Count
 
 FALLS = 4
 """Swaps in a row after which the loss had fallen, before the rate is doubled."""
@@ -39,10 +41,10 @@ LOWEST, HIGHEST = 1.0, 100.0
 class Rate:
     """How much of a class is trained at a time, and what the losses said of it."""
 
-    percent: float
-    loss: float | None = None
+    percent: Annotated[float, Field(ge=LOWEST, le=HIGHEST)]
+    loss: Amount | None = None
     """After the last swap."""
-    falls: int = 0
+    falls: Annotated[int, Field(ge=0, lt=FALLS)] = 0
     """Swaps running by which the loss fell; counted anew where the rate is doubled."""
 
     def after(self, loss: float) -> Rate:
@@ -62,16 +64,11 @@ class Turn:
 
     name: str
     """The class whose turn it is."""
-    taken: dict[str, int]
+    taken: dict[str, Count]
     """Batches of each class already taken in this epoch."""
-    stop: int
+    stop: Count
     """Of its class, the batch at which the turn ends."""
     rate: Rate
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Turn:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(value["name"], dict(value["taken"]), value["stop"], Rate(**value["rate"]))
 
 
 @dataclass
@@ -157,20 +154,20 @@ class BatchOrder:
         else:
             self._begin_epoch()
 
-    def to_json(self) -> dict[str, Any]:
+    def state(self) -> Turn:
         """Where it stands; `restore` takes it up."""
-        return asdict(self.turn)
+        return replace(self.turn, taken=dict(self.turn.taken))
 
-    def restore(self, value: Mapping[str, Any]) -> None:
+    def restore(self, turn: Turn) -> None:
         """Go on from there. Raises ValueError where it is of other classes, or of more batches than there are."""
-        turn = Turn.from_json(value)
         most = {name: loader.num_batches for name, loader in self.loaders.items()}
-        if turn.taken.keys() != most.keys() or any(turn.taken[name] > most[name] for name in most):
+        fits = turn.taken.keys() == most.keys() and all(turn.taken[name] <= most[name] for name in most)
+        if not fits or (most and not turn.taken.get(turn.name, math.inf) <= turn.stop <= most[turn.name]):
             raise ValueError(
-                f"the order stands at {turn.taken} batches, but an epoch has {most}: it is of other data, another "
-                "batch size or another hot set"
+                f"the order stands at {turn.taken} batches, in a turn of {turn.name} up to {turn.stop}, but an epoch "
+                f"has {most}: it is of other data, another batch size or another hot set"
             )
-        self.turn = turn
+        self.turn = replace(turn, taken=dict(turn.taken))
 
 
 def batch_order(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from hotrow.hot.find import FoundHot, find_hot
 from hotrow.hot.hot_set import check_budget
 from hotrow.hot.learner import Learner, whole_batches
 from hotrow.hot.link import Link
-from hotrow.hot.order import BatchOrder, batch_order, mixed_samples
+from hotrow.hot.order import BatchOrder, Turn, batch_order, mixed_samples
 from hotrow.optim import SparseOptimizer
+from hotrow.records import Amount
 
 
 def check_hot(
@@ -63,6 +64,18 @@ def _check_room(config: HotConfig, needed: int, device: torch.device | None) -> 
         f"hot.budget is {config.budget}: copies of hot rows take {needed:,} bytes, and {where}; lower hot.budget, "
         f"{cure}"
     )
+
+
+@dataclass(frozen=True)
+class TurnsState:
+    """Where the turns of a run stand, as its checkpoints have it."""
+
+    order: Turn
+    classes: bool
+    """Whether it was known what is hot."""
+    link: Link | None
+    """What crossed it so far; None where there are no copies of hot rows."""
+    sync_s: Amount
 
 
 class Turns:
@@ -220,7 +233,7 @@ class Turns:
         return {"turn": turn.name, "logloss": loss, **rates}
 
     def parts(self) -> dict[str, Learner]:
-        """What a checkpoint holds beside `to_json`, by the names of the files."""
+        """What a checkpoint holds beside `state`, by the names of the files."""
         return {} if self.learner is None else {"hot": self.learner}
 
     def whole(self) -> AbstractContextManager[None]:
@@ -232,20 +245,19 @@ class Turns:
         if self.copies is not None:
             self.copies.give_back()
 
-    def to_json(self) -> dict[str, Any]:
+    def state(self) -> TurnsState:
         """Where the turns stand, and what they cost over all sessions; `restore` takes it up."""
-        cost = {} if not self._has_copies else {"link": asdict(self.link), "sync_s": self.sync_s}
-        return {"order": self.order.to_json(), "classes": self.found is not None, **cost}
+        link = replace(self.link) if self._has_copies else None
+        return TurnsState(self.order.state(), self.found is not None, link, self.sync_s if self._has_copies else 0.0)
 
-    def restore(self, value: Mapping[str, Any]) -> None:
-        """Go on from there. Raises ValueError where it is of other data, or of a version that had no turns."""
-        if "order" not in value:
-            raise ValueError("the checkpoint does not say where its batches stand: an earlier version wrote it")
-        if self.learner is not None and value["classes"]:
+    def restore(self, state: TurnsState) -> None:
+        """Go on from there. Raises ValueError where it is of other data."""
+        if self.learner is not None and state.classes:
             self._go_by(self.learner.found())
-        self.order.restore(value["order"])
-        vars(self.link).update(value.get("link", {}))
-        self._seconds_before = value.get("sync_s", 0.0)
+        self.order.restore(state.order)
+        if state.link is not None:
+            vars(self.link).update(asdict(state.link))
+        self._seconds_before = state.sync_s
 
     @property
     def sync_s(self) -> float:

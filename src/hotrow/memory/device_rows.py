@@ -28,6 +28,7 @@ from hotrow.memory.below import Below, Held
 from hotrow.memory.budget import TableDemand, TableSlots
 from hotrow.memory.device_budget import MOVING_SHARE, DeviceMemory, raise_to
 from hotrow.memory.directory import Directory, Moves
+from hotrow.memory.stores import StoreError
 from hotrow.memory.tiers import State
 from hotrow.reference import Layout, first_bad_id
 from hotrow.tables import TableConfig
@@ -92,6 +93,8 @@ class DeviceRows:
         """Announced batches without room yet: their rows are held below."""
         self._landings: deque[Landing] = deque()
         self._stale = False
+        self._lost: str | None = None
+        """Why rows may be lost, and the cure."""
         self._lock = threading.RLock()
         self.altered = self.unannounced = self.foreseen = self.postponed = 0
         """Training batches that were changed after they were announced, that never were, that were as announced; and
@@ -227,7 +230,7 @@ class DeviceRows:
             self._land(flight.landing)
             self._ask_no_more(sparse)
             self.stall_s += training * (time.perf_counter() - started)
-            self._below.raise_failure()
+            self._raise_failure()
             assert flight.landing.arrived is not None
             flight.landing.arrived.precede()
             return flight, sparse.with_values(flight.slots)
@@ -298,13 +301,27 @@ class DeviceRows:
         return None
 
     def _admit(self, sparse: KeyedJaggedTensor, spans: list[Span], rows: list[Numbers], *, keep: bool) -> DeviceFlight:
-        admitted = [directory.admit(own) for directory, own in zip(self.directories, rows, strict=True)]
-        ids = sparse.values.numpy()
-        slots = np.zeros(len(ids), np.int32)
-        for t, start, stop in spans:
-            slots[start:stop] = self.directories[t].slot_of[ids[start:stop]]
-        pinned, moves = [slots for slots, _ in admitted], [each for _, each in admitted]
-        return DeviceFlight(self, spans, torch.from_numpy(slots), pinned, self._exchange(moves, keep=keep))
+        self._raise_failure()
+        try:
+            admitted = [directory.admit(own) for directory, own in zip(self.directories, rows, strict=True)]
+            ids = sparse.values.numpy()
+            slots = np.zeros(len(ids), np.int32)
+            for t, start, stop in spans:
+                slots[start:stop] = self.directories[t].slot_of[ids[start:stop]]
+            pinned, moves = [slots for slots, _ in admitted], [each for _, each in admitted]
+            return DeviceFlight(self, spans, torch.from_numpy(slots), pinned, self._exchange(moves, keep=keep))
+        except BaseException as error:  # rows have given up their slots, and may not have left them yet
+            self._lost = (
+                f"rows of the tables on {self.device} are lost: {type(error).__name__} ended the call that moved them "
+                f"({error}). Nothing was trained on wrong rows; make a new collection and load the last checkpoint"
+            )
+            raise
+
+    def _raise_failure(self) -> None:
+        """Raise StoreError where rows are lost here or below."""
+        if self._lost is not None:
+            raise StoreError(self._lost)
+        self._below.raise_failure()
 
     def _exchange(self, moves: Sequence[Moves], *, keep: bool) -> Landing:
         """Rows that leave are read before others are laid into their slots: copies keep their order."""
@@ -368,8 +385,12 @@ class DeviceRows:
     # ---- what lies below
 
     def flush(self) -> None:
-        """Below every row is as it is, and may be changed: rows on the device are read again after."""
+        """Below every row is as it is, and may be changed: rows on the device are read again after.
+
+        Raises StoreError where rows are lost.
+        """
         with self._lock:
+            self._raise_failure()
             if self.arrays is None or self._stale:
                 return
             assert self._mover is not None

@@ -173,9 +173,9 @@ class Store:
         """Whether all is well."""
         return not self._failure
 
-    def discard(self) -> None:
-        """Nothing is written any more, and every later call fails."""
-        self._failure = self._failure or f"{self._where} is closed, and its rows are removed; make a new collection"
+    def fail(self, why: str) -> None:
+        """Nothing is written any more, and every later call fails. why: what the table did, and the cure."""
+        self._failure = self._failure or f"{self._where} {why}"
 
     def grow(self, num_rows: int) -> bool:
         """Make room for more rows."""
@@ -319,10 +319,10 @@ class _Cached(Store):
             self._failure = self._failure or f"writing {self._where}: {error.strerror}"
         return self._lower.flush() and not self.failure()
 
-    def discard(self) -> None:
+    def fail(self, why: str) -> None:
         """Nothing goes down any more."""
-        super().discard()
-        self._lower.discard()
+        super().fail(why)
+        self._lower.fail(why)
 
     def grow(self, num_rows: int) -> bool:
         """Make room for more rows below."""

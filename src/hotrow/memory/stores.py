@@ -227,7 +227,7 @@ class Store:
         if self.native is None:
             return
         if self._process == os.getpid():
-            self.native.discard()
+            self.native.fail("is closed, and its rows are removed; make a new collection")
         self._let_go()
 
     def _let_go(self) -> None:

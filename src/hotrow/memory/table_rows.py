@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hotrow import ops
 from hotrow.memory.tiers import State, Tiers
+from hotrow.records import Amount, Count
 from hotrow.reference import row_key, to_float16, uniform_rows, widen, write_rows
 
 Rows = slice | Tensor
@@ -19,13 +20,13 @@ Rows = slice | Tensor
 
 @dataclass(frozen=True)
 class InitialRows:
-    """What the rows of a table are before they are first written to; JSON-ready by `to_json`. See row_cache.h."""
+    """What the rows of a table are before they are first written to; checkpoints say it. See row_cache.h."""
 
     table: str
     seed: int
-    bound: float
-    zero_rows: int
-    dtype: str
+    bound: Amount
+    zero_rows: Count
+    dtype: Literal["float32", "float16"]
     """Of the weights as files have them: "float32" (also of split ones) or "float16"."""
     states: dict[str, tuple[float, float, float]]
     """By name: constant, of_weight and of_sign of its `State`."""
@@ -36,21 +37,12 @@ class InitialRows:
         config = tiers.tables[table]
         bound, states = config.init.bound_for(config.num_embeddings), tiers.states.get(config.name, ())
         formulas = {state.name: (state.constant, state.of_weight, state.of_sign) for state in states}
-        dtype = "float16" if config.dtype == "float16" else "float32"
+        dtype: Literal["float32", "float16"] = "float16" if config.dtype == "float16" else "float32"
         return cls(config.name, tiers.seed, float(bound), config.init.zero_rows, dtype, formulas)
 
     def formula(self, name: str) -> tuple[Any, ...]:
         """All that the values of one array depend on."""
         return self.table, self.seed, self.bound, self.zero_rows, self.dtype, self.states.get(name)
-
-    def to_json(self) -> dict[str, Any]:
-        """As a checkpoint's manifest has it."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> InitialRows:
-        """What `to_json` gave."""
-        return cls(**{**values, "states": {name: tuple(formula) for name, formula in values["states"].items()}})
 
     def read(self, name: str, rows: Rows, shape: torch.Size) -> Tensor:
         """`rows` of the weights (name "weight", float32 or float16) or of a state; shape: of the whole array."""

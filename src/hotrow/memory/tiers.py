@@ -83,7 +83,8 @@ class Saved(NamedTuple):
     """The checkpoint that has every row of a collection as it is, but for the changed ones."""
 
     path: Path
-    manifest: Mapping[str, Any]
+    manifest: Any
+    """Its `hotrow.checkpoint_manifest.Manifest`."""
 
 
 class Flight:

@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
+from pydantic import ConfigDict, JsonValue
+from typing_extensions import TypedDict
 
 from hotrow import bench
-from hotrow.files import atomic_write, available_memory_bytes, read_json, write_json
+from hotrow.files import atomic_write, available_memory_bytes
 from hotrow.host import usable_cores
 from hotrow.progress import ProgressLine, duration
+from hotrow.records import Count, Document
 from hotrow.study import hot, kernels, memory
 from hotrow.study.hot_page import hot_page
 from hotrow.study.memory_page import memory_page
@@ -37,6 +40,32 @@ SPREADS = {"spread_ms": ("least_ms", "most_ms"), "spread": ("least_speed", "most
 """Pairs of numbers of a row, and the columns they become."""
 SAME = ("machine", "backend", "versions")
 """Circumstances that all cells of one file share."""
+
+
+_OPEN = ConfigDict(strict=True, extra="allow")
+
+
+class _Cell(TypedDict):
+    """A row of figures, which every study has its own of."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]  # pydantic's way to configure a TypedDict
+
+    key: str
+
+
+class _Report(TypedDict):
+    """What of a study's JSON file it goes on from."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+
+    memory_bytes: Count
+    machine: dict[str, JsonValue]
+    versions: dict[str, JsonValue]
+    backend: dict[str, JsonValue]
+    cells: list[_Cell]
+
+
+_DOCUMENT = Document(_Report, marks={"hotrow_study": 1}, cure="remove it to measure all of it again")
 
 
 @dataclass(frozen=True)
@@ -105,7 +134,7 @@ def run_study(
     folder = Path(out) if out is not None else Path("studies") / (f"{name}-quick" if quick else name)
     file = folder / f"{name}.json"
     if memory_bytes is None:  # as before where this goes on: what fits must not change on the way
-        before = read_json(file)["memory_bytes"] if file.exists() else 0
+        before = _DOCUMENT.read(file)["memory_bytes"] if file.exists() else 0
         memory_bytes = min(before, available_memory_bytes()) or int(MEMORY_SHARE * available_memory_bytes())
     plan = make_plan(preset, quick=quick, memory_bytes=memory_bytes, cores=usable_cores(), study=study)
     rows = _measured_before(file)
@@ -142,7 +171,7 @@ def run_study(
     with atomic_write(folder / f"{name}.csv") as stream:
         stream.write(as_csv([*rows.values()]).encode())
     with atomic_write(folder / f"{name}.html") as stream:
-        stream.write(PAGES[name](preset, read_json(file)).encode())
+        stream.write(PAGES[name](preset, cast(dict[str, Any], _DOCUMENT.read(file))).encode())
     files = [str(folder / f"{name}.{suffix}") for suffix in ("json", "csv", "html")]
     disturbed = sum(bench.is_disturbed(row) for row in rows.values() if "rounds" in row)
     if disturbed:
@@ -173,7 +202,7 @@ def _measured_before(file: Path) -> dict[str, dict[str, Any]]:
     """Rows by key; raises ValueError where they were measured under other circumstances."""
     if not file.exists():
         return {}
-    before, now = read_json(file), bench.circumstances()
+    before, now = cast(dict[str, Any], _DOCUMENT.read(file)), bench.circumstances()
     different = [name for name in SAME if before[name] != now[name]]
     if different:
         raise ValueError(
@@ -225,7 +254,8 @@ def _remaining_s(study: Any, cells: Sequence[Any], num_done: int, elapsed_s: flo
 
 
 def _write(file: Path, report: Mapping[str, Any], plan: Plan, rows: Mapping[str, dict[str, Any]]) -> None:
-    write_json(file, {**report, "skipped": list(plan.skipped), "cells": list(rows.values())})
+    fields = {**report, "skipped": list(plan.skipped), "cells": list(rows.values())}
+    _DOCUMENT.write(file, cast(_Report, fields))
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Batch
-from hotrow.checkpoint import Part, read_manifest, save_checkpoint
+from hotrow.checkpoint import Part, save_checkpoint
+from hotrow.checkpoint_manifest import read_manifest
 from hotrow.embedding import EmbeddingCollection
 from hotrow.memory.budget import Memory
 from hotrow.memory.lookahead import lookahead
@@ -93,7 +94,7 @@ class Side:
         start = time.perf_counter()
         save_checkpoint(path, parts)
         seconds = time.perf_counter() - start
-        return {"checkpoint_s": seconds, "checkpoint_bytes": read_manifest(path)["written_bytes"]}
+        return {"checkpoint_s": seconds, "checkpoint_bytes": read_manifest(path).written_bytes}
 
     def facts(self) -> dict[str, Any]:
         """Rows and bytes on disk."""

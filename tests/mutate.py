@@ -1,0 +1,1330 @@
+"""Mutated inputs through every verb, to see what a user sees: an error of ours with its place and cure, never worse.
+
+    python tests/mutate.py --cases 2000 --seed 1     # a table by verb and outcome, then what is wrong
+
+A case writes a few small files (raw rows of every layout, schemas, configs), of which one is changed in structure or in
+bytes, or runs a verb with a strange option. `judge` says what is wrong with the outcome. Two promises are checked:
+
+- the run ends with code 0, or with code 2 and a message that names the file, field, option or value; no traceback,
+  no word of pydantic, no hang;
+- content that changed is not accepted silently: rows that were made bad are an error or are counted (`Wanted`), and
+  files that only look different (line ends, quotes, compression) give the same rows and the same row numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import contextlib
+import faulthandler
+import gzip
+import io
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import yaml
+
+import hotrow
+from hotrow import cli
+from hotrow.data.synthetic import write_criteo
+from hotrow.data.synthetic_config import criteo_kaggle
+
+LIMIT_S = 60
+MEMORY_BYTES = 8 << 30
+"""A case that wants more fails as it would on a small machine, instead of taking this one."""
+FORBIDDEN = (
+    *("Traceback", "Exception ignored", "error of hotrow itself", "validation error", "pydantic", "input_value"),
+    *("type=", "input_type", "Error: "),
+)
+"""What no user may read. `Error: ` is a Python exception's name in the text of another."""
+NUM_ROWS = 60
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What must come of a case, if that is known."""
+
+    outcome: str = "any"
+    """any; error; same: as the unchanged file; skipped: `num_bad` rows are counted as skipped or the first is an error.
+    """
+    num_bad: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, or a call of fit, and what to expect."""
+
+    verb: str
+    what: str
+    """The mutation, for people."""
+    arguments: list[Any]
+    """Of the command line; of fit: (data, options)."""
+    names: tuple[str, ...] = ()
+    """Texts of which an error must show one; empty: any error will do."""
+    wanted: Wanted = Wanted()
+
+
+@dataclass
+class Outcome:
+    """What a user saw."""
+
+    code: int | None
+    out: str
+    err: str
+    faults: list[str] = field(default_factory=list)
+
+
+# ---------------------------------------------------------------------------------------------------- the plain files
+
+
+def rows(seed: int = 0, num_rows: int = NUM_ROWS) -> list[list[str]]:
+    """Records of clicks: header first; label, time, two numbers, an id of text, one of integers, and tags."""
+    rng = random.Random(seed)
+    made = [["click", "ts", "price", "age", "item", "user", "tags"]]
+    for i in range(num_rows):
+        tags = "|".join(f"t{rng.randrange(6)}" for _ in range(rng.randrange(3)))
+        price = "" if rng.random() < 0.05 else f"{rng.lognormvariate(0, 1):.3f}"
+        made.append(
+            [
+                *(str(int(i % 3 == 0) or rng.randrange(2)), str(1_700_000_000 + i), price, str(rng.randrange(18, 80))),
+                *(f"i{rng.randrange(12)}", str(1000 + rng.randrange(9)), tags),
+            ]
+        )
+    return made
+
+
+def csv_bytes(records: list[list[str]], delimiter: str = ",") -> bytes:
+    return "".join(delimiter.join(record) + "\n" for record in records).encode()
+
+
+def table(records: list[list[str]]) -> pa.Table:
+    """The same rows as typed columns."""
+    click, ts, price, age, item, user, tags = zip(*records[1:], strict=True)
+    columns = {"click": list(map(int, click)), "ts": list(map(int, ts)), "age": list(map(int, age)), "item": item}
+    columns |= {"price": [float(p) if p else None for p in price], "user": list(map(int, user))}
+    return pa.table({**columns, "tags": [[t for t in text.split("|") if t] for text in tags]})
+
+
+def parquet_bytes(value: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(value, sink, row_group_size=25)
+    return sink.getvalue()
+
+
+def avazu_bytes(num_rows: int = NUM_ROWS) -> bytes:
+    rng = random.Random(3)
+    names = ["id", "click", "hour", "C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id"]
+    names += ["app_domain", "app_category", "device_id", "device_ip", "device_model", "device_type"]
+    names += ["device_conn_type", *(f"C{i}" for i in range(14, 22))]
+    made = [names]
+    for i in range(num_rows):
+        made.append([str(10**18 + i), str(rng.randrange(2)), f"141021{i % 24:02}", "1005", "0"])
+        made[-1] += [f"{rng.randrange(16**8):08x}" if 5 <= c <= 13 else str(rng.randrange(9)) for c in range(5, 24)]
+    return csv_bytes(made)
+
+
+def criteo_bytes(folder: Path) -> bytes:
+    path = folder / "criteo.tmp"
+    write_criteo(path, criteo_kaggle(NUM_ROWS, scale=0.001))
+    text = path.read_bytes()
+    path.unlink()
+    return text
+
+
+def taobao_bytes() -> bytes:
+    rng = random.Random(5)
+    made = [
+        [
+            *(str(u), str(rng.randrange(20)), str(rng.randrange(5)), rng.choice(["pv", "pv", "cart", "buy"])),
+            str(1_511_500_000 + 100 * u + i),
+        ]
+        for u in range(6)
+        for i in range(10)
+    ]
+    return csv_bytes(made)
+
+
+SCHEMA = {
+    "label": "click",
+    "time": "ts",
+    "dense": [{"column": "price", "transform": "log1p_clip0"}, "age"],
+    "categorical": ["item", {"column": "user", "type": "int"}, {"column": "tags", "kind": "multi_hot"}],
+    "tables": {"item": {"min_count": 1}},
+    "split": {"kind": "time", "fractions": [0.6, 0.2, 0.2]},
+}
+"""Of Parquet; text needs a separator beside."""
+SMALL = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8]}
+CONFIG = {
+    "data": "packed",
+    "model": SMALL,
+    "optimizer": {"dense": {"name": "sgd", "lr": 0.1}, "sparse": {"name": "adagrad", "lr": 0.05}},
+    "train": {"batch_size": 16, "max_steps": 3, "threads": 1},
+}
+
+
+def text_schema(**changes: Any) -> dict[str, Any]:
+    tags = {"column": "tags", "kind": "multi_hot", "separator": "|"}
+    return {**SCHEMA, "categorical": [*SCHEMA["categorical"][:2], tags], **changes}
+
+
+class World:
+    """A folder with the plain files, a packed dataset and a run, that cases read and never change."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        os.chdir(folder)
+        records = rows()
+        self.raw: dict[str, bytes] = {
+            "clicks.csv": csv_bytes(records),
+            "long.csv": csv_bytes(rows(1, 2200)),
+            "headless.csv": csv_bytes(records[1:]),
+            "clicks.tsv": csv_bytes(records, "\t"),
+            "clicks.csv.gz": gzip.compress(csv_bytes(records), mtime=0),
+            "clicks.csv.zst": bytes(pa.compress(csv_bytes(records), "zstd", asbytes=True)),
+            "clicks.csv.bz2": bz2.compress(csv_bytes(records)),
+            "clicks.jsonl": b"".join(
+                json.dumps(dict(zip(records[0], r, strict=True))).encode() + b"\n" for r in records[1:]
+            ),
+            "clicks.parquet": parquet_bytes(table(records)),
+            "criteo.txt": criteo_bytes(folder),
+            "avazu.csv": avazu_bytes(),
+            "taobao.csv": taobao_bytes(),
+            "trace.txt": b"".join(b"%d\n" % (i * i % 17) for i in range(200)),
+        }
+        for name, content in self.raw.items():
+            (folder / name).write_bytes(content)
+        dump("text.yaml", text_schema())
+        dump("headless.yaml", text_schema(csv={"column_names": records[0]}))
+        dump("parquet.yaml", SCHEMA)
+        dump("config.yaml", CONFIG)
+        for arguments in (
+            ["prepare", "csv", "clicks.csv", "--schema", "text.yaml", "--out", "packed"],
+            ["train", "config.yaml", "--set", "run=run"],
+            ["init", "clicks.csv", "--out", "made"],
+        ):
+            outcome = run_command(arguments)
+            assert outcome.code == 0, outcome.err
+        self._prepared: dict[str, Any] = {}
+
+    def prepared(self, name: str) -> Any:
+        """What an unchanged file gives: rows and row numbers."""
+        if name not in self._prepared:
+            self._prepared[name] = self._prepare(name)
+        return self._prepared[name]
+
+    def _prepare(self, name: str) -> Any:
+        case = prepare_case(name, "unchanged", name, Wanted())
+        outcome = run_command(case.arguments)
+        return content_of(outcome)
+
+
+def content_of(outcome: Outcome) -> Any:
+    """Of a `prepare --json`: rows, tables and the bytes of the splits' files."""
+    assert outcome.code == 0, outcome.err
+    result = json.loads(outcome.out.splitlines()[-1])
+    folder = Path(result["out"])
+    files = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    parts = {name: content for name, content in files.items() if not name.endswith(".json")}
+    return result["rows"], result["num_embeddings"], parts
+
+
+def dump(path: str, value: Any) -> None:
+    Path(path).write_text(yaml.safe_dump(value, sort_keys=False))
+
+
+# ----------------------------------------------------------------------------------------------------- running a case
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[bytes]]:
+    """What is written on the descriptors 1 and 2 inside, by Python or by native code: [out, err] afterwards."""
+    seen: list[bytes] = []
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        kept = os.dup(1), os.dup(2)
+        streams = sys.stdout, sys.stderr
+        streams[0].flush()
+        streams[1].flush()
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(2), "w", errors="backslashreplace")
+        try:
+            yield seen
+        finally:
+            sys.stdout.close()
+            sys.stderr.close()
+            sys.stdout, sys.stderr = streams
+            for number, old in enumerate(kept, 1):
+                os.dup2(old, number)
+                os.close(old)
+            for file in (out, err):
+                file.seek(0)
+                seen.append(file.read())
+
+
+class Hang(BaseException):
+    """A case took longer than LIMIT_S."""
+
+
+def _hang(*_: object) -> None:
+    raise Hang
+
+
+def seen_by_user(act: Callable[[], None]) -> Outcome:
+    """What `act` wrote, and the code of its SystemExit; ends it after LIMIT_S."""
+    faults, code = [], None
+    before = signal.signal(signal.SIGALRM, _hang)
+    signal.alarm(LIMIT_S)
+    show, hook, memory = warnings.showwarning, sys.argv, resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, memory[1]))
+    with captured() as written:
+        try:
+            act()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+        except Hang:
+            faults.append(f"took more than {LIMIT_S} s")
+        except BaseException:
+            faults.append("raised past main")
+            traceback.print_exc()
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+            warnings.showwarning, sys.argv = show, hook
+            resource.setrlimit(resource.RLIMIT_DATA, memory)
+    out, err = (text.decode(errors="backslashreplace") for text in written)
+    return Outcome(code, out, err, faults)
+
+
+def run_command(arguments: list[str]) -> Outcome:
+    """`hotrow ARGUMENTS` in this process."""
+
+    def act() -> None:
+        sys.argv = ["hotrow", *arguments]
+        cli.main()
+
+    return seen_by_user(act)
+
+
+def run_fit(data: Any, options: dict[str, Any]) -> Outcome:
+    """`hotrow.fit` as a script would call it; ValueError and OSError end as they would on the command line."""
+
+    def act() -> None:
+        try:
+            run = hotrow.fit(data, **options)
+        except (ValueError, OSError) as error:
+            print(f"hotrow: {error}", file=sys.stderr)
+            sys.exit(2)
+        print(json.dumps(run.summary(), allow_nan=False))
+        sys.exit(0)
+
+    return seen_by_user(act)
+
+
+def run_case(case: Case) -> Outcome:
+    """Runs a case in a new folder beside the plain files, and judges what came of it."""
+    outcome = run_fit(*case.arguments) if case.verb == "fit" else run_command(case.arguments)
+    outcome.faults += faults_of(case, outcome)
+    return outcome
+
+
+def faults_of(case: Case, outcome: Outcome) -> list[str]:
+    """What is wrong with an outcome, in words."""
+    text = outcome.out + outcome.err
+    faults = [f"says {word!r}" for word in FORBIDDEN if word in outcome.err]
+    if outcome.code not in (0, 2):
+        faults.append(f"ends with code {outcome.code}")
+    if outcome.code == 2:
+        if re.search(r"^hotrow: (?!warning).{20,}|^Usage: ", outcome.err, re.DOTALL | re.MULTILINE) is None:
+            faults.append("an error without a message of ours")
+        if case.names and not any(name in text for name in case.names):
+            faults.append(f"names none of {case.names}")
+        if len(outcome.err) > 12_000:
+            faults.append(f"writes {len(outcome.err)} characters")
+    return faults
+
+
+# ------------------------------------------------------------------------------------------------ mutations of raw rows
+
+
+def prepare_case(path: str, what: str, plain: str, wanted: Wanted, *, skip: int = 0) -> Case:
+    """`hotrow prepare` of the file at `path`, which was made of the plain file of that name."""
+    source = {"criteo.txt": "criteo", "avazu.csv": "avazu", "taobao.csv": "taobao"}.get(plain, "csv")
+    schema = {"headless.csv": "headless.yaml", "clicks.parquet": "parquet.yaml"}.get(plain, "text.yaml")
+    arguments = ["prepare", source, path, "--out", "case/out", "--overwrite", "--json"]
+    arguments += ["--schema", schema] if source == "csv" else ["--split", "random"] if source == "criteo" else []
+    arguments += ["--skip-bad-rows", str(skip)] if skip else []
+    return Case("prepare", f"{plain}: {what}", arguments, (path,), wanted)
+
+
+BAD_VALUES: dict[str, tuple[str, ...]] = {
+    "click": ("2", "", "yes", "0.5", "-1", "nan", "10", "1e0x"),
+    "ts": ("x", "", "2021-13-45", "1.7e9.1", "--1", "\N{FULLWIDTH DIGIT ONE}"),
+    "price": (
+        "abc",
+        "NaN",
+        "inf",
+        "-Infinity",
+        "1e400",
+        "1e39",
+        "0x10",
+        "1_000",
+        "\N{FULLWIDTH DIGIT ONE}",
+        "1 2",
+        "-",
+    ),
+    "age": ("null", "None", "NA", "twenty", "1.2.3", "\N{MINUS SIGN}5", "5%", "$5", "1e", "\x00"),
+    "user": ("007", "12x", "1.0", "9" * 30, "-0", "+5", " 5", "1e3", "0x1F"),
+}
+"""Values of the columns that no row may have."""
+ODD_IDS = (
+    "",
+    "\x00",
+    "a\x00b",
+    "é",
+    "\N{GRINNING FACE}",
+    "x" * 100_000,
+    "nan",
+    "1e5",
+    " ",
+    "\u202e",
+    "'",
+    "NULL",
+    "\ufeff",
+)
+
+
+def bad_field(records: list[list[str]], rng: random.Random, header: int) -> tuple[str, Wanted]:
+    """One value of one row that its column cannot have."""
+    column = rng.choice(list(BAD_VALUES))
+    value = rng.choice(BAD_VALUES[column])
+    first = header + (column == "ts")  # the first time decides how all are read
+    row = rng.randrange(first, len(records))
+    records[row][rows(0, 0)[0].index(column)] = value
+    return f"{column} of record {row + 1} is {value!r}", Wanted("skipped", 1)
+
+
+def odd_id(records: list[list[str]], rng: random.Random, header: int) -> tuple[str, Wanted]:
+    """An id that is strange and may be one."""
+    row, value = rng.randrange(header, len(records)), rng.choice(ODD_IDS)
+    records[row][4] = value
+    return f"item of record {row + 1} is {value[:20]!r}", Wanted("rows")
+
+
+def ragged(records: list[list[str]], rng: random.Random, header: int) -> tuple[str, Wanted]:
+    """Rows of fewer or more fields."""
+    chosen = rng.sample(range(header, len(records)), rng.choice([1, 1, 2, 5]))
+    for row in chosen:
+        records[row] = records[row][: rng.randrange(1, 7)] if rng.random() < 0.5 else [*records[row], "x"]
+    return f"records {sorted(chosen)} are ragged", Wanted("skipped", len(chosen))
+
+
+def headers(records: list[list[str]], rng: random.Random, header: int) -> tuple[str, Wanted]:
+    """Another first line."""
+    kind = rng.choice(["renamed", "missing", "again", "twice", "empty", "only", "two words"])
+    column = rng.randrange(7)
+    if kind == "renamed":
+        records[0] = [name + "_" if i == column else name for i, name in enumerate(records[0])]
+    elif kind == "missing":
+        records[:] = [record[:column] + record[column + 1 :] for record in records]
+    elif kind == "again":
+        records.insert(rng.randrange(1, len(records)), list(records[0]))
+        return "the header stands twice", Wanted("skipped", 1) if header else Wanted()
+    elif kind == "twice":
+        records[0] = [records[0][(column + 1) % 7] if i == column else name for i, name in enumerate(records[0])]
+    elif kind == "empty":
+        records[0] = ["" if i == column else name for i, name in enumerate(records[0])]
+    elif kind == "only":
+        del records[1:]
+    else:
+        records[0] = [f" {name}" if i == column else name for i, name in enumerate(records[0])]
+    return f"header: {kind}", Wanted("error" if header else "any")
+
+
+RECORDS = (bad_field, bad_field, odd_id, ragged, ragged, headers)
+
+
+def replaced(text: bytes, at: int, new: bytes, length: int = 0) -> bytes:
+    return text[:at] + new + text[at + length :]
+
+
+def random_line(text: bytes, rng: random.Random, first: int = 1) -> tuple[int, int]:
+    """Begin and end of a line from number `first` on."""
+    lines = text.splitlines(keepends=True)
+    number = rng.randrange(min(first, len(lines) - 1), len(lines))
+    begin = sum(map(len, lines[:number]))
+    return begin, begin + len(lines[number])
+
+
+def not_utf8(text: bytes, rng: random.Random) -> tuple[bytes, str, Wanted]:
+    begin, _ = random_line(text, rng)
+    bad = rng.choice([b"\xff", b"\xfe\xff", b"\xc3", b"\xed\xa0\x80", b"\xe9t\xe9"])
+    at = begin + rng.choice([0, 1])
+    return replaced(text, at, bad), f"{bad!r} at byte {at}", Wanted("error")
+
+
+def ragged_not_utf8(text: bytes, rng: random.Random) -> tuple[bytes, str, Wanted]:
+    begin, end = random_line(text, rng)
+    return (
+        replaced(text, begin, b"1,\xff\xfe\n", end - begin),
+        f"a ragged line of wrong bytes at {begin}",
+        Wanted("error"),
+    )
+
+
+def unclosed(text: bytes, rng: random.Random) -> tuple[bytes, str, Wanted]:
+    begin, end = random_line(text, rng)
+    at = begin + text[begin:end].replace(b"\t", b",").rfind(b",") + 1
+    return replaced(text, at, b'"'), f"a quote opens at byte {at}", Wanted("error")
+
+
+def same_text(text: bytes, rng: random.Random) -> tuple[bytes, str, Wanted]:
+    """Another form of the same rows."""
+    kind = rng.choice(["crlf", "bom", "blank", "no end", "cr", "quoted"])
+    changed = {
+        "crlf": text.replace(b"\n", b"\r\n"),
+        "cr": text.replace(b"\n", b"\r"),
+        "bom": b"\xef\xbb\xbf" + text,
+        "blank": text.replace(b"\n", b"\n\n", 3) + b"\n\n",
+        "no end": text.rstrip(b"\n"),
+        "quoted": b"\n".join(re.sub(rb"[^,\t]+", rb'"\g<0>"', line) for line in text.split(b"\n")),
+    }[kind]
+    return changed, kind, Wanted("same")
+
+
+def packed_text(text: bytes, rng: random.Random) -> tuple[bytes, str, Wanted]:
+    """Compressed: whole, which is the same, or damaged, which is an error."""
+    kind = rng.choice(["gzip", "zstd", "bz2", "lz4"])
+    packers: dict[str, Callable[[bytes], bytes]] = {
+        "gzip": lambda t: gzip.compress(t, mtime=0),
+        "bz2": bz2.compress,
+        "zstd": lambda t: _stream(t, "zstd"),
+        "lz4": lambda t: _stream(t, "lz4"),
+    }
+    whole = packers[kind](text)
+    damage = rng.choice(["none", "cut", "cut", "flip", "twice", "tail"])
+    at = rng.randrange(20, len(whole) - 1)
+    if damage == "none":
+        return whole, kind, Wanted("same")
+    if damage == "cut":
+        return whole[:at], f"{kind} cut at {at} of {len(whole)}", Wanted("error")
+    if damage == "flip":
+        wanted = Wanted("error" if kind in ("gzip", "bz2") else "any")
+        return replaced(whole, at, bytes([whole[at] ^ (1 << rng.randrange(8))]), 1), f"{kind} bit flip at {at}", wanted
+    if damage == "twice":
+        return packers[kind](whole), f"{kind} twice", Wanted("error")
+    return whole + b"garbage after the end", f"{kind} and a tail", Wanted("error")
+
+
+def _stream(text: bytes, codec: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) as stream:
+        stream.write(text)
+    return bytes(sink.getvalue())
+
+
+def whole_file(text: bytes, rng: random.Random) -> tuple[bytes, str, Wanted]:
+    """Something else than rows."""
+    kind, changed = rng.choice(
+        [
+            ("empty", b""),
+            ("a newline", b"\n"),
+            ("newlines", b"\r\n" * 50),
+            ("utf-16", text.decode().encode("utf-16")),
+            ("zip", b"PK\x03\x04" + text),
+            ("NULs", b"\x00" * 500),
+            ("one byte", b"\xff"),
+            ("commas", b"," * 300 + b"\n"),
+            ("a png", b"\x89PNG\r\n\x1a\n" + bytes(range(256))),
+            ("html", b"<!DOCTYPE html><html><body>404, not found</body></html>\n"),
+            ("a gzip header", b"\x1f\x8b"),
+            ("a quote", b'"'),
+            ("json", b'[{"click": 1}, {"click": 0}]'),
+        ]
+    )
+    return changed, f"the file is {kind}", Wanted("error")
+
+
+def noise(text: bytes, rng: random.Random) -> tuple[bytes, str, Wanted]:
+    """Random bytes set, inserted or removed."""
+    what = []
+    for _ in range(rng.choice([1, 1, 3, 20])):
+        at = rng.randrange(len(text))
+        new = rng.choice([b"", b"\x00", b'"', b",", b"\n", b"\r", b"\\", b"'", b";", b"9", bytes([rng.randrange(256)])])
+        length = rng.choice([0, 1])
+        text = replaced(text, at, new, length) or b"\n"
+        what.append(f"{new!r} at {at} for {length}")
+    return text, "; ".join(what[:3]), Wanted()
+
+
+BYTES = (not_utf8, ragged_not_utf8, unclosed, same_text, packed_text, packed_text, whole_file, noise, noise)
+
+
+def raw_case(rng: random.Random, world: World) -> Case:
+    """A text file of rows, changed as records or as bytes, for a verb that reads rows."""
+    plain = rng.choice(["clicks.csv", "clicks.csv", "headless.csv", "clicks.tsv", "long.csv"])
+    header = int(plain != "headless.csv")
+    delimiter = "\t" if plain == "clicks.tsv" else ","
+    text = world.raw[plain]
+    column = None
+    if rng.random() < 0.5:
+        records = [line.split(delimiter) for line in text.decode().splitlines()]
+        mutate = rng.choice(RECORDS)
+        what, wanted = mutate(records, rng, header)
+        column = what.split(" ")[0]
+        text = csv_bytes(records, delimiter)
+    else:
+        text, what, wanted = rng.choice(BYTES)(text, rng)
+        if plain == "headless.csv" and what in ("bom",):
+            wanted = Wanted("same")
+    path = "case/" + rng.choice([plain, plain, "x y.csv", "a,b.csv", "q'\".csv", "ü.csv"])
+    Path(path).write_bytes(text)
+    verb = rng.choice(["prepare", "prepare", "prepare", "guess", "init", "predict", "eval", "inspect", "demo", "fit"])
+    if plain == "headless.csv" and verb not in ("guess", "init", "inspect"):
+        verb = "prepare"
+    skip = wanted.num_bad if rng.random() < 0.5 else 0
+    if verb == "prepare":
+        return prepare_case(path, what, plain, wanted, skip=skip)
+    what = f"{plain}: {what}"
+    loose = Wanted("error") if wanted.outcome == "error" and "header" not in what else Wanted()
+    if verb == "guess":
+        arguments = ["prepare", rng.choice(["auto", "csv"]), path, "--out", "case/out", "--json", "--label", "click"]
+        return Case("prepare", what, arguments, (path, "click"), loose)
+    if verb == "init":
+        return Case("init", what, ["init", path, "--out", "case/made", "--json"], (path,), Wanted())
+    if verb == "inspect":
+        return Case("inspect", what, ["inspect", path, "--json"], (path,), Wanted("error"))
+    if verb == "predict":
+        read = column not in ("click", "ts")
+        expect = (
+            Wanted("error") if wanted.outcome in ("error", "skipped") and read and "header" not in what else Wanted()
+        )
+        return Case("predict", what, ["predict", "run", path, "--out", "case/s.csv", "--json"], (path,), expect)
+    if verb == "eval":
+        read = column != "ts"
+        expect = (
+            Wanted("error") if wanted.outcome in ("error", "skipped") and read and "header" not in what else Wanted()
+        )
+        return Case("eval", what, ["eval", "run", path, "--json"], (path,), expect)
+    if verb == "demo":
+        small = [f"model.{name}={value}" for name, value in SMALL.items()]
+        sets = [part for s in (*small, "train.max_steps=2", "train.threads=1") for part in ("--set", s)]
+        arguments = ["demo", "--data", path, "--schema", "text.yaml", *sets, "--json"]
+        expect = Wanted("error") if wanted.outcome in ("error", "skipped") else Wanted()
+        return Case("demo", what, arguments, (path,), expect)
+    options = {"schema": text_schema(), "run": "case/run", "quiet": True, "max_steps": 2, "threads": 1, **SMALL}
+    expect = Wanted("error") if wanted.outcome in ("error", "skipped") else Wanted()
+    return Case("fit", what, [path, options], (path,), expect)
+
+
+def layout_case(rng: random.Random, world: World) -> Case:
+    """A published layout with a field or a line changed."""
+    plain = rng.choice(["criteo.txt", "avazu.csv", "taobao.csv"])
+    delimiter = "\t" if plain == "criteo.txt" else ","
+    records = [line.split(delimiter) for line in world.raw[plain].decode().splitlines()]
+    row, wanted, skip = rng.randrange(1, len(records)), Wanted("skipped", 1), rng.choice([0, 1])
+    kind = rng.choice(["label", "short", "long", "field", "time", "bytes", "whole"])
+    label, time = {"criteo.txt": (0, 1), "avazu.csv": (1, 2), "taobao.csv": (3, 4)}[plain]
+    path = f"case/{plain}"
+    if kind == "label":
+        records[row][label] = rng.choice(["2", "", "x", "pv2", "-1", "0.5"])
+    elif kind == "short":
+        records[row] = records[row][: rng.randrange(1, len(records[row]))]
+    elif kind == "long":
+        records[row].append("1")
+    elif kind == "time":
+        records[row][time] = rng.choice(["x", "1.5.2", "--3", "nan", "9" * 25])
+    elif kind == "field":
+        column = rng.choice([7, 20]) if plain == "criteo.txt" else rng.choice([0, 2])
+        records[row][column] = rng.choice(["x!", "zzzzzzzzz", "1.5.1"])
+        wanted = Wanted()
+    text = csv_bytes(records, delimiter)
+    if kind == "bytes":
+        text, what, wanted = rng.choice([not_utf8, ragged_not_utf8, noise, packed_text])(text, rng)
+        kind, bad = what, "byte" in what or "ragged" in what  # category ids are hex digits: such bytes are a bad row
+        wanted = Wanted("error") if "cut" in what else Wanted("skipped" if plain == "criteo.txt" else "error", 1)
+        wanted = wanted if bad or "cut" in what else Wanted()
+    elif kind == "whole":
+        text, kind, wanted = whole_file(text, rng)
+    Path(path).write_bytes(text)
+    case = prepare_case(path, f"record {row + 1}: {kind}", plain, wanted, skip=skip)
+    if rng.random() < 0.2:
+        case.arguments[1] = "auto"
+        return Case(case.verb, case.what + " (auto)", case.arguments, (), Wanted())
+    return case
+
+
+def json_case(rng: random.Random, world: World) -> Case:
+    """JSON Lines with a line that is not an object of these members, or with other bytes."""
+    plain = "clicks.jsonl"
+    lines = world.raw[plain].splitlines()
+    row = rng.randrange(len(lines))
+    good = lines[row]
+    bad = [
+        *(good[: rng.randrange(1, len(good))], good + b"}", b"[1]", b"null", b"7", b'"x"', b"{", b"\xff" + good),
+        *(good[:-1] + b', "click": 1}', good[:-1] + b', "more": NaN}', good[:-1] + b', "more": "\\ud800"}'),
+        *(good[:-1] + b', "more": ' + b"[" * 50_000 + b"}", good[:-1] + b', "a.b": 1, "a": {"b": 2}}'),
+    ]
+    text, wanted, what = None, Wanted("skipped", 1), f"line {row + 1} changed"
+    kind = rng.choice(["line", "line", "line", "array", "noise", "blank", "members", "whole"])
+    if kind == "line":
+        lines[row] = rng.choice(bad)
+    elif kind == "array":
+        text, wanted, what = b"[" + b",".join(lines) + b"]", Wanted("error"), "one array"
+    elif kind == "noise":
+        text, what, wanted = noise(world.raw[plain], rng)
+    elif kind == "blank":
+        lines[row:row], wanted, what = [b"", b" \t"], Wanted("same"), "blank lines"
+    elif kind == "members":
+        record = list(json.loads(good).items())
+        rng.shuffle(record)
+        lines[row] = b" " + json.dumps({**dict(record), "more": {"deep": [1, {"x": None}]}}).encode() + b"\r"
+        wanted, what = Wanted("same"), "members in another order, and more"
+    else:
+        text, what, wanted = whole_file(world.raw[plain], rng)
+    path = f"case/{plain}"
+    Path(path).write_bytes(b"\n".join(lines) + b"\n" if text is None else text)
+    return prepare_case(path, what, plain, wanted, skip=wanted.num_bad if rng.random() < 0.5 else 0)
+
+
+def column_values(rng: random.Random, num_rows: int) -> list[pa.Array]:
+    """Columns of every Arrow type that a file or frame may bring."""
+    n = num_rows
+    ints = pa.array([i % 5 for i in range(n)])
+    text = pa.array([f"v{i % 7}" for i in range(n)])
+    broken = pa.StringArray.from_buffers(n, pa.py_buffer(memoryview(_offsets(n))), pa.py_buffer(b"\xff" * n))
+    return [
+        ints,
+        text,
+        broken,
+        ints.cast(pa.float64()),
+        pa.array([0.5] * n),
+        pa.array([float("nan")] * n),
+        pa.array([float("inf")] + [1.0] * (n - 1)),
+        pa.array([True, False] * (n // 2)),
+        pa.nulls(n),
+        pa.nulls(n, pa.int64()),
+        pa.array([[1, None]] * n),
+        pa.array([[[1]]] * n),
+        pa.array([None, ["a"]] * (n // 2)),
+        pa.array([{"a": 1}] * n),
+        pa.array([[("k", 1)]] * n, pa.map_(pa.string(), pa.int64())),
+        pa.array([2**64 - 1 - i for i in range(n)], pa.uint64()),
+        ints.cast(pa.int8()),
+        ints.cast(pa.int32()).cast(pa.date32()),
+        ints.cast(pa.timestamp("ns", "Europe/Berlin")),
+        ints.cast(pa.duration("s")),
+        ints.cast(pa.int32()).cast(pa.time32("s")),
+        ints.cast(pa.decimal128(25, 3)),
+        pa.array([b"\xff\x00"] * n),
+        pa.array([b"1234"] * n, pa.binary(4)),
+        text.dictionary_encode(),
+        pa.array([[1.5, 2.5]] * n, pa.list_(pa.float32(), 2)),
+        pa.array([1.0] * n).cast(pa.float16()),
+    ]
+
+
+def _offsets(num_rows: int) -> bytes:
+    return b"".join(i.to_bytes(4, "little") for i in range(num_rows + 1))
+
+
+def frame_of(rng: random.Random) -> tuple[pa.Table, str]:
+    """The plain table with one column changed in type, values or name."""
+    value = table(rows())
+    index = rng.randrange(value.num_columns)
+    name = value.column_names[index]
+    kind = rng.choice(["type", "type", "type", "drop", "twice", "empty", "rename", "none"])
+    if kind == "type":
+        column = rng.choice(column_values(rng, len(value)))
+        return value.set_column(index, name, column), f"{name} has type {column.type}"
+    if kind == "drop":
+        return value.drop_columns([name]), f"{name} is missing"
+    if kind == "twice":
+        return value.append_column(name, value.column(index)), f"{name} stands twice"
+    if kind == "empty":
+        return value.slice(0, rng.choice([0, 1, 2])), "few rows"
+    if kind == "none":
+        return value.select([]), "no column"
+    return value.rename_columns([n + "\x00" if n == name else n for n in value.column_names]), f"{name} renamed"
+
+
+def parquet_case(rng: random.Random, world: World) -> Case:
+    """A Parquet file, changed in types or in bytes."""
+    path = "case/clicks.parquet"
+    wanted = Wanted()
+    known = ("label", "split", "rows")
+    if rng.random() < 0.6:
+        value, what = frame_of(rng)
+        content = parquet_bytes(value)
+    else:
+        content = world.raw["clicks.parquet"]
+        at = rng.randrange(1, len(content))
+        kind = rng.choice(["cut", "flip", "footer", "text", "empty"])
+        what = f"{kind} at {at} of {len(content)}"
+        if kind == "cut":
+            content, wanted = content[:at], Wanted("error")
+        elif kind == "empty":
+            content, wanted = b"", Wanted("error")
+        elif kind == "text":
+            content, wanted = world.raw["clicks.csv"], Wanted("error")
+        else:
+            at = at if kind == "flip" else len(content) - rng.randrange(1, 1500)
+            content = replaced(content, at, bytes([rng.randrange(256)]), 1)
+    Path(path).write_bytes(content)
+    verb = rng.choice(["prepare", "prepare", "guess", "init", "predict", "fit"])
+    if verb == "prepare":
+        case = prepare_case(path, what, "clicks.parquet", wanted)
+        case.arguments[1] = rng.choice(["parquet", "auto"])
+        return replace(case, names=(path, *known))
+    if verb == "guess":
+        return Case("prepare", what, ["prepare", "auto", path, "--out", "case/out", "--json"], (path, *known), wanted)
+    if verb == "init":
+        return Case("init", what, ["init", path, "--out", "case/made", "--json"], (path, *known), wanted)
+    if verb == "predict":
+        return Case(
+            "predict", what, ["predict", "run", path, "--out", "case/s.parquet", "--json"], (path, *known), wanted
+        )
+    options = {"label": "click", "run": "case/run", "quiet": True, "max_steps": 2, "threads": 1, **SMALL}
+    return Case("fit", what, [path, options], (path, *known), wanted)
+
+
+# --------------------------------------------------------------------------------- mutations of YAML, options, and fit
+
+
+NASTY: tuple[Any, ...] = (
+    *(None, True, False, "", "x", "é", "\N{GRINNING FACE}", -1, 0, 1, 2, 3, 2**31, 2**63, 2**64, 10**30, -(10**18)),
+    *(1.5, -0.5, 0.0, 1e-320, 1e308, float("nan"), float("inf"), -float("inf"), [], {}, [1], [[]], [None], {"a": 1}),
+    *([-1], [0], ["a", "a"], [1.5], {1: 2}, {True: 1}, {None: 1}, "1e3", "8GiB", "0", "nan", "a" * 5000, "../x", " "),
+    *(
+        "/dev/null",
+        "\x00",
+        "a\nb",
+        b"\xff",
+        "2024-01-01",
+        "null",
+        "auto",
+        "cpu",
+        "time",
+        "text",
+        [2**70],
+        "1GB/day",
+        "*",
+    ),
+)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where a value in nested maps and lists is; the empty place aside."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield (*at, key)
+        yield from places(part, (*at, key))
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: copied(part) for key, part in value.items()}
+    return [copied(part) for part in value] if isinstance(value, list) else value
+
+
+def changed_tree(value: Any, rng: random.Random, known: tuple[str, ...]) -> tuple[Any, str, str]:
+    """A copy with one thing changed; what, and the name concerned."""
+    value = copied(value)
+    place = rng.choice(list(places(value)))
+    parent = value
+    for key in place[:-1]:
+        parent = parent[key]
+    name = next(str(key) for key in reversed(place) if isinstance(key, str))
+    kind = rng.choice(["value", "value", "value", "value", "drop", "key", "unknown", "known", "known", "wrap"])
+    if kind == "drop":
+        del parent[place[-1]]
+    elif kind == "wrap":
+        parent[place[-1]] = rng.choice([[parent[place[-1]]], {"x": parent[place[-1]]}])
+    elif kind == "key" and isinstance(parent, dict):
+        parent[rng.choice([1, None, True, 1.5, "", " ", "x" * 300, "a.b", "\x00"])] = parent.pop(place[-1])
+    elif kind == "unknown" and isinstance(parent, dict):
+        parent[name + rng.choice(["s", "_", "\u00e9"])] = 1
+    elif kind == "known":
+        *parents, leaf = rng.choice(known).split(".")
+        section = value
+        for key in parents:
+            inner = section.get(key)
+            section[key] = inner if isinstance(inner, dict) else {}
+            section = section[key]
+        section[leaf] = rng.choice(NASTY)
+        return value, f"{'.'.join([*parents, leaf])} = {section[leaf]!r:.40}", leaf
+    else:
+        parent[place[-1]] = rng.choice(NASTY)
+        return value, f"{'.'.join(map(str, place))} = {parent[place[-1]]!r:.40}", name
+    return value, f"{kind} at {'.'.join(map(str, place))}", name
+
+
+def yaml_text(value: Any) -> str:
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Without anchors of its own."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def changed_yaml(text: str, rng: random.Random) -> tuple[bytes, str]:
+    """The text of a YAML file, changed as text."""
+    lines = text.splitlines()
+    line = rng.randrange(len(lines))
+    first = next(line for line in lines if ":" in line)
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    made: dict[str, str | bytes] = {
+        "tab": text.replace("  ", "\t", 1) if "  " in text else "\t" + text,
+        "bomb": bomb + text,
+        "bomb inside": bomb.replace("a: &a", "x-a: &a") + text + "\nlicence: *i\n",
+        "recursive": text + "\nloop: &l [*l]\n",
+        "recursive map": text + "\ntables: &l {x: *l}\n",
+        "merge": text + "\nmore: &m {x: 1}\ntrain:\n  <<: *m\n",
+        "merge text": text + "\n<<: x\n",
+        "twice": text + "\n" + first + "\n",
+        "two documents": text + "\n---\n" + text,
+        "python tag": text + "\nx: !!python/object/apply:os.system ['true']\n",
+        "unknown tag": text + "\nx: !huh y\n",
+        "binary": text + "\nx: !!binary aaaa\n",
+        "binary bad": text + "\nx: !!binary '*'\n",
+        "set": text + "\nx: !!set {a, b}\n",
+        "int tag": text + "\nx: !!int abc\n",
+        "omap": text + "\nx: !!omap [1]\n",
+        "date": text + "\nx: 2024-13-45\n",
+        "sexagesimal": text + "\nx: 1:60:99\n",
+        "long number": text + "\nx: " + "9" * 5000 + "\n",
+        "not utf-8": text.encode() + b"\nx: \xff\n",
+        "utf-16": text.encode("utf-16"),
+        "nul": text + "\nx: \x00\n",
+        "surrogate": text + '\nx: "\\ud800"\n',
+        "empty": "",
+        "scalar": "just text",
+        "list": "- a\n- b\n",
+        "null": "null\n",
+        "comment": "# nothing\n",
+        "deep": "a: " + "[" * 3000,
+        "deep map": "{a: " * 3000,
+        "alias of nothing": text + "\nx: *nowhere\n",
+        "cut": text[: rng.randrange(1, len(text))],
+        "crlf": text.replace("\n", "\r\n"),
+        "bom": b"\xef\xbb\xbf" + text.encode(),
+        "line gone": "\n".join(lines[:line] + lines[line + 1 :]),
+        "line twice": "\n".join([*lines[: line + 1], *lines[line:]]),
+        "indented": "\n".join([*lines[:line], " " + lines[line], *lines[line + 1 :]]),
+        "a directive": "%YAML 9.9\n---\n" + text,
+        "value key": text + "\n=: 1\n",
+        "list key": text + "\n? [a, b]\n: 1\n",
+        "map key": text + "\n? {a: b}\n: 1\n",
+        "date key": text + "\n2024-01-01: 1\n",
+    }
+    for i in range(6):
+        at = rng.randrange(len(text))
+        made[f"noise {i}"] = text[:at] + rng.choice("{}[]&*!|>'\"%@`:,#-?\\\t\x07") + text[at + rng.randrange(2) :]
+    what = rng.choice(list(made))
+    new = made[what]
+    return new if isinstance(new, bytes) else new.encode(), what
+
+
+SCHEMA_FIELDS = (
+    *("version", "licence", "time", "label", "dense", "categorical", "tables", "split", "csv", "histories"),
+    *("label.column", "label.positive", "label.negative", "label.at_least", "time.column", "time.format"),
+    *("tables.item", "tables.item.min_count", "tables.item.hash_cap", "tables.user.hash_cap", "tables.nobody"),
+    *("split.kind", "split.fractions", "split.seed", "csv.delimiter", "csv.column_names", "csv.null_values"),
+    *("histories.user", "histories.item", "histories.length", "histories.every", "histories.negatives"),
+)
+
+
+def schema_case(rng: random.Random, world: World) -> Case:
+    """A changed schema for the plain rows."""
+    plain = rng.choice(["clicks.csv", "clicks.csv", "clicks.parquet", "clicks.tsv"])
+    value = SCHEMA if plain == "clicks.parquet" else text_schema()
+    if rng.random() < 0.65:
+        value, what, name = changed_tree(value, rng, SCHEMA_FIELDS)
+        names: tuple[str, ...] = (name, "case/schema.yaml", plain)
+        content = yaml_text(value).encode()
+    else:
+        text = rng.choice([yaml_text(value), Path("made/schema.yaml").read_text()])
+        content, what = changed_yaml(text, rng)
+        names = ("case/schema.yaml", plain)
+    Path("case/schema.yaml").write_bytes(content)
+    if rng.random() < 0.15 and isinstance(value, dict):
+        options = {"run": "case/run", "quiet": True, "max_steps": 2, "threads": 1, **SMALL}
+        options["schema"] = value if rng.random() < 0.5 else "case/schema.yaml"
+        return Case("fit", f"schema: {what}", [plain, options], (*names, "schema"))
+    arguments = ["prepare", rng.choice(["csv", "auto"]), plain, "--schema", "case/schema.yaml", "--out", "case/out"]
+    return Case("prepare", f"schema of {plain}: {what}", [*arguments, "--overwrite", "--json"], names)
+
+
+def config_case(rng: random.Random, world: World) -> Case:
+    """A changed config, or a changed recipe of the repository."""
+    from hotrow.config import options
+
+    known = tuple(name for name, _ in options())
+    recipe = rng.choice([None, None, *sorted(RECIPES.glob("*.yaml"))])
+    value = copied(CONFIG)
+    if recipe is not None:
+        value = {**yaml.safe_load(recipe.read_text()), "data": "packed"}
+        value["train"] = {**value.get("train", {}), "max_steps": 2, "threads": 1}
+        value["model"] = {**value.get("model", {}), **SMALL}
+        value["model"].pop("final_mlp", None)
+    value["run"] = "case/run"
+    if rng.random() < 0.7:
+        value, what, name = changed_tree(value, rng, known)
+        names: tuple[str, ...] = (name, "case/config.yaml")
+        content = yaml_text(value).encode()
+    else:
+        content, what = changed_yaml(yaml_text(value), rng)
+        names = ("case/config.yaml",)
+    Path("case/config.yaml").write_bytes(content)
+    arguments = ["train", "case/config.yaml", "--json"]
+    names = (*names, "packed", "case/run", "tbsm", "File name too long")
+    return Case("train", f"{recipe.name if recipe else 'config'}: {what}", arguments, names)
+
+
+VALUES = (
+    *("", " ", "x", "-1", "0", "1", "2", "0.5", "1.5", "-0.5", "1e3", "1e400", "nan", "inf", "-inf", "9" * 30, "2**3"),
+    *(
+        "0.8,0.1,0.1",
+        "1,0,0",
+        "0,1,0",
+        "0.5,0.5",
+        ",,",
+        "nan,0,1",
+        "0.4,0.3,0.3",
+        "1e-9,0.5,0.5",
+        "é",
+        "\N{GRINNING FACE}",
+    ),
+    *(
+        "time",
+        "random",
+        "reference",
+        "train",
+        "val",
+        "test",
+        "click",
+        "price",
+        "price >= 1",
+        "price>=",
+        ">= 4",
+        "item >= 1",
+    ),
+    *(
+        "click >= 1",
+        "ts",
+        "item",
+        "nobody",
+        "8GiB",
+        "128MiB",
+        "1TB",
+        "0B",
+        "-5GiB",
+        "1.5.5MB",
+        "/dev/null",
+        "..",
+        "x" * 5000,
+    ),
+    *(
+        "a\nb",
+        "\udcff",
+        "*",
+        "[",
+        "[a",
+        "packed",
+        "run",
+        "clicks.csv",
+        "text.yaml",
+        "config.yaml",
+        "made",
+        "absent/absent",
+    ),
+    *("sgd", "adam", "kernels", "memory", "hot", "s3://", "file:///etc", "http://x", "a://b", "~", "$HOME", "--", "-"),
+)
+OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "prepare": (
+        ["csv", "clicks.csv", "--schema", "text.yaml", "--out", "case/out"],
+        (
+            *("--schema", "--label", "--time", "--split", "--fractions", "--seed", "--min-count", "--hash-cap"),
+            *("--sample", "--rows", "--skip-bad-rows", "--memory", "--threads", "--out"),
+        ),
+    ),
+    "init": (["clicks.csv", "--out", "case/made"], ("--label", "--time", "--out")),
+    "inspect": (
+        ["packed"],
+        (
+            *("--split", "--batch-size", "--dim", "--batches", "--sample", "--seed", "--hot", "--parts"),
+            *("--confidence", "--optimizer", "--out"),
+        ),
+    ),
+    "train": (["config.yaml", "--set", "run=case/run"], ("--set", "--resume")),
+    "eval": (["run"], ("--data", "--split")),
+    "predict": (["run", "clicks.csv", "--out", "case/s.csv"], ("--out", "--keep")),
+    "export": (["run", "--out", "case/export"], ("--out", "--step")),
+    "check": (["packed"], ()),
+    "demo": (
+        ["--data", "clicks.csv", "--schema", "text.yaml", "--set", "train.max_steps=2", "--set", "train.threads=1"],
+        ("--label", "--time", "--schema", "--split", "--fractions", "--set", "--data"),
+    ),
+    "study": (["memory", "--data", "packed", "--estimate", "--out", "case/study"], ("--data", "--memory", "--out")),
+    "clean": (["run"], ()),
+}
+SETS = (
+    *("train.epochs", "train.batch_size", "model.embedding_dim", "model.top_mlp", "model", "train", "optimizer.sparse"),
+    *(
+        "optimizer.sparse.lr",
+        "memory",
+        "memory.dram",
+        "memory.dram.x",
+        "hot.budget",
+        "train.x",
+        "x.y.z",
+        "",
+        ".",
+        "a..b",
+    ),
+    *("data", "run", "device", "train.seed", "checkpoint.every", "train.eval_every", "memory.ssd", "memory.file", "é"),
+)
+SET_VALUES = (
+    *(
+        "=1",
+        "=",
+        "",
+        "=[",
+        "={",
+        "=nan",
+        "=.inf",
+        "=-1",
+        "=x",
+        "=[1,2]",
+        "={a: 1}",
+        "=null",
+        "=1e400",
+        "=&a [*a]",
+        "=*a",
+    ),
+    *(
+        "=!!python/name:os",
+        "='",
+        "=2024-13-45",
+        "=\x00",
+        "=\udcff",
+        "=true",
+        "=0",
+        "=" + "9" * 5000,
+        "=/dev/null",
+        "=packed",
+    ),
+)
+
+
+def option_case(rng: random.Random, world: World) -> Case:
+    """A verb with one option or argument of a strange value."""
+    verb = rng.choice(list(OPTIONS))
+    plain, known = OPTIONS[verb]
+    arguments = list(plain)
+    if verb in ("prepare",) and rng.random() < 0.5:  # without a schema
+        arguments = ["auto", "clicks.csv", "--label", "click", "--out", "case/out"]
+    places = [i for i, text in enumerate(plain) if not text.startswith("-") and (i == 0 or plain[i - 1][:2] != "--")]
+    if verb != "demo" and (not known or rng.random() < 0.2):
+        value = rng.choice(VALUES)
+        arguments[rng.choice(places)] = value
+        what = f"argument {value[:30]!r}"
+        names: tuple[str, ...] = ()
+    else:
+        option = rng.choice(known)
+        value = rng.choice(VALUES)
+        if option == "--set":
+            value = rng.choice(SETS) + rng.choice(SET_VALUES)
+        if option in ("--out", "--schema", "--data", "--label") and option in arguments:
+            arguments[arguments.index(option) + 1] = value
+        else:
+            arguments += [option, value]
+        if verb == "inspect" and option in ("--parts", "--confidence", "--optimizer"):
+            arguments += ["--hot", "64KiB", *(["--drift"] if option == "--parts" else [])]
+        if verb == "train" and option == "--resume":
+            arguments = ["--resume", value]
+        what = f"{option} {value[:30]!r}"
+        names = (option, option.strip("-").replace("-", "_"), option.strip("-"), value[:60].strip() or repr(value))
+        names += ("no input path", repr(value)[1:50], str(Path(value))[:60])  # a path may be shown in its plain form
+        if option == "--set":
+            names += tuple(value.partition("=")[0].split("."))
+        if option == "--step":
+            names += ("step",)
+        if option in ("--hot", "--memory"):
+            names += ("memory", "size")
+        if option in ("--label", "--time"):
+            names += ("schema",)
+    if "\x00" in "".join(arguments):  # no shell can pass one
+        return option_case(rng, world)
+    return Case(verb, what, [verb, *arguments, "--json"], tuple(n for n in names if n))
+
+
+FIT_OPTIONS: tuple[str, ...] = (
+    *("label", "time", "schema", "categorical", "dense", "lists", "split", "config", "model", "run", "epochs", "lr"),
+    *("batch_size", "embedding_dim", "bottom_mlp", "top_mlp", "max_steps", "eval_every", "monitor", "memory", "device"),
+    *("optimizer.dense.lr", "optimizer.sparse", "train", "hot", "checkpoint.every", "embedding_init", "threads"),
+)
+FIT_DATA: tuple[Any, ...] = (
+    *(None, 5, "", " ", [], (), {}, "absent.csv", b"clicks.csv", "\x00", ".", "/dev/null", object(), ["clicks.csv", 5]),
+    *(
+        ["clicks.csv", "clicks.csv"],
+        ["clicks.csv", "clicks.parquet"],
+        {"click": [1, 0]},
+        [[1, 2]],
+        "run",
+        "made",
+        "*.nope",
+    ),
+    *("s3://", "file:///nope", "\udcff", "x" * 5000, ["clicks.csv", None], Path("packed"), Path(), iter(()), "packed"),
+)
+
+
+def fit_case(rng: random.Random, world: World) -> Case:
+    """`hotrow.fit` with a strange value of an argument, or a strange frame."""
+    options: dict[str, Any] = {"label": "click", "run": "case/run", "quiet": True}
+    options |= {"max_steps": 2, "threads": 1, **SMALL}
+    data: Any = "clicks.csv"
+    kind = rng.choice(["option", "option", "data", "frame", "tree"])
+    if kind == "option":
+        name = rng.choice(FIT_OPTIONS)
+        value = rng.choice(
+            (*NASTY, object(), {"kind": "random"}, {"kind": 5}, {"fractions": [1]}, ["click"], ["nobody"])
+        )
+        if name == "schema":
+            options.pop("label")
+        options[name] = value
+        return Case("fit", f"{name} = {value!r:.40}", [data, options], (name, name.rpartition(".")[2]))
+    if kind == "tree":
+        name = rng.choice(["schema", "config"])
+        value, what, leaf = changed_tree(text_schema() if name == "schema" else CONFIG, rng, SCHEMA_FIELDS)
+        if name == "schema":
+            options.pop("label")
+        options[name] = value
+        return Case("fit", f"{name}: {what}", [data, options], (leaf, name, "clicks.csv", "config", "fit"))
+    if kind == "data":
+        data = rng.choice(FIT_DATA)
+        return Case("fit", f"data = {data!r:.40}", [data, options], ())
+    data, what = frame_of(rng)
+    if rng.random() < 0.3:
+        with contextlib.suppress(Exception):
+            data = data.to_pandas()
+    return Case("fit", f"frame: {what}", [data, options], ())
+
+
+MAKERS = (
+    *([raw_case] * 8),
+    *([layout_case] * 3),
+    *([json_case] * 2),
+    *([parquet_case] * 3),
+    *([schema_case] * 5),
+    *([config_case] * 5),
+    *([option_case] * 6),
+    *([fit_case] * 4),
+)
+
+
+def case_of(seed: int, number: int, world: World) -> tuple[Case, Outcome]:
+    """The case `number` of a seed, made and run in an empty folder `case`."""
+    os.chdir(world.folder)
+    for leftover in ("case", "runs", "run-new"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    Path("case").mkdir()
+    rng = random.Random(f"{seed}-{number}")
+    case = rng.choice(MAKERS)(rng, world)
+    outcome = run_case(case)
+    outcome.faults += [*accepted_faults(case, outcome), *content_faults(case, outcome, world)]
+    return case, outcome
+
+
+def accepted_faults(case: Case, outcome: Outcome) -> list[str]:
+    """Whether what must be an error was none."""
+    return ["is accepted"] if case.wanted.outcome == "error" and outcome.code == 0 else []
+
+
+def content_faults(case: Case, outcome: Outcome, world: World) -> list[str]:
+    """Whether rows were lost without being counted, or unchanged content gave something else."""
+    wanted, plain = case.wanted, case.what.partition(":")[0]
+    if case.verb != "prepare" or wanted.outcome in ("any", "error"):
+        return []
+    if wanted.outcome == "same":
+        return (
+            []
+            if outcome.code == 0 and content_of(outcome) == world.prepared(plain)
+            else ["differs from the plain file"]
+        )
+    if outcome.code != 0:
+        allowed = "--skip-bad-rows" in case.arguments
+        return ["is an error though it may be skipped"] if wanted.outcome == "skipped" and allowed else []
+    result = json.loads(outcome.out.splitlines()[-1])
+    found = sum(result["rows"].values())
+    expected = 2200 if plain == "long.csv" else NUM_ROWS
+    if wanted.outcome == "rows":
+        return [] if found == expected else [f"{found} of {expected} rows"]
+    told = result["summary"].get("rows_skipped", 0)
+    if told != wanted.num_bad or (found != expected - told and "header" not in case.what):
+        return [f"{wanted.num_bad} bad rows: {told} skipped, {found} of {expected} kept"]
+    return []
+
+
+def main() -> int:
+    """The table, then every fault; the number of faults decides the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--verbose", action="store_true", help="print every case and its error")
+    options = parser.parse_args()
+    counts: Counter[tuple[str, str]] = Counter()
+    wrong = 0
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder))
+        for number in range(options.first, options.first + options.cases):
+            faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)
+            case, outcome = case_of(options.seed, number, world)
+            faulthandler.cancel_dump_traceback_later()
+            kind = "fault" if outcome.faults else {0: "accepted", 2: "refused"}.get(outcome.code or 0, "?")
+            counts[case.verb, kind] += 1
+            wrong += bool(outcome.faults)
+            if outcome.faults or options.verbose:
+                print(f"--- {number} {case.verb}: {case.what[:200]}\n    {'; '.join(outcome.faults) or kind}")
+                shown = case.arguments if case.verb != "fit" else [str(a)[:300] for a in case.arguments]
+                print(f"    {' '.join(map(repr, shown))[:600]}")
+                tail = outcome.err.strip()[-1500:].replace("\n", "\n    | ")
+                print(f"    | {tail}", flush=True)
+        os.chdir(here)
+    verbs = sorted({verb for verb, _ in counts})
+    print(f"\n{'verb':<10}{'accepted':>10}{'refused':>10}{'fault':>8}")
+    for verb in verbs:
+        print(
+            f"{verb:<10}"
+            + "".join(f"{counts[verb, k]:>{w}}" for k, w in (("accepted", 10), ("refused", 10), ("fault", 8)))
+        )
+    print(f"{sum(counts.values())} cases of seed {options.seed}, {wrong} with faults")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

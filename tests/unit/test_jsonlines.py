@@ -1,0 +1,148 @@
+"""JSON Lines: the same dataset as the same values in a CSV file, and every bad line named."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import hotrow
+from hotrow.data.columns import open_table
+from hotrow.data.init import run_init
+from hotrow.data.packed import PackedDataset
+from hotrow.data.prepare import run_prepare
+from hotrow.data.schema import CsvSpec, parse_schema
+
+SCHEMA: dict[str, Any] = {
+    "label": "click",
+    "dense": ["price"],
+    "categorical": ["user.id", {"column": "tags", "kind": "multi_hot", "separator": "|"}],
+    "split": {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1},
+}
+N = 400
+
+
+def values() -> list[tuple[bool, str, int, list[str]]]:
+    """Labels, prices as they are written, ids that no float holds, tags."""
+    random = np.random.default_rng(0)
+    prices = ["3", "3.0", "-0.25", "1e3", ""]
+    return [
+        (bool(random.integers(2)), prices[i % 5], 2**60 + int(random.integers(30)), ["a", "b", "ä"][: i % 4])
+        for i in range(N)
+    ]
+
+
+def as_json(rows: list[tuple[bool, str, int, list[str]]]) -> str:
+    lines = []
+    for label, price, user, tags in rows:
+        number = f'"price": {price}, ' if price else ""
+        lines.append(f'{{"click": {json.dumps(label)}, {number}"user": {{"id": {user}}}, "tags": {json.dumps(tags)}}}')
+    return "\n".join(lines) + "\n"
+
+
+def as_csv(rows: list[tuple[bool, str, int, list[str]]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["click", "price", "user.id", "tags"])
+    writer.writerows([int(label), price, user, "|".join(tags)] for label, price, user, tags in rows)
+    return text.getvalue()
+
+
+def columns(dataset: PackedDataset) -> dict[str, list[Any]]:
+    found = {}
+    for name in dataset.splits:
+        files = sorted((dataset.path / name).glob("*.arrow"))
+        found[name] = pa.concat_tables(pa.ipc.open_file(file).read_all() for file in files).to_pydict()
+    return found
+
+
+def test_against_the_same_values_as_csv(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(as_json(values()), encoding="utf-8")
+    (tmp_path / "x.csv").write_text(as_csv(values()), encoding="utf-8")
+    made = run_prepare("auto", tmp_path / "x.jsonl", tmp_path / "a", schema=parse_schema(SCHEMA, where="test"))
+    expected = run_prepare("csv", tmp_path / "x.csv", tmp_path / "b", schema=parse_schema(SCHEMA, where="test"))
+    assert columns(made) == columns(expected)
+    assert made.info.tables == expected.info.tables
+
+
+@pytest.mark.parametrize("pack", [str.encode, lambda t: gzip.compress(t.encode()), lambda t: bz2.compress(t.encode())])
+def test_from_raw_file_to_scores(pack: Callable[[str], bytes], tmp_path: Path) -> None:
+    file = tmp_path / "clicks.log"  # told by its content
+    file.write_bytes(pack(as_json(values())))
+    schema = run_init(file, out=tmp_path / "conf")
+    assert "jsonl" in " ".join(schema.commands)
+    run = hotrow.fit(file, label="click", run=tmp_path / "run", quiet=True, epochs=1, threads=1)
+    assert len(run.predict(file)) == N
+
+
+BAD_LINES = {
+    '{"click": 1, "user": 7': "no JSON object at character",
+    "[1, 2]": "an object is wanted",
+    '{"click": 1, "user": 7, "user": 8}': "member 'user' is there twice",
+    '{"click": 1, "user": 7, "n.x": 8, "n": {"x": 1}}': "member 'n.x' is there twice, once within 'n'",
+    '{"click": 1, "user": [7]}': "member 'user' is an array here",
+    '{"click": 1, "user": "\\ud800"}': "half of a surrogate pair",
+    '{"click": NaN, "user": 7}': "NaN is not JSON",
+    '{"click": 1, "user": ' + "[" * 100_000 + "}": "nested too deeply",
+    b'{"click": 1, "user": "\xff"}': "byte 23 of the line is not UTF-8",
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=lambda value: str(value)[:30])
+def test_a_bad_line_is_named_and_counted(
+    line: str | bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = [json.dumps({"click": i % 2, "user": i % 5}).encode() for i in range(60)]
+    bad = line if isinstance(line, bytes) else line.encode()
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join([*good[:30], b"", bad, *good[30:]]))
+    monkeypatch.setattr(
+        "hotrow.data.jsonlines.ESTIMATE_BYTES", 100
+    )  # the bad line is not among those that name columns
+    options: dict[str, Any] = {"label": "click", "split": "random"}
+    with pytest.raises(ValueError, match=rf"x\.jsonl:32: .*{re.escape(reason)}"):
+        run_prepare("jsonl", tmp_path / "x.jsonl", tmp_path / "a", **options)
+    made = run_prepare("jsonl", tmp_path / "x.jsonl", tmp_path / "b", skip_bad_rows=1, **options)
+    assert sum(split.num_rows for split in made.info.splits.values()) == 60
+
+
+def test_reading_goes_on_from_any_row(tmp_path: Path) -> None:
+    lines = ['{"a": 1}', "", "{}", "broken", '{"a": "x", "later": 2}', '{"a": null}', '{"a": true}']
+    (tmp_path / "day=3").mkdir()
+    file = tmp_path / "day=3" / "x.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    reader = open_table(file, CsvSpec())
+    assert reader.schema.names == ["a", "later", "day"]
+    expected = [(1, "1"), (3, None), (5, "x"), (6, None), (7, "1")]
+    for first in range(8):
+        found, bad = [], []
+        for rows in reader.read(0, first, ["a", "day"], 2):
+            assert set(rows.batch.column(1).to_pylist()) <= {"3"}
+            found += zip(rows.lines.tolist(), rows.batch.column(0).to_pylist(), strict=True)
+            bad += [error.line for error in rows.bad]
+        assert found == [(line, value) for line, value in expected if line > first]
+        assert bad == ([4] if first < 4 else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"click": 1, "user": 2},\n {"click": 0, "user": 3}]\n', "write one object a line"),
+        ("\n \n", "is empty"),
+        ('{"click": 1, "user": "' + "x" * (5 << 20) + '"}', "line 1 is longer than 4 MiB"),
+    ],
+    ids=["array", "empty", "long"],
+)
+def test_a_file_of_no_lines_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"x\.json.*{reason}"):
+        open_table(tmp_path / "x.json", CsvSpec())
