@@ -36,6 +36,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             report.longrepr = ("tests", None, reason)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_fsync() -> Iterator[None]:
+    """Tests kill processes, never the machine: waiting until the disk has each file would show nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Callable[[str], Path]:
     """`real_data(name)`: the path of a real data file; skips the test where it is absent."""

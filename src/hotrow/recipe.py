@@ -40,6 +40,7 @@ def choose_recipe(
     batch_size = batch_size or (_batch_of_few(num_rows) if few else 2048)
     epochs = epochs or ((1 if num_rows >= SCARCE_ROWS else 2) * EPOCHS if few else 1)
     size = {"train.batch_size": batch_size, "train.epochs": epochs, "train.eval_every": 0.5 if few else 0.25}
+    size |= {"train.threads": 1} if few and batch_size <= MOST_BATCH else {}
     stops = {"train.early_stopping": 4} if validated else {}
     return {**(_few(model, num_rows, batch_size, epochs) if few else _many()), **size, **stops}
 

@@ -69,8 +69,17 @@ def make(folder: Path | None, optimizer: str, dtype: str = "float32", *, seed: i
     return Model(EmbeddingCollection(tables(dtype), memory=memory, seed=seed), optimizer)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+QUICK = [*((name, "float32") for name in OPTIMIZERS), ("adam", "float16"), ("sgd", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[] if (name, dtype) in QUICK else pytest.mark.slow)
+        for name in OPTIMIZERS
+        for dtype in ("float32", "float16", "bfloat16")
+    ],
+)
 def test_saved_pruned_and_resumed_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, dtype: str
 ) -> None:

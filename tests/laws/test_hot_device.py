@@ -331,7 +331,7 @@ def test_a_full_device_names_what_to_resume_with(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: None
 ) -> None:
     """Raised by a stand-in for a hot step. As printed, slots in place of the copies, the run ends with its own bits."""
-    changes = ["checkpoint.every=2", "train.epochs=1", "train.batch_size=16", "train.eval_every=null"]
+    changes = ["checkpoint.every=2", "train.max_steps=12", "train.batch_size=16", "train.eval_every=null"]
     changes += [f"device={DEVICE.type}"]
     whole = trained(data, tmp_path / "whole", *changes)
     step = trainer.train_step

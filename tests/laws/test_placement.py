@@ -227,7 +227,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(int(os.environ.get("HOTROW_KILLS", "100")), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(int(os.environ.get("HOTROW_KILLS", "100")), marks=pytest.mark.slow)])
 def test_killed_again_and_again(data: Path, tmp_path: Path, kills: int) -> None:
     """At random moments: between steps, while rows are written, while a checkpoint is, while one is read.
 

@@ -199,7 +199,7 @@ def test_against_a_plain_array(tmp_path: Path, medium: str, record_bytes: int) -
 
 @needs_native
 @pytest.mark.parametrize("medium", MEDIA[2:])
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32 - 1),
     sizes=st.lists(st.sampled_from([*RECORD_BYTES, 1, 12, 255, 2048, 4100]), min_size=1, max_size=4),

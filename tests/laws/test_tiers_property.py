@@ -341,15 +341,15 @@ def drive(seed: int, policy: str, medium: str, folder: Path, engines: dict[str, 
 
 
 SCHEDULES = {
-    "dram": 40,
-    "mapped": 16,
-    "threads": 16,
-    "io_uring": 16,
-    "gathered threads": 16,
-    "gathered io_uring": 16,
-    "dram before dram": 40,
-    "mapped before threads": 16,
-    "dram before io_uring": 16,
+    "dram": 12,
+    "mapped": 5,
+    "threads": 5,
+    "io_uring": 5,
+    "gathered threads": 5,
+    "gathered io_uring": 5,
+    "dram before dram": 12,
+    "mapped before threads": 5,
+    "dram before io_uring": 5,
 }
 
 
@@ -364,5 +364,5 @@ def test_schedules(tmp_path: Path, engines: dict[str, Engines], policy: str, med
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("medium", SCHEDULES)
 def test_many_schedules(tmp_path: Path, engines: dict[str, Engines], policy: str, medium: str) -> None:
-    for seed in range(1000, 1000 + 10 * SCHEDULES[medium]):
+    for seed in range(1000, 1000 + 30 * SCHEDULES[medium]):
         drive(seed, policy, medium, tmp_path / str(seed), engines, num_steps=40)

@@ -163,14 +163,14 @@ runs.resume(config.run, quiet=True) if Path(config.run).exists() else runs.train
 """
 
 
-@pytest.mark.parametrize("budget", ["20MB/day", None])
+@pytest.mark.parametrize("budget", [pytest.param("20MB/day", marks=pytest.mark.slow), None])
 def test_kills_are_not_forgotten(data: Path, tmp_path: Path, budget: str | None) -> None:
     """At a step between looks at the counters: what was written until then stands in the file, and little more."""
     path, run = tmp_path / "config.yaml", tmp_path / "run"
     changes = ["checkpoint.every=10", "checkpoint.keep_last=99"]
     path.write_text(config(data, run, budget, *changes, file=str(tmp_path / "rows")).to_yaml())
     rows = 0
-    for at in ("23", "15", "6"):
+    for at in ("23", "15"):
         command = [sys.executable, "-c", KILLED, str(path), at]
         killed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert killed.returncode == 9, killed.stderr
@@ -180,7 +180,7 @@ def test_kills_are_not_forgotten(data: Path, tmp_path: Path, budget: str | None)
         )
         noted = sum(json.loads((run / LEDGER).read_text())["bytes_by_start"].values())
         assert written <= noted <= written + 300_000
-    assert rows > 300_000
+    assert rows > 200_000
 
 
 @pytest.mark.parametrize("dram", [DRAM, "1GiB"])

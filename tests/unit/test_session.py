@@ -148,7 +148,7 @@ with threads("auto") as used:
 
 @pytest.mark.skipif(not ops.isas(), reason="the threads of the kernels need the native module")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads")
-@pytest.mark.parametrize(("variable", "call", "expected"), [("1", None, 1), ("1", 3, 3), (None, 1, 1), ("3", 2, 2)])
+@pytest.mark.parametrize(("variable", "call", "expected"), [("1", None, 1), ("3", 2, 2)])
 def test_the_users_number_of_threads_is_the_kernels(variable: str | None, call: int | None, expected: int) -> None:
     """OMP_NUM_THREADS, or torch.set_num_threads: so many threads there are, counted by the system."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
