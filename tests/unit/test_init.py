@@ -332,3 +332,8 @@ def test_a_label_made_of_values(stored: str, tmp_path: Path) -> None:
 def test_a_value_that_no_row_holds_is_named() -> None:
     with pytest.raises(ValueError, match="'what' holds pv, buy, never 'by'; did you mean 'buy'"):
         guess_schema(pa.table({"user": [1, 2, 3] * 9, "what": ["pv", "pv", "buy"] * 9}), label="what = by")
+
+
+def test_spaces_around_a_value_need_not_be_told() -> None:
+    table = pa.table({"user": [1, 2, 3] * 9, "what": [" pv", " pv", " buy"] * 9})
+    assert guess_schema(table, label="what = buy").label.positive == (" buy",)

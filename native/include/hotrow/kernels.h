@@ -70,7 +70,8 @@
 //     grad_weight = grad_weight + g[first] * x[first, :] + ...  in rising order;
 //     grad_x[b, :] = gated and x <= 0 ? 0 : g[b] * w;  grad_x null: not wanted
 //
-// multiply_adds: x = x * 0.999 + 0.001, `rounds` times in as many lanes and registers as the set keeps busy; adds some of
+// multiply_adds: x = x * 0.999 + 0.001, `rounds` times in as many lanes and registers as the set keeps busy; adds some
+// of
 //   them to *sum, and returns the number of operations, a multiply-add being two. For benchmarks.
 #define HOTROW_KERNEL_LIST(KERNEL)                                                                                     \
   KERNEL(                                                                                                              \

@@ -440,9 +440,10 @@ def ask_for_rule(facts: ColumnFacts) -> str:
 
 def ask_for_values(facts: ColumnFacts) -> str:
     """The question which words of a column are positive, and how to answer it."""
-    rule = f"{facts.name} = {', '.join(facts.values[1:2])}"
+    rule = f"{facts.name} = {facts.values[1].strip()}"
     return (
-        f"column {facts.name!r} holds {', '.join(facts.values)}; if the label is made of it, say which are positive: "
+        f"column {facts.name!r} holds {', '.join(map(shown, facts.values))}; if the label is made of it, say which are "
+        f"positive: "
         f"--label {quote(rule)}, in Python label={rule!r}, in a schema label: {{column: {json.dumps(facts.name)}, "
         f"positive: {json.dumps(facts.values[1:2])}}}"
     )
@@ -461,10 +462,13 @@ def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
             raise ValueError(f"label column {facts.name!r} holds no numbers to compare with {made['at_least']:g}")
         return Guess("label", facts.name, {"column": facts.name, **made}, f"{made['at_least']:g} and more are 1")
     if "positive" in made:
-        positive = list(made["positive"])
+        # A rule cannot hold the spaces around a value that some files have.
+        stored = {value.strip(): value for value in facts.values}
+        positive = [stored.get(value, value) for value in made["positive"]]
         if facts.values and (unknown := [value for value in positive if value not in facts.values]):
             raise ValueError(
-                f"in the rows looked at, label column {facts.name!r} holds {', '.join(facts.values)}, never "
+                f"in the rows looked at, label column {facts.name!r} holds "
+                f"{', '.join(map(shown, facts.values))}, never "
                 f"{unknown[0]!r}{nearest(unknown[0], facts.values)}"
             )
         if "string" not in facts.stored and all(re.fullmatch(INTEGER, value) for value in positive):
