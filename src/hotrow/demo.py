@@ -10,28 +10,22 @@ from typing import Any
 
 from hotrow import ops
 from hotrow.api import Run, fit
-from hotrow.config import make_config
+from hotrow.config import apply_overrides, make_config
+from hotrow.data.packed import PackedDataset
 from hotrow.data.packed_format import MANIFEST
 from hotrow.data.prepare import run_prepare
 from hotrow.data.synthetic import write_criteo
 from hotrow.data.synthetic_config import criteo_kaggle
 from hotrow.progress import progress_bar
+from hotrow.recipe import as_overrides, choose_recipe
 from hotrow.run_folder import RunFolder
 from hotrow.runs import train
 
 NUM_ROWS = 600_000
 TABLE_SCALE = 0.01
 """Of the Criteo Kaggle tables: with 1/70 of its rows, about as many of the ids are seen as there."""
-CONFIG = {
-    "model": {"embedding_dim": 16, "embedding_init": 0.01, "bottom_mlp": [128, 64], "top_mlp": [128, 64]},
-    "optimizer": {
-        "dense": {"name": "adagrad", "lr": 0.02},
-        "sparse": {"name": "adagrad", "lr": 0.05, "initial_accumulator_value": 0.01},
-    },
-    "train": {"batch_size": 512, "epochs": 1, "eval_every": 0.25, "seed": 1},
-}
-DRAM = "16MiB"
-"""Less than the tables and optimizer state: the rest lies on disk, as it would where they are larger than memory."""
+DRAM = "4MiB"
+"""Less than the tables: the rest lies on disk, as it would where they are larger than memory."""
 
 
 def say(text: str) -> None:
@@ -56,7 +50,8 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
             run_prepare("criteo", raw, packed, progress=progress)
     say("3/3  training a DLRM")
     memory = {"memory": {"dram": DRAM}} if tiers else {}
-    config = make_config({"data": str(packed), **CONFIG, **memory}, origin="demo")
+    recipe = choose_recipe(PackedDataset.open(packed).split("train").num_rows)
+    config = make_config(apply_overrides({"data": str(packed), **memory}, as_overrides(recipe)), origin="demo")
     run = Run(train(config, folder=RunFolder.create(None, name=f"demo-{config.model.name}")).path)
     commands = ["hotrow demo --data YOUR_LOGS --label CLICK_COLUMN", "make demo DATA=YOUR_LOGS LABEL=CLICK_COLUMN"]
     return _result(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, commands)
