@@ -76,7 +76,7 @@ class Case:
     what: str
     """The mutation, for people."""
     arguments: list[Any]
-    """Of the command line; of fit: (data, options)."""
+    """Words of the command line; for fit, (data, options)."""
     names: tuple[str, ...] = ()
     """Texts of which an error must show one; empty: any error will do."""
     wanted: Wanted = Wanted()
@@ -170,7 +170,7 @@ SCHEMA = {
     "tables": {"item": {"min_count": 1}},
     "split": {"kind": "time", "fractions": [0.6, 0.2, 0.2]},
 }
-"""Of Parquet; text needs a separator beside."""
+"""The schema of the Parquet file; delimited text needs a separator too."""
 SMALL = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8]}
 CONFIG = {
     "data": "packed",
@@ -237,7 +237,7 @@ class World:
 
 
 def content_of(outcome: Outcome) -> Any:
-    """Of a `prepare --json`: rows, tables and the bytes of the splits' files."""
+    """What `prepare --json` made: rows, tables and the bytes of the splits' files."""
     assert outcome.code == 0, outcome.err
     result = json.loads(outcome.out.splitlines()[-1])
     folder = Path(result["out"])

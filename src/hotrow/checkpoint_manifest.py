@@ -43,7 +43,7 @@ class PartRecord:
     values: dict[_Entry, Plain] = Field(default_factory=dict)
     """State of an optimizer that is no tensor, by `<parameter index>.<name>`."""
     param_groups: tuple[dict[str, Plain | tuple[Plain, ...]], ...] = ()
-    """Of an optimizer."""
+    """The options of an optimizer's parameter groups."""
 
     def __post_init__(self) -> None:
         for table, chain in (self.chains or {}).items():

@@ -25,7 +25,7 @@ _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a 
 
 
 _MOST_VALUES = 100_000
-"""Of one YAML text, aliases counted as what they stand for; a schema of 1,000 columns has about 4,000."""
+"""Most values in one YAML text, aliases counted as what they stand for; a schema of 1,000 columns has about 4,000."""
 
 
 class _YamlLoader(yaml.SafeLoader):

@@ -14,7 +14,7 @@ FEW_ROWS = 5_000_000
 LEAST_BATCH, MOST_BATCH = 64, 256
 ROWS_PER_SAMPLE_OF_BATCH = 1250
 RATE_OF_TABLES = 1.8
-"""Of SGD in batches of LEAST_BATCH. The gradient is a mean over the batch, so the rate grows with it: an id that comes
+"""Rate of SGD at LEAST_BATCH. The gradient is a mean over the batch, so the rate grows with it: an id that comes
 once a batch then learns as much each time. Past MOST_BATCH that fails, because frequent ids then step too far: on
 600,000 rows AUC was 0.79 at 256; at 512 0.74 with the rate doubled, 0.77 with it kept."""
 SCARCE_ROWS = 20_000

@@ -53,7 +53,7 @@ class State:
     seconds: dict[str, Amount] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Spent in steps, by phase, over all sessions of the run."""
     stall_s: Amount = 0.0
-    """Of them, waiting for rows that were not in DRAM."""
+    """Seconds of steps spent waiting for rows that were not in DRAM."""
     drive_written_bytes: Count = 0
     """Rows in tiers and checkpoints, over all sessions of the run."""
 

@@ -237,7 +237,7 @@ def refused(case: Case, *, may_pass: bool) -> str:
 
 
 def faults(case: Case, num_forged: int, num_plain: int) -> list[str]:
-    """Of so many changes with the checksum made right, and so many without."""
+    """What goes wrong with so many changes whose checksum is made right, and so many without."""
     text, generator, found = case.file.read_bytes(), random.Random(case.file.name), []
     fields = json.loads(text)
     everything = list(changes(fields))

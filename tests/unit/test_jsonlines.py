@@ -133,6 +133,14 @@ def test_reading_goes_on_from_any_row(tmp_path: Path) -> None:
         assert bad == ([4] if first < 4 else [])
 
 
+def test_bad_lines_come_in_pieces_too(tmp_path: Path) -> None:
+    """Else the errors of a file without a good line would all be held at once."""
+    (tmp_path / "x.jsonl").write_text('{"a": 1}\n' + "broken\n" * 25)
+    pieces = list(open_table(tmp_path / "x.jsonl", CsvSpec()).read(0, 0, ["a"], 10))
+    assert [len(rows.bad) + len(rows.lines) for rows in pieces] == [10, 10, 6]
+    assert [rows.end for rows in pieces] == [10, 20, 26]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -30,7 +30,7 @@ from hotrow.data.tabular import (
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 ROWS_AT_ONCE = 8192
-"""Lines that are Python objects at a time: some tens of MB."""
+"""Lines, bad ones included, that are held as Python objects at a time: some tens of MB."""
 _TEXT_OF = {True: "1", False: "0", None: None}
 
 
@@ -91,7 +91,7 @@ class JsonReader:
                     lines.append(number)
                 except ValueError as error:
                     bad.append(RowError(file=file.name, line=number, reason=str(error)))
-                if len(records) == min(rows_per_batch, ROWS_AT_ONCE):
+                if len(records) + len(bad) >= min(rows_per_batch, ROWS_AT_ONCE):
                     yield rows(number)
             if records or bad:
                 yield rows(number)

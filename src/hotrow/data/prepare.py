@@ -143,7 +143,7 @@ class RawRows:
     encodings: dict[str, IdEncoding]
     """By feature."""
     transforms: list[DenseTransform]
-    """Of the dense columns."""
+    """Transforms of the dense columns."""
 
 
 def raw_rows(dataset: PackedDataset) -> RawRows | None:

@@ -103,7 +103,7 @@ class Moments:
         return sum((s * _power(e - MANTISSA_BITS) for e, s in self._sums.items()), Fraction(0)) / self.num_values
 
     def variance(self) -> Fraction:
-        """Of all values, at least one, exactly."""
+        """The exact variance of all values; there must be at least one."""
         squares = (s * _power(2 * (e - MANTISSA_BITS)) for e, s in self._squares.items())
         return sum(squares, Fraction(0)) / self.num_values - self._mean() ** 2
 

@@ -57,11 +57,11 @@ class Results:
     plan: SplitPlan | None = None
     """Which rows train."""
     transforms: tuple[str, ...] | None = None
-    """Of the dense columns, once training rows were counted."""
+    """Transforms of the dense columns, once training rows were counted."""
     tables: dict[str, Table] | None = None
     """By name, once their vocabularies are written."""
     checksums: tuple[str, ...] | None = None
-    """Of the input files, once counted."""
+    """Checksums of the input files, once their rows were counted."""
     rows_total: Count | None = None
     """Rows of the source, once counted."""
     marks: tuple[Mark, ...] = ()

@@ -43,7 +43,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The number of the worker's process."""
         return self._process.pid
 
     def ready(self) -> None:
