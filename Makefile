@@ -37,7 +37,7 @@ test: $(VENV)/.test $(CORE) ## the tests, but for the slow ones
 	@$(SIDE_BY_SIDE) -m 'not slow' $(ARGS)
 
 test-isas: $(VENV)/.test $(CORE) ## the kernels' laws and one training test under every instruction set of this machine
-	@for isa in $$($(BIN)/python -c 'from hotrow import ops; print(*ops.isas())'); do \
+	@for isa in $$($(BIN)/python -c 'from hotrow.kernels import ops; print(*ops.isas())'); do \
 	  echo "instruction set $$isa" && HOTROW_ISA=$$isa $(SIDE_BY_SIDE) -q $(ISA_TESTS) $(ARGS) || exit; done
 
 test-all: $(VENV)/.test $(CORE) ## all tests

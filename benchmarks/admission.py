@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from benchmarks.hot_trackers import DATA
 from benchmarks.markdown import clean_rounds, table
-from hotrow import bench
-from hotrow.data.accesses import open_accesses
-from hotrow.data.optimum import belady_hits
-from hotrow.memory.budget import ADMISSIONS, POLICIES
-from hotrow.memory.native import backend
+from hotrow.inspect.accesses import open_accesses
+from hotrow.inspect.optimum import belady_hits
+from hotrow.placement.budget import ADMISSIONS, POLICIES
+from hotrow.placement.native import backend
+from hotrow.study import bench
 
 BATCH, DEPTH, NUM_ROWS, NUM_LOOKUPS, SEED = 2048, 4, 1_000_000, 1000 * 2048, 0
 PARTS = (10, 32)

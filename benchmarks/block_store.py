@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import run_as_script
-from hotrow import cells
-from hotrow.memory.stores import DEPTH, Engines, Store, TableRows, open_store
+from hotrow.placement.stores import DEPTH, Engines, Store, TableRows, open_store
+from hotrow.study import cells
 
 WIDTH = 128  # floats of a record
 RECORD_BYTES = WIDTH * 4

@@ -45,13 +45,13 @@ from torch import Tensor, nn
 
 import hotrow
 from benchmarks.markdown import held
-from hotrow import bench
-from hotrow.data.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
-from hotrow.files import available_memory_bytes, parse_bytes
+from hotrow.base.files import available_memory_bytes, parse_bytes
+from hotrow.data.sources.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
 from hotrow.hot.link import Link
 from hotrow.models.dlrm import DLRM
+from hotrow.study import bench
 
 NUM_DENSE, DEPTH, LR, SEED = 13, 4, 0.05, 1
 MEMORY_SHARE = 0.6

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.markdown import held, table
-from hotrow.data.packed import PackedDataset
-from hotrow.data.prepare import run_prepare
-from hotrow.data.schema import parse_schema
-from hotrow.data.taobao import HISTORIES_SCHEMA
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.classify import hot_samples
 from hotrow.hot.student import interval

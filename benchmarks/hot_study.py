@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.markdown import table
 from benchmarks.study_docs import StudyDocs, table_of
-from hotrow.charts import line_chart
+from hotrow.draw.charts import line_chart
 from hotrow.study.hot_page import SHOWN
 from hotrow.study.runner import load_preset
 

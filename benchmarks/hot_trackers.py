@@ -22,11 +22,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.accesses import Accesses, open_accesses
-from hotrow.data.prepare import run_prepare
-from hotrow.data.reference_reuse import mix64
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.reference_reuse import fmix64
 from hotrow.hot import tracker
 from hotrow.hot.tracker import HotTracker
+from hotrow.inspect.accesses import Accesses, open_accesses
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 NUM_PARTS, BATCH = 10, 1 << 14
@@ -73,7 +73,7 @@ class Buckets:
 
     def own(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, dict[int, int]]]:
         """(row, its set)."""
-        places = mix64(rows.astype(np.uint64)) % np.uint64(len(self.sets))
+        places = fmix64(rows.astype(np.uint64)) % np.uint64(len(self.sets))
         return ((row, self.sets[place]) for row, place in zip(rows.tolist(), places.tolist(), strict=True))
 
 

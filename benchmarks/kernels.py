@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import run_as_script
-from hotrow import cells, ops
+from hotrow.kernels import ops
+from hotrow.study import cells
 
 TARGETS = {
     "step_sgd_8x50_uniform": 3.7,

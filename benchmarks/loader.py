@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hotrow import bench
-from hotrow.data.loader import Loader
-from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Split, Table
+from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Split, Table
+from hotrow.data.packed.loader import Loader
+from hotrow.study import bench
 
 NUM_DENSE, NUM_SPARSE, NUM_EMBEDDINGS = 13, 26, 1_000_000
 STEP_MS = 50.0

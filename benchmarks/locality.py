@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from hotrow import bench
-from hotrow.charts import line_chart
-from hotrow.data.accesses import Accesses, TableAccesses, open_accesses
-from hotrow.data.hotness import CURVE_SHARES, Hotness, measure_hotness
-from hotrow.data.prepare import run_prepare
-from hotrow.data.reuse import ReuseProfile
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.draw.charts import line_chart
+from hotrow.inspect.accesses import Accesses, TableAccesses, open_accesses
+from hotrow.inspect.hotness import CURVE_SHARES, Hotness, measure_hotness
+from hotrow.inspect.reuse import ReuseProfile
+from hotrow.study import bench
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH_SIZE, DIM, SEED = 2048, 16, 0

@@ -29,12 +29,13 @@ from benchmarks.compiled import compiled
 from benchmarks.results import run_as_script
 from benchmarks.step_peers import Step, make_ours
 from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
-from hotrow import cells, ops
+from hotrow.base.machine import numa_nodes
 from hotrow.batch import Batch
-from hotrow.data.loader import Loader
-from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
-from hotrow.host import numa_nodes
-from hotrow.reference import ALGORITHMS
+from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+from hotrow.data.packed.loader import Loader
+from hotrow.kernels import ops
+from hotrow.kernels.reference import ALGORITHMS
+from hotrow.study import cells
 
 IDS_SHAPES = ("kaggle", "sc20-small", "mlperf-like", "embedding-bound")
 LOADER_BATCHES = 64

@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.results import run_as_script
-from hotrow import cells
-from hotrow.data.columns import ColumnsSource
-from hotrow.data.dictionary import column_of
-from hotrow.data.encoder import EncoderPool
-from hotrow.data.rowencoder import RowEncoder
-from hotrow.data.schema import parse_schema
-from hotrow.data.spill import CounterPool
-from hotrow.data.transforms import DenseTransform
+from hotrow.data.prepare.encoder import EncoderPool
+from hotrow.data.prepare.rowencoder import RowEncoder
+from hotrow.data.prepare.spill import CounterPool
+from hotrow.data.sources.columns import ColumnsSource
+from hotrow.data.sources.dictionary import column_of
+from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.transforms import DenseTransform
+from hotrow.study import cells
 
 INTEGERS = {"user": 1_000_000, "item": 300_000, "category": 5_000}
 TEXTS = {"device": 400_000, "site": 20_000, "country": 200}

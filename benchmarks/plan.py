@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hotrow import bench
-from hotrow.data.accesses import open_accesses
-from hotrow.data.hotness import measure_hotness
-from hotrow.data.packed import PackedDataset
-from hotrow.data.synthetic_config import KAGGLE_ROWS
-from hotrow.memory.budget import TableDemand, TableSlots, plan_slots
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
+from hotrow.inspect.accesses import open_accesses
+from hotrow.inspect.hotness import measure_hotness
+from hotrow.placement.budget import TableDemand, TableSlots, plan_slots
 from hotrow.plan.solve import TableUse, expected_hit_rate, solve
+from hotrow.study import bench
 
 BATCH_SIZE, DIM, STATE_BYTES = 2048, 64, 4
 SHARES = (2, 4, 10, 32)
@@ -70,7 +70,7 @@ def print_table(title: str, uses: dict[str, Sequence[TableUse]]) -> None:
 
 def real_uses(source: Path, folder: Path) -> tuple[list[TableUse], list[TableUse]]:
     """The tables by counts, and by measured curves."""
-    from hotrow.data.prepare import run_prepare
+    from hotrow.data.prepare.prepare import run_prepare
 
     run_prepare("criteo", str(source), folder)
     dataset = PackedDataset.open(folder)

@@ -23,12 +23,13 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.results import record
-from hotrow import bench, runs, trainer
 from hotrow.batch import Batch
-from hotrow.config import load_config
-from hotrow.data.prepare import run_prepare
-from hotrow.parts import Parts
-from hotrow.session import StepClock
+from hotrow.config.load import load_config
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.run import runs, trainer
+from hotrow.run.session import StepClock
+from hotrow.run.setup import Parts
+from hotrow.study import bench
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "criteo-small.yaml"

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow import bench, runs
-from hotrow.config import apply_overrides, make_config
-from hotrow.data.packed import PackedDataset
-from hotrow.data.prepare import run_prepare
-from hotrow.recipe import as_overrides, choose_recipe
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.config.recipe import as_overrides, choose_recipe
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.run import runs
+from hotrow.study import bench
 
 FILES = {
     "criteo 80k": "criteo_terabyte_80k.tsv.gz",

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hotrow import bench, cells
+from hotrow.study import bench, cells
 
 Cell = dict[str, Any]
 Reports = dict[str, dict[str, dict[str, Any]]]

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.step_shapes import Setting
-from hotrow import cells
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models.dlrm import DLRM
 from hotrow.models.layers import MLP
 from hotrow.optim import SGD, RowWiseAdagrad
+from hotrow.study import cells
 from hotrow.tables import TableConfig
 
 

@@ -35,8 +35,9 @@ from benchmarks.compiled import compiled
 from benchmarks.results import record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, StepShape, floor_parts_s, make_setting, products_s
-from hotrow import bench, cells, ops
+from hotrow.kernels import ops
 from hotrow.optim import SparseOptimizer
+from hotrow.study import bench, cells
 
 LEAST_DENSE_SHARE = 0.85
 """Of the dense part, its bare matrix products, by our own promise."""

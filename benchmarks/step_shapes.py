@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hotrow import cells
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.data.synthetic_config import KAGGLE_ROWS
+from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
+from hotrow.study import cells
 
 # Distinct ids per column of Criteo Terabyte, taken modulo ten million, as the reference DLRM's tools state them.
 TERABYTE_MODULO_ROWS = (

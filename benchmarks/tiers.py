@@ -35,12 +35,11 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.results import record
-from hotrow import bench
+from hotrow.base.machine import usable_cores
 from hotrow.embedding import EmbeddingCollection
-from hotrow.host import usable_cores
-from hotrow.memory.budget import Memory
-from hotrow.memory.stores import TableRows, open_store
-from hotrow.study import memory
+from hotrow.placement.budget import Memory
+from hotrow.placement.stores import TableRows, open_store
+from hotrow.study import bench, memory
 from hotrow.study.group import MemoryGroup
 from hotrow.study.memory import MemoryCell
 from hotrow.study.sides import Settings, Side

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.compiled import compiled
 from benchmarks.results import run_as_script
-from hotrow import cells
+from hotrow.study import cells
 
 SHAPE = replace(cells.POOLED, num_tables=2)
 NATIVE = {  # number in updates.cpp and what it does

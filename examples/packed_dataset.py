@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hotrow
-from hotrow.data.prepare import run_prepare  # `hotrow prepare csv clicks.csv --out clicks` on the command line
+from hotrow.data.prepare.prepare import run_prepare  # `hotrow prepare csv clicks.csv --out clicks` on the command line
 
 
 def write_clicks(path: Path, num_rows: int = 5000) -> None:

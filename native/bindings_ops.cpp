@@ -285,7 +285,7 @@ NB_MODULE(_native, m) {
   // What still lives when the interpreter ends (a collection in a script's globals) is no leak of ours.
   nb::set_leak_warnings(false);
   watch_forks();
-  m.doc() = "hotrow's kernels; call them through hotrow.ops and hotrow.data.native";
+  m.doc() = "hotrow's kernels; call them through hotrow.kernels.ops and hotrow.data.native";
   nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>>());
   nb::class_<Arrays>(m, "Arrays")
       .def("__init__", [](Arrays* self, std::vector<Array> arrays, std::vector<std::optional<LowHalves>> low) {

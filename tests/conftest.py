@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from hotrow import files
-from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+from hotrow.base import files
+from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
 from packed_data import counts_file
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hotrow.reference import row_key, to_float16, uniform_rows
+from hotrow.kernels.reference import row_key, to_float16, uniform_rows
 
 
 def expanded(path: Path) -> dict[str, bytes]:

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hotrow.data.pipeline import Options, prepare
-from hotrow.data.sources import open_source
+from hotrow.data.prepare.pipeline import Options, prepare
+from hotrow.data.sources.registry import open_source
 from prepare_data import SCHEMA, file_hashes
 
 NUM_KILLS = 7

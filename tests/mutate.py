@@ -42,9 +42,9 @@ import pyarrow.parquet as pq
 import yaml
 
 import hotrow
-from hotrow import cli
-from hotrow.data.synthetic import write_criteo
-from hotrow.data.synthetic_config import criteo_kaggle
+from hotrow.cli import app as cli
+from hotrow.data.sources.synthetic import write_criteo
+from hotrow.data.sources.synthetic_config import criteo_kaggle
 
 LIMIT_S = 60
 MEMORY_BYTES = 8 << 30
@@ -979,7 +979,7 @@ def schema_case(rng: random.Random, world: World) -> Case:
 
 def config_case(rng: random.Random, world: World) -> Case:
     """A changed config, or a changed recipe of the repository."""
-    from hotrow.config import options
+    from hotrow.config.load import options
 
     known = tuple(name for name, _ in options())
     recipe = rng.choice([None, None, *sorted(RECIPES.glob("*.yaml"))])

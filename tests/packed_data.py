@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
 
 NUM_ROWS_OF_TABLE = 100_000
 

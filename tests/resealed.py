@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hotrow.records import CHECKSUM, write_sealed
+from hotrow.base.records import CHECKSUM, write_sealed
 
 
 def reseal(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hotrow import ops
-from hotrow.memory.stores import Kind, Store, TableRows, io_uring_refused
+from hotrow.kernels import ops
+from hotrow.placement.stores import Kind, Store, TableRows, io_uring_refused
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 needs_io_uring = pytest.mark.skipif(bool(io_uring_refused()), reason=f"io_uring is refused here: {io_uring_refused()}")

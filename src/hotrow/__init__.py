@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hotrow.api import Run, fit, load
     from hotrow.batch import Batch, KeyedJaggedTensor
-    from hotrow.checkpoint import load_checkpoint, save_checkpoint
-    from hotrow.config import load_config
-    from hotrow.config_schema import Config
-    from hotrow.data.loader import Loader
-    from hotrow.data.packed import PackedDataset
+    from hotrow.config.load import load_config
+    from hotrow.config.schema import Config
+    from hotrow.data.packed.dataset import PackedDataset
+    from hotrow.data.packed.loader import Loader
     from hotrow.embedding import EmbeddingCollection
     from hotrow.gradients import clip_grad_norm_
-    from hotrow.memory.budget import Memory
-    from hotrow.memory.device_budget import DeviceMemory
-    from hotrow.memory.lookahead import lookahead
+    from hotrow.lookahead import lookahead
     from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
+    from hotrow.placement.budget import Memory
+    from hotrow.placement.device_budget import DeviceMemory
     from hotrow.plan.solve import plan_by_counts
+    from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
     from hotrow.tables import TableConfig, Uniform
 
 __all__ = [
@@ -55,16 +55,16 @@ __all__ = [
 _HOMES = {
     "hotrow.api": ("Run", "fit", "load"),
     "hotrow.batch": ("Batch", "KeyedJaggedTensor"),
-    "hotrow.checkpoint": ("load_checkpoint", "save_checkpoint"),
-    "hotrow.config": ("load_config",),
-    "hotrow.config_schema": ("Config",),
-    "hotrow.data.loader": ("Loader",),
-    "hotrow.data.packed": ("PackedDataset",),
+    "hotrow.run.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "hotrow.config.load": ("load_config",),
+    "hotrow.config.schema": ("Config",),
+    "hotrow.data.packed.loader": ("Loader",),
+    "hotrow.data.packed.dataset": ("PackedDataset",),
     "hotrow.embedding": ("EmbeddingCollection",),
     "hotrow.gradients": ("clip_grad_norm_",),
-    "hotrow.memory.budget": ("Memory",),
-    "hotrow.memory.device_budget": ("DeviceMemory",),
-    "hotrow.memory.lookahead": ("lookahead",),
+    "hotrow.placement.budget": ("Memory",),
+    "hotrow.placement.device_budget": ("DeviceMemory",),
+    "hotrow.lookahead": ("lookahead",),
     "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16"),
     "hotrow.plan.solve": ("plan_by_counts",),
     "hotrow.tables": ("TableConfig", "Uniform"),

@@ -8,7 +8,7 @@ def main() -> None:
     # While modules are imported, and after a verb, there is nothing to save; the verb itself takes what was here.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from hotrow.cli import main as run
+    from hotrow.cli.app import main as run
 
     run()
 

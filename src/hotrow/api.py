@@ -30,34 +30,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hotrow.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
-from hotrow.checkpoint_manifest import read_manifest
-from hotrow.config import apply_overrides, make_config, options, read_config
-from hotrow.config_schema import Config
-from hotrow.data.guess import Role
-from hotrow.data.loader import Loader
-from hotrow.data.packed import PackedDataset
-from hotrow.data.packed_format import MANIFEST
-from hotrow.data.pipeline import fingerprint, prepare
-from hotrow.data.prepare import RawEncoder
-from hotrow.data.progress import ProgressCallback
-from hotrow.data.schema import Schema, check_options, load_schema, parse_schema
-from hotrow.data.sources import OpenedSource, open_source
-from hotrow.device import Place, cpu_instead, place_tables
+from hotrow.base.files import atomic_write, explain_full_disk, size
+from hotrow.base.progress import progress_bar
+from hotrow.base.progress_meter import ProgressCallback
+from hotrow.config.load import apply_overrides, make_config, options, read_config
+from hotrow.config.recipe import as_overrides, choose_recipe
+from hotrow.config.schema import Config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.format import MANIFEST
+from hotrow.data.packed.loader import Loader
+from hotrow.data.prepare.pipeline import fingerprint, prepare
+from hotrow.data.prepare.prepare import RawEncoder
+from hotrow.data.sources.guess import Role
+from hotrow.data.sources.registry import OpenedSource, open_source
+from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.embedding import EmbeddingCollection
-from hotrow.export import export_checkpoint
-from hotrow.files import atomic_write, explain_full_disk, size
-from hotrow.metrics import BinaryMetrics
+from hotrow.export.export import export_checkpoint
 from hotrow.models import look_up
 from hotrow.models.tbsm import SampleError
-from hotrow.parts import build_network
-from hotrow.placement import close_tiers
-from hotrow.progress import progress_bar
-from hotrow.recipe import as_overrides, choose_recipe
-from hotrow.run_folder import RUN, RunFolder, check_free, resume_command
-from hotrow.run_state import read_model
-from hotrow.runs import train
-from hotrow.trainer import EVAL_BATCH_SIZE, evaluate
+from hotrow.plan.choose import close_tiers
+from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
+from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.device import Place, cpu_instead, place_tables
+from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
+from hotrow.run.metrics import BinaryMetrics
+from hotrow.run.runs import train
+from hotrow.run.setup import build_network
+from hotrow.run.state import read_model
+from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 

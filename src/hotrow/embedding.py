@@ -19,16 +19,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from hotrow import ops, torch_tables
+from hotrow import torch_tables
+from hotrow.base.files import available_memory_bytes, size
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.files import available_memory_bytes, size
-from hotrow.memory.below import InDram, InTiers
-from hotrow.memory.budget import Memory
-from hotrow.memory.device_budget import DeviceMemory
-from hotrow.memory.device_rows import DeviceFlight, DeviceRows
-from hotrow.memory.table_rows import RowsInTiers
-from hotrow.memory.tiers import Flight, Tiers
-from hotrow.reference import Layout, row_key, to_float16, widen, write_rows
+from hotrow.kernels import ops
+from hotrow.kernels.reference import Layout, row_key, to_float16, widen, write_rows
+from hotrow.placement.below import InDram, InTiers
+from hotrow.placement.budget import Memory
+from hotrow.placement.device import DeviceFlight, DeviceRows
+from hotrow.placement.device_budget import DeviceMemory
+from hotrow.placement.table_rows import RowsInTiers
+from hotrow.placement.tiers import Flight, Tiers
 from hotrow.tables import TableConfig, check_tables
 
 BATCHES_TO_WARN_OF = 3

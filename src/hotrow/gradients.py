@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from hotrow import ops
 from hotrow.embedding import EmbeddingCollection, Pending
+from hotrow.kernels import ops
 
 
 def nonfinite_gradient(emb: EmbeddingCollection) -> str | None:

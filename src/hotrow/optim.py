@@ -18,12 +18,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hotrow import ops
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient
-from hotrow.memory.table_rows import RowsInTiers
-from hotrow.memory.tiers import State
-from hotrow.reference import Algorithm, Rule, split, widen
+from hotrow.kernels import ops
+from hotrow.kernels.reference import Algorithm, Rule, split, widen
+from hotrow.placement.table_rows import RowsInTiers
+from hotrow.placement.tiers import State
 
 OnNonfinite = Literal["raise", "skip"] | None
 """What a step does on a gradient that is NaN or infinite; see `SparseOptimizer`."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, SupportsIndex
 
-from hotrow.records import Amount, Count
+from hotrow.base.records import Amount, Count
 
 Pooling = Literal["sum", "mean"]
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean")

@@ -20,13 +20,13 @@ import pytest
 
 import hotrow
 from hotrow import api
+from hotrow.base.progress_meter import Progress
 from hotrow.data.chunk import RowError
-from hotrow.data.packed import PackedDataset
-from hotrow.data.pipeline import Interrupted, Options, prepare
-from hotrow.data.progress import Progress
-from hotrow.metrics import BinaryMetrics
-from hotrow.run_folder import RunFolder
-from hotrow.runs import resume
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
+from hotrow.run.folder import RunFolder
+from hotrow.run.metrics import BinaryMetrics
+from hotrow.run.runs import resume
 from prepare_data import file_hashes
 
 OPTIONS = {"batch_size": 32, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}

@@ -22,10 +22,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hotrow import cli, demo
-from hotrow.data.packed import PackedDataset
-from hotrow.data.synthetic import write_criteo
-from hotrow.data.synthetic_config import criteo_kaggle
+from hotrow.cli import app as cli
+from hotrow.cli import demo
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.sources.synthetic import write_criteo
+from hotrow.data.sources.synthetic_config import criteo_kaggle
 from resealed import reseal
 
 VERBS = ["demo", "init", "prepare", "inspect", "train", "eval", "predict", "export", "check", "bench", "study"]

@@ -26,14 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hotrow import runs, trainer
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.config import load_config
-from hotrow.data.loader import Loader
-from hotrow.data.packed import PackedDataset
-from hotrow.data.prepare import run_prepare
-from hotrow.metrics import BinaryMetrics
-from hotrow.session import StepClock
+from hotrow.config.load import load_config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.loader import Loader
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.run import runs, trainer
+from hotrow.run.metrics import BinaryMetrics
+from hotrow.run.session import StepClock
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "criteo-small.yaml"
 FILE = "criteo_terabyte_80k.tsv.gz"

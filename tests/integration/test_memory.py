@@ -14,14 +14,16 @@ import pytest
 
 import hotrow
 from expanded import expanded
-from hotrow import ops, placement, runs, trainer
-from hotrow.checkpoint import list_checkpoints, verify
-from hotrow.config import apply_overrides, make_config
-from hotrow.config_schema import Config
-from hotrow.data.packed import PackedDataset
-from hotrow.memory.stores import Engines, StoreError
-from hotrow.memory.tiers import Tiers
-from hotrow.run_folder import RunFolder
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.config.schema import Config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.kernels import ops
+from hotrow.placement.stores import Engines, StoreError
+from hotrow.placement.tiers import Tiers
+from hotrow.plan import choose as placement
+from hotrow.run import runs, trainer
+from hotrow.run.checkpoint import list_checkpoints, verify
+from hotrow.run.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 

@@ -13,9 +13,9 @@ import pyarrow.csv
 import pytest
 
 import hotrow
-from hotrow import tools
-from hotrow.data.init import run_init
-from hotrow.data.prepare import run_prepare
+from hotrow.cli import tools
+from hotrow.data.prepare.init import run_init
+from hotrow.data.prepare.prepare import run_prepare
 
 NAMES = [
     *(

@@ -21,14 +21,15 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from hotrow.data import estimate, packed_writer, pipeline
-from hotrow.data.avazu import COLUMNS as AVAZU_COLUMNS
 from hotrow.data.chunk import RowError
-from hotrow.data.packed import PackedDataset
-from hotrow.data.pipeline import Interrupted, Options, prepare
-from hotrow.data.prepare import RawEncoder, parse_bytes, run_prepare
-from hotrow.data.schema import parse_schema
-from hotrow.data.sources import open_source, recognise
+from hotrow.data.packed import writer as packed_writer
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.prepare import estimate, pipeline
+from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
+from hotrow.data.prepare.prepare import RawEncoder, parse_bytes, run_prepare
+from hotrow.data.sources.avazu import COLUMNS as AVAZU_COLUMNS
+from hotrow.data.sources.registry import open_source, recognise
+from hotrow.data.sources.schema import parse_schema
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
 from resealed import reseal
 

@@ -19,14 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from hotrow import runs, trainer
-from hotrow.config import make_config
-from hotrow.config_schema import Config
-from hotrow.data.loader import Loader
-from hotrow.data.packed import PackedDataset
-from hotrow.data.prepare import run_prepare
-from hotrow.data.schema import parse_schema
-from hotrow.data.taobao import HISTORIES_SCHEMA
+from hotrow.config.load import make_config
+from hotrow.config.schema import Config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.loader import Loader
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.taobao import HISTORIES_SCHEMA
+from hotrow.run import runs, trainer
 from plain_tbsm import PlainTBSM
 
 FEATURES = (("user", None), ("item", "item_history"), ("category", "category_history"))

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import hotrow
-from hotrow import ops, runs
-from hotrow.config import make_config
-from hotrow.data.packed import DatasetInfo, Feature, PackedDataset, PackedWriter, Table
-from hotrow.run_folder import RunFolder
+from hotrow.config.load import make_config
+from hotrow.data.packed.dataset import DatasetInfo, Feature, PackedDataset, PackedWriter, Table
+from hotrow.kernels import ops
+from hotrow.run import runs
+from hotrow.run.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 

@@ -16,12 +16,15 @@ import pytest
 import torch
 
 import hotrow
-from hotrow import Run, ops, progress, runs, trainer
-from hotrow.checkpoint import list_checkpoints
-from hotrow.config import apply_overrides, make_config
-from hotrow.config_schema import Config
-from hotrow.data.packed import PackedDataset
-from hotrow.run_folder import RunFolder
+from hotrow import Run
+from hotrow.base import progress
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.config.schema import Config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.kernels import ops
+from hotrow.run import runs, trainer
+from hotrow.run.checkpoint import list_checkpoints
+from hotrow.run.folder import RunFolder
 
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16]},

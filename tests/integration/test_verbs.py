@@ -23,10 +23,12 @@ from rich.console import Console
 from sklearn.metrics import log_loss, roc_auc_score
 
 import hotrow
-from hotrow import cli, progress, runs
-from hotrow.checkpoint import list_checkpoints
-from hotrow.data.progress import Progress
-from hotrow.run_folder import RunFolder, resume_command
+from hotrow.base import progress
+from hotrow.base.progress_meter import Progress
+from hotrow.cli import app as cli
+from hotrow.run import runs
+from hotrow.run.checkpoint import list_checkpoints
+from hotrow.run.folder import RunFolder, resume_command
 
 OPTIONS: dict[str, Any] = {"batch_size": 64, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
 N = 1500
@@ -221,7 +223,7 @@ for name, options in verbs.items():
         main()
     except SystemExit as error:
         print(name, error)
-from hotrow.cli import app
+from hotrow.cli.app import app
 print({command.name for command in app.registered_commands} == {*verbs})
 """
 
@@ -246,7 +248,7 @@ def test_no_verb_imports_torch_with_pythons_handler_of_ctrl_c(tmp_path: Path) ->
 def test_a_verb_that_is_interrupted_says_so(
     sent: signal.Signals, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotrow.tools.check", lambda path: os.kill(os.getpid(), sent))
+    monkeypatch.setattr("hotrow.cli.tools.check", lambda path: os.kill(os.getpid(), sent))
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     _, err = command("check", "x", capfd=capfd, monkeypatch=monkeypatch, code=128 + sent)
     assert err == "hotrow: aborted\n"
@@ -265,7 +267,7 @@ def test_an_error_of_ours_is_called_one(
     def broken(path: object) -> object:
         raise KeyError("num_bytes")
 
-    monkeypatch.setattr("hotrow.tools.check", broken)
+    monkeypatch.setattr("hotrow.cli.tools.check", broken)
     _, err = command("check", run.path, capfd=capfd, monkeypatch=monkeypatch, code=1)
     assert "an error of hotrow itself (KeyError: 'num_bytes')" in err and "Traceback" not in err
 

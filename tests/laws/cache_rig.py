@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from hotrow import ops, reference
-from hotrow.memory.budget import ADMISSIONS, POLICIES
-from hotrow.memory.store_file import page_records
-from hotrow.memory.stores import Engines, Kind, Store, TableRows, open_cached_store, open_store
+from hotrow.kernels import ops, reference
+from hotrow.placement.budget import ADMISSIONS, POLICIES
+from hotrow.placement.store_file import page_records
+from hotrow.placement.stores import Engines, Kind, Store, TableRows, open_cached_store, open_store
 
 needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is absent")
 MODULES = ["native", "twin"] if ops.backend().name == "native" else ["twin"]
@@ -23,7 +23,7 @@ KEY, BOUND, ZERO_ROWS = 77, 0.5, 1
 
 
 def module_of(name: str) -> Any:
-    return importlib.import_module("hotrow._native" if name == "native" else "hotrow.memory.reference")
+    return importlib.import_module("hotrow._native" if name == "native" else "hotrow.placement.reference")
 
 
 class Shape(NamedTuple):

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotrow import KeyedJaggedTensor, TableConfig, ops
-from hotrow.reference import NUM_STATES, Algorithm, Layout, Rule, split, to_float16
+from hotrow import KeyedJaggedTensor, TableConfig
+from hotrow.kernels import ops
+from hotrow.kernels.reference import NUM_STATES, Algorithm, Layout, Rule, split, to_float16
 from hotrow.tables import Dtype
 
 DIMS = (1, 3, 8, 16, 17, 33, 64, 100, 128)

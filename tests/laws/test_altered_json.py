@@ -21,22 +21,23 @@ import pytest
 from test_prepare_laws import StopAfter
 
 import hotrow
-from hotrow import runs, tools
-from hotrow.config import load_config
-from hotrow.data.packed import PackedDataset
-from hotrow.data.pipeline import Interrupted, Options, prepare
-from hotrow.data.prepare import RawEncoder
-from hotrow.data.sources import open_source
-from hotrow.device import Place, in_folder, place_tables
-from hotrow.files import parse_byte_rate
-from hotrow.ops import backend
-from hotrow.parts import tables_of
-from hotrow.progress import ProgressLine
-from hotrow.records import CHECKSUM, write_sealed
-from hotrow.run_folder import RunFolder
-from hotrow.session import Interrupt
-from hotrow.trainer import Training
-from hotrow.write_budget import WriteLedger
+from hotrow.base.files import parse_byte_rate
+from hotrow.base.progress import ProgressLine
+from hotrow.base.records import CHECKSUM, write_sealed
+from hotrow.cli import tools
+from hotrow.config.load import load_config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
+from hotrow.data.prepare.prepare import RawEncoder
+from hotrow.data.sources.registry import open_source
+from hotrow.kernels.ops import backend
+from hotrow.run import runs
+from hotrow.run.device import Place, in_folder, place_tables
+from hotrow.run.folder import RunFolder
+from hotrow.run.session import Interrupt
+from hotrow.run.setup import tables_of
+from hotrow.run.trainer import Training
+from hotrow.run.wear import WriteLedger
 from prepare_data import SCHEMA, make_rows, to_table
 
 VALUES: tuple[Any, ...] = (None, True, 0, -1, 1, 2.5, 2**40, 2**70, "", "x", "../x", [], [0], {}, {"x": 0})

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from cache_rig import MODULES, Rig, Shape, needs_native, use
 
-from hotrow.memory.budget import ADMISSIONS, METADATA_BYTES, POLICIES
-from hotrow.memory.reference_cache import _Frequencies
+from hotrow.placement.budget import ADMISSIONS, METADATA_BYTES, POLICIES
+from hotrow.placement.reference_cache import _Frequencies
 
 
 @pytest.fixture(params=MODULES)

@@ -22,12 +22,12 @@ from test_tiers import OPTIMIZERS, ROWS, budgets, make_batch, record_bytes, tabl
 
 import hotrow
 from expanded import expanded
-from hotrow import checkpoint_rows
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, verify
 from hotrow.embedding import EmbeddingCollection
-from hotrow.memory.budget import POLICIES
 from hotrow.optim import RowWiseAdagrad
+from hotrow.placement.budget import POLICIES
+from hotrow.run import checkpoint_rows
+from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, verify
 from hotrow.tables import TableConfig
 from resealed import reseal
 
@@ -145,7 +145,7 @@ def test_a_save_costs_the_rows_that_changed(big: Model, tmp_path: Path, monkeypa
     order = torch.randperm(1_000_000, generator=torch.Generator().manual_seed(0))
     touch(big, order[:20_000])
     asked: list[int] = []
-    monkeypatch.setattr("hotrow.checkpoint._check_room", lambda path, num_bytes: asked.append(num_bytes))
+    monkeypatch.setattr("hotrow.run.checkpoint._check_room", lambda path, num_bytes: asked.append(num_bytes))
     first = save_checkpoint(tmp_path / "step-1", big.parts)
     touch(big, order[19_500:20_500])  # half of them for the first time
     second = save_checkpoint(tmp_path / "step-2", big.parts)
@@ -253,9 +253,13 @@ def test_a_failed_save_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for what in ("hotrow.checkpoint.write_tensors", "hotrow.checkpoint.link_or_copy", "hotrow.records.write_sealed"):
+    for what in (
+        "hotrow.run.checkpoint.write_tensors",
+        "hotrow.run.checkpoint.link_or_copy",
+        "hotrow.base.records.write_sealed",
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(what, full)
+            patch.setattr(f"hotrow.{what}", full)
             with pytest.raises(OSError, match="No space left"):
                 save_checkpoint(tmp_path / "step-2", model.parts)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "rows") == ["step-1"]

@@ -10,7 +10,7 @@ import torch
 from kernel_cases import Guarded, every_backend, running
 from torch import Tensor
 
-from hotrow import ops, reference
+from hotrow.kernels import ops, reference
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
 

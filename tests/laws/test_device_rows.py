@@ -19,13 +19,14 @@ from gpu_device import DEVICE, assert_agrees
 from torch import Tensor
 
 import hotrow
-from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor, ops
-from hotrow.memory.budget import TableDemand, TableSlots
-from hotrow.memory.device_budget import MOVING_SHARE, plan_slots_on_device
-from hotrow.memory.directory import Directory
-from hotrow.memory.stores import StoreError
-from hotrow.memory.tiers import Flight, Tiers
+from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
+from hotrow.kernels import ops
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
+from hotrow.placement.budget import TableDemand, TableSlots
+from hotrow.placement.device_budget import MOVING_SHARE, plan_slots_on_device
+from hotrow.placement.directory import Directory
+from hotrow.placement.stores import StoreError
+from hotrow.placement.tiers import Flight, Tiers
 from hotrow.tables import TableConfig, Uniform
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,15 +19,16 @@ from test_resume import signal_at
 
 import hotrow
 from expanded import expanded
-from hotrow import host, runs, trainer
-from hotrow.checkpoint import list_checkpoints
-from hotrow.config import apply_overrides, make_config
-from hotrow.data.packed import PackedDataset
-from hotrow.device import Place, full_device, place_tables
-from hotrow.gpu import kernels
+from hotrow.base import machine as host
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.kernels import triton_kernels as kernels
 from hotrow.models.dlrm import DLRM
 from hotrow.models.tbsm import TBSM
-from hotrow.run_folder import RunFolder
+from hotrow.run import runs, trainer
+from hotrow.run.checkpoint import list_checkpoints
+from hotrow.run.device import Place, full_device, place_tables
+from hotrow.run.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 only_interpreted = pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here: its absence cannot be seen")
@@ -183,7 +184,7 @@ def test_what_is_not_here_is_refused_with_the_cure(data: Path, tmp_path: Path, m
     assert "choose fp32 or bf16, or set device to cuda" in refused("train.dense_dtype=tf32")
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     assert "but device is 'cpu': set device to cuda, or memory.hbm to null" in refused(hbm="1MiB")
-    monkeypatch.setitem(sys.modules, "hotrow.gpu.kernels", None)  # as if an import had failed
+    monkeypatch.setitem(sys.modules, "hotrow.kernels.triton_kernels", None)  # as if an import had failed
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     split = ["train.precision=split_bf16", "optimizer.dense.name=sgd"]
     assert "keeps the MLPs' weights in halves on the CPU" in refused("device=cuda", *split)

@@ -27,13 +27,15 @@ from safetensors.torch import load_file
 
 import hotrow
 from expanded import expanded
-from hotrow import ops, runs, tools
-from hotrow.checkpoint_manifest import read_manifest
-from hotrow.config import apply_overrides, make_config
-from hotrow.data.prepare import run_prepare
-from hotrow.data.schema import parse_schema
-from hotrow.data.synthetic import write_criteo
-from hotrow.data.synthetic_config import criteo_kaggle
+from hotrow.cli import tools
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.synthetic import write_criteo
+from hotrow.data.sources.synthetic_config import criteo_kaggle
+from hotrow.kernels import ops
+from hotrow.run import runs
+from hotrow.run.checkpoint_manifest import read_manifest
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 TOLERANCE = 1e-5
@@ -273,7 +275,7 @@ def test_the_tables_are_those_of_the_checkpoint(
     """To the bit, in pieces of a few rows: float16 as it is; of split weights the upper halves, as lookups see them."""
     memory = {"dram": DRAM, "ssd": str(tmp_path), "force": True} if tiers else {}
     run = train(long_tailed, tmp_path / "run", f"train.precision={precision}", **memory)
-    monkeypatch.setattr("hotrow.export_tables.PIECE_BYTES", 1000)
+    monkeypatch.setattr("hotrow.export.tables.PIECE_BYTES", 1000)
     run.export(tmp_path / "out")
     described = json.loads((tmp_path / "out" / "export.json").read_text())
     stored = expanded(run.checkpoint)
@@ -295,9 +297,9 @@ MEMORY_CHECK = """
 import sys
 from pathlib import Path
 import torch
-from hotrow.checkpoint_manifest import read_manifest
-from hotrow.checkpoint_tensors import write_tensors
-from hotrow.export_tables import LookedUpRows
+from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.checkpoint_tensors import write_tensors
+from hotrow.export.tables import LookedUpRows
 from hotrow.tables import TableConfig
 folder, rows = Path(sys.argv[1]), int(sys.argv[2])
 def export(checkpoint, num_embeddings):
@@ -353,12 +355,12 @@ def test_an_interrupted_export_leaves_nothing(run: hotrow.Run, tmp_path: Path, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("hotrow.export._write_keys", stop)
+        patch.setattr("hotrow.export.export._write_keys", stop)
         run.export(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # as a kill would leave it
-        patch.setattr("hotrow.export._write_keys", stop)
-        patch.setattr("hotrow.export.shutil.rmtree", lambda *_, **__: None)
+        patch.setattr("hotrow.export.export._write_keys", stop)
+        patch.setattr("hotrow.export.export.shutil.rmtree", lambda *_, **__: None)
         run.export(tmp_path / "out")
     left = tmp_path / "out.partial"
     assert not (tmp_path / "out").exists() and not (left / "export.json").exists()
@@ -382,7 +384,7 @@ def test_a_full_disk_is_said(run: hotrow.Run, tmp_path: Path, fill_disk: Callabl
 
 
 def test_too_little_room_is_said_before(run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.export.disk_free_bytes", lambda path: 100)
+    monkeypatch.setattr("hotrow.export.export.disk_free_bytes", lambda path: 100)
     with pytest.raises(ValueError, match=r"needs 1 MiB more than the disk has free"):
         run.export(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

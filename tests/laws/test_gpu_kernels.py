@@ -13,9 +13,10 @@ from gpu_device import DEVICE, assert_agrees, needs_gpu, to_device
 from kernel_cases import DTYPES, SENTINEL, Case, Guarded, assert_same_bits, bits, clones, make_case, rules, stored
 from torch import Tensor, nn
 
-from hotrow import KeyedJaggedTensor, TableConfig, reference
-from hotrow.gpu.ops import Arrays, Kernels
-from hotrow.reference import ALGORITHMS, Algorithm, Layout, Rule
+from hotrow import KeyedJaggedTensor, TableConfig
+from hotrow.kernels import reference
+from hotrow.kernels.reference import ALGORITHMS, Algorithm, Layout, Rule
+from hotrow.kernels.triton_ops import Arrays, Kernels
 from hotrow.tables import Dtype
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -272,7 +273,7 @@ COMPILE = """
 import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hotrow.gpu import kernels
+from hotrow.kernels import triton_kernels as kernels
 
 LONG, FLOAT = "*i64", "*fp32"
 BATCH = {"values": "*i32", "offsets": LONG, "features": LONG, "tables": LONG, "num_samples": "i32"}

@@ -8,9 +8,9 @@ import torch
 from gpu_device import DEVICE
 from torch import Tensor
 
-from hotrow.gpu import moves
-from hotrow.gpu.moves import Buffers, Moment, Mover, Streams
-from hotrow.memory.below import InDram
+from hotrow.kernels import triton_moves as moves
+from hotrow.kernels.triton_moves import Buffers, Moment, Mover, Streams
+from hotrow.placement.below import InDram
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,12 +10,13 @@ import pyarrow as pa
 import pytest
 from test_prepare_laws import StopAfter
 
-from hotrow.data import histories, pipeline
-from hotrow.data.packed import PackedDataset
-from hotrow.data.pipeline import Interrupted, Options, prepare
-from hotrow.data.rowsort import RowSort
-from hotrow.data.schema import parse_schema
-from hotrow.data.sources import OpenedSource, open_source
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.prepare import pipeline
+from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
+from hotrow.data.sources import histories
+from hotrow.data.sources.registry import OpenedSource, open_source
+from hotrow.data.sources.rowsort import RowSort
+from hotrow.data.sources.schema import parse_schema
 from prepare_data import file_hashes, plan_of
 
 SIZES: dict[str, Any] = {"rows_per_block": 128, "rows_per_part": 256}

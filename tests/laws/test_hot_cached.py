@@ -8,11 +8,11 @@ import pytest
 from gpu_device import DEVICE
 
 import hotrow
-from hotrow.data.loader import Loader
-from hotrow.data.packed import PackedDataset
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.loader import Loader
 from hotrow.hot.cached import MOVE_BYTES, SLOT_BYTES, cached_crossing
-from hotrow.memory.budget import TableSlots
 from hotrow.optim import RowWiseAdagrad
+from hotrow.placement.budget import TableSlots
 
 RECORD = {"t0": 4 * 4 + 4, "t1": 4 * 4 + 4, "t2": 4 * 4 + 4}
 SLOTS = {"t0": TableSlots(2, 46), "t1": TableSlots(20, 0), "t2": TableSlots(0, 50)}

@@ -29,15 +29,16 @@ from test_hot_placement import (
 from test_resume import outcome
 
 import hotrow
-from hotrow import KeyedJaggedTensor, runs, trainer
-from hotrow.config import make_config
-from hotrow.data.packed import PackedDataset
-from hotrow.device import Place, device_of_copies
-from hotrow.gpu.ops import Kernels
-from hotrow.hot import fast_memory, turns
+from hotrow import KeyedJaggedTensor
+from hotrow.config.load import make_config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.hot import fast_memory
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.link import Link
-from hotrow.run_folder import RunFolder
+from hotrow.kernels.triton_ops import Kernels
+from hotrow.run import runs, trainer, turns
+from hotrow.run.device import Place, device_of_copies
+from hotrow.run.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ON_DEVICE = ("device=cuda",) if HAS_GPU else ()
@@ -182,7 +183,7 @@ def test_collections_that_have_no_room_for_copies_on_a_device(monkeypatch: pytes
     error = ModuleNotFoundError("No module named 'triton'", name="triton")
 
     def absent(name: str, *arguments: Any) -> Any:
-        if name.startswith("hotrow.gpu"):
+        if name.startswith("hotrow.kernels.triton"):
             raise error
         return plain(name, *arguments)
 
@@ -322,7 +323,7 @@ def test_which_runs_have_copies_on_a_device(data: Path, monkeypatch: pytest.Monk
     assert device_of_copies(make_config({"data": str(data), "hot": {"schedule": "fae"}}), Place()) is None
     with pytest.raises(ValueError, match=r"hot.link is '12GB', with which memory .* set hot.link to null, or device"):
         device(hot={"schedule": "fae", "link": "12GB"})
-    monkeypatch.setattr("hotrow.device.find_spec", lambda name: None)
+    monkeypatch.setattr("hotrow.run.device.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Triton is not installed: pip install 'hotrow\[gpu\]', or set device to cpu"):
         device(hot={"schedule": "fae"})
 

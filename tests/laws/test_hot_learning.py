@@ -13,11 +13,11 @@ from test_hot_placement import stopped_and_resumed, trained, without_cost
 from test_resume import outcome
 
 from hotrow.batch import Batch
-from hotrow.config import make_config
-from hotrow.config_schema import HotConfig
-from hotrow.data.packed import PackedDataset
+from hotrow.config.load import make_config
+from hotrow.config.schema import HotConfig
+from hotrow.data.packed.dataset import PackedDataset
 from hotrow.hot.learner import whole_batches
-from hotrow.hot.turns import Turns
+from hotrow.run.turns import Turns
 
 RECORD = {f"t{t}": 36 for t in range(3)}
 TRACKED = "hot.rows=tracked"

@@ -18,15 +18,16 @@ import torch
 from test_resume import BASE, outcome, signal_at
 
 import hotrow
-from hotrow import KeyedJaggedTensor, TableConfig, placement, runs, trainer
-from hotrow.config import apply_overrides, make_config
-from hotrow.data.packed import PackedDataset
-from hotrow.hot import turns
+from hotrow import KeyedJaggedTensor, TableConfig
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.packed.dataset import PackedDataset
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.link import Link
-from hotrow.run_folder import RunFolder
+from hotrow.plan import choose as placement
+from hotrow.run import runs, trainer, turns
+from hotrow.run.folder import RunFolder
 
 OPTIMIZERS = {  # and the bytes of a row with its states
     "sgd": (32, ["optimizer.sparse.name=sgd"]),

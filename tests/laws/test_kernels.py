@@ -23,8 +23,9 @@ from kernel_cases import (
     stored,
 )
 
-from hotrow import KeyedJaggedTensor, ops, reference
-from hotrow.reference import ALGORITHMS, Algorithm, Layout, Rule
+from hotrow import KeyedJaggedTensor
+from hotrow.kernels import ops, reference
+from hotrow.kernels.reference import ALGORITHMS, Algorithm, Layout, Rule
 from hotrow.tables import Dtype, TableConfig
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")

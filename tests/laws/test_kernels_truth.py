@@ -7,8 +7,9 @@ import torch
 from kernel_cases import DIMS, Case, make_case, rules
 from torch import Tensor, nn
 
-from hotrow import KeyedJaggedTensor, ops, reference
-from hotrow.reference import Rule
+from hotrow import KeyedJaggedTensor
+from hotrow.kernels import ops, reference
+from hotrow.kernels.reference import Rule
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}  # docs/numerics.md, "float64 truth"
 

@@ -19,13 +19,15 @@ from test_resume import BASE, VARIANTS, outcome, signal_at
 
 import hotrow
 from expanded import expanded
-from hotrow import ops, placement, runs, trainer
-from hotrow.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from hotrow.config import apply_overrides, make_config
-from hotrow.data.packed import PackedDataset
-from hotrow.host import lacks_bfloat16_products
+from hotrow.base.machine import lacks_bfloat16_products
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.kernels import ops
+from hotrow.plan import choose as placement
 from hotrow.plan import solve
-from hotrow.run_folder import RunFolder
+from hotrow.run import runs, trainer
+from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from hotrow.run.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 
@@ -195,8 +197,9 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
 
 KILLED = """
 import os, random, signal, sys, time
-from hotrow import runs, trainer
-from hotrow.config import load_config
+from hotrow.run import runs
+from hotrow.run import trainer
+from hotrow.config.load import load_config
 draws, kills = random.Random(7), 0
 while True:
     child = os.fork()
@@ -251,9 +254,11 @@ def test_killed_again_and_again(data: Path, tmp_path: Path, kills: int) -> None:
 
 KILLED_AT = """
 import os, signal, sys
-from hotrow import checkpoint, runs, trainer
-from hotrow.config import load_config
-from hotrow.memory.tiers import Tiers
+from hotrow.run import checkpoint
+from hotrow.run import runs
+from hotrow.run import trainer
+from hotrow.config.load import load_config
+from hotrow.placement.tiers import Tiers
 owners = {"clear_changed": Tiers, "prune_checkpoints": trainer, "write": checkpoint.DOCUMENT}
 owner = owners.get(sys.argv[2], checkpoint)
 plain, left = getattr(owner, sys.argv[2]), int(sys.argv[3])

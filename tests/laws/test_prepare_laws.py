@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrow.data import pipeline
-from hotrow.data.packed import PackedDataset
-from hotrow.data.pipeline import Interrupted, Options, prepare
-from hotrow.data.sources import OpenedSource, open_source
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.prepare import pipeline
+from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
+from hotrow.data.sources.registry import OpenedSource, open_source
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
 
 SIZES: dict[str, Any] = {"rows_per_block": 128, "rows_per_part": 256}

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from expanded import expanded
-from hotrow import runs, trainer
-from hotrow.checkpoint import list_checkpoints
-from hotrow.checkpoint_manifest import read_manifest
-from hotrow.config import apply_overrides, make_config
-from hotrow.data.packed import PackedDataset
-from hotrow.run_folder import RunFolder
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.run import runs, trainer
+from hotrow.run.checkpoint import list_checkpoints
+from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.folder import RunFolder
 
 TIMES = {"seconds", "samples_per_s", "step_ms", "stall_s", "stall_share"}
 PLACED = {"drive_written_bytes", "hits_per_lookup", "hits_per_row"}
@@ -155,8 +155,9 @@ def test_interrupted_again_and_again(data: Path, tmp_path: Path, monkeypatch: py
 
 KILLED = """
 import os, signal, sys
-from hotrow import runs, trainer
-from hotrow.config import load_config
+from hotrow.run import runs
+from hotrow.run import trainer
+from hotrow.config.load import load_config
 plain = trainer.train_step
 def step(parts, batch, step, clock):
     if step + 1 == int(sys.argv[2]):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hotrow.data import reference_reuse
-from hotrow.data.reuse import MissRatioCurve, ReuseProfile, is_sampled
+from hotrow.inspect.reuse import MissRatioCurve, ReuseProfile, is_sampled
 
 
 def profile(ids: NDArray[Any], access: Any = "lookup", *, batch: int = 100, **options: Any) -> ReuseProfile:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from kernel_cases import DTYPES, assert_same_bits, clones, every_backend, make_case, rules
 
-from hotrow import KeyedJaggedTensor, TableConfig, ops, reference
+from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.embedding import EmbeddingCollection
+from hotrow.kernels import ops, reference
+from hotrow.kernels.reference import ALGORITHMS, Algorithm
 from hotrow.optim import SGD, RowWiseAdagrad
-from hotrow.reference import ALGORITHMS, Algorithm
 from hotrow.tables import Dtype
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")

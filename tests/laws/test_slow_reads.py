@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cache_rig import Rig, Shape, initial_rows, needs_native, records_of, use
 
-from hotrow.memory.stores import Engines, StoreError
+from hotrow.placement.stores import Engines, StoreError
 
 NUM = 400
 SLOW = Shape(3 * NUM, 0, NUM, dim=1024)  # records of a page each

@@ -8,8 +8,9 @@ import torch
 from kernel_cases import assert_same_bits, bits, every_backend, make_case, rules, stored
 from torch import Tensor
 
-from hotrow import KeyedJaggedTensor, ops, reference
-from hotrow.reference import ALGORITHMS, Algorithm, Feature, Layout, Rule, split, to_float16, widen
+from hotrow import KeyedJaggedTensor
+from hotrow.kernels import ops, reference
+from hotrow.kernels.reference import ALGORITHMS, Algorithm, Feature, Layout, Rule, split, to_float16, widen
 from hotrow.tables import Dtype
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")

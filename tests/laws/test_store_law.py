@@ -17,9 +17,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotrow import ops
-from hotrow.memory.store_file import page_records
-from hotrow.memory.stores import (
+from hotrow.kernels import ops
+from hotrow.placement.store_file import page_records
+from hotrow.placement.stores import (
     Engines,
     Kind,
     Reading,

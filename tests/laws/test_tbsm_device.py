@@ -14,8 +14,8 @@ from test_hot_placement import without_cost
 from test_resume import outcome
 from test_tbsm_law import config, prepared
 
-from hotrow import runs, trainer
-from hotrow.run_folder import RunFolder
+from hotrow.run import runs, trainer
+from hotrow.run.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = ["train.max_steps=4", "train.eval_every=null", "optimizer.sparse.name=adagrad"]

@@ -12,11 +12,13 @@ import pytest
 from test_resume import outcome, signal_at
 
 import hotrow
-from hotrow import ops, placement, runs, trainer
-from hotrow.config import apply_overrides, make_config
-from hotrow.data.packed import PackedDataset
-from hotrow.data.prepare import run_prepare
-from hotrow.data.schema import parse_schema
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.schema import parse_schema
+from hotrow.kernels import ops
+from hotrow.plan import choose as placement
+from hotrow.run import runs, trainer
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 SCHEMA = parse_schema(

@@ -12,8 +12,9 @@ from test_placement import config, tiers
 from test_resume import outcome, signal_at
 
 import hotrow
-from hotrow import ops, runs
-from hotrow.data.packed import PackedDataset
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.kernels import ops
+from hotrow.run import runs
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 

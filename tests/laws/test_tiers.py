@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 import hotrow
-from hotrow import ops
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
-from hotrow.memory import budget
-from hotrow.memory.budget import METADATA_BYTES, MIDDLE_PLACE_BYTES, TableDemand, place_bytes
+from hotrow.kernels import ops
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
+from hotrow.placement import budget
+from hotrow.placement.budget import METADATA_BYTES, MIDDLE_PLACE_BYTES, TableDemand, place_bytes
 from hotrow.tables import TableConfig, Uniform
 
 OPTIMIZERS = {

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from cache_rig import MODULES, Rig, Shape, initial_rows, records_of
 
-from hotrow import ops
-from hotrow.memory.budget import ADMISSIONS, POLICIES
-from hotrow.memory.stores import Engines, Kind, io_uring_refused
+from hotrow.kernels import ops
+from hotrow.placement.budget import ADMISSIONS, POLICIES
+from hotrow.placement.stores import Engines, Kind, io_uring_refused
 
 
 @dataclass(eq=False)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from hotrow.data.chunk import Keys
-from hotrow.data.encoder import EncoderPool
 from hotrow.data.native import backend
-from hotrow.data.spill import CounterPool
+from hotrow.data.prepare.encoder import EncoderPool
+from hotrow.data.prepare.spill import CounterPool
 
 HOT = 1000
 CHUNK = 1 << 16

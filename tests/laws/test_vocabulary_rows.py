@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrow.data import native, reference, vocabulary
+from hotrow.data import native, reference
 from hotrow.data.chunk import Keys
-from hotrow.data.criteo import CriteoSource
-from hotrow.data.encoder import EncoderPool
-from hotrow.data.spill import CounterPool
-from hotrow.data.vocabulary import Vocabulary, build_vocabulary, open_counts
+from hotrow.data.packed import vocabulary
+from hotrow.data.packed.vocabulary import Vocabulary, build_vocabulary, open_counts
+from hotrow.data.prepare.encoder import EncoderPool
+from hotrow.data.prepare.spill import CounterPool
+from hotrow.data.sources.criteo import CriteoSource
 
 try:
     NATIVE: ModuleType | None = importlib.import_module("hotrow._native")

@@ -18,14 +18,17 @@ from typing import Any
 import pytest
 from test_resume import BASE, outcome, signal_at
 
-from hotrow import cli, ops, runs, trainer, write_budget
-from hotrow.checkpoint import list_checkpoints
-from hotrow.checkpoint_manifest import read_manifest
-from hotrow.config import apply_overrides, make_config
-from hotrow.data.packed import PackedDataset
-from hotrow.files import folder_bytes
-from hotrow.run_folder import RunFolder
-from hotrow.write_budget import LEDGER, PIECE_S, WriteBudgetError
+from hotrow.base.files import folder_bytes
+from hotrow.cli import app as cli
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.kernels import ops
+from hotrow.run import runs, trainer
+from hotrow.run import wear as write_budget
+from hotrow.run.checkpoint import list_checkpoints
+from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.folder import RunFolder
+from hotrow.run.wear import LEDGER, PIECE_S, WriteBudgetError
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 
@@ -146,8 +149,9 @@ def test_it_saves_ends_and_goes_on_to_the_same_bits(
 KILLED = """
 import os, sys
 from pathlib import Path
-from hotrow import runs, trainer
-from hotrow.config import load_config
+from hotrow.run import runs
+from hotrow.run import trainer
+from hotrow.config.load import load_config
 plain, seen = trainer.train_step, []
 def step(parts, batch, step, clock):
     seen.append(step)

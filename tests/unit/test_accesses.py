@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrow.data import accesses
-from hotrow.data.accesses import open_accesses, split_accesses, trace_accesses
-from hotrow.data.loader import Loader
-from hotrow.data.packed import PackedDataset
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.loader import Loader
 from hotrow.data.rowcounts import RowCounts
+from hotrow.inspect import accesses
+from hotrow.inspect.accesses import open_accesses, split_accesses, trace_accesses
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")

@@ -40,7 +40,8 @@ from benchmarks import (
     tiers,
     updates,
 )
-from hotrow import bench, cells, ops
+from hotrow.kernels import ops
+from hotrow.study import bench, cells
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrow import ops
-from hotrow.memory import reference, stores
-from hotrow.memory.stores import Engines, Kind, Store, StoreError, TableRows, open_cached_store, open_store
+from hotrow.kernels import ops
+from hotrow.placement import reference, stores
+from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_cached_store, open_store
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 ROWS = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
@@ -257,7 +257,7 @@ def test_more_rows_than_a_tier_can_name() -> None:
 
 OPEN = """
 import sys
-from hotrow.memory.stores import *
+from hotrow.placement.stores import *
 for path, kind, table, num_rows in (sys.argv[1:5], sys.argv[5:]):
     rows = TableRows(table=table, parts=(("weight", 512),), num_rows=int(num_rows))
     try: open_store(rows, kind=kind, path=path)
@@ -366,7 +366,7 @@ def test_a_truncated_middle_is_refused_by_name(tmp_path: Path) -> None:
 FORK = """
 import os, sys, numpy as np
 from dataclasses import replace
-from hotrow.memory.stores import *
+from hotrow.placement.stores import *
 rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
 lower = open_store(rows, kind="block", path=sys.argv[2], engines=Engines(io="threads"))
 middle = open_store(replace(rows, num_rows=16), kind=sys.argv[1], path=sys.argv[2] + "-middle")

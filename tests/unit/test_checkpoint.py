@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hotrow import optim
-from hotrow.checkpoint import (
+from hotrow.base.records import write_sealed
+from hotrow.embedding import EmbeddingCollection
+from hotrow.run.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
@@ -20,9 +22,7 @@ from hotrow.checkpoint import (
     save_checkpoint,
     verify,
 )
-from hotrow.checkpoint_tensors import read_tensors, write_tensors
-from hotrow.embedding import EmbeddingCollection
-from hotrow.records import write_sealed
+from hotrow.run.checkpoint_tensors import read_tensors, write_tensors
 from hotrow.tables import TableConfig
 from resealed import reseal
 
@@ -115,7 +115,7 @@ def test_against_the_safetensors_library(tmp_path: Path, dtype: torch.dtype, sha
 
 
 def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.checkpoint_tensors.CHUNK_BYTES", 40)
+    monkeypatch.setattr("hotrow.run.checkpoint_tensors.CHUNK_BYTES", 40)
     values = torch.randn(13, 3, generator=torch.Generator().manual_seed(0))
     write_tensors(tmp_path / "f.safetensors", {"x": values})
     assert torch.equal(load_file(tmp_path / "f.safetensors")["x"], values)
@@ -126,7 +126,7 @@ def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_split_table_is_written_as_the_float32_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file has the bytes of a float32 table's, and each is read by the other without loss."""
-    monkeypatch.setattr("hotrow.checkpoint_tensors.CHUNK_BYTES", 40)
+    monkeypatch.setattr("hotrow.run.checkpoint_tensors.CHUNK_BYTES", 40)
     monkeypatch.setattr("hotrow.embedding.PIECE_FLOATS", 12)
     make = {
         dtype: EmbeddingCollection(
@@ -236,14 +236,14 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
             raise OSError(28, "No space left on device")
         return write_tensors(path, tensors)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hotrow.checkpoint.write_tensors", full)
+    monkeypatch.setattr("hotrow.run.checkpoint.write_tensors", full)
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path / "step-1", make_parts(1))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.checkpoint.disk_free_bytes", lambda path: 10)
+    monkeypatch.setattr("hotrow.run.checkpoint.disk_free_bytes", lambda path: 10)
     with pytest.raises(ValueError, match=r"step-1 needs 1 MiB more than the disk has free"):
         save_checkpoint(tmp_path / "step-1", make_parts(1))
 

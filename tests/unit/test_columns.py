@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hotrow.data import tabular
 from hotrow.data.chunk import RowError
-from hotrow.data.columns import ColumnsSource, open_table
-from hotrow.data.dictionary import CodedKeys, column_of
-from hotrow.data.guess import guess_schema
-from hotrow.data.inputs import InputFile, find_files
-from hotrow.data.schema import CsvSpec, Schema, parse_schema
+from hotrow.data.sources import tabular
+from hotrow.data.sources.columns import ColumnsSource, open_table
+from hotrow.data.sources.dictionary import CodedKeys, column_of
+from hotrow.data.sources.guess import guess_schema
+from hotrow.data.sources.inputs import InputFile, find_files
+from hotrow.data.sources.schema import CsvSpec, Schema, parse_schema
 from raw_rows import read
 
 

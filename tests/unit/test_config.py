@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hotrow.config import apply_overrides, config_markdown, load_config, make_config, options, parse_yaml
-from hotrow.config_schema import interval_steps, is_due
+from hotrow.config.load import apply_overrides, config_markdown, load_config, make_config, options, parse_yaml
+from hotrow.config.schema import interval_steps, is_due
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,10 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrow.data import criteo, native, reference
+from hotrow.data import native, reference
 from hotrow.data.chunk import Chunk, RowError
-from hotrow.data.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
-from hotrow.data.inputs import ByteStream, find_files, prefetch
+from hotrow.data.sources import criteo
+from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
+from hotrow.data.sources.inputs import ByteStream, find_files, prefetch
 
 try:
     NATIVE: ModuleType | None = importlib.import_module("hotrow._native")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hotrow import KeyedJaggedTensor, TableConfig, Uniform
 from hotrow.embedding import EmbeddingCollection
+from hotrow.kernels.reference import split, to_float16
 from hotrow.optim import SGD, RowWiseAdagrad
-from hotrow.reference import split, to_float16
 from hotrow.tables import Dtype
 
 TABLES = (

@@ -1,4 +1,4 @@
-"""hotrow.files: whole or absent, private, and inside the folder."""
+"""hotrow.base.files: whole or absent, private, and inside the folder."""
 
 import json
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hotrow.files import (
+from hotrow.base.files import (
     _cgroup_available_bytes,
     atomic_write,
     available_memory_bytes,

@@ -11,14 +11,15 @@ import sys
 
 import pytest
 
-from hotrow import ops
+from hotrow.kernels import ops
 
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 
 COMMON = """
 import os, sys, threading, warnings, zlib
 import torch
-from hotrow import Adagrad, EmbeddingCollection, KeyedJaggedTensor, TableConfig, ops
+from hotrow import Adagrad, EmbeddingCollection, KeyedJaggedTensor, TableConfig
+from hotrow.kernels import ops
 
 def make(seed=0, rows=5000, dim=24):
     return EmbeddingCollection(

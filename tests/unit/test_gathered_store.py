@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import hotrow
-from hotrow import ops
 from hotrow.embedding import EmbeddingCollection
-from hotrow.memory import budget
-from hotrow.memory.budget import Memory, TableDemand, place_bytes
-from hotrow.memory.stores import Engines, Kind, Store, StoreError, TableRows, open_store
+from hotrow.kernels import ops
+from hotrow.placement import budget
+from hotrow.placement.budget import Memory, TableDemand, place_bytes
+from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_store
 from hotrow.tables import TableConfig
 from store_rig import each_io
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import hotrow
-from hotrow import EmbeddingCollection, KeyedJaggedTensor, Memory, TableConfig, ops
+from hotrow import EmbeddingCollection, KeyedJaggedTensor, Memory, TableConfig
+from hotrow.kernels import ops
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SparseOptimizer
 from hotrow.tables import Dtype, Uniform
 

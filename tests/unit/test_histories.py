@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hotrow.data import histories
 from hotrow.data.chunk import RowError
-from hotrow.data.histories import HistoriesSource, open_columns
-from hotrow.data.rowsort import RowSort
-from hotrow.data.schema import Schema, parse_schema
-from hotrow.data.sources import open_source
+from hotrow.data.sources import histories
+from hotrow.data.sources.histories import HistoriesSource, open_columns
+from hotrow.data.sources.registry import open_source
+from hotrow.data.sources.rowsort import RowSort
+from hotrow.data.sources.schema import Schema, parse_schema
 from raw_rows import read
 
 CATEGORICAL = [

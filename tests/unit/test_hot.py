@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hotrow import tools
-from hotrow.data.packed import PackedDataset, Ragged
+from hotrow.cli import tools
+from hotrow.data.packed.dataset import PackedDataset, Ragged
 from hotrow.hot.calibrate import WAYS, calibrate
 from hotrow.hot.classify import hot_samples
 from hotrow.hot.compare import compare_ways, record_bytes_of
@@ -22,7 +22,7 @@ from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.sampled import estimate
 from hotrow.hot.student import interval, t_quantile
 from hotrow.hot.table_use import TableUse, count_accesses, most_accessed
-from hotrow.inspection import estimate_sentences, print_inspection, size
+from hotrow.inspect.report import estimate_sentences, print_inspection, size
 
 TABLE_ROWS = (60_000, 200, 30_000)
 RECORD_BYTES = {"t0": 64, "t1": 64, "t2": 96}
@@ -248,7 +248,7 @@ def test_a_dataset_without_counts_is_counted_with_a_warning(dataset: PackedDatas
 
 
 def test_covering_beats_counting_on_real_rows(real_data: Callable[[str], Path], tmp_path: Path) -> None:
-    from hotrow.data.prepare import run_prepare
+    from hotrow.data.prepare.prepare import run_prepare
 
     data = run_prepare("criteo", [str(real_data("criteo_terabyte_80k.tsv.gz"))], tmp_path / "criteo", rows=20_000)
     record_bytes = {table.name: 256 for table in data.info.tables}
@@ -263,7 +263,7 @@ def test_covering_beats_counting_on_real_rows(real_data: Callable[[str], Path], 
 
 def test_covering_never_covers_less_than_counting(real_data: Callable[[str], Path], tmp_path: Path) -> None:
     """Histories of 20 steps, where giving way table by table alone ends below the rows of most accesses."""
-    from hotrow.data.prepare import run_prepare
+    from hotrow.data.prepare.prepare import run_prepare
 
     file = str(real_data("taobao_userbehavior_tail_10k.csv.gz"))
     data = run_prepare("taobao-histories", [file], tmp_path / "taobao")

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hotrow import tools
-from hotrow.cli import app
-from hotrow.data.packed import DatasetInfo, Feature, PackedDataset, PackedWriter, Ragged, Table
-from hotrow.hot import drift
+from hotrow.cli import tools
+from hotrow.cli.app import app
+from hotrow.data.packed.dataset import DatasetInfo, Feature, PackedDataset, PackedWriter, Ragged, Table
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.compare import record_bytes_of
-from hotrow.hot.drift import measure_drift
 from hotrow.hot.hot_set import HotRows
 from hotrow.hot.tracker import HotTracker
-from hotrow.inspection import print_inspection
+from hotrow.inspect import drift
+from hotrow.inspect.drift import measure_drift
+from hotrow.inspect.report import print_inspection
 
 BUDGET = 700_000
 NAMES = ("whole", "first", "tracked", "lru", "belady")

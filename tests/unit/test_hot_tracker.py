@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from benchmarks import hot_trackers
 from hotrow.data import reference_caches
 from hotrow.data.native import backend
-from hotrow.data.optimum import belady_hits, lru_hits
 from hotrow.hot import tracker as tracker_module
 from hotrow.hot.hot_set import HotRows
 from hotrow.hot.tracker import HotTracker
+from hotrow.inspect.optimum import belady_hits, lru_hits
 
 SIZES = {"small": 100, "a": 50_000, "b": 30_000}
 RECORD = {"small": 64, "a": 64, "b": 96}

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hotrow import charts, tools
-from hotrow.data.accesses import Accesses, TableAccesses, first_batches, trace_accesses
-from hotrow.data.demand import Demand, spread
-from hotrow.data.hotness import Hotness, measure_hotness
-from hotrow.data.locality import measure_locality, sampling_rate
-from hotrow.data.reuse import MissRatioCurve
-from hotrow.inspection import inspection_page, print_inspection, sentences
+from hotrow.cli import tools
+from hotrow.draw import charts
+from hotrow.inspect.accesses import Accesses, TableAccesses, first_batches, trace_accesses
+from hotrow.inspect.hotness import Hotness, measure_hotness
+from hotrow.inspect.locality import measure_locality, sampling_rate
+from hotrow.inspect.report import inspection_page, print_inspection, sentences
+from hotrow.inspect.reuse import MissRatioCurve
+from hotrow.plan.demand import Demand, spread
 
 GENERATOR = np.random.default_rng(5)
 IDS = {

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from hotrow.data.chunk import RowError
-from hotrow.data.columns import ColumnsSource
-from hotrow.data.guess import Role, guess_columns, guess_schema
-from hotrow.data.init import init_schema, run_init
-from hotrow.data.prepare import run_prepare
-from hotrow.data.schema import load_schema
+from hotrow.data.prepare.init import init_schema, run_init
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.columns import ColumnsSource
+from hotrow.data.sources.guess import Role, guess_columns, guess_schema
+from hotrow.data.sources.schema import load_schema
 
 N = 2000
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from hotrow.data import inputs
-from hotrow.data.prepare import run_prepare
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources import inputs
 
 OPTIONS = "?region=eu-west-1&endpoint_override=127.0.0.1%3A9000"
 SECRET = "AKIAKEY:sEcReT"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrow.data.chunk import Chunk, Keys, Position
-from hotrow.data.jagged import interleave, select_rows
+from hotrow.data.sources.jagged import interleave, select_rows
 from raw_rows import ids
 
 Column = list[list[str | None]]

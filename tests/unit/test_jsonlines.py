@@ -17,11 +17,11 @@ import pyarrow as pa
 import pytest
 
 import hotrow
-from hotrow.data.columns import open_table
-from hotrow.data.init import run_init
-from hotrow.data.packed import PackedDataset
-from hotrow.data.prepare import run_prepare
-from hotrow.data.schema import CsvSpec, parse_schema
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.prepare.init import run_init
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.columns import open_table
+from hotrow.data.sources.schema import CsvSpec, parse_schema
 
 SCHEMA: dict[str, Any] = {
     "label": "click",
@@ -106,7 +106,7 @@ def test_a_bad_line_is_named_and_counted(
     bad = line if isinstance(line, bytes) else line.encode()
     (tmp_path / "x.jsonl").write_bytes(b"\n".join([*good[:30], b"", bad, *good[30:]]))
     monkeypatch.setattr(
-        "hotrow.data.jsonlines.ESTIMATE_BYTES", 100
+        "hotrow.data.sources.jsonlines.ESTIMATE_BYTES", 100
     )  # the bad line is not among those that name columns
     options: dict[str, Any] = {"label": "click", "split": "random"}
     with pytest.raises(ValueError, match=rf"x\.jsonl:32: .*{re.escape(reason)}"):

@@ -12,10 +12,10 @@ import pyarrow.csv
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from hotrow.data import leaks
-from hotrow.data.guess import guess_columns
-from hotrow.data.leaks import find_leaks
-from hotrow.data.schema import LabelSpec
+from hotrow.data.sources import leaks
+from hotrow.data.sources.guess import guess_columns
+from hotrow.data.sources.leaks import find_leaks
+from hotrow.data.sources.schema import LabelSpec
 
 N = 4000
 LABEL = LabelSpec(column="click")

@@ -1,4 +1,4 @@
-"""hotrow.data.loader: shapes, dtypes, arguments. What must hold for training is in tests/laws/test_loader_resume.py."""
+"""hotrow.data.packed.loader: shapes, dtypes, arguments. Training: tests/laws/test_loader_resume.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hotrow.data.loader import Loader, LoaderState
-from hotrow.data.packed import DatasetInfo, Feature, PackedDataset, PackedWriter, Table
+from hotrow.data.packed.dataset import DatasetInfo, Feature, PackedDataset, PackedWriter, Table
+from hotrow.data.packed.loader import Loader, LoaderState
 from packed_data import make_info, make_rows, write_dataset
 
 

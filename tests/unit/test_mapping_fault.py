@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hotrow import ops
+from hotrow.kernels import ops
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 
 CUT_WHILE_COPIED = """
 import mmap, os, sys, threading
 import numpy as np
-from hotrow.memory.stores import TableRows, open_store
+from hotrow.placement.stores import TableRows, open_store
 path, how, cause = sys.argv[1:]
 parts = tuple((f"part {i}", 16) for i in range(128))  # copied slowly, so that the cut comes while they are
 store = open_store(TableRows(table="item", parts=parts, num_rows=100), kind="mapped", path=path)
@@ -70,7 +70,7 @@ def test_rows_lost_while_they_are_copied_are_named(tmp_path: Path, how: str, cau
 OTHER_FAULTS = """
 import ctypes, faulthandler, mmap, os, signal, sys
 import numpy as np
-from hotrow.memory.stores import TableRows, open_store
+from hotrow.placement.stores import TableRows, open_store
 
 def run(what, folder):
     os.mkdir(folder)

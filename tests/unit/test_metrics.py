@@ -1,4 +1,4 @@
-"""hotrow.metrics against scikit-learn and against counting every pair."""
+"""hotrow.run.metrics against scikit-learn and against counting every pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrow.metrics import BinaryMetrics, auc, entropy
+from hotrow.run.metrics import BinaryMetrics, auc, entropy
 
 
 def compute(scores: np.ndarray, labels: np.ndarray, kind: str = "logits") -> dict:

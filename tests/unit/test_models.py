@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hotrow.config import load_config
-from hotrow.config_schema import ModelConfig
-from hotrow.data.avazu import SCHEMA as AVAZU_SCHEMA
-from hotrow.data.sources import CRITEO_SCHEMA
-from hotrow.data.taobao import HISTORIES_SCHEMA
+from hotrow.config.load import load_config
+from hotrow.config.schema import ModelConfig
+from hotrow.data.sources.avazu import SCHEMA as AVAZU_SCHEMA
+from hotrow.data.sources.registry import CRITEO_SCHEMA
+from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 from hotrow.models import build_model
 from hotrow.models.layers import MLP, linear
 

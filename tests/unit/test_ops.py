@@ -1,4 +1,4 @@
-"""hotrow.ops: what runs, what it refuses, and that the reference steps in by announcement only."""
+"""hotrow.kernels.ops: what runs, what it refuses, and that the reference steps in by announcement only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hotrow import KeyedJaggedTensor, TableConfig, ops
-from hotrow.reference import Layout
+from hotrow import KeyedJaggedTensor, TableConfig
+from hotrow.kernels import ops
+from hotrow.kernels.reference import Layout
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 
@@ -49,8 +50,9 @@ def test_set_isa_refuses_what_is_not_there() -> None:
 
 FACTS = """
 import json
-from hotrow import ops, tools
-from hotrow.host import lacks_bfloat16_products
+from hotrow.kernels import ops
+from hotrow.cli import tools
+from hotrow.base.machine import lacks_bfloat16_products
 facts = tools.doctor()
 told = [facts[name] for name in ("isas", "isa_limit", "torch_isa")]
 print(json.dumps([*told, ops.backend().isa, lacks_bfloat16_products()]))
@@ -106,7 +108,8 @@ def test_each_processor_runs_the_widest_set_it_has_all_features_of(features: lis
 PROGRAM = """
 import warnings
 import torch
-from hotrow import TableConfig, ops
+from hotrow import TableConfig
+from hotrow.kernels import ops
 from hotrow.data import native
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import Adagrad

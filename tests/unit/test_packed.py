@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from hotrow.data import packed_writer
-from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Ragged, Table
+from hotrow.data.packed import writer as packed_writer
+from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Ragged, Table
 from packed_data import Rows, append_rows_to, counts_file, make_info, make_rows, write_dataset
 
 

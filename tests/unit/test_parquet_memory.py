@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hotrow.data.columns import input_files
-from hotrow.data.tabular import ParquetReader
+from hotrow.data.sources.columns import input_files
+from hotrow.data.sources.tabular import ParquetReader
 
 
 def test_a_file_is_never_held_whole(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""hotrow.placement: what lies in DRAM and what on disk, what is refused before training, and how it is said."""
+"""hotrow.plan.choose: what lies in DRAM and what on disk, what is refused before training, and how it is said."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrow import placement
-from hotrow.config import apply_overrides, make_config
-from hotrow.data.packed import PackedDataset, Table
-from hotrow.files import parse_bytes
-from hotrow.memory.budget import Memory, TableDemand, plan_slots
-from hotrow.memory.store_file import no_disk
-from hotrow.placement import choose, required_bytes
+from hotrow.base.files import parse_bytes
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.packed.dataset import PackedDataset, Table
+from hotrow.placement.budget import Memory, TableDemand, plan_slots
+from hotrow.placement.store_file import no_disk
+from hotrow.plan import choose as placement
+from hotrow.plan.choose import choose, required_bytes
 from hotrow.tables import TableConfig
 
 TABLES = [
@@ -197,7 +197,7 @@ def test_where_none_were_counted_shares_are_equal(tmp_path: Path) -> None:
 def test_what_is_no_disk_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, what: str
 ) -> None:
-    monkeypatch.setattr("hotrow.memory.store_file.file_system", lambda path: kind)
+    monkeypatch.setattr("hotrow.placement.store_file.file_system", lambda path: kind)
     with pytest.raises(ValueError, match=rf"memory\.ssd is '{tmp_path}.*{what} \({kind}\).*memory\.force"):
         choose(config({"ssd": str(tmp_path)}), TABLES, tmp_path)
     for memory in ("auto", {"dram": "20MiB"}, {"file": str(tmp_path), "file_bytes": "8MiB", "dram": "20MiB"}):

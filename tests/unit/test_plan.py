@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import hotrow
-from hotrow.data.reuse import MissRatioCurve
-from hotrow.memory.budget import LEAST_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
+from hotrow.inspect.reuse import MissRatioCurve
+from hotrow.placement.budget import LEAST_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
 from hotrow.plan.solve import (
     CountsPlan,
     TableUse,

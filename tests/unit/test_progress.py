@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-import hotrow.data.progress
-import hotrow.progress
-from hotrow.data.progress import Progress, ProgressMeter
-from hotrow.progress import progress_bar
+import hotrow.base.progress
+import hotrow.base.progress_meter
+from hotrow.base.progress import progress_bar
+from hotrow.base.progress_meter import Progress, ProgressMeter
 
 
 class Clock:

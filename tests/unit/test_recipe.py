@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.recipe import SEARCHED, hand_made, prepared, scores
-from hotrow.config import apply_overrides, make_config
-from hotrow.data.init import render_recipe, run_init
-from hotrow.recipe import as_overrides, choose_recipe
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.config.recipe import as_overrides, choose_recipe
+from hotrow.data.prepare.init import render_recipe, run_init
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 63, 1000, 19_999, 20_000, 80_000, 600_000, 5_000_000, 5_000_001, 10**9])
@@ -53,7 +53,7 @@ def test_init_writes_the_recipe_that_fit_uses(tmp_path: Path) -> None:
 
 
 def _parsed(text: str) -> dict[str, object]:
-    from hotrow.config import parse_yaml
+    from hotrow.config.load import parse_yaml
 
     return dict(parse_yaml(text, origin="recipe"))
 

@@ -1,4 +1,4 @@
-"""hotrow.records: what is written is read, what was altered is refused, and the checksum is that of sha256sum."""
+"""hotrow.base.records: what is written is read, what was altered is refused, and the checksum is that of sha256sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from pydantic import JsonValue
 from pydantic.dataclasses import dataclass
 
-from hotrow.records import STRICT, Count, Document, write_sealed
+from hotrow.base.records import STRICT, Count, Document, write_sealed
 
 
 @dataclass(frozen=True, config=STRICT)

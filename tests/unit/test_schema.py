@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hotrow.data import schema as words
-from hotrow.data.schema import load_schema, parse_schema
-from hotrow.data.taobao import HISTORIES_SCHEMA
+from hotrow.data.sources import schema as words
+from hotrow.data.sources.schema import load_schema, parse_schema
+from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 
 MINIMAL = {"label": "click", "categorical": ["user", "item"]}
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from hotrow import ops
 from hotrow.api import Run
-from hotrow.host import _cgroup_quota, default_threads, nodes_of, numa_nodes, usable_cores
-from hotrow.run_folder import RunFolder, _new_folder, resume_command
-from hotrow.session import cores_to_pin, threads
+from hotrow.base.machine import _cgroup_quota, default_threads, nodes_of, numa_nodes, usable_cores
+from hotrow.kernels import ops
+from hotrow.run.folder import RunFolder, _new_folder, resume_command
+from hotrow.run.session import cores_to_pin, threads
 
 TWO_NODES = [[0, 1, 4, 5], [2, 3, 6, 7]]
 
@@ -133,8 +133,8 @@ import os, sys, torch
 if len(sys.argv) > 1:
     torch.set_num_threads(int(sys.argv[1]))
 import hotrow
-from hotrow.session import describe_threads, threads
-from hotrow.tools import doctor
+from hotrow.run.session import describe_threads, threads
+from hotrow.cli.tools import doctor
 before = len(os.listdir("/proc/self/task"))
 with threads("auto") as used:
     emb = hotrow.EmbeddingCollection(
@@ -165,7 +165,7 @@ def test_the_users_number_of_threads_is_the_kernels(variable: str | None, call: 
 def test_without_a_number_of_the_users_a_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes its number from the machine, which a container may use a part of."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("hotrow.host.usable_cores", lambda: 3)
+    monkeypatch.setattr("hotrow.base.machine.usable_cores", lambda: 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert default_threads() == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "64")

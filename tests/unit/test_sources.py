@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from hotrow.data.avazu import COLUMNS as AVAZU_COLUMNS
-from hotrow.data.avazu import looks_like_avazu, open_avazu
 from hotrow.data.chunk import RowError
-from hotrow.data.columns import ColumnsSource
-from hotrow.data.criteo import CriteoSource
-from hotrow.data.movielens import movielens_layout, open_movielens
-from hotrow.data.schema import parse_schema
-from hotrow.data.sources import open_source
-from hotrow.data.taobao import looks_like_taobao, open_taobao
+from hotrow.data.sources.avazu import COLUMNS as AVAZU_COLUMNS
+from hotrow.data.sources.avazu import looks_like_avazu, open_avazu
+from hotrow.data.sources.columns import ColumnsSource
+from hotrow.data.sources.criteo import CriteoSource
+from hotrow.data.sources.movielens import movielens_layout, open_movielens
+from hotrow.data.sources.registry import open_source
+from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.taobao import looks_like_taobao, open_taobao
 from raw_rows import read
 
 

@@ -15,13 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hotrow.data import encoder, native, reference, spill
+from hotrow.data import native, reference
 from hotrow.data.chunk import Keys
-from hotrow.data.convert import text_keys
-from hotrow.data.dictionary import CodedKeys
-from hotrow.data.encoder import EncoderPool, TableEncoder
-from hotrow.data.spill import CounterPool
-from hotrow.data.vocabulary import Vocabulary
+from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.prepare import encoder, spill
+from hotrow.data.prepare.encoder import EncoderPool, TableEncoder
+from hotrow.data.prepare.spill import CounterPool
+from hotrow.data.sources.convert import text_keys
+from hotrow.data.sources.dictionary import CodedKeys
 from resealed import reseal
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hotrow.data.split import (
+from hotrow.data.prepare.split import (
     RandomPlan,
     RangePlan,
     TimeHistogram,

@@ -1,4 +1,4 @@
-"""hotrow.memory.stores: what is told when a medium fails, when a file is cut, and after a fork."""
+"""hotrow.placement.stores: what is told when a medium fails, when a file is cut, and after a fork."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hotrow.memory.stores import Engines, Kind, Store, StoreError, io_uring_refused, open_store
+from hotrow.placement.stores import Engines, Kind, Store, StoreError, io_uring_refused, open_store
 from store_rig import FILE_KINDS, each_io, needs_native, read_rows, table_rows, write_rows
 
 
@@ -133,7 +133,7 @@ def test_a_mapped_file_truncated_while_open(tmp_path: Path) -> None:
     program = """
 import os, sys
 import numpy as np
-from hotrow.memory.stores import StoreError, TableRows, open_store
+from hotrow.placement.stores import StoreError, TableRows, open_store
 arrays = [np.ones((1000, 512), np.uint8)]
 calls = {
     "read": lambda store: store.read([900], [0], arrays),
@@ -238,7 +238,7 @@ def test_a_full_disk_while_io_uring_writes(tmp_path: Path) -> None:
 
 FORK = """
 import os, sys, numpy as np
-from hotrow.memory.stores import *
+from hotrow.placement.stores import *
 rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
 store = open_store(rows, kind=sys.argv[1], path=sys.argv[2], engines=Engines(io=sys.argv[3]))
 array = np.ones((1, 512), np.uint8)
@@ -283,7 +283,7 @@ def test_a_forked_child_is_told(tmp_path: Path, kind: Kind, io: str) -> None:
 FORK_WHILE_READING = """
 import os, sys, warnings
 import numpy as np
-from hotrow.memory.stores import Engines, StoreError, TableRows, open_store
+from hotrow.placement.stores import Engines, StoreError, TableRows, open_store
 
 warnings.simplefilter("ignore")
 rows, array = np.random.default_rng(0).permutation(100_000), np.zeros((100_000, 512), np.uint8)

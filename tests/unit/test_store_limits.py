@@ -1,4 +1,4 @@
-"""hotrow.memory.stores: memory that waiting rows take, and what is fallen back to where a system refuses."""
+"""hotrow.placement.stores: memory that waiting rows take, and what is fallen back to where a system refuses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hotrow import files, tools
-from hotrow.memory import store_file, stores
-from hotrow.memory.native import backend
-from hotrow.memory.stores import Engines, io_uring_refused, open_store
+from hotrow.base import files
+from hotrow.cli import tools
+from hotrow.placement import store_file, stores
+from hotrow.placement.native import backend
+from hotrow.placement.stores import Engines, io_uring_refused, open_store
 from store_rig import each_io, needs_native, read_rows, table_rows, write_rows
 
 # ---- memory
@@ -25,7 +26,7 @@ MEMORY_SLACK = 2 << 20
 WRITING = """
 import re, sys, numpy as np
 from pathlib import Path
-from hotrow.memory.stores import *
+from hotrow.placement.stores import *
 def private():
     found = re.findall(r"Private_(?:Clean|Dirty): +([0-9]+) kB", Path("/proc/self/smaps_rollup").read_text())
     return 1024 * sum(map(int, found))
@@ -68,7 +69,7 @@ def test_what_waiting_rows_take_is_counted_and_bounded(tmp_path: Path, io: str, 
 
 MIXED = """
 import sys, numpy as np
-from hotrow.memory.stores import Engines, TableRows, open_store
+from hotrow.placement.stores import Engines, TableRows, open_store
 folder, io = sys.argv[1:]
 engines = Engines(io=io, most_waiting_bytes=0)
 large, small = 2_100_000, 64
@@ -200,8 +201,8 @@ def run_as_another(script: str, *arguments: object) -> str:
 
 FEWER_THREADS = """
 import os, resource, signal, sys, tempfile, warnings, numpy as np
-from hotrow.memory.stores import *
-from hotrow.memory.stores import backend
+from hotrow.placement.stores import *
+from hotrow.placement.stores import backend
 rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
 before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 backend()  # all modules are loaded, from a folder that only root may be able to read
@@ -244,7 +245,7 @@ def test_threads_that_cannot_be_started(more: int, said: str) -> None:
 
 LIMITED = """
 import os, resource, sys
-from hotrow.memory.stores import io_uring_refused
+from hotrow.placement.stores import io_uring_refused
 assert io_uring_refused() is None  # and all modules are loaded, from a folder that only root may be able to read
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (int(sys.argv[1]), int(sys.argv[1])))
 if os.geteuid() == 0: become(65534)  # root may lock what it likes

@@ -1,4 +1,4 @@
-"""hotrow.memory.stores: layout on disk, and whose file it is."""
+"""hotrow.placement.stores: layout on disk, and whose file it is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrow.memory import reference, store_file, stores
-from hotrow.memory.native import backend
-from hotrow.memory.stores import Engines, Kind, TableRows, open_store
+from hotrow.placement import reference, store_file, stores
+from hotrow.placement.native import backend
+from hotrow.placement.stores import Engines, Kind, TableRows, open_store
 from store_rig import FILE_KINDS, each_io, needs_native, read_rows, table_rows, write_rows
 
 # ---- layout
@@ -172,7 +172,7 @@ def test_two_processes_cannot_open_one_file(tmp_path: Path, kind: Kind) -> None:
         with pytest.raises(BlockingIOError, match="t is open already, here or in another process"):
             open_store(table_rows(), kind=kind, path=path)
         program = (
-            "import sys; from hotrow.memory.stores import *\n"
+            "import sys; from hotrow.placement.stores import *\n"
             "rows = TableRows(table='item', parts=(('weight', 512),), num_rows=1000, identity='m1')\n"
             "try: open_store(rows, kind=sys.argv[1], path=sys.argv[2])\n"
             "except BlockingIOError as error: print(error)"

@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 
 from benchmarks import hot_study, memory_study, study_docs
 from benchmarks.study_docs import StudyDocs
-from hotrow import bench, charts, ops
-from hotrow.cli import app
-from hotrow.study import kernels, runner
+from hotrow.cli.app import app
+from hotrow.draw import charts
+from hotrow.kernels import ops
+from hotrow.study import bench, kernels, runner
 from hotrow.study.kernels import KernelCell
 from hotrow.study.page import study_page
 from resealed import reseal

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from benchmarks import hot_study
-from hotrow import runs
-from hotrow.config import make_config, parse_yaml
-from hotrow.config_schema import Config
-from hotrow.data.packed import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+from hotrow.config.load import make_config, parse_yaml
+from hotrow.config.schema import Config
+from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
 from hotrow.hot.threshold import by_threshold
+from hotrow.run import runs
 from hotrow.study import hot, runner
 from hotrow.study.hot_counted import coverage
 from hotrow.study.hot_page import coverage_lines, megabytes, schedule_of, shown_quality

@@ -22,7 +22,7 @@ from benchmarks import memory_study
 from benchmarks.tiers import name_of, open_table, step_cells
 from benchmarks.tiers_page import tiers_sentence, tiers_table
 from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
-from hotrow.memory.budget import TableSlots
+from hotrow.placement.budget import TableSlots
 from hotrow.study import memory, runner
 from hotrow.study.group import GroupError, MemoryGroup, own_group
 from hotrow.study.memory import LossError, MemoryCell, Turns, check_losses

@@ -1,4 +1,4 @@
-"""hotrow.data.synthetic: the rows follow the stated laws, whatever the chunks, and the planted truth is there."""
+"""hotrow.data.sources.synthetic: the rows follow the stated laws, whatever the chunks, with the planted truth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hotrow.data.chunk import Chunk, Position
-from hotrow.data.synthetic import (
+from hotrow.data.sources.synthetic import (
     PRESETS,
     SyntheticConfig,
     SyntheticDense,
@@ -20,8 +20,8 @@ from hotrow.data.synthetic import (
     criteo_terabyte,
     write_criteo,
 )
-from hotrow.data.synthetic_rows import CELL_ROWS, Generator, _exchange, _salt, sigmoid
-from hotrow.metrics import auc
+from hotrow.data.sources.synthetic_rows import CELL_ROWS, Generator, _exchange, _salt, sigmoid
+from hotrow.run.metrics import auc
 
 
 def make_config(num_rows: int = 40_000, **fields: Any) -> SyntheticConfig:

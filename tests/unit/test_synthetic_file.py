@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from hotrow.data.sources import open_source
-from hotrow.data.synthetic_config import SyntheticConfig, SyntheticDense, SyntheticTable, criteo_kaggle, criteo_terabyte
-from hotrow.data.synthetic_file import SyntheticPreset, open_synthetic, parse_synthetic
+from hotrow.data.sources.registry import open_source
+from hotrow.data.sources.synthetic_config import (
+    SyntheticConfig,
+    SyntheticDense,
+    SyntheticTable,
+    criteo_kaggle,
+    criteo_terabyte,
+)
+from hotrow.data.sources.synthetic_file import SyntheticPreset, open_synthetic, parse_synthetic
 
 DOCS = Path(__file__).parents[2] / "docs" / "prepare.md"
 TABLES = [

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hotrow import KeyedJaggedTensor, TableConfig, ops
-from hotrow.config_schema import ModelConfig
+from hotrow import KeyedJaggedTensor, TableConfig
+from hotrow.config.schema import ModelConfig
 from hotrow.embedding import EmbeddingCollection
+from hotrow.kernels import ops
 from hotrow.models import build_model, look_up
 from hotrow.models.tbsm import TBSM
 from hotrow.optim import SGD

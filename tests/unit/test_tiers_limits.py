@@ -23,10 +23,12 @@ import pytest
 import torch
 
 import hotrow
-from hotrow import KeyedJaggedTensor, Memory, TableConfig, ops, placement
+from hotrow import KeyedJaggedTensor, Memory, TableConfig
 from hotrow.embedding import EmbeddingCollection
-from hotrow.memory.budget import MIDDLE_PLACE_BYTES, TableDemand, TableSlots
-from hotrow.memory.stores import StoreError
+from hotrow.kernels import ops
+from hotrow.placement.budget import MIDDLE_PLACE_BYTES, TableDemand, TableSlots
+from hotrow.placement.stores import StoreError
+from hotrow.plan import choose as placement
 
 NUM_ROWS = 3000
 pytestmark = pytest.mark.filterwarnings("ignore:table .* is read and written by 40 threads")
@@ -347,7 +349,7 @@ def test_files_go_with_the_collection(folder: Path) -> None:
 def test_a_failure_while_files_are_made_can_be_tried_again(
     emb: EmbeddingCollection, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hotrow.memory import tiers
+    from hotrow.plan.choose import tiers
 
     plain, calls = tiers.open_store, []
 
@@ -445,7 +447,7 @@ FORK = """
 import os, sys, warnings, torch
 warnings.simplefilter("ignore")
 import hotrow
-from hotrow.memory.stores import StoreError
+from hotrow.placement.stores import StoreError
 torch.set_num_threads(1)
 
 def make(folder):

@@ -17,7 +17,7 @@ import pytest
 from hotrow.data import reference
 from hotrow.data.chunk import Keys
 from hotrow.data.native import Counter, hash_keys, merge_runs
-from hotrow.data.vocabulary import Vocabulary, build_vocabulary, open_counts
+from hotrow.data.packed.vocabulary import Vocabulary, build_vocabulary, open_counts
 
 STRINGS = [b"red", b"green", b"red", b"", b"red", b"green", b"blue and long enough for two words"]
 
@@ -255,7 +255,7 @@ def test_hash_against_python_integers() -> None:
         y = x
         y = (y ^ y >> 33) * 0xFF51AFD7ED558CCD % 2**64
         y = (y ^ y >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
-        assert int(reference.mix64(np.array([x], np.uint64))[0]) == y ^ y >> 33
+        assert int(reference.fmix64(np.array([x], np.uint64))[0]) == y ^ y >> 33
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])

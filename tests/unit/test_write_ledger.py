@@ -1,4 +1,4 @@
-"""hotrow.write_budget's ledger against a plain list of what was written when, with kills and clocks set back."""
+"""hotrow.run.wear's ledger against a plain list of what was written when, with kills and clocks set back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hotrow import records
-from hotrow.files import parse_byte_rate
-from hotrow.write_budget import LONGEST_WINDOW_S, PIECE_S, WriteLedger
+from hotrow.base import records
+from hotrow.base.files import parse_byte_rate
+from hotrow.run.wear import LONGEST_WINDOW_S, PIECE_S, WriteLedger
 from resealed import reseal
 
 NOON = 1_700_000_000.0

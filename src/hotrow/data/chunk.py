@@ -2,8 +2,8 @@
 
     source -> Chunk(label, dense, keys by feature) -> count -> vocabularies -> encode -> packed dataset
 
-Nothing here reads or interprets: a source parses, `hotrow.data.vocabulary` turns keys into row numbers, preparation
-transforms dense values. A list feature's keys lie behind one another, cut by `row_splits`:
+Nothing here reads or interprets: a source parses, `hotrow.data.packed.vocabulary` turns keys into row numbers,
+preparation transforms dense values. A list feature's keys lie behind one another, cut by `row_splits`:
 
     row 0    row 1   row 2
     [a, b]   []      [c]       values = [a, b, c]   row_splits = [0, 2, 2, 3]
@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.records import Count
+from hotrow.base.records import Count
 
 KeyKind = Literal["int", "bytes"]
 KEY_KINDS: tuple[KeyKind, ...] = ("int", "bytes")

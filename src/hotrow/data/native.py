@@ -1,8 +1,8 @@
 """Parsing, counting, hashing and lookup of raw rows: typed doors to the native module, or to its readable twin.
 
-With `hotrow.ops` and `hotrow.memory.native` the only importer of the native module. Without it (not built, or
-HOTROW_NATIVE=0) the functions of `hotrow.data.reference` serve, announced by `hotrow.ops`: the same results and file
-bytes, many times slower.
+With `hotrow.kernels.ops` and `hotrow.placement.native` the only importer of the native module. Without it (not built,
+or HOTROW_NATIVE=0) the functions of `hotrow.data.reference` serve, announced by `hotrow.kernels.ops`: the same results
+and file bytes, many times slower.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow import ops
+from hotrow.base.files import atomic_write
 from hotrow.data.chunk import KeyKind, Keys
-from hotrow.files import atomic_write
+from hotrow.kernels import ops
 
 
 @functools.cache
 def backend() -> Any:
-    """The module that computes: `hotrow._native`, or `hotrow.data.reference` where `hotrow.ops` says why, once."""
+    """The module that computes: `hotrow._native`, or `hotrow.data.reference`, and `hotrow.kernels.ops` says why."""
     if ops.backend().reason is None:
         return importlib.import_module("hotrow._native")
     from hotrow.data import reference

@@ -25,7 +25,7 @@ from hotrow.data.reference_caches import belady_hits as belady_hits
 from hotrow.data.reference_caches import lru_hits as lru_hits
 from hotrow.data.reference_caches import sketch_add as sketch_add
 from hotrow.data.reference_reuse import StackDistances as StackDistances
-from hotrow.data.reference_reuse import mix64
+from hotrow.data.reference_reuse import fmix64
 
 NUMBER = re.compile(rb"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 INTEGER = re.compile(rb"-?\d+")
@@ -137,14 +137,14 @@ def hash_keys(keys: NDArray[Any], cap: int, out: NDArray[np.uint64]) -> None:
     """Hashes of integer keys."""
     if cap:
         keys = keys % np.array(cap, keys.dtype) if cap <= np.iinfo(keys.dtype).max else keys
-    out[:] = mix64(keys.astype(np.int64).view(np.uint64))
+    out[:] = fmix64(keys.astype(np.int64).view(np.uint64))
 
 
 def hash_string(key: bytes) -> int:
     """Hash of one byte string."""
-    h = mix64(np.array([len(key)], np.uint64))
+    h = fmix64(np.array([len(key)], np.uint64))
     for word in np.frombuffer(key + bytes(-len(key) % 8), "<u8"):
-        h = mix64(h ^ word)
+        h = fmix64(h ^ word)
     return int(h[0])
 
 
@@ -154,7 +154,7 @@ def hash_strings(data: NDArray[np.uint8], offsets: NDArray[np.int64], cap: int, 
     for i, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         out[i] = hash_string(raw[start:end])
     if cap:
-        out[:] = mix64(out % np.uint64(cap))
+        out[:] = fmix64(out % np.uint64(cap))
 
 
 RUN_HEADER = struct.Struct("<8sII4QI")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.reference_reuse import mix64
+from hotrow.data.reference_reuse import fmix64
 
 SLOTS = 4
 SCORE = (1 << 24) - 1
@@ -57,7 +57,7 @@ def sketch_add(slots: NDArray[np.uint64], seed: int, first_key: int, num_rows: i
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
         raise ValueError("ids must be at least 0 and below num_rows")
     keys = (ids[ids != 0].astype(np.int64) + first_key).view(np.uint64)
-    hashes = mix64(keys ^ mix64(np.array([seed + 1], np.uint64)))
+    hashes = fmix64(keys ^ fmix64(np.array([seed + 1], np.uint64)))
     buckets = ((hashes >> np.uint64(32)) * np.uint64(len(slots) // SLOTS)) >> np.uint64(32)
     for key, bucket in zip(keys.tolist(), buckets.tolist(), strict=True):
         own = slots[bucket * SLOTS : (bucket + 1) * SLOTS].tolist()

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 NUM_GAPS = 128
 
 
-def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The mixing function of native/include/hotrow/encode_hash.h; one-to-one."""
+def fmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of MurmurHash3, one-to-one, as in native/include/hotrow/encode_hash.h."""
     x = x ^ (x >> np.uint64(33))
     x = x * np.uint64(0xFF51AFD7ED558CCD)
     x = x ^ (x >> np.uint64(33))
@@ -22,9 +22,9 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def is_sampled(ids: NDArray[Any], threshold: int, seed: int) -> NDArray[np.bool_]:
-    """Which ids are followed: mix64(id ^ mix64(seed + 1)) <= threshold."""
-    salt = mix64(np.array([seed + 1], np.uint64))
-    return mix64(ids.astype(np.int64).view(np.uint64) ^ salt) <= np.uint64(threshold)
+    """Which ids are followed: fmix64(id ^ fmix64(seed + 1)) <= threshold."""
+    salt = fmix64(np.array([seed + 1], np.uint64))
+    return fmix64(ids.astype(np.int64).view(np.uint64) ^ salt) <= np.uint64(threshold)
 
 
 class StackDistances:

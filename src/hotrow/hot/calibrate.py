@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotrow.data.packed_reader import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.covering import covering
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotSet, check_budget
 from hotrow.hot.sampled import CONFIDENCE, sampled

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.packed_format import Block, Ids, Ragged
-from hotrow.data.packed_reader import PackedDataset, Split
-from hotrow.host import usable_cores
+from hotrow.base.machine import usable_cores
+from hotrow.data.packed.format import Block, Ids, Ragged
+from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.hot.hot_set import HotRows, HotSet
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hotrow.data.packed_reader import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import WAYS, calibrate
 from hotrow.hot.find import find_hot
 from hotrow.hot.hot_set import HotSet
 from hotrow.hot.sampled import CONFIDENCE, check_confidence
-from hotrow.reference import NUM_STATES, Algorithm
+from hotrow.kernels.reference import NUM_STATES, Algorithm
 
 
 def record_bytes_of(dataset: PackedDataset, *, embedding_dim: int, optimizer: Algorithm) -> dict[str, int]:

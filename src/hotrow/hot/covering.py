@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.packed_format import Ragged
-from hotrow.data.packed_reader import PackedDataset
+from hotrow.data.packed.format import Ragged
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.table_use import Found, TableUse, draw_samples, most_accessed, samples_by_block
 
 MOST_SAMPLES = 1 << 20

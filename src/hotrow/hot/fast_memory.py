@@ -1,7 +1,7 @@
 """Memory in which copies of hot rows lie, and what computes there: DRAM, which plays a fast device, or a GPU's memory.
 
 Rows go over and back in pieces: gathered on this side, copied through pinned memory, laid down on that side; copies.py
-says which rows. On a device lookups and updates are those of hotrow.gpu.
+says which rows. On a device lookups and updates are those of hotrow.kernels.triton_ops.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hotrow import ops
+from hotrow.base.files import available_memory_bytes
 from hotrow.embedding import EmbeddingCollection
-from hotrow.files import available_memory_bytes
-from hotrow.memory.device_budget import free_bytes
-from hotrow.reference import Layout
+from hotrow.kernels import ops
+from hotrow.kernels.reference import Layout
+from hotrow.placement.device_budget import free_bytes
 
 PIECE_BYTES = 32 << 20
 """Of rows on their way at once, so that pinned memory stays small beside the copies."""
@@ -63,7 +63,7 @@ class InDram:
         return ops.allocate(num_rows, *like.shape[1:], dtype=like.dtype)
 
     def arrays(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> ops.Arrays:
-        """Of hotrow.ops."""
+        """Of hotrow.kernels.ops."""
         return ops.Arrays(tensors, low)
 
     def over(self, values: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class InDram:
 
 
 class OnDevice:
-    """Memory of a device with the kernels of hotrow.gpu; of the CPU only where Triton's interpreter runs them.
+    """Memory of a device with the kernels of hotrow.kernels.triton_ops; of the CPU only where Triton's interpreter runs them.
 
     Raises ImportError where Triton is not installed.
     """
@@ -89,8 +89,8 @@ class OnDevice:
 
     def __init__(self, emb: EmbeddingCollection, device: torch.device) -> None:
         try:
-            from hotrow.gpu.moves import Buffers, Streams
-            from hotrow.gpu.ops import Arrays, Kernels
+            from hotrow.kernels.triton_moves import Buffers, Streams
+            from hotrow.kernels.triton_ops import Arrays, Kernels
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise

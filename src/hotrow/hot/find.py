@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.packed_reader import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import Calibration
 from hotrow.hot.classify import hot_samples
 from hotrow.hot.hot_set import HotSet

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hotrow.batch import Batch
-from hotrow.data.packed_reader import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import Calibration
 from hotrow.hot.find import FoundHot, find_hot
 from hotrow.hot.tracker import HotTracker

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hotrow.base.records import Count
 from hotrow.batch import Batch
-from hotrow.records import Count
 
 
 @dataclass

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from hotrow.base.records import Amount, Count
 from hotrow.batch import Batch
-from hotrow.config_schema import HotConfig
-from hotrow.data.loader import WINDOW_ROWS, Loader
-from hotrow.data.packed_reader import Split
-from hotrow.records import Amount, Count
+from hotrow.config.schema import HotConfig
+from hotrow.data.packed.loader import WINDOW_ROWS, Loader
+from hotrow.data.packed.reader import Split
 
 FALLS = 4
 """Swaps in a row after which the loss had fallen, before the rate is doubled."""

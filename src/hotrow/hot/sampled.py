@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.packed_reader import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import HotRows
 from hotrow.hot.student import t_quantile
 from hotrow.hot.table_use import Found, TableUse, count_accesses

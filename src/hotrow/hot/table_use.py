@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.packed_format import Block, Ragged
-from hotrow.data.packed_reader import PackedDataset
+from hotrow.data.packed.format import Block, Ragged
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, is_small
 
 Found = tuple[dict[str, HotRows], dict[str, Any]]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hotrow.data.packed_reader import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet
 from hotrow.hot.table_use import tables_of
 

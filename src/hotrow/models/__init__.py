@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.config_schema import ModelConfig
+from hotrow.config.schema import ModelConfig
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models.dlrm import DLRM
 from hotrow.models.tbsm import TBSM

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from hotrow.kernels.ops import dot_interaction
 from hotrow.models.layers import MLP, Constant
-from hotrow.ops import dot_interaction
 
 
 class DLRM(nn.Module):

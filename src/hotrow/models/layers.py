@@ -10,8 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hotrow.ops import mlp
-from hotrow.reference import Activation
+from hotrow.kernels.ops import mlp
+from hotrow.kernels.reference import Activation
 
 
 def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:

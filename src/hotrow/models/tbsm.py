@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from hotrow.kernels.ops import dot_interaction
 from hotrow.models.layers import MLP
-from hotrow.ops import dot_interaction
 
 SUFFIX = "_history"
 """Feature `X_history` holds the earlier ids of feature `X`."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hotrow.memory.budget import LEAST_ROWS, METADATA_BYTES, TableDemand, TableSlots, num_bytes, plan_slots
+from hotrow.placement.budget import LEAST_ROWS, METADATA_BYTES, TableDemand, TableSlots, num_bytes, plan_slots
 
 LOOKAHEAD = 4
 """Batches that are announced before their step, unless told."""

@@ -21,12 +21,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hotrow.config import make_config
-from hotrow.config_schema import Config
-from hotrow.data.packed_reader import PackedDataset
-from hotrow.files import parse_bytes
-from hotrow.reference import Algorithm
-from hotrow.runs import train
+from hotrow.base.files import parse_bytes
+from hotrow.config.load import make_config
+from hotrow.config.schema import Config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.kernels.reference import Algorithm
+from hotrow.run.runs import train
 from hotrow.study.hot_counted import counted, has_histories, sizes_of
 from hotrow.study.shapes import SHAPES, make_shape
 

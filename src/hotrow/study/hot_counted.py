@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.loader import Loader
-from hotrow.data.packed_format import Ragged
-from hotrow.data.packed_reader import PackedDataset
+from hotrow.data.packed.format import Ragged
+from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.cached import cached_crossing
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.classify import hot_samples
@@ -19,9 +19,9 @@ from hotrow.hot.hot_set import HotSet
 from hotrow.hot.link import crossing
 from hotrow.hot.table_use import counts_of
 from hotrow.hot.threshold import by_threshold
-from hotrow.memory.budget import TableDemand
-from hotrow.memory.device_budget import slot_bytes
 from hotrow.models.tbsm import SUFFIX as HISTORY
+from hotrow.placement.budget import TableDemand
+from hotrow.placement.device_budget import slot_bytes
 from hotrow.plan.solve import plan_by_counts
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hotrow.charts import line_chart
-from hotrow.pages import load_template
+from hotrow.draw.charts import line_chart
+from hotrow.draw.pages import load_template
 from hotrow.study.page import by_reason, machine_line
 
 Row = Mapping[str, Any]

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow import bench, cells, ops
+from hotrow.base.machine import usable_cores
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
-from hotrow.host import usable_cores
+from hotrow.kernels import ops
 from hotrow.optim import SGD, Adagrad, RowWiseAdagrad
+from hotrow.study import bench, cells
 
 WALK_BYTES = 64_000_000
 """Rows that one walk over the batches touches at least, if `MAX_BATCHES` allows: more than caches of a core hold."""

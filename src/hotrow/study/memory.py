@@ -23,10 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from hotrow import bench
 from hotrow.batch import Batch
-from hotrow.data.synthetic_config import KAGGLE_ROWS
-from hotrow.study import rivals
+from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
+from hotrow.study import bench, rivals
 from hotrow.study.group import GroupError, MemoryGroup
 from hotrow.study.sides import Settings
 from hotrow.study.work import Work, shared_batches, trace_rows

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hotrow.bench import CLEAN_SHARE, is_disturbed
-from hotrow.charts import heat_map, roofline
-from hotrow.pages import load_template
+from hotrow.draw.charts import heat_map, roofline
+from hotrow.draw.pages import load_template
+from hotrow.study.bench import CLEAN_SHARE, is_disturbed
 
 Row = Mapping[str, Any]
 

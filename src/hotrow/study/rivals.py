@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow import ops
 from hotrow.batch import Batch
-from hotrow.reference import row_key
+from hotrow.kernels import ops
+from hotrow.kernels.reference import row_key
 from hotrow.study.sides import Settings, Side, collection_over, past_page_cache
 from hotrow.study.work import SEED, Work
 from hotrow.tables import TableConfig

@@ -20,12 +20,11 @@ import yaml
 from pydantic import ConfigDict, JsonValue
 from typing_extensions import TypedDict
 
-from hotrow import bench
-from hotrow.files import atomic_write, available_memory_bytes
-from hotrow.host import usable_cores
-from hotrow.progress import ProgressLine, duration
-from hotrow.records import Count, Document
-from hotrow.study import hot, kernels, memory
+from hotrow.base.files import atomic_write, available_memory_bytes
+from hotrow.base.machine import usable_cores
+from hotrow.base.progress import ProgressLine, duration
+from hotrow.base.records import Count, Document
+from hotrow.study import bench, hot, kernels, memory
 from hotrow.study.hot_page import hot_page
 from hotrow.study.memory_page import memory_page
 from hotrow.study.page import study_page

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hotrow.data.pipeline import prepare
-from hotrow.data.schema import parse_schema
-from hotrow.data.sources import OpenedSource
-from hotrow.data.synthetic import SyntheticSource
-from hotrow.data.synthetic_config import SyntheticConfig, avazu, criteo_kaggle, criteo_terabyte
+from hotrow.data.prepare.pipeline import prepare
+from hotrow.data.sources.registry import OpenedSource
+from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.synthetic import SyntheticSource
+from hotrow.data.sources.synthetic_config import SyntheticConfig, avazu, criteo_kaggle, criteo_terabyte
 
 SHAPES: dict[str, Callable[..., SyntheticConfig]] = {
     "kaggle": criteo_kaggle,

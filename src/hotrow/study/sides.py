@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Batch
-from hotrow.checkpoint import Part, save_checkpoint
-from hotrow.checkpoint_manifest import read_manifest
 from hotrow.embedding import EmbeddingCollection
-from hotrow.memory.budget import Memory
-from hotrow.memory.lookahead import lookahead
-from hotrow.memory.tiers import Flight, Tiers
+from hotrow.lookahead import lookahead
 from hotrow.optim import SGD
+from hotrow.placement.budget import Memory
+from hotrow.placement.tiers import Flight, Tiers
 from hotrow.plan.solve import plan_by_counts
+from hotrow.run.checkpoint import Part, save_checkpoint
+from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.meters_tiers import GAUGES
 from hotrow.study.work import LR, SEED, Training, Work
 from hotrow.tables import TableConfig
-from hotrow.tier_report import GAUGES
 
 ZEROS_BYTES = 1 << 23
 WORN_ROWS, WORN_SHARE = 1 << 15, 1.25

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.data.accesses import Accesses, open_accesses
+from hotrow.inspect.accesses import Accesses, open_accesses
 from hotrow.models.dlrm import DLRM
 from hotrow.tables import TableConfig
 

@@ -1,0 +1,1 @@
+"""What everything stands on: files that are whole or absent, sealed records, this machine, progress."""

@@ -1,0 +1,142 @@
+"""What a user sees while something runs: one live line on a terminal, timed plain lines elsewhere; always on stderr."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+from hotrow.base.progress_meter import Progress, ProgressCallback
+
+PLAIN_SECONDS = 10.0
+"""Least time between two plain progress lines, so that a log of hours stays readable."""
+
+
+class ProgressLine:
+    """`update` shows the newest state of the work, `say` leaves a line that stays.
+
+    On a terminal the state may have several lines; elsewhere its first one is said now and then.
+
+    quiet: show nothing. Use as a context manager, so that the terminal is restored whatever happens.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self._live = (
+            Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
+        )
+        self._started = time.monotonic()
+        self._last_plain = float("-inf")
+
+    def update(self, text: Callable[[], str]) -> None:
+        """Show `text()`; it is called only when it will be seen."""
+        now = time.monotonic()
+        if now - self._last_plain < (0.2 if self._live else PLAIN_SECONDS):
+            return
+        self._last_plain = now
+        if self._live:
+            self._live.update(Text(text(), no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            self.say(text().partition("\n")[0])
+
+    def say(self, text: str) -> None:
+        """Print `text` after the time since the start."""
+        self._console.print(Text(f"[{duration(time.monotonic() - self._started)}] {text}"))
+
+    def __enter__(self) -> ProgressLine:
+        """Start the live line where there is a terminal."""
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the live line."""
+        if self._live:
+            self._live.stop()
+
+
+@contextmanager
+def progress_bar() -> Iterator[ProgressCallback]:
+    """A callback that shows rows, rate and remaining time on stderr.
+
+    On a terminal one bar per stage; elsewhere, where a bar would be drawn once all is over, timed lines.
+    """
+    console = Console(stderr=True)
+    with _bars(console) if console.is_terminal else _lines() as show:
+        yield show
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[ProgressCallback]:
+    tasks: dict[str, TaskID] = {}
+    columns = (
+        TextColumn("{task.description:<7}"),
+        BarColumn(bar_width=14),  # so that eight digits of rows fit into 80 columns
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows, {task.fields[rate]}/s"),
+        TextColumn("{task.fields[remaining]}"),
+    )
+    bars = Bars(*columns, console=console)
+
+    def show(report: Progress) -> None:
+        if report.stage not in tasks:
+            if not tasks:
+                bars.start()  # not before: without a bar there is nothing to draw, and an error stays one line
+            tasks[report.stage] = bars.add_task(report.stage, rate="0", remaining="")
+        bars.update(
+            tasks[report.stage],
+            completed=report.rows_done,
+            total=report.rows_total,
+            rate=rate(report.rows_per_s),
+            remaining=duration(report.remaining_s),
+        )
+
+    try:
+        yield show
+    finally:
+        if tasks:
+            bars.stop()
+
+
+@contextmanager
+def _lines() -> Iterator[ProgressCallback]:
+    ended: set[str] = set()
+
+    def text(report: Progress) -> str:
+        return (
+            f"{report.stage}: {report.rows_done:,} of {report.rows_total:,} rows, "
+            f"{rate(report.rows_per_s)}/s, {duration(report.remaining_s)} left"
+        )
+
+    with ProgressLine() as line:
+
+        def show(report: Progress) -> None:
+            if report.rows_done >= report.rows_total and report.stage not in ended:
+                ended.add(report.stage)
+                line.say(text(report))
+            else:
+                line.update(lambda: text(report))
+
+        yield show
+
+
+def duration(seconds: float) -> str:
+    """`h:mm:ss`."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def rate(per_s: float) -> str:
+    """A rate in three digits: 950, 12.3k, 4.56M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if per_s >= size:
+            return f"{per_s / size:.3g}{unit}"
+    return f"{per_s:.3g}"

@@ -1,0 +1,124 @@
+"""The one door for JSON that hotrow writes and reads back: strict types, and a checksum of itself.
+
+    RECORD = Document(Notes, marks={"hotrow_notes": 1}, cure="restore it from a copy")
+    RECORD.write(path, Notes(...)); RECORD.read(path) == Notes(...)
+
+The last member of the file is `checksum`, on a line of its own: the SHA-256 of all bytes before that line, as
+`head -n -2 FILE | sha256sum` prints it. So a file that was edited, cut or damaged is refused before it is parsed. What
+it says is checked all the same, since anyone can make a checksum right. JSON that is written for others (reports,
+metrics.jsonl, `--json`) has none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from hotrow.base.faults import describe
+from hotrow.base.files import atomic_write
+
+T = TypeVar("T")
+MAX_COUNT = (1 << 62) - 1
+"""Limit of every count, size and offset, so that sums of two stay within int64."""
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""Seconds, losses and other numbers that are not negative."""
+STRICT = ConfigDict(strict=True, extra="forbid")
+"""Configuration of a record: 3.0 is no whole number, "3" no number, and an unknown field an error."""
+CHECKSUM = "checksum"
+_KEY = f' "{CHECKSUM}": "'
+
+
+class Document(Generic[T]):
+    """One kind of JSON file, which holds a record of type `record`: a dataclass with `STRICT`, or a mapping.
+
+    marks: fields that say what the file is and in which version. cure: what a user can do about a file that is refused.
+    """
+
+    def __init__(self, record: type[T], *, marks: Mapping[str, str | int], cure: str) -> None:
+        self.marks, self.cure = dict(marks), cure
+        self._record = TypeAdapter(record)
+
+    def write(self, path: Path | str, record: T) -> None:
+        """Write the file, atomically (mode 0600). Raises ValueError for NaN and infinity, OSError as the disk does."""
+        fields = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
+        assert isinstance(fields, Mapping)
+        write_sealed(path, {**self.marks, **fields})
+
+    def read(self, path: Path | str) -> T:
+        """The record in the file. Raises ValueError naming the file, the field if one is wrong, and the cure."""
+        fields = read_sealed(path, cure=self.cure)
+        for name, wanted in self.marks.items():
+            if (found := fields.pop(name, None)) != wanted or isinstance(found, bool):
+                raise ValueError(
+                    f"{path}: {name} is {_short(found)}, and this hotrow reads {wanted!r}; use the hotrow that wrote "
+                    f"the file, or {self.cure}"
+                )
+        return checked(self._record, fields, where=str(path), cure=self.cure)
+
+
+def checked(record: TypeAdapter[T], value: Any, *, where: str, cure: str) -> T:
+    """`value`, from JSON, as a record. The ValueError begins with `where`, names the field and ends with the cure."""
+    try:
+        return record.validate_json(json.dumps(value))
+    except ValidationError as error:
+        raise ValueError(f"{where}: {describe(error)}; {cure}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: it is nested too deeply; {cure}") from None
+
+
+def write_sealed(path: Path | str, fields: Mapping[str, Any]) -> None:
+    """Write a JSON object and its checksum, atomically. Raises ValueError for NaN and infinity."""
+    assert CHECKSUM not in fields
+    text = json.dumps({**fields, CHECKSUM: ""}, indent=1, ensure_ascii=False, allow_nan=False)
+    body = text.removesuffix(f'{_KEY}"\n}}').encode()
+    with atomic_write(path) as file:
+        file.write(_sealed(body))
+
+
+def read_sealed(path: Path | str, *, cure: str) -> dict[str, Any]:
+    """The fields in a file of `write_sealed`. Raises ValueError unless its bytes are those that were written."""
+    text = Path(path).read_bytes()
+    body, key, _ = text.rpartition(_KEY.encode())
+    if not key:
+        raise ValueError(
+            f"{path} has no checksum at its end: it was cut off, edited, or written by an earlier version; {cure}"
+        )
+    if text != _sealed(body):
+        raise ValueError(f"{path} differs from its checksum: it was edited or damaged; {cure}")
+    fields = _parse(text, f"{path}", cure)
+    del fields[CHECKSUM]
+    return fields
+
+
+def _sealed(body: bytes) -> bytes:
+    return body + f'{_KEY}{sha256(body).hexdigest()}"\n}}\n'.encode()
+
+
+def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
+    """The object in `text`, which has a right checksum: what is wrong here was made so on purpose."""
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"it holds {word}, which is no number of JSON")
+
+    def finite(word: str) -> float:
+        return number if math.isfinite(number := float(word)) else refuse(word)
+
+    try:
+        fields = json.loads(text.decode(), parse_constant=refuse, parse_float=finite)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"it is no JSON ({error})"
+        raise ValueError(f"{where}: {reason}; {cure}") from None
+    assert isinstance(fields, dict), "the text ends as an object does"
+    return fields
+
+
+def _short(value: Any) -> str:
+    return repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."

@@ -1,0 +1,579 @@
+"""The command line: each verb is a library call and the printing of its result.
+
+Results go to stdout (one JSON object as its last line with --json), progress to stderr. Bad input ends with exit code 2
+and one line that says the cure; HOTROW_DEBUG=1 shows the traceback. Interrupted training ends with 128 + the signal.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Raw click logs in, a trained DLRM out. Start with `hotrow demo`; every verb has --help with an example.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override a config field, e.g. train.epochs=2.")]
+Paths = Annotated[list[str], typer.Argument(help="Files, folders, globs or URIs (s3://, gs://, hdfs://).")]
+Label = Annotated[
+    str | None,
+    typer.Option(help='The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.'),
+]
+NOT_OF_A_CONFIG = ("data", "label", "time", "schema", "categorical", "dense", "lists", "split", "config", "quiet")
+"""Arguments of `hotrow.fit` beside the options that --set overrides."""
+Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
+
+
+def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as the verb `name`, whose help ends with an example; interrupted, it says so.
+
+    home: the module whose functions it calls. It brings torch, and is imported before the verb begins: Ctrl-C still
+    ends the process then (`__main__`), where KeyboardInterrupt would come to code of C++ that ends it with a report.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> None:
+            import_module(home)
+            with saying_interruptions():
+                function(*arguments, **options)
+
+        return app.command(name, epilog=f"Example: {example}")(run)
+
+    return register
+
+
+@contextmanager
+def saying_interruptions() -> Iterator[None]:
+    """Ctrl-C or SIGTERM inside ends with what it says and the shell's exit code; typer would say only "Aborted."."""
+    got = signal.SIGINT
+
+    def terminate(number: int, frame: object) -> None:
+        nonlocal got
+        got = signal.SIGTERM
+        raise KeyboardInterrupt
+
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # others may not set what a signal does
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, terminate)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        print(f"hotrow: {str(error) or 'aborted'}", file=sys.stderr)
+        raise typer.Exit(128 + got) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def print_result(result: Mapping[str, Any], *, as_json: bool, human: Callable[[], None]) -> None:
+    """`result` as one line of JSON, or what `human` prints."""
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        human()
+
+
+def _version(value: bool) -> None:
+    if value:
+        from hotrow import __version__
+
+        print(f"hotrow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Raw click logs in, a trained DLRM out. Start with `hotrow demo`; every verb has --help with an example."""
+
+
+@verb(
+    "demo", home="hotrow.cli.demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)"
+)
+def demo(
+    *,
+    data: Annotated[
+        str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV, Parquet or JSON Lines.")
+    ] = None,
+    label: Label = None,
+    time: Time = None,
+    schema: Annotated[Path | None, typer.Option(help="Schema of your logs (hotrow init); else guessed.")] = None,
+    split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
+    fractions: Annotated[str | None, typer.Option(help="Of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    set_: Set = None,
+    folder: Annotated[Path, typer.Option(help="Where synthetic logs and their packed form are kept.")] = Path(
+        "demo-data"
+    ),
+    json_: Json = False,
+) -> None:
+    """Make synthetic Criteo-shaped clicks (or take your own logs), prepare, train a DLRM, evaluate it."""
+    from hotrow.cli.demo import demo_on_logs, demo_on_synthetic
+    from hotrow.config.load import overrides_of
+
+    if data is None and (label or time or schema or split or fractions or set_):
+        raise ValueError(
+            "--label, --time, --schema, --split, --fractions and --set are for your own logs; give these too: "
+            "--data PATH (make demo DATA=PATH LABEL=COLUMN)"
+        )
+    shares = {} if fractions is None else {"fractions": _fractions(fractions)}
+    if data is None:
+        result = demo_on_synthetic(folder)
+    else:
+        overrides = overrides_of(set_ or ())
+        if own := [name for name in overrides if name in NOT_OF_A_CONFIG]:
+            raise ValueError(f"--set {own[0]}: this is no option of a config; docs/config.md lists them")
+        how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
+        result = demo_on_logs(data, label=label, time=time, **how, **overrides)
+    print_result(result, as_json=json_, human=lambda: print(result["text"]))
+    _exit_if_interrupted(result)
+
+
+@verb("init", home="hotrow.data.prepare.init", example="hotrow init clicks/*.parquet --label click --out clicks")
+def init(
+    paths: Paths,
+    *,
+    label: Label = None,
+    time: Time = None,
+    out: Annotated[Path, typer.Option(help="Folder to write schema.yaml and recipe.yaml into.")] = Path(),
+    json_: Json = False,
+) -> None:
+    """Look at logs, or a packed dataset, and write a commented schema and recipe for it."""
+    from hotrow.data.prepare.init import run_init
+
+    found = run_init(paths[0] if len(paths) == 1 else paths, label=label, time=time, out=out)
+    result = {"found": found.found, "files": [str(file) for file in found.files], "next": list(found.commands)}
+    print_result(result, as_json=json_, human=lambda: _print_init(result))
+
+
+@verb("prepare", home="hotrow.data.prepare.prepare", example="hotrow prepare criteo train.txt --out data/criteo")
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, jsonl, auto to tell, or "
+            "synthetic, whose PATHS is a preset (criteo-kaggle, criteo-terabyte, avazu) or a YAML file."
+        ),
+    ],
+    paths: Paths,
+    *,
+    out: Annotated[Path, typer.Option(help="Folder of the packed dataset; work left there is continued.")],
+    schema: Annotated[
+        Path | None, typer.Option(help="How to read csv, parquet and jsonl (hotrow init writes one); else guessed.")
+    ] = None,
+    label: Label = None,
+    time: Time = None,
+    split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
+    fractions: Annotated[str | None, typer.Option(help="Of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the random split and of --sample.")] = None,
+    min_count: Annotated[int | None, typer.Option(help="Ids seen fewer times in training share row 0.")] = None,
+    hash_cap: Annotated[int | None, typer.Option(help="Ids modulo this, before counting.")] = None,
+    sample: Annotated[float, typer.Option(help="Share of the rows to keep, for a first look.")] = 1.0,
+    rows: Annotated[int | None, typer.Option(help="Only the first rows; how many a synthetic preset makes.")] = None,
+    skip_bad_rows: Annotated[int, typer.Option(help="How many bad rows may be left out (counted).")] = 0,
+    memory: Annotated[str | None, typer.Option(help="Limit for counters and vocabularies, e.g. 4GiB.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of encoding; default: the cores this process may use.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")] = False,
+    json_: Json = False,
+) -> None:
+    """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable, in bounded memory."""
+    from hotrow.base.progress import progress_bar
+    from hotrow.data.prepare.prepare import run_prepare
+
+    with progress_bar() as progress:
+        dataset = run_prepare(
+            source,
+            paths[0] if len(paths) == 1 else paths,
+            out,
+            schema=schema,
+            label=label,
+            time=time,
+            split=split,
+            fractions=_fractions(fractions),
+            seed=seed,
+            min_count=min_count,
+            hash_cap=hash_cap,
+            rows=rows,
+            sample=sample,
+            skip_bad_rows=skip_bad_rows,
+            memory=memory,
+            threads=threads,
+            overwrite=overwrite,
+            progress=progress,
+            announce=lambda line: print(line, file=sys.stderr),
+        )
+    result = {
+        "out": str(out),
+        "name": dataset.info.name,
+        "rows": {name: split.num_rows for name, split in dataset.splits.items()},
+        "num_embeddings": {table.name: table.num_embeddings for table in dataset.info.tables},
+        "summary": dict(dataset.info.summary),
+        "checksum": dataset.checksum,
+    }
+    print_result(result, as_json=json_, human=lambda: _print_fields({k: result[k] for k in ("out", "rows", "summary")}))
+
+
+@verb(
+    "train",
+    home="hotrow.api",
+    example="hotrow train recipes/criteo-small.yaml --set train.seed=2   (go on: hotrow train --resume RUN)",
+)
+def train(
+    config: Annotated[Path | None, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")] = None,
+    *,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder to the same bits.")] = None,
+    set_: Set = None,
+    json_: Json = False,
+) -> None:
+    """Train as a config says, or continue an interrupted run."""
+    from hotrow.api import Run
+    from hotrow.config.load import load_config
+    from hotrow.run import runs
+
+    if (config is None) == (resume is None):
+        raise ValueError("pass a config to start a run, or --resume RUN to continue one")
+    if resume is not None:
+        folder = runs.resume(resume, set_ or ())
+    else:
+        assert config is not None
+        folder = runs.train(load_config(config, set_ or ()))
+    run = Run(folder.path)
+    result = run.summary()
+    title = f"{run.record['dataset']['name']}, {result['epochs']:g} epochs"
+    print_result(result, as_json=json_, human=lambda: print(run.closing_lines(title, run.next_commands())))
+    _exit_if_interrupted(result)
+
+
+@verb(
+    "eval",
+    home="hotrow.api",
+    example="hotrow eval runs/clicks-dlrm-001 new/*.parquet   (the run's own test rows: hotrow eval RUN)",
+)
+def eval_(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    paths: Annotated[list[str] | None, typer.Argument(help="Raw rows with labels; default: a packed dataset.")] = None,
+    *,
+    data: Annotated[Path | None, typer.Option(help="A packed dataset; default: the run's own.")] = None,
+    split: Annotated[str | None, typer.Option(help="Which split of it; default: test.")] = None,
+    json_: Json = False,
+) -> None:
+    """AUC, LogLoss, normalised entropy and calibration of a run, on a split or on new raw rows."""
+    from hotrow.api import load
+
+    if paths and (data or split):
+        raise ValueError(f"{paths[0]} names raw rows, --data and --split a packed dataset; give one of them")
+    with closing(load(run)) as loaded:
+        if paths:
+            result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(paths)}
+        else:
+            result = {"run_dir": str(run), "split": split or "test", **loaded.evaluate(split or "test", data=data)}
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+@verb("predict", home="hotrow.api", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    paths: Paths,
+    *,
+    out: Annotated[Path, typer.Option(help="File of scores, .parquet or .csv; must not exist yet.")],
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Column to write beside the score, unchanged; may be repeated.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Score raw rows (- is standard input): one probability per row, in the rows' order, in column `score`."""
+    from hotrow.api import load
+
+    with closing(load(run)) as loaded, _standard_input(paths) as rows:
+        result = {"run_dir": str(run), "out": str(out), "rows": loaded.write_scores(rows, out, keep=keep or ())}
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+@verb("export", home="hotrow.api", example="hotrow export runs/clicks-dlrm-001 --out clicks-export")
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Folder to make; must not exist yet.")],
+    step: Annotated[
+        int | None, typer.Option(help="Of the checkpoint to take; default: the one that `predict` takes.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Weights (safetensors), vocabularies (Parquet) and rules, to score raw rows in plain PyTorch without hotrow."""
+    from hotrow.api import load
+    from hotrow.base.progress import progress_bar
+
+    with progress_bar() as progress:
+        made = load(run).export(out, step=step, progress=progress)
+    result = {
+        "run_dir": str(run),
+        "out": str(out),
+        "step": made["step"],
+        "tables": len(made["tables"]),
+        "files": len(made["files"]) + 1,
+        "bytes": sum(file["num_bytes"] for file in made["files"].values()),
+    }
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+@verb("inspect", home="hotrow.cli.tools", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A packed dataset, or a trace: a text file of one row id per line.")],
+    *,
+    split: Annotated[str, typer.Option(help="Whose accesses to read, of a packed dataset.")] = "train",
+    batch_size: Annotated[int, typer.Option(help="Samples per step; of a trace, lookups.")] = 2048,
+    dim: Annotated[int, typer.Option(help="Columns of every table, float32, for the bytes.")] = 16,
+    batches: Annotated[
+        int | None, typer.Option(help="Read only so many, the first: a quick look at much data.")
+    ] = None,
+    sample: Annotated[
+        float | None,
+        typer.Option(help="Share of each table's rows to follow, at least 8,192; default: all, up to 2^20 of a table."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of rows to follow, and of samples for --hot.")] = 0,
+    hot: Annotated[
+        str | None,
+        typer.Option(help="Bytes of a fast device, e.g. 256MiB: which rows to keep there, chosen in three ways."),
+    ] = None,
+    drift: Annotated[
+        bool, typer.Option("--drift", help="With --hot: how hot rows age, part by part of the training split.")
+    ] = False,
+    parts: Annotated[
+        int | None, typer.Option(help="With --drift: how many parts, in stored order; default: 10.")
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option(help="With --hot: of the interval of the sampled way, 0.5 to 0.9999.")
+    ] = 0.999,
+    optimizer: Annotated[str, typer.Option(help="Whose state is kept beside hot rows.")] = "sgd",
+    out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
+    json_: Json = False,
+) -> None:
+    """The hotness report: bytes demanded per table, how few rows take most accesses, how soon rows come again."""
+    from hotrow.base.progress import progress_bar
+    from hotrow.cli import tools
+    from hotrow.inspect.report import print_inspection
+
+    with progress_bar() as progress:
+        result = tools.inspect(
+            path,
+            split=split,
+            batch_size=batch_size,
+            embedding_dim=dim,
+            batches=batches,
+            sample=sample,
+            seed=seed,
+            hot=hot,
+            drift=drift,
+            parts=parts,
+            confidence=confidence,
+            optimizer=optimizer,  # type: ignore[arg-type]
+            out=out,
+            progress=progress,
+        )
+    print_result(result, as_json=json_, human=lambda: print_inspection(result))
+
+
+@verb("check", home="hotrow.cli.tools", example="hotrow check data/criteo")
+def check(
+    path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint, a run or an export.")],
+    *,
+    json_: Json = False,
+) -> None:
+    """Verify every byte of a packed dataset, a checkpoint, a run or an export against its checksums."""
+    from hotrow.cli import tools
+
+    result = tools.check(path)
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+@verb("bench", home="hotrow.study.bench", example="hotrow bench --quick")
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Cells to measure; default: all.")] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes, fewer rounds.")] = False,
+    json_: Json = False,
+) -> None:
+    """Our kernels against torch's and the machine's limit, interleaved, outputs compared first."""
+    from hotrow.study.bench import format_row, run_bench
+
+    result = run_bench(names or None, quick=quick)
+    print_result(result, as_json=json_, human=lambda: print("\n".join(format_row(row) for row in result["cells"])))
+
+
+@verb(
+    "study",
+    home="hotrow.study",
+    example="hotrow study kernels --quick   (what it would take: hotrow study kernels --estimate)",
+)
+def study(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="kernels: embedding kernels over shapes. memory: a part of the tables in DRAM. hot: hot rows first."
+        ),
+    ],
+    *,
+    data: Annotated[
+        list[str] | None, typer.Option(help="memory, hot: a packed dataset (memory: or plain trace); may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of results; default: studies/NAME. Goes on there.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first look, in minutes at most.")] = False,
+    memory: Annotated[str | None, typer.Option(help="Most that tables may take, e.g. 8GiB; default: 60 %.")] = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Only count the cells and estimate the time.")] = False,
+    json_: Json = False,
+) -> None:
+    """Repeat a published experiment here: JSON, CSV and one HTML page. Started again, it measures what is left."""
+    from hotrow.data.prepare.prepare import parse_bytes
+    from hotrow.study import run_study
+
+    result = run_study(
+        name,
+        out,
+        quick=quick,
+        memory_bytes=parse_bytes(memory),
+        estimate_only=estimate,
+        say=lambda line: print(line, file=sys.stderr),
+        data=data or (),
+    )
+    told = {name: value for name, value in result.items() if name != "cells"}
+    print_result(result, as_json=json_, human=lambda: _print_fields(told))
+
+
+@verb("doctor", home="hotrow.cli.tools", example="hotrow doctor")
+def doctor(
+    *,
+    json_: Json = False,
+) -> None:
+    """What decides whether and how fast hotrow runs here; paste it into reports."""
+    from hotrow.cli import tools
+
+    result = tools.doctor()
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+@verb("clean", home="hotrow.cli.tools", example="hotrow clean runs/criteo-dlrm-001")
+def clean(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    *,
+    data: Annotated[bool, typer.Option("--data", help="Also data that was packed into the run's folder.")] = False,
+    json_: Json = False,
+) -> None:
+    """Remove a run's checkpoints but the newest and the chosen one."""
+    from hotrow.cli import tools
+
+    result = tools.clean(run, data=data)
+    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+
+
+@contextmanager
+def _standard_input(paths: list[str]) -> Iterator[list[str]]:
+    """`paths`, with standard input as a file of its own inside the block if they are "-": rows are read twice."""
+    if paths != ["-"]:
+        yield paths
+        return
+    with tempfile.NamedTemporaryFile(prefix="standard-input-", suffix=".csv") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+        file.flush()
+        yield [file.name]
+
+
+def _fractions(text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--fractions {text!r} is no list of numbers; write it as 0.8,0.1,0.1") from None
+
+
+def _print_init(result: Mapping[str, Any]) -> None:
+    print(f"found {result['found']}")
+    for file in result["files"]:
+        print(f"wrote {file}")
+    print("next:", *result["next"], sep="\n  ")
+
+
+def _exit_if_interrupted(result: Mapping[str, Any]) -> None:
+    if result.get("status") == "interrupted":
+        raise typer.Exit(128 + result["signal"])
+
+
+def _print_fields(fields: Mapping[str, Any], indent: str = "") -> None:
+    width = max((len(name) for name in fields), default=0)
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            print(f"{indent}{name}")
+            _print_fields(value, indent + "  ")
+        else:
+            print(f"{indent}{name:<{width}}  {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return ", ".join(_short(item) for item in value) if isinstance(value, list) else str(value)
+
+
+def main() -> None:
+    """The `hotrow` command."""
+    warnings.showwarning = _one_line_warning
+    try:
+        _check_arguments(sys.argv[1:])
+        app()
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is left in the buffer must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except (ValueError, OSError, MemoryError) as error:
+        if os.environ.get("HOTROW_DEBUG") == "1":
+            traceback.print_exc()
+        print(f"hotrow: {str(error) or type(error).__name__}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        if os.environ.get("HOTROW_DEBUG") == "1":
+            traceback.print_exc()
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        print(
+            f"hotrow: this should not happen, it is an error of hotrow itself ({told}); HOTROW_DEBUG=1 shows where. "
+            "Please report it with what `hotrow doctor` prints",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raises ValueError for bytes that are not UTF-8: records of runs and of datasets could not hold such a name."""
+    from hotrow.base.files import check_text
+
+    for argument in arguments:
+        check_text(argument, what="an argument")
+
+
+def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"hotrow: warning: {message}", file=sys.stderr)

@@ -1,0 +1,247 @@
+"""Small questions about what lies on disk, and about this machine: inspect, check, clean, doctor; answers are data."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrow.base.files import available_memory_bytes, disk_free_bytes, file_system, parse_bytes
+from hotrow.base.machine import host_facts, isa_limit, versions
+from hotrow.base.progress_meter import ProgressCallback
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import crc32_of_file
+from hotrow.export.export import EXPORT, verify_export
+from hotrow.hot.compare import compare_ways, record_bytes_of
+from hotrow.hot.hot_set import check_budget
+from hotrow.hot.sampled import CONFIDENCE, check_confidence
+from hotrow.inspect.accesses import first_batches, open_accesses
+from hotrow.inspect.drift import PARTS, check_parts, measure_drift
+from hotrow.inspect.hotness import measure_hotness
+from hotrow.inspect.report import write_inspection
+from hotrow.kernels import ops
+from hotrow.kernels.reference import Algorithm
+from hotrow.placement.folder import remove_left_folders
+from hotrow.placement.store_file import direct_io
+from hotrow.placement.stores import io_uring_refused
+from hotrow.plan.choose import FOLDER
+from hotrow.run.checkpoint import list_checkpoints, prune_checkpoints, verify
+from hotrow.run.checkpoint_manifest import MANIFEST
+from hotrow.run.folder import RUN, RunFolder
+
+
+def inspect(
+    path: Path | str,
+    *,
+    split: str = "train",
+    batch_size: int = 2048,
+    embedding_dim: int = 16,
+    batches: int | None = None,
+    sample: float | None = None,
+    seed: int = 0,
+    hot: int | str | None = None,
+    drift: bool = False,
+    parts: int | None = None,
+    confidence: float = CONFIDENCE,
+    optimizer: Algorithm = "sgd",
+    out: Path | str | None = None,
+    progress: ProgressCallback | None = None,
+) -> dict[str, Any]:
+    """The hotness report of a packed dataset (a folder) or of a trace (a file of row ids, one per line).
+
+    The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
+    read only so many, the first. hot: bytes of a fast device, or text such as 256MiB, of a packed dataset only: three
+    ways to choose the rows for it are compared, the state of `optimizer` counted; drift: and how such rows age over the
+    training split, cut into `parts`, by default ten; confidence: of the sampled way. With `out` the report is also
+    written there, as JSON, CSV and HTML, and `files` names them.
+
+    Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
+    among the accesses but is no hot row.
+    """
+    if drift and hot is None:
+        raise ValueError("drift needs hot, the bytes of the fast device whose rows are followed: --hot 256MiB --drift")
+    if parts is not None and not drift:
+        raise ValueError("parts needs drift, which is shown of each: --hot 256MiB --drift --parts 24")
+    # Before anything is read, which may take long.
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f"report folder {out} is a file; choose another")
+    parts = PARTS if parts is None else parts
+    check_parts(parts)
+    check_confidence(confidence)
+    budget = None if hot is None else _hot_budget(path, hot, embedding_dim=embedding_dim, optimizer=optimizer)
+    found = open_accesses(path, split=split, progress=progress)
+    if batches is not None:
+        found = first_batches(found, batches, batch_size=batch_size)
+    hotness = measure_hotness(
+        found, batch_size=batch_size, embedding_dim=embedding_dim, sample=sample, seed=seed, progress=progress
+    )
+    report = {"path": str(path), **hotness.to_json()}
+    if found.kind == "packed dataset":
+        dataset = PackedDataset.open(path)
+        report |= _dataset_facts(dataset, report["tables"], split)
+        if budget is not None:
+            report["hot"] = compare_ways(
+                dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed, confidence=confidence
+            )
+            if drift:
+                record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
+                report["hot"]["drift"] = measure_drift(
+                    dataset, budget, record_bytes=record_bytes, parts=parts, seed=seed
+                )
+    return {**report, "files": write_inspection(out, report)} if out is not None else report
+
+
+def _hot_budget(path: Path | str, hot: int | str, *, embedding_dim: int, optimizer: Algorithm) -> int:
+    """`hot` in bytes. Raises ValueError where no hot rows could be found with it."""
+    if Path(path).is_file():
+        raise ValueError(f"hot is {hot!r}: {path} is a trace, which has no samples to be hot; give a packed dataset")
+    dataset = PackedDataset.open(path)
+    record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
+    try:
+        budget = parse_bytes(hot)
+        check_budget([(table.num_embeddings, record_bytes[table.name]) for table in dataset.info.tables], budget)
+    except ValueError as error:
+        raise ValueError(f"hot is {hot!r}: {error}") from None
+    return budget
+
+
+def _dataset_facts(dataset: PackedDataset, tables: list[dict[str, Any]], split: str) -> dict[str, Any]:
+    """What a trace does not have."""
+    dropped = {name: table.num_dropped for name, table in dataset.info.table_by_name.items()}
+    return {
+        "checksum": dataset.checksum,
+        "split": split,
+        "rows": {name: rows.num_rows for name, rows in dataset.splits.items()},
+        "dense": list(dataset.info.dense_names),
+        "licence": dataset.info.licence,
+        "features": len(dataset.info.features),
+        "tables": [{**table, "num_dropped": dropped[table["table"]]} for table in tables],
+    }
+
+
+def check(path: Path | str) -> dict[str, Any]:
+    """Read every byte of a packed dataset, a checkpoint, a run or an export; says what was checked.
+
+    Raises ValueError naming the first file that is missing or damaged, or that `path` is none of the four.
+    """
+    path = Path(path)
+    if (path / "dataset.json").is_file():
+        dataset = PackedDataset.open(path, verify="full")
+        rows = sum(split.num_rows for split in dataset.splits.values())
+        return {"kind": "packed dataset", "path": str(path), "rows": rows, "ok": True}
+    if (path / MANIFEST).is_file():
+        return {"kind": "checkpoint", "path": str(path), "bytes": verify(path), "ok": True}
+    if (path / RUN).is_file():
+        run = RunFolder.open(path)
+        checkpoints = list_checkpoints(run.checkpoints)
+        num_bytes = sum(verify(checkpoint) for checkpoint in checkpoints.values()) + _check_vocabularies(run)
+        return {"kind": "run", "path": str(path), "checkpoints": list(checkpoints), "bytes": num_bytes, "ok": True}
+    if (path / EXPORT).is_file():
+        return {"kind": "export", "path": str(path), "bytes": verify_export(path), "ok": True}
+    raise ValueError(
+        f"{path} is nothing hotrow wrote: no dataset.json, {MANIFEST}, {RUN} or {EXPORT} in it; pass a packed "
+        "dataset, a checkpoint (RUN/checkpoints/step-N), a run or an export"
+    )
+
+
+def _check_vocabularies(run: RunFolder) -> int:
+    kept = PackedDataset.open(run.vocabulary)
+    total = 0
+    for name, record in kept.info.files.items():
+        if name.startswith("vocab/"):
+            path = kept.path / name
+            if not path.is_file() or crc32_of_file(path) != record.crc32:
+                raise ValueError(f"vocabulary {path} is missing or damaged; copy it anew from the dataset the run used")
+            total += record.num_bytes
+    return total
+
+
+def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:
+    """Remove a run's checkpoints but the newest and the chosen one, and rows on disk that a killed process left there;
+    with `data` also raw data packed into the run.
+
+    Returns what was removed and the bytes freed. The run can still predict, and still be resumed unless its data went.
+    """
+    run = RunFolder.open(path)
+    before = _tree_bytes(run.path)
+    removed = prune_checkpoints(run.checkpoints, keep_last=1, keep=run.record.get("chosen_step"))
+    removed += remove_left_folders(run.path / FOLDER)
+    if data and (run.path / "data").is_dir():
+        shutil.rmtree(run.path / "data")
+        removed.append(run.path / "data")
+    return {"removed": [str(folder) for folder in removed], "bytes_freed": before - _tree_bytes(run.path)}
+
+
+def _tree_bytes(path: Path) -> int:
+    return sum(file.lstat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+
+
+def doctor() -> dict[str, Any]:
+    """What decides whether and how fast hotrow runs here, to paste into a report."""
+    backend = ops.backend()
+    runtimes = openmp_runtimes()
+    return {
+        "versions": versions(),
+        "host": host_facts(),
+        "backend": {"name": backend.name, "isa": backend.isa, "threads": backend.threads, "reason": backend.reason},
+        "isas": list(ops.isas()),
+        "isa_limit": isa_limit(),
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "transparent_huge_pages": _setting(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "huge_pages_granted": ops.grants_huge_pages(),
+        "available_memory_bytes": available_memory_bytes(),
+        "disk_free_bytes": disk_free_bytes(Path.cwd()),
+        "stores": _stores_facts(Path.cwd()),
+        "open_files_limit": _limit("RLIMIT_NOFILE"),
+        "openmp_runtimes": runtimes,
+        "openmp_shared": len(runtimes) <= 1,
+        "tensorboard": importlib.util.find_spec("tensorboard") is not None,
+        "torch_threads": torch.get_num_threads(),
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("HOTROW_", "OMP_"))},
+    }
+
+
+def openmp_runtimes() -> list[str]:
+    """File names of the OpenMP runtimes loaded into this process; two of them would fight for the same cores."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    return sorted({Path(path).name for path in re.findall(r"\S*/(?:libgomp|libomp|libiomp)[^/\s]*", maps)})
+
+
+def _setting(path: Path) -> str | None:
+    """The choice in brackets of a kernel setting."""
+    try:
+        match = re.search(r"\[(\w+)\]", path.read_text())
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def _stores_facts(folder: Path) -> dict[str, Any]:
+    """What decides how tables larger than memory are served from files in `folder`: io_uring, direct I/O, limits."""
+    refused = io_uring_refused()
+    return {
+        "file_system": file_system(folder),
+        "io_uring": refused is None,
+        "io_uring_refused": refused,
+        **direct_io(folder),
+        "locked_memory_limit_bytes": _limit("RLIMIT_MEMLOCK"),
+    }
+
+
+def _limit(name: str) -> int | None:
+    """This process's limit; None where there is none."""
+    if platform.system() == "Windows":
+        return None
+    import resource
+
+    limit = resource.getrlimit(getattr(resource, name))[0]
+    return None if limit == resource.RLIM_INFINITY else limit

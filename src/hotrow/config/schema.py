@@ -1,0 +1,443 @@
+"""The one YAML schema of a run: what every option means, its unit, its effect and what it may be.
+
+Nothing here acts on a value: `parts.build` does. Read and checked by config.py; docs/config.md has the same as tables.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from hotrow.base.files import ByteRate, parse_byte_rate, parse_bytes
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+Width = Annotated[int, Field(ge=1, le=65536)]
+DenseDtype = Literal["fp32", "tf32", "bf16"]
+Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""How often within training: up to 1 a share of an epoch, above 1 a whole number of steps."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """Which network stands on the tables, and how wide it is."""
+
+    name: Literal["dlrm", "tbsm"] = "dlrm"
+    """The network. `dlrm`: bottom MLP on the dense inputs, pairwise dot products with the embeddings, top MLP. `tbsm`:
+    such a network makes a vector of every step of a history, and attention compares them with the last step's; features
+    named X_history hold the earlier ids of feature X (docs/prepare.md)."""
+    embedding_dim: Width = 16
+    """Columns D of every table; also the width of the bottom MLP's last layer."""
+    embedding_init: NotNegative | None = None
+    """Rows start uniform between minus and plus this; null means sqrt(1 / rows of the table), the reference's choice.
+    With 0 they start at zero, which is better on small data: an id then says nothing until it has been seen."""
+    bottom_mlp: list[Width] = [512, 256, 64]
+    """Widths of the bottom MLP's hidden layers; a last layer of `embedding_dim` follows by itself."""
+    top_mlp: list[Width] = [512, 256]
+    """Widths of the top MLP's hidden layers; the last layer, one logit, follows by itself. With `tbsm` all widths of
+    the top MLP of a step, the last that of its vector."""
+    interaction: Literal["dot"] = "dot"
+    """How features meet. `dot`: every pair of the F + 1 vectors, without the pair of a vector with itself."""
+    first_order: bool = False
+    """Whether the logit also gets the first column of every pooled row and a linear map of the dense inputs, as in a
+    logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP. Only for
+    dlrm."""
+    history_steps: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Most ids of a history; a longer one is an error. null means 20. Only for tbsm."""
+    attention_mlp: list[Width] | None = None
+    """Widths of the hidden layers between the products of all steps with the last and the steps' weights; null means
+    [15, 15]. Only for tbsm."""
+    final_mlp: list[Width] | None = None
+    """Widths of the hidden layers on the attended history beside the last step's vector; one logit follows by itself.
+    null means [60]. Only for tbsm."""
+
+    @model_validator(mode="after")
+    def _only_what_acts(self) -> ModelConfig:
+        if self.name == "tbsm" and self.first_order:
+            raise ValueError("first_order is true, but tbsm has no first-order term; remove it or choose dlrm")
+        for field in _TBSM_DEFAULTS:
+            if self.name != "tbsm" and (value := getattr(self, field)) is not None:
+                raise ValueError(f"{field} is {value}, but {self.name} has no history; remove it or choose tbsm")
+        if self.name == "tbsm" and not self.top_mlp:
+            raise ValueError("top_mlp is [], but with tbsm its last width is that of a step's vector; give one or more")
+        return self
+
+    def tbsm_options(self) -> dict[str, Any]:
+        """The options that tbsm alone has, defaults filled in."""
+        given = {name: getattr(self, name) for name in _TBSM_DEFAULTS}
+        return {name: _TBSM_DEFAULTS[name] if value is None else value for name, value in given.items()}
+
+
+_TBSM_DEFAULTS: dict[str, Any] = {"history_steps": 20, "attention_mlp": [15, 15], "final_mlp": [60]}
+"""Those of the reference's script for Taobao."""
+
+
+class DenseOptimizerConfig(_Section):
+    """The torch optimizer of the MLPs."""
+
+    name: Literal["sgd", "adagrad", "adam"] = "sgd"
+    """`torch.optim.SGD`, `Adagrad` or `Adam`, with torch's own defaults for what is not listed here."""
+    lr: Positive = 0.1
+    """Learning rate before the schedule."""
+    weight_decay: NotNegative = 0.0
+    """L2 penalty on the MLPs' weights and biases, per step; tables have none."""
+
+
+class SparseOptimizerConfig(_Section):
+    """The fused optimizer of the embedding tables."""
+
+    name: Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "ftrl"] = "row_wise_adagrad"
+    """`adagrad` keeps one sum of squares per weight, `row_wise_adagrad` one per row, `adam` (row-lazy) and `ftrl` two
+    numbers per weight, `sgd` none."""
+    lr: Positive = 0.05
+    """Learning rate before the schedule."""
+    eps: Positive | None = None
+    """Added to the root of the sum of squares; null means 1e-10, for adam 1e-8. Only for the Adagrads and adam."""
+    initial_accumulator_value: NotNegative | None = None
+    """Where the sums of squares start; null means 0. Only for the Adagrads."""
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
+    """Decay of the means of gradients and of their squares; null means [0.9, 0.999]. Only for adam."""
+    beta: Positive | None = None
+    """Smooths the first steps; null means 1. Only for ftrl."""
+    l1: NotNegative | None = None
+    """Pulls weights to exactly 0; null means 0. Only for ftrl."""
+    l2: NotNegative | None = None
+    """Pulls weights towards 0; null means 0. Only for ftrl."""
+
+    @model_validator(mode="after")
+    def _only_what_acts(self) -> SparseOptimizerConfig:
+        acts = {
+            "sgd": (),
+            "adagrad": ("eps", "initial_accumulator_value"),
+            "row_wise_adagrad": ("eps", "initial_accumulator_value"),
+            "adam": ("eps", "betas"),
+            "ftrl": ("beta", "l1", "l2"),
+        }[self.name]
+        for field, value in self:
+            if field not in ("name", "lr", *acts) and value is not None:
+                raise ValueError(
+                    f"{field} is {value}, but {self.name} has no such number; remove it or choose another optimizer "
+                    f"({self.name} has lr{''.join(f', {name}' for name in acts)})"
+                )
+        return self
+
+
+class ScheduleConfig(_Section):
+    """The learning rate over steps, for MLPs and tables alike: linear warm-up, level, quadratic decay."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises linearly from lr / warmup_steps to lr."""
+    decay_start_step: Count | None = None
+    """First step of the decay; null means the step at which the warm-up ends."""
+    decay_steps: Annotated[int, Field(ge=0)] = 0
+    """Length of the decay: lr * (1 - k / decay_steps)^2 at its k-th step, never below 1e-7; 0 means no decay."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ScheduleConfig:
+        start = self.decay_start_step
+        if start is not None and not self.decay_steps:
+            raise ValueError(f"decay_start_step is {start}, but decay_steps is 0; say how many steps the decay lasts")
+        if start is not None and start < self.warmup_steps:
+            raise ValueError(f"decay_start_step is {start}, before the warm-up ends at step {self.warmup_steps}")
+        return self
+
+
+class OptimizerConfig(_Section):
+    """How weights follow gradients."""
+
+    dense: DenseOptimizerConfig = DenseOptimizerConfig()
+    sparse: SparseOptimizerConfig = SparseOptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class TrainConfig(_Section):
+    """How long, how much at once, and from which seed."""
+
+    batch_size: Count = 2048
+    """Samples per step; the last batch of an epoch may be smaller and is kept."""
+    epochs: Count = 1
+    """Passes over the training split."""
+    max_steps: Count | None = None
+    """Stop after this many steps even within an epoch; null means only `epochs` decides."""
+    shuffle: bool = True
+    """Whether each epoch visits the rows in a new order drawn from `seed` (blocks, then rows within a window)."""
+    eval_every: Interval | None = 1.0
+    """Score the validation split this often: up to 1 a share of an epoch, above 1 steps; null means only at the end."""
+    early_stopping: Count | None = None
+    """Stop after this many evaluations without a better validation score (`monitor`), end on the best weights; null
+    means never."""
+    monitor: Literal["logloss", "auc"] = "logloss"
+    """Which validation score says what weights are best: the lowest LogLoss, or the highest AUC, which does not see
+    whether predicted rates are right."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 1
+    """Decides initial weights, initial rows and the order of rows; nothing else does."""
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Threads of torch and the kernels. `auto`: as many as torch has (`OMP_NUM_THREADS`, `torch.set_num_threads`; else
+    one for each physical core), and unless `OMP_NUM_THREADS` is set no more than the cores this process may use."""
+    pin: Literal["auto", "cores", "off"] = "auto"
+    """Whether threads stay on their cores. `cores`: one core each, NUMA node after node. `auto`: so on a machine of
+    several NUMA nodes, else off, because another process on a pinned core holds the whole step back."""
+    precision: Literal["fp32", "fp16", "split_bf16"] = "fp32"
+    """How weights are stored; tables compute in float32 whatever they store, dense layers as `dense_dtype` says.
+    `fp16`: tables in float16, rounded at every update, in half the memory. `split_bf16`: tables as float32 in two
+    halves, of which lookups read the upper, a bfloat16; updates lose nothing. So are the MLPs' weights with dense `sgd`
+    (Split-SGD-BF16); with other dense optimizers they stay fp32."""
+    dense_dtype: DenseDtype = "fp32"
+    """What dense layers multiply; weights and sums stay float32. `tf32`: products of TensorFloat-32, on a GPU alone.
+    `bf16`: layers compute in bfloat16 where torch's autocast has it, which pays on GPUs and on CPUs with bfloat16
+    products; on other CPUs it costs, and a warning says so. The run's first line says which."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What a step does whose loss or gradients, of MLPs or tables, are NaN or infinite. `raise`: end the run with what
+    was found and where. `skip`: leave the step out for both, count it (`steps_skipped` in run.json) and go on."""
+    log_every: Count = 50
+    """Steps between two lines of metrics.jsonl, each the mean over its steps."""
+
+
+class CheckpointConfig(_Section):
+    """When the state of a run is saved, and what is kept of it."""
+
+    every: Interval | None = None
+    """Save this often: up to 1 a share of an epoch, above 1 steps; null means at the end and when interrupted."""
+    keep_last: Count = 2
+    """How many of the newest checkpoints stay on disk."""
+    keep_best: bool = True
+    """Whether an evaluation with the best validation score so far is saved and kept; early stopping needs it."""
+
+
+class MemoryConfig(_Section):
+    """Tables in tiers: as many rows in DRAM as it says, the rest on disk, with the same bits in every result."""
+
+    hbm: str | int | None = None
+    """Bytes, or text such as 8GiB, of the memory of a GPU for slots, where lookups and updates run, before `dram`
+    (docs/gpu.md). null: there are none, and tables train on the CPU."""
+    dram: str | int = "auto"
+    """Bytes, or text such as 2GiB, for tables, optimizer state, what is known of rows in memory, buffers, and copies of
+    hot rows (`hot.link`). `auto`: 60 % of what this process may use."""
+    ssd: str | None = None
+    """Folder of a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
+    the folder `memory` of the run. What is there goes when the run ends."""
+    file: str | None = None
+    """Instead of `ssd`: a folder whose files are used as memory (DAX, CXL, tmpfs, or plain files). With `file_bytes`: a
+    tier before `ssd`."""
+    file_bytes: str | int | None = None
+    """Bytes, or text such as 8GiB, that `file` holds of rows that leave DRAM, before they go to `ssd`; null: it is no
+    such tier. To know which rows lie there takes at most 6 bytes of DRAM for each."""
+    policy: Literal["clock", "lfu", "lru"] = "clock"
+    """Which row makes room for another. `lru`: the one used longest ago. `clock`: nearly so, in less work. `lfu`: one
+    that was used few times. It changes speed, no result."""
+    admission: Literal["none", "frequency"] = "none"
+    """Which rows that come in `policy` decides about. `none`: every one. `frequency`: those that were used more often
+    lately than the row that would make room; others make room first. It changes speed, no result: what is popular stays
+    in a small cache, what has just become so is slower to come."""
+    writes: Literal["auto", "in_place", "gathered"] = "auto"
+    """How rows that leave DRAM are written to `ssd`. `in_place`: each to its own sector. `gathered`: side by side, a
+    page in one I/O, wherever the file has room, which takes some 3 bytes of DRAM for each row and files of twice the
+    rows' bytes. `auto`: gathered where there is room for both. It changes speed, no result."""
+    lookahead: Annotated[int, Field(ge=0, le=64)] = 4
+    """Batches whose rows are fetched before they are needed; 0: rows are read when they are looked up."""
+    force: bool = False
+    """Whether `ssd` may lie on a network file system or in memory (tmpfs), which is refused else."""
+    write_budget: str | None = None
+    """Bytes that this run may write to its drive, rows and checkpoints, in any 24 hours or any hour: text such as
+    200GB/day or 10GiB/hour, for instance the endurance a drive is declared for. Before it is spent training saves a
+    checkpoint and ends with an error that says when it can be resumed. null means no limit."""
+
+    @model_validator(mode="after")
+    def _a_size_and_a_folder(self) -> MemoryConfig:
+        if self.hbm is not None and parse_bytes(self.hbm) <= 0:
+            raise ValueError(f"hbm is {self.hbm!r}; it must be a positive number of bytes, such as 8GiB")
+        if self.dram_bytes is not None and self.dram_bytes <= 0:
+            raise ValueError(f"dram is {self.dram!r}; it must be a positive number of bytes, such as 2GiB")
+        if self.file_bytes is not None and (self.file is None or parse_bytes(self.file_bytes) <= 0):
+            raise ValueError(
+                f"file_bytes is {self.file_bytes!r} and file is {self.file!r}; a tier before ssd needs a folder and a "
+                "positive number of bytes, such as 8GiB"
+            )
+        if self.ssd is not None and self.file is not None and self.file_bytes is None:
+            raise ValueError(
+                f"ssd is {self.ssd!r} and file is {self.file!r}; name one of them, or none, or say with file_bytes how "
+                "much lies in file before it goes to ssd"
+            )
+        if self.write_budget is not None:
+            try:
+                parse_byte_rate(self.write_budget)
+            except ValueError as error:
+                raise ValueError(f"write_budget: {error}") from None
+        return self
+
+    @property
+    def dram_bytes(self) -> int | None:
+        """`dram` as a number; None for `auto`."""
+        return None if self.dram == "auto" else parse_bytes(self.dram)
+
+
+class HotConfig(_Section):
+    """Scheduling of batches by how popular their rows are."""
+
+    schedule: Literal["none", "fae", "fixed", "window"] = "none"
+    """A sample is hot where all its rows are. `none`: batches come in the loader's order. `fixed`: batches of cold and
+    of hot samples in turns, `rate` percent of each class at a time. `fae`: so too, and after each turn the rate follows
+    the loss on validation rows. `window`: of every `window` batches as many as their hot samples fill come first."""
+    budget: str | int = "512MiB"
+    """Bytes, or text such as 512MiB, of hot rows with their optimizer states."""
+    small_table: str | int = "1MiB"
+    """Bytes, or text such as 64KiB: tables of fewer, with their optimizer states, are hot whole."""
+    rows: Literal["exact", "sampled", "covering", "tracked"] = "exact"
+    """How hot rows are found: `exact` those of most accesses, `sampled` FAE's estimate of them from 5 % of the samples,
+    `covering` so that most samples are hot. `hotrow inspect --hot` compares them. `tracked` learns them while training,
+    in fixed memory: the first epoch is in shuffled order, each later one goes by the rows most used lately."""
+    confidence: Annotated[float, Field(ge=0.5, le=0.9999)] = 0.999
+    """That the interval of the estimate holds the true size of the hot set, as in FAE. Only for `rows: sampled`."""
+    rate: Annotated[float, Field(ge=1, le=100)] = 50
+    """Percent of the cold batches, then of the hot ones, trained in one turn. `fae` begins with it: it halves it where
+    the loss rose, doubles it where it fell four times running. Only for `fae` and `fixed`."""
+    shuffled_end: Share = 0
+    """Share of the samples, drawn from both classes, that every epoch keeps for its end, in shuffled order: one that
+    ends on hot batches alone has learned their rate of clicks last. 0 is as published. Only for `fae` and `fixed`."""
+    window: Annotated[int, Field(ge=2, le=1024)] = 4
+    """Batches within which samples are reordered. Only for `window`."""
+    eval_samples: Count = 65536
+    """Samples of the validation split, its first, whose loss `fae` goes by; rounded up to batches of 4096."""
+    link: str | None = None
+    """Bytes per second, text such as 12GB, of the link to a fast device that a second memory of this machine plays: hot
+    rows are copied to it for turns of hot batches and back after them, and what would cross the link is counted. The
+    copies are in DRAM, and in the budget of `memory`. null means none: hot batches use the tables, but with `device:
+    cuda` copies on the GPU. Results are the same bits. Only for `fae` and `fixed`, and not with `device: cuda`."""
+
+    @model_validator(mode="after")
+    def _bytes(self) -> HotConfig:
+        sizes = {"budget": self.budget, "link": self.link, "small_table": self.small_table}
+        for name, text in sizes.items():
+            try:
+                size = 1 if text is None else parse_bytes(text)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            if size < (0 if name == "small_table" else 1):
+                raise ValueError(f"{name} is {text!r}; it must be a positive number of bytes, such as 512MiB")
+        if self.link is not None and not self.takes_turns:
+            raise ValueError(f"link is {self.link!r}, but only hot turns use it: set schedule to fae or fixed")
+        return self
+
+    def unused(self) -> list[str]:
+        """Options that were changed from their default, and do nothing under this schedule."""
+        used = {"schedule", "link"} | (set() if self.schedule == "none" else {"budget", "small_table", "rows"})
+        used |= {"rate", "shuffled_end"} if self.takes_turns else set()
+        used |= {"fae": {"eval_samples"}, "window": {"window"}}.get(self.schedule, set())
+        used |= {"confidence"} if self.rows == "sampled" and self.schedule != "none" else set()
+        fields = type(self).model_fields
+        return [f"hot.{name}" for name in fields if name not in used and getattr(self, name) != fields[name].default]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether batches are of one class."""
+        return self.schedule in ("fae", "fixed")
+
+
+class ParallelConfig(_Section):
+    """Training over several processes; this version runs in one, where these have nothing to decide."""
+
+    sharding: Literal["auto"] = "auto"
+    """`auto`: all tables in this process."""
+    exchange: Literal["all_to_all"] = "all_to_all"
+    """How pooled embeddings would travel between processes."""
+    wire_dtype: Literal["fp32"] = "fp32"
+    """Number format in which they would travel."""
+
+
+MEMORY_TAGS = ("word", "mapping")
+
+
+def _memory_tag(value: Any) -> str:
+    return MEMORY_TAGS[not isinstance(value, str)]
+
+
+class Config(_Section):
+    """One training run."""
+
+    data: str
+    """Folder of a packed dataset, as `hotrow prepare` writes it; relative to the working directory."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where dense layers compute. `auto`: the CPU, but a GPU where `memory.hbm` gives tables slots there. `cuda`
+    without `memory.hbm`: tables train on the CPU, and pooled rows and their gradients cross; with `hot.schedule` `fae`
+    or `fixed` hot batches train on copies of the hot rows on the GPU."""
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    memory: Annotated[
+        Annotated[Literal["auto", "dram"], Tag("word")] | Annotated[MemoryConfig, Tag("mapping")],
+        Discriminator(_memory_tag),
+    ] = "auto"
+    """Where tables and optimizer state live. `auto`: in DRAM, up to 60 % of what this process may use (cgroup limits
+    count), the rest on disk in the run's folder. `dram`: all in DRAM; a run that does not fit is refused. A mapping
+    says how much and where (below). The log's first line says what came of it; results are the same bits."""
+    hot: HotConfig = HotConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    run: str | None = None
+    """Folder of the run, which must not exist yet; null means runs/<dataset>-<model>-NNN with the next free number."""
+
+    @model_validator(mode="after")
+    def _best_is_kept(self) -> Config:
+        if self.train.early_stopping is not None:
+            if not self.checkpoint.keep_best:
+                raise ValueError("checkpoint.keep_best is false, but early_stopping needs it; set it to true")
+            if self.train.eval_every is None:
+                raise ValueError("train.eval_every is null, but early_stopping counts evaluations; set it, e.g. to 0.1")
+        if self.hbm is not None and self.hot.link is not None:
+            raise ValueError(
+                f"hot.link is {self.hot.link!r} and memory.hbm is {self.hbm!r}: slots on a device hold hot rows "
+                "already; set one of them to null"
+            )
+        for path, value in (("train.eval_every", self.train.eval_every), ("checkpoint.every", self.checkpoint.every)):
+            if value is not None and value > 1 and value != int(value):
+                raise ValueError(f"{path} is {value}; it is a share of an epoch up to 1, above that a whole number")
+        return self
+
+    @model_validator(mode="after")
+    def _tracked_rows_are_used(self) -> Config:
+        if self.hot.schedule != "none" and self.hot.rows == "tracked" and self.train.epochs < 2:
+            raise ValueError(
+                "hot.rows is tracked, which goes by what the first epoch used from the second on, but train.epochs is "
+                f"{self.train.epochs}: raise it, or set hot.rows to exact"
+            )
+        return self
+
+    @property
+    def hbm(self) -> str | int | None:
+        """`memory.hbm`; None: no slots on a device."""
+        return None if isinstance(self.memory, str) else self.memory.hbm
+
+    @property
+    def write_budget(self) -> ByteRate | None:
+        """`memory.write_budget` in numbers; None: no limit."""
+        text = None if isinstance(self.memory, str) else self.memory.write_budget
+        return None if text is None else parse_byte_rate(text)
+
+    def to_yaml(self) -> str:
+        """This config with every field written out; `load_config` reads it back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def interval_steps(interval: float | None, *, steps_per_epoch: int) -> float | None:
+    """Steps between two events that come every `interval` (see `Interval`), not rounded; at least 1, None for None."""
+    if interval is None:
+        return None
+    return interval if interval > 1 else max(1.0, interval * steps_per_epoch)
+
+
+def is_due(step: int, every: float | None) -> bool:
+    """Whether an event that comes every `every` steps comes after step number `step` (from 1).
+
+    A quarter of an epoch of 1,005 steps is 251.25 steps: it is due after steps 252, 503, 754 and 1,005.
+    """
+    if every is None:
+        return False
+    slack = 1e-9  # 0.1 * 30 is above 3
+    return int(step / every + slack) > int((step - 1) / every + slack)

@@ -1,0 +1,19 @@
+"""Splitmix64: 64-bit words mixed one-to-one, the source of every choice that is a function of a row's number."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 / golden ratio, splitmix64's increment."""
+
+
+def mix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words; changes `words` in place."""
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words

@@ -1,0 +1,1 @@
+"""Packed datasets: the format, its reader and writer, vocabularies, and the loader."""

@@ -1,0 +1,353 @@
+"""What a packed dataset holds, as plain data: `dataset.json` in both directions, column types, the values allowed.
+
+docs/format.md is the specification; this file and it say the same. Writing is in `packed_writer`, reading in
+`packed_reader`; users import all of it from `hotrow.data.packed.dataset`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import Field, JsonValue
+from pydantic.dataclasses import dataclass
+
+from hotrow import __version__
+from hotrow.base.files import check_name, check_text, file_name
+from hotrow.base.records import MAX_COUNT, STRICT, Count, Document
+
+FORMAT = "hotrow-packed"
+VERSION = 1
+MANIFEST = "dataset.json"
+WORK_FOLDER = ".prepare"
+"""Unfinished work inside the dataset's folder; gone when the dataset is complete."""
+ROWS_PER_BLOCK = 65_536
+"""One block is one Arrow record batch: the unit of checksums and of shuffling."""
+MAX_ROWS_PER_BLOCK = 1 << 24
+RESERVED_SPLITS = frozenset({"vocab", "counts"})
+
+FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
+Crc32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class DenseColumn:
+    """One dense input as stored: float32, finite, `transform` already applied."""
+
+    name: str
+    transform: str = "none"
+    """What preparation did to the raw number, in the words of its schema; prediction does the same."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Feature:
+    """One sparse feature: a column of row numbers of `table`."""
+
+    name: str
+    table: str
+    kind: FeatureKind = "one_hot"
+    """one_hot: exactly one id per row. multi_hot: a bag, order without meaning. sequence: a list, oldest first."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Table:
+    """One embedding table's id space. Row 0 is for rare and unseen ids, then rows follow falling training counts."""
+
+    name: str
+    num_embeddings: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    num_keys: Count = 0
+    """Distinct raw ids that have a row of their own."""
+    key_kind: Literal["int", "bytes"] = "int"
+    missing_row: Count | None = None
+    """The row that stands for a missing value; None: no value was missing in training."""
+    num_dropped: Count = 0
+    """Distinct raw ids sent to row 0 by the minimum count or the cap."""
+    vocabulary: str | None = None
+    """Content id of `vocab/<name>`; None where ids need no vocabulary."""
+    parent: str | None = None
+    """Content id of the vocabulary this one extends."""
+
+    @property
+    def vocabulary_file(self) -> str:
+        """Path of its vocabulary within the dataset's folder."""
+        return f"vocab/{file_name(self.name)}"
+
+    @property
+    def counts_file(self) -> str:
+        """Path of its rows' access counts within the dataset's folder."""
+        return f"counts/{file_name(self.name)}"
+
+    @property
+    def id_dtype(self) -> type[np.int32 | np.int64]:
+        """int32 up to 2^31 rows, else int64."""
+        return np.int32 if self.num_embeddings <= 1 << 31 else np.int64
+
+
+@dataclass(frozen=True, config=STRICT)
+class Part:
+    """One Arrow file. Its bytes are cut into ranges without gaps: header, each block, footer."""
+
+    file: Annotated[str, Field(pattern=r"^part-[0-9]{5,9}\.arrow$")]
+    block_rows: tuple[Annotated[int, Field(ge=1, le=MAX_ROWS_PER_BLOCK)], ...]
+    range_ends: tuple[Count, ...]
+    """Byte offset after each range, [blocks + 2]; the last one is the size of the file."""
+    range_crc32: tuple[Crc32, ...]
+
+    def __post_init__(self) -> None:
+        num_ranges = len(self.block_rows) + 2
+        if len(self.range_ends) != num_ranges or len(self.range_crc32) != num_ranges or not self.block_rows:
+            raise ValueError(
+                f"{self.file} has {len(self.block_rows)} blocks, {len(self.range_ends)} range_ends and "
+                f"{len(self.range_crc32)} range_crc32; it needs at least one block and blocks + 2 of each"
+            )
+        if any(a >= b for a, b in zip((0, *self.range_ends), self.range_ends, strict=False)):
+            raise ValueError(f"{self.file}: range_ends must rise from above 0")
+        if len(set(self.block_rows[:-1])) > 1 or self.block_rows[-1] > self.block_rows[0]:
+            raise ValueError(f"{self.file}: all blocks but the last must have the same rows, the last at most as many")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all blocks."""
+        return sum(self.block_rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self.range_ends[-1]
+
+
+@dataclass(frozen=True, config=STRICT)
+class SplitInfo:
+    """One split: its rows in the order of its parts."""
+
+    num_rows: Count
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        if (rows := sum(part.num_rows for part in self.parts)) != self.num_rows:
+            raise ValueError(f"num_rows is {self.num_rows} but the parts hold {rows}")
+        if len({part.file for part in self.parts}) != len(self.parts):
+            raise ValueError("a part is listed twice")
+
+
+@dataclass(frozen=True, config=STRICT)
+class FileRecord:
+    """Size and checksum of a file beside the parts."""
+
+    num_bytes: Count
+    crc32: Crc32
+
+
+@dataclass(frozen=True, config=STRICT)
+class SourceFile:
+    """One raw input file, as it was when the dataset was made."""
+
+    path: str
+    num_bytes: Count
+    checksum: str = ""
+    """`<algorithm>:<hex>`; empty where the source has no bytes to check (a data frame, a generator)."""
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class DatasetInfo:
+    """Everything `dataset.json` says. Raises ValueError (of pydantic) naming the field that is wrong."""
+
+    name: str
+    """What the rows are, e.g. "criteo"."""
+    label: str = "label"
+    dense: tuple[DenseColumn, ...] = ()
+    features: Annotated[tuple[Feature, ...], Field(min_length=1)]
+    tables: tuple[Table, ...]
+    splits: dict[str, SplitInfo] = Field(default_factory=dict)
+    files: dict[str, FileRecord] = Field(default_factory=dict)
+    """Files under vocab/ and counts/, by path relative to the folder."""
+    ids: dict[str, JsonValue] = Field(default_factory=dict)
+    """How raw ids became row numbers: minimum count, cap, hashing, seed of the split."""
+    sources: tuple[SourceFile, ...] = ()
+    licence: str = ""
+    """The source's terms, in words."""
+    summary: dict[str, JsonValue] = Field(default_factory=dict)
+    """What preparation counted: rows read, rows skipped, and so on."""
+    created_by: str = f"hotrow {__version__}"
+
+    def __post_init__(self) -> None:
+        for what, names in (
+            ("column", (self.label, *self.dense_names, *self.feature_names)),
+            ("table", [table.name for table in self.tables]),
+            ("split", list(self.splits)),
+        ):
+            _check_unique(what, names)
+        for feature in self.features:
+            if feature.table not in self.table_by_name:
+                known = ", ".join(self.table_by_name) or "none"
+                raise ValueError(f"feature {feature.name!r} names table {feature.table!r}; the tables are: {known}")
+        unused = self.table_by_name.keys() - {feature.table for feature in self.features}
+        if unused:
+            raise ValueError(f"no feature looks up in table {sorted(unused)[0]!r}; drop the table or add the feature")
+        if reserved := RESERVED_SPLITS & self.splits.keys():
+            raise ValueError(f"split {sorted(reserved)[0]!r}: this name is taken by a folder of the format; rename it")
+        for path in self.files:
+            _check_side_path(path)
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """Names of the dense columns, in stored order."""
+        return tuple(column.name for column in self.dense)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Names of the sparse features, in stored order."""
+        return tuple(feature.name for feature in self.features)
+
+    @property
+    def table_by_name(self) -> dict[str, Table]:
+        """The tables by name."""
+        return {table.name: table for table in self.tables}
+
+    @property
+    def row_bytes(self) -> int:
+        """Stored bytes per row, without the ids of lists."""
+        sizes = (8 if f.kind != "one_hot" else np.dtype(self.id_dtype(f)).itemsize for f in self.features)
+        return 4 + 4 * len(self.dense) + sum(sizes)
+
+    def id_dtype(self, feature: Feature) -> type[np.int32 | np.int64]:
+        """The integer type that `feature`'s ids are stored in."""
+        return self.table_by_name[feature.table].id_dtype
+
+    def schema_fingerprint(self) -> str:
+        """Hex digest of what decides the bytes of the parts and who made their ids."""
+        value = asdict(replace(self, splits={}, files={}, summary={}))
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+MANIFEST_CURE = "restore the file or prepare the data again"
+_DOCUMENT = Document(DatasetInfo, marks={"format": FORMAT, "version": VERSION}, cure=MANIFEST_CURE)
+
+
+def _check_unique(what: str, names: tuple[str, ...] | list[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        (check_name if what == "split" else check_text)(name, what=f"{what} name")  # a split is a folder
+        if name in seen:
+            raise ValueError(f"{what} name {name!r} is used twice; {what} names must be unique")
+        seen.add(name)
+
+
+def _check_side_path(path: str) -> None:
+    folder, *rest = path.split("/")
+    if folder not in RESERVED_SPLITS or not rest:
+        raise ValueError(f"files names {path!r}; only paths below vocab/ and counts/ are allowed")
+    for component in rest:
+        check_name(component, what=f"path component of files entry {path!r}")
+
+
+def write_info(folder: Path, info: DatasetInfo) -> None:
+    """Write `dataset.json`, atomically: with it the dataset is complete."""
+    _DOCUMENT.write(folder / MANIFEST, info)
+
+
+def read_info(folder: Path) -> DatasetInfo:
+    """The checked content of `dataset.json`; raises ValueError naming the field, what is wrong and the cure."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        unfinished = (folder / WORK_FOLDER).exists()
+        raise ValueError(
+            f"{folder}: no {MANIFEST}, so this is no complete packed dataset; "
+            + ("its preparation was interrupted, run the same prepare command again" if unfinished else "prepare one")
+        )
+    return _DOCUMENT.read(path)
+
+
+def arrow_schema(info: DatasetInfo) -> pa.Schema:
+    """The columns of every part, none of them nullable: label, dense, features, in the manifest's order."""
+    fields = [pa.field(name, pa.float32(), nullable=False) for name in (info.label, *info.dense_names)]
+    for feature in info.features:
+        kind = pa.from_numpy_dtype(info.id_dtype(feature))
+        if feature.kind != "one_hot":
+            kind = pa.large_list(pa.field("item", kind, nullable=False))
+        fields.append(pa.field(feature.name, kind, nullable=False))
+    return pa.schema(fields)
+
+
+class Ragged(NamedTuple):
+    """Lists of ids: row r holds `values[row_splits[r] : row_splits[r + 1]]`."""
+
+    values: NDArray[Any]
+    row_splits: NDArray[np.int64]
+
+
+Ids = NDArray[Any] | Ragged
+
+
+class Block(NamedTuple):
+    """The columns of consecutive rows: label [n], dense I x [n], ids by feature [n] or ragged."""
+
+    label: NDArray[np.float32]
+    dense: tuple[NDArray[np.float32], ...]
+    ids: tuple[Ids, ...]
+
+
+def slice_ids(ids: Ids, start: int, stop: int) -> Ids:
+    """Rows `start` to `stop` of `ids`, values as a view."""
+    if not isinstance(ids, Ragged):
+        return ids[start:stop]
+    splits = ids.row_splits[start : stop + 1]
+    return Ragged(ids.values[splits[0] : splits[-1]], splits - splits[0])
+
+
+def concatenate_ids(pieces: Sequence[Ids]) -> Ids:
+    """The rows of all `pieces`, one after the other, as a copy; all of them ragged or none."""
+    ragged = [piece for piece in pieces if isinstance(piece, Ragged)]
+    if not ragged:
+        return np.concatenate(pieces)
+    splits = np.zeros(sum(len(piece.row_splits) - 1 for piece in ragged) + 1, np.int64)
+    np.cumsum(np.concatenate([np.diff(piece.row_splits) for piece in ragged]), out=splits[1:])
+    return Ragged(np.concatenate([piece.values for piece in ragged]), splits)
+
+
+def check_values(info: DatasetInfo, block: Block) -> None:
+    """Raises ValueError naming column and row unless labels are 0 or 1, dense finite, ids within their tables."""
+    bad = (block.label != 0) & (block.label != 1)
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(f"column {info.label!r}, row {row}: label is {block.label[row]}; it must be 0 or 1")
+    for name, column in zip(info.dense_names, block.dense, strict=True):
+        if not np.isfinite(column).all():
+            row = int((~np.isfinite(column)).argmax())
+            raise ValueError(f"column {name!r}, row {row}: value is {column[row]}; dense values must be finite")
+    for feature, ids in zip(info.features, block.ids, strict=True):
+        _check_ids(feature, info.table_by_name[feature.table], ids, len(block.label))
+
+
+def _check_ids(feature: Feature, table: Table, ids: Ids, num_rows: int) -> None:
+    values = ids
+    if isinstance(ids, Ragged):
+        values, splits = ids
+        if len(splits) != num_rows + 1 or splits[0] != 0 or splits[-1] != len(values) or (np.diff(splits) < 0).any():
+            raise ValueError(
+                f"column {feature.name!r}: row_splits must be {num_rows + 1} numbers that rise from 0 to "
+                f"{len(values)}, the number of ids"
+            )
+    assert isinstance(values, np.ndarray)
+    # Seen as unsigned, a negative id is too large: one pass instead of two.
+    if len(values) and values.view(f"u{values.itemsize}").max() >= table.num_embeddings:
+        index = int(((values < 0) | (values >= table.num_embeddings)).argmax())
+        row = int(np.searchsorted(ids.row_splits, index, "right")) - 1 if isinstance(ids, Ragged) else index
+        raise ValueError(
+            f"column {feature.name!r}, row {row}: id is {values[index]}; table {table.name!r} has rows 0 to "
+            f"{table.num_embeddings - 1}"
+        )
+
+
+def split_columns(info: DatasetInfo, sparse: Mapping[str, Any]) -> list[Any]:
+    """The values of `sparse` in stored order; raises ValueError where its names are not the features' names."""
+    if sparse.keys() != set(info.feature_names):
+        raise ValueError(f"sparse has features {sorted(sparse)}; the dataset's are {sorted(info.feature_names)}")
+    return [sparse[name] for name in info.feature_names]

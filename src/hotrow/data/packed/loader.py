@@ -1,0 +1,324 @@
+"""Batches from a packed split: shuffled by block and window, exact to resume at any batch.
+
+    stored    |  0  |  1  |  2  |  3  |  4  |      blocks of the split
+    epoch     |  3  |  0  |  4  |  1  |  2  |      their order is drawn per epoch
+    windows   |-- 0 ---|-- 1 ---|-- 2 ---|- 3 |    the rows in that order, cut every window_rows
+    batches   |0|1|2|3|4|5|6|7|8|9|...             rows permuted within each window, cut every batch_size
+
+Every draw is a function of (seed, epoch) or (seed, epoch, window) alone, so batch k needs no batch before it. There is
+no per-row Python: a window's columns are gathered once, a batch is slices of them. Of a split with some rows left out
+(`only`) the same picture holds of the rows that stay; hot/order.py makes batches of hot and of cold rows that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hotrow.batch import Batch, KeyedJaggedTensor
+from hotrow.data.packed.format import Ids, Ragged, concatenate_ids, slice_ids
+from hotrow.data.packed.reader import Split
+
+WINDOW_ROWS = 262_144
+"""Four blocks: 40 MB at Criteo's 40 columns, and each column's share still fits an L2 cache of 1 MiB."""
+_GATHER_ROWS = 16_384
+"""Rows of lists gathered at a time, which bounds the index built for them."""
+_BLOCKS, _WINDOWS = 0, 1
+"""Which of the two families of permutations a counter belongs to."""
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """Where the next batch is: `batch` batches of epoch `epoch` were handed out."""
+
+    epoch: int = 0
+    batch: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """This record as JSON-ready values; `LoaderState(**value)` is the inverse."""
+        return asdict(self)
+
+
+def permutation(num_items: int, *, seed: int, epoch: int, family: int, index: int = 0) -> NDArray[np.int64]:
+    """A random order of `range(num_items)`, a function of the arguments alone.
+
+    Words of 64 bits are sorted whose low bits are the item and whose high bits are Philox4x64-10(key=(seed, epoch),
+    counter=(0, 0, index, family)): no two words are equal, so any correct sort, on any machine, gives the same order.
+    """
+    low_bits = np.uint64(max(num_items - 1, 0).bit_length())
+    counter = np.array([0, 0, index, family], np.uint64)
+    words = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=counter).random_raw(num_items)
+    words >>= low_bits
+    words <<= low_bits
+    words |= np.arange(num_items, dtype=np.uint64)
+    words.sort()
+    words &= (np.uint64(1) << low_bits) - np.uint64(1)
+    return words.view(np.int64)
+
+
+class _BatchArrays(NamedTuple):
+    """A batch before it becomes tensors: all a background thread makes, since torch operations may start OpenMP."""
+
+    label: NDArray[np.float32]
+    dense: NDArray[np.float32]
+    values: NDArray[np.int32] | NDArray[np.int64]
+    offsets: NDArray[np.int64] | None
+
+
+class Loader:
+    """One pass over `split` per iteration, as `Batch`es; iterating again gives the next epoch.
+
+        loader = Loader(dataset.split("train"), 2048, shuffle_seed=1)
+        for batch in loader: ...          # epoch 0
+        for batch in loader: ...          # epoch 1, another order
+        Loader(..., start=loader.state()) # the rest, bit for bit
+
+    split: a split of an open `PackedDataset`. batch_size: rows B per batch.
+    shuffle_seed: 0 .. 2^64 - 1, or None for stored order. Every row comes exactly once per epoch.
+    window_rows: rows held and mixed at a time; `buffer_bytes` says what that costs.
+    only: bool [rows of the split]; the rows there are, the others are left out. None: all.
+    front, front_batches: bool [rows of the split] and how many batches W make a group: of every W batches of the order
+    above as many come first as its rows of `front` fill, made of them alone; the other rows keep their order. Nothing
+    leaves its group. `window_rows` is then a multiple of W * batch_size.
+    drop_last: "keep" hands out the shorter last batch, "drop" does not.
+    start: where to begin. prefetch: make the next batch in a background thread; changes no batch and no state.
+
+    `len(loader)` is the number of batches per epoch, wherever it was started.
+
+    Batch: dense float32 [B, I]; label float32 [B]; sparse with one key per feature in the dataset's order, int32 ids
+    (int64 where a table has more than 2^31 rows), without offsets when all features are one-hot.
+
+    Raises ValueError for arguments out of range, and from the reader for a block that is damaged.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        batch_size: int,
+        *,
+        shuffle_seed: int | None,
+        window_rows: int = WINDOW_ROWS,
+        only: NDArray[np.bool_] | None = None,
+        front: NDArray[np.bool_] | None = None,
+        front_batches: int = 1,
+        drop_last: Literal["keep", "drop"] = "keep",
+        start: LoaderState = LoaderState(),
+        prefetch: bool = False,
+    ) -> None:
+        sizes = {"batch_size": batch_size, "window_rows": window_rows, "front_batches": front_batches}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        for name, rows in (("only", only), ("front", front)):
+            if rows is not None and rows.shape != (split.num_rows,):
+                raise ValueError(f"{name} says {rows.shape} of rows, but split {split.name!r} has {split.num_rows}")
+        if shuffle_seed is not None and not 0 <= shuffle_seed < 1 << 64:
+            raise ValueError(f"shuffle_seed is {shuffle_seed}; it must be from 0 to 2^64 - 1, or None for stored order")
+        if drop_last not in ("keep", "drop"):
+            raise ValueError(f"drop_last is {drop_last!r}; choose 'keep' or 'drop'")
+        if only is not None and front is not None:
+            raise ValueError("only and front are both given; a loader leaves rows out or moves some to the front")
+        self.num_rows = split.num_rows if only is None else int(only.sum())
+        """Rows per epoch."""
+        if drop_last == "drop" and 0 < self.num_rows < batch_size:
+            raise ValueError(
+                f"batch_size is {batch_size} but split {split.name!r} has {self.num_rows} rows, so drop_last='drop' "
+                "would drop them all; lower batch_size"
+            )
+        self.split, self.batch_size, self.shuffle_seed = split, batch_size, shuffle_seed
+        self.only, self.front, self.group_rows = only, front, front_batches * batch_size
+        # In stored order a window only has to be read, so it is a block, used where it is mapped.
+        most = split.num_rows if shuffle_seed is not None else int(split.block_rows.max(initial=1))
+        self.window_rows = min(window_rows, max(most, 1))
+        if front is not None:
+            self.window_rows = max(1, window_rows // self.group_rows) * self.group_rows
+        self.prefetch = prefetch
+        rounded_up = 0 if drop_last == "drop" else batch_size - 1
+        self.num_batches = (self.num_rows + rounded_up) // batch_size
+        """Batches per epoch."""
+        if start.epoch < 0 or not 0 <= start.batch <= self.num_batches:
+            raise ValueError(
+                f"start is {start}; an epoch of this split has {self.num_batches} batches of {batch_size} rows: "
+                "resume with the data and batch_size of the interrupted run"
+            )
+        self._state = start
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory for one window, the ids of lists not counted; stored order is mostly read in place and needs less."""
+        return self.window_rows * self.split.info.row_bytes
+
+    def state(self) -> LoaderState:
+        """How many batches were handed out, never counting one made ahead."""
+        return self._state
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The rest of the current epoch; at its end the state moves to the next one."""
+        epoch = self._state.epoch
+        for batch in self.epoch(epoch, self._state.batch):
+            self._state = LoaderState(epoch, self._state.batch + 1)
+            yield batch
+        self._state = LoaderState(epoch + 1, 0)
+
+    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+        """Batches `start_batch` and after of `epoch`, leaving `state()` as it is."""
+        rows = _EpochRows(self, epoch)
+        keys = self.split.info.feature_names
+        for arrays in self._ahead(rows, start_batch) if self.prefetch else self._each(rows, start_batch):
+            offsets = None if arrays.offsets is None else torch.from_numpy(arrays.offsets)
+            sparse = KeyedJaggedTensor(keys, torch.from_numpy(arrays.values), offsets=offsets)
+            yield Batch(torch.from_numpy(arrays.dense), sparse, torch.from_numpy(arrays.label))
+
+    def _make(self, rows: _EpochRows, k: int) -> _BatchArrays:
+        return rows.batch(k * self.batch_size, min((k + 1) * self.batch_size, self.num_rows))
+
+    def _each(self, rows: _EpochRows, start_batch: int) -> Iterator[_BatchArrays]:
+        for k in range(start_batch, self.num_batches):
+            yield self._make(rows, k)
+
+    def _ahead(self, rows: _EpochRows, start_batch: int) -> Iterator[_BatchArrays]:
+        with ThreadPoolExecutor(1, thread_name_prefix="hotrow-loader") as pool:
+            ahead: Future[_BatchArrays] | None = None
+            for k in range(start_batch, self.num_batches):
+                arrays = (ahead or pool.submit(self._make, rows, k)).result()
+                if k + 1 < self.num_batches:
+                    ahead = pool.submit(self._make, rows, k + 1)
+                yield arrays
+
+
+class _EpochRows:
+    """The rows of one epoch in their shuffled order; holds the columns of one window at a time."""
+
+    def __init__(self, loader: Loader, epoch: int) -> None:
+        self._loader, self._split, self._seed, self._epoch = loader, loader.split, loader.shuffle_seed, epoch
+        blocks, seed = self._split.num_blocks, self._seed
+        self._order = np.arange(blocks) if seed is None else permutation(blocks, seed=seed, epoch=epoch, family=_BLOCKS)
+        self._block_starts = np.cumsum(self._split.block_rows) - self._split.block_rows
+        self._block_rows = self._split.block_rows
+        if loader.only is not None:
+            self._block_rows = np.array([int(self._of_block(loader.only, index).sum()) for index in range(blocks)], int)
+        self._ends = np.cumsum(self._block_rows[self._order])
+        self._window_index = -1
+        self._window: list[Ids] = []
+
+    def _of_block(self, rows: NDArray[np.bool_], index: int) -> NDArray[np.bool_]:
+        """What is said of the rows of a block."""
+        start = int(self._block_starts[index])
+        return rows[start : start + int(self._split.block_rows[index])]
+
+    def batch(self, start: int, stop: int) -> _BatchArrays:
+        """Rows `start` to `stop` of the epoch, copied out of their windows."""
+        pieces: list[list[Ids]] = []
+        while start < stop:
+            window_index, first = divmod(start, self._loader.window_rows)
+            last = min(first + stop - start, self._loader.window_rows)
+            piece = [slice_ids(column, first, last) for column in self._load(window_index)]
+            start += last - first
+            # The next window is written over this one, so what is needed of this one is copied first.
+            pieces.append(piece if start == stop else [concatenate_ids([column]) for column in piece])
+        columns = pieces[0] if len(pieces) == 1 else [concatenate_ids(parts) for parts in zip(*pieces, strict=True)]
+        return _assemble(columns, num_dense=len(self._split.info.dense))
+
+    def _load(self, window_index: int) -> list[Ids]:
+        if window_index != self._window_index:
+            self._window = self._gather(window_index)
+            self._window_index = window_index
+        return self._window
+
+    def _gather(self, window_index: int) -> list[Ids]:
+        start = window_index * self._loader.window_rows
+        stop = min(start + self._loader.window_rows, self._loader.num_rows)
+        order = None
+        if self._seed is not None:
+            order = permutation(stop - start, seed=self._seed, epoch=self._epoch, family=_WINDOWS, index=window_index)
+        pieces, front = [], []
+        for index, first, last in self._segments(start, stop):
+            pieces.append(self._rows_of_block(index, first, last))
+            if self._loader.front is not None:
+                front.append(self._of_block(self._loader.front, index)[first:last])
+        if front:
+            order = _grouped(np.arange(stop - start) if order is None else order, np.concatenate(front), self._loader)
+        window: list[Ids] = []
+        for j, parts in enumerate(zip(*pieces, strict=True)):
+            column = parts[0] if len(parts) == 1 else concatenate_ids(parts)
+            room = self._window[j] if self._window else None
+            window.append(column if order is None else _take(column, order, room))
+        return window
+
+    def _rows_of_block(self, index: int, first: int, last: int) -> list[Ids]:
+        """Columns of rows `first` to `last` of those that a block has."""
+        block, only = self._split.block(index), self._loader.only
+        columns = (block.label, *block.dense, *block.ids)
+        if only is None:
+            return [slice_ids(column, first, last) for column in columns]
+        picked = np.flatnonzero(self._of_block(only, index))[first:last]
+        return [_take(column, picked, None) for column in columns]
+
+    def _segments(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Block, its first and its last row, for each run of the epoch's rows `start` to `stop`."""
+        index = int(np.searchsorted(self._ends, start, "right"))
+        while start < stop:
+            block = int(self._order[index])
+            block_start = int(self._ends[index] - self._block_rows[block])
+            end = min(stop, int(self._ends[index]))
+            yield block, start - block_start, end - block_start
+            start, index = end, index + 1
+
+
+def _grouped(order: NDArray[np.int64], front: NDArray[np.bool_], loader: Loader) -> NDArray[np.int64]:
+    """`order` with whole batches of `front` rows first in every group; front: of the rows before they are ordered."""
+    groups = []
+    for start in range(0, len(order), loader.group_rows):
+        group = order[start : start + loader.group_rows]
+        moved = np.flatnonzero(front[group])
+        moved = moved[: len(moved) // loader.batch_size * loader.batch_size]
+        groups += [group[moved], np.delete(group, moved)]
+    return np.concatenate(groups)
+
+
+def _take(column: Ids, order: NDArray[np.int64], room: Ids | None) -> Ids:
+    """These rows of `column`; `room`, a column no longer needed, is written over where it fits."""
+    # mode="clip": "raise" would go through a buffer, and a permutation needs no check.
+    if not isinstance(column, Ragged):
+        out = room if isinstance(room, np.ndarray) and len(room) == len(order) else np.empty(len(order), column.dtype)
+        np.take(column, order, out=out, mode="clip")
+        return out
+    splits = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(np.diff(column.row_splits)[order], out=splits[1:])
+    shift = column.row_splits[order] - splits[:-1]
+    values = np.empty(int(splits[-1]), column.values.dtype)
+    for a in range(0, len(order), _GATHER_ROWS):
+        b = min(a + _GATHER_ROWS, len(order))
+        index = np.repeat(shift[a:b], np.diff(splits[a : b + 1])) + np.arange(splits[a], splits[b])
+        np.take(column.values, index, out=values[splits[a] : splits[b]], mode="clip")
+    return Ragged(values, splits)
+
+
+def _assemble(columns: list[Ids], *, num_dense: int) -> _BatchArrays:
+    """Fresh arrays for the batch whose columns are label, dense, ids."""
+    label, dense, ids = columns[0], columns[1 : 1 + num_dense], columns[1 + num_dense :]
+    assert not isinstance(label, Ragged)
+    num_rows = len(label)
+    offsets = None
+    if any(isinstance(column, Ragged) for column in ids):
+        offsets = np.zeros(len(ids) * num_rows + 1, np.int64)
+        np.cumsum(np.concatenate([_lengths(column) for column in ids]), out=offsets[1:])
+    return _BatchArrays(
+        label=label.copy(),
+        dense=np.stack(dense, axis=1) if dense else np.empty((num_rows, 0), np.float32),
+        values=np.concatenate([column.values if isinstance(column, Ragged) else column for column in ids]),
+        offsets=offsets,
+    )
+
+
+def _lengths(ids: Ids) -> NDArray[np.int64]:
+    return np.diff(ids.row_splits) if isinstance(ids, Ragged) else np.ones(len(ids), np.int64)

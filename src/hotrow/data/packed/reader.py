@@ -1,0 +1,307 @@
+"""A packed dataset, opened: memory-mapped columns, each block checked the first time it is read.
+
+A folder is not trusted: names and links cannot lead out of it, sizes are compared before anything is mapped, checksums
+before anything is parsed, and ids before anything is looked up. `loader` makes batches of what is read here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections import OrderedDict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from hotrow.data.packed.format import (
+    MANIFEST,
+    Block,
+    DatasetInfo,
+    Part,
+    Ragged,
+    arrow_schema,
+    check_values,
+    read_info,
+)
+from hotrow.data.packed.vocabulary import Vocabulary, open_counts
+from hotrow.tables import TableConfig, Uniform
+
+MAX_OPEN_PARTS = 64
+"""Mapped parts kept at hand; each holds a file descriptor, of which 1024 is a common limit."""
+MALFORMED = (pa.ArrowException, OSError, EOFError, struct.error)
+"""What reading a message that only pretends to be Arrow raises."""
+CURE = "restore the file from a copy or prepare the data again"
+
+
+def crc32_of_file(path: Path) -> int:
+    """crc32 of a whole file, read in pieces of 16 MiB."""
+    crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def _inside(folder: Path, *names: str) -> Path:
+    """The regular file `folder/names...`; raises ValueError where it is absent or a link leads out of `folder`."""
+    path = folder.joinpath(*names)
+    if not path.is_file():
+        raise ValueError(f"{path}: {MANIFEST} names this file and it is missing; {CURE}")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link out of the dataset's folder; put the file itself there")
+    return path
+
+
+def _check_size(path: Path, num_bytes: int) -> None:
+    if (size := path.stat().st_size) != num_bytes:
+        raise ValueError(f"{path} has {size} bytes, {MANIFEST} says {num_bytes}: it was cut or altered; {CURE}")
+
+
+class _MappedPart:
+    """One part, mapped: size, header and footer are checked here, blocks when read."""
+
+    def __init__(self, path: Path, part: Part, schema: pa.Schema) -> None:
+        self._path, self._part, self._schema = path, part, schema
+        _check_size(path, part.num_bytes)
+        self._bytes = pa.memory_map(str(path)).read_buffer()
+        for index, what in ((0, "header"), (len(part.range_ends) - 1, "footer")):
+            self._check_crc32(index, what)
+        try:
+            found = pa.ipc.read_schema(self._bytes.slice(8, part.range_ends[0] - 8))
+        except MALFORMED as error:
+            raise ValueError(f"{path}, header: not an Arrow file ({error}); {CURE}") from None
+        if not found.equals(schema):
+            raise ValueError(f"{path}: its columns are\n{found}\nbut {MANIFEST} describes\n{schema}\n{CURE}")
+
+    def _span(self, index: int) -> tuple[int, int]:
+        return (0, *self._part.range_ends)[index], self._part.range_ends[index]
+
+    def _check_crc32(self, index: int, what: str) -> None:
+        start, end = self._span(index)
+        if zlib.crc32(memoryview(self._bytes)[start:end]) != self._part.range_crc32[index]:
+            raise ValueError(
+                f"{self._path}, {what} (bytes {start} to {end}): the checksum differs from {MANIFEST}, so these "
+                f"bytes were altered; {CURE}"
+            )
+
+    def block(self, index: int, *, check: bool) -> pa.RecordBatch:
+        """Block `index`, zero-copy; `check` compares its checksum first and validates its structure after."""
+        start, end = self._span(index + 1)
+        if check:
+            self._check_crc32(index + 1, f"block {index}")
+        try:
+            message = pa.ipc.read_message(self._bytes.slice(start, end - start))
+            if message.type != "record batch" or _is_compressed(message.metadata.to_pybytes()):
+                raise pa.ArrowInvalid(f"an uncompressed record batch is expected, not a {message.type}")
+            batch = pa.ipc.read_record_batch(message, self._schema)
+            if check:
+                batch.validate(full=True)
+                if batch.num_rows != self._part.block_rows[index] or any(column.null_count for column in batch):
+                    raise pa.ArrowInvalid(f"{batch.num_rows} rows, or nulls, where none may be")
+        except MALFORMED as error:
+            raise ValueError(f"{self._path}, block {index} (bytes {start} to {end}): {error}; {CURE}") from None
+        return batch
+
+    def where(self, index: int) -> str:
+        """Names block `index` in messages."""
+        start, end = self._span(index + 1)
+        return f"{self._path}, block {index} (bytes {start} to {end})"
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Whether a record batch message says its buffers are compressed: decompressing is refused before it starts.
+
+    A flatbuffer: the root table's position at 0; a table begins with the distance back to its vtable, which lists, from
+    byte 4 on, where each field lies (0: absent). Message.header is field 2, RecordBatch.compression field 3.
+    """
+
+    def field(table: int, number: int) -> int:
+        vtable = table - int(struct.unpack_from("<i", metadata, table)[0])
+        if 4 + 2 * number >= struct.unpack_from("<H", metadata, vtable)[0]:
+            return 0
+        offset = int(struct.unpack_from("<H", metadata, vtable + 4 + 2 * number)[0])
+        return table + offset if offset else 0
+
+    root = int(struct.unpack_from("<I", metadata, 0)[0])
+    header = field(root, 2)
+    return field(header + int(struct.unpack_from("<I", metadata, header)[0]), 3) != 0
+
+
+class Split:
+    """One split of a packed dataset: `num_rows` rows in blocks, in stored order.
+
+    `block(i)` is read zero-copy from the mapping. At most 64 parts stay mapped.
+    """
+
+    def __init__(self, folder: Path, name: str, info: DatasetInfo) -> None:
+        self.name, self.info = name, info
+        self._folder, self._split, self._schema = folder, info.splits[name], arrow_schema(info)
+        self._mapped: OrderedDict[int, _MappedPart] = OrderedDict()
+        parts = self._split.parts
+        self.block_rows: NDArray[np.int64] = np.array([n for part in parts for n in part.block_rows], np.int64)
+        """Rows of each block, over all parts."""
+        self._part_first_block = np.cumsum([0, *(len(part.block_rows) for part in parts)])
+        self._verified = np.zeros(len(self.block_rows), np.bool_)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the split."""
+        return self._split.num_rows
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the split."""
+        return len(self.block_rows)
+
+    def block(self, index: int) -> Block:
+        """Columns of block `index` as read-only views of the mapping.
+
+        Checked on first reading: checksum, structure, labels 0 or 1, dense finite, ids below num_embeddings.
+        Raises ValueError naming file, block and byte range where one of these fails.
+        """
+        part_index = int(np.searchsorted(self._part_first_block, index, "right")) - 1
+        part, inner = self._part(part_index), index - int(self._part_first_block[part_index])
+        check = not self._verified[index]
+        block = self._columns(part.block(inner, check=check))
+        if check:
+            try:
+                check_values(self.info, block)
+            except ValueError as error:
+                raise ValueError(f"{part.where(inner)}: {error}; {CURE}") from None
+            self._verified[index] = True
+        return block
+
+    def check_sizes(self) -> None:
+        """Check that every part is there and whole, by its size alone."""
+        for part in self._split.parts:
+            _check_size(_inside(self._folder, self.name, part.file), part.num_bytes)
+
+    def verify(self) -> None:
+        """Check every block that was not checked yet."""
+        for index in range(self.num_blocks):
+            if not self._verified[index]:
+                self.block(index)
+
+    def _part(self, index: int) -> _MappedPart:
+        if index not in self._mapped:
+            part = self._split.parts[index]
+            path = _inside(self._folder, self.name, part.file)
+            self._mapped[index] = _MappedPart(path, part, self._schema)
+            if len(self._mapped) > MAX_OPEN_PARTS:
+                self._mapped.popitem(last=False)
+        self._mapped.move_to_end(index)
+        return self._mapped[index]
+
+    def _columns(self, batch: pa.RecordBatch) -> Block:
+        columns = [_to_numpy(column) for column in batch.columns]
+        num_dense = len(self.info.dense)
+        return Block(columns[0], tuple(columns[1 : 1 + num_dense]), tuple(columns[1 + num_dense :]))
+
+
+def _to_numpy(column: pa.Array) -> Any:
+    if not isinstance(column, pa.LargeListArray):
+        return column.to_numpy(zero_copy_only=True)
+    splits: NDArray[np.int64] = column.offsets.to_numpy(zero_copy_only=True)
+    return Ragged(column.values.to_numpy(zero_copy_only=True), splits)
+
+
+class PackedDataset:
+    """A packed dataset on disk. Open one with `PackedDataset.open`; see docs/format.md for the folder.
+
+    `info` is the manifest; `split("train")` gives rows, `counts(table)` the training accesses per row.
+    """
+
+    def __init__(self, path: Path, info: DatasetInfo) -> None:
+        self.path, self.info = path, info
+        self.splits: dict[str, Split] = {name: Split(path, name, info) for name in info.splits}
+
+    @classmethod
+    def open(cls, path: Path | str, *, verify: Literal["lazy", "sizes", "full"] = "lazy") -> PackedDataset:
+        """Open the folder `path`.
+
+        verify: "lazy" checks each block, and each file beside the parts, when it is first read; "sizes" also looks now
+        whether every file is there in its full size; "full" checks everything now, at the speed of reading it all.
+
+        Raises ValueError naming the file (and block and byte range) that is absent, cut, altered or not allowed.
+        """
+        if verify not in ("lazy", "sizes", "full"):
+            raise ValueError(f"verify is {verify!r}; choose 'lazy', 'sizes' or 'full'")
+        dataset = cls(Path(path), read_info(Path(path)))
+        if verify != "lazy":
+            for split in dataset.splits.values():
+                split.verify() if verify == "full" else split.check_sizes()
+            for name in dataset.info.files:
+                dataset._side_file(name, check="crc32" if verify == "full" else "size")
+        return dataset
+
+    @cached_property
+    def checksum(self) -> str:
+        """sha256 of the manifest, which holds the checksums of everything else: names these very bytes in reports."""
+        return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
+
+    def split(self, name: str) -> Split:
+        """The split of that name; raises ValueError listing the names there are."""
+        if name not in self.splits:
+            raise ValueError(f"{self.path} has no split {name!r}; its splits are {', '.join(self.splits)}")
+        return self.splits[name]
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether the accesses of every table's rows are known."""
+        return all(table.counts_file in self.info.files for table in self.info.tables)
+
+    def counts(self, table: str) -> NDArray[np.unsignedinteger[Any]]:
+        """Accesses of each row of `table` in the training split: uint32 or uint64 [num_embeddings], memory-mapped."""
+        num_embeddings = self._table(table).num_embeddings
+        path = self._side_file(self._table(table).counts_file, check="crc32")
+        counts = open_counts(path)
+        if len(counts) != num_embeddings:
+            raise ValueError(f"{path} counts {len(counts)} rows where the table has {num_embeddings}; {CURE}")
+        return counts
+
+    def vocabulary_path(self, table: str) -> Path:
+        """The file that maps raw ids to rows of `table`; its size is checked here, its content by its reader."""
+        return self._side_file(self._table(table).vocabulary_file, check="size")
+
+    def vocabulary(self, table: str) -> Vocabulary:
+        """Raw ids -> rows of `table`, mapped; its size and its header are checked here, its content is not.
+
+        Raises ValueError where there is none, and where it is not the one that the manifest names.
+        """
+        path, wanted = self.vocabulary_path(table), self._table(table).vocabulary
+        found = Vocabulary.open(path, verify="header")
+        if found.id != wanted:
+            raise ValueError(f"{path} has id {found.id}, {MANIFEST} names {wanted}; {CURE}")
+        return found
+
+    def table_configs(self, embedding_dim: int) -> tuple[TableConfig, ...]:
+        """One table of `embedding_dim` columns per id space, row 0 (rare and unseen ids) starting at zero."""
+        return tuple(
+            TableConfig(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=embedding_dim,
+                feature_names=tuple(f.name for f in self.info.features if f.table == table.name),
+                init=Uniform(zero_rows=1),
+            )
+            for table in self.info.tables
+        )
+
+    def _table(self, name: str) -> Any:
+        if name not in self.info.table_by_name:
+            raise ValueError(f"{self.path} has no table {name!r}; its tables are {', '.join(self.info.table_by_name)}")
+        return self.info.table_by_name[name]
+
+    def _side_file(self, name: str, *, check: Literal["size", "crc32"]) -> Path:
+        if name not in self.info.files:
+            raise ValueError(f"{self.path}: {MANIFEST} lists no file {name}; this dataset was made without it")
+        record, path = self.info.files[name], _inside(self.path, *name.split("/"))
+        _check_size(path, record.num_bytes)
+        if check == "crc32" and crc32_of_file(path) != record.crc32:
+            raise ValueError(f"{path}: the checksum differs from {MANIFEST}, so the file was altered; {CURE}")
+        return path

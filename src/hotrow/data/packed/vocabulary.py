@@ -1,0 +1,462 @@
+"""Vocabularies: which row of a table each raw id has. Building them from counts, opening, searching, loading.
+
+    row 0            rare and unseen ids
+    row 1, 2, ...    ids seen at least min_count times in the training rows, by falling count, ties by first appearance
+
+A missing value is ranked like any other id, so it has a row of its own if it occurs often enough. A vocabulary is one
+file, sorted by key hash and searchable through mmap; accesses per row lie beside it. docs/vocabulary.md is the spec of
+both files. Counting under a memory budget, and encoding with a vocabulary larger than memory: data/prepare/spill.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.base.files import PARTIAL_SUFFIX, atomic_write
+from hotrow.data.chunk import KEY_KINDS, KeyKind, Keys
+from hotrow.data.native import Table, backend, hash_keys, lookup_rows, open_runs, stores_bytes
+
+MAGIC = b"hotrowvb"
+COUNTS_MAGIC = b"hotrowct"
+VERSION = 1
+BYTE_ORDER = 0x01020304
+ALIGNMENT = 64
+"""Sections start at multiples of this: a cache line, and any element's own alignment."""
+PIECE_BYTES = 1 << 22
+
+_MIX_FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+"""Of `mix` in docs/vocabulary.md."""
+_HEADER = struct.Struct("<8s6I5Q")
+_NUMBERS = (
+    "index_bytes",
+    "directory_bits",
+    "num_keys",
+    "num_embeddings",
+    "missing_row",
+    "hash_cap",
+    "num_accesses",
+)
+_SECTION = struct.Struct("<QQI4x")
+_CRC = struct.Struct("<I")
+_COUNTS_HEADER = struct.Struct("<8s4IQI")
+SECTIONS = ("directory", "hashes", "rows", "key_offsets", "key_bytes")
+HEADER_BYTES = 256
+COUNTS_HEADER_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Section:
+    """One array inside a vocabulary file."""
+
+    offset: int
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The fixed first bytes of a vocabulary file."""
+
+    key_kind: KeyKind
+    index_bytes: int
+    """Width of directory and rows: 4, or 8 where 4 cannot count the rows."""
+    directory_bits: int
+    num_keys: int
+    num_embeddings: int
+    missing_row: int
+    hash_cap: int
+    """0, or raw ids count modulo this."""
+    num_accesses: int
+    """Training occurrences counted, missing values included."""
+    sections: tuple[Section, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return max(section.offset + section.num_bytes for section in self.sections)
+
+    def pack(self) -> bytes:
+        """The header's bytes, checksum last."""
+        numbers = (getattr(self, name) for name in _NUMBERS)
+        raw = _HEADER.pack(MAGIC, VERSION, BYTE_ORDER, HEADER_BYTES, KEY_KINDS.index(self.key_kind), *numbers)
+        raw += b"".join(_SECTION.pack(s.offset, s.num_bytes, s.crc32) for s in self.sections)
+        raw = raw.ljust(HEADER_BYTES - _CRC.size, b"\0")
+        return raw + _CRC.pack(zlib.crc32(raw))
+
+    @staticmethod
+    def unpack(raw: bytes, path: Path) -> Header:
+        """The header in `raw`; raises ValueError naming `path` where it is not one, or does not fit itself."""
+        if len(raw) < HEADER_BYTES or raw[:8] != MAGIC:
+            raise _damaged(path, "it does not begin as a vocabulary does")
+        if zlib.crc32(raw[: HEADER_BYTES - _CRC.size]) != _CRC.unpack_from(raw, HEADER_BYTES - _CRC.size)[0]:
+            raise _damaged(path, f"its header (bytes 0 to {HEADER_BYTES - 1}) does not match its checksum")
+        _, version, byte_order, header_bytes, kind, *numbers = _HEADER.unpack_from(raw)
+        if version != VERSION or byte_order != BYTE_ORDER or header_bytes != HEADER_BYTES:
+            raise ValueError(f"{path}: vocabulary format version is {version}; this hotrow reads version {VERSION}")
+        at = range(_HEADER.size, _HEADER.size + _SECTION.size * len(SECTIONS), _SECTION.size)
+        sections = tuple(Section(*_SECTION.unpack_from(raw, offset)) for offset in at)
+        if kind >= len(KEY_KINDS):
+            raise _damaged(path, f"its key kind is {kind}")
+        named = dict(zip(_NUMBERS, numbers, strict=True))
+        header = Header(key_kind=KEY_KINDS[kind], sections=sections, **named)
+        if header.index_bytes not in (4, 8) or not 1 <= header.directory_bits <= 40 or not header._fits():
+            raise _damaged(path, "its header contradicts itself")
+        return header
+
+    def _fits(self) -> bool:
+        """Whether the sections have the sizes that the numbers say, in order, without overlap."""
+        stored = stores_bytes(self.key_kind, self.hash_cap)
+        sizes = section_bytes(self.num_keys, self.directory_bits, self.index_bytes, stores_bytes=stored)
+        end = HEADER_BYTES
+        for section, num_bytes in zip(self.sections, sizes, strict=True):
+            if (
+                section.offset < end
+                or section.offset % ALIGNMENT
+                or (num_bytes is not None and section.num_bytes != num_bytes)
+            ):
+                return False
+            end = section.offset + section.num_bytes
+        has_missing = int(self.missing_row != 0)
+        return self.missing_row < self.num_embeddings == self.num_keys + 1 + has_missing
+
+
+def section_bytes(
+    num_keys: int, directory_bits: int, index_bytes: int, *, stores_bytes: bool
+) -> tuple[int | None, ...]:
+    """Bytes of each section; None for the last where only its content tells."""
+    keys = (8 * (num_keys + 1), None) if stores_bytes else (0, 0)
+    return ((2**directory_bits + 1) * index_bytes, 8 * num_keys, index_bytes * num_keys, *keys)
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(f"{path}: truncated or altered: {what}; restore the file or prepare the data again")
+
+
+@dataclass(frozen=True)
+class TableSummary:
+    """What became of a table's raw ids."""
+
+    num_embeddings: int
+    """Rows of the table: row 0, one per key, and the missing value's if it has one."""
+    num_keys: int
+    missing_row: int
+    """0 where the missing value has no row of its own."""
+    num_distinct: int
+    """Different ids seen in training rows; num_distinct - num_keys of them share row 0."""
+    num_accesses: int
+    """Occurrences counted in training rows, missing values included."""
+
+
+def build_vocabulary(
+    runs: Sequence[Path],
+    vocab_path: Path,
+    counts_path: Path,
+    *,
+    key_kind: KeyKind,
+    hash_cap: int = 0,
+    min_count: int = 1,
+    max_rows: int = 0,
+    memory_bytes: int,
+    tmp_dir: Path,
+) -> TableSummary:
+    """Rank the ids counted in `runs` and write the vocabulary and the accesses per row, each whole or not at all.
+
+    min_count: ids seen fewer times share row 0. max_rows: at most this many rows in all, 0 for no limit; the least
+    popular ids beyond it share row 0. memory_bytes: what the merge and the sorts may hold; the rest goes to unnamed
+    temporary files in tmp_dir. The files depend on none of memory_bytes, tmp_dir and the cut into runs.
+
+    Raises ValueError for numbers out of range or a damaged run, OSError where a file cannot be written.
+    """
+    for name, value, least in (("min_count", min_count, 1), ("max_rows", max_rows, 0), ("hash_cap", hash_cap, 0)):
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    stored = stores_bytes(key_kind, hash_cap)
+    builder = backend().VocabularyBuilder(stored, str(tmp_dir), max(memory_bytes, 1 << 20))
+    with open_runs(runs) as fds, atomic_write(vocab_path) as vocab, atomic_write(counts_path) as counts:
+        builder.merge(fds, min_count)
+        wide_counts = builder.num_accesses >= 2**32
+        builder.rank(max_rows, counts.fileno(), COUNTS_HEADER_BYTES, wide_counts)
+        _write_counts_header(counts, counts_path, builder.num_rows, 8 if wide_counts else 4)
+        _write_vocabulary(vocab, builder, key_kind, hash_cap)
+    return TableSummary(
+        builder.num_rows, builder.num_keys, builder.missing_row, builder.num_distinct, builder.num_accesses
+    )
+
+
+def _write_vocabulary(file: BinaryIO, builder: Any, key_kind: KeyKind, hash_cap: int) -> None:
+    # Two to four keys a bucket: a bucket's hashes then lie within a cache line or two.
+    directory_bits = max(1, (builder.num_keys // 4).bit_length())
+    index_bytes = 4 if builder.num_rows < 2**32 else 8
+    stored = stores_bytes(key_kind, hash_cap)
+    sizes = section_bytes(builder.num_keys, directory_bits, index_bytes, stores_bytes=stored)
+    offsets = [HEADER_BYTES]
+    for num_bytes in sizes[:-1]:
+        offsets.append(-(-(offsets[-1] + (num_bytes or 0)) // ALIGNMENT) * ALIGNMENT)
+    written = builder.write(file.fileno(), directory_bits, index_bytes == 8, offsets)
+    sections = tuple(Section(at, *section) for at, section in zip(offsets, written, strict=True))
+    header = Header(
+        key_kind=key_kind,
+        index_bytes=index_bytes,
+        directory_bits=directory_bits,
+        num_keys=builder.num_keys,
+        num_embeddings=builder.num_rows,
+        missing_row=builder.missing_row,
+        hash_cap=hash_cap,
+        num_accesses=builder.num_accesses,
+        sections=sections,
+    )
+    os.pwrite(file.fileno(), header.pack(), 0)
+    os.ftruncate(file.fileno(), header.num_bytes)  # the last sections may be empty
+
+
+def _write_counts_header(file: BinaryIO, path: Path, num_rows: int, count_bytes: int) -> None:
+    with path.with_name(path.name + PARTIAL_SUFFIX).open("rb") as written:
+        crc = _crc_of(written, COUNTS_HEADER_BYTES, num_rows * count_bytes)
+    raw = _COUNTS_HEADER.pack(COUNTS_MAGIC, VERSION, BYTE_ORDER, COUNTS_HEADER_BYTES, count_bytes, num_rows, crc)
+    raw = raw.ljust(COUNTS_HEADER_BYTES - _CRC.size, b"\0")
+    os.pwrite(file.fileno(), raw + _CRC.pack(zlib.crc32(raw)), 0)
+
+
+def _pieces(file: BinaryIO, offset: int, num_bytes: int) -> Iterator[bytes]:
+    """`file[offset : offset + num_bytes]` in pieces of at most PIECE_BYTES; ends early where the file does."""
+    file.seek(offset)
+    while num_bytes > 0 and (piece := file.read(min(num_bytes, PIECE_BYTES))):
+        yield piece
+        num_bytes -= len(piece)
+
+
+def _crc_of(file: BinaryIO, offset: int, num_bytes: int) -> int:
+    crc = 0
+    for piece in _pieces(file, offset, num_bytes):
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def open_counts(path: Path | str) -> NDArray[Any]:
+    """Accesses per row in the training rows, [num_embeddings] uint32 or uint64, mapped read-only; row 0: rare ids.
+
+    Raises ValueError naming the file where it is truncated or altered.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        raw = file.read(COUNTS_HEADER_BYTES)
+        intact = len(raw) == COUNTS_HEADER_BYTES and raw[:8] == COUNTS_MAGIC
+        if not intact or zlib.crc32(raw[: -_CRC.size]) != _CRC.unpack(raw[-_CRC.size :])[0]:
+            raise _damaged(path, "it does not begin as a file of counts does")
+        _, version, _, _, count_bytes, num_rows, crc = _COUNTS_HEADER.unpack_from(raw)
+        if version != VERSION or count_bytes not in (4, 8):
+            raise ValueError(f"{path}: format version of the counts is {version}; this hotrow reads version {VERSION}")
+        if path.stat().st_size != COUNTS_HEADER_BYTES + num_rows * count_bytes:
+            raise _damaged(path, f"it has {path.stat().st_size} bytes where {num_rows} counts need another number")
+        if _crc_of(file, COUNTS_HEADER_BYTES, num_rows * count_bytes) != crc:
+            raise _damaged(path, "its counts do not match their checksum")
+    return np.memmap(path, f"<u{count_bytes}", "r", offset=COUNTS_HEADER_BYTES, shape=(num_rows,))
+
+
+class Vocabulary:
+    """Raw ids -> row numbers of one table; `Vocabulary.open(path)` maps the file, `.load()` brings it into memory."""
+
+    def __init__(self, path: Path, header: Header, table: Table) -> None:
+        self.path, self.header, self._table = path, header, table
+
+    @staticmethod
+    def open(path: Path | str, *, verify: Literal["full", "header"] = "full") -> Vocabulary:
+        """The vocabulary in `path`, mapped.
+
+        verify: "full" reads the file once (about 1 s per GB) and checks every byte; "header" checks the header and the
+        size, for a file that was verified before. Raises ValueError naming the file and what is wrong with it.
+        """
+        path = Path(path)
+        with path.open("rb") as file:
+            header = Header.unpack(file.read(HEADER_BYTES), path)
+            if (size := path.stat().st_size) != header.num_bytes:
+                raise _damaged(path, f"it has {size} bytes, its header says {header.num_bytes}")
+            if verify == "full":
+                for name in SECTIONS:
+                    _verify_section(file, path, header, name)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        view = np.frombuffer(mapped, np.uint8)
+        arrays = [view[s.offset : s.offset + s.num_bytes] for s in header.sections]
+        return Vocabulary(path, header, _as_table(header, arrays))
+
+    @property
+    def key_kind(self) -> KeyKind:
+        """Kind of the raw keys it takes."""
+        return self.header.key_kind
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table; every row number is below this."""
+        return self.header.num_embeddings
+
+    @property
+    def num_keys(self) -> int:
+        """Keys with a row of their own."""
+        return self.header.num_keys
+
+    @property
+    def missing_row(self) -> int:
+        """Row of a missing value; 0 where it has none of its own."""
+        return self.header.missing_row
+
+    @property
+    def row_dtype(self) -> type[np.int32] | type[np.int64]:
+        """Dtype of row numbers on disk: int32 where it is wide enough."""
+        return np.int32 if self.num_embeddings <= 2**31 else np.int64
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays, which is what `load` takes."""
+        return self._table.num_bytes
+
+    @property
+    def id(self) -> str:
+        """Hex id of the content: a digest of the header, which holds the sizes and every section's checksum."""
+        return hashlib.sha256(self.header.pack()).hexdigest()[:32]
+
+    def lookup(self, keys: Keys, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Row numbers [num_keys] of `keys`: 0 where unseen in training, `missing_row` where missing. Exact.
+
+        out: int32 or int64, contiguous; None makes one of `row_dtype`. Raises ValueError for keys of the other kind.
+        """
+        if keys.kind != self.key_kind:
+            raise ValueError(f"{self.path}: keys are of kind {keys.kind!r}, this vocabulary holds {self.key_kind!r}")
+        if out is None:
+            out = np.empty(keys.num_keys, self.row_dtype)
+        hashes = hash_keys(keys, hash_cap=self.header.hash_cap)
+        lookup_rows(self._table, keys, hashes, missing_row=self.missing_row, out=out)
+        return out
+
+    def lookup_hashes(self, hashes: NDArray[np.uint64]) -> NDArray[Any]:
+        """As `lookup`, of valid keys given by their hash; only for keys that are their hash (no stored bytes)."""
+        out = np.empty(len(hashes), self.row_dtype)
+        lookup_rows(self._table, Keys(hashes), hashes, missing_row=self.missing_row, out=out)
+        return out
+
+    def load(self) -> Vocabulary:
+        """The same vocabulary in memory: no page faults while encoding. Raises ValueError where the file changed."""
+        with self.path.open("rb") as file:
+            arrays = [_read_section(file, self.header, name) for name in SECTIONS]
+        for name, section, array in zip(SECTIONS, self.header.sections, arrays, strict=True):
+            if zlib.crc32(array.data) != section.crc32:
+                raise _damaged(self.path, f"its section {name} does not match its checksum")
+        return Vocabulary(self.path, self.header, _as_table(self.header, arrays))
+
+    def entries(self, *, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[Keys, NDArray[Any]]]:
+        """Every key with its row, in the file's order, a piece at a time, read rather than mapped.
+
+        Integers are int64 in two's complement. With a `hash_cap` keys are what raw ids became: integers below it.
+        """
+        header, first = self.header, 0
+        with self.path.open("rb") as file:
+            while first < header.num_keys:
+                last = self._piece_end(file, first, piece_bytes)
+                rows = _read_section(file, header, "rows", first, last).view(_dtype(header, "rows"))
+                if stores_bytes(header.key_kind, header.hash_cap):
+                    offsets, data = _read_keys(file, header, first, last)
+                    ends = offsets.view(np.int64)
+                    yield Keys(data, ends - ends[0]), rows
+                else:
+                    yield Keys(unmix(_read_section(file, header, "hashes", first, last).view("<u8"))), rows
+                first = last
+
+    def _piece_end(self, file: BinaryIO, first: int, piece_bytes: int) -> int:
+        """Keys [first, it) take about `piece_bytes`, and are at least one."""
+        header = self.header
+        last = min(first + max(1, piece_bytes // 8), header.num_keys)
+        if stores_bytes(header.key_kind, header.hash_cap):
+            offsets = _read_section(file, header, "key_offsets", first, last + 1).view("<u8")
+            last = first + max(1, int(np.searchsorted(offsets, offsets[0] + np.uint64(piece_bytes), "right")) - 1)
+        return last
+
+    def load_slice(self, part: int, num_parts: int) -> Vocabulary:
+        """The keys whose hash falls in part `part` of `num_parts` equal ones, in memory; others are unseen to it.
+
+        num_parts: a power of two, at most 2 ** directory_bits.
+        """
+        header = self.header
+        num_buckets = 2**header.directory_bits // num_parts
+        with self.path.open("rb") as file:
+            buckets = (part * num_buckets, (part + 1) * num_buckets + 1)
+            directory = _read_section(file, header, "directory", *buckets)
+            first, last = (int(place) for place in directory.view(f"<u{header.index_bytes}")[[0, -1]])
+            arrays = [directory, *(_read_section(file, header, name, first, last) for name in ("hashes", "rows"))]
+            arrays += _read_keys(file, header, first, last)
+        table = _as_table(header, arrays)
+        table = replace(table, first_bucket=buckets[0], directory=table.directory - table.directory[0])
+        if table.key_offsets is not None:
+            table = replace(table, key_offsets=table.key_offsets - table.key_offsets[0])
+        return Vocabulary(self.path, header, table)
+
+
+def unmix(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The integers [n] whose hashes these are: `mix` of docs/vocabulary.md backwards."""
+    x = hashes ^ (hashes >> np.uint64(33))  # a shift by half of the bits or more undoes itself
+    for factor in _MIX_FACTORS[::-1]:
+        x = x * np.uint64(pow(factor, -1, 2**64))
+        x ^= x >> np.uint64(33)
+    return x.view(np.int64)
+
+
+def _dtype(header: Header, name: str) -> np.dtype[Any]:
+    index = f"<u{header.index_bytes}"
+    return np.dtype({"directory": index, "hashes": "<u8", "rows": index, "key_offsets": "<u8", "key_bytes": "u1"}[name])
+
+
+def _as_table(header: Header, arrays: Sequence[NDArray[np.uint8]]) -> Table:
+    """The sections' bytes as arrays of their types."""
+    typed = [array.view(_dtype(header, name)) for name, array in zip(SECTIONS, arrays, strict=True)]
+    stored = stores_bytes(header.key_kind, header.hash_cap)
+    return Table(header.directory_bits, 0, *typed[:3], *(typed[3:] if stored else (None, None)))
+
+
+def _read_section(
+    file: BinaryIO, header: Header, name: str, first: int = 0, last: int | None = None
+) -> NDArray[np.uint8]:
+    """Bytes of elements [first, last) of a section, read rather than mapped: the caller's budget counts them."""
+    section, width = header.sections[SECTIONS.index(name)], _dtype(header, name).itemsize
+    num_bytes = section.num_bytes - first * width if last is None else (last - first) * width
+    file.seek(section.offset + first * width)
+    array = np.fromfile(file, np.uint8, num_bytes)
+    if len(array) != num_bytes:
+        raise _damaged(Path(file.name), f"its section {name} ends early")
+    return array
+
+
+def _read_keys(file: BinaryIO, header: Header, first: int, last: int) -> list[NDArray[np.uint8]]:
+    """Bytes of key_offsets and key_bytes of keys [first, last); empty where the vocabulary stores none."""
+    if not stores_bytes(header.key_kind, header.hash_cap):
+        return [np.empty(0, np.uint8)] * 2
+    offsets = _read_section(file, header, "key_offsets", first, last + 1)
+    start, stop = (int(offset) for offset in offsets.view("<u8")[[0, -1]])
+    return [offsets, _read_section(file, header, "key_bytes", start, stop)]
+
+
+def _verify_section(file: BinaryIO, path: Path, header: Header, name: str) -> None:
+    """Raises ValueError unless the section matches its checksum and cannot lead a lookup outside the file."""
+    section, dtype = header.sections[SECTIONS.index(name)], _dtype(header, name)
+    ends_at = {"directory": header.num_keys, "key_offsets": header.sections[-1].num_bytes}.get(name)
+    crc, last, sane = 0, 0, True
+    for piece in _pieces(file, section.offset, section.num_bytes):
+        crc = zlib.crc32(piece, crc)
+        values = np.frombuffer(piece, dtype)
+        if name in ("directory", "hashes", "key_offsets"):
+            sane = sane and int(values[0]) >= last and bool((values[1:] >= values[:-1]).all())
+            last = int(values[-1])
+        elif name == "rows":
+            sane = sane and int(values.min()) >= 1 and int(values.max()) < header.num_embeddings
+    if crc != section.crc32:
+        raise _damaged(path, f"its section {name} (from byte {section.offset}) does not match its checksum")
+    if not sane or (section.num_bytes and ends_at is not None and last != ends_at):
+        raise _damaged(path, f"its section {name} contradicts the header")

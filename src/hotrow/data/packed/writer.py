@@ -1,0 +1,414 @@
+"""Rows in, parts out: the one writer that every raw source ends in.
+
+Rows of each split are gathered into blocks, blocks into parts. A part appears under its name only when whole and is
+then noted in `.prepare/parts.json`, so an interrupted writer goes on after its last finished part. `dataset.json` comes
+last.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import ArrayLike, NDArray
+from pydantic.dataclasses import dataclass
+
+from hotrow.base.files import atomic_write, check_name, explain_full_disk
+from hotrow.base.records import STRICT, Document
+from hotrow.data.packed.format import (
+    MANIFEST,
+    MAX_ROWS_PER_BLOCK,
+    RESERVED_SPLITS,
+    ROWS_PER_BLOCK,
+    WORK_FOLDER,
+    Block,
+    DatasetInfo,
+    FileRecord,
+    Ids,
+    Part,
+    Ragged,
+    SplitInfo,
+    arrow_schema,
+    check_values,
+    concatenate_ids,
+    slice_ids,
+    split_columns,
+    write_info,
+)
+from hotrow.data.packed.reader import PackedDataset, crc32_of_file
+
+ROWS_PER_PART = 64 * ROWS_PER_BLOCK
+"""About 0.7 GB at Criteo's 40 columns: what an interruption can cost, and an ordinary size for a file."""
+PARTS_FILE = "parts.json"
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Finished:
+    """What parts.json says: the finished parts of each split, and what all parts are made by."""
+
+    identity: tuple[str, int, int]
+    """Fingerprint of the schema, rows of a part, rows of a block."""
+    parts: dict[str, tuple[Part, ...]]
+
+    def __post_init__(self) -> None:
+        for split, parts in self.parts.items():
+            for number, part in enumerate(parts):
+                if part.file != f"part-{number:05d}.arrow":
+                    raise ValueError(f"parts.{split}.{number}.file is {part.file!r}; parts are numbered from 0 on")
+
+
+_FINISHED = Document(
+    _Finished, marks={"hotrow_parts": 1}, cure="start again with --overwrite, or remove the dataset's folder"
+)
+
+
+class _ChecksumSink:
+    """A file for Arrow to write to that keeps the crc32 of each range of bytes between two cuts."""
+
+    def __init__(self, file: BinaryIO, header_bytes: int) -> None:
+        self.closed = False
+        self.ends: list[int] = []
+        self.crc32: list[int] = []
+        self._file, self._header_bytes = file, header_bytes
+        self._position = self._crc = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        # Arrow writes the header together with the first block; the cut between them is made here.
+        if self._position < self._header_bytes <= self._position + len(view):
+            split = self._header_bytes - self._position
+            self._put(view[:split])
+            self.cut()
+            view = view[split:]
+        self._put(view)
+        return memoryview(data).nbytes
+
+    def _put(self, view: memoryview) -> None:
+        self._file.write(view)
+        self._crc = zlib.crc32(view, self._crc)
+        self._position += len(view)
+
+    def cut(self) -> None:
+        self.ends.append(self._position)
+        self.crc32.append(self._crc)
+        self._crc = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+    def tell(self) -> int:
+        return self._position
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _PartWriter:
+    """One part on its way: `<file>.partial` until `finish`."""
+
+    def __init__(self, path: Path, info: DatasetInfo) -> None:
+        self.num_rows = 0
+        self._path, self._info, self._schema = path, info, arrow_schema(info)
+        self._block_rows: list[int] = []
+        self._stack = ExitStack()
+        file = self._stack.enter_context(atomic_write(path))
+        # An IPC file is 8 bytes of magic, then the schema's message; docs/format.md, "Parts".
+        self._sink = _ChecksumSink(file, header_bytes=8 + self._schema.serialize().size)
+        self._writer = pa.ipc.new_file(self._sink, self._schema)
+
+    def write(self, block: Block) -> None:
+        check_values(self._info, block)
+        columns: list[Ids] = [block.label, *block.dense, *block.ids]
+        arrays = [_to_arrow(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._sink.cut()
+        self._block_rows.append(len(block.label))
+        self.num_rows += len(block.label)
+
+    def finish(self) -> Part:
+        self._writer.close()
+        self._sink.cut()
+        self._stack.close()
+        return Part(
+            file=self._path.name,
+            block_rows=tuple(self._block_rows),
+            range_ends=tuple(self._sink.ends),
+            range_crc32=tuple(self._sink.crc32),
+        )
+
+    def abort(self) -> None:
+        """Drop the partial file."""
+        self._stack.__exit__(InterruptedError, InterruptedError(), None)
+
+
+def _to_arrow(column: Ids, kind: pa.DataType) -> pa.Array:
+    if isinstance(column, Ragged):
+        return pa.LargeListArray.from_arrays(pa.array(column.row_splits), pa.array(column.values), type=kind)
+    return pa.array(column)
+
+
+class _BlockBuffer:
+    """Room for the rows of one block, filled by copies of slices of what is appended."""
+
+    def __init__(self, info: DatasetInfo, capacity: int) -> None:
+        self.num_rows = 0
+        self.capacity = capacity
+        self._label = np.empty(capacity, np.float32)
+        self._dense = np.empty((len(info.dense), capacity), np.float32)
+        self._one_hot = [np.empty(capacity, info.id_dtype(f)) if f.kind == "one_hot" else None for f in info.features]
+        self._lists: list[list[Ragged]] = [[] for _ in info.features]
+
+    def append(self, label: NDArray[Any], dense: NDArray[Any], ids: Sequence[Ids]) -> None:
+        """Take rows that fit: label [n], dense [n, I], ids by feature."""
+        rows = slice(self.num_rows, self.num_rows + len(label))
+        self._label[rows] = label
+        self._dense[:, rows] = dense.T
+        for column, pieces, values in zip(self._one_hot, self._lists, ids, strict=True):
+            if isinstance(values, Ragged):
+                pieces.append(Ragged(values.values.copy(), values.row_splits.copy()))
+            else:
+                assert column is not None
+                column[rows] = values
+        self.num_rows = rows.stop
+
+    def take(self) -> Block:
+        """The rows gathered so far; valid until the next `append`."""
+        n = self.num_rows
+        ids = tuple(
+            concatenate_ids(pieces) if column is None else column[:n]
+            for column, pieces in zip(self._one_hot, self._lists, strict=True)
+        )
+        self._lists = [[] for _ in self._lists]
+        self.num_rows = 0
+        return Block(self._label[:n], tuple(column[:n] for column in self._dense), ids)
+
+
+class PackedWriter:
+    """Write a packed dataset into `folder`; reopened on the same folder it goes on after the last finished part.
+
+        with PackedWriter("data/clicks", info) as writer:
+            writer.append("train", label, dense, {"user": ids, "items": (values, row_splits)})
+            dataset = writer.close()
+
+    info: the schema (its splits and files are filled in here). rows_per_block, rows_per_part: sizes of new blocks and
+    parts; a part is a whole number of blocks. Memory: one block of rows per split being written.
+    An exception inside the `with` drops unfinished parts and keeps finished ones for the next attempt.
+
+    Raises ValueError where the folder holds a complete dataset, or unfinished parts of another schema.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        info: DatasetInfo,
+        *,
+        rows_per_part: int = ROWS_PER_PART,
+        rows_per_block: int = ROWS_PER_BLOCK,
+    ) -> None:
+        if not 1 <= rows_per_block <= MAX_ROWS_PER_BLOCK:
+            raise ValueError(f"rows_per_block is {rows_per_block}; it must be between 1 and {MAX_ROWS_PER_BLOCK}")
+        if rows_per_part < 1 or rows_per_part % rows_per_block:
+            raise ValueError(
+                f"rows_per_part is {rows_per_part}; it must be a multiple of rows_per_block {rows_per_block}"
+            )
+        self.path, self.info = Path(folder), info
+        self._rows_per_part, self._rows_per_block = rows_per_part, rows_per_block
+        if (self.path / MANIFEST).exists():
+            raise ValueError(f"{self.path} already holds a complete dataset; choose another folder, or remove this one")
+        self._parts_path = self.path / WORK_FOLDER / PARTS_FILE
+        self._parts_path.parent.mkdir(parents=True, exist_ok=True)
+        self._identity = (info.schema_fingerprint(), rows_per_part, rows_per_block)
+        self._finished: dict[str, list[Part]] = self._read_finished()
+        self._buffers: dict[str, _BlockBuffer] = {}
+        self._open: dict[str, _PartWriter] = {}
+        self._skip: dict[str, int] = {}
+
+    def finished_parts(self, split: str) -> tuple[Part, ...]:
+        """Parts of `split` that are whole on disk."""
+        return tuple(self._finished.get(split, ()))
+
+    def finished_rows(self, split: str) -> int:
+        """Rows of `split` in finished parts: where an interrupted preparation goes on."""
+        return sum(part.num_rows for part in self.finished_parts(split))
+
+    def seek(self, split: str, row: int) -> None:
+        """Say that the next row appended to `split` is its row number `row`; rows already on disk are then passed over.
+
+        Row order must be the same as in the interrupted run. Raises ValueError if `row` is beyond the finished rows,
+        or if rows of `split` were already appended.
+        """
+        done = self.finished_rows(split)
+        if not 0 <= row <= done:
+            raise ValueError(f"split {split!r}: row is {row}; finished parts hold {done} rows, go back to one of them")
+        if split in self._buffers:
+            raise ValueError(f"split {split!r}: seek before the first append, not after")
+        self._skip[split] = done - row
+
+    def append(
+        self,
+        split: str,
+        label: ArrayLike,
+        dense: ArrayLike,
+        sparse: Mapping[str, NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]],
+    ) -> None:
+        """Add rows to `split`: label [n], dense [n, I], ids by feature, [n] or `(values, row_splits [n + 1])`.
+
+        Raises ValueError naming column and row for values the format does not allow, and where shapes disagree;
+        OSError when the disk is full, saying what was kept.
+        """
+        label, dense = np.asarray(label), np.asarray(dense)
+        ids = self._check_shapes(label, dense, split_columns(self.info, sparse))
+        start = min(self._skip.get(split, 0), len(label))
+        if start:
+            self._skip[split] -= start
+        buffer = self._buffer(split)
+        while start < len(label):
+            stop = min(len(label), start + buffer.capacity - buffer.num_rows)
+            rows = slice(start, stop)
+            buffer.append(label[rows], dense[rows], [slice_ids(column, start, stop) for column in ids])
+            start = stop
+            if buffer.num_rows == buffer.capacity:
+                with self._explain_full_disk():
+                    self._write_block(split)
+
+    def close(self, summary: Mapping[str, Any] | None = None) -> PackedDataset:
+        """Write what is buffered and then `dataset.json`; `summary` is recorded in it. Returns the dataset, opened."""
+        for split, missing in self._skip.items():
+            if missing:
+                raise ValueError(f"{self.path}: split {split!r} ended {missing} rows before its finished parts do")
+        with self._explain_full_disk():
+            for split, buffer in self._buffers.items():
+                if buffer.num_rows:
+                    self._write_block(split)
+                if split in self._open:
+                    self._finish_part(split)
+            self._write_manifest(summary or {})
+        self._parts_path.unlink(missing_ok=True)
+        if not any(self._parts_path.parent.iterdir()):
+            self._parts_path.parent.rmdir()
+        return PackedDataset.open(self.path)
+
+    def abort(self) -> None:
+        """Drop unfinished parts; finished ones stay for the next attempt."""
+        for part in self._open.values():
+            part.abort()
+        self._open.clear()
+        self._buffers.clear()
+
+    def __enter__(self) -> PackedWriter:
+        """This writer; leaving the block without `close` drops unfinished parts."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is left open; finished parts stay."""
+        self.abort()
+
+    def _check_shapes(self, label: NDArray[Any], dense: NDArray[Any], ids: list[Any]) -> list[Ids]:
+        n = len(label)
+        if dense.shape != (n, len(self.info.dense)):
+            raise ValueError(f"dense has shape {dense.shape}; it must be [{n}, {len(self.info.dense)}]")
+        checked: list[Ids] = []
+        for feature, column in zip(self.info.features, ids, strict=True):
+            is_list = isinstance(column, tuple)
+            if is_list == (feature.kind == "one_hot"):
+                wanted = "one array of ids" if is_list else "a pair (values, row_splits)"
+                raise ValueError(f"feature {feature.name!r} is {feature.kind}; pass {wanted}")
+            values = np.asarray(column[0] if is_list else column)
+            if values.dtype.kind not in "iu" or values.ndim != 1 or (not is_list and len(values) != n):
+                raise ValueError(
+                    f"feature {feature.name!r}: ids are {values.dtype} {values.shape}; pass a 1-D integer array"
+                    + ("" if is_list else f" of {n} ids")
+                )
+            values = self._narrow(feature.name, values, self.info.id_dtype(feature))
+            splits = np.asarray(column[1]).astype(np.int64, casting="safe", copy=False) if is_list else None
+            if splits is not None and (len(splits) != n + 1 or splits[0] != 0 or splits[-1] != len(values)):
+                raise ValueError(f"feature {feature.name!r}: row_splits must be {n + 1} offsets, 0 to {len(values)}")
+            checked.append(values if splits is None else Ragged(values, splits))
+        return checked
+
+    @staticmethod
+    def _narrow(name: str, values: NDArray[Any], dtype: type[np.int32 | np.int64]) -> NDArray[Any]:
+        limit = np.iinfo(dtype).max
+        if np.iinfo(values.dtype).max > limit and len(values) and values.max() > limit:
+            raise ValueError(f"feature {name!r}: id {values.max()} does not fit its table; ids are row numbers")
+        return values.astype(dtype, copy=False)
+
+    def _buffer(self, split: str) -> _BlockBuffer:
+        if split not in self._buffers:
+            check_name(split, what="split name")
+            if split in RESERVED_SPLITS:
+                raise ValueError(f"split {split!r}: this name is taken by a folder of the format; rename it")
+            (self.path / split).mkdir(exist_ok=True)
+            self._buffers[split] = _BlockBuffer(self.info, self._rows_per_block)
+            self._finished.setdefault(split, [])
+        return self._buffers[split]
+
+    def _write_block(self, split: str) -> None:
+        if split not in self._open:
+            file = f"part-{len(self._finished[split]):05d}.arrow"
+            self._open[split] = _PartWriter(self.path / split / file, self.info)
+        self._open[split].write(self._buffers[split].take())
+        if self._open[split].num_rows == self._rows_per_part:
+            self._finish_part(split)
+
+    def _finish_part(self, split: str) -> None:
+        self._finished[split].append(self._open[split].finish())
+        del self._open[split]
+        parts = {name: tuple(done) for name, done in self._finished.items()}
+        _FINISHED.write(self._parts_path, _Finished(self._identity, parts))
+
+    def _write_manifest(self, summary: Mapping[str, Any]) -> None:
+        splits = {
+            split: SplitInfo(num_rows=self.finished_rows(split), parts=tuple(parts))
+            for split, parts in self._finished.items()
+        }
+        if not any(split.num_rows for split in splits.values()):
+            raise ValueError(f"{self.path}: no rows were written; the source is empty or every row was filtered out")
+        files = {path.relative_to(self.path).as_posix(): path for path in self._side_files()}
+        records = {name: FileRecord(path.stat().st_size, crc32_of_file(path)) for name, path in files.items()}
+        write_info(self.path, replace(self.info, splits=splits, files=records, summary=dict(summary)))
+
+    def _explain_full_disk(self) -> AbstractContextManager[None]:
+        def kept() -> str:
+            num_parts = sum(len(parts) for parts in self._finished.values())
+            num_rows = sum(self.finished_rows(split) for split in self._finished)
+            return f"{num_parts} finished part(s) with {num_rows} rows are kept."
+
+        return explain_full_disk(self.path, "writing parts", kept)
+
+    def _read_finished(self) -> dict[str, list[Part]]:
+        if not self._parts_path.exists():
+            return {}
+        finished = _FINISHED.read(self._parts_path)
+        if finished.identity != self._identity:
+            raise ValueError(
+                f"{self.path} holds unfinished parts of another schema, vocabulary or part size; "
+                "repeat the interrupted command as it was, or remove the folder"
+            )
+        for split, parts in finished.parts.items():
+            for part in parts:
+                path = self.path / check_name(split, what="split name") / part.file
+                if not path.is_file() or path.stat().st_size != part.num_bytes:
+                    raise ValueError(f"{path} was finished but is now missing or cut; remove the folder {self.path}")
+        return {split: list(parts) for split, parts in finished.parts.items()}
+
+    def _side_files(self) -> list[Path]:
+        return sorted(p for folder in RESERVED_SPLITS for p in (self.path / folder).rglob("*") if p.is_file())

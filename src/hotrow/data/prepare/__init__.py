@@ -1,0 +1,1 @@
+"""Raw logs to a packed dataset: count, number by popularity, encode; bounded memory, resumable."""

@@ -1,0 +1,137 @@
+"""What a preparation will take, said before it starts: rows, disk and time, from the first rows of the source."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotrow.base.files import disk_free_bytes
+from hotrow.data.chunk import Chunk, Keys, SourceInfo
+from hotrow.data.native import Counter
+from hotrow.data.packed.format import ROWS_PER_BLOCK
+from hotrow.data.sources.registry import OpenedSource
+
+SAMPLE_ROWS = 2 * ROWS_PER_BLOCK
+VOCABULARY_GROWTH = 0.75
+"""Distinct ids grow about as rows^0.75 in click logs (Heaps' law); 1 would mean that no id ever comes back."""
+VOCABULARY_KEY_BYTES = 24
+"""Hash 8, row 4, directory 1 to 4, count 4, and 8 more to locate a text key; the text comes on top."""
+RUN_KEY_BYTES = 24
+"""Of a counted key on disk: hash, count, order of first appearance (hotrow.data.spill)."""
+LOOKUP_SHARE = 1.2
+"""Looking an id up and writing its row number, relative to counting it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The needs of one preparation; only `input_bytes` and `free_bytes` are exact."""
+
+    rows: int
+    rows_exact: bool
+    input_bytes: int
+    packed_bytes: int
+    """Parts, vocabularies and counts."""
+    spill_bytes: int
+    """Temporary files at their largest."""
+    free_bytes: int
+    seconds: float
+
+    @property
+    def disk_bytes(self) -> int:
+        """Free space needed while preparing."""
+        return self.packed_bytes + self.spill_bytes
+
+    def check_disk(self, out: Path) -> None:
+        """Raises ValueError naming the shortfall where the disk of `out` is too small."""
+        if self.disk_bytes > self.free_bytes:
+            short = self.disk_bytes - self.free_bytes
+            raise ValueError(
+                f"{out} needs about {_size(self.disk_bytes)} ({_size(self.packed_bytes)} of data and "
+                f"{_size(self.spill_bytes)} temporary), {_size(self.free_bytes)} are free: {_size(short)} short; free "
+                "some space, choose another disk, or take fewer rows (--rows, --sample)"
+            )
+
+    def __str__(self) -> str:
+        """One line for the user."""
+        about = "" if self.rows_exact else "about "
+        return (
+            f"{about}{self.rows:,} rows, {_size(self.input_bytes)} of input; needs about {_size(self.packed_bytes)} of "
+            f"disk and {_size(self.spill_bytes)} temporarily ({_size(self.free_bytes)} free), and about "
+            f"{_duration(self.seconds)}"
+        )
+
+
+def estimate_work(
+    opened: OpenedSource, info: SourceInfo, out: Path, *, rows: int | None = None, sample: float = 1.0
+) -> Estimate:
+    """What preparing `rows` rows (None: all) of a source into `out` will take; reads and counts its first rows."""
+    num_rows = min(info.num_rows, rows or info.num_rows)
+    started = time.perf_counter()
+    chunks = _first_chunks(opened, num_rows)
+    read_s = time.perf_counter() - started
+    sampled = sum(chunk.num_rows for chunk in chunks)
+    if sampled == 0:
+        raise ValueError(f"{info.files[0].path} has no rows; there is nothing to prepare")
+    started = time.perf_counter()
+    growth = (max(num_rows * sample, 1) / sampled) ** VOCABULARY_GROWTH
+    keys = [_count(opened, chunks, table) for table in opened.schema.table_names]
+    count_s = time.perf_counter() - started
+    num_keys = sum(n for n, _ in keys) * growth
+    text_bytes = sum(size for _, size in keys) * growth
+    row_bytes = _row_bytes(opened, chunks) / sampled
+    per_row_s = (max(read_s, count_s) + max(read_s, LOOKUP_SHARE * count_s)) / sampled
+    return Estimate(
+        rows=num_rows,
+        rows_exact=info.num_rows_exact,
+        input_bytes=info.num_bytes,
+        packed_bytes=int(num_rows * sample * row_bytes + num_keys * VOCABULARY_KEY_BYTES + text_bytes),
+        spill_bytes=int(num_keys * RUN_KEY_BYTES + text_bytes),
+        free_bytes=disk_free_bytes(out),
+        seconds=per_row_s * num_rows,
+    )
+
+
+def _first_chunks(opened: OpenedSource, num_rows: int) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    for chunk in opened.source.chunks():
+        chunks.append(chunk)
+        if sum(c.num_rows for c in chunks) >= min(SAMPLE_ROWS, num_rows):
+            break
+    return chunks
+
+
+def _count(opened: OpenedSource, chunks: list[Chunk], table: str) -> tuple[int, int]:
+    """Distinct keys of a table in the sampled rows, and about how many bytes their text takes."""
+    features = opened.schema.features_of(table)
+    counter = Counter(opened.source.key_kinds[features[0]], hash_cap=opened.schema.table(table).hash_cap or 0)
+    columns = [chunk.keys[feature] for chunk in chunks for feature in features]
+    for keys in columns:
+        counter.add(keys)
+    text_bytes = sum(int(k.offsets[-1]) for k in columns if k.offsets is not None)
+    return counter.num_keys, text_bytes * counter.num_keys // max(sum(k.num_keys for k in columns), 1)
+
+
+def _row_bytes(opened: OpenedSource, chunks: list[Chunk]) -> int:
+    """Stored bytes of the sampled rows: float32 label and dense, int32 ids, int64 offsets of lists."""
+    dense = sum(4 * (chunk.num_rows + chunk.dense.size) for chunk in chunks)
+    return dense + sum(_id_bytes(keys) for chunk in chunks for keys in chunk.keys.values())
+
+
+def _id_bytes(keys: Keys) -> int:
+    return 4 * keys.num_keys + (0 if keys.row_splits is None else 8 * keys.num_rows)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

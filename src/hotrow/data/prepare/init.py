@@ -1,0 +1,202 @@
+"""`hotrow init`: looks at logs, or at a packed dataset, and writes what comes next as commented YAML.
+
+Known layouts need no schema: for them, and for a packed dataset, only a recipe is written and the command named. For
+other tables the guessed schema (`guess.py`) is written out, each line with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotrow.base.files import atomic_write, check_writable
+from hotrow.config.recipe import choose_recipe
+from hotrow.data.packed.format import MANIFEST, read_info
+from hotrow.data.sources.guess import Guess, SchemaGuess, guess_columns
+from hotrow.data.sources.registry import open_source, recognise, tell_format
+from hotrow.data.sources.schema import Schema
+
+SCHEMA_FILE = "schema.yaml"
+RECIPE_FILE = "recipe.yaml"
+COMMENT_COLUMN = 64
+
+
+@dataclass(frozen=True)
+class InitResult:
+    """What `hotrow init` found."""
+
+    found: str
+    """In words."""
+    source: str | None
+    """What `hotrow prepare` calls it; None for a packed dataset."""
+    schema: str | None
+    """YAML of the schema; None where none is needed."""
+    recipe: str
+    """YAML of a training config."""
+    commands: tuple[str, ...]
+    """What to run next, in order."""
+    files: tuple[Path, ...] = ()
+    """Files written."""
+
+
+def run_init(
+    paths: Any,
+    *,
+    label: str | None = None,
+    time: str | None = None,
+    data: str | None = None,
+    out: Path | str | None = None,
+) -> InitResult:
+    """Look at `paths` (logs, or the folder of a packed dataset) and say how to train on them.
+
+    label, time: these columns' names where known. data: the packed dataset the recipe is to name. out: a folder to
+    write schema.yaml and recipe.yaml into; None writes nothing. Existing files are never overwritten.
+
+    Raises ValueError where a path does not exist, a named column is missing, or a file to write exists.
+    """
+    if out is not None:
+        _check_absent(Path(out) / RECIPE_FILE)  # before the logs are read; there may be no schema to write
+    result = _look(paths, label, time, data)
+    if out is None:
+        return result
+    folder = Path(out)
+    texts = {SCHEMA_FILE: result.schema, RECIPE_FILE: result.recipe}
+    written = [folder / name for name, text in texts.items() if text is not None]
+    for path in written:
+        _check_absent(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in written:
+        with atomic_write(path) as file:
+            file.write((texts[path.name] or "").encode())
+    commands = tuple(re.sub(rf"\b({SCHEMA_FILE}|{RECIPE_FILE})\b", rf"{folder}/\1", c) for c in result.commands)
+    return InitResult(result.found, result.source, result.schema, result.recipe, commands, tuple(written))
+
+
+def _check_absent(path: Path) -> None:
+    if path.exists():
+        raise ValueError(f"{path} exists and is not overwritten; move it away, or choose another folder")
+    check_writable(path)
+
+
+def init_schema(paths: Any, *, label: str | None = None, time: str | None = None) -> str:
+    """The commented YAML of the schema guessed from `paths`; `load_schema` reads it."""
+    return render_schema(guess_columns(paths, label=label, time=time))
+
+
+def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> InitResult:
+    shown = shlex.join(map(str, paths if isinstance(paths, list | tuple) else [paths]))
+    if isinstance(paths, str | Path) and (Path(paths) / MANIFEST).is_file():
+        info = read_info(Path(paths))
+        rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())
+        found = f"a packed dataset of {info.name!r}: rows {rows}; {len(info.dense)} dense, {len(info.features)} sparse"
+        num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
+        recipe = render_recipe(str(paths), num_rows, exact=True)
+        return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
+    source = None if label is not None else recognise(paths)
+    if source is not None:
+        data = data or f"data/{source}"
+        commands = (f"hotrow prepare {source} {shown} --out {data}", f"hotrow train {RECIPE_FILE}")
+        opened = open_source(source, paths)
+        recipe = render_recipe(data, _training_rows(opened.source.scout().num_rows, opened.schema), exact=False)
+        return InitResult(f"{source} in its published layout", source, None, recipe, commands)
+    guess = guess_columns(paths, label=label, time=time)
+    data = data or "data/packed"
+    source = tell_format(paths)
+    commands = (
+        f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}",
+        f"hotrow train {RECIPE_FILE}",
+    )
+    found = f"a table, guessed from {guess.origin}"
+    recipe = render_recipe(data, int(0.8 * guess.num_rows), exact=False)
+    return InitResult(found, source, render_schema(guess), recipe, commands)
+
+
+def _training_rows(num_rows: int, schema: Schema) -> int:
+    """About how many of `num_rows` rows train; of a published split, 6 of 7 days."""
+    return int(num_rows * (6 / 7 if schema.split.kind == "reference" else schema.split.fractions[0]))
+
+
+def render_schema(guess: SchemaGuess) -> str:
+    """The guesses as YAML, each line with its reason; what was left out is listed in comments."""
+    return "\n".join(_schema_lines(guess)) + "\n"
+
+
+def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
+    yield f"# Schema guessed from {guess.origin}."
+    yield "# Check every line: nothing else decides what the model sees. docs/prepare.md explains the fields."
+    yield "version: 1"
+    if not guess.of("label"):
+        found = guess.question or "no column of 0 and 1 found; name yours, positive: [...] or at_least: N"
+        yield _commented("label: {column: FILL_IN}", found)
+    for note in guess.notes:
+        yield f"# {' '.join(note.split())}"
+    for role in ("label", "time"):
+        for g in guess.of(role)[:1]:
+            yield _commented(f"{role}: {_flow(g.spec)}", g.reason)
+    for role in ("dense", "categorical"):
+        yield f"{role}:" if guess.of(role) else f"{role}: []"
+        for g in guess.of(role):
+            yield _commented(f"  - {_flow(g.spec)}", g.reason)
+    yield from _left_out(guess.of(""))
+    yield _commented(f"split: {{kind: {guess.split_kind}, fractions: [0.8, 0.1, 0.1]}}", "train, val, test")
+    if guess.csv:
+        yield _commented(f"csv: {_flow(guess.csv)}", "how lines are cut; found, not told")
+    yield _commented('licence: ""', "a note kept with the data set")
+
+
+def _left_out(guesses: list[Guess]) -> Iterator[str]:
+    if guesses:
+        yield "# left out:"
+    for g in guesses:
+        yield f"#   {_scalar(g.column)}: {g.reason}"
+
+
+def _flow(spec: dict[str, Any]) -> str:
+    return "{" + ", ".join(f"{key}: {_scalar(value)}" for key, value in spec.items()) + "}"
+
+
+def _scalar(value: Any) -> str:
+    """A YAML flow scalar or list: bare where that is safe, else JSON, which YAML contains."""
+    if isinstance(value, list):
+        return "[" + ", ".join(_scalar(item) for item in value) + "]"
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) and value.lower() not in YAML_WORDS:
+        return value
+    return json.dumps(value, ensure_ascii=True)
+
+
+YAML_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
+"""What YAML 1.1 reads as something other than text."""
+
+
+def _commented(line: str, comment: str) -> str:
+    # A reason may quote a column's text; a line break in it must not end the comment.
+    return f"{line:<{COMMENT_COLUMN}}  # {' '.join(comment.split())}"
+
+
+def render_recipe(data: str, num_rows: int, *, exact: bool) -> str:
+    """The training config that `fit` would choose for the packed dataset at `data`, of `num_rows` training rows."""
+    recipe = choose_recipe(num_rows)
+    sections: dict[str, Any] = {"model": {"name": "dlrm"}, "optimizer": {}, "train": {}}
+    for name, value in recipe.items():
+        *parents, leaf = name.split(".")
+        section = sections
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    sections["train"]["seed"] = 1
+    rows = f"{num_rows:,}" if exact else f"about {num_rows:,}"
+    lines = [
+        f"# Trains a DLRM on {' '.join(data.split())}; docs/config.md lists every option.",
+        f"# Chosen for {rows} training rows, as by `hotrow demo` and hotrow.fit; hotrow/recipe.py has the reasons.",
+        f"data: {json.dumps(data)}",
+        f"model: {_flow(sections['model'])}",
+        "optimizer:",
+        *(f"  {name}: {_flow(value)}" for name, value in sections["optimizer"].items()),
+        f"train: {_flow(sections['train'])}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,294 @@
+"""Preparation as users call it, with plain arguments; and its counterpart for new rows: raw rows in, batches out.
+
+    run_prepare("criteo", "train.txt", "data/criteo")            # hotrow prepare
+    for batch in RawEncoder("data/criteo").batches("new.txt"):   # hotrow predict
+
+The work is done in `pipeline.py`; the sources are in `sources.py`; docs/prepare.md is for users.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from pydantic import JsonValue, TypeAdapter
+from pydantic.dataclasses import dataclass as record
+
+from hotrow.base.files import available_memory_bytes
+from hotrow.base.machine import usable_cores
+from hotrow.base.progress_meter import ProgressCallback
+from hotrow.base.records import STRICT, Count, checked
+from hotrow.batch import Batch, KeyedJaggedTensor
+from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
+from hotrow.data.packed.dataset import Ids, PackedDataset, Ragged
+from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE
+from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.prepare.pipeline import Options, prepare
+from hotrow.data.prepare.rowencoder import RowEncoder
+from hotrow.data.prepare.split import SplitPlan
+from hotrow.data.prepare.workfolder import check_out
+from hotrow.data.sources.columns import open_table
+from hotrow.data.sources.convert import IdEncoding
+from hotrow.data.sources.registry import SOURCE_NAMES, open_source
+from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
+from hotrow.data.sources.transforms import DenseTransform
+
+KEPT_ROWS = 1 << 16
+SCORE = "score"
+"""Column of the scores that are written."""
+UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+def run_prepare(
+    source: str,
+    paths: Any,
+    out: Path | str,
+    *,
+    schema: Schema | Path | str | None = None,
+    label: str | None = None,
+    time: str | None = None,
+    split: str | None = None,
+    fractions: Sequence[float] | None = None,
+    seed: int | None = None,
+    min_count: int | None = None,
+    hash_cap: int | None = None,
+    rows: int | None = None,
+    sample: float = 1.0,
+    skip_bad_rows: int = 0,
+    memory: int | str | None = None,
+    threads: int | None = None,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> PackedDataset:
+    """Prepare raw logs into the packed dataset `out`; called again with the same arguments, it continues what was cut.
+
+    source: criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, frame, synthetic, or auto to tell by the
+    first line. paths: files, folders, patterns, URIs, or one Arrow-capable frame; of synthetic a preset's name, a YAML
+    file or a `SyntheticConfig`. schema: of csv, parquet and frame (`hotrow init`
+    writes one), a path or a `Schema`; None: guessed, given the names of the `label` and `time` columns.
+    split: time, random or reference; None: reference for criteo, time where there is one, else random. fractions: of
+    train, val and test (0.8, 0.1, 0.1) for time and random. seed: of the random split and of `sample`.
+    min_count: ids seen fewer times in training rows share row 0. hash_cap: ids modulo this. Both hold for all tables.
+    rows: only the first rows; of a synthetic preset all there are. sample: keep this share of the rows. skip_bad_rows:
+    how many bad rows may be left out.
+    memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
+    None: half of what is free. threads: of encoding. None of these two changes a byte.
+    progress, announce: see `hotrow.data.pipeline.prepare`.
+
+    Raises ValueError naming the field, file, row or option that is wrong; OSError when the disk is full, and
+    `hotrow.data.pipeline.Interrupted` on Ctrl-C, both leaving work to go on from.
+    """
+    # What can be known without a row comes first.
+    options = Options(rows=rows, sample=sample, memory_bytes=parse_bytes(memory), threads=threads, overwrite=overwrite)
+    changes = {"split": split, "fractions": fractions, "seed": seed, "min_count": min_count, "hash_cap": hash_cap}
+    check_options(**changes)
+    check_out(Path(out), overwrite=overwrite)
+    if isinstance(schema, str | Path):
+        schema = load_schema(schema)
+    opened = open_source(source, paths, schema=schema, label=label, time=time, skip_bad_rows=skip_bad_rows, rows=rows)
+    return prepare(opened.with_options(**changes), out, options, progress=progress, announce=announce)
+
+
+def parse_bytes(value: int | str | None) -> int | None:
+    """A number of bytes from a number or from text such as "256MiB" or "4GB". Raises ValueError for other text."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", value.upper())
+    if found is None or found[2] not in UNITS:
+        raise ValueError(f"memory is {value!r}; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB, as in 4GiB")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+@record(frozen=True, config=STRICT)
+class _Ids:
+    """What preparation says in `ids` of dataset.json."""
+
+    source: str
+    schema: dict[str, JsonValue]
+    encodings: dict[str, IdEncoding]
+    split: SplitPlan
+    rows: Count | None
+    sample: float
+
+
+_IDS = TypeAdapter(_Ids)
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """How raw rows became those of a dataset."""
+
+    source: str
+    schema: Schema
+    encodings: dict[str, IdEncoding]
+    """By feature."""
+    transforms: list[DenseTransform]
+    """Transforms of the dense columns."""
+
+
+def raw_rows(dataset: PackedDataset) -> RawRows | None:
+    """What dataset.json says of the raw rows; None where there were none. Raises ValueError naming file and field."""
+    info, where = dataset.info, f"{dataset.path / MANIFEST}"
+    if "schema" not in info.ids:
+        return None
+    made = checked(_IDS, info.ids, where=f"{where}: ids", cure=MANIFEST_CURE)
+    schema = parse_schema(made.schema, where=f"{where}: ids.schema")
+    for what, wanted, found in (
+        ("dense columns", schema.dense_names, info.dense_names),
+        ("features", schema.feature_names, info.feature_names),
+        ("kinds", [c.kind for c in schema.categorical], [f.kind for f in info.features]),
+        ("encodings", sorted(schema.feature_names), sorted(made.encodings)),
+        ("tables", sorted(schema.table_names), sorted(info.table_by_name)),
+    ):
+        if list(wanted) != list(found):
+            raise ValueError(f"{where}: {what} are {list(found)}, by ids.schema {list(wanted)}; {MANIFEST_CURE}")
+    try:
+        transforms = [DenseTransform.parse(column.transform) for column in info.dense]
+    except ValueError as error:
+        raise ValueError(f"{where}: dense: {error}") from None
+    return RawRows(made.source, schema, made.encodings, transforms)
+
+
+class RawEncoder:
+    """Raw rows as batches of a prepared dataset's ids, for prediction: its columns, its transforms, its vocabularies.
+
+    dataset: a packed dataset or the folder of one; only dataset.json and vocab/ are needed. Vocabularies are loaded
+    where they take at most half of the free memory, else searched on disk.
+
+    Ids that no training row had, and those too rare for a row, become row 0; a missing value has its own row where
+    training rows missed one too, else row 0. Missing dense values are 0 after the transform.
+    """
+
+    def __init__(self, dataset: PackedDataset | Path | str, *, threads: int | None = None) -> None:
+        dataset = dataset if isinstance(dataset, PackedDataset) else PackedDataset.open(dataset)
+        self.info, made = dataset.info, raw_rows(dataset)
+        if made is None:
+            raise ValueError(
+                f"{dataset.path}: its ids are not made from raw rows (source {self.info.name!r}); it encodes none"
+            )
+        self.schema = made.schema
+        # Rows that were made up have no layout of their own: new ones are a table with their columns.
+        self._source = made.source if made.source in {*SOURCE_NAMES} - {"synthetic"} else "auto"
+        self._encodings, self._transforms = made.encodings, made.transforms
+        self._threads = threads or min(8, usable_cores())
+        vocabularies = {table.name: dataset.vocabulary(table.name) for table in self.info.tables}
+        fits = sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2
+        # Those that are read anyway are checked to the last byte; those searched on disk were when they were prepared.
+        self._vocabularies = {n: Vocabulary.open(v.path).load() if fits else v for n, v in vocabularies.items()}
+
+    def kept(self, data: Any, columns: Sequence[str]) -> KeptColumns:
+        """Those columns of `data`, to be taken beside `batches`. Raises ValueError if one is not there."""
+        return KeptColumns(data, columns, self.schema)
+
+    def batches(
+        self, data: Any, *, batch_size: int = 65536, labels: Literal["ignored", "alone"] = "ignored"
+    ) -> Iterator[Batch]:
+        """Batches of at most `batch_size` rows, in the data's order.
+
+        data: paths or an Arrow-capable frame, as for `run_prepare`. labels: "ignored": label and time are not read,
+        whatever they hold, and `Batch.label` is NaN; "alone": the label is read, the time is not. Raises ValueError
+        naming file and column, and RowError the row, as preparation does.
+        """
+        opened = open_source(self._source, data, schema=self.schema, labels=labels, encodings=self._encodings)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:
+            tables = {name: _Searched(vocabulary) for name, vocabulary in self._vocabularies.items()}
+            encode = RowEncoder(self.schema, self._transforms, tables, executor)
+            for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
+                dense, ids = encode(chunk)
+                label = np.full(chunk.num_rows, np.nan, np.float32) if chunk.label is None else chunk.label
+                yield _batch(dense, ids, label)
+
+
+class KeptColumns:
+    """Columns of raw rows as they are, for a file of scores: `next` takes them row by row, in order."""
+
+    def __init__(self, data: Any, columns: Sequence[str], schema: Schema) -> None:
+        self.schema = pa.schema([])
+        self._rows: Iterator[pa.RecordBatch] = iter(())
+        self._left = pa.table({})
+        if not columns:
+            return
+        reader = open_table(data, schema.csv)
+        for name in columns:
+            if name == SCORE or name not in reader.schema.names:
+                there = ", ".join(reader.schema.names)
+                reason = "is the name of the scores" if name == SCORE else f"is not there; columns: {there}"
+                raise ValueError(f"column {name!r} to keep {reason}")
+        if repeated := [name for name in columns if columns.count(name) > 1]:
+            raise ValueError(f"column {repeated[0]!r} is to be kept twice; name it once")
+        reader.check_drift(columns)
+        self.schema = pa.schema([reader.schema.field(name) for name in columns])
+        self._left = self.schema.empty_table()
+        self._rows = (
+            rows.batch.select(list(columns)).cast(self.schema)
+            for file in range(len(reader.files))
+            for rows in reader.read(file, 0, list(columns), KEPT_ROWS)
+        )
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if isinstance(self._rows, Generator):
+            self._rows.close()
+
+    def next(self, num_rows: int) -> list[pa.ChunkedArray | pa.Array]:
+        """The columns of the next `num_rows` rows."""
+        if not self.schema.names:
+            return []
+        pieces = [self._left]
+        while sum(map(len, pieces)) < num_rows:
+            pieces.append(pa.Table.from_batches([next(self._rows)]))
+        table = pa.concat_tables(pieces)
+        self._left = table.slice(num_rows)
+        return [column.combine_chunks() for column in table.slice(0, num_rows).columns]
+
+
+def _none_left_out(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The same chunks; the error of a bad row does not offer to skip it, for every row to predict has its score."""
+    try:
+        yield from chunks
+    except RowError as error:
+        reason = error.reason.replace(f", or {SKIP_CURE}", "")
+        raise RowError(file=error.file, line=error.line, column=error.column, name=error.name, reason=reason) from None
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """A vocabulary as an encoder: every key is looked up where and when it comes."""
+
+    vocabulary: Vocabulary
+    needs_occurrences: bool = False
+
+    def encode(self, feature: str, keys: Keys, *, first_key: int) -> NDArray[Any]:
+        return self.vocabulary.lookup(keys)
+
+
+def _batch(dense: NDArray[np.float32], ids: dict[str, Ids], label: NDArray[np.float32]) -> Batch:
+    columns = list(ids.values())
+    values = np.concatenate([column.values if isinstance(column, Ragged) else column for column in columns])
+    offsets = None
+    if any(isinstance(column, Ragged) for column in columns):
+        ones = np.ones(len(label), np.int64)
+        lengths = [np.diff(column.row_splits) if isinstance(column, Ragged) else ones for column in columns]
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]))
+    sparse = KeyedJaggedTensor(tuple(ids), torch.from_numpy(values), offsets=offsets)
+    return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label))

@@ -1,0 +1,272 @@
+"""Counting under a memory budget: what does not fit goes to disk, and the vocabularies are the same to the bit.
+
+    with CounterPool(folder, memory_bytes=2 << 30, executor=executor) as counters:
+        # resumes where counters.progress says, if not None
+        for table, features in tables.items():
+            counters.declare(table, source.key_kinds[features[0]])
+        for chunk in source.chunks(start):
+            columns = {table: [column_of(chunk.keys, f) for f in features] for table, features in tables.items()}
+            counters.add(columns, is_training_row)
+            counters.snapshot(asdict(chunk.position))                # now and then, and at the end
+        for table in tables:
+            counters.build(table, out / "vocab" / table, out / "counts" / table, min_count=2)
+
+When the counters together would exceed the budget, the largest is written out as a sorted run of partial counts and
+emptied; a table's runs are merged when its vocabulary is built. A snapshot writes all counters out. What follows is
+encoding, `hotrow.data.prepare.encoder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+from pydantic.dataclasses import dataclass as record
+
+from hotrow.base.files import check_name, explain_full_disk, file_name
+from hotrow.base.records import STRICT, Count, Document
+from hotrow.data.chunk import KeyKind, Keys
+from hotrow.data.native import Counter, merge_runs
+from hotrow.data.packed.vocabulary import TableSummary, build_vocabulary
+from hotrow.data.sources.dictionary import CodedKeys
+from hotrow.data.sources.jagged import interleave
+
+MAX_RUNS = 64
+"""A table with this many runs has them merged into one: a merge keeps every run open, and files are limited."""
+SNAPSHOT = "counters.json"
+RUN_SUFFIX = ".run"
+
+
+@record(frozen=True, config=STRICT)
+class _TableRecord:
+    """What a snapshot says of a table."""
+
+    kind: KeyKind
+    hash_cap: Count
+    order: Count
+    runs: tuple[str, ...]
+    next_run: Count
+
+    def __post_init__(self) -> None:
+        for run in self.runs:
+            check_name(run, what="run")
+
+
+@record(frozen=True, config=STRICT)
+class _Snapshot:
+    """What counters.json says."""
+
+    tables: dict[str, _TableRecord]
+    progress: JsonValue
+
+
+_SNAPSHOT = Document(
+    _Snapshot, marks={"hotrow_counters": 1}, cure="start again with --overwrite, or remove the folder .prepare"
+)
+
+
+@dataclass
+class _TableCounts:
+    """One table's counter and the runs it was written out to."""
+
+    name: str
+    kind: KeyKind
+    hash_cap: int
+    counter: Counter
+    runs: list[Path] = field(default_factory=list)
+    next_run: int = 0
+
+    def to_record(self) -> _TableRecord:
+        runs = tuple(run.name for run in self.runs)
+        return _TableRecord(self.kind, self.hash_cap, self.counter.order, runs, self.next_run)
+
+    @staticmethod
+    def from_record(name: str, found: _TableRecord, folder: Path) -> _TableCounts:
+        counter = Counter(found.kind, hash_cap=found.hash_cap, order=found.order)
+        runs = [folder / run for run in found.runs]
+        return _TableCounts(name, found.kind, found.hash_cap, counter, runs, found.next_run)
+
+    def new_run(self, folder: Path) -> Path:
+        self.next_run += 1
+        return folder / f"{file_name(self.name)}.{self.next_run}{RUN_SUFFIX}"
+
+
+class _Add(NamedTuple):
+    """What one table's counter is to count of a chunk."""
+
+    counter: Counter
+    keys: Keys
+    counts: NDArray[np.uint32] | None
+
+    def run(self) -> None:
+        self.counter.add(self.keys, self.counts)
+
+
+def _occurrences(
+    features: Sequence[Keys | CodedKeys], row_mask: NDArray[np.bool_] | None
+) -> tuple[Keys, NDArray[np.uint32] | None]:
+    """The keys of a table's features and how often each comes (None: once), as reading row by row meets them."""
+    if len(features) == 1 and isinstance(features[0], CodedKeys):
+        return features[0].distinct(row_mask)
+    keys = interleave([f.written_out() if isinstance(f, CodedKeys) else f for f in features])
+    return keys, None if row_mask is None else keys.key_mask(row_mask).astype(np.uint32)
+
+
+class CounterPool:
+    """Counts the keys of many tables within `memory_bytes` together, in `folder` beyond it.
+
+    A folder with a snapshot is resumed: `progress` is what the last `snapshot` was given, else None. Leaving the `with`
+    block normally removes everything from the folder; leaving it by an exception keeps the last snapshot.
+
+    executor: where tables are counted, each by one thread at a time; None: in the caller's. The counts are the same.
+    """
+
+    def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder, self.memory_bytes = folder, memory_bytes
+        self._map: Callable[..., Iterable[Any]] = map if executor is None else executor.map
+        self.progress: Any = None
+        self.num_spills = 0
+        """Counters written out because the budget was reached; for the report."""
+        self._tables: dict[str, _TableCounts] = {}
+        self._kept: set[Path] = set()
+        if (folder / SNAPSHOT).exists():
+            self._resume()
+        self._remove_other_runs()
+
+    def declare(self, table: str, kind: KeyKind, *, hash_cap: int = 0) -> None:
+        """Announce a table; features that share it must agree. Raises ValueError where it was declared otherwise."""
+        known = self._tables.get(table)
+        if known is None:
+            self._tables[table] = _TableCounts(table, kind, hash_cap, Counter(kind, hash_cap=hash_cap))
+        elif (known.kind, known.hash_cap) != (kind, hash_cap):
+            raise ValueError(
+                f"{self.folder}: table {table!r} is declared with {kind!r} keys and hash_cap {hash_cap}, before with "
+                f"{known.kind!r} and {known.hash_cap}; features that share a table need the same"
+            )
+
+    def add(self, columns: Mapping[str, Sequence[Keys | CodedKeys]], row_mask: NDArray[np.bool_] | None = None) -> None:
+        """Count the keys of all rows of a chunk, or of those whose mask [num_rows] is set (the training rows).
+
+        columns: by table, its features' keys in the schema's order.
+        """
+        occurrences = self._map(partial(_occurrences, row_mask=row_mask), columns.values())
+        adds = [_Add(self._tables[table].counter, *some) for table, some in zip(columns, occurrences, strict=True)]
+        if self._num_bytes_after(adds) <= self.memory_bytes:
+            list(self._map(_Add.run, adds))
+            return
+        # One by one, room is made for what a single table may need at most, beside what the others turned out to need.
+        for add in adds:
+            self._make_room(add)
+            add.run()
+
+    def _make_room(self, add: _Add) -> None:
+        """Write out the largest counter until `add` fits the budget."""
+        while self._num_bytes_after([add]) > self.memory_bytes:
+            largest = max(self._tables.values(), key=lambda counts: counts.counter.num_bytes)
+            if largest.counter.num_keys == 0:
+                break
+            self._spill(largest)
+            self.num_spills += 1
+
+    def _num_bytes_after(self, adds: Sequence[_Add]) -> int:
+        """Memory all counters would hold at most after `adds`."""
+        return self.num_bytes + sum(add.counter.num_bytes_after(add.keys) - add.counter.num_bytes for add in adds)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory all counters hold now."""
+        return sum(counts.counter.num_bytes for counts in self._tables.values())
+
+    def snapshot(self, progress: Any) -> None:
+        """Make counts and `progress` (any JSON value) durable together; a pool opened on this folder goes on there."""
+        for counts in self._tables.values():
+            if counts.counter.num_keys or counts.counter.num_missing:
+                self._spill(counts)
+        tables = {name: counts.to_record() for name, counts in self._tables.items()}
+        with self._explain("writing a snapshot"):
+            _SNAPSHOT.write(self.folder / SNAPSHOT, _Snapshot(tables, progress))
+        self.progress = progress
+        self._kept = {run for counts in self._tables.values() for run in counts.runs}
+        self._remove_other_runs()
+
+    def build(
+        self, table: str, vocab_path: Path, counts_path: Path, *, min_count: int = 1, max_rows: int = 0
+    ) -> TableSummary:
+        """Write the vocabulary and counts of a table from all that was counted; see `build_vocabulary`.
+
+        Holds the memory that the other tables' counters leave. Counting may go on afterwards.
+        """
+        counts = self._tables[table]
+        if counts.counter.num_keys or counts.counter.num_missing:
+            self._spill(counts)
+        with self._explain(f"building the vocabulary of table {table!r}"):
+            return build_vocabulary(
+                counts.runs,
+                vocab_path,
+                counts_path,
+                key_kind=counts.kind,
+                hash_cap=counts.hash_cap,
+                min_count=min_count,
+                max_rows=max_rows,
+                memory_bytes=self.memory_bytes - self.num_bytes,
+                tmp_dir=self.folder,
+            )
+
+    def close(self) -> None:
+        """Remove everything this pool wrote to its folder, snapshot included."""
+        (self.folder / SNAPSHOT).unlink(missing_ok=True)
+        self._kept = set()
+        self._tables = {}
+        self._remove_other_runs()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._tables = {}
+            self._remove_other_runs()
+
+    def _spill(self, counts: _TableCounts) -> None:
+        with self._explain(f"writing out counts of table {counts.name!r}"):
+            run = counts.new_run(self.folder)
+            counts.counter.drain(run)
+            counts.runs.append(run)
+            if len(counts.runs) < MAX_RUNS:
+                return
+            merged = counts.new_run(self.folder)
+            merge_runs(counts.runs, merged, memory_bytes=max(self.memory_bytes - self.num_bytes, 1 << 20))
+            old, counts.runs = counts.runs, [merged]
+            for path in set(old) - self._kept:
+                path.unlink()
+
+    def _resume(self) -> None:
+        found = _SNAPSHOT.read(self.folder / SNAPSHOT)
+        self.progress = found.progress
+        self._tables = {
+            name: _TableCounts.from_record(name, table, self.folder) for name, table in found.tables.items()
+        }
+        self._kept = {run for counts in self._tables.values() for run in counts.runs}
+        for run in self._kept:
+            if not run.exists():
+                raise ValueError(f"{run} is missing, the snapshot needs it; delete {self.folder} to start again")
+
+    def _remove_other_runs(self) -> None:
+        for path in self.folder.glob(f"*{RUN_SUFFIX}*"):
+            if path not in self._kept and not any(path in counts.runs for counts in self._tables.values()):
+                path.unlink()
+
+    def _explain(self, doing: str) -> AbstractContextManager[None]:
+        kept = "The counts up to the last snapshot are kept." if self._kept else "Nothing had been kept yet."
+        return explain_full_disk(self.folder, doing, kept)

@@ -1,0 +1,157 @@
+"""Which rows train, validate and test: decided from row number, seed, file or time alone, never from ids or labels.
+
+A plan is made before anything is counted, so that counting can leave the other splits out: what a model knows of its
+ids comes from training rows (law 6). `assign` gives each row of a chunk its split as an index into `SPLITS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.mix import GOLDEN, mix64
+from hotrow.data.sources.schema import SPLITS
+
+TRAIN, VAL, TEST = range(len(SPLITS))
+Codes = NDArray[np.uint8]
+
+SPLIT_SALT = 0x51
+SAMPLE_SALT = 0xA9
+
+
+def row_uniform(seed: int, first_row: int, num_rows: int, *, salt: int) -> NDArray[np.float64]:
+    """Numbers in [0, 1) for rows first_row .. first_row + num_rows - 1, a function of (seed, salt, row number) alone.
+
+    splitmix64 (Steele, Lea, Flood 2014) of the row number, started from the mixed seed; the upper 53 bits.
+    """
+    rows = np.arange(first_row, first_row + num_rows, dtype=np.uint64)
+    start = mix64(np.array([(seed + salt * GOLDEN) % 2**64], dtype=np.uint64))
+    bits = mix64(start + rows * np.uint64(GOLDEN)) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+def sample_mask(seed: int, first_row: int, num_rows: int, *, fraction: float) -> NDArray[np.bool_]:
+    """Which rows a sample of `fraction` keeps; a smaller fraction keeps a subset of them. Independent of the split."""
+    return row_uniform(seed, first_row, num_rows, salt=SAMPLE_SALT) < fraction
+
+
+@dataclass(frozen=True)
+class RandomPlan:
+    """Each row by itself: u(seed, row number) < fractions[0] trains, the next fractions[1] validate, the rest test."""
+
+    seed: int
+    fractions: tuple[float, float, float]
+    kind: Literal["random"] = "random"
+
+    def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
+        """Split of each row [num_rows]."""
+        u = row_uniform(self.seed, first_row, num_rows, salt=SPLIT_SALT)
+        train, val, _ = self.fractions
+        return (u >= train).astype(np.uint8) + (u >= train + val).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """Oldest first: time < cuts[0] trains, time < cuts[1] validates, the rest tests. Rows of one time stay together."""
+
+    cuts: tuple[int, int]
+    kind: Literal["time"] = "time"
+
+    def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
+        """Split of each row [num_rows] by its `time`."""
+        assert time is not None, "a time plan is made from a source that has time"
+        return (time >= self.cuts[0]).astype(np.uint8) + (time >= self.cuts[1]).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class RangePlan:
+    """Rows before stops[0] train, rows from there to stops[1] test, the rest validate (the reference DLRM's order)."""
+
+    stops: tuple[int, int]
+    kind: Literal["reference"] = "reference"
+
+    def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
+        """Split of each row [num_rows] by its number."""
+        rows = np.arange(first_row, first_row + num_rows)
+        return np.select([rows < self.stops[0], rows < self.stops[1]], [TRAIN, TEST], VAL).astype(np.uint8)
+
+
+SplitPlan = RandomPlan | TimePlan | RangePlan
+
+
+def plan_to_json(plan: SplitPlan) -> dict[str, Any]:
+    """`plan` as dataset.json has it."""
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(plan).items()}
+    return {"kind": plan.kind, **fields}
+
+
+def reference_plan(rows_per_file: Sequence[int]) -> RangePlan:
+    """The reference DLRM's split of Criteo (facebookresearch/dlrm, data_utils.py).
+
+    One file (Kaggle): seven equal consecutive days by row count, the first `n % 7` of them one row longer; six train.
+    Several files (Terabyte): each is a day; all but the last train. The last day's first half, rounded up, tests and
+    its second half validates.
+    """
+    if len(rows_per_file) == 1:
+        share, extra = divmod(rows_per_file[0], 7)
+        days = [share + (day < extra) for day in range(7)]
+    else:
+        days = list(rows_per_file)
+    train = sum(days[:-1])
+    if train == 0 or days[-1] < 2:
+        raise ValueError(
+            f"{sum(days)} rows in {len(rows_per_file)} files are too few for the reference split (6/7, 1/14, 1/14); "
+            "use --split random"
+        )
+    return RangePlan((train, train + (days[-1] + 1) // 2))
+
+
+class TimeHistogram:
+    """Rows per time, in bounded memory: times are exact until `max_distinct` of them, then kept in buckets of 2^shift.
+
+    A cut at a bucket's start is an exact rule for rows (`time < cut`); only how near a share can come is limited. The
+    result does not depend on the order or the chunks in which times are added.
+    """
+
+    def __init__(self, *, max_distinct: int = 1 << 20) -> None:
+        self.max_distinct = max_distinct
+        self.shift = 0
+        self.buckets = np.empty(0, dtype=np.int64)
+        self.counts = np.empty(0, dtype=np.int64)
+
+    def add(self, time: NDArray[np.int64]) -> None:
+        """Counts one chunk of rows."""
+        self._merge(*np.unique(time >> self.shift, return_counts=True))
+        while len(self.buckets) > self.max_distinct:
+            self.shift += 1
+            buckets, counts = self.buckets >> 1, self.counts
+            self.buckets, self.counts = buckets[:0], counts[:0]
+            self._merge(buckets, counts)
+
+    def _merge(self, buckets: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        merged, inverse = np.unique(np.concatenate([self.buckets, buckets]), return_inverse=True)
+        sums = np.zeros(len(merged), dtype=np.int64)
+        np.add.at(sums, inverse, np.concatenate([self.counts, counts]))
+        self.buckets, self.counts = merged, sums
+
+    def plan(self, fractions: tuple[float, float, float]) -> TimePlan:
+        """Cuts whose shares come nearest to `fractions`.
+
+        Raises ValueError where a share above 0 would get no row, as when too many rows carry one time.
+        """
+        total = int(self.counts.sum())
+        below = np.concatenate([[0], np.cumsum(self.counts)])
+        starts = np.append(self.buckets, self.buckets[-1:] + 1) << self.shift
+        cuts = [int(np.argmin(np.abs(below - share * total))) for share in np.cumsum(fractions)[:2]]
+        sizes = np.diff([0, *(int(below[cut]) for cut in cuts), total])
+        for name, size, fraction in zip(SPLITS, sizes, fractions, strict=True):
+            if size == 0 and fraction > 0:
+                raise ValueError(
+                    f"split by time: {name} would get none of {total} rows with {len(self.buckets)} distinct times for "
+                    f"fractions {list(fractions)}; use --split random, or other fractions"
+                )
+        return TimePlan((int(starts[cuts[0]]), int(starts[cuts[1]])))

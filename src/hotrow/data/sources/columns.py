@@ -1,0 +1,298 @@
+"""Any table as a source: CSV, Parquet, hive folders, URIs, and frames in memory, read by a schema.
+
+`ColumnsSource` puts a reader (`tabular.py`: rows of files) and converters (`convert.py`: exact values or faults)
+together into chunks. The built-in layouts (`movielens.py`, `avazu.py`, `taobao.py`) are this class with a schema of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from hotrow.data.chunk import SKIP_CURE, Chunk, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
+from hotrow.data.sources.convert import (
+    Fault,
+    IdEncoding,
+    TimeReader,
+    default_encoding,
+    kind_of,
+    to_keys,
+    to_label,
+    to_numbers,
+)
+from hotrow.data.sources.dictionary import CodedKeys, DictionaryReader, KeyColumns
+from hotrow.data.sources.inputs import InputFile, find_files, prefetch
+from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
+from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
+from hotrow.data.sources.schema import CsvSpec, Schema, nearest
+from hotrow.data.sources.tabular import (
+    PARQUET_SUFFIXES,
+    TEXT_SUFFIXES,
+    FrameReader,
+    ParquetReader,
+    Rows,
+    TableReader,
+    TextReader,
+    has_suffix,
+    is_parquet,
+)
+
+SUFFIXES = (*PARQUET_SUFFIXES, *TEXT_SUFFIXES, *JSON_SUFFIXES)
+FileFormat = Literal["parquet", "jsonl", "csv"]
+
+
+class ColumnsSource:
+    """Rows of any table, as `schema` reads them.
+
+    data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required";
+    "made": elsewhere, so that only the time is read; "alone": without the time; or "ignored" for rows to predict, whose
+    label and time may be absent or hold anything. encodings: how ids were held when a data set was prepared
+    (feature -> "int", "uint64" or "bytes"); None: decided by the columns' types. skip_bad_rows: how many rows may be
+    passed over before a bad one is an error.
+
+    Raises ValueError naming file and column where a column is missing, drifts between files or has a type that does not
+    fit its use.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        schema: Schema,
+        *,
+        name: str = "columns",
+        labels: Literal["required", "made", "alone", "ignored"] = "required",
+        encodings: Mapping[str, IdEncoding] | None = None,
+        skip_bad_rows: int = 0,
+    ) -> None:
+        self.name, self.schema = name, schema
+        self.skipped = SkippedRows()
+        self._skip_bad_rows = skip_bad_rows
+        self._reader = open_table(data, schema.csv)
+        self._has_label = labels in ("required", "alone")
+        self._has_time = schema.time is not None and labels in ("required", "made")
+        self._columns = self._wanted_columns()
+        self._reader.check_drift(self._columns)
+        types = {n: self._reader.schema.field(n).type for n in self._columns}
+        with self._naming(0):
+            found = {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
+        self.encodings: dict[str, IdEncoding] = dict(encodings or found)
+        self._time_reader = self._make_time_reader()
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """Names of the columns of `Chunk.dense`."""
+        return self.schema.dense_names
+
+    @property
+    def key_kinds(self) -> Mapping[str, KeyKind]:
+        """Feature name -> kind of its keys."""
+        return {name: kind_of(encoding) for name, encoding in self.encodings.items()}
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """All columns there are, used or not."""
+        return tuple(self._reader.schema.names)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was found rather than told, for the user to check."""
+        if not isinstance(self._reader, TextReader):
+            return ()
+        path = self._reader.files[0].path
+        found = [
+            f"{path}: the header names column {stored!r} more than once; this one is called {name!r} here"
+            for name, stored in self._reader.renamed().items()
+        ]
+        if self.schema.csv.delimiter is None:
+            found.append(f"columns are cut at {self._reader.delimiter!r} (found in {path})")
+        return tuple(found)
+
+    def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
+        """Sizes and number of rows; see `Source.scout`."""
+        num_rows, exact = self._reader.count_rows()
+        if count == "exact" and not exact:
+            num_rows, exact = sum(len(rows.lines) + len(rows.bad) for _, rows in self._rows_of(self._columns[:1])), True
+        return SourceInfo(num_rows, exact, self._reader.files)
+
+    def times(self) -> Iterator[NDArray[np.int64]]:
+        """The readable times of all rows, without reading another column."""
+        assert self.schema.time is not None and self._has_time, "asked of a source that has time"
+        for file_index, rows in self._rows_of([self.schema.time.column]):
+            with self._naming(file_index):
+                time, fault = self._time_reader(rows.batch.column(0), self.schema.time.column)
+            yield time if fault is None else time[~fault.rows]
+
+    def _rows_of(self, columns: Sequence[str]) -> Iterator[tuple[int, Rows]]:
+        for file_index in range(len(self._reader.files)):
+            for rows in prefetch(self._reader.read(file_index, 0, columns, 1 << 20)):
+                yield file_index, rows
+
+    @contextmanager
+    def _naming(self, file_index: int) -> Iterator[None]:
+        """Puts the file before what a converter says of a column."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self._reader.files[file_index].path}: {error}") from None
+
+    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
+        """Chunks of at most `rows_per_chunk` rows from `start` on; a chunk never spans files."""
+        start = start or Position()
+        self.skipped = SkippedRows(start.num_skipped)
+        return prefetch(self._read(start, rows_per_chunk))
+
+    def _read(self, start: Position, rows_per_chunk: int) -> Iterator[Chunk]:
+        for file_index in range(start.file_index, len(self._reader.files)):
+            first = start.offset if file_index == start.file_index else 0
+            dictionaries = DictionaryReader()
+            for rows in self._reader.read(file_index, first, self._columns, rows_per_chunk):
+                yield self._convert(file_index, rows, dictionaries)
+
+    def _wanted_columns(self) -> tuple[str, ...]:
+        """Columns to read; raises ValueError naming one that no file has, and the nearest that is there."""
+        absent = set()
+        if not self._has_label:
+            absent.add(self.schema.label.column)
+        if self.schema.time is not None and not self._has_time:
+            absent.add(self.schema.time.column)
+        wanted = [c for c in self.schema.column_names if c not in absent or c in self._features()]
+        if not isinstance(self._reader, TextReader):
+            there = self._reader.schema.names
+            for column in wanted:
+                if column not in there:
+                    path = self._reader.files[0].path
+                    raise ValueError(
+                        f"{path}: no column {column!r}{nearest(column, there)}; columns: {', '.join(there)}"
+                    )
+        return tuple(wanted)
+
+    def _features(self) -> tuple[str, ...]:
+        return self.schema.dense_names + self.schema.feature_names
+
+    def _make_time_reader(self) -> TimeReader:
+        if self.schema.time is None or not self._has_time:
+            return TimeReader()
+        column = self.schema.time.column
+        first = next(iter(self._reader.read(0, 0, [column], 1024)), None)
+        if first is None:
+            return TimeReader(format=self.schema.time.format)
+        return TimeReader.for_column(first.batch.column(0), self.schema.time.format)
+
+    def _convert(self, file_index: int, rows: Rows, dictionaries: DictionaryReader) -> Chunk:
+        for error in rows.bad:
+            self._skip(error, file_index)
+        batch = rows.batch
+        with self._naming(file_index):
+            parts, faults = self._columns_of(batch, dictionaries)
+        if faults:
+            batch = self._without(batch, rows, faults, file_index)
+            parts, faults = self._columns_of(batch, dictionaries)
+            assert not faults, "rows without a fault convert"
+        label, time, dense, keys = parts
+        position = Position(file_index, rows.end, rows.end, self.skipped.num_rows)
+        return Chunk(len(batch), label, dense, keys, position, time)
+
+    def _columns_of(
+        self, batch: pa.RecordBatch, dictionaries: DictionaryReader
+    ) -> tuple[tuple[Any, Any, Any, KeyColumns], list[Fault]]:
+        column = {name: batch.column(i) for i, name in enumerate(self._columns)}
+        faults: list[Fault | None] = []
+        label = time = None
+        if self._has_label:
+            label, fault = to_label(column[self.schema.label.column], self.schema.label)
+            faults.append(fault)
+        if self._has_time:
+            assert self.schema.time is not None
+            time, fault = self._time_reader(column[self.schema.time.column], self.schema.time.column)
+            faults.append(fault)
+        dense = np.empty((len(batch), len(self.schema.dense)), dtype=np.float32)
+        for i, name in enumerate(self.schema.dense_names):
+            numbers, fault = to_numbers(column[name], name)
+            with np.errstate(over="ignore"):
+                dense[:, i] = numbers
+            faults.append(fault)
+        keys: dict[str, Keys | CodedKeys] = {}
+        for spec in self.schema.categorical:
+            array, encoding = column[spec.column], self.encodings[spec.column]
+            coded = None
+            if encoding == "bytes" and spec.kind == "one_hot" and pa.types.is_dictionary(array.type):
+                coded = dictionaries(spec.column, array)
+            keys[spec.column], fault = (coded, None) if coded is not None else to_keys(array, spec, encoding)
+            faults.append(fault)
+        return (label, time, dense, KeyColumns(keys)), [f for f in faults if f is not None]
+
+    def _without(self, batch: pa.RecordBatch, rows: Rows, faults: Sequence[Fault], file_index: int) -> pa.RecordBatch:
+        """`batch` less its bad rows; raises RowError for the first one beyond those that may be skipped."""
+        path = self._reader.files[file_index].path
+        bad = np.logical_or.reduce([fault.rows for fault in faults])
+        for row in np.flatnonzero(bad):
+            fault = next(f for f in faults if f.rows[row])
+            reason = fault.describe(int(row))
+            self._skip(RowError(file=path, line=int(rows.lines[row]), name=fault.column, reason=reason), file_index)
+        return batch.filter(pa.array(~bad))
+
+    def _skip(self, error: RowError, file_index: int) -> None:
+        """Counts a bad row, or raises its error; the line is looked up only where it is going to be read."""
+        is_last = self.skipped.num_rows >= self._skip_bad_rows
+        if isinstance(self._reader, TextReader) and (is_last or self.skipped.wants_examples):
+            line = self._reader.line_of(file_index, error.line)
+            error = RowError(file=error.file, line=line, column=error.column, name=error.name, reason=error.reason)
+        self.skipped.add(error)
+        if is_last:
+            reason = f"{error.reason}; correct the row, or {SKIP_CURE}"
+            raise RowError(file=error.file, line=error.line, column=error.column, name=error.name, reason=reason)
+
+
+def open_table(data: Any, spec: CsvSpec) -> TableReader:
+    """The reader for paths or a frame; spec: how lines of text are cut.
+
+    Raises ValueError naming two files of different formats.
+    """
+    files = input_files(data)
+    if files is None:
+        return FrameReader(data)
+    formats = [format_of(file) for file in files]
+    for file, found in zip(files, formats, strict=True):
+        if found != formats[0]:
+            raise ValueError(f"{files[0].name} and {file.name} are of different formats; prepare one format at a time")
+    if formats[0] == "csv":
+        return TextReader(files, spec)
+    return ParquetReader(files) if formats[0] == "parquet" else JsonReader(files, spec.null_values)
+
+
+def format_of(file: InputFile) -> FileFormat:
+    """By the name's suffix where it is Parquet's or JSON's, else by the first bytes; the rest is delimited text."""
+    if is_parquet(file):
+        return "parquet"
+    return "jsonl" if has_suffix(file.path, JSON_SUFFIXES) or is_json_lines(file) else "csv"
+
+
+def is_paths(data: Any) -> bool:
+    """Whether `data` names files: a path or several, rather than a frame."""
+    several = isinstance(data, list | tuple) and all(isinstance(item, str | Path) for item in data)
+    return several or isinstance(data, str | Path)
+
+
+def input_files(data: Any) -> tuple[InputFile, ...] | None:
+    """The files that `data` names, or None where it is a frame.
+
+    Raises ValueError where a path matches nothing; of a folder Parquet files are taken if there are
+    some, else delimited text, else JSON Lines.
+    """
+    if not is_paths(data):
+        return None
+    data = [data] if isinstance(data, str | Path) else data
+    files = find_files(data, matches=lambda name: has_suffix(name, SUFFIXES), wanted=", ".join(SUFFIXES))
+    if len(data) > 1:
+        return files
+    by_format = (
+        tuple(f for f in files if has_suffix(f.path, s)) for s in (PARQUET_SUFFIXES, TEXT_SUFFIXES, JSON_SUFFIXES)
+    )
+    return next(filter(None, by_format), files)

@@ -1,0 +1,372 @@
+"""Arrow columns as labels, times, dense numbers and keys: exact, or a fault that says which rows are wrong and why.
+
+Each converter takes one Arrow array and returns its values and, where some rows cannot be converted, a `Fault`: which
+rows, and the sentence for one of them. Values of faulty rows are meaningless. An id is never rounded: integers stay
+integers, text stays text, and a float is an id only where it is a whole number that a float holds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from hotrow.data.chunk import KeyKind, Keys
+from hotrow.data.sources.schema import CategoricalSpec, LabelSpec
+
+IdEncoding = Literal["int", "uint64", "bytes"]
+"""How raw ids are held: int64, uint64 in the bits of an int64, or UTF-8 text."""
+
+MAX_EXACT_FLOAT = 2**53
+NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+INTEGER = r"^(0|-?[1-9]\d*)$"
+
+
+def kind_of(encoding: IdEncoding) -> KeyKind:
+    """The key kind that carries `encoding`."""
+    return "bytes" if encoding == "bytes" else "int"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Rows of one column that could not be converted."""
+
+    column: str
+    rows: NDArray[np.bool_]
+    """[num_rows] True where the row is bad."""
+    describe: Callable[[int], str]
+    """What is wrong with a bad row, and the cure."""
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """`array` without dictionaries, views and half floats: the few types the converters below tell apart."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return plain(array.dictionary).take(array.indices)
+    if pa.types.is_string_view(kind):
+        return array.cast(pa.large_string())
+    if pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
+        return array.cast(pa.large_binary())
+    if pa.types.is_float16(kind):
+        return array.cast(pa.float32())
+    return array
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a type is UTF-8 text of any layout."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a type is a list of any layout."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def value_type(kind: pa.DataType) -> pa.DataType:
+    """What a column holds beneath dictionaries and lists."""
+    while is_list(kind) or pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return kind
+
+
+def to_numbers(array: pa.Array, column: str) -> tuple[NDArray[np.float64], Fault | None]:
+    """Float64 per row, NaN = missing. Text is parsed. Faults: NaN or infinity in the data, text that is no number.
+
+    Raises ValueError for a column of another type (time, list, struct).
+    """
+    source = array = plain(array)
+    if is_text(array.type):
+        array, bad = _parse_numbers(array)
+    else:
+        array, bad = _as_float64(array, column), np.zeros(0, np.bool_)
+    values = filled(array, np.nan)
+    with np.errstate(over="ignore"):
+        infinite = ~np.isfinite(values.astype(np.float32))
+    if infinite.any():
+        infinite &= mask_of(array.is_valid())
+    if bad.any():
+        infinite |= bad
+    return values, _fault(column, infinite, source, "is no finite float32 number; mend the row or leave it empty")
+
+
+def _as_float64(array: pa.Array, column: str) -> pa.Array:
+    kind = array.type
+    if pa.types.is_boolean(kind):
+        return array.cast(pa.uint8()).cast(pa.float64())
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
+        return array.cast(pa.float64(), safe=False)
+    raise ValueError(f"column {column!r} has type {kind}, which is no number; list it under categorical")
+
+
+def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Text as float64 and, where some is no number, which; else an empty mask."""
+    try:
+        return pc.cast(array, pa.float64()), np.zeros(0, np.bool_)
+    except pa.ArrowInvalid:
+        array = pc.utf8_trim_whitespace(array)
+        good = pc.match_substring_regex(array, NUMBER)
+        numbers = pc.cast(pc.if_else(good, array, pa.scalar(None, array.type)), pa.float64())
+        return numbers, mask_of(pc.invert(good))
+
+
+def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fault | None]:
+    """Float32 0 or 1 per row. Faults: a missing label, and without a rule in `spec` a value other than 0 and 1."""
+    array = plain(array)
+    if spec.positive is not None:
+        return _label_by_value(array, spec)
+    numbers, fault = to_numbers(array, spec.column)
+    bad = np.isnan(numbers) if fault is None else np.isnan(numbers) | fault.rows
+    if spec.at_least is not None:
+        with np.errstate(invalid="ignore"):
+            label = (numbers >= spec.at_least).astype(np.float32)
+        return label, _fault(spec.column, bad, array, "is no number to compare with 'at_least'")
+    with np.errstate(invalid="ignore", over="ignore"):
+        label = numbers.astype(np.float32)
+    bad |= ~((label == 0) | (label == 1))
+    reason = "is no label; it must be 0 or 1 (or set label.positive or label.at_least)"
+    return label, _fault(spec.column, bad, array, reason)
+
+
+def _label_by_value(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fault | None]:
+    assert spec.positive is not None
+    if not is_text(array.type) and not pa.types.is_integer(array.type):
+        raise ValueError(f"label column {spec.column!r} has type {array.type}; 'positive' needs text or integers")
+    positive = _is_one_of(array, spec, "positive", spec.positive)
+    label = positive.astype(np.float32)
+    if spec.negative is not None:
+        known = positive | _is_one_of(array, spec, "negative", spec.negative)
+        allowed = ", ".join(str(value) for value in (*spec.positive, *spec.negative))
+        return label, _fault(spec.column, ~known, array, f"is no label; it must be one of {allowed}")
+    return label, _fault(spec.column, mask_of(array.is_null()), array, "is missing; every row needs a label")
+
+
+def _is_one_of(array: pa.Array, spec: LabelSpec, name: str, values: Sequence[str | int]) -> NDArray[np.bool_]:
+    try:
+        wanted = pa.array([str(v) if is_text(array.type) else v for v in values], type=array.type)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        raise ValueError(
+            f"label.{name} {list(values)} cannot be compared with column {spec.column!r} of type {array.type}"
+        ) from None
+    return mask_of(pc.is_in(array, value_set=wanted))
+
+
+@dataclass(frozen=True)
+class TimeReader:
+    """How text times of a column are read; decided once from the first rows, so that no chunk reads another way."""
+
+    target: pa.DataType | None = None
+    format: str | None = None
+
+    @staticmethod
+    def for_column(sample: pa.Array, format: str | None) -> TimeReader:
+        """Integers and floats as they are, `format` if given, else ISO 8601, zoned or not, as most values are."""
+        sample = plain(sample).drop_null()
+        if not is_text(sample.type) or format is not None or not len(sample):
+            return TimeReader(format=format)
+        # By most of the values: a bad first one must not make the good ones bad.
+        targets = (pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC"))
+        counts = [sum(_castable(sample[i : i + 1], target) for i in range(len(sample))) for target in targets]
+        return TimeReader(targets[counts.index(max(counts))] if max(counts) else pa.timestamp("us"))
+
+    def __call__(self, array: pa.Array, column: str) -> tuple[NDArray[np.int64], Fault | None]:
+        """Int64 that rises with time: the stored unit of timestamps and integers, microseconds of float seconds."""
+        source = array = plain(array)
+        if is_text(array.type):
+            array = self._parse(array)
+        if pa.types.is_floating(array.type) or pa.types.is_decimal(array.type):
+            seconds = filled(array.cast(pa.float64()), np.nan)
+            good = np.abs(seconds) < 2**62 / 1e6
+            return np.floor(np.where(good, seconds, 0) * 1e6).astype(np.int64), self._fault(column, ~good, source)
+        if pa.types.is_date32(array.type):
+            array = array.cast(pa.int32())
+        elif not (
+            pa.types.is_integer(array.type) or pa.types.is_timestamp(array.type) or pa.types.is_date64(array.type)
+        ):
+            raise ValueError(
+                f"time column {column!r} has type {array.type}; it must be a timestamp, date, number or text"
+            )
+        missing = mask_of(array.is_null())
+        values = filled(array.cast(pa.int64(), safe=False), 0)
+        return values, self._fault(column, missing, source)
+
+    def _parse(self, array: pa.Array) -> pa.Array:
+        if self.format is not None:
+            return pc.strptime(array, format=self.format, unit="us", error_is_null=True)
+        target = self.target or pa.timestamp("us")
+        try:
+            return pc.cast(array, target)
+        except pa.ArrowInvalid:
+            return cast_each(array, target)
+
+    @staticmethod
+    def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array) -> Fault | None:
+        return _fault(column, bad, source, "is no time like the others; mend the row, or give time.format")
+
+
+def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
+    """Keys of one feature. A missing value is a missing key; a missing list is an empty one.
+
+    Raises ValueError where the column's shape does not fit `spec.kind`.
+    """
+    array = plain(array)
+    if spec.separator is not None and is_text(array.type):
+        array = pc.split_pattern(pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array), spec.separator)
+    if is_list(array.type) == (spec.kind == "one_hot"):
+        cure = "set kind: multi_hot or sequence" if spec.kind == "one_hot" else "give a separator, or set kind: one_hot"
+        raise ValueError(f"column {spec.column!r} has type {array.type}, which does not fit kind {spec.kind}; {cure}")
+    if spec.kind == "one_hot":
+        return _flat_keys(array, spec.column, encoding)
+    lengths = filled(pc.list_value_length(array), 0)
+    row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    keys, fault = _flat_keys(plain(pc.list_flatten(array)), spec.column, encoding)
+    keys = Keys(keys.values, keys.offsets, keys.valid, row_splits)
+    if fault is not None:
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        bad_rows, first_keys = np.unique(rows[fault.rows], return_index=True)
+        first = dict(zip(bad_rows.tolist(), np.flatnonzero(fault.rows)[first_keys].tolist(), strict=True))
+        bad, describe = np.isin(np.arange(len(lengths)), bad_rows), fault.describe
+        fault = Fault(spec.column, bad, lambda row: describe(first[row]))
+    return keys, fault
+
+
+def default_encoding(kind: pa.DataType, spec: CategoricalSpec) -> IdEncoding:
+    """How ids of an Arrow type are held when `spec.type` leaves it open.
+
+    Raises ValueError for types that cannot be ids: structs, maps, intervals.
+    """
+    kind = value_type(kind)
+    if spec.type == "text":
+        return "bytes"
+    if pa.types.is_uint64(kind):
+        return "uint64"
+    if pa.types.is_decimal(kind):
+        return "int" if kind.scale == 0 and kind.precision <= 18 else "bytes"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        return "int"
+    if pa.types.is_temporal(kind) and not pa.types.is_duration(kind) and not pa.types.is_interval(kind):
+        return "int"
+    if is_text(kind) and spec.type == "int":
+        return "int"
+    if is_text(kind) or pa.types.is_null(kind) or _is_binary(kind):
+        return "bytes"
+    raise ValueError(f"column {spec.column!r} has type {kind}, which cannot be an id; make it text or integers first")
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_binary_view(kind)
+        or pa.types.is_fixed_size_binary(kind)
+    )
+
+
+def _flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
+    source, bad = array, np.zeros(len(array), dtype=bool)
+    cure = "set type: text for this column"
+    if pa.types.is_floating(array.type):
+        array, bad = _whole_numbers(array)
+        cure = "an id must be a whole number below 2^53; mend the file, or list the column under dense"
+    if encoding == "bytes":
+        return text_keys(array), _fault(column, bad, source, f"is no exact id; {cure}")
+    if is_text(array.type):
+        array, bad = _parse_ids(array)
+    valid = None if array.null_count == 0 else mask_of(array.is_valid())
+    values = _integers(array)
+    if (values.dtype == np.uint64) != (encoding == "uint64"):
+        # Seen in prediction only: one side of zero or of 2^63 has no counterpart in the data set's integers.
+        bad = bad | (values > np.iinfo(np.int64).max if values.dtype == np.uint64 else values < 0)
+        cure = "the data set was prepared from integers of another signedness; cast the column"
+    values = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
+    return Keys(values, None, valid), _fault(column, bad, source, f"is no exact integer id; {cure}")
+
+
+def _integers(array: pa.Array) -> NDArray[Any]:
+    """Integers of any width, booleans, whole decimals, times and dates as NumPy integers; null as 0."""
+    if pa.types.is_null(array.type) or pa.types.is_decimal(array.type):
+        array = array.cast(pa.int64())
+    elif pa.types.is_boolean(array.type):
+        array = array.cast(pa.uint8())
+    elif pa.types.is_temporal(array.type):
+        array = array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())
+    return filled(array, 0)
+
+
+def text_keys(array: pa.Array) -> Keys:
+    """Bytes of text or binary values; integers, decimals and times as their text."""
+    if not _is_binary(array.type):
+        array = array.cast(pa.large_string())
+    array = array.cast(pa.large_binary())
+    valid = None if array.null_count == 0 else mask_of(array.is_valid())
+    if valid is not None:
+        array = array.fill_null(b"")
+    _, offset_buffer, data = array.buffers()
+    if not len(array) or data is None:
+        return Keys(np.empty(0, np.uint8), np.zeros(len(array) + 1, np.int64), valid)
+    offsets = np.frombuffer(offset_buffer, dtype=np.int64)[array.offset : array.offset + len(array) + 1]
+    text = np.frombuffer(data, dtype=np.uint8)[offsets[0] : offsets[-1]]
+    return Keys(text, offsets - offsets[0], valid)
+
+
+def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Text as int64 where it is the canonical text of one, and which is not."""
+    try:
+        numbers = pc.cast(array, pa.int64())
+    except pa.ArrowInvalid:
+        canonical = pc.if_else(pc.match_substring_regex(array, INTEGER), array, pa.scalar(None, array.type))
+        numbers = cast_each(canonical, pa.int64())
+        return numbers, mask_of(pc.and_(array.is_valid(), numbers.is_null()))
+    padded = pc.and_(pc.starts_with(array, "0"), pc.greater(pc.binary_length(array), 1))
+    return numbers, mask_of(pc.and_(array.is_valid(), pc.or_(padded, pc.starts_with(array, "-0"))))
+
+
+def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Floats as int64 where exact, NaN as missing (pandas writes missing integers so), and which are not exact."""
+    values = filled(array, np.nan).astype(np.float64)
+    missing = np.isnan(values)
+    bad = ~missing & ~((np.floor(values) == values) & (np.abs(values) < MAX_EXACT_FLOAT))
+    whole = np.where(missing | bad, 0, values).astype(np.int64)
+    return pa.array(whole, mask=missing), bad
+
+
+def cast_each(array: pa.Array, target: pa.DataType) -> pa.Array:
+    """`array` cast value by value, null where one does not cast; for the rare chunk with bad rows."""
+    encoded = array.dictionary_encode()
+    values = [v.cast(target).as_py() if _castable(pa.array([v]), target) else None for v in encoded.dictionary]
+    return pa.array(values, target).take(encoded.indices)
+
+
+def _castable(array: pa.Array, target: pa.DataType) -> bool:
+    try:
+        pc.cast(array, target)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def filled(array: pa.Array, value: float) -> NDArray[Any]:
+    """Numbers as NumPy, null as `value`; without a null in the array's own memory, where `fill_null` would copy."""
+    numbers: NDArray[Any] = (array.fill_null(value) if array.null_count else array).to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def mask_of(array: Any) -> NDArray[np.bool_]:
+    """A boolean Arrow array as a NumPy mask of its own memory, null as False."""
+    return np.array(pc.coalesce(array, pa.scalar(value=False)).to_numpy(zero_copy_only=False), dtype=bool)
+
+
+def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array, reason: str) -> Fault | None:
+    """A fault whose sentence shows the value as found."""
+    if not bad.any():
+        return None
+    return Fault(column, bad, lambda row: f"{_shown(source[row].as_py())} {reason}")
+
+
+def _shown(value: Any) -> str:
+    text = "an empty value" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,314 @@
+"""Criteo click logs: label, 13 integers I1..I13, 26 categories C1..C26 of 8 hex digits, empty = missing.
+
+Read as published: tab-separated without a header (Kaggle's train.txt and test.txt, the Terabyte set's day_0 to day_23),
+and the comma-separated variants with a header and perhaps an Id column; plain, gzip or zstd; with Windows line ends, a
+UTF-8 byte order mark, no newline at the end. Rows to predict may lack the label. The parser is native/parse.cpp.
+
+Integers become float32: exact up to 2^24, beyond that rounded to 24 significant bits, which moves log(1 + x) by less
+than 1e-7, below float32's own resolution there. A categorical value is the number its hex digits say, so "0a" is "a".
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.chunk import SKIP_CURE, Chunk, FileInfo, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
+from hotrow.data.native import Fault, RowColumns, RowLayout, count_newlines, parse_rows
+from hotrow.data.sources.inputs import ByteStream, InputFile, find_files, prefetch
+
+DENSE_NAMES = tuple(f"I{i}" for i in range(1, 14))
+CATEGORY_NAMES = tuple(f"C{i}" for i in range(1, 27))
+NUM_FEATURES = len(DENSE_NAMES) + len(CATEGORY_NAMES)
+BUFFER_BYTES = 1 << 23
+"""Text parsed at a time; also the longest line."""
+HEAD_BYTES = 1 << 20
+"""Text looked at to find a file's layout and estimate its rows."""
+HEAD_LINES = 100
+FILE_NAME = re.compile(r"(.*\.(txt|tsv|csv)|day_\d+)(\.gz|\.zst)?", re.IGNORECASE)
+FILE_WORDS = "*.txt, *.tsv, *.csv or day_N, also with .gz or .zst"
+BOM = b"\xef\xbb\xbf"
+ID_NAMES = ("", "id", "index")
+LABEL_NAMES = ("label", "click", "clicked", "target")
+DELIMITER_WORDS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars", " ": "spaces"}
+
+
+@dataclass(frozen=True)
+class _FileLayout:
+    """How one file begins."""
+
+    rows: RowLayout
+    num_bytes: int
+    """Bytes before the first row: byte order mark and header."""
+    num_lines: int
+    """Lines before the first row."""
+
+
+class CriteoSource:
+    """Rows of Criteo-like files as a `hotrow.data.chunk.Source`.
+
+    paths: files, folders, patterns or URIs, read in this order (a folder's files in natural order). labels: "required",
+    or "ignored" for rows to predict: a label may be absent or hold anything, and `Chunk.label` is None. skip_bad_rows:
+    how many unreadable rows may be passed over, counted in `skipped`, before one raises RowError.
+    """
+
+    name = "criteo"
+    dense_names = DENSE_NAMES
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path | InputFile],
+        *,
+        labels: Literal["required", "ignored"] = "required",
+        skip_bad_rows: int = 0,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        if skip_bad_rows < 0:
+            raise ValueError(f"skip_bad_rows is {skip_bad_rows}; it must be at least 0")
+        self.files = find_files(paths, matches=lambda name: FILE_NAME.fullmatch(name) is not None, wanted=FILE_WORDS)
+        self.skipped = SkippedRows()
+        self._labels, self._skip_bad_rows, self._buffer_bytes = labels, skip_bad_rows, buffer_bytes
+
+    @property
+    def key_kinds(self) -> dict[str, KeyKind]:
+        """C1 to C26, integers."""
+        return dict.fromkeys(CATEGORY_NAMES, "int")
+
+    def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
+        """Sizes and rows, as `Source.scout`; "exact" counts lines, at the speed of reading and decompressing."""
+        num_lines = _count_lines if count == "exact" else _estimate_lines
+        rows = [num_lines(file) - layout.num_lines for file, layout in zip(self.files, self._layouts, strict=True)]
+        files = tuple(FileInfo(file.name, file.num_bytes, file.mtime_ns) for file in self.files)
+        return SourceInfo(sum(rows), count == "exact", files)
+
+    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536, depth: int = 1) -> Iterator[Chunk]:
+        """Chunks of exactly `rows_per_chunk` rows, but for the last of each file.
+
+        The next `depth` chunks are parsed in a thread while the caller works; with 0 there is no thread.
+        """
+        start = start or Position()
+        self.skipped = SkippedRows(start.num_skipped)
+        chunks = self._read(start, rows_per_chunk)
+        return prefetch(chunks, depth=depth) if depth else chunks
+
+    @cached_property
+    def _layouts(self) -> list[_FileLayout]:
+        layouts = [_find_layout(file, self._labels) for file in self.files]
+        if self._labels == "ignored":
+            return [replace(layout, rows=layout.rows.without_label()) for layout in layouts]
+        return layouts
+
+    def _read(self, start: Position, rows_per_chunk: int) -> Iterator[Chunk]:
+        for index in range(start.file_index, len(self.files)):
+            layout = self._layouts[index]
+            position = start if index == start.file_index else Position(index)
+            if position.offset == 0:
+                position = replace(position, offset=layout.num_bytes, num_lines=layout.num_lines)
+            yield from self._read_file(position, layout.rows, rows_per_chunk)
+
+    def _read_file(self, start: Position, layout: RowLayout, rows_per_chunk: int) -> Iterator[Chunk]:
+        file, line, row = self.files[start.file_index], start.num_lines, 0
+        columns = RowColumns.empty(layout, rows_per_chunk)
+        with ByteStream(file, start.offset) as stream:
+            for offset, text in _line_blocks(stream, self._buffer_bytes):
+                if len(text) == 0:
+                    reason = f"the line is longer than {self._buffer_bytes:,} bytes; check that the file is a click log"
+                    raise RowError(file=file.name, line=line + 1, reason=reason)
+                at = 0
+                while at < len(text):
+                    result = parse_rows(text[at:], layout, columns, first_row=row, num_rows=rows_per_chunk)
+                    at, line, row = at + result.num_bytes, line + result.num_rows, row + result.num_rows
+                    if result.fault is not None:
+                        raw = _first_line(text[at:])
+                        at, line = at + len(raw), line + 1
+                        self._skip(_row_error(file, line, raw, layout, result.fault, result.column))
+                    if row == rows_per_chunk:
+                        end = min(offset + at, stream.offset)
+                        yield _chunk(columns, row, layout, Position(start.file_index, end, line, self.skipped.num_rows))
+                        columns, row = RowColumns.empty(layout, rows_per_chunk), 0
+        if row:
+            yield _chunk(columns, row, layout, Position(start.file_index + 1, num_skipped=self.skipped.num_rows))
+
+    def _skip(self, error: RowError) -> None:
+        """Count a bad row, or raise its error where no more may be skipped."""
+        if self.skipped.num_rows >= self._skip_bad_rows:
+            if self._skip_bad_rows:
+                error = RowError(
+                    file=error.file,
+                    line=error.line,
+                    column=error.column,
+                    name=error.name,
+                    reason=f"{error.reason} ({self.skipped.num_rows} bad rows were skipped before, as many as "
+                    f"--skip-bad-rows allows; the first: {self.skipped.examples[:1]})",
+                )
+            raise error
+        self.skipped.add(error)
+
+
+def _chunk(columns: RowColumns, num_rows: int, layout: RowLayout, position: Position) -> Chunk:
+    keys = {}
+    for c, name in enumerate(layout.category_names):
+        valid = columns.valid[c, :num_rows]
+        keys[name] = Keys(columns.keys[c, :num_rows], valid=None if valid.all() else valid)
+    label = columns.label[:num_rows] if layout.has_label else None
+    return Chunk(num_rows, label, columns.dense[:num_rows], keys, position)
+
+
+def _line_blocks(stream: ByteStream, num_bytes: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """`(decompressed offset, text)`: whole lines, each text ending with a newline; the array is reused for the next.
+
+    A line longer than num_bytes gives an empty text and the end.
+    """
+    buffer = bytearray(num_bytes + 1)  # one more for the newline that the last line may lack
+    array, kept = np.frombuffer(buffer, np.uint8), 0
+    while True:
+        offset = stream.offset - kept
+        filled = kept + stream.readinto(memoryview(buffer)[kept:num_bytes])
+        if filled < num_bytes:  # the end of the file
+            if filled and buffer[filled - 1] != 0x0A:
+                buffer[filled] = 0x0A
+                filled += 1
+            if filled:
+                yield offset, array[:filled]
+            return
+        end = buffer.rfind(b"\n", 0, filled) + 1
+        yield offset, array[:end]
+        if end == 0:
+            return
+        kept = filled - end
+        buffer[:kept] = buffer[end:filled]
+
+
+def _first_line(text: NDArray[np.uint8]) -> bytes:
+    """The first line of `text`, its newline included."""
+    head = text[:4096].tobytes()
+    return head[: head.index(b"\n") + 1] if b"\n" in head else text.tobytes().split(b"\n", 1)[0] + b"\n"
+
+
+def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, fault: Fault, column: int) -> RowError:
+    """The error of one faulty line. A wrong number of columns explains every other fault, so it is looked for first."""
+    raw = raw.rstrip(b"\r\n")
+    names = layout.column_names
+    fields = raw.split(layout.delimiter.encode())
+    if len(fields) != len(names):
+        return RowError(file=file.name, line=line, reason=_explain_columns(raw, layout.delimiter, (len(names),)))
+    value = fields[column].decode(errors="replace")
+    shown = repr(value if len(value) <= 40 else value[:40] + "...")
+    reasons = {
+        Fault.LABEL: f"label is {shown}; it must be 0 or 1",
+        Fault.NOT_NUMBER: f"{shown} is not a number; it must be an integer or a finite decimal number, or empty",
+        Fault.OVERFLOW: f"{shown} is too large; an integer must fit 64 bits, a decimal number 32-bit floating point",
+        Fault.NOT_HEX: f"{shown} is not a category; it must be 1 to 8 hex digits, or empty",
+        Fault.TOO_LONG: f"{shown} has more than 8 hex digits; a category has 1 to 8, or is empty",
+        Fault.COLUMN_COUNT: "the line ends early",
+    }
+    cure = f"; correct the line, or {SKIP_CURE}"
+    return RowError(file=file.name, line=line, column=column + 1, name=names[column], reason=reasons[fault] + cure)
+
+
+def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
+    """What to say of a line with the wrong number of columns."""
+    if not raw:
+        return f"the line is empty; delete it, or {SKIP_CURE}"
+    numbers = " or ".join(str(number) for number in wanted)
+    num_columns = raw.count(delimiter.encode()) + 1
+    columns = "1 column" if num_columns == 1 else f"{num_columns} columns"
+    reason = f"{columns} between {DELIMITER_WORDS[delimiter]} where {numbers} are expected"
+    for other, word in DELIMITER_WORDS.items():
+        if other != delimiter and raw.count(other.encode()) + 1 in wanted:
+            reason += f"; between {word} there would be {raw.count(other.encode()) + 1}"
+            reason += "" if other in "\t," else ": replace them by tabs or commas"
+            return reason
+    return (
+        f"{reason} (label, I1 to I13, C1 to C26); correct the line, or, where all lines have other columns, prepare "
+        "the file as csv with a schema"
+    )
+
+
+class _Head(NamedTuple):
+    text: bytes
+    whole: bool
+    """Whether this is all the file holds."""
+    stored_bytes: int
+    """Bytes of the file as stored that gave the text."""
+
+
+def _read_head(file: InputFile) -> _Head:
+    buffer = bytearray(HEAD_BYTES)
+    with ByteStream(file) as stream:
+        num_bytes = stream.readinto(memoryview(buffer))
+        return _Head(bytes(buffer[:num_bytes]), num_bytes < HEAD_BYTES, stream.stored_offset)
+
+
+def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _FileLayout:
+    """Delimiter, header and columns, from the file's first lines: what most of them agree on.
+
+    Raises ValueError for an empty file or other text, RowError where no line has a possible number of columns.
+    """
+    head = _read_head(file)
+    if head.text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{file.name}: the text is UTF-16; convert it to UTF-8")
+    num_bytes = len(BOM) if head.text.startswith(BOM) else 0
+    lines = head.text[num_bytes:].split(b"\n")
+    if header := _read_header(file, lines[0].rstrip(b"\r")):
+        num_bytes += len(lines[0]) + 1
+    if head.whole and not head.text[num_bytes:].strip():
+        raise ValueError(f"{file.name}: the file {'has a header and no rows' if header else 'is empty'}; expected rows")
+    if header:
+        if labels == "required" and not header.has_label:
+            raise ValueError(f"{file.name}:1: the header has no label column; training needs one of {LABEL_NAMES}")
+        return _FileLayout(header, num_bytes, 1)
+    wanted = (NUM_FEATURES + 1,) if labels == "required" else (NUM_FEATURES + 1, NUM_FEATURES)
+    sample = [line.rstrip(b"\r") for line in lines[:HEAD_LINES]]
+    fits = Counter(
+        (d, line.count(d.encode()) + 1) for line in sample for d in "\t," if line.count(d.encode()) + 1 in wanted
+    )
+    if not fits:
+        delimiter = "," if sample[0].count(b",") > sample[0].count(b"\t") else "\t"
+        raise RowError(file=file.name, line=1, reason=_explain_columns(sample[0], delimiter, wanted))
+    (delimiter, num_columns), _ = fits.most_common(1)[0]
+    rows = RowLayout(delimiter, (), num_columns > NUM_FEATURES, DENSE_NAMES, CATEGORY_NAMES)
+    return _FileLayout(rows, num_bytes, 0)
+
+
+def _read_header(file: InputFile, line: bytes) -> RowLayout | None:
+    """The layout that a header line says; None where the line is a row."""
+    delimiter = "\t" if b"\t" in line else ","
+    names = [name.strip().strip('"').lower() for name in line.decode(errors="replace").split(delimiter)]
+    has_id = names[0] in ID_NAMES and len(names) > NUM_FEATURES
+    has_label = len(names) > has_id and names[has_id] in LABEL_NAMES
+    features = names[has_id + has_label :]
+    if len(features) != NUM_FEATURES or not all(re.match("[a-z_]", name) for name in features):
+        return None
+    expected = [name.lower() for name in DENSE_NAMES + CATEGORY_NAMES]
+    if set(features) == set(expected) and features != expected:
+        raise ValueError(
+            f"{file.name}:1: the header's columns are in another order than I1 to I13, C1 to C26; reorder them"
+        )
+    return RowLayout(delimiter, ("id",) * has_id, has_label, DENSE_NAMES, CATEGORY_NAMES)
+
+
+def _estimate_lines(file: InputFile) -> int:
+    head = _read_head(file)
+    num_lines = head.text.count(b"\n")
+    if head.whole:
+        return num_lines + (not head.text.endswith(b"\n"))
+    return round(num_lines * file.num_bytes / head.stored_bytes)
+
+
+def _count_lines(file: InputFile) -> int:
+    buffer, num_lines, last = bytearray(BUFFER_BYTES), 0, 0x0A
+    array = np.frombuffer(buffer, np.uint8)
+    with ByteStream(file) as stream:
+        while num_bytes := stream.readinto(memoryview(buffer)):
+            num_lines += count_newlines(array[:num_bytes])
+            last = buffer[num_bytes - 1]
+    return num_lines + (last != 0x0A)

@@ -1,0 +1,635 @@
+"""A first schema from the files themselves: what each column seems to be, and why, for a person to check.
+
+Names, Arrow types and a sample of rows decide. Every guess carries its reason; columns that no rule fits are left out
+aloud. `hotrow init` writes the result as YAML, `hotrow.fit` uses it as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from shlex import quote
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hotrow.data.sources.columns import open_table
+from hotrow.data.sources.convert import INTEGER, NUMBER, is_list, is_text, plain
+from hotrow.data.sources.leaks import find_leaks
+from hotrow.data.sources.schema import CsvSpec, LabelSpec, Schema, SplitKind, nearest, parse_schema
+from hotrow.data.sources.tabular import TableReader, TextReader
+
+SAMPLE_ROWS = 20_000
+LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
+ACTION_NAMES = rf"{LABEL_NAMES}|.*(action|behaviou?r|event|outcome|status).*"
+TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(created|updated|event)_?at)"
+ROW_ID_NAMES = (
+    r"(row_?)?(id|index|key)|uuid|guid|(request|event|impression|log|click)_?id|unnamed.*|__index_level_\d+__|"
+)
+ID_NAMES = (
+    r"(.*[_ ])?(id|ids|code|category|cat|type|user|item|device|product|brand|zip|zipcode|site|app|ip|campaign|ad)|.*Id"
+)
+NUMBER_NAMES = (
+    r"(n|num|cnt|count|qty|avg|mean|sum|total)_.*|(.*_)?(count|cnt|price|amount|age|score|duration|qty|quantity|rate|ratio|"
+    r"length|size|num|value|cost|distance|temperature|weight|height|position)"
+)
+SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
+UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
+"""Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
+LABEL_RULE = re.compile(r"\s*(.*?\S)\s*(?:>=\s*(-?\d+(?:\.\d+)?)|=\s*(\S.*?))\s*", re.DOTALL)
+"""A label made of a column: "rating >= 4", "action = buy, cart"."""
+SHOWN_VALUES = 8
+"""A column of text with no more values than this may be one that a label is made of."""
+DATE_FORMATS = (
+    *("%Y/%m/%d", "%Y.%m.%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%m.%d.%Y", "%d-%m-%Y", "%m-%d-%Y"),
+    *("%d %b %Y", "%b %d %Y", "%b %d, %Y", "%d/%b/%Y"),
+)
+"""Days as logs write them, ISO 8601 aside."""
+TIME_FORMATS = tuple(date + time for date in DATE_FORMATS for time in ("", " %H:%M", " %H:%M:%S", ":%H:%M:%S"))
+_MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
+WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR})?", f"..{_MONTH}{_DAY}{_HOUR}")
+"""20141021, 2014102113, and 14102113 as in Avazu's logs."""
+NO_NUMBERS = r"(?i)^[+-]?(nan|inf|infinity)$"
+"""Words that float columns are written with; preparation refuses them by row."""
+MOSTLY = 0.9
+"""Share of 0 and 1 from which another value in a label is taken for a bad row, not for another sort of label."""
+MANY_ROWS = 1000
+"""From so many sampled rows up, ids of which none comes twice name the rows."""
+FEW_VALUES = 64
+"""Integers with at most this many values, or spread ten times wider than their number, are taken for ids."""
+
+
+Role = Literal["categorical", "dense", "lists"]
+"""What `fit` may be told of a column."""
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """What a sample says about one column."""
+
+    name: str
+    kind: str
+    """text, int, float, bool, time, list or other: what the values are, text parsed."""
+    stored: str
+    """Arrow type."""
+    num_rows: int
+    num_missing: int
+    num_distinct: int
+    num_once: int
+    """Values seen exactly once."""
+    low: float = 0.0
+    high: float = 0.0
+    median: float = 0.0
+    share_ones: float | None = None
+    """Of a column with no value but 0 and 1."""
+    share_binary: float = 0.0
+    """Share of the rows that hold 0 or 1."""
+    values: tuple[str, ...] = ()
+    """All values of a column of text that has two to SHOWN_VALUES, the most frequent first."""
+    separator: str | None = None
+    time_formats: tuple[str, ...] = ()
+    """Of text that is times, but not in ISO 8601: the strptime formats that read all of it."""
+
+    @property
+    def cardinality(self) -> str:
+        """Distinct values, and where the sample is too small for all of them a lower estimate (Chao 1984)."""
+        twice = max(1, (self.num_distinct - self.num_once) // 2)
+        estimate = self.num_distinct + self.num_once**2 / (2 * twice)
+        if self.num_once < 0.02 * self.num_distinct:
+            return f"{self.num_distinct:,} values"
+        return f"{self.num_distinct:,} values in {self.num_rows:,} rows, in all probably above {_round(estimate):,}"
+
+    @property
+    def missing(self) -> str:
+        """', 3 % missing' or ''."""
+        return f", {100 * self.num_missing / self.num_rows:.2g} % missing" if self.num_missing else ""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What one column is taken for."""
+
+    role: str
+    """label, time, dense, categorical or "" for left out."""
+    column: str
+    spec: dict[str, Any]
+    reason: str
+
+
+@dataclass
+class SchemaGuess:
+    """Guesses for all columns, in the files' order."""
+
+    guesses: list[Guess]
+    csv: dict[str, Any] = field(default_factory=dict)
+    origin: str = ""
+    """What was looked at, in words."""
+    notes: tuple[str, ...] = ()
+    """Choices that the user may want to make otherwise, each with the option that does."""
+    question: str = ""
+    """What the user must decide before there is a label; "" if it is clear."""
+    warnings: tuple[str, ...] = ()
+    """Columns that were told, and seem to give the label away."""
+    num_rows: int = 0
+    """Rows of all files, about."""
+
+    def of(self, role: str) -> list[Guess]:
+        """The columns taken for `role`."""
+        return [guess for guess in self.guesses if guess.role == role]
+
+    def summary(self) -> str:
+        """The guesses in a line, for a user who wrote no schema."""
+        roles = ("label", "time", "dense", "categorical", "")
+        names = {role: ", ".join(shown(g.column) for g in self.of(role)) for role in roles}
+        told = ", ".join(f"{role} {names[role]}" for role in ("label", "time") if names[role])
+        left_out = f"; left out {names['']}" if names[""] else ""
+        line = (
+            f"schema guessed: {told}; dense {names['dense'] or 'none'}; ids {names['categorical']}{left_out} "
+            "(`hotrow init` writes it out for correction)"
+        )
+        return "\n".join([line, *(f"  {note}" for note in (*self.notes, *self.warnings))])
+
+    @property
+    def split_kind(self) -> SplitKind:
+        """By time where there is one."""
+        return "time" if self.of("time") else "random"
+
+    def schema(self) -> Schema:
+        """The guesses as a schema. Raises ValueError where no label or no id column was found."""
+        value: dict[str, Any] = {role: [g.spec for g in self.of(role)] for role in ("dense", "categorical")}
+        if not self.of("label"):
+            raise ValueError(
+                self.question
+                or f"no label column found in {self.origin}; name it (label=..., --label ...). Columns: "
+                + ", ".join(shown(g.column) for g in self.guesses)
+            )
+        if not value["categorical"]:
+            raise ValueError(f"no id column found in {self.origin}; write a schema that lists one under 'categorical'")
+        value["label"] = self.of("label")[0].spec
+        if self.of("time"):
+            value["time"] = self.of("time")[0].spec
+        value |= {"csv": self.csv, "split": {"kind": self.split_kind}}
+        return parse_schema(value, where="guessed schema")
+
+
+def guess_schema(source: Any, label: str | None = None, time: str | None = None) -> Schema:
+    """The schema that names, types and a sample of `source` (paths or an Arrow-capable frame) suggest.
+
+    label, time: as for `guess_columns`. Raises ValueError where the label cannot be guessed, or a named column is not
+    there.
+    """
+    return guess_columns(source, label=label, time=time).schema()
+
+
+def guess_columns(
+    source: Any, *, label: str | None = None, time: str | None = None, roles: Mapping[str, Role] | None = None
+) -> SchemaGuess:
+    """Every column's guess with its reason; `guess_schema` without the demand that a label be found.
+
+    label, time: names of these columns if known; label may be a rule such as "rating >= 4" or
+    "action = buy, cart". roles: what columns are,
+    by name, if known. Raises ValueError if a named column is not there, or is not what it is said to be.
+    """
+    roles = dict(roles or {})
+    rule = LABEL_RULE.fullmatch(label or "")
+    reader, csv = _open(source, told=(label, rule and rule[1], time, *roles))
+    names = list(reader.schema.names)
+    made: dict[str, Any] = {}
+    if rule and label not in names:
+        label = rule[1]
+        made = {"at_least": float(rule[2])} if rule[2] else {"positive": [v.strip() for v in rule[3].split(",")]}
+    for what, name in (("label", label), ("time", time), *((role, name) for name, role in roles.items())):
+        if name is not None and name not in names:
+            columns = ", ".join(map(shown, names))
+            raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
+    sample = _sample(reader, names)
+    facts = [look_at(name, sample.column(name)) for name in names]
+    label_guess, question, notes = _find_label(facts, label, made)
+    others = [f for f in facts if label_guess is None or f.name != label_guess.column]
+    time_guess, time_notes = _find_time(others, time)
+    taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
+    if both := [name for name in roles if name in taken]:
+        raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
+    guesses = [taken.get(f.name) or (_told(f, roles[f.name]) if f.name in roles else _feature(f)) for f in facts]
+    origin = f"{sample.num_rows:,} rows of {reader.files[0].path}"
+    origin += f", first of {len(reader.files)} files" if len(reader.files) > 1 else ""
+    num_rows, _ = reader.count_rows()
+    guess = SchemaGuess(guesses, csv, origin, (*notes, *time_notes), question, num_rows=num_rows)
+    return _without_leaks(guess, facts, sample, roles) if guess.of("label") else guess
+
+
+def _without_leaks(
+    guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, roles: Mapping[str, Role]
+) -> SchemaGuess:
+    """`guess` with columns that give the label away left out, and those of them that were told named in `warnings`."""
+    label = LabelSpec.model_validate(guess.of("label")[0].spec)
+    used = [g.column for role in ("dense", "categorical") for g in guess.of(role)]
+    times = [f.name for f in facts if f.name in used and (f.kind == "time" or _holds_unix_times(f))]
+    time = guess.of("time")[0].column if guess.of("time") else None
+    leaks = find_leaks(sample, label, used, times=times, time=time)
+    kept = [f"{leak_text(name, reason)}; it stays, as you named it" for name, reason in leaks.items() if name in roles]
+    left = {name: reason for name, reason in leaks.items() if name not in roles}
+    cure = "keep it, if it is known when a row is scored, with categorical or dense in fit or in the schema"
+    notes = [f"{leak_text(name, reason)}; left out: {cure}" for name, reason in left.items()]
+    guesses = [Guess("", g.column, {}, f"a leak: {left[g.column]}") if g.column in left else g for g in guess.guesses]
+    return replace(guess, guesses=guesses, notes=(*guess.notes, *notes), warnings=tuple(kept))
+
+
+def leak_text(column: str, reason: str) -> str:
+    """How a leak is told."""
+    return f"column {shown(column)} may give the label away: {reason}"
+
+
+def shown(name: str) -> str:
+    """A column's name in a list of names: quoted if it would be misread there."""
+    plain = name.isprintable() and name == name.strip() and name and not re.search(r"[,;'\"]", name)
+    return name if plain else repr(name)
+
+
+def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[str, Any]]:
+    """The reader, and of text files how lines are cut; `told` are column names known, which only a header can hold."""
+    reader = open_table(source, CsvSpec())
+    if not isinstance(reader, TextReader):
+        return reader, {}
+    csv: dict[str, Any] = {"delimiter": reader.delimiter}
+    if not any(name in reader.names for name in told) and not _is_header(*reader.first_records()):
+        csv["column_names"] = [f"c{i}" for i in range(len(reader.names))]
+    return open_table(source, CsvSpec.model_validate_json(json.dumps(csv))), csv
+
+
+def _is_header(first: list[str], *rows: list[str]) -> bool:
+    """Whether the first line names columns: where all values below are numbers, it mostly holds none.
+
+    If no column is one of numbers, names are distinct, none of them a number or empty, but for the row index that
+    pandas writes first.
+    """
+
+    def is_number(text: str) -> bool:
+        return re.match(NUMBER, text) is not None
+
+    rows = tuple(row for row in rows if len(row) == len(first))
+    below = [[row[i] for row in rows if row[i]] for i in range(len(first))]
+    numeric = [name for name, values in zip(first, below, strict=True) if values and all(map(is_number, values))]
+    votes = sum(-1 if is_number(name) else bool(name) for name in numeric)
+    if votes:
+        return votes > 0
+    return any(first) and len(set(first)) == len(first) and not any(map(is_number, first)) and "" not in first[1:]
+
+
+def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
+    """The first rows of the first file, and what folders say of all files.
+
+    Values that no rule reads may be bad here and are found in preparation.
+    """
+    batches, num_rows = [], 0
+    for rows in reader.read(0, 0, names, SAMPLE_ROWS):
+        batches.append(rows.batch)
+        num_rows += len(rows.batch)
+        if num_rows >= SAMPLE_ROWS:
+            break
+    if num_rows == 0:
+        raise ValueError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
+    sample = pa.Table.from_batches(batches).slice(0, SAMPLE_ROWS)
+    # What is the same in all of one file differs between files.
+    for name, values in reader.partition_values().items():
+        spread = values.take(pa.array(np.arange(len(sample)) % len(values)))
+        sample = sample.set_column(sample.schema.get_field_index(name), name, spread)
+    return sample
+
+
+def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
+    """The facts of one sampled column."""
+    array = column.combine_chunks()
+    stored = str(array.type)
+    if is_list(array.type):
+        items = plain(pc.list_flatten(plain(array)))
+        inner = look_at(name, pa.chunked_array([items])) if not is_list(items.type) else None
+        kind = "list" if inner is not None and inner.kind in ("text", "int") else "other"
+        distinct, once = (inner.num_distinct, inner.num_once) if inner is not None else (0, 0)
+        return ColumnFacts(name, kind, stored, len(array), array.null_count, distinct, once)
+    array = plain(array)
+    counts = np.empty(0) if pa.types.is_nested(array.type) else _value_counts(array)
+    facts: dict[str, Any] = {"num_distinct": len(counts), "num_once": int((counts == 1).sum())}
+    facts["share_binary"] = _share_binary(array)
+    kind, numbers = _read_as(array)
+    if numbers is not None and len(numbers):
+        facts |= {"low": numbers.min(), "high": numbers.max(), "median": float(np.median(numbers))}
+        if set(np.unique(numbers)) <= {0.0, 1.0}:
+            facts["share_ones"] = float(numbers.mean())
+    separator = _separator(array) if kind == "text" else None
+    if kind == "text" and 2 <= len(counts) <= SHOWN_VALUES:
+        facts["values"] = tuple(_values_of(array))
+    if kind == "time" and is_text(array.type):
+        facts["time_formats"] = _time_formats(array.drop_null())
+    return ColumnFacts(name, kind, stored, len(array), array.null_count, separator=separator, **facts)
+
+
+def _value_counts(array: pa.Array) -> np.ndarray[Any, Any]:
+    counts: np.ndarray[Any, Any] = pc.value_counts(array.drop_null()).field("counts").to_numpy()
+    return counts
+
+
+def _values_of(array: pa.Array) -> list[str]:
+    """The values of a column of text, the most frequent first."""
+    found = pc.value_counts(array.drop_null()).to_pylist()
+    return [str(value["values"]) for value in sorted(found, key=lambda value: -value["counts"])]
+
+
+def _share_binary(array: pa.Array) -> float:
+    """The share of rows, missing ones among them, that hold 0 or 1."""
+    kind = array.type
+    if is_text(kind):
+        hits = pc.match_substring_regex(array, r"^[01](\.0+)?$")
+    elif pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        hits = pc.is_in(array.cast(pa.float64(), safe=False), pa.array([0.0, 1.0]))
+    else:
+        return 0.0
+    return (pc.sum(hits).as_py() or 0) / max(len(array), 1)
+
+
+def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
+    """What the values are, and as numbers where they are some."""
+    values = array.drop_null()
+    if not len(values) or pa.types.is_nested(values.type):
+        return "other", None
+    if is_text(values.type):
+        if pc.all(pc.match_substring_regex(values, INTEGER)).as_py():
+            return "int", pc.cast(values, pa.float64()).to_numpy()
+        numbers = values.filter(pc.invert(pc.match_substring_regex(values, NO_NUMBERS)))
+        whole = pc.all(pc.match_substring_regex(numbers, INTEGER)).as_py()
+        if not whole and pc.all(pc.match_substring_regex(numbers, NUMBER)).as_py():
+            padded = pc.any(pc.match_substring_regex(numbers, r"^0\d")).as_py()
+            return ("text", None) if padded else ("float", pc.cast(numbers, pa.float64()).to_numpy())
+        is_time = pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")).as_py()
+        return ("time" if is_time or _time_formats(values) else "text"), None
+    if pa.types.is_boolean(values.type):
+        return "bool", values.cast(pa.uint8()).to_numpy(zero_copy_only=False)
+    if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
+        return "time", None
+    if pa.types.is_integer(values.type) or (pa.types.is_decimal(values.type) and values.type.scale == 0):
+        return "int", values.cast(pa.float64(), safe=False).to_numpy()
+    if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
+        numbers = values.cast(pa.float64()).to_numpy()
+        numbers = numbers[np.isfinite(numbers)]
+        # Integers with missing values arrive from pandas as floats.
+        is_whole = len(numbers) and bool((np.floor(numbers) == numbers).all())
+        return ("int" if is_whole else "float"), numbers
+    is_bytes = pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
+    return ("text" if is_bytes else "other"), None
+
+
+def _time_formats(values: pa.Array) -> tuple[str, ...]:
+    """The formats of TIME_FORMATS that read every value; none for ISO 8601, which needs none."""
+    values = pc.unique(values)
+    if pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d")).as_py():
+        return ()
+    return tuple(f for f in TIME_FORMATS if pc.strptime(values, format=f, unit="s", error_is_null=True).null_count == 0)
+
+
+def _separator(array: pa.Array) -> str | None:
+    """The character that joins several values in most rows of a text column."""
+    for separator in ("|", ";"):
+        share = pc.mean(pc.cast(pc.match_substring(array, separator), pa.float64())).as_py()
+        if share is not None and share > 0.3:
+            return separator
+    return None
+
+
+def _find_label(
+    facts: Sequence[ColumnFacts], name: str | None, made: Mapping[str, Any]
+) -> tuple[Guess | None, str, tuple[str, ...]]:
+    """The label, or None; what the user must decide about it; and what may be decided otherwise.
+
+    made: how it is made of the values of the column called `name`, as in a schema.
+    """
+    if name is not None:
+        return _named_label(next(f for f in facts if f.name == name), made), "", ()
+    binary = [f for f in facts if f.share_ones is not None and f.num_distinct == 2 and not f.num_missing]
+    named = [f for f in binary if _like(LABEL_NAMES, f.name)]
+    named = named or [f for f in facts if f.share_binary >= MOSTLY and _like(LABEL_NAMES, f.name)]
+    if named:
+        others = [f"another column could be the label: {shown(f.name)} (--label {quote(f.name)})" for f in named[1:]]
+        return _binary_label(named[0], "named like a label"), "", tuple(others)
+    if len(binary) == 1:
+        return _binary_label(binary[0], "the only column of 0 and 1"), "", ()
+    ratings = [f for f in facts if _like(r"(.*_)?(rating|stars)", f.name) and f.kind in ("int", "float")]
+    if len(binary) > 1:
+        options = ", ".join(f"--label {quote(f.name)}" for f in binary[:10])
+        return None, f"{len(binary)} columns hold 0 and 1; say which is the label: {options}", ()
+    if ratings:
+        return Guess("", ratings[0].name, {}, "may be the label"), ask_for_rule(ratings[0]), ()
+    actions = sorted((f for f in facts if f.values), key=lambda f: not _like(ACTION_NAMES, f.name))
+    return None, "; ".join(f"no column holds 0 and 1; {ask_for_values(f)}" for f in actions[:1]), ()
+
+
+def ask_for_rule(facts: ColumnFacts) -> str:
+    """The question which values of a column are positive, and how to answer it."""
+    middle = math.ceil((facts.low + facts.high) / 2 + 0.5)
+    rule = f"{facts.name} >= {middle}"
+    return (
+        f"column {facts.name!r} holds {facts.num_distinct} values from {facts.low:g} to {facts.high:g}, not 0 and 1; "
+        f"say which are positive, for example from {middle} up: --label {quote(rule)}, in Python label={rule!r}, "
+        f"in a schema label: {{column: {json.dumps(facts.name)}, at_least: {middle}}}"
+    )
+
+
+def ask_for_values(facts: ColumnFacts) -> str:
+    """The question which words of a column are positive, and how to answer it."""
+    rule = f"{facts.name} = {facts.values[1].strip()}"
+    return (
+        f"column {facts.name!r} holds {', '.join(map(shown, facts.values))}; if the label is made of it, say which are "
+        f"positive: "
+        f"--label {quote(rule)}, in Python label={rule!r}, in a schema label: {{column: {json.dumps(facts.name)}, "
+        f"positive: {json.dumps(facts.values[1:2])}}}"
+    )
+
+
+def _binary_label(facts: ColumnFacts, why: str) -> Guess:
+    if facts.share_ones is None or facts.share_binary < 1:
+        num_others = round((1 - facts.share_binary) * facts.num_rows)
+        return Guess("label", facts.name, {"column": facts.name}, f"{why}; {num_others:,} rows are neither 0 nor 1")
+    return Guess("label", facts.name, {"column": facts.name}, f"{why}; {100 * facts.share_ones:.3g} % are 1")
+
+
+def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
+    if "at_least" in made:
+        if facts.kind not in ("int", "float"):
+            raise ValueError(f"label column {facts.name!r} holds no numbers to compare with {made['at_least']:g}")
+        return Guess("label", facts.name, {"column": facts.name, **made}, f"{made['at_least']:g} and more are 1")
+    if "positive" in made:
+        # A rule cannot hold the spaces around a value that some files have.
+        stored = {value.strip(): value for value in facts.values}
+        positive = [stored.get(value, value) for value in made["positive"]]
+        if facts.values and (unknown := [value for value in positive if value not in facts.values]):
+            raise ValueError(
+                f"in the rows looked at, label column {facts.name!r} holds "
+                f"{', '.join(map(shown, facts.values))}, never "
+                f"{unknown[0]!r}{nearest(unknown[0], facts.values)}"
+            )
+        if "string" not in facts.stored and all(re.fullmatch(INTEGER, value) for value in positive):
+            positive = [int(value) for value in positive]
+        return Guess("label", facts.name, {"column": facts.name, "positive": positive}, f"{positive} are 1")
+    if facts.share_ones is not None or facts.share_binary >= MOSTLY:
+        return _binary_label(facts, "0 and 1")
+    if facts.kind in ("int", "float"):
+        raise ValueError(f"label {ask_for_rule(facts)}")
+    if facts.values:
+        raise ValueError(f"label {ask_for_values(facts)}")
+    raise ValueError(
+        f"label column {facts.name!r} holds {facts.num_distinct} different {facts.stored} values, not 0 and 1; write "
+        f"a schema that says which are positive: label: {{column: {json.dumps(facts.name)}, positive: [...]}}"
+    )
+
+
+def _find_time(facts: Sequence[ColumnFacts], name: str | None) -> tuple[Guess | None, tuple[str, ...]]:
+    """The time column, and what may be decided otherwise."""
+    for f in facts:
+        if f.name == name:
+            return Guess("time", f.name, _time_spec(f), "as told"), ()
+    if name is not None:
+        raise ValueError(f"column {name!r} cannot be both label and time; name another")
+    unclear = tuple(
+        f"column {shown(f.name)} holds times that may be read in {len(f.time_formats)} ways; to split by it, write a "
+        f"schema (hotrow init) with time: {{column: {json.dumps(f.name)}, format: {json.dumps(f.time_formats[0])}}} or "
+        f"format {json.dumps(f.time_formats[1])}"
+        for f in facts
+        if len(f.time_formats) > 1
+    )
+    for f in sorted(facts, key=lambda f: not _like(TIME_NAMES, f.name)):
+        if f.kind == "time" and not f.num_missing and len(f.time_formats) < 2:
+            return Guess("time", f.name, _time_spec(f), f"holds times ({f.stored})"), unclear
+        if _is_unix_time(f) and not f.num_missing:
+            return Guess("time", f.name, {"column": f.name}, "unix times"), unclear
+        if _is_written_date(f) and not f.num_missing:
+            return Guess("time", f.name, {"column": f.name}, "dates as whole numbers, which rise with time"), unclear
+    return None, unclear
+
+
+def _time_spec(f: ColumnFacts) -> dict[str, Any]:
+    if len(f.time_formats) > 1:
+        ways = " or ".join(map(repr, f.time_formats))
+        raise ValueError(
+            f"time column {f.name!r} may be read as {ways}; write a schema (hotrow init) with time: "
+            f"{{column: {json.dumps(f.name)}, format: ...}}"
+        )
+    return {"column": f.name, **({"format": f.time_formats[0]} if f.time_formats else {})}
+
+
+def _is_unix_time(f: ColumnFacts) -> bool:
+    return _holds_unix_times(f) and _like(TIME_NAMES, f.name)
+
+
+def _holds_unix_times(f: ColumnFacts) -> bool:
+    return f.kind == "int" and any(low <= f.low and f.high <= high for low, high in UNIX_TIMES)
+
+
+def _is_written_date(f: ColumnFacts) -> bool:
+    """Whole numbers such as 20141021 or 2014102113: they rise with time, so rows can be split by them."""
+    if f.kind != "int" or not _like(TIME_NAMES, f.name):
+        return False
+    return all(any(re.fullmatch(form, f"{value:.0f}") for form in WRITTEN_DATES) for value in (f.low, f.high))
+
+
+def _told(f: ColumnFacts, role: Role) -> Guess:
+    """A column that the user gave a role. Raises ValueError if it cannot have it."""
+    if role == "dense":
+        if f.kind not in ("int", "float", "bool"):
+            raise ValueError(f"dense lists column {f.name!r}, which holds {f.stored} values that are no numbers")
+        return _dense(f, "as told")
+    is_list = f.kind == "list" or f.separator is not None
+    if role == "lists":
+        if not is_list:
+            raise ValueError(
+                f"lists lists column {f.name!r}, which holds single values ({f.stored}); name it in categorical, or "
+                "write a schema with its separator"
+            )
+        return _list_feature(f)
+    if f.kind in ("list", "other"):
+        raise ValueError(f"categorical lists column {f.name!r}, which holds {f.stored} values; name it in lists")
+    return _categorical(f)
+
+
+def _feature(f: ColumnFacts) -> Guess:
+    """A column that is neither label nor time."""
+    if f.kind == "other":
+        why = (
+            "no value in the sample"
+            if f.num_missing == f.num_rows
+            else f"type {f.stored} is no id, number or list of ids"
+        )
+        return Guess("", f.name, {}, why)
+    if f.num_distinct <= 1 and f.kind != "list":
+        return Guess("", f.name, {}, "the same value in every sampled row")
+    if f.num_distinct == f.num_rows - f.num_missing and _names_rows(f):
+        return Guess("", f.name, {}, "another value in every row: it names the row")
+    if f.kind == "time":
+        return Guess("", f.name, {}, "a further time; derive an hour or weekday column to use it")
+    if f.kind == "list" or f.separator is not None:
+        return _list_feature(f)
+    reason = _why_dense(f)
+    return _dense(f, reason) if reason else _categorical(f)
+
+
+def _names_rows(f: ColumnFacts) -> bool:
+    """Whether a column without a repeated value is taken for a name of the row."""
+    if _like(ROW_ID_NAMES, f.name):
+        return f.num_rows > 100
+    return f.num_rows >= MANY_ROWS and f.kind in ("text", "int") and not _why_dense(f)
+
+
+def _why_dense(f: ColumnFacts) -> str:
+    """Why a column is a number rather than an id; "" where it is an id."""
+    if f.kind == "float":
+        return "decimal numbers"
+    if f.kind != "int" or _like(ID_NAMES, f.name):
+        return ""
+    if _like(NUMBER_NAMES, f.name):
+        return "named like a number"
+    is_dense = f.num_distinct > FEW_VALUES and f.high - f.low < 10 * f.num_distinct
+    return "close whole numbers" if is_dense else ""
+
+
+def _dense(f: ColumnFacts, reason: str) -> Guess:
+    skewed = f.low >= 0 and f.high > 20 * f.median
+    transform = "log1p_clip0" if skewed else "standardize"
+    why = "never negative, long tail" if skewed else "spread evenly enough"
+    spec = {"column": f.name, "transform": transform}
+    return Guess("dense", f.name, spec, f"{reason}, {f.low:g} to {f.high:g}, {why}{f.missing}")
+
+
+def _categorical(f: ColumnFacts) -> Guess:
+    spec: dict[str, Any] = {"column": f.name}
+    if f.kind == "int" and f.stored == "string":
+        spec["type"] = "int"
+    return Guess("categorical", f.name, spec, f"{_kind_words(f)}, {f.cardinality}{f.missing}")
+
+
+def _list_feature(f: ColumnFacts) -> Guess:
+    kind = "sequence" if _like(SEQUENCE_NAMES, f.name) else "multi_hot"
+    spec: dict[str, Any] = {"column": f.name, "kind": kind}
+    if f.separator is not None:
+        spec["separator"] = f.separator
+    what = "lists" if f.separator is None else f"text joined by {f.separator!r}"
+    order = "its name speaks of order" if kind == "sequence" else "taken for a set"
+    return Guess("categorical", f.name, spec, f"{what}, {order}, {f.cardinality}{f.missing}")
+
+
+def _kind_words(f: ColumnFacts) -> str:
+    words = {"text": "text", "int": "whole numbers taken for ids", "bool": "true or false"}
+    return words.get(f.kind, f"{f.stored} taken for ids")
+
+
+def _like(pattern: str, name: str) -> bool:
+    """Whether a name fits; RecBole's files put a column's type behind it, as in `rating:float`."""
+    plain_name = re.sub(r":(token|float|token_seq|float_seq)$", "", name)
+    return re.fullmatch(pattern, plain_name, re.IGNORECASE) is not None
+
+
+def _round(value: float) -> int:
+    digits = max(0, len(str(int(value))) - 2)
+    return int(round(value / 10**digits) * 10**digits)

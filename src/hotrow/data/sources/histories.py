@@ -1,0 +1,288 @@
+"""Events of users as samples for a sequence model: what came next, or did not, after what a user did before.
+
+    events   user  time  item            samples of user 7, length 2          label  user  item  item_history
+             7     10    a               the event that came                  1      7     b     [a]
+             7     20    b               drawn from what was seen before 20   0      7     x     [a]
+             7     30    c                                                    1      7     c     [a, b]
+                                                                              0      7     y     [a, b]
+
+Events may lie in any order: they are sorted by user and time first, on disk (`rowsort.py`). A sample knows nothing of
+its own time or later but its target: neither its history, nor what is drawn, nor which events become targets. So a
+split by time leaks nothing, and rows that train do not change with those that test. Everything drawn is a function of
+(seed, user, number of the event among the user's).
+
+`HistoriesSource` is a source around the source of the events; what a schema says of it is `schema.HistoriesSpec`. A
+history's column is the event's with `_history` behind it. New rows to predict come with their histories as lists.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.base.files import explain_full_disk
+from hotrow.data.chunk import Chunk, KeyKind, Keys, Position, SkippedRows, SourceInfo
+from hotrow.data.mix import GOLDEN, mix64
+from hotrow.data.sources.columns import ColumnsSource, format_of, input_files
+from hotrow.data.sources.convert import IdEncoding
+from hotrow.data.sources.inputs import prefetch
+from hotrow.data.sources.rowsort import Columns, RowSort
+from hotrow.data.sources.schema import HISTORY, HistoriesSpec, Schema
+
+NEGATIVE_SALT = 0xE6
+PHASE_SALT = 0x9B
+TRIES = 32
+"""Draws for one negative before its target is left out: of a pool half of which is refused all fail once in 2^32."""
+EVENTS_PER_BLOCK = 1 << 16
+Integers = NDArray[np.int64]
+
+
+def open_columns(
+    data: Any,
+    schema: Schema,
+    *,
+    name: str,
+    labels: Literal["required", "alone", "ignored"] = "required",
+    **options: Any,
+) -> ColumnsSource | HistoriesSource:
+    """The source of `data` read by `schema`: of samples made from events where it says so, unless rows to predict.
+
+    Raises ValueError where rows to predict are text, whose histories nothing cuts into lists.
+    """
+    if schema.histories is not None and labels == "required":
+        return HistoriesSource(data, schema, name=name, **options)
+    lists = [column.column for column in schema.categorical if column.kind == "sequence" and column.separator is None]
+    files = input_files(data)
+    if schema.histories is not None and lists and files is not None and format_of(files[0]) == "csv":
+        raise ValueError(
+            f"{files[0].name}: rows to predict bring their histories, as lists in {', '.join(lists)}, and delimited "
+            f"text has no lists; give Parquet, JSON Lines or a frame with the columns {', '.join(schema.feature_names)}"
+        )
+    return ColumnsSource(data, schema, name=name, labels=labels, **options)
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """All events, and all items to draw from."""
+
+    events: Columns
+    """user, time, item, what else describes the item; by user, then time."""
+    pool: Columns
+    """time first seen, item, what else described it then; by time, then item."""
+    skipped: SkippedRows
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """Events that become samples."""
+
+    event: Integers
+    """[n] its number in `_Sorted.events`."""
+    position: Integers
+    """[n] events of the user before it."""
+
+    def of(self, chosen: NDArray[Any]) -> _Targets:
+        return _Targets(self.event[chosen], self.position[chosen])
+
+
+class HistoriesSource:
+    """Samples of `schema.histories` from the events in `data`; arguments as for `ColumnsSource`.
+
+    Raises ValueError where the events have no time, a column of the label's name, or ids that are no integers.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        schema: Schema,
+        *,
+        name: str = "histories",
+        encodings: Mapping[str, IdEncoding] | None = None,
+        skip_bad_rows: int = 0,
+    ) -> None:
+        assert schema.histories is not None
+        self.name, self.schema, self.spec = name, schema, schema.histories
+        self.skipped = SkippedRows()
+        events = ColumnsSource(data, events_schema(schema), name=name, labels="made", skip_bad_rows=skip_bad_rows)
+        self._source = events
+        self._check(events)
+        self.encodings: dict[str, IdEncoding] = dict(encodings or dict.fromkeys(schema.feature_names, "int"))
+        others = [n for n in events.schema.feature_names if n not in (self.spec.user, self.spec.item)]
+        self._described = (self.spec.item, *others)
+        """Columns of an item, in the order of `_Sorted.events` from the third on."""
+
+    def _check(self, events: ColumnsSource) -> None:
+        label = self.schema.label.column
+        if label in events.column_names:
+            raise ValueError(
+                f"the events have a column {label!r}, but with `histories` the label is made: give it another name"
+            )
+        for column, encoding in events.encodings.items():
+            if encoding != "int":
+                raise ValueError(
+                    f"column {column!r}: `histories` needs integer ids below 2^63; say type: int where it is text of "
+                    "integers, or number the ids first"
+                )
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @property
+    def key_kinds(self) -> Mapping[str, KeyKind]:
+        """Feature name -> kind of its keys."""
+        return dict.fromkeys(self.schema.feature_names, "int")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was found rather than told, for the user to check."""
+        return self._source.notes
+
+    def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
+        """The events' files, and the number of samples (those left out for want of a negative aside); sorts them."""
+        num_targets = sum(len(self._targets(first).event) for first in self._blocks(0, EVENTS_PER_BLOCK))
+        files = self._source.scout().files
+        return SourceInfo(num_targets * (1 + self.spec.negatives), num_rows_exact=False, files=files)
+
+    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
+        """Chunks of at most `rows_per_chunk` rows; `offset` and `num_lines` of a position count sorted events."""
+        skipped = self._sorted.skipped
+        self.skipped = SkippedRows(start.num_skipped if start else skipped.num_rows, list(skipped.examples))
+        return prefetch(self._read(start or Position(), max(1, rows_per_chunk // (1 + self.spec.negatives))))
+
+    def _read(self, start: Position, events_per_chunk: int) -> Iterator[Chunk]:
+        for first in self._blocks(start.offset, events_per_chunk):
+            yield self._chunk(self._targets(first, events_per_chunk), first + events_per_chunk)
+
+    def _blocks(self, first: int, num_events: int) -> range:
+        return range(first, len(self._sorted.events[0]), num_events)
+
+    @cached_property
+    def _sorted(self) -> _Sorted:
+        by_user, by_item = RowSort(2 + len(self._described)), RowSort(1 + len(self._described))
+        kept = "Nothing was kept of them (TMPDIR chooses the folder)."
+        with explain_full_disk(Path(tempfile.gettempdir()), "sorting events", kept):
+            for chunk in self._source.chunks():
+                assert chunk.time is not None
+                user, item, *others = (_integers(chunk.keys[name], name) for name in (self.spec.user, *self._described))
+                by_user.add([user, chunk.time, item, *others])
+                by_item.add([item, chunk.time, *others])
+            return _Sorted(by_user.sorted(), _first_seen(by_item.sorted()), self._source.skipped)
+
+    def _targets(self, first: int, num_events: int = EVENTS_PER_BLOCK) -> _Targets:
+        """Those among `num_events` events from number `first` on."""
+        spec, users = self.spec, self._sorted.events[0]
+        user = np.array(users[first : first + num_events])
+        number = np.arange(first, first + len(user))
+        begins = np.concatenate([[np.searchsorted(users, user[0])], np.where(np.diff(user) != 0, number[1:], 0)])
+        position = number - np.maximum.accumulate(begins)
+        phase = _draw(spec.seed, PHASE_SALT, user) % np.uint64(spec.every)
+        counted = position.astype(np.uint64) + phase
+        chosen = (position >= spec.min_length) & (counted % np.uint64(spec.every) == 0)
+        return _Targets(number[chosen], position[chosen])
+
+    def _chunk(self, targets: _Targets, stop: int) -> Chunk:
+        """The samples of `targets`: each what came, then what did not; `stop`: the event after them."""
+        events, num_negatives = self._sorted.events, self.spec.negatives
+        drawn, found = self._negatives(targets)
+        for event in targets.event[~found]:
+            self.skipped.add(ValueError(_without_negative(self.spec, int(events[0][event]), int(events[1][event]))))
+        targets, drawn = targets.of(found), drawn[found]
+        num_targets, per_target = len(targets.event), 1 + num_negatives
+        repeated = targets.of(np.repeat(np.arange(num_targets), per_target))
+        past, row_splits = _past(repeated, self.spec.length)
+        keys = {self.spec.user: Keys(events[0][repeated.event])}
+        for k, name in enumerate(self._described):
+            column = events[2 + k]
+            came, did_not = column[targets.event], self._sorted.pool[1 + k][drawn]
+            keys[name] = Keys(np.concatenate([came[:, None], did_not], axis=1).ravel())
+            if name + HISTORY in self.schema.feature_names:
+                keys[name + HISTORY] = Keys(column[past], row_splits=row_splits)
+        label = np.tile(np.array([1] + [0] * num_negatives, np.float32), num_targets)
+        stop = min(stop, len(events[0]))
+        position = Position(0, stop, stop, self.skipped.num_rows)
+        dense = np.empty((len(label), 0), np.float32)
+        return Chunk(len(label), label, dense, keys, position, np.array(events[1][repeated.event]))
+
+    def _negatives(self, targets: _Targets) -> tuple[Integers, NDArray[np.bool_]]:
+        """Numbers in the pool of the negatives of each target [n, negatives], and which targets [n] have all."""
+        events, pool, spec = self._sorted.events, self._sorted.pool, self.spec
+        user, item = events[0][targets.event], events[2][targets.event]
+        num_seen = np.searchsorted(pool[0], events[1][targets.event])
+        past, row_splits = _past(targets, spec.length)
+        owner, past_items = np.repeat(np.arange(len(item)), np.diff(row_splits)), events[2][past]
+        drawn = np.zeros((len(item), spec.negatives), np.int64)
+        missing = np.repeat(num_seen[:, None] > 0, spec.negatives, axis=1)
+        found = np.zeros_like(missing)
+        for attempt in range(TRIES):
+            if not missing.any():
+                break
+            for k in range(spec.negatives):
+                number = targets.position.astype(np.uint64) * np.uint64(spec.negatives * TRIES)
+                number += np.uint64(k * TRIES + attempt)
+                bits = _draw(spec.seed, NEGATIVE_SALT, user, number)
+                candidate = (bits % np.maximum(num_seen, 1).astype(np.uint64)).astype(np.int64)
+                drawn_item = pool[1][candidate]
+                known = np.bincount(owner[past_items == drawn_item[owner]], minlength=len(item)) > 0
+                good = missing[:, k] & (drawn_item != item) & ~known
+                drawn[good, k], found[good, k], missing[good, k] = candidate[good], True, False
+        return drawn, np.asarray(found.all(axis=1))
+
+
+def events_schema(schema: Schema) -> Schema:
+    """How the events themselves are read."""
+    columns = tuple(column for column in schema.categorical if column.kind == "one_hot")
+    return Schema(label=schema.label, time=schema.time, categorical=columns, csv=schema.csv)
+
+
+def _integers(keys: Keys, name: str) -> Integers:
+    if keys.valid is not None and not keys.valid.all():
+        num_empty = int((~keys.valid).sum())
+        raise ValueError(
+            f"column {name!r} is empty in {num_empty} events near one another; `histories` needs all ids of an event: "
+            "remove such events first"
+        )
+    return keys.values.astype(np.int64, copy=False)
+
+
+def _first_seen(by_item: Columns) -> Columns:
+    """The first event of each item, by time: time, item, what else describes it."""
+    item = by_item[0]
+    pool = RowSort(len(by_item))
+    for first in range(0, len(item), EVENTS_PER_BLOCK):
+        stop = min(first + EVENTS_PER_BLOCK, len(item))
+        before = item[first - 1 : stop - 1] if first else np.concatenate([item[:1] - 1, item[: stop - 1]])
+        item_piece, time, *others = (column[first:stop][item[first:stop] != before] for column in by_item)
+        pool.add([time, item_piece, *others])
+    return pool.sorted()
+
+
+def _past(targets: _Targets, length: int) -> tuple[Integers, Integers]:
+    """Numbers of the events of each target's history, one behind the other, and where each begins [n + 1]."""
+    lengths = np.minimum(targets.position, length)
+    row_splits = np.concatenate([[0], np.cumsum(lengths)])
+    first = np.repeat(targets.event - lengths - row_splits[:-1], lengths)
+    return first + np.arange(row_splits[-1]), row_splits
+
+
+def _draw(seed: int, salt: int, *numbers: NDArray[Any]) -> NDArray[np.uint64]:
+    """64 random bits for each element of `numbers`, a function of them, seed and salt alone."""
+    bits = mix64(np.array([(seed + salt * GOLDEN) % 2**64], dtype=np.uint64))
+    for part in numbers:
+        bits = mix64(bits + mix64(part.astype(np.int64).view(np.uint64) * np.uint64(GOLDEN)))
+    return bits
+
+
+def _without_negative(spec: HistoriesSpec, user: int, time: int) -> str:
+    return (
+        f"{spec.user} {user} at {time}: left out, since {TRIES} draws from what was seen before gave no "
+        f"{spec.item} that is new to the {spec.user}"
+    )

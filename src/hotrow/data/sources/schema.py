@@ -1,0 +1,374 @@
+"""The schema of click logs: which column is the label, which are numbers, which are ids, and what becomes of them.
+
+A user writes it as YAML (`hotrow init` writes a first version from the files), the built-in sources carry theirs in
+code, and `dataset.json` keeps the one that was used. This file holds and checks the words; `columns.py` reads rows by
+them, `prepare.py` carries them out. docs/prepare.md lists every field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hotrow.base.faults import in_words, innermost
+from hotrow.config.load import parse_yaml
+
+Transform = Literal["log1p_clip0", "standardize", "identity"]
+IdType = Literal["int", "text"]
+FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
+SplitKind = Literal["time", "random", "reference"]
+SPLITS = ("train", "val", "test")
+HISTORY = "_history"
+"""Ends the name of the column that holds the earlier values of another."""
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    """Exact types, no unknown key, immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class _Column(_Strict):
+    """A record about one column; a bare string stands for `{column: <string>}`."""
+
+    column: str
+    """Name of the column in the files, which may be any text, also empty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"column": value} if isinstance(value, str) else value
+
+
+class LabelSpec(_Column):
+    """The label: 0/1 or true/false as it is, or made from other values by one of `positive` and `at_least`."""
+
+    positive: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
+    """Values that mean 1; every other value means 0, or, with `negative`, one of those."""
+    negative: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
+    """Values that mean 0: any but these and the positive ones is then a bad row."""
+    at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Numbers from here up mean 1, numbers below mean 0."""
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> LabelSpec:
+        if self.positive is not None and self.at_least is not None:
+            raise ValueError("give either 'positive' or 'at_least', not both")
+        if self.negative is not None:
+            if self.positive is None:
+                raise ValueError("'negative' needs 'positive': the values that mean 1")
+            if both := [value for value in self.negative if value in self.positive]:
+                raise ValueError(f"{both[0]!r} is both 'positive' and 'negative'; list each value once")
+        return self
+
+
+class TimeSpec(_Column):
+    """The time of the event: timestamps, dates, numbers that rise with time, or text."""
+
+    format: str | None = None
+    """strptime format of text times; None reads ISO 8601."""
+
+
+class DenseSpec(_Column):
+    """One numeric input; a missing value is 0 after the transform, as in the reference DLRM."""
+
+    transform: Transform = "standardize"
+    """log1p_clip0: log(1 + max(x, 0)). standardize: (x - mean) / std over the training split. identity: x."""
+
+
+class CategoricalSpec(_Column):
+    """One feature made of ids; it is named after its column."""
+
+    kind: FeatureKind = "one_hot"
+    """one_hot: one id per row. multi_hot: a set of ids. sequence: ids in order."""
+    table: str | None = None
+    """Embedding table looked up; None: a table of the column's name. Features naming one table share it."""
+    type: IdType | None = None
+    """int: read text ids as 64-bit integers, which is faster; "007", which would become 7, is an error. text: read
+    numbers as their decimal text. None: as stored, which for CSV is text."""
+    separator: str | None = Field(default=None, min_length=1)
+    """Splits text into the ids of a multi_hot or sequence feature; None: the column holds lists."""
+
+    @model_validator(mode="after")
+    def _separator_needs_list(self) -> CategoricalSpec:
+        if self.separator is not None and self.kind == "one_hot":
+            raise ValueError("'separator' is for kind multi_hot or sequence; this feature is one_hot")
+        return self
+
+    @property
+    def table_name(self) -> str:
+        """The table this feature looks up."""
+        return self.column if self.table is None else self.table
+
+
+class TableSpec(_Strict):
+    """How raw ids of one table become rows."""
+
+    min_count: int = Field(default=1, ge=1)
+    """Ids seen fewer times in the training split share row 0."""
+    hash_cap: int | None = Field(default=None, ge=1)
+    """Integer ids become id mod hash_cap (text: 64-bit hash mod hash_cap) before counting; None: exact ids."""
+
+
+class SplitSpec(_Strict):
+    """Which rows train, validate and test."""
+
+    kind: SplitKind | None = None
+    """time: oldest rows train. random: by hash of (seed, row number). reference: the source's published split.
+    None: reference where the source has one, else time where there is a time column, else random."""
+    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    """Shares of train, val and test for time and random; they sum to 1."""
+    seed: int = Field(default=0, ge=0)
+    """Of the random split."""
+
+    @model_validator(mode="after")
+    def _sum(self) -> SplitSpec:
+        if min(self.fractions) < 0 or abs(sum(self.fractions) - 1) > 1e-6 or self.fractions[0] == 0:
+            raise ValueError(
+                f"fractions {list(self.fractions)} must be [train, val, test], none negative, train above 0, "
+                "with sum 1, e.g. [0.8, 0.1, 0.1]"
+            )
+        return self
+
+
+class HistoriesSpec(_Strict):
+    """The files hold events of users; rows are made of them: an event, or one drawn in its place, with those before."""
+
+    user: str
+    """Column whose events are one history."""
+    item: str
+    """Column of what an event is of, and what is drawn; all other one_hot columns but the user's describe it."""
+    length: int = Field(default=20, ge=1, le=1024)
+    """Most events of a history: the latest before the target."""
+    min_length: int = Field(default=1, ge=0)
+    """A user's first events, so many, are no targets."""
+    every: int = Field(default=1, ge=1)
+    """One target in so many events of a user."""
+    negatives: int = Field(default=1, ge=1, le=100)
+    """Rows with label 0 for each target, their items drawn alike from all that were seen before it."""
+    seed: int = Field(default=0, ge=0)
+    """Of what is drawn."""
+
+
+class CsvSpec(_Strict):
+    """How text files are cut into columns."""
+
+    delimiter: str | None = Field(default=None, min_length=1, max_length=1)
+    """None: found from the first lines."""
+    column_names: tuple[str, ...] | None = None
+    """Names of the columns of files without a header line; None: the first line names them."""
+    null_values: tuple[str, ...] = ("",)
+    """Texts that mean "missing"."""
+
+
+class Schema(_Strict):
+    """Everything preparation needs to know about tabular logs; see docs/prepare.md for an example."""
+
+    version: Literal[1] = 1
+    label: LabelSpec
+    time: TimeSpec | None = None
+    dense: tuple[DenseSpec, ...] = ()
+    categorical: tuple[CategoricalSpec, ...] = Field(min_length=1)
+    tables: dict[str, TableSpec] = {}
+    """Options of tables by name; a table not listed has the defaults."""
+    split: SplitSpec = SplitSpec()
+    histories: HistoriesSpec | None = None
+    """None: a row of the files is a row."""
+    csv: CsvSpec = CsvSpec()
+    licence: str = ""
+    """Note on the data's licence, kept in dataset.json."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Schema:
+        for kind, names in (("dense", self.dense_names), ("categorical", self.feature_names)):
+            if repeated := sorted({n for n in names if names.count(n) > 1}):
+                raise ValueError(f"{kind} lists column {repeated[0]!r} twice; list each column once")
+            if self.label.column in names:
+                raise ValueError(
+                    f"{kind} lists {self.label.column!r}, which is the label: the model would see the answer; remove it"
+                )
+        if self.split.kind == "time" and self.time is None:
+            raise ValueError("split.kind is 'time', but no time column is named; name one under 'time', or use random")
+        if unknown := sorted(set(self.tables) - set(self.table_names)):
+            raise ValueError(
+                f"tables lists {unknown[0]!r}, which no feature uses{nearest(unknown[0], self.table_names)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _histories_fit(self) -> Schema:
+        if self.histories is None:
+            return self
+        single = [c.column for c in self.categorical if c.kind == "one_hot"]
+        for field, name in (("user", self.histories.user), ("item", self.histories.item)):
+            if name not in single:
+                raise ValueError(f"histories.{field} is {name!r}, which is no one_hot column of categorical; list it")
+        if self.histories.user == self.histories.item:
+            raise ValueError(f"histories.user and histories.item are both {self.histories.user!r}; name two columns")
+        past = [name + HISTORY for name in single if name != self.histories.user]
+        for column in self.categorical:
+            if column.kind != "one_hot" and (column.kind != "sequence" or column.column not in past):
+                raise ValueError(
+                    f"column {column.column!r} of kind {column.kind}: with `histories` lists are of kind sequence and "
+                    f"named after what they repeat: {', '.join(past)}"
+                )
+        if self.time is None or self.dense or self.label.positive is not None or self.label.at_least is not None:
+            raise ValueError("with `histories` name a time, no dense column, and a label without a rule: it is made")
+        if self.split.kind not in (None, "time"):
+            raise ValueError(
+                f"split.kind is {self.split.kind!r}, but with `histories` targets of one split would stand in "
+                "histories of another; use time"
+            )
+        return self
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """Columns of numeric inputs, in order."""
+        return tuple(d.column for d in self.dense)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Columns of ids, in order."""
+        return tuple(c.column for c in self.categorical)
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """Tables, in order of their first feature."""
+        return tuple(dict.fromkeys(c.table_name for c in self.categorical))
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """Every column read, each once: label, time, dense, categorical."""
+        time = () if self.time is None else (self.time.column,)
+        return tuple(dict.fromkeys((self.label.column, *time, *self.dense_names, *self.feature_names)))
+
+    def table(self, name: str) -> TableSpec:
+        """Options of table `name`."""
+        return self.tables.get(name, TableSpec())
+
+    def features_of(self, table: str) -> tuple[str, ...]:
+        """Features that look up `table`, in order."""
+        return tuple(c.column for c in self.categorical if c.table_name == table)
+
+    def with_options(
+        self,
+        *,
+        split: str | None = None,
+        fractions: Sequence[float] | None = None,
+        seed: int | None = None,
+        min_count: int | None = None,
+        hash_cap: int | None = None,
+    ) -> Schema:
+        """This schema with the split changed, and `min_count` or `hash_cap` set for every table, where given."""
+        for_tables = {"min_count": min_count, "hash_cap": hash_cap}
+        for_split = {"kind": split, "fractions": None if fractions is None else list(fractions), "seed": seed}
+        value = self.to_json()
+        value["split"] |= {k: v for k, v in for_split.items() if v is not None}
+        changed = {k: v for k, v in for_tables.items() if v is not None}
+        if changed:
+            value["tables"] = {name: self.table(name).model_dump() | changed for name in self.table_names}
+        return parse_schema(value, where="options")
+
+    def to_json(self) -> dict[str, Any]:
+        """This record as JSON-ready values; `parse_schema` is the inverse. Without histories it is silent of them."""
+        return self.model_dump(mode="json", exclude={"histories"} if self.histories is None else None)
+
+
+def parse_schema(value: Any, *, where: str) -> Schema:
+    """The schema in parsed YAML or JSON; `where` (a file name) begins every error.
+
+    Raises ValueError naming the field, the value got, what is allowed and, for an unknown key, the nearest known one.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: a schema is a mapping with at least 'label' and 'categorical'; got {_short(value)}")
+    try:
+        # JSON mode: strict about scalars, while a list may stand for a tuple.
+        return Schema.model_validate_json(json.dumps(value, default=str))
+    except ValidationError as error:
+        raise ValueError(explain_faults(error, where, _fields_at)) from None
+
+
+def check_options(**options: Any) -> None:
+    """Raises ValueError for options of `Schema.with_options` that no schema can have."""
+    any_schema = {"label": "label", "time": "time", "categorical": ["id"]}
+    parse_schema(any_schema, where="options").with_options(**options)
+
+
+def load_schema(path: Path | str) -> Schema:
+    """The schema in a YAML file. Raises ValueError naming file and line where it is no YAML, else as `parse_schema`."""
+    return parse_schema(load_yaml(path, cure="`hotrow init PATHS` writes a schema from your logs"), where=str(path))
+
+
+def load_yaml(path: Path | str, *, cure: str) -> Any:
+    """What a YAML file holds. Raises ValueError naming the file, and `cure` where there is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {cure}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
+    return parse_yaml(text, origin=str(path))
+
+
+Place: TypeAlias = tuple[int | str, ...]
+"""Of a field: ("categorical", 2, "kind")."""
+
+
+def explain_faults(error: ValidationError, where: str, fields_at: Callable[[Place], Sequence[str]]) -> str:
+    """Every fault on a line of its own; `fields_at`: the fields known at a place."""
+    lines = []
+    for fault in innermost(error.errors()):
+        path = _path(fault["loc"])
+        if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            known = fields_at(fault["loc"][:-1])
+            lines.append(f"unknown key {path!r}{nearest(str(fault['loc'][-1]), known)}; known: {', '.join(known)}")
+        elif fault["type"] == "json_invalid":
+            lines.append("a name or text in it is not valid Unicode; write it in UTF-8")
+        elif fault["type"] == "missing":
+            lines.append(f"{path} is missing; add it")
+        elif fault["type"] == "value_error":
+            lines.append(f"{path}: {fault['ctx']['error']}" if path else str(fault["ctx"]["error"]))
+        else:
+            lines.append(f"{path or 'a name'} is {_short(fault['input'])}: {in_words(fault)}")
+    return "\n".join(f"{where}: {line}" for line in dict.fromkeys(lines))
+
+
+def _path(loc: Place) -> str:
+    """('categorical', 2, 'kind') -> categorical[2].kind"""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return text.removeprefix(".")
+
+
+SECTIONS: dict[str, type[BaseModel]] = {
+    "label": LabelSpec,
+    "time": TimeSpec,
+    "dense": DenseSpec,
+    "categorical": CategoricalSpec,
+    "tables": TableSpec,
+    "split": SplitSpec,
+    "histories": HistoriesSpec,
+    "csv": CsvSpec,
+}
+
+
+def _fields_at(loc: Place) -> list[str]:
+    model = SECTIONS[str(loc[0])] if loc else Schema
+    return list(model.model_fields)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """'; did you mean X?' where something is near."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

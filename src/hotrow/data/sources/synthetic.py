@@ -1,0 +1,243 @@
+"""Synthetic clicks with known popularity, drift and truth: for speed at any size, for tests, and for a first demo.
+
+    id      rank k = 1..N with P(k) proportional to the integral of x^-zipf over [k - 1/2, k + 1/2]: Zipf's law but for
+            the first few ranks, and invertible in one step at any N
+    item    the rank's item at that time; see `SyntheticTable.drift`
+    key     a bijective hash of the item, 32 bits: neither keys nor their order tell the popularity
+    dense   floor(exp(mean + sd z) - 1), z standard normal: lognormal counts, some missing
+    label   1 with probability sigmoid(teacher logit); see `synthetic_rows.Teacher`
+
+Rows are the same on every run on one machine; across machines the last bit of a power may move one id in 10^10.
+`SyntheticSource` hands rows to preparation, `write_criteo` writes them as a raw text file in Criteo's layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.base.files import atomic_write
+from hotrow.data.chunk import Chunk, FileInfo, KeyKind, Keys, Position, SkippedRows, SourceInfo
+from hotrow.data.packed.format import FeatureKind
+from hotrow.data.sources.synthetic_config import (
+    PRESETS,
+    SyntheticConfig,
+    SyntheticDense,
+    SyntheticTable,
+    criteo_kaggle,
+    criteo_terabyte,
+)
+from hotrow.data.sources.synthetic_rows import CELL_ROWS, Cell, Floats, Generator, Teacher
+
+__all__ = [
+    "PRESETS",
+    "SyntheticConfig",
+    "SyntheticDense",
+    "SyntheticSource",
+    "SyntheticTable",
+    "criteo_kaggle",
+    "criteo_terabyte",
+    "write_criteo",
+]
+
+START_TIME = 1_577_836_800
+"""2020-01-01 00:00 UTC: the time of the first row, in seconds since 1970."""
+_COUNT_DIGITS = 8
+"""Counts end at 2^24, above which float32 would round them."""
+_TIMES_ROWS = 1 << 20
+_TEXT_ROWS = 2_048
+"""Rows made into text at a time: 700 kB at full width, which stays in cache."""
+_HEX_PAIRS = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), np.uint16)
+
+
+class _CellRows(NamedTuple):
+    """One cell as raw values."""
+
+    label: NDArray[np.float32]
+    dense: NDArray[np.float32]
+    """[n, I], NaN = missing."""
+    keys: list[Keys]
+    time: NDArray[np.int64]
+
+
+class SyntheticSource:
+    """The rows of `config` as a `Source` for preparation; keys are uint32.
+
+    Any row is made on demand, so `chunks` starts anywhere at no cost, and chunks of any size hold the same rows.
+    """
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        self.config = config
+        self.skipped = SkippedRows()
+        self._generator = Generator(config)
+        self._latest: tuple[int, _CellRows] | None = None
+
+    @property
+    def name(self) -> str:
+        """The config's name."""
+        return self.config.name
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """Names of the columns of counts."""
+        return tuple(column.name for column in self.config.dense)
+
+    @property
+    def key_kinds(self) -> Mapping[str, KeyKind]:
+        """All keys are integers."""
+        return {table.name: "int" for table in self.config.tables}
+
+    @property
+    def feature_kinds(self) -> Mapping[str, FeatureKind]:
+        """Which features are lists, by name."""
+        return {table.name: table.kind for table in self.config.tables}
+
+    def scout(self, *, count: Literal["estimate", "exact"] = "exact") -> SourceInfo:
+        """Exact number of rows; one pretended file, named by a digest of the config so that a change is noticed."""
+        num_bytes = self.config.num_rows * 4 * (1 + len(self.config.dense) + len(self.config.tables))
+        file = FileInfo(f"synthetic:{self.config.digest}", num_bytes, mtime_ns=0)
+        return SourceInfo(self.config.num_rows, num_rows_exact=True, files=(file,))
+
+    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65_536) -> Iterator[Chunk]:
+        """Chunks of `rows_per_chunk` rows (the last may be shorter) from row `start.offset` on."""
+        first = start.offset if start else 0
+        for row in range(first, self.config.num_rows, rows_per_chunk):
+            yield self._chunk(row, min(row + rows_per_chunk, self.config.num_rows))
+
+    def times(self) -> Iterator[NDArray[np.int64]]:
+        """The times of all rows, without making another column."""
+        for first in range(0, self.config.num_rows, _TIMES_ROWS):
+            yield self._times(first, min(first + _TIMES_ROWS, self.config.num_rows))
+
+    def _times(self, start: int, stop: int) -> NDArray[np.int64]:
+        seconds_per_row = 86_400 * self.config.num_days / self.config.num_rows
+        seconds: NDArray[np.int64] = np.floor(np.arange(start, stop) * seconds_per_row).astype(np.int64)
+        return seconds + START_TIME
+
+    def teacher_logits(self, start: int, stop: int) -> Floats:
+        """True logits [stop - start] of rows `start` to `stop`: no model does better than these."""
+        return self._logits(self.teacher.logits, start, stop)
+
+    def additive_logits(self, start: int, stop: int) -> Floats:
+        """True logits without the pairwise part: no model of single columns does better than these."""
+        return self._logits(self.teacher.additive_logits, start, stop)
+
+    @cached_property
+    def teacher(self) -> Teacher:
+        """The truth behind the labels."""
+        return Teacher(self._generator)
+
+    @cached_property
+    def _counts(self) -> NDArray[np.float32]:
+        return self._generator.count_levels()
+
+    def _logits(self, function: Callable[[Cell], Floats], start: int, stop: int) -> Floats:
+        return np.concatenate([function(self._generator.cell(i))[a:b] for i, a, b in _cell_spans(start, stop)])
+
+    def _chunk(self, start: int, stop: int) -> Chunk:
+        pieces = [(self._cell_rows(index), slice(a, b)) for index, a, b in _cell_spans(start, stop)]
+        keys = {
+            table.name: _join_keys([_slice_keys(rows.keys[j], span) for rows, span in pieces])
+            for j, table in enumerate(self.config.tables)
+        }
+        return Chunk(
+            num_rows=stop - start,
+            label=np.concatenate([rows.label[span] for rows, span in pieces]),
+            dense=np.concatenate([rows.dense[span] for rows, span in pieces]),
+            keys=keys,
+            position=Position(offset=stop),
+            time=np.concatenate([rows.time[span] for rows, span in pieces]),
+        )
+
+    def _cell_rows(self, index: int) -> _CellRows:
+        if self._latest is None or self._latest[0] != index:
+            self._latest = (index, self._make_cell_rows(index))
+        return self._latest[1]
+
+    def _make_cell_rows(self, index: int) -> _CellRows:
+        cell = self._generator.cell(index)
+        time = self._times(cell.first_row, cell.first_row + cell.num_rows)
+        keys = []
+        for j, (table, ids) in enumerate(zip(self.config.tables, cell.ids, strict=True)):
+            valid = ids.items != table.num_embeddings if table.kind == "one_hot" and table.missing else None
+            keys.append(Keys(self._generator.keys(j, ids.items), valid=valid, row_splits=ids.row_splits))
+        columns = np.arange(len(self.config.dense))[:, None]
+        dense = self._counts[columns, cell.dense_levels].T
+        return _CellRows(self._generator.labels(index, self.teacher.logits(cell)), dense, keys, time)
+
+
+def _cell_spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Cell, first and last row in it, for rows `start` to `stop`."""
+    for index in range(start // CELL_ROWS, -(-stop // CELL_ROWS)):
+        first = index * CELL_ROWS
+        yield index, max(start - first, 0), min(stop - first, CELL_ROWS)
+
+
+def _slice_keys(keys: Keys, rows: slice) -> Keys:
+    if keys.row_splits is None:
+        return Keys(keys.values[rows], valid=None if keys.valid is None else keys.valid[rows])
+    splits = keys.row_splits[rows.start : rows.stop + 1]
+    return Keys(keys.values[splits[0] : splits[-1]], row_splits=splits - splits[0])
+
+
+def _join_keys(pieces: list[Keys]) -> Keys:
+    if len(pieces) == 1:
+        return pieces[0]
+    values = np.concatenate([piece.values for piece in pieces])
+    valid = [piece.valid for piece in pieces if piece.valid is not None]
+    lengths = [np.diff(piece.row_splits) for piece in pieces if piece.row_splits is not None]
+    splits = np.concatenate([[0], np.concatenate(lengths).cumsum()]) if lengths else None
+    return Keys(values, valid=np.concatenate(valid) if valid else None, row_splits=splits)
+
+
+def write_criteo(path: Path | str, config: SyntheticConfig) -> int:
+    """Write the rows of `config` as text in Criteo's layout and return its size in bytes; the file appears whole.
+
+    One row per line, tab-separated: label, 13 counts, 26 keys of 8 hex digits; nothing between two tabs = missing.
+    Raises ValueError unless `config` has 13 dense columns and 26 one-hot tables.
+    """
+    if len(config.dense) != 13 or len(config.tables) != 26 or any(t.kind != "one_hot" for t in config.tables):
+        raise ValueError(
+            f"config {config.name!r} has {len(config.dense)} dense columns and {len(config.tables)} tables; "
+            "Criteo's layout has 13, and 26 one-hot ones: use a criteo preset"
+        )
+    with atomic_write(path) as file:
+        for chunk in SyntheticSource(config).chunks(rows_per_chunk=_TEXT_ROWS):
+            file.write(_criteo_lines(chunk).data)
+        return file.tell()
+
+
+def _criteo_lines(chunk: Chunk) -> NDArray[np.uint8]:
+    """The text of `chunk`: every field is laid out at full width, then the bytes not needed are left out."""
+    assert chunk.label is not None
+    num_counts, num_keys = chunk.dense.shape[1], len(chunk.keys)
+    count_width, key_width = _COUNT_DIGITS + 1, 8 + 1
+    keys_at = 2 + num_counts * count_width
+    text = np.full((chunk.num_rows, keys_at + num_keys * key_width), ord("\t"), np.uint8)
+    keep = np.ones(text.shape, np.bool_)
+    text[:, 0] = ord("0") + chunk.label.astype(np.uint8)
+    text[:, -1] = ord("\n")
+
+    shape = (chunk.num_rows, num_counts, count_width)
+    digits, keep_digits = (a[:, 2:keys_at].reshape(shape)[:, :, :-1] for a in (text, keep))
+    missing = np.isnan(chunk.dense)
+    rest = np.where(missing, 0, chunk.dense).astype(np.uint32)
+    for place in reversed(range(_COUNT_DIGITS)):
+        tenth = rest // np.uint32(10)
+        keep_digits[:, :, place] = (rest > 0) & ~missing if place < _COUNT_DIGITS - 1 else ~missing
+        digits[:, :, place] = (ord("0") + (rest - tenth * np.uint32(10))).astype(np.uint8)
+        rest = tenth
+
+    shape = (chunk.num_rows, num_keys, key_width)
+    hexes, keep_hexes = (a[:, keys_at:].reshape(shape)[:, :, :-1] for a in (text, keep))
+    for j, keys in enumerate(chunk.keys.values()):
+        octets = keys.values.astype(">u4").view(np.uint8)
+        hexes[:, j] = _HEX_PAIRS[octets].view(np.uint8).reshape(chunk.num_rows, 8)
+        if keys.valid is not None:
+            keep_hexes[:, j] = keys.valid[:, None]
+    return text[keep]

@@ -1,0 +1,277 @@
+"""The rows of a synthetic data set and the truth behind their labels; see `synthetic` for the rules.
+
+Rows come in cells of 16,384. Everything random about a cell is Philox4x64-10(key=(seed, stream), counter=(0, 0, cell,
+0)), one stream per column, so any row can be made without those before it and chunks of any size hold the same rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.mix import mix64
+from hotrow.data.sources.synthetic_config import SyntheticConfig, SyntheticTable
+
+CELL_ROWS = 16_384
+_LATENT = 4
+"""Numbers per id that the pairwise part of the teacher multiplies."""
+_LEVELS = 1 << 12
+"""Normal draws take one of this many equally likely values."""
+_LABELS, _DENSE, _IDS, _LENGTHS = (n << 32 for n in range(4))
+"""First stream of each family; a column's place is added."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Items drawn for one feature: one per row, or cut by row_splits. A missing value is the item N."""
+
+    items: NDArray[np.int64]
+    row_splits: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Consecutive rows as drawn, before levels become counts and items become keys."""
+
+    first_row: int
+    dense_levels: NDArray[np.int16]
+    """[I, n], -1 = missing."""
+    ids: tuple[Ids, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this cell: 16,384, the last cell fewer."""
+        return int(self.dense_levels.shape[1])
+
+
+@cache
+def _normal_levels() -> Floats:
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse((level + 0.5) / _LEVELS) for level in range(_LEVELS)])
+
+
+def _raw(config: SyntheticConfig, stream: int, cell: int, num_words: int) -> NDArray[np.uint64]:
+    counter = np.array([0, 0, cell, 0], np.uint64)
+    words: NDArray[np.uint64] = np.random.Philox(
+        key=np.array([config.seed, stream], np.uint64), counter=counter
+    ).random_raw(num_words)
+    return words
+
+
+def _mix32(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """The finalizer of MurmurHash3, a bijection of 32-bit words; in place."""
+    words ^= words >> np.uint32(16)
+    words *= np.uint32(0x85EBCA6B)
+    words ^= words >> np.uint32(13)
+    words *= np.uint32(0xC2B2AE35)
+    words ^= words >> np.uint32(16)
+    return words
+
+
+def _salt(config: SyntheticConfig, table: SyntheticTable) -> int:
+    digest = hashlib.sha256(f"{config.seed}/{table.name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def _ranks(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Ranks 0 .. N - 1 by inverting the distribution function at 53 random bits."""
+    uniform = (words >> np.uint64(11)).astype(np.float64)
+    uniform *= 2.0**-53
+    low, high, power = 0.5, table.num_embeddings + 0.5, 1.0 - table.zipf
+    if abs(power) < 1e-9:
+        x = low * np.exp(uniform * np.log(high / low))
+    else:
+        a, b = low**power, high**power
+        x = (a + uniform * (b - a)) ** (1.0 / power)
+    ranks: NDArray[np.int64] = np.rint(x).astype(np.int64)
+    ranks -= 1
+    np.clip(ranks, 0, table.num_embeddings - 1, out=ranks)
+    return ranks
+
+
+def _exchange(table: SyntheticTable, salt: int, ranks: NDArray[np.int64], time: Floats) -> NDArray[np.int64]:
+    """The item of each rank at `time`; see `SyntheticTable.drift`."""
+    half = table.num_embeddings // 2
+    if not table.drift or not half:
+        return ranks
+    pair = ranks % half
+    moment = mix64(pair.astype(np.uint64) + np.uint64(salt ^ 0x5BD1E995)).astype(np.float64) * 2.0**-64
+    partner = np.where(ranks < half, ranks + half, ranks - half)
+    return np.where((moment < table.drift * time) & (ranks < 2 * half), partner, ranks)
+
+
+def _lengths(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Poisson or geometric lengths with the mean given, cut at max_length, by inverting the distribution function."""
+    mean, steps = table.mean_length, np.arange(table.max_length)
+    if table.kind == "multi_hot":
+        log_factorial = np.concatenate([[0.0], np.log(np.arange(1, table.max_length)).cumsum()])
+        mass = np.exp(steps * np.log(max(mean, 1e-300)) - mean - log_factorial)
+    else:
+        mass = (mean / (1 + mean)) ** steps / (1 + mean)
+    uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.searchsorted(np.cumsum(mass), uniform, "right")
+
+
+class Generator:
+    """Draws cells: everything but the label."""
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        self.config = config
+        self.salts = [_salt(config, table) for table in config.tables]
+
+    def cell(self, index: int) -> Cell:
+        """Cell `index`: rows from index * 16,384 on."""
+        first = index * CELL_ROWS
+        num_rows = min(CELL_ROWS, self.config.num_rows - first)
+        time = np.arange(first, first + num_rows) / self.config.num_rows
+        dense = np.empty((len(self.config.dense), num_rows), np.int16)
+        for j, column in enumerate(self.config.dense):
+            words = _raw(self.config, _DENSE + j, index, num_rows)
+            dense[j] = words >> np.uint64(52)
+            dense[j, (words & np.uint64(0xFFFFFFFF)) < np.uint64(column.missing * 2**32)] = -1
+        return Cell(first, dense, tuple(self._ids(j, index, time) for j in range(len(self.config.tables))))
+
+    def _ids(self, j: int, index: int, time: Floats) -> Ids:
+        table, salt = self.config.tables[j], self.salts[j]
+        if table.kind == "one_hot":
+            words = _raw(self.config, _IDS + j, index, len(time))
+            items = _exchange(table, salt, _ranks(table, words), time)
+            if table.missing:
+                # The 11 bits that `_ranks` leaves are too few for a share; mixing makes more of the same word.
+                items[mix64(words) < np.uint64(table.missing * 2.0**64)] = table.num_embeddings
+            return Ids(items)
+        lengths = _lengths(table, _raw(self.config, _LENGTHS + j, index, len(time)))
+        splits = np.concatenate([[0], lengths.cumsum()])
+        words = _raw(self.config, _IDS + j, index, int(splits[-1]))
+        return Ids(_exchange(table, salt, _ranks(table, words), np.repeat(time, lengths)), splits)
+
+    def labels(self, index: int, logits: Floats) -> NDArray[np.float32]:
+        """Labels [n] of cell `index`: 1 with probability sigmoid(logit)."""
+        uniform = (_raw(self.config, _LABELS, index, len(logits)) >> np.uint64(11)) * 2.0**-53
+        return (uniform < sigmoid(logits)).astype(np.float32)
+
+    def count_levels(self) -> NDArray[np.float32]:
+        """[I, levels + 1]: the count each level of a dense column stands for; the last, at -1, is NaN for missing."""
+        table = np.full((len(self.config.dense), _LEVELS + 1), np.nan, np.float32)
+        for j, column in enumerate(self.config.dense):
+            count = np.floor(np.expm1(column.mean + column.sd * _normal_levels()))
+            table[j, :-1] = np.clip(count, 0, (1 << 24) - 1)
+        return table
+
+    def keys(self, j: int, items: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Raw ids of items."""
+        return _mix32(items.astype(np.uint32) ^ np.uint32(self.salts[j] & 0xFFFFFFFF))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The three parts of the teacher's logit before scaling, [n] each."""
+
+    main: Floats
+    pair: Floats
+    dense: Floats
+
+
+class Teacher:
+    """The truth behind the labels: logit = bias + main + pair + dense, each with the config's standard deviation.
+
+        main   sum over features f of w_f u_f(id)                     u_f(id) ~ N(0, 1) by hash
+        pair   sum over f < g of w_f w_g <v_f(id), v_g(id')>          v_f(id) in R^4 by hash, centred per feature
+        dense  sum over columns j of a_j z_j                          z_j = normal score of the count, 0 when missing
+        w_f    1 / (1 + ln(N_f) / 4): small tables matter more, so that the truth can be learnt from few rows
+
+    Lists count as the mean over their ids. Nothing is stored per id: u and v are bits of a hash of (seed, table, id).
+    Scales and bias are set on the first 16,384 rows.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        config = generator.config
+        self._generator = generator
+        normal = _normal_levels().astype(np.float32)
+        weights = [1 / (1 + math.log(table.num_embeddings) / 4) for table in config.tables]
+        self._id_levels = [np.tile(np.float32(weight) * normal, (1 + _LATENT, 1)) for weight in weights]
+        """By feature [1 + 4, levels]: what each level of u and of v adds, weighted and centred."""
+        signs = [(-1) ** j / math.sqrt(1 + j) for j in range(len(config.dense))]
+        # Level -1, a missing count, is the last and adds nothing.
+        self._dense_levels = [np.append(np.float32(sign) * normal, np.float32(0)) for sign in signs]
+        # A full cell even where the data set is smaller, so that its size does not move the truth.
+        pilot = Generator(replace(config, num_rows=max(config.num_rows, CELL_ROWS))).cell(0)
+        for j, ids in enumerate(pilot.ids):
+            self._id_levels[j][1:] -= self._effects(j, ids)[1:].mean(axis=1, keepdims=True)
+        parts = self._parts(pilot)
+        self._scales = [
+            (strength / (std if (std := float(part.std())) > 0 else 1.0), float(part.mean()))
+            for part, strength in (
+                (parts.main, config.main_strength),
+                (parts.pair, config.pair_strength),
+                (parts.dense, config.dense_strength),
+            )
+        ]
+        self.bias = 0.0
+        self.bias = _bias_for(config.base_rate, self.logits(pilot))
+
+    def logits(self, cell: Cell) -> Floats:
+        """[n] logits whose sigmoid is the probability the label was drawn with."""
+        parts = self._parts(cell)
+        logit = np.full(cell.num_rows, self.bias)
+        for part, (scale, mean) in zip((parts.main, parts.pair, parts.dense), self._scales, strict=True):
+            logit += scale * (part - mean)
+        return logit
+
+    def additive_logits(self, cell: Cell) -> Floats:
+        """The same without the pairwise part: the most that a model of single columns could know."""
+        parts = self._parts(cell)
+        (main_scale, main_mean), _, (dense_scale, dense_mean) = self._scales
+        return self.bias + main_scale * (parts.main - main_mean) + dense_scale * (parts.dense - dense_mean)
+
+    def _parts(self, cell: Cell) -> _Parts:
+        main, dense, squares = (np.zeros(cell.num_rows, np.float32) for _ in range(3))
+        total = np.zeros((_LATENT, cell.num_rows), np.float32)
+        for j, ids in enumerate(cell.ids):
+            u, v = np.split(self._effects(j, ids), [1])
+            main += u[0]
+            total += v
+            squares += np.einsum("kn,kn->n", v, v)
+        for levels, column in zip(self._dense_levels, cell.dense_levels, strict=True):
+            dense += levels[column]
+        pair = (np.einsum("kn,kn->n", total, total) - squares) / 2
+        return _Parts(main.astype(np.float64), pair.astype(np.float64), dense.astype(np.float64))
+
+    def _effects(self, j: int, ids: Ids) -> NDArray[np.float32]:
+        """[1 + 4, n]: u and v of each row's id, or their means over its list, weighted and centred."""
+        words = mix64(ids.items.astype(np.uint64) + np.uint64(self._generator.salts[j]))
+        bits, low = np.uint64(_LEVELS.bit_length() - 1), np.uint64(_LEVELS - 1)
+        effects = np.empty((1 + _LATENT, len(words)), np.float32)
+        for levels, effect in zip(self._id_levels[j], effects, strict=True):
+            np.take(levels, (words & low).view(np.int64), out=effect, mode="clip")
+            words >>= bits
+        return effects if ids.row_splits is None else _bag_means(effects, ids.row_splits)
+
+
+def _bag_means(values: NDArray[np.float32], row_splits: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Means of `values` [k, sum of lengths] over each row's span, 0 for empty ones: [k, n]."""
+    sums = np.zeros((len(values), values.shape[1] + 1))
+    np.cumsum(values, axis=1, out=sums[:, 1:], dtype=np.float64)
+    means = (sums[:, row_splits[1:]] - sums[:, row_splits[:-1]]) / np.maximum(np.diff(row_splits), 1)
+    return means.astype(np.float32)
+
+
+def sigmoid(logits: Floats) -> Floats:
+    """1 / (1 + exp(-z)), without overflow."""
+    return 0.5 * (1.0 + np.tanh(0.5 * logits))
+
+
+def _bias_for(base_rate: float, logits: Floats) -> float:
+    low, high = -50.0, 50.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sigmoid(logits + middle).mean() < base_rate else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,609 @@
+"""Tables as streams of Arrow record batches: Parquet files, delimited text files, frames in memory.
+
+A reader knows its files, the type of each column, and yields a file's rows from any row on. It does not know what the
+columns mean; `columns.py` does.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import re
+import threading
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from hotrow.data.chunk import FileInfo, RowError
+from hotrow.data.sources.convert import is_text, value_type
+from hotrow.data.sources.inputs import InputFile
+from hotrow.data.sources.schema import CsvSpec
+
+PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
+TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".data", ".dat")
+COMPRESSION_SUFFIX = re.compile(r"\.(gz|zst|bz2|lz4)$")
+DELIMITERS = ",\t;|\x01"
+SNIFF_BYTES = 1 << 16
+ESTIMATE_BYTES = 4 << 20
+BATCH_BYTES = 32 << 20
+MAX_BATCH_ROWS = 1 << 19
+"""Of Parquet rows read at once; see `_batch_rows`."""
+CSV_BLOCK_BYTES = 4 << 20
+FRAME_NAME = "<frame>"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of one file."""
+
+    batch: pa.RecordBatch
+    lines: np.ndarray[Any, np.dtype[np.int64]]
+    """[num_rows] 1-based row number of each row in its file, of text with the header (`TextReader.line_of`)."""
+    end: int
+    """Position after these rows: rows of the file consumed, bad lines included."""
+    bad: tuple[RowError, ...] = ()
+    """Lines before `end` that could not be cut into columns."""
+
+
+class TableReader(Protocol):
+    """Files of one table."""
+
+    @property
+    def files(self) -> tuple[FileInfo, ...]:
+        """The files as they are now."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Name and type of every column, partition columns included."""
+
+    def partition_values(self) -> dict[str, pa.Array]:
+        """Columns that folders name: their value in each file."""
+
+    def check_drift(self, columns: Sequence[str]) -> None:
+        """Raises ValueError naming file and column where a file lacks one of `columns` or holds it as another type."""
+
+    def count_rows(self) -> tuple[int, bool]:
+        """Number of rows, and whether it is exact."""
+
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """The rows of one file after position `first`. Raises ValueError naming the file where it cannot be read."""
+
+
+def has_suffix(path: str, suffixes: Sequence[str]) -> bool:
+    """Whether a file's name, a compression suffix aside, ends in one of `suffixes`."""
+    return COMPRESSION_SUFFIX.sub("", path.lower()).endswith(tuple(suffixes))
+
+
+def is_parquet(file: InputFile) -> bool:
+    """By suffix, else by the four bytes every Parquet file starts with."""
+    if has_suffix(file.path, PARQUET_SUFFIXES):
+        return True
+    if has_suffix(file.path, TEXT_SUFFIXES):
+        return False
+    with file.open_file() as stream:
+        return bool(stream.read(4) == b"PAR1")
+
+
+class FrameReader:
+    """Any frame in memory that speaks Arrow's C stream (pandas, polars, pyarrow, duckdb relations), read once into one
+    Arrow table: without a copy where its layout allows, and so that both passes see the same rows."""
+
+    def __init__(self, frame: Any) -> None:
+        table = frame_to_arrow(frame)
+        self.table = table.rename_columns(distinct_names(table.column_names))
+        self.schema = self.table.schema
+        digest = 0
+        for column in self.table.columns:
+            for chunk in column.chunks:
+                for buffer in chunk.buffers():
+                    digest = digest if buffer is None else zlib.crc32(buffer, digest)
+        # A frame has no modification time; a checksum of its bytes tells a resumed run that it is the same frame.
+        self.files: tuple[FileInfo, ...] = (FileInfo(FRAME_NAME, self.table.nbytes, digest),)
+
+    def partition_values(self) -> dict[str, pa.Array]:
+        """A frame lies in no folder."""
+        return {}
+
+    def check_drift(self, columns: Sequence[str]) -> None:
+        """A frame is one file: nothing can drift."""
+
+    def count_rows(self) -> tuple[int, bool]:
+        """Number of rows, exactly."""
+        return self.table.num_rows, True
+
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """The frame's rows after position `first`."""
+        for batch in self.table.select(list(columns)).slice(first).to_batches(max_chunksize=rows_per_batch):
+            yield Rows(batch, np.arange(first + 1, first + 1 + len(batch)), first := first + len(batch))
+
+
+def frame_to_arrow(frame: Any) -> pa.Table:
+    """`frame` as an Arrow table. Raises ValueError for objects that do not speak Arrow, and for one-shot readers."""
+    try:
+        return _to_table(frame)
+    except (pa.ArrowException, TypeError) as error:
+        # pandas hands over columns of Python objects, which need not be of one type; Arrow then names the column.
+        text = "; ".join(str(argument) for argument in error.args)
+        raise ValueError(f"{type(frame).__name__} cannot be read as an Arrow table: {text}; convert it first") from None
+
+
+def _to_table(frame: Any) -> pa.Table:
+    if isinstance(frame, pa.RecordBatchReader):
+        raise ValueError("a RecordBatchReader can be read once, preparation reads twice; pass reader.read_all()")
+    if isinstance(frame, pa.Table):
+        return frame
+    if hasattr(frame, "__arrow_c_stream__"):
+        return pa.RecordBatchReader.from_stream(frame).read_all()
+    for method in ("to_arrow_table", "to_arrow", "arrow"):
+        if hasattr(frame, method):
+            found = getattr(frame, method)()
+            # duckdb's results give a reader, its relations speak Arrow themselves.
+            return found.read_all() if isinstance(found, pa.RecordBatchReader) else pa.table(found)
+    if type(frame).__module__.startswith("pandas."):
+        return pa.Table.from_pandas(frame, preserve_index=False)
+    cure = "pass paths, or a pandas, polars, duckdb or pyarrow table"
+    if hasattr(frame, "collect"):
+        cure = "it is not computed yet: pass what its collect() returns"
+    raise ValueError(f"{type(frame).__name__} is no path and no Arrow-capable frame; {cure}")
+
+
+class ParquetReader:
+    """Parquet files with one schema, and hive partition columns from their folders."""
+
+    def __init__(self, files: Sequence[InputFile]) -> None:
+        self._files = files
+        self.files = tuple(f.info for f in files)
+        self._partition_types = partition_types(files)
+        self.schema = self._file_schema(0)
+
+    def _opened(self, file_index: int, *, text_columns: Sequence[str] = ()) -> pq.ParquetFile:
+        """One file; `text_columns` are read as dictionaries, which is how they are stored."""
+        file = self._files[file_index]
+        with naming(file):
+            # Without pre_buffer: reading ahead would hold every column chunk of the file at once.
+            parquet = pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns), pre_buffer=False)
+        names = parquet.schema_arrow.names
+        if len(set(names)) < len(names):
+            again = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{file.name}: two columns are called {again!r}; rename one of them")
+        return parquet
+
+    def _file_schema(self, file_index: int) -> pa.Schema:
+        schema = self._opened(file_index).schema_arrow
+        for name, kind in self._partition_types.items():
+            if name not in schema.names:
+                schema = schema.append(pa.field(name, kind))
+        return schema
+
+    def partition_values(self) -> dict[str, pa.Array]:
+        """Columns that folders name: their value in each file."""
+        stored = self._opened(0).schema_arrow.names
+        return partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
+
+    def check_drift(self, columns: Sequence[str]) -> None:
+        """Raises ValueError naming file and column where a file lacks a column or holds it in another type."""
+        for index in range(len(self._files)):
+            schema = self._file_schema(index)
+            for name in columns:
+                path, want = self.files[index].path, self.schema.field(name).type
+                if name not in schema.names:
+                    raise ValueError(
+                        f"{path}: column {name!r} is missing, {self.files[0].path} has it; its columns: "
+                        f"{', '.join(schema.names)}"
+                    )
+                if not _same_meaning(got := schema.field(name).type, want):
+                    raise ValueError(
+                        f"{path}: column {name!r} has type {got}, {self.files[0].path} has {want}; rewrite one of them"
+                    )
+
+    def count_rows(self) -> tuple[int, bool]:
+        """Number of rows, from every file's footer."""
+        return sum(int(self._opened(i).metadata.num_rows) for i in range(len(self._files))), True
+
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """The rows of one file after position `first`."""
+        text = [c for c in columns if c not in self._partition_types and is_text(self.schema.field(c).type)]
+        file, parquet = self._files[file_index], self._opened(file_index, text_columns=text)
+        sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
+        starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        group = int(np.searchsorted(starts, first, side="right")) - 1
+        row, groups = int(starts[min(group, len(sizes))]), list(range(group, len(sizes)))
+        stored = [c for c in columns if c in parquet.schema_arrow.names]
+        with naming(file):
+            batch_rows = max(rows_per_batch, _batch_rows(parquet, len(stored)))
+            for batch in parquet.iter_batches(batch_rows, row_groups=groups, columns=stored):
+                batch = with_partition(batch, file, columns, self._partition_types)
+                for start in range(max(0, first - row), len(batch), rows_per_batch):
+                    part = batch.slice(start, rows_per_batch)
+                    end = row + start + len(part)
+                    yield Rows(part, np.arange(end - len(part) + 1, end + 1), end)
+                row += len(batch)
+
+
+def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
+    """Rows read at once: many, so that a dictionary serves many, within BATCH_BYTES."""
+    metadata = parquet.metadata
+    stored_bytes = sum(int(metadata.row_group(g).total_byte_size) for g in range(metadata.num_row_groups))
+    row_bytes = max(8 * num_columns, stored_bytes // max(int(metadata.num_rows), 1))
+    return min(MAX_BATCH_ROWS, BATCH_BYTES // max(row_bytes, 1) + 1)
+
+
+def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
+    """Integers where every folder's value is one, else text."""
+    values: dict[str, list[str]] = {}
+    for file in files:
+        for name, value in file.partition:
+            values.setdefault(name, [])
+            if value is not None:
+                values[name].append(value)
+    return {n: pa.int64() if v and all(str(_as_int(x)) == x for x in v) else pa.string() for n, v in values.items()}
+
+
+def partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
+    """The value of each partition column in each file."""
+    values = [dict(file.partition) for file in files]
+    return {n: pa.array([row.get(n) for row in values], pa.string()).cast(kind) for n, kind in types.items()}
+
+
+def with_partition(
+    batch: pa.RecordBatch, file: InputFile, columns: Sequence[str], types: dict[str, pa.DataType]
+) -> pa.RecordBatch:
+    """`columns` of a file: those not in `batch` are as its folders say."""
+    values = dict(file.partition)
+    arrays = []
+    for name in columns:
+        if name in batch.schema.names:
+            arrays.append(batch.column(batch.schema.get_field_index(name)))
+        else:
+            arrays.append(pa.repeat(pa.scalar(values.get(name)).cast(types[name]), len(batch)))
+    return pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+
+def _as_int(text: str) -> int | None:
+    return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
+
+
+def _same_meaning(got: pa.DataType, want: pa.DataType) -> bool:
+    """Whether ids of both types are comparable: equal, signed integers of any width, or text of any layout."""
+    got, want = value_type(got), value_type(want)
+    signed = pa.types.is_signed_integer(got) and pa.types.is_signed_integer(want)
+    return bool(got == want or signed or (is_text(got) and is_text(want)))
+
+
+class TextReader:
+    """Delimited text: every column as text, columns found by the header of each file or by given names, and hive
+    partition columns from their folders."""
+
+    def __init__(self, files: Sequence[InputFile], spec: CsvSpec) -> None:
+        self._files, self._spec = files, spec
+        self.files = tuple(f.info for f in files)
+        self._heads: dict[int, tuple[str, list[str]]] = {}
+        self.delimiter, self.names = self._head(0)
+        """`names`: the columns of the first file's lines, without those that folders name."""
+        partition = (name for name in partition_types(files) if name not in self.names)
+        self._partition_types = dict.fromkeys(partition, pa.string())
+        self.schema = pa.schema([(name, pa.string()) for name in (*self.names, *self._partition_types)])
+
+    def _head(self, file_index: int) -> tuple[str, list[str]]:
+        """Delimiter and column names of one file."""
+        if file_index not in self._heads:
+            lines = self._first_lines(file_index)
+            delimiter = self._spec.delimiter or guess_delimiter(lines)
+            names = self._spec.column_names or distinct_names(next(csv.reader(lines, delimiter=delimiter)))
+            self._heads[file_index] = (delimiter, list(names))
+        return self._heads[file_index]
+
+    def renamed(self, file_index: int = 0) -> dict[str, str]:
+        """Columns whose name stands in the header before them too: the name each has here, and the header's."""
+        if self._spec.column_names is not None:
+            return {}
+        delimiter, names = self._head(file_index)
+        header = next(csv.reader(self._first_lines(file_index), delimiter=delimiter))
+        return {name: stored for name, stored in zip(names, header, strict=True) if name != stored}
+
+    def first_records(self) -> list[list[str]]:
+        """The fields of the first file's first lines, its header among them if it has one."""
+        delimiter, _ = self._head(0)
+        return list(csv.reader(self._first_lines(0)[:100], delimiter=delimiter))
+
+    def _first_lines(self, file_index: int) -> list[str]:
+        file = self._files[file_index]
+        with naming(file), file.open_stream() as stream:
+            raw = stream.read(SNIFF_BYTES)
+        # The sample may cut a character or line in two: only whole lines count.
+        whole = raw if len(raw) < SNIFF_BYTES else raw[: raw.rfind(b"\n") + 1]
+        if raw.startswith(b"PK\x03\x04"):
+            raise ValueError(f"{file.name} is a zip archive; unpack it, or pack it with gzip or zstd instead")
+        try:
+            text = whole.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(file.name, error.start, raw.count(b"\n", 0, error.start)) from None
+        lines = [line for line in io.StringIO(text, newline="") if line.strip("\r\n")]
+        if not lines:
+            raise ValueError(f"{file.name} is empty; remove it or write it again")
+        return lines
+
+    def partition_values(self) -> dict[str, pa.Array]:
+        """Columns that folders name: their value in each file."""
+        return partition_values(self._files, self._partition_types)
+
+    def _stored(self, columns: Sequence[str]) -> list[str]:
+        """Of `columns`, those that stand in the files' lines."""
+        return [name for name in columns if name not in self._partition_types]
+
+    def check_drift(self, columns: Sequence[str]) -> None:
+        """Raises ValueError naming file and column where a file's header lacks a column or names it twice."""
+        for index, info in enumerate(self.files):
+            delimiter, names = self._head(index)
+            for name in self._stored(columns):
+                if names.count(name) != 1:
+                    fault = "lacks" if name not in names else "names twice"
+                    raise ValueError(
+                        f"{info.path}: the header, cut at {delimiter!r}, {fault} column {name!r}; columns found: "
+                        f"{', '.join(names[:20])}; set csv.delimiter or csv.column_names if this is not how to cut it"
+                    )
+
+    def count_rows(self) -> tuple[int, bool]:
+        """Estimated from the first lines of each file and its stored size, less its header."""
+        has_header = self._spec.column_names is None
+        return sum(max(0, estimate_lines(file) - has_header) for file in self._files), False
+
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """The rows of one file after position `first`, which counts lines after the header, bad ones included."""
+        file = self._files[file_index]
+        header_lines = int(self._spec.column_names is None)
+        places = _LinePlaces(file.name, header_lines)
+        with naming(file), file.open_stream() as stream:
+            for block in self._blocks(stream, file_index, columns, places):
+                lines = places.lines_of(len(block))
+                keep = int(np.searchsorted(lines, first + header_lines, side="right"))
+                block, lines = with_partition(block, file, columns, self._partition_types).slice(keep), lines[keep:]
+                for start in range(0, len(block), rows_per_batch):
+                    part = lines[start : start + rows_per_batch]
+                    bad = places.take_bad(int(part[-1]), after=first + header_lines)
+                    yield Rows(block.slice(start, rows_per_batch), part, int(part[-1]) - header_lines, bad)
+            if bad := places.take_bad(None, after=first + header_lines):
+                nothing = pa.RecordBatch.from_pylist([], pa.schema([(name, pa.string()) for name in columns]))
+                yield Rows(nothing, np.arange(0), bad[-1].line - header_lines, bad)
+
+    def line_of(self, file_index: int, record: int) -> int:
+        """The line on which a record of a file begins; both count from 1, the header included.
+
+        They differ after blank lines, which Arrow passes over, and newlines in quotes. Reads the file up to there.
+        """
+        delimiter, _ = self._head(file_index)
+        file = self._files[file_index]
+        with naming(file), file.open_stream() as stream:
+            records = csv.reader(
+                io.TextIOWrapper(stream, "utf-8-sig", errors="replace", newline=""), delimiter=delimiter
+            )
+            num_records, line = 0, 1
+            with suppress(csv.Error):  # a value longer than Python's limit: the record's number is what is known
+                for fields in records:
+                    num_records += bool(fields)
+                    if num_records == record:
+                        return line
+                    line = records.line_num + 1
+        return record
+
+    def _blocks(
+        self, stream: Any, file_index: int, columns: Sequence[str], places: _LinePlaces
+    ) -> Iterator[pa.RecordBatch]:
+        """A file as Arrow cuts it, bad lines noted in `places`; ends only when Arrow's reading thread has too.
+
+        That thread drops the reader, and file and callback with it, after its last read: later than the caller, who may
+        have broken off. Were Python shutting down by then, the process would be aborted.
+        """
+        name = self._files[file_index].name
+        text = _CheckedText(name, stream, end=self._end_line(file_index))
+
+        def on_bad_line(row: Any, text: _CheckedText = text) -> str:
+            return "skip" if text.ends_with(row.text) else places.collect(row)
+
+        dropped = threading.Event(), threading.Event()
+        weakref.finalize(on_bad_line, dropped[0].set).atexit = False
+        weakref.finalize(text, dropped[1].set).atexit = False
+        try:
+            try:
+                yield from pa.csv.open_csv(text, **self._csv_options(file_index, columns, on_bad_line))
+            except pa.ArrowException:
+                if text.fault is None:  # else Arrow's is about a file that ends there
+                    raise
+            fault, is_whole = text.fault, text.is_whole
+        finally:
+            del on_bad_line, text
+            for event in dropped:
+                event.wait()
+        if fault is not None:
+            raise fault
+        if not is_whole:
+            line = self.line_of(file_index, places.num_records)
+            raise ValueError(f"{name}:{line}: a quote opens here and is never closed; mend it")
+
+    def _end_line(self, file_index: int) -> str:
+        """A line that no file has and that has not its number of columns, so that Arrow hands it over as a bad one."""
+        delimiter, names = self._head(file_index)
+        return "\x04end of text\x04" + delimiter * int(len(names) == 1)
+
+    def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
+        delimiter, names = self._head(file_index)
+        headless = self._spec.column_names is not None
+        renamed = not headless and self.renamed(file_index)
+        # Arrow takes an empty list for all columns; rows are counted by one.
+        stored = self._stored(columns) or self._head(file_index)[1][:1]
+        return {
+            # One thread: only then does Arrow tell which line is bad; preparation reads in the background anyway.
+            "read_options": pa.csv.ReadOptions(
+                use_threads=False,
+                block_size=CSV_BLOCK_BYTES,
+                column_names=names if headless or renamed else None,
+                skip_rows_after_names=int(bool(renamed)),
+            ),
+            "parse_options": pa.csv.ParseOptions(
+                delimiter=delimiter, newlines_in_values=True, invalid_row_handler=on_bad_line
+            ),
+            "convert_options": pa.csv.ConvertOptions(
+                column_types=dict.fromkeys(stored, pa.string()),
+                include_columns=stored,
+                null_values=list(self._spec.null_values),
+                strings_can_be_null=True,
+                quoted_strings_can_be_null=True,
+            ),
+        }
+
+
+class _CheckedText(io.RawIOBase):
+    """The bytes of a text file for Arrow, up to the first that are not UTF-8, and after all of them a line of ours.
+
+    Arrow itself prints a traceback where a bad line is not UTF-8, and takes the rest of a file for one value where a
+    quote is never closed: then it does not hand over the line `end`.
+    """
+
+    def __init__(self, name: str, stream: Any, *, end: str) -> None:
+        self._name, self._stream, self._end = name, stream, end
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._num_bytes, self._num_lines, self._last = 0, 0, b"\n"
+        self._is_over = False
+        self.is_whole = False
+        """Whether Arrow came upon the last line outside quotes."""
+        self.fault: Exception | None = None
+        """Why the file ends early."""
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        """The next bytes; errors wait in `fault`, because their traceback would keep this object alive."""
+        if self._is_over:
+            return b""
+        text = b""
+        try:
+            text = self._stream.read(num_bytes)
+            self._decoder.decode(text, not text)
+        except UnicodeDecodeError as error:
+            at = error.start - len(error.object) + len(text)
+            self.fault = _not_utf8(self._name, self._num_bytes + at, self._num_lines + text.count(b"\n", 0, max(at, 0)))
+        except Exception as error:  # whatever it is: the caller raises it
+            self.fault = error.with_traceback(None)
+        self._is_over = not text or self.fault is not None
+        if self.fault is not None:
+            return b""
+        if not text:
+            return (b"" if self._last == b"\n" else b"\n") + self._end.encode()
+        self._num_bytes += len(text)
+        self._num_lines += text.count(b"\n")
+        self._last = text[-1:]
+        return text
+
+    def ends_with(self, line: str) -> bool:
+        """Whether a bad line is the one that ends the file, or comes only of an early end."""
+        self.is_whole |= self._is_over and line == self._end
+        return self.fault is not None or self.is_whole
+
+
+def _not_utf8(name: str, byte: int, lines_before: int) -> ValueError:
+    return ValueError(f"{name}:{lines_before + 1}: byte {byte} is not UTF-8; convert it (iconv -t UTF-8)")
+
+
+class _LinePlaces:
+    """Record numbers of the rows Arrow yields, and the errors of lines it could not cut into columns."""
+
+    def __init__(self, path: str, header_lines: int) -> None:
+        self._path, self._header_lines = path, header_lines
+        self._rows_before: list[int] = []
+        self._bad: list[RowError] = []
+        self._num_taken = self._num_rows = 0
+
+    @property
+    def num_records(self) -> int:
+        """Records so far: header, rows and bad lines."""
+        return self._header_lines + self._num_rows + len(self._bad)
+
+    def collect(self, row: Any) -> str:
+        """Notes a line with the wrong number of columns and lets Arrow go on."""
+        text = row.text if len(row.text) <= 60 else row.text[:57] + "..."
+        reason = f"{row.actual_columns} columns instead of {row.expected_columns} in {text!r}; mend or remove the line"
+        # Rows before the k-th bad line: its number, less header, itself and the bad lines before it.
+        self._rows_before.append(row.number - self._header_lines - 1 - len(self._bad))
+        self._bad.append(RowError(file=self._path, line=row.number, reason=reason))
+        return "skip"
+
+    def lines_of(self, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Lines of the next `num_rows` rows."""
+        rows = np.arange(self._num_rows, self._num_rows + num_rows)
+        self._num_rows += num_rows
+        return rows + 1 + self._header_lines + np.searchsorted(np.array(self._rows_before), rows, side="right")
+
+    def take_bad(self, last_line: int | None, *, after: int) -> tuple[RowError, ...]:
+        """Errors not taken yet of lines up to `last_line` (None: all), those up to line `after` dropped."""
+        start = self._num_taken
+        while self._num_taken < len(self._bad) and (last_line is None or self._bad[self._num_taken].line <= last_line):
+            self._num_taken += 1
+        return tuple(error for error in self._bad[start : self._num_taken] if error.line > after)
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """`names`, of which a repeated one becomes "name (2)", "name (3)" and so on, whichever is free."""
+    given, found = set(names), dict.fromkeys(names, 1)
+    result: list[str] = []
+    taken: set[str] = set()
+    for name in names:
+        free = name
+        while free in taken or (free != name and free in given):
+            found[name] += 1
+            free = f"{name} ({found[name]})"
+        taken.add(free)
+        result.append(free)
+    return result
+
+
+def guess_delimiter(lines: Sequence[str]) -> str:
+    """The delimiter that cuts the most of the first lines into one same number, above one, of columns.
+
+    Raises ValueError never: a single column is possible, and then the comma stands.
+    """
+    best, best_score = ",", (0, 0)
+    for delimiter in DELIMITERS:
+        widths = [len(row) for row in csv.reader(lines[:100], delimiter=delimiter)]
+        common = max(set(widths), key=widths.count)
+        score = (widths.count(common), common)
+        if common > 1 and score > best_score:
+            best, best_score = delimiter, score
+    return best
+
+
+def estimate_lines(file: InputFile) -> int:
+    """Lines per stored byte of a file's beginning, times its stored bytes; exact if the beginning is all of it."""
+    with naming(file):
+        text, stored_bytes = file.read_head(ESTIMATE_BYTES)
+    num_lines = text.count(b"\n")
+    if len(text) < ESTIMATE_BYTES:
+        return num_lines + (bool(text) and not text.endswith(b"\n"))
+    return int(num_lines * file.info.num_bytes / stored_bytes)
+
+
+@contextmanager
+def naming(file: InputFile) -> Iterator[None]:
+    """Turns Arrow's errors into ValueErrors that name the file and the cure."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError) as error:
+        text = " ".join(str(error).split())
+        cures = {
+            "Truncated compressed stream": "the file is cut short; fetch it again",
+            "straddling": f"a line is longer than {CSV_BLOCK_BYTES >> 20} MiB or a quote is never closed; mend it",
+            "cannot infer number of columns": "the header is empty, or a quote in it is never closed; mend it",
+            "Parquet magic bytes not found": "the file is cut short or no Parquet file; write it again",
+        }
+        cure = next((cure for sign, cure in cures.items() if sign in text), "check the file")
+        raise ValueError(f"{file.name}: {text}; {cure}") from None

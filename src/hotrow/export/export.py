@@ -1,0 +1,356 @@
+"""A run for other frameworks: a folder of weights, vocabularies and rules by which anyone can score raw rows.
+
+    clicks-export/
+      export.json                    format version, model, dense transforms, features, tables, size and crc32 of files
+      model.safetensors              dense parameters, by their state_dict names
+      tables/<table>.safetensors     `<table>.weight` float32 [num_embeddings, embedding_dim], as lookups read it
+      vocab/<table>.parquet          key, row: of raw ids that have a row of their own
+      score.py  README.md            raw rows -> probabilities, with torch and pyarrow alone; how to use it
+
+It is made of a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
+vocabularies. The folder appears when it is whole. docs/export.md is its specification; the tables are read by
+export_tables.py, and score.py is export_score.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+from pydantic import JsonValue
+from pydantic.dataclasses import dataclass as record
+
+from hotrow import __version__
+from hotrow.base.files import (
+    PARTIAL_SUFFIX,
+    atomic_write,
+    check_name,
+    disk_free_bytes,
+    explain_full_disk,
+    file_name,
+    sync_folder,
+)
+from hotrow.base.progress_meter import ProgressCallback, ProgressMeter
+from hotrow.base.records import STRICT, Count, Document
+from hotrow.config.schema import Config
+from hotrow.data.chunk import Keys
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.format import Feature, Table
+from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.prepare.prepare import RawRows, raw_rows
+from hotrow.data.sources.transforms import DenseTransform
+from hotrow.export.tables import PART, LookedUpRows
+from hotrow.run.checkpoint import verify
+from hotrow.run.checkpoint_manifest import Manifest, read_manifest
+from hotrow.run.checkpoint_tensors import FileRecord, crc32, open_tensors, write_tensors
+from hotrow.run.state import Extra, read_extra, read_model
+from hotrow.tables import TableConfig
+
+FORMAT_VERSION = 1
+EXPORT, MODEL, SCORE, README = "export.json", "model.safetensors", "score.py", "README.md"
+_OWN_NAMES = {MODEL, SCORE, README, "tables", "vocab"}
+"""What an export that was cut short may have left; export.json, which comes last, makes it whole."""
+_WITHOUT_VALUE = 0.0
+"""A missing dense value, after the transform."""
+
+
+@record(frozen=True, config=STRICT)
+class Description:
+    """What export.json says; docs/export.md is its specification."""
+
+    created_by: str
+    run: str
+    step: Count
+    dataset: dict[str, JsonValue]
+    model: dict[str, JsonValue]
+    csv: dict[str, JsonValue] | None
+    dense: tuple[dict[str, JsonValue], ...]
+    features: tuple[dict[str, JsonValue], ...]
+    tables: tuple[dict[str, JsonValue], ...]
+    files: dict[str, FileRecord]
+    """All but export.json itself."""
+
+    def __post_init__(self) -> None:
+        for file in self.files:
+            for component in file.split("/"):
+                check_name(component, what=f"files: file name in {file!r}")
+
+
+_DOCUMENT = Document(Description, marks={"hotrow_export": FORMAT_VERSION}, cure="export the run again")
+
+
+def export_checkpoint(
+    checkpoint: Path, vocabulary: Path, out: Path | str, *, progress: ProgressCallback | None = None
+) -> dict[str, Any]:
+    """Write what `checkpoint` and the dataset.json and vocab/ in the folder `vocabulary` hold as the folder `out`.
+
+    Returns export.json. Every byte read is verified before. Raises ValueError where `out` exists or cannot be made,
+    where the disk has too little room, and naming a file that is damaged; OSError where the disk becomes full.
+    """
+    out = Path(out)
+    partial = _free_place(out)
+    manifest, kept = read_manifest(checkpoint), PackedDataset.open(vocabulary)
+    wanted = {name: record for name, record in manifest.files.items() if name.startswith((f"{PART}/", MODEL))}
+    verify(checkpoint, replace(manifest, files=wanted))
+    config, tables = read_model(checkpoint, manifest, kept)
+    _check_room(out, sum(4 * table.num_embeddings * table.embedding_dim for table in tables))
+    full = explain_full_disk(out.absolute().parent, f"exporting {checkpoint}", "Nothing of the export is kept.")
+    try:
+        with full:
+            _make(partial, out)
+            files = _write_weights(partial, checkpoint, manifest, tables, progress)
+            files |= _write_vocabularies(partial, kept, progress)
+            files |= _write_guide(partial, out.name, config.model.name)
+            description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, files)
+            for folder in (partial / "tables", partial / "vocab"):
+                sync_folder(folder)
+            _DOCUMENT.write(partial / EXPORT, description)
+            partial.rename(out)
+            sync_folder(out.absolute().parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return {**_DOCUMENT.marks, **asdict(description)}
+
+
+def verify_export(path: Path) -> int:
+    """Read every file of the export against its size and crc32; returns the bytes read.
+
+    Raises ValueError naming the first file that is missing, has another size or another checksum.
+    """
+    total = 0
+    for name, wanted in _DOCUMENT.read(path / EXPORT).files.items():
+        file = path / name
+        if not file.is_file() or (file.stat().st_size, crc32(file)) != (wanted.num_bytes, wanted.crc32):
+            raise ValueError(f"{file} is missing, cut off or altered: {EXPORT} says otherwise; export the run again")
+        total += wanted.num_bytes
+    return total
+
+
+def _free_place(out: Path) -> Path:
+    """Where the export is made before it is `out`. Raises ValueError where either is taken by something else."""
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"export folder {out} exists already; remove it or choose another name")
+    partial = out.with_name(out.name + PARTIAL_SUFFIX)
+    if partial.exists() and not (partial.is_dir() and _is_left_over(partial)):
+        raise ValueError(f"{partial}, where the export would be made, holds other files; move it or choose another out")
+    return partial
+
+
+def _is_left_over(folder: Path) -> bool:
+    names = {path.name.removesuffix(PARTIAL_SUFFIX) for path in folder.iterdir()}
+    return names <= {*_OWN_NAMES, EXPORT}
+
+
+def _make(partial: Path, out: Path) -> None:
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        for folder in (partial, partial / "tables", partial / "vocab"):
+            folder.mkdir(mode=0o700)
+    except FileNotFoundError:
+        raise ValueError(f"export folder {out}: there is no folder {out.parent}; make it or choose another") from None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise
+        reason = (error.strerror or str(error)).lower()
+        raise ValueError(f"export folder {out} cannot be made: {reason}; choose another place") from None
+
+
+def _check_room(out: Path, needed: int) -> None:
+    if needed > (free := disk_free_bytes(out)):
+        short = math.ceil((needed - free) / 2**20)
+        raise ValueError(f"export {out} needs {short} MiB more than the disk has free; free some or choose another")
+
+
+def _write_weights(
+    folder: Path,
+    checkpoint: Path,
+    manifest: Manifest,
+    tables: Sequence[TableConfig],
+    progress: ProgressCallback | None,
+) -> dict[str, FileRecord]:
+    """The dense parameters and all tables; returns sizes and checksums by file."""
+    with open_tensors(checkpoint / MODEL) as file:
+        dense = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    files = {MODEL: write_tensors(folder / MODEL, dense)}
+    counted = _Counted(progress, "tables", sum(table.num_embeddings for table in tables))
+    for table in tables:
+        name = f"tables/{file_name(table.name)}.safetensors"
+        rows = LookedUpRows(checkpoint, manifest, table, done=counted)
+        files[name] = write_tensors(folder / name, {f"{table.name}.weight": rows})
+    return files
+
+
+def _write_vocabularies(folder: Path, kept: PackedDataset, progress: ProgressCallback | None) -> dict[str, FileRecord]:
+    """Those the dataset has, as Parquet; returns sizes and checksums by file."""
+    tables = [table for table in kept.info.tables if _has_vocabulary(kept, table)]
+    counted = _Counted(progress, "keys", sum(table.num_keys for table in tables))
+    files = {}
+    for table in tables:
+        kept.vocabulary(table.name)  # is it the one that dataset.json names
+        name = f"vocab/{file_name(table.name)}.parquet"
+        _write_keys(folder / name, Vocabulary.open(kept.vocabulary_path(table.name)), counted)
+        files[name] = _record(folder / name)
+    return files
+
+
+def _write_keys(path: Path, vocabulary: Vocabulary, done: Callable[[int], None]) -> None:
+    kind = pa.int64() if _keys_are_integers(vocabulary) else pa.large_binary()
+    schema = pa.schema([pa.field("key", kind, nullable=False), pa.field("row", pa.int64(), nullable=False)])
+    with atomic_write(path) as file, pa.parquet.ParquetWriter(file, schema) as writer:
+        for keys, rows in vocabulary.entries():
+            columns = [_to_arrow(keys), pa.array(rows.astype("int64"))]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+            done(len(rows))
+
+
+def _keys_are_integers(vocabulary: Vocabulary) -> bool:
+    return vocabulary.key_kind == "int" or vocabulary.header.hash_cap != 0
+
+
+def _to_arrow(keys: Keys) -> pa.Array:
+    if keys.offsets is None:
+        return pa.array(keys.values)
+    buffers = [None, pa.py_buffer(keys.offsets), pa.py_buffer(keys.values)]
+    return pa.Array.from_buffers(pa.large_binary(), keys.num_keys, buffers)
+
+
+def _write_guide(folder: Path, name: str, model: str) -> dict[str, FileRecord]:
+    """score.py and README.md; returns their sizes and checksums."""
+    guide = _README.format(name=name, model=model.upper(), version=__version__)
+    for own_name, text in ((SCORE, Path(__file__).with_name("export_score.py").read_text("utf-8")), (README, guide)):
+        with atomic_write(folder / own_name) as file:
+            file.write(text.encode())
+    return {own_name: _record(folder / own_name) for own_name in (SCORE, README)}
+
+
+def _record(path: Path) -> FileRecord:
+    return FileRecord(path.stat().st_size, crc32(path))
+
+
+def _describe(
+    checkpoint: Path,
+    extra: Extra,
+    config: Config,
+    kept: PackedDataset,
+    tables: Sequence[TableConfig],
+    files: dict[str, FileRecord],
+) -> Description:
+    info, made = kept.info, raw_rows(kept)
+    kinds = {feature.name: feature for feature in info.features}
+    return Description(
+        created_by=f"hotrow {__version__}",
+        run=checkpoint.absolute().parents[1].name,
+        step=extra.state.step,
+        dataset={"name": info.name, "checksum": extra.dataset, "licence": info.licence},
+        model={**config.model.model_dump(mode="json"), "num_dense": extra.num_dense},
+        csv=None if made is None else made.schema.csv.model_dump(mode="json"),
+        dense=tuple({"name": column.name, **_transform(column.transform)} for column in info.dense),
+        features=tuple(_feature(kinds[name], made) for table in tables for name in table.feature_names),
+        tables=tuple(_table(table, kept, made) for table in tables),
+        files=files,
+    )
+
+
+def _transform(text: str) -> dict[str, Any]:
+    if text == "none":  # as stored in a packed dataset that was not made from raw rows
+        return {"transform": "identity", "missing": _WITHOUT_VALUE}
+    found = DenseTransform.parse(text)
+    numbers = {"mean": found.mean, "std": found.std} if found.kind == "standardize" else {}
+    return {"transform": found.kind, **numbers, "missing": _WITHOUT_VALUE}
+
+
+def _feature(feature: Feature, made: RawRows | None) -> dict[str, Any]:
+    """How raw values of a column become keys, in the order in which the model takes features."""
+    found: dict[str, Any] = {"name": feature.name, "table": feature.table, "kind": feature.kind}
+    if made is None:
+        return found
+    encoding = made.encodings[feature.name]
+    spec = next(column for column in made.schema.categorical if column.column == feature.name)
+    base = 16 if made.source == "criteo" else 10
+    return found | {"keys": encoding, "separator": spec.separator, **({} if encoding == "bytes" else {"base": base})}
+
+
+def _table(table: TableConfig, kept: PackedDataset, made: RawRows | None) -> dict[str, Any]:
+    stored = kept.info.table_by_name[table.name]
+    found: dict[str, Any] = {
+        "name": table.name,
+        "num_embeddings": table.num_embeddings,
+        "embedding_dim": table.embedding_dim,
+        "pooling": table.pooling,
+        "features": list(table.feature_names),
+        "file": f"tables/{file_name(table.name)}.safetensors",
+        "tensor": f"{table.name}.weight",
+        "trained_as": table.dtype,
+        "vocabulary": None,
+    }
+    if made is None or not _has_vocabulary(kept, stored):
+        return found
+    spec = made.schema.table(table.name)
+    return found | {
+        "vocabulary": {
+            "file": f"vocab/{file_name(table.name)}.parquet",
+            "num_keys": stored.num_keys,
+            "unknown_row": 0,
+            "missing_row": stored.missing_row or 0,
+            "hash_cap": spec.hash_cap,
+            "min_count": spec.min_count,
+            "num_dropped": stored.num_dropped,
+        }
+    }
+
+
+def _has_vocabulary(kept: PackedDataset, table: Table) -> bool:
+    return "schema" in kept.info.ids and table.vocabulary_file in kept.info.files
+
+
+class _Counted:
+    """Adds up pieces and reports them."""
+
+    def __init__(self, progress: ProgressCallback | None, stage: str, total: int) -> None:
+        self._meter, self._done, self._total = ProgressMeter(progress, stage, total), 0, total
+
+    def __call__(self, num_rows: int) -> None:
+        self._done += num_rows
+        (self._meter.finish if self._done == self._total else self._meter.update)(self._done)
+
+
+_README = """# {name}
+
+A {model} that hotrow {version} trained, for any framework. `export.json` describes it.
+
+| file | what |
+|---|---|
+| `model.safetensors` | dense parameters, by their PyTorch `state_dict` names |
+| `tables/T.safetensors` | table T: tensor `T.weight`, float32 [num_embeddings, embedding_dim] |
+| `vocab/T.parquet` | `key`, `row`: which row of T each id has; other ids have row 0, a missing value `missing_row` |
+| `score.py` | raw rows to probabilities, in plain PyTorch: read it as the definition of the model |
+
+Needed: `pip install torch safetensors pyarrow numpy`. Not needed: hotrow.
+
+```python
+# In this folder, or with it on sys.path.
+from safetensors.torch import load_file
+from score import Scorer
+
+scorer = Scorer(".")
+columns = [column["name"] for column in scorer.about["dense"] + scorer.about["features"]]
+rows = {{name: [None] for name in columns}}  # raw values by column: here one row, of which everything is missing
+print(scorer.score(rows))                  # probabilities
+print(scorer.bags, scorer.model)           # a torch.nn.EmbeddingBag per table, and the dense part
+
+dense = load_file("model.safetensors")     # or take the tensors alone
+```
+
+`python score.py ROWS.parquet` prints a score per row. `score.py` holds tables and vocabularies in memory; where they
+are too large for that, look rows up in the files instead: they are plain safetensors and Parquet.
+Scores equal `hotrow predict` but for the rounding of float32 sums.
+"""

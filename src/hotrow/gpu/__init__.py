@@ -1,1 +1,0 @@
-"""The embedding ops on device memory: Triton kernels (kernels.py), their host side (ops.py), row moves (moves.py)."""

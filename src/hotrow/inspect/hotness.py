@@ -1,0 +1,269 @@
+"""The hotness report as data: demand, coverage and locality of every table of a dataset or a trace.
+
+    hotness = measure_hotness(open_accesses("data/criteo"), batch_size=2048, embedding_dim=16)
+    hotness.miss_ratio("C3", 100_000)        # share of the distinct rows of batches that an LRU cache of so many misses
+    hotness.to_json()                        # the fields of docs/inspect.md
+
+Tables are read one after another, so that memory is that of one table's profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.base.progress_meter import ProgressCallback, ProgressMeter
+from hotrow.inspect.accesses import Accesses, TableAccesses
+from hotrow.inspect.locality import Locality, measure_locality
+from hotrow.inspect.reuse import ACCESSES, OVERLAP_BATCHES, Access
+from hotrow.plan.demand import STATE_BYTES, Demand, spread
+
+COVERAGE_SHARES = (0.001, 0.01, 0.1)
+CURVE_SHARES = tuple(10 ** (k / 4) for k in range(-16, 1))
+"""Shares of the rows at which curves over all tables are given: four per power of ten."""
+CACHE_SHARES = (0.01, 0.1)
+"""Of each table's rows: cache sizes at which the miss ratio is given by name."""
+
+
+@dataclass(frozen=True)
+class TableHotness:
+    """One table's part of the report."""
+
+    table: TableAccesses
+    demand: Demand
+    locality: Locality
+    accesses: int
+    """By counts/: of the training split, or of the whole trace."""
+
+    @property
+    def hottest(self) -> float:
+        """Share of the accesses that the hottest row takes."""
+        return int(self.table.counts[0]) / self.accesses if len(self.table.counts) and self.accesses else 0.0
+
+    @property
+    def rare(self) -> float:
+        """Share of the accesses that row 0 takes for all rare ids together."""
+        return self.table.num_rare / self.accesses if self.accesses else 0.0
+
+    def coverage(self, shares: Sequence[float]) -> list[float]:
+        """Share of the accesses that the hottest `shares` of the rows take; at least one row each."""
+        return coverage(self.table.counts, [self.rows_of(share) for share in shares], total=self.accesses)
+
+    def rows_of(self, share: float) -> int:
+        """That share of the table's rows, at least one."""
+        return max(1, round(share * self.table.num_embeddings))
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields of one entry of `tables`."""
+        tops = self.coverage(COVERAGE_SHARES)
+        return {
+            "table": self.table.name,
+            "features": list(self.table.features),
+            "num_embeddings": self.table.num_embeddings,
+            "accesses": self.accesses,
+            "rare": self.rare,
+            "hottest": self.hottest,
+            **{f"top_{share:.1%}".replace(".0%", "%"): top for share, top in zip(COVERAGE_SHARES, tops, strict=True)},
+            "coverage": [[s, c] for s, c in zip(CURVE_SHARES, self.coverage(CURVE_SHARES), strict=True)],
+            "demand": demand_json(self.demand),
+            "locality": locality_json(self.locality),
+            "caches": [self._cache(share) for share in CACHE_SHARES],
+        }
+
+    def _cache(self, share: float) -> dict[str, float]:
+        rows = self.rows_of(share)
+        ratios = {f"per_{per}": self.locality.curve(per).miss_ratio(rows) for per in ACCESSES}
+        return {"share": share, "capacity_rows": rows, **ratios}
+
+
+def coverage(counts: NDArray[Any], num_rows: Sequence[int], *, total: int) -> list[float]:
+    """Sums of the first `num_rows` (rising) of `counts`, hottest first, over `total`; nothing as long as `counts`."""
+    ends = np.minimum([0, *num_rows], len(counts)).tolist()
+    sums = [int(counts[a:b].sum(dtype=np.uint64)) for a, b in pairwise(ends)]
+    return [int(hot) / total if total else 0.0 for hot in np.cumsum(np.array(sums, np.uint64))]
+
+
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """sum(w v) / sum(w); 0 where nothing weighs."""
+    total = sum(weights)
+    return sum(w * v for v, w in zip(values, weights, strict=True)) / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Hotness:
+    """What was found, and under which batch size, dim, sampling and seed."""
+
+    accesses: Accesses
+    batch_size: int
+    embedding_dim: int
+    sample: float | None
+    seed: int
+    tables: tuple[TableHotness, ...]
+
+    def miss_ratio(self, table: str, capacity_rows: int, *, per: Access = "row") -> float:
+        """Share of `table`'s accesses that an LRU cache of `capacity_rows` rows misses, first accesses included.
+
+        per: "row", each different row of a batch being one access; or "lookup". Raises ValueError for an unknown table.
+        """
+        found = {own.table.name: own for own in self.tables}
+        if table not in found:
+            raise ValueError(f"no table is called {table!r}; the tables are {', '.join(found)}")
+        return float(found[table].locality.curve(per).miss_ratio(capacity_rows))
+
+    def miss_ratio_of_share(self, share: float, *, per: Access) -> float:
+        """Over all tables together, each with an LRU cache of that share of its rows, at least one row."""
+        weights = [own.locality.num_accesses(per) for own in self.tables]
+        return weighted_mean([own.locality.curve(per).miss_ratio(own.rows_of(share)) for own in self.tables], weights)
+
+    def first(self, *, per: Access) -> float:
+        """Share of first accesses over all tables together: missed by caches of any size."""
+        weights = [own.locality.num_accesses(per) for own in self.tables]
+        return weighted_mean([own.locality.curve(per).first for own in self.tables], weights)
+
+    def distances(self, *, per: Access) -> list[tuple[int, float]]:
+        """Reuse distances of all tables together, each within its own table: see `MissRatioCurve.distances`."""
+        curves = [own.locality.curve(per) for own in self.tables]
+        weights = [own.locality.num_accesses(per) for own in self.tables]
+        most = max(int(curve.capacities[-1]) - 1 for curve in curves)
+        rows = zip(*(curve.distances(most) for curve in curves), strict=True)
+        return [(row[0][0], weighted_mean([share for _, share in row], weights)) for row in rows]
+
+    def coverage(self, shares: Sequence[float]) -> list[float]:
+        """Over all tables together, the hottest `shares` of each table's rows."""
+        total = sum(own.accesses for own in self.tables)
+        sums = np.sum([np.multiply(own.coverage(shares), own.accesses) for own in self.tables], axis=0)
+        return [float(hot) / total if total else 0.0 for hot in sums]
+
+    def overlap(self, num_batches: int) -> float | None:
+        """Mean of the tables' overlaps, weighted by their rows per batch; None where no table has one."""
+        pairs = [(own.locality.overlap[num_batches], own.locality.rows_per_batch) for own in self.tables]
+        known = [(value, weight) for value, weight in pairs if value is not None]
+        return weighted_mean([value for value, _ in known], [weight for _, weight in known]) if known else None
+
+    def windows(self) -> list[dict[str, float]]:
+        """The tables' windows, their means weighted by lookups; only tables that have all windows."""
+        most = max(len(own.locality.windows) for own in self.tables)
+        own = [table.locality for table in self.tables if len(table.locality.windows) == most]
+        weights = [locality.num_lookups for locality in own]
+        rows = ([asdict(locality.windows[k]) for locality in own] for k in range(most))
+        names = ("first_hot_set", "own_hot_set")
+        return [{name: weighted_mean([w[name] for w in row], weights) for name in names} for row in rows]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON-ready values; docs/inspect.md lists the fields."""
+        tops = self.coverage(COVERAGE_SHARES)
+        return {
+            "name": self.accesses.name,
+            "kind": self.accesses.kind,
+            "batch_size": self.batch_size,
+            "embedding_dim": self.embedding_dim,
+            "sample": self.sample,
+            "seed": self.seed,
+            "samples": self.accesses.num_samples,
+            "batches": self.tables[0].locality.num_batches,
+            "features": sum(len(own.table.features) for own in self.tables),
+            "num_embeddings": sum(own.table.num_embeddings for own in self.tables),
+            "accesses": sum(own.accesses for own in self.tables),
+            "coverage": {
+                f"top_{share:.1%}".replace(".0%", "%"): top for share, top in zip(COVERAGE_SHARES, tops, strict=True)
+            },
+            "demand": self._demand_json(),
+            "locality": self._locality_json(),
+            "tables": [own.to_json() for own in self.tables],
+        }
+
+    def _demand_json(self) -> dict[str, Any]:
+        names = ("gross_bytes", "net_bytes", "training_bytes", "table_bytes")
+        demands = [own.demand for own in self.tables]
+        return {**{name: sum(getattr(demand, name) for demand in demands) for name in names}, **spread(demands)}
+
+    def _locality_json(self) -> dict[str, Any]:
+        lookups = sum(own.locality.lookups_per_batch for own in self.tables)
+        rows = sum(own.locality.rows_per_batch for own in self.tables)
+        return {
+            "unique_ratio": rows / lookups if lookups else 0.0,
+            "overlap": {str(k): self.overlap(k) for k in OVERLAP_BATCHES},
+            "miss_ratio": {
+                f"per_{per}": [[share, self.miss_ratio_of_share(share, per=per)] for share in CURVE_SHARES]
+                for per in ACCESSES
+            },
+            "distances": {f"per_{per}": _pairs(self.distances(per=per)) for per in ACCESSES},
+            "first": {f"per_{per}": self.first(per=per) for per in ACCESSES},
+            "windows": self.windows(),
+            "exact": all(own.locality.rate == 1 for own in self.tables),
+        }
+
+
+def demand_json(demand: Demand) -> dict[str, Any]:
+    """A demand with what follows from it."""
+    names = ("gross_bytes", "net_bytes", "training_bytes", "table_bytes", "density")
+    fields = ("row_bytes", "state_bytes", "lookups", "rows")
+    return {name: getattr(demand, name) for name in (*fields, *names)}
+
+
+def locality_json(locality: Locality) -> dict[str, Any]:
+    """A locality with its curves thinned."""
+    return {
+        "unique_ratio": locality.unique_ratio,
+        "rate": locality.rate,
+        "rows_followed": locality.rows_followed,
+        "first": {f"per_{per}": locality.curve(per).first for per in ACCESSES},
+        "overlap": {str(k): share for k, share in locality.overlap.items()},
+        "distances": {f"per_{per}": _pairs(locality.curve(per).distances()) for per in ACCESSES},
+        "miss_ratio": {"per_lookup": locality.by_lookup.to_json(), "per_row": locality.by_row.to_json()},
+        "windows": [asdict(window) for window in locality.windows],
+    }
+
+
+def _pairs(distances: Sequence[tuple[int, float]]) -> list[list[float]]:
+    return [list(pair) for pair in distances]
+
+
+def measure_hotness(
+    accesses: Accesses,
+    *,
+    batch_size: int = 2048,
+    embedding_dim: int = 16,
+    sample: float | None = None,
+    seed: int = 0,
+    progress: ProgressCallback | None = None,
+) -> Hotness:
+    """Read every table's lookups once and report on them.
+
+    batch_size: samples per step; of a trace, lookups. embedding_dim: columns of float32 in every table, for the bytes.
+    sample: share of each table's rows whose reuse is followed, at least 8,192 rows; None: all, up to 2^20 rows of a
+    table. seed: chooses the rows followed. Raises ValueError for values out of range and from reading.
+    """
+    if embedding_dim < 1:
+        raise ValueError(f"embedding_dim is {embedding_dim}; it must be at least 1")
+    num_samples, num_tables = accesses.num_samples, len(accesses.tables)
+    meter = ProgressMeter(progress, "inspect", num_samples)
+    found = []
+    for index, table in enumerate(accesses.tables):
+        locality = measure_locality(
+            table,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            sample=sample,
+            seed=seed,
+            advance=lambda batches, index=index: meter.update(  # type: ignore[misc]
+                (index * num_samples + min(batches * batch_size, num_samples)) // num_tables
+            ),
+        )
+        demand = Demand(
+            table=table.name,
+            num_embeddings=table.num_embeddings,
+            row_bytes=4 * embedding_dim,
+            state_bytes=STATE_BYTES,
+            lookups=locality.lookups_per_batch,
+            rows=locality.rows_per_batch,
+        )
+        total = int(table.counts.sum(dtype=np.uint64)) + table.num_rare
+        found.append(TableHotness(table, demand, locality, total))
+    meter.finish(num_samples)
+    return Hotness(accesses, batch_size, embedding_dim, sample, seed, tuple(found))

@@ -1,0 +1,1 @@
+"""The embedding and dense kernels: ops.py calls the native module, reference.py says what each computes."""

@@ -1,0 +1,497 @@
+"""One function per op: the native kernels where they are built, their readable twins in `reference` where not.
+
+With data/native.py and memory/native.py the only importer of the native module. Functions check what a caller can get
+wrong, allocate outputs and follow `torch.get_num_threads()`; arithmetic and the order of sums are stated in
+native/include/hotrow/kernels.h and docs/numerics.md. `backend()` says what runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hotrow.base.machine import isa_limit
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.kernels import reference
+from hotrow.kernels.reference import Activation, Layout, Rule
+
+ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
+KEPT_FLOATS = 1 << 16
+"""From here up `empty` keeps pages: below, malloc does by itself."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What runs the ops here: for reports."""
+
+    name: str
+    """"native" or "reference"."""
+    isa: str
+    """Instruction set of the native kernels ("baseline", "avx2", "avx512"); "torch" for the reference."""
+    threads: int
+    """Of the kernels: torch's number, and 1 in a forked child."""
+    reason: str | None
+    """Why the reference runs; None when it does not."""
+
+
+@functools.cache
+def _load() -> tuple[Any, str | None]:
+    """The native module, or None and the reason, which is announced once."""
+    if os.environ.get("HOTROW_NATIVE", "1") == "0":
+        reason = "HOTROW_NATIVE=0 is set"
+    else:
+        try:
+            module = importlib.import_module("hotrow._native")
+        except ImportError as error:
+            reason = f"the native module does not load ({error})"
+        else:
+            _limit_isa(module)
+            _announce_fork(module)
+            return module, None
+    _limit_torch(isa_limit())
+    warnings.warn(
+        f"hotrow runs on its reference kernels, many times slower, because {reason}; "
+        "build the native ones with `pip install -e .` (needs a C++20 compiler) and leave HOTROW_NATIVE unset",
+        stacklevel=3,
+    )
+    return None, reason
+
+
+def _limit_isa(module: Any) -> None:
+    """Keeps the native kernels, and torch, to the instruction set that HOTROW_ISA names.
+
+    Raises ValueError if this machine or build does not have it.
+    """
+    if (limit := isa_limit()) is None:
+        return
+    if limit not in (available := module.isas()):
+        raise ValueError(
+            f"HOTROW_ISA={limit!r}, but this machine has only {', '.join(available)}: set it to one of them"
+        )
+    module.use_isa(available.index(limit))
+    _limit_torch(limit)
+
+
+def _limit_torch(limit: str | None) -> None:
+    """Tells torch and its libraries the same limit. They read it at their first operation."""
+    for name, value in _TORCH_LIMITS.get(limit or "", {}).items():
+        os.environ.setdefault(name, value)
+
+
+_TORCH_LIMITS = {
+    "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
+"""What keeps torch's own kernels, oneDNN and MKL to an instruction set; avx512 is no limit where there is one."""
+
+
+def _announce_fork(module: Any) -> None:
+    """Warns in a forked child, once, that the kernels run on one thread there; elsewhere sees to it that one would."""
+    if not module.in_forked_child():
+        os.register_at_fork(after_in_child=_load.cache_clear)
+    elif torch.get_num_threads() > 1:
+        warnings.warn(
+            "this process was forked after hotrow's kernels were loaded: they run on one thread here, because the "
+            "threads of the process it came from are not in it; results are the same. Start it with "
+            "multiprocessing's 'spawn' or 'forkserver' for all threads, or call torch.set_num_threads(1) here: else "
+            "torch's own operations on large tensors wait for those threads for ever",
+            stacklevel=4,
+        )
+
+
+def _native() -> Any:
+    return _load()[0]
+
+
+def backend() -> Backend:
+    """Which kernels run, on which instruction set and how many threads."""
+    module, reason = _load()
+    name, isa = ("reference", "torch") if module is None else ("native", module.isa())
+    alone = module is not None and module.in_forked_child()
+    return Backend(name, isa, 1 if alone else torch.get_num_threads(), reason)
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets of the native kernels that may run here, narrowest first; empty for the reference.
+
+    They are those of this machine, up to HOTROW_ISA if it is set.
+    """
+    module, limit = _native(), isa_limit()
+    available = () if module is None else tuple(module.isas())
+    return available[: available.index(limit) + 1] if limit in available else available
+
+
+def set_isa(name: str) -> None:
+    """Makes the native kernels of `name` run from now on, in the whole process. Results do not change (law 1).
+
+    Raises ValueError when this machine or build does not have it.
+    """
+    available = isas()
+    if name not in available:
+        raise ValueError(f"instruction set {name!r} is not available here; choose one of {', '.join(available) or '-'}")
+    _native().use_isa(available.index(name))
+
+
+def pin_threads(cores: Sequence[Sequence[int]]) -> int:
+    """Binds thread i of the team that torch and the kernels share to the cores `cores[i]`; returns how many moved.
+
+    Thread 0 is the caller, and threads it starts later inherit its cores. Fewer than `len(cores)` move where the system
+    or the build cannot; none without the native module.
+    """
+    module = _native()
+    return 0 if module is None else int(module.pin_threads([list(each) for each in cores]))
+
+
+def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = False) -> Tensor:
+    """A zeroed tensor; from 2 MiB up on huge pages where the system grants them (see `grants_huge_pages`).
+
+    dtype: of at most 4 bytes. sparse: most of it will never be touched, so that it may be more than memory. Pages cost
+    nothing until they are touched. Raises MemoryError when there is no address space left.
+    """
+    module = _native()
+    if module is None:
+        return torch.zeros(shape, dtype=dtype)
+    if dtype == torch.float32:
+        return torch.from_numpy(module.allocate(shape, sparse)[0])
+    num_elements = math.prod(shape)
+    floats = torch.from_numpy(module.allocate((-(-num_elements * dtype.itemsize // 4),), sparse)[0])
+    return floats.view(dtype)[:num_elements].view(shape)
+
+
+def empty(*shape: int) -> Tensor:
+    """A float32 tensor of whatever values, for what lives no longer than a step.
+
+    Large ones come on pages that an earlier one gave back: pages new to the process cost as much as a pass over them.
+    """
+    module = _native()
+    if module is None or math.prod(shape) < KEPT_FLOATS:
+        return torch.empty(shape)
+    return torch.from_numpy(module.take(shape))
+
+
+def grants_huge_pages() -> bool:
+    """Whether `allocate` gets huge pages here; without them random row access is up to twice as slow."""
+    module = _native()
+    if module is None or not module.allocate((1 << 20,))[1]:
+        return False
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:  # noqa: PTH123
+            return "[never]" not in file.read()
+    except OSError:
+        return False
+
+
+class Arrays:
+    """One array per table: weights [N, D], or optimizer state [N, D] or [N], float32; rows addressed by slot.
+
+    Weights may be float16, or bfloat16 with their lower halves in `low` (int16 [N, D]; None for other tables). Keeps
+    the tensors and, for the native kernels, their checked pointers, so that a step need not gather them again. Raises
+    ValueError where an array has another type, is not contiguous or not on the CPU.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> None:
+        self.tensors, self.low = tuple(tensors), tuple(low or [None] * len(tensors))
+        for t, (tensor, halves) in enumerate(zip(self.tensors, self.low, strict=True)):
+            _check_array(tensor, (torch.float32, torch.float16, torch.bfloat16), f"array {t}")
+            if halves is not None:
+                _check_array(halves, (torch.int16,), f"low half {t}")
+            if (tensor.dtype == torch.bfloat16) != (halves is not None and halves.shape == tensor.shape):
+                raise ValueError(
+                    f"array {t} is {tensor.dtype} {tuple(tensor.shape)}, its lower halves are "
+                    f"{None if halves is None else tuple(halves.shape)}; bfloat16 needs as many, others none"
+                )
+        module = _native()
+        self.native = None if module is None else module.Arrays([t.detach() for t in self.tensors], self.low)
+
+
+def _check_array(tensor: Tensor, dtypes: Sequence[torch.dtype], what: str) -> None:
+    if tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{what} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
+            f"pass contiguous {allowed} on the cpu"
+        )
+
+
+class Kernels:
+    """The ops of one collection, or of some of its features: their layout and what a step would else prepare anew.
+
+    layout: the features a lookup serves. among: that of the whole collection, where `layout` is a part of it.
+    Stateless in its results: only the places of features among a batch's keys are kept.
+    """
+
+    def __init__(self, layout: Layout, *, among: Layout | None = None) -> None:
+        self.layout = layout
+        served = {feature.name: feature for feature in layout.features}
+        self._features = [served.get(feature.name) for feature in (among or layout).features]
+        self._positions: dict[tuple[str, ...], list[int]] = {}
+        module = _native()
+        if module is not None:
+            specs = [f and (f.table, f.columns.start, f.pooling == "mean") for f in self._features]
+            self._native_layout = module.Layout(specs)
+
+    def _batch(self, sparse: KeyedJaggedTensor) -> Any:
+        stride = sparse.stride
+        offsets = None if sparse.one_hot else sparse.offsets
+        return _native().Batch(
+            *_views(sparse.values, offsets, sparse.weights),
+            [position * stride for position in self.positions(sparse.keys)],
+            stride,
+        )
+
+    def positions(self, keys: tuple[str, ...]) -> list[int]:
+        """Where each feature of the collection stands among `keys`; 0 for those not served.
+
+        Raises ValueError naming a feature of the layout that is missing.
+        """
+        found = self._positions.get(keys)
+        if found is None:
+            self.layout.check_keys(keys)
+            found = self._positions[keys] = [keys.index(f.name) if f else 0 for f in self._features]
+        return found
+
+    def lookup(
+        self,
+        weights: Arrays,
+        sparse: KeyedJaggedTensor,
+        out: Tensor | None = None,
+        *,
+        blame: KeyedJaggedTensor | None = None,
+    ) -> Tensor:
+        """Pooled rows of every feature: [B, width] float32, columns in the layout's order (`reference.lookup`).
+
+        blame: the batch in whose samples and positions an error is told; None means `sparse`.
+        Raises ValueError for a missing feature and for an id outside its table.
+        """
+        if out is None:
+            out = empty(sparse.stride, self.layout.width)
+        if _native() is None:
+            self._check_ids(weights, blame or sparse)
+            reference.lookup(self.layout, weights.tensors, sparse, out)
+        elif not _native().lookup(
+            self._native_layout, weights.native, self._batch(sparse), *_views(out), torch.get_num_threads()
+        ):
+            self._raise_bad_ids(weights, blame or sparse)
+        return out
+
+    def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
+        """Gradient of the per-sample weights, shaped as `sparse.values`, for the gradient [B, width] of `lookup`.
+
+        Positions of features that are not in the layout get 0. Raises as `lookup`.
+        """
+        out = torch.zeros(sparse.values.numel())
+        if _native() is None:
+            self._check_ids(weights, sparse)
+            reference.weight_gradient(self.layout, weights.tensors, sparse, grad, out)
+        elif not _native().weight_gradient(
+            self._native_layout, weights.native, self._batch(sparse), *_views(grad, out), torch.get_num_threads()
+        ):
+            self._raise_bad_ids(weights, sparse)
+        return out
+
+    def update(
+        self,
+        weights: Arrays,
+        states: Sequence[Arrays],
+        pending: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
+        rules: Sequence[Rule],
+    ) -> None:
+        """Fused backward and update of all tables: `reference.update`, in place.
+
+        pending: lookups in forward order, by the kernels that made them (these, or kernels for some of its features):
+        the batch and the gradient of the output [B, width], rows contiguous. states: NUM_STATES of the algorithm.
+        rules: one per table. Raises ValueError for an id outside its table; then no row has changed.
+        """
+        if _native() is None:
+            for kernels, sparse, _ in pending:
+                kernels._check_ids(weights, sparse)
+            lookups = [(kernels.layout, sparse, grad) for kernels, sparse, grad in pending]
+            state_tensors = [state.tensors for state in states]
+            reference.update(self.layout, weights.tensors, state_tensors, lookups, rules, low=weights.low)
+            return
+        result = _native().update(
+            len(self._features),
+            weights.native,
+            [state.native for state in states],
+            [(kernels._native_layout, kernels._batch(sparse), *_views(grad)) for kernels, sparse, grad in pending],
+            [rule.numbers for rule in rules],
+            torch.get_num_threads(),
+        )
+        if result == 1:
+            for kernels, sparse, _ in pending:
+                kernels._check_ids(weights, sparse)
+            raise ValueError(ALTERED)
+        assert result == 0, f"update failed with code {result}"
+
+    def _check_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
+        self.positions(sparse.keys)
+        bad = reference.first_bad_id(self.layout, weights.tensors, sparse)
+        if bad is not None:
+            raise ValueError(bad.text(weights.tensors[bad.feature.table].shape[0]))
+
+    def _raise_bad_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
+        self._check_ids(weights, sparse)
+        raise ValueError(ALTERED)
+
+
+def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
+    """The index of the first NaN or infinity in `values`, in row-major order; None where all are finite."""
+    matrix = values.detach()
+    if matrix.dim() != 2 or matrix.stride(1) != 1:
+        matrix = matrix.reshape(1, -1)
+    if _native() is None or matrix.dtype != torch.float32 or matrix.device.type != "cpu":
+        bad = (~torch.isfinite(matrix)).view(-1).nonzero()
+        flat = int(bad[0]) if len(bad) else -1
+    else:
+        flat = _native().first_nonfinite(*_views(matrix), torch.get_num_threads())
+    if flat < 0:
+        return None
+    index: list[int] = []
+    for size in reversed(values.shape):
+        flat, place = divmod(flat, size)
+        index.insert(0, place)
+    return tuple(index)
+
+
+def fill_uniform(out: Tensor, *, key: int, bound: float, zero_rows: int = 0, first_row: int = 0) -> None:
+    """Initial rows `first_row ...` of a table into out [n, D]: U(-bound, bound), see `reference.fill_uniform`."""
+    if _native() is None:
+        reference.fill_uniform(key, first_row, out, bound, zero_rows)
+    else:
+        _native().fill_uniform(key, first_row, out, bound, zero_rows, torch.get_num_threads())
+
+
+class _Interaction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
+        dense_BD, pooled_BFD = dense_BD.detach().contiguous(), pooled_BFD.detach().contiguous()
+        ctx.save_for_backward(dense_BD, pooled_BFD)
+        B, F, D = pooled_BFD.shape
+        out = empty(B, D + (F + 1) * F // 2)
+        _native().interact(*_views(dense_BD, pooled_BFD, out), torch.get_num_threads())
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        dense_BD, pooled_BFD = ctx.saved_tensors
+        grads = empty(*dense_BD.shape), empty(*pooled_BFD.shape)
+        _native().interact_backward(*_views(grad.contiguous(), dense_BD, pooled_BFD, *grads), torch.get_num_threads())
+        return grads
+
+
+def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
+    """`[dense, T_i . T_j for i > j]` with T = [dense; pooled], the dot interaction of DLRM: [B, D + (F + 1) F / 2].
+
+    float32; pairs in the order (1,0), (2,0), (2,1), (3,0), ..., vector 0 the dense one. Differentiable once. On other
+    devices than the CPU torch's operations run, as without the native module.
+    Raises ValueError where shapes or dtypes do not fit.
+    """
+    fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
+    wide = _autocast(dense_BD) or dense_BD.dtype == pooled_BFD.dtype == torch.float32
+    if not fits or not wide:
+        raise ValueError(
+            f"dense is {dense_BD.dtype} {tuple(dense_BD.shape)} and pooled {pooled_BFD.dtype} "
+            f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
+        )
+    if _native() is None or dense_BD.device.type != "cpu" or _autocast(dense_BD):
+        return reference.interact(dense_BD, pooled_BFD)
+    return _Interaction.apply(dense_BD, pooled_BFD)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _autocast(values: Tensor) -> bool:
+    """Whether torch chooses the types of operations on them now: then they are left to torch."""
+    return torch.is_autocast_enabled(values.device.type)
+
+
+def _views(*tensors: Tensor | None) -> list[Any]:
+    """What the native module takes of tensors on the CPU: by `Tensor.__dlpack__` each would take ten times as long."""
+    view = torch.to_dlpack  # type: ignore[attr-defined]  # public, but not in torch's __all__
+    return [None if each is None else view(each) for each in tensors]
+
+
+class _MLP(torch.autograd.Function):
+    """The layers of an MLP; `parameters` alternate weight [O, I] and bias [O]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BI: Tensor, last: Activation, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[::2], parameters[1::2]
+        x_BI = x_BI.detach().contiguous()
+        outputs = [empty(len(x_BI), len(bias)) for bias in biases]
+        _native().mlp(
+            *_views(x_BI), _views(*weights), _views(*biases), last == "relu", _views(*outputs), torch.get_num_threads()
+        )
+        ctx.save_for_backward(x_BI, *outputs, *weights)
+        ctx.last = last
+        return outputs[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        *inputs, out_BO = saved[: len(saved) // 2 + 1]
+        weights = saved[len(inputs) + 1 :]
+        grad = torch.ops.aten.threshold_backward(grad_BO, out_BO, 0) if ctx.last == "relu" else grad_BO.contiguous()
+        grad_weights, grad_biases = [empty(*w.shape) for w in weights], [empty(len(w)) for w in weights]
+        grad_inputs: list[Tensor | None] = [empty(*x.shape) for x in inputs]
+        if not ctx.needs_input_grad[0]:
+            grad_inputs[0] = None
+        views = (_views(*group) for group in (inputs, weights, grad_weights, grad_biases, grad_inputs))
+        _native().mlp_backward(*_views(grad), *views, torch.get_num_threads())
+        return grad_inputs[0], None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
+
+
+def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, last: Activation) -> Tensor:
+    """`x = relu(x W^T + b)` for each W [O, I], b [O] in turn; after the last one only if `last` is "relu".
+
+    float32 [B, I] -> [B, O of the last]; NaN goes through. Differentiable once. Devices as `dot_interaction`.
+    Raises ValueError where shapes or dtypes do not fit.
+    """
+    width = x_BI.shape[-1]
+    for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        narrow = {x_BI.dtype, weight.dtype, bias.dtype} != {torch.float32} and not _autocast(x_BI)
+        if weight.shape != (len(bias), width) or narrow:
+            raise ValueError(
+                f"layer {k}: inputs are {x_BI.dtype} of width {width}, weight {weight.dtype} {tuple(weight.shape)}, "
+                f"bias {bias.dtype} {tuple(bias.shape)}; pass float32 [B, I], [O, I] and [O]"
+            )
+        width = len(bias)
+    if _native() is None or x_BI.device.type != "cpu" or _autocast(x_BI):
+        return reference.mlp(x_BI, weights, biases, last=last)
+    parameters = [p.contiguous() for pair in zip(weights, biases, strict=True) for p in pair]
+    return _MLP.apply(x_BI, last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def touch_rows(
+    rows: Tensor, ids: Tensor, *, distance: int, write: bool, threads: int, into: Literal["l1", "l2"] = "l2"
+) -> float:
+    """Seconds to load (and store) a word of every cache line of `rows[ids]`: the machine's limit, for benchmarks.
+
+    rows: float32 [N, D], D even; its contents change when `write`. ids: int64, in range, in pieces among the threads.
+    distance: rows prefetched ahead, and `into` which cache. Needs the native module: raises RuntimeError without it.
+    """
+    module = _native()
+    if module is None:
+        raise RuntimeError(f"touch_rows needs the native module, but {backend().reason}")
+    return float(module.touch_rows(rows, ids, distance, into == "l2", write, threads))
+
+
+def multiply_adds_per_s(threads: int) -> float:
+    """Float32 operations a second of so many threads that touch no memory, a multiply-add being two: for benchmarks.
+
+    Needs the native module: raises RuntimeError without it.
+    """
+    module = _native()
+    if module is None:
+        raise RuntimeError(f"multiply_adds_per_s needs the native module, but {backend().reason}")
+    return float(module.multiply_adds_per_s(threads))

@@ -1,0 +1,406 @@
+"""`Arrays` and `Kernels` as hotrow.kernels.ops has them, for tables in device memory: the same methods, orders and errors.
+
+    lookup            one launch for each (storage, width) of the tables; a program takes some bags of one feature
+    update            occurrences of all tables -> stable sort by (table, row) -> one launch for each (storage, width)
+
+Batches stay where they are made, in host memory: ids are checked there and copied over, once for each call. No float is
+added atomically, so repeated runs give the same bits; docs/numerics.md says which bits. Next: kernels.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.kernels import reference, triton_kernels
+from hotrow.kernels.ops import ALTERED
+from hotrow.kernels.reference import Algorithm, Layout, Rule
+
+TILE = 512
+"""Elements that a program holds at once: four for each thread of four warps."""
+_STORAGES = {torch.float32: triton_kernels.FLOAT32, torch.float16: triton_kernels.FLOAT16}
+_ROW_BITS = triton_kernels.ROW_BITS
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for; tables of one kind share a launch."""
+
+    storage: int
+    block_d: int
+    """Columns of a tile: the dim rounded up to a power of two, at least fold16's 16."""
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return max(1, TILE // self.block_d)
+
+
+class Arrays:
+    """One array per table in the memory of one device: weights [N, D], or optimizer state [N, D] or [N], float32.
+
+    As hotrow.kernels.ops.Arrays. Raises ValueError where an array has another type, is not contiguous, where they lie on more
+    than one device, and for a device that these kernels do not run on.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> None:
+        self.tensors, self.low = tuple(tensors), tuple(low or [None] * len(tensors))
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        _check_device(self.device)
+        for t, (tensor, halves) in enumerate(zip(self.tensors, self.low, strict=True)):
+            self._check(tensor, (torch.float32, torch.float16, torch.bfloat16), f"array {t}")
+            if halves is not None:
+                self._check(halves, (torch.int16,), f"low half {t}")
+            if (tensor.dtype == torch.bfloat16) != (halves is not None and halves.shape == tensor.shape):
+                raise ValueError(f"array {t} is {tensor.dtype}: bfloat16 needs lower halves of its shape, others none")
+        self.kinds = [Kind(_STORAGES.get(a.dtype, triton_kernels.SPLIT), _block_d(a)) for a in self.tensors]
+        """Of each table, for weights."""
+        self.by_rank = sorted(range(len(self.kinds)), key=lambda t: self.kinds[t])
+        """Tables, those of one kind side by side: keys are sorted so."""
+        self.bases = [0] * len(self.kinds)
+        """Of each table, the key of its row 0."""
+        for rank, t in enumerate(self.by_rank):
+            self.bases[t] = rank << _ROW_BITS
+
+    def _check(self, tensor: Tensor, dtypes: Sequence[torch.dtype], what: str) -> None:
+        if tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device != self.device:
+            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise ValueError(
+                f"{what} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
+                f"pass contiguous {allowed} on {self.device}"
+            )
+
+    @cached_property
+    def addresses(self) -> Tensor:
+        """Of each table, on the device."""
+        return self.numbers([tensor.data_ptr() for tensor in self.tensors])
+
+    @cached_property
+    def low_addresses(self) -> Tensor:
+        """Of the lower halves; 0 where there are none."""
+        return self.numbers([0 if half is None else half.data_ptr() for half in self.low])
+
+    @cached_property
+    def dims(self) -> Tensor:
+        """Of each table, on the device."""
+        return self.numbers([math.prod(tensor.shape[1:]) for tensor in self.tensors])
+
+    @cached_property
+    def ranked(self) -> Tensor:
+        """`by_rank`, on the device."""
+        return self.numbers(self.by_rank)
+
+    def numbers(self, values: Sequence[Any]) -> Tensor:
+        """int64 on the device."""
+        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+
+
+def _block_d(array: Tensor) -> int:
+    return max(16, 1 << (math.prod(array.shape[1:]) - 1).bit_length())
+
+
+def _check_device(device: torch.device) -> None:
+    wanted = "cpu" if triton_kernels.INTERPRETED else "cuda"
+    if device.type != wanted:
+        raise ValueError(
+            f"arrays are on {device}; Triton runs on {wanted} here, because TRITON_INTERPRET is "
+            f"{'' if triton_kernels.INTERPRETED else 'not '}set: it must be 1 before hotrow.kernels.triton_kernels is imported for "
+            "kernels to be interpreted on the cpu, which is for tests, and unset for a GPU"
+        )
+
+
+@dataclass
+class _Uploaded:
+    """A batch on the device; `offsets` and `weights` stand for something where it has none."""
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor
+    one_hot: bool
+    weighted: bool
+
+    @classmethod
+    def of(cls, sparse: KeyedJaggedTensor, device: torch.device) -> _Uploaded:
+        values = sparse.values.to(device, non_blocking=True)
+        offsets = values if sparse.one_hot else sparse.offsets.to(device, non_blocking=True)
+        weights = values if sparse.weights is None else sparse.weights.detach().to(device, non_blocking=True)
+        return cls(values, offsets, weights, sparse.one_hot, sparse.weights is not None)
+
+
+class _Pieces(NamedTuple):
+    """The occurrences of one lookup: for each position of its batch, features that play no part included."""
+
+    keys: Tensor
+    """int64 [n]: where its row stands among all rows."""
+    sources: Tensor
+    """int64 [n]: the address of its gradient."""
+    scales: Tensor | None
+    """float32 [n]; None: 1."""
+
+
+class Kernels:
+    """The ops of one collection, or of some of its features, on tables in device memory; see hotrow.kernels.ops.Kernels.
+
+    layout: the features a lookup serves. among: that of the whole collection, where `layout` is a part of it. Outputs
+    lie on the tables' device, gradients must; batches may lie there too, and are cheaper to check in host memory.
+    """
+
+    def __init__(self, layout: Layout, *, among: Layout | None = None) -> None:
+        self.layout = layout
+        self._numbers = {feature.name: k for k, feature in enumerate((among or layout).features)}
+        self._positions: dict[tuple[str, ...], list[int]] = {}
+        self._made: dict[Any, Any] = {}  # small tensors on the device, for keys and kinds that came before
+
+    def positions(self, keys: tuple[str, ...]) -> list[int]:
+        """Where each feature of the layout stands among `keys`. Raises ValueError naming one that is missing."""
+        found = self._positions.get(keys)
+        if found is None:
+            self.layout.check_keys(keys)
+            found = self._positions[keys] = [keys.index(feature.name) for feature in self.layout.features]
+        return found
+
+    def lookup(
+        self,
+        weights: Arrays,
+        sparse: KeyedJaggedTensor,
+        out: Tensor | None = None,
+        *,
+        blame: KeyedJaggedTensor | None = None,
+    ) -> Tensor:
+        """Pooled rows of every feature on the tables' device: [B, width] float32 (`reference.lookup`).
+
+        blame: the batch in whose samples and positions an error is told; None means `sparse`.
+        Raises ValueError for a missing feature and for an id outside its table.
+        """
+        self._check_batch(weights, sparse, blame)
+        if out is None:
+            out = torch.empty(sparse.stride, self.layout.width, device=weights.device)
+        batch = _Uploaded.of(sparse, weights.device)
+        for kind, num_features, features in self._features(weights, sparse.keys):
+            launch(
+                triton_kernels.lookup,
+                (-(-sparse.stride // kind.rows), num_features),
+                (out, out.stride(0), batch.values, batch.offsets, batch.weights, features, weights.addresses),
+                num_samples=sparse.stride,
+                ONE_HOT=batch.one_hot,
+                WEIGHTED=batch.weighted,
+                STORAGE=kind.storage,
+                BLOCK_B=kind.rows,
+                BLOCK_D=kind.block_d,
+            )
+        return out
+
+    def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
+        """Gradient of the per-sample weights, shaped as `sparse.values` and beside them, for that of `lookup`.
+
+        Positions of features that are not in the layout get 0. Raises as `lookup`.
+        """
+        self._check_batch(weights, sparse, None)
+        batch = _Uploaded.of(sparse, weights.device)
+        grad = _rows_contiguous(grad, weights.device)
+        out = torch.zeros(sparse.values.numel(), device=weights.device)
+        for kind, num_features, features in self._features(weights, sparse.keys):
+            launch(
+                triton_kernels.weight_gradient,
+                (-(-sparse.stride // kind.rows), num_features),
+                (out, grad, grad.stride(0), batch.values, batch.offsets, features, weights.addresses),
+                num_samples=sparse.stride,
+                ONE_HOT=batch.one_hot,
+                STORAGE=kind.storage,
+                BLOCK_B=kind.rows,
+                BLOCK_D=kind.block_d,
+            )
+        return out.to(sparse.values.device)
+
+    def update(
+        self,
+        weights: Arrays,
+        states: Sequence[Arrays],
+        pending: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
+        rules: Sequence[Rule],
+    ) -> None:
+        """Fused backward and update of all tables: `reference.update`, in place, the same bits in every run.
+
+        pending, states, rules: as hotrow.kernels.ops.Kernels.update; gradients on the tables' device. All rules are of one
+        algorithm. Raises ValueError for an id outside its table; then no row has changed.
+        """
+        algorithms = sorted({rule.algorithm for rule in rules})
+        if len(algorithms) != 1:
+            raise ValueError(f"rules are of {', '.join(algorithms) or 'none'}; one update takes one algorithm")
+        for served, sparse, _ in pending:
+            served._check_batch(weights, sparse, None)
+        grads = [_rows_contiguous(grad, weights.device) for _, _, grad in pending]
+        parts = [
+            served._pieces(weights, sparse, grad) for (served, sparse, _), grad in zip(pending, grads, strict=True)
+        ]
+        spans = sorted(span for p, (served, sparse, _) in enumerate(pending) for span in self._spans(served, sparse, p))
+        if not any(stop > start for *_, start, stop in spans):
+            return
+        keys, order = torch.sort(_cat([part.keys for part in parts], spans), stable=True)
+        sources = _cat([part.sources for part in parts], spans)[order]
+        scales = None
+        if any(part.scales is not None for part in parts):
+            scales = _cat([_or_ones(part) for part in parts], spans)[order]
+        self._apply(weights, states, rules, algorithms[0], _Pieces(keys, sources, scales), self._counts(spans))
+
+    def _apply(
+        self,
+        weights: Arrays,
+        states: Sequence[Arrays],
+        rules: Sequence[Rule],
+        algorithm: Algorithm,
+        found: _Pieces,
+        counts: Sequence[int],
+    ) -> None:
+        """One launch for each kind of table. found: in the order of their keys; counts: occurrences by table."""
+        numbers = torch.tensor([rule.numbers[1:] for rule in rules], dtype=torch.float32)
+        numbers = numbers.to(weights.device, non_blocking=True)
+        scaled = found.scales is not None
+        addresses = [state.addresses for state in states] + [weights.addresses] * (2 - len(states))
+        first = 0
+        for kind in sorted(set(weights.kinds)):
+            last = first + sum(n for n, own in zip(counts, weights.kinds, strict=True) if own == kind)
+            launch(
+                triton_kernels.update,
+                (-(-(last - first) // kind.rows),),
+                (found.keys, found.sources, found.scales if scaled else found.keys, first, last, weights.ranked),
+                dims=weights.dims,
+                weights=weights.addresses,
+                lows=weights.low_addresses,
+                states_a=addresses[0],
+                states_b=addresses[1],
+                numbers=numbers,
+                ALGORITHM=triton_kernels.ALGORITHMS[algorithm],
+                STORAGE=kind.storage,
+                SCALED=scaled,
+                BLOCK_N=kind.rows,
+                BLOCK_D=kind.block_d,
+            )
+            first = last
+
+    def _features(self, weights: Arrays, keys: tuple[str, ...]) -> list[tuple[Kind, int, Tensor]]:
+        """Of each kind of table, how many features look one up, and what `lookup` is told of them."""
+        made = (keys, tuple(weights.kinds), weights.device)
+        if made not in self._made:
+            rows: dict[Kind, list[tuple[int, ...]]] = {}
+            for feature, position in zip(self.layout.features, self.positions(keys), strict=True):
+                start, stop = feature.columns.start, feature.columns.stop
+                row = (feature.table, start, stop - start, feature.pooling == "mean", position)
+                rows.setdefault(weights.kinds[feature.table], []).append(row)
+            self._made[made] = [(kind, len(own), weights.numbers(own)) for kind, own in sorted(rows.items())]
+        found: list[tuple[Kind, int, Tensor]] = self._made[made]
+        return found
+
+    def _by_key(self, weights: Arrays, keys: tuple[str, ...]) -> Tensor:
+        """int64 [3, K] of a batch's keys: base of its table, first column, 1 for "mean"; 0 for those not served."""
+        made = (keys, tuple(weights.bases), weights.device)
+        if made not in self._made:
+            rows = [[0, 0, 0] for _ in keys]
+            for feature, position in zip(self.layout.features, self.positions(keys), strict=True):
+                rows[position] = [weights.bases[feature.table], feature.columns.start, int(feature.pooling == "mean")]
+            self._made[made] = weights.numbers(rows).t().contiguous()
+        found: Tensor = self._made[made]
+        return found
+
+    def _pieces(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> _Pieces:
+        batch = _Uploaded.of(sparse, weights.device)
+        base, column, mean = self._by_key(weights, sparse.keys)
+        num_ids, stride = sparse.values.numel(), max(1, sparse.stride)
+        bag = torch.arange(num_ids, device=weights.device)
+        lengths = torch.ones_like(bag)
+        if not batch.one_hot:
+            of_bag = batch.offsets.diff()
+            bag = torch.repeat_interleave(of_bag, output_size=num_ids)
+            lengths = of_bag[bag]
+        key = bag // stride
+        sources = grad.data_ptr() + 4 * ((bag - key * stride) * grad.stride(0) + column[key])
+        scales = batch.weights if batch.weighted else None
+        if any(feature.pooling == "mean" for feature in self.layout.features):
+            each = torch.ones(num_ids, device=weights.device) if scales is None else scales
+            scales = torch.where(mean[key] == 1, each / lengths.float(), each)
+        return _Pieces(batch.values + base[key], sources, scales)
+
+    def _spans(self, served: Kernels, sparse: KeyedJaggedTensor, p: int) -> list[tuple[int, int, int, int]]:
+        """Of each feature of lookup number p: its number in this collection, p, and its ids from where to where."""
+        ends = _key_ends(sparse)
+        positions = served.positions(sparse.keys)
+        return [
+            (self._numbers[feature.name], p, ends[position], ends[position + 1])
+            for feature, position in zip(served.layout.features, positions, strict=True)
+        ]
+
+    def _counts(self, spans: Sequence[tuple[int, int, int, int]]) -> list[int]:
+        counts = [0] * (1 + max(feature.table for feature in self.layout.features))
+        for number, _, start, stop in spans:
+            counts[self.layout.features[number].table] += stop - start
+        return counts
+
+    def _check_batch(self, weights: Arrays, sparse: KeyedJaggedTensor, blame: KeyedJaggedTensor | None) -> None:
+        """Raises ValueError for a missing feature, an id outside its table, and offsets that lead out of the ids."""
+        positions = self.positions(sparse.keys)
+        if not sparse.one_hot:
+            offsets = sparse.offsets
+            good = (offsets.diff() >= 0).all() & (offsets[0] == 0) & (offsets[-1] == sparse.values.numel())
+            if not bool(good):
+                raise ValueError(ALTERED)
+        ends = _key_ends(sparse)
+        for feature, position in zip(self.layout.features, positions, strict=True):
+            ids = sparse.values[ends[position] : ends[position + 1]]
+            if ids.numel():
+                least, most = torch.aminmax(ids)
+                if int(least) < 0 or int(most) >= weights.tensors[feature.table].shape[0]:
+                    self._raise_bad_id(weights, blame or sparse)
+
+    def _raise_bad_id(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
+        bad = reference.first_bad_id(self.layout, weights.tensors, sparse)
+        if bad is not None:
+            raise ValueError(bad.text(weights.tensors[bad.feature.table].shape[0]))
+        raise ValueError(ALTERED)
+
+
+def _key_ends(sparse: KeyedJaggedTensor) -> list[int]:
+    """Where the ids of each key start, and where the last one's end."""
+    stride, num_keys = sparse.stride, len(sparse.keys)
+    if sparse.one_hot:
+        return [k * stride for k in range(num_keys + 1)]
+    if not stride:
+        return [0] * (num_keys + 1)
+    ends: list[int] = sparse.offsets[::stride].tolist()
+    return ends
+
+
+def _cat(parts: Sequence[Tensor], spans: Sequence[tuple[int, int, int, int]]) -> Tensor:
+    """The spans of the parts one after the other."""
+    merged: list[tuple[int, int, int]] = []
+    for _, p, start, stop in spans:
+        if merged and merged[-1][0] == p and merged[-1][2] == start:
+            merged[-1] = (p, merged[-1][1], stop)
+        else:
+            merged.append((p, start, stop))
+    return torch.cat([parts[p][start:stop] for p, start, stop in merged])
+
+
+def _or_ones(part: _Pieces) -> Tensor:
+    return torch.ones(part.keys.numel(), device=part.keys.device) if part.scales is None else part.scales
+
+
+def _rows_contiguous(grad: Tensor, device: torch.device) -> Tensor:
+    if grad.dtype != torch.float32 or grad.device != device:
+        raise ValueError(f"a gradient is {grad.dtype} on {grad.device}; pass float32 on {device}, where the tables lie")
+    return grad if grad.dim() == 2 and grad.stride(1) == 1 else grad.contiguous()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arrays: Sequence[Any], **more: Any) -> None:
+    """Runs a kernel, if there is work, without contraction: a * b + c rounds twice, as in the reference."""
+    if 0 in grid:
+        return
+    device = arrays[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*arrays, **more, num_warps=4, enable_fp_fusion=False)

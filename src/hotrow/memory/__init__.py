@@ -1,1 +1,0 @@
-"""Where the rows of tables lie when they are more than memory holds."""

@@ -1,0 +1,434 @@
+"""Tables in host memory with slots in device memory before them: rows come to the device before their batch does.
+
+    ids of a batch --admit--> slots; rows are held below --land--> slots filled --take--> lookup, update --release-->
+
+Every row of a table lies below: in DRAM, or in tiers (below.py). Device memory has slots for some: the first rows of a
+table for good, and whichever of the others are in use. Updates happen in slots; a row that was updated is copied back
+when its slot is needed, and by `flush`. Kernels are given slots instead of ids: no result depends on what is decided
+here. Which row lies where: directory.py; how many slots there are: device_budget.py. Next: gpu/.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.kernels.reference import Layout, first_bad_id
+from hotrow.placement.below import Below, Held
+from hotrow.placement.budget import TableDemand, TableSlots
+from hotrow.placement.device_budget import MOVING_SHARE, DeviceMemory, raise_to
+from hotrow.placement.directory import Directory, Moves
+from hotrow.placement.stores import StoreError
+from hotrow.placement.tiers import State
+from hotrow.tables import TableConfig
+
+if TYPE_CHECKING:
+    from hotrow.kernels.triton_moves import Moment, Mover
+
+Span = tuple[int, int, int]
+"""A table, and from where to where a batch's ids look it up."""
+Numbers = NDArray[np.int64]
+
+
+@dataclass
+class Landing:
+    """Rows that have slots and are held below, to be copied over in the order in which slots were given."""
+
+    held: Held
+    slots: list[Numbers]
+    num_sent: int
+    """Moves to the host before it: what they took there may be what comes now."""
+    arrived: Moment | None = None
+    """Once copies are under way."""
+
+
+class DeviceFlight:
+    """A batch whose rows lie in slots, or are on their way there, until it is released."""
+
+    def __init__(
+        self, owner: DeviceRows, spans: list[Span], slots: Tensor, pinned: list[Numbers], landing: Landing
+    ) -> None:
+        self._owner, self.spans, self.slots, self.pinned, self.landing = owner, spans, slots, pinned, landing
+        self.released = False
+
+    def __del__(self) -> None:
+        self.release(updated=False)  # a lookup whose output nobody wanted
+
+    def release(self, *, updated: bool) -> None:
+        """The batch is over; updated: its rows have changed. Later calls do nothing."""
+        if not self.released:
+            self.released = True
+            self._owner.release(self.pinned, updated=updated)
+
+
+class DeviceRows:
+    """The slots of one collection on a device, in front of what lies below."""
+
+    def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: DeviceMemory, below: Below) -> None:
+        self.tables, self.layout, self.memory = tables, layout, memory
+        self.device = torch.device(memory.device)
+        self._below = below
+        self._num_states = 0
+        self.directories: list[Directory] = []
+        self.slots: list[TableSlots] = []
+        """Of each table, once it is laid out."""
+        self._parts: list[list[Tensor]] = []
+        self.arrays: Any = None
+        """Weights by slot, once they are laid out, of hotrow.kernels.triton_ops; it stands in for hotrow.kernels.ops everywhere."""
+        self.state_arrays: list[Any] = []
+        self._mover: Mover | None = None
+        self._announced: dict[int, tuple[KeyedJaggedTensor, DeviceFlight]] = {}
+        self._asked: dict[int, tuple[KeyedJaggedTensor, Held]] = {}
+        """Announced batches without room yet: their rows are held below."""
+        self._landings: deque[Landing] = deque()
+        self._stale = False
+        self._lost: str | None = None
+        """Why rows may be lost, and the cure."""
+        self._lock = threading.RLock()
+        self.altered = self.unannounced = self.foreseen = self.postponed = 0
+        """Training batches that were changed after they were announced, that never were, that were as announced; and
+        announcements for which there was no room yet."""
+        self.stall_s = 0.0
+        """Seconds that training batches waited for rows from below, and for room there, announced ones among them."""
+
+    def make_kernels(self, layout: Layout, *, among: Layout | None = None) -> Any:
+        """The ops of some of the collection's features. Raises ImportError where Triton is not installed."""
+        try:
+            from hotrow.kernels.triton_ops import Kernels
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ImportError("tables on a device need Triton: pip install 'hotrow[gpu]'") from error
+        return Kernels(layout, among=among)
+
+    # ---- where rows lie
+
+    def attach(self, states: dict[str, Sequence[State]]) -> None:
+        """An optimizer's states get slots beside the weights. Raises ValueError where these are laid out already."""
+        if self.arrays is not None:
+            raise ValueError(
+                "the tables have their slots on the device already, by the first lookup or another optimizer: make the "
+                "optimizer right after the EmbeddingCollection, and only one"
+            )
+        self._below.attach(states)
+        self._num_states = len(states[self.tables[0].name])
+        self._lay_out()
+
+    def _demands(self) -> list[TableDemand]:
+        return [
+            TableDemand(table.name, table.num_embeddings, sum(array[:1].nbytes for array in arrays))
+            for table, arrays in zip(self.tables, self._below.arrays, strict=True)
+        ]
+
+    def _lay_out(self) -> None:
+        from hotrow.kernels.triton_moves import Mover, Streams
+        from hotrow.kernels.triton_ops import Arrays
+
+        demands = self._demands()
+        self.slots = self.memory.checked_slots(demands)
+        self.directories = [Directory(d.num_rows, own) for d, own in zip(demands, self.slots, strict=True)]
+        self._parts = [
+            [torch.zeros(sum(own), *array.shape[1:], dtype=array.dtype, device=self.device) for array in arrays]
+            for arrays, own in zip(self._below.arrays, self.slots, strict=True)
+        ]
+        count = self._num_states
+        weights = [parts[0] for parts in self._parts]
+        low = [parts[1] if parts[0].dtype == torch.bfloat16 else None for parts in self._parts]
+        self.state_arrays = [Arrays([parts[k - count] for parts in self._parts]) for k in range(count)]
+        self._streams = Streams(self.device)
+        self._streams.share(array for parts in self._parts for array in parts)
+        self._mover = Mover(self._below.arrays, self._parts, self._streams)
+        self._released = self._streams.moment()
+        self.arrays = Arrays(weights, low)
+        self._stale = True  # the pinned rows are yet to come
+
+    @property
+    def slots_bytes(self) -> int:
+        """What the slots take on the device."""
+        return sum(part.nbytes for parts in self._parts for part in parts)
+
+    # ---- batches in flight
+
+    def announce(self, sparse: KeyedJaggedTensor) -> None:
+        """Bring the rows of a training batch that comes later, and keep them until it has been, if there is room.
+
+        Without room they are asked for below. One with an id out of range is left to its lookup, which refuses it when
+        its turn comes.
+        """
+        with self._lock:
+            if id(sparse.values) in self._announced or id(sparse.values) in self._asked:
+                return
+            spans = self._spans(sparse)
+            rows = self._rows(sparse, spans)
+            if rows is None:
+                return
+            with self._counting_room():
+                if self._num_short(rows):
+                    self._ask(sparse, rows)
+                    return
+                self._announced[id(sparse.values)] = (sparse, self._admit(sparse, spans, rows, keep=True))
+            started = time.perf_counter()
+            # Whether rows have come from disk cannot be asked without waiting: those of the nearer half should have.
+            self._land(most_left=(len(self._announced) + 1) // 2)
+            self.stall_s += time.perf_counter() - started
+
+    def _ask(self, sparse: KeyedJaggedTensor, rows: Sequence[Numbers]) -> None:
+        self.postponed += 1
+        absent = [directory.absent(own) for directory, own in zip(self.directories, rows, strict=True)]
+        self._asked[id(sparse.values)] = (sparse, self._below.hold(absent, keep=True))
+
+    @contextmanager
+    def _counting_room(self) -> Iterator[None]:
+        """What is waited for room below inside the block is a stall."""
+        before = self._below.stall_s
+        yield
+        self.stall_s += self._below.stall_s - before
+
+    def forget(self, sparse: KeyedJaggedTensor) -> None:
+        """A batch that was announced will not come, or has been."""
+        with self._lock:
+            if (found := self._announced.pop(id(sparse.values), None)) is not None:
+                found[1].release(updated=False)
+            self._ask_no_more(sparse)
+
+    def _ask_no_more(self, sparse: KeyedJaggedTensor) -> None:
+        if (asked := self._asked.pop(id(sparse.values), None)) is not None:
+            asked[1].release(updated=False)
+
+    def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[DeviceFlight, KeyedJaggedTensor]:
+        """The flight of this batch and the batch with slots for ids; what runs from now on finds its rows there.
+
+        Raises ValueError for an id out of range, and where its rows and those of batches whose step is yet to come are
+        more than there are slots; StoreError where a store has failed, also where these rows need none: it was to keep
+        others.
+        """
+        with self._lock:
+            spans = self._spans(sparse)
+            _, flight = self._announced.pop(id(sparse.values), (None, None))
+            if flight is not None and not self._is_of(flight, sparse, spans):
+                self.altered += training
+                flight.release(updated=False)
+                flight = None
+            elif training:
+                self.unannounced += flight is None
+                self.foreseen += flight is not None
+            started = time.perf_counter()
+            if flight is None:
+                flight = self._make_room_and_admit(sparse, spans, keep=training)
+            self.refresh()
+            self._land(flight.landing)
+            self._ask_no_more(sparse)
+            self.stall_s += training * (time.perf_counter() - started)
+            self._raise_failure()
+            assert flight.landing.arrived is not None
+            flight.landing.arrived.precede()
+            return flight, sparse.with_values(flight.slots)
+
+    def is_crowded_by(self, sparse: KeyedJaggedTensor) -> bool:
+        """Whether the batch looks up more rows than there are slots, and has samples to be looked up in two halves."""
+        with self._lock:
+            rows = None if sparse.stride < 2 else self._rows(sparse, self._spans(sparse))
+            return rows is not None and any(
+                len(own) - np.searchsorted(own, slots.pinned) > slots.cached
+                for own, slots in zip(rows, self.slots, strict=True)
+            )
+
+    def _is_of(self, flight: DeviceFlight, sparse: KeyedJaggedTensor, spans: list[Span]) -> bool:
+        ids, slots = sparse.values.numpy(), flight.slots.numpy()
+        if ids.shape != slots.shape or spans != flight.spans:
+            return False
+        return all(self.directories[t].holds(ids[start:stop], slots[start:stop]) for t, start, stop in spans)
+
+    def _make_room_and_admit(self, sparse: KeyedJaggedTensor, spans: list[Span], *, keep: bool) -> DeviceFlight:
+        rows = self._rows(sparse, spans)
+        if rows is None:
+            raise ValueError(self._bad_id(sparse))
+        while self._num_short(rows) and self._announced:
+            _, flight = self._announced.pop(next(reversed(self._announced)))  # the one that is needed last
+            flight.release(updated=False)
+            self.postponed += 1
+        if short := self._num_short(rows):
+            t, missing = short
+            slots, held = self.slots[t], sum(self.slots[t]) - self.directories[t].num_free
+            needed = [
+                min(table.num_embeddings, own.cached - directory.num_free + len(each))
+                for table, own, directory, each in zip(self.tables, self.slots, self.directories, rows, strict=True)
+            ]
+            raise ValueError(
+                f"the batch looks up {len(rows[t]):,} rows of table {self.tables[t].name!r}, {missing:,} more than "
+                f"there are slots for: of {sum(slots):,} on the device {held:,} hold rows that stay and rows of "
+                f"batches before their step; DeviceMemory: hbm is {self.memory.hbm_bytes:,} bytes; "
+                f"{raise_to(self.memory.least_bytes(self._demands(), needed))}, or make batches smaller"
+            )
+        return self._admit(sparse, spans, rows, keep=keep)
+
+    def _spans(self, sparse: KeyedJaggedTensor) -> list[Span]:
+        if self.arrays is None:
+            self._lay_out()
+        names = set(sparse.keys)
+        served = [feature for feature in self.layout.features if feature.name in names]  # in the order of their tables
+        spans = [(feature.table, sparse.span(feature.name)) for feature in served]
+        return [(table, span.start, span.stop) for table, span in spans]
+
+    def _rows(self, sparse: KeyedJaggedTensor, spans: Sequence[Span]) -> list[NDArray[np.int64]] | None:
+        """The different rows of each table that the batch looks up, rising; None where an id is out of range."""
+        ids = sparse.values.numpy()
+        found = []
+        for t, table in enumerate(self.tables):
+            own = [ids[start:stop] for table_of, start, stop in spans if table_of == t]
+            rows = np.unique(np.concatenate([np.empty(0, np.int64), *own]))
+            if len(rows) and (rows[0] < 0 or rows[-1] >= table.num_embeddings):
+                return None
+            found.append(rows)
+        return found
+
+    def _num_short(self, rows: Sequence[NDArray[np.int64]]) -> tuple[int, int] | None:
+        """The first table without room for its rows, and how many slots are missing."""
+        for t, own in enumerate(rows):
+            if missing := self.directories[t].num_short(own):
+                return t, missing
+        return None
+
+    def _admit(self, sparse: KeyedJaggedTensor, spans: list[Span], rows: list[Numbers], *, keep: bool) -> DeviceFlight:
+        self._raise_failure()
+        try:
+            admitted = [directory.admit(own) for directory, own in zip(self.directories, rows, strict=True)]
+            ids = sparse.values.numpy()
+            slots = np.zeros(len(ids), np.int32)
+            for t, start, stop in spans:
+                slots[start:stop] = self.directories[t].slot_of[ids[start:stop]]
+            pinned, moves = [slots for slots, _ in admitted], [each for _, each in admitted]
+            return DeviceFlight(self, spans, torch.from_numpy(slots), pinned, self._exchange(moves, keep=keep))
+        except BaseException as error:  # rows have given up their slots, and may not have left them yet
+            self._lost = (
+                f"rows of the tables on {self.device} are lost: {type(error).__name__} ended the call that moved them "
+                f"({error}). Nothing was trained on wrong rows; make a new collection and load the last checkpoint"
+            )
+            raise
+
+    def _raise_failure(self) -> None:
+        """Raise StoreError where rows are lost here or below."""
+        if self._lost is not None:
+            raise StoreError(self._lost)
+        self._below.raise_failure()
+
+    def _exchange(self, moves: Sequence[Moves], *, keep: bool) -> Landing:
+        """Rows that leave are read before others are laid into their slots: copies keep their order."""
+        assert self._mover is not None
+        num_sent = self._mover.num_sent
+        for rows, slots in self._pieces([each.leaving for each in moves], [each.leaving_slots for each in moves]):
+            self._mover.send_back(self._below.hold(rows, keep=True), _tensors(slots), after=self._released)
+        held = self._below.hold([each.coming for each in moves], keep=keep)
+        landing = Landing(held, [each.coming_slots for each in moves], num_sent)
+        self._landings.append(landing)
+        if held.ready:
+            self._land(landing)
+        return landing
+
+    def _land(self, until: Landing | None = None, *, most_left: int = 0) -> None:
+        """Copy what is held over, first come first: up to `until`, or as long as more than `most_left` wait."""
+        assert self._mover is not None
+        while until.arrived is None if until is not None else len(self._landings) > most_left:
+            first = self._landings[0]
+            self._mover.settle(first.num_sent)
+            first.held.wait()
+            first.arrived = self._bring([own.numpy() for own in first.held.places], first.slots)
+            first.held.release(updated=False)
+            self._landings.popleft()
+
+    def _bring(self, places: Sequence[Numbers], slots: Sequence[Numbers]) -> Moment:
+        assert self._mover is not None
+        arrived = self._released
+        for some_places, some_slots in self._pieces(places, slots):
+            arrived = self._mover.bring(_tensors(some_places), _tensors(some_slots), after=self._released)
+        return arrived
+
+    def _pieces(
+        self, rows: Sequence[Numbers], slots: Sequence[Numbers], most_bytes: int | None = None
+    ) -> Iterator[tuple[list[Numbers], list[Numbers]]]:
+        """They in pieces that take no more than what is set aside for rows on their way, nor than `most_bytes`."""
+        record_bytes = [demand.record_bytes for demand in self._demands()]
+        most = max(1, self.memory.hbm_bytes // MOVING_SHARE // 2)
+        most = most if most_bytes is None else min(most, most_bytes)
+        total = sum(len(own) * num_bytes for own, num_bytes in zip(rows, record_bytes, strict=True))
+        pieces = -(-total // most)
+        cut_rows = [np.array_split(own, max(1, pieces)) for own in rows]
+        cut_slots = [np.array_split(own, max(1, pieces)) for own in slots]
+        for k in range(pieces):
+            yield [own[k] for own in cut_rows], [own[k] for own in cut_slots]
+
+    def release(self, pinned: Sequence[Numbers], *, updated: bool) -> None:
+        """A batch is over, whose rows lie in slots `pinned`; for flights."""
+        with self._lock:
+            for directory, slots in zip(self.directories, pinned, strict=True):
+                directory.release(slots, updated=updated)
+            self._released = self._streams.moment()
+
+    def _bad_id(self, sparse: KeyedJaggedTensor) -> str:
+        served = replace(self.layout, features=tuple(f for f in self.layout.features if f.name in sparse.keys))
+        bad = first_bad_id(served, [arrays[0] for arrays in self._below.arrays], sparse)
+        if bad is None:
+            return "an id of the batch was outside its table, and is not when looked at again: it is being changed"
+        return bad.text(self.tables[bad.feature.table].num_embeddings)
+
+    # ---- what lies below
+
+    def flush(self) -> None:
+        """Below every row is as it is, and may be changed: rows on the device are read again after.
+
+        Raises StoreError where rows are lost.
+        """
+        with self._lock:
+            self._raise_failure()
+            if self.arrays is None or self._stale:
+                return
+            assert self._mover is not None
+            self._land()
+            dirty = [np.flatnonzero(directory.dirty) for directory in self.directories]
+            rows = [directory.row_of[slots] for directory, slots in zip(self.directories, dirty, strict=True)]
+            for some_rows, some_slots in self._pieces(rows, dirty, self._below.piece_bytes):
+                num_sent = self._mover.num_sent
+                held = self._below.hold(some_rows, keep=False)
+                self._mover.send_back(held, _tensors(some_slots), after=self._streams.moment())
+                self._mover.settle(num_sent)  # the piece before: two at most are under way
+            self._mover.settle()
+            for directory, slots in zip(self.directories, dirty, strict=True):
+                directory.dirty[slots] = False
+                directory.counts["written_rows"] += len(slots)
+            self._stale = True
+
+    def refresh(self) -> None:
+        """Rows on the device are those below again, after a `flush`."""
+        with self._lock:
+            if not self._stale:
+                return
+            self._land()
+            slots = [np.flatnonzero(directory.row_of >= 0) for directory in self.directories]
+            rows = [directory.row_of[own] for directory, own in zip(self.directories, slots, strict=True)]
+            self._released = arrived = self._streams.moment()
+            for some_rows, some_slots in self._pieces(rows, slots, self._below.piece_bytes):
+                held = self._below.hold(some_rows, keep=False)
+                held.wait()
+                arrived = self._bring([own.numpy() for own in held.places], some_slots)
+                held.release(updated=False)
+            arrived.precede()
+            self._stale = False
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """By table: rows that batches named, those that were there, came, left, and were copied back."""
+        return {table.name: dict(own.counts) for table, own in zip(self.tables, self.directories, strict=False)}
+
+
+def _tensors(numbers: Sequence[Numbers]) -> list[Tensor]:
+    return [torch.from_numpy(own) for own in numbers]

@@ -1,0 +1,283 @@
+"""The file of one table's rows: a header that says whose it is, a lock, and what its file system allows.
+
+    [ header: one page, JSON and zeros | records ... | tail: one page that is never written ]
+
+The header holds format version, kind, identity of the model, table, the parts of a record, rows and sector: a truncated
+file, one of another model or table, and one that another process has open are refused by name. The file is sparse, so
+making one costs the same whatever its size. Where records lie: native/include/hotrow/block_layout.h.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hotrow.base.files import file_system, sync_folder
+from hotrow.placement.native import backend
+
+VERSION = 2
+"""1 had no tail."""
+HEADER_BYTES = 4096
+SECTORS = (512, 1024, 2048, 4096)
+DIRECT = getattr(os, "O_DIRECT", 0)
+NO_ATIME = getattr(os, "O_NOATIME", 0)
+"""No look at the time of the last access, a fortieth of what a read takes. Only who owns a file may ask for it."""
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_NETWORK_FUSE = ("sshfs", "glusterfs", "ceph", "ceph-fuse", "s3fs", "rclone", "gcsfuse", "juicefs", "mount-s3")
+NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "afs", "beegfs", "gpfs", "pvfs2", "virtiofs"),
+    *(f"fuse.{name}" for name in _NETWORK_FUSE),
+)
+"""Both as the system names them in /proc/self/mountinfo. What an overlay lies on it does not tell, nor a FUSE mount
+without a subtype: these pass for disks."""
+Kind = Literal["dram", "mapped", "block", "gathered"]
+BLOCKS: tuple[Kind, ...] = ("block", "gathered")
+"""Files past the page cache. Of "gathered" ones their process alone knows where which row lies (gathered_store.h)."""
+PLACES_PER_ROW = 2
+"""Of a gathered file."""
+DEPTH = 128
+"""I/Os under way together: what an SSD needs for all of its channels, in 512 KiB of locked memory."""
+LARGE_IO_BYTES = 4096 * DEPTH
+"""Of I/Os of more than 4 KiB under way together, at most, but for records of that size: of gathered pages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRows:
+    """What a store holds: the rows of one table."""
+
+    table: str
+    parts: tuple[tuple[str, int], ...]
+    """Name and bytes of each part of a record, in order: weights, low halves, optimizer states."""
+    num_rows: int
+    identity: str = ""
+    """Of the model the table belongs to; a file that carries another is refused."""
+
+    def __post_init__(self) -> None:
+        if not self.parts or any(num_bytes < 1 for _, num_bytes in self.parts):
+            raise ValueError(f"table {self.table!r}: parts are {self.parts}; each part of a record has at least a byte")
+        if self.num_rows < 0:
+            raise ValueError(f"table {self.table!r}: num_rows is {self.num_rows}; it must not be negative")
+
+    @property
+    def record_bytes(self) -> int:
+        """Of one row, all parts."""
+        return sum(num_bytes for _, num_bytes in self.parts)
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A locked file: its descriptor, and the sector its records are laid out by (None: no padding)."""
+
+    path: Path
+    descriptor: int
+    sector: int | None
+
+    def close(self) -> None:
+        """Give the lock and the descriptor back; the lock by name, for a forked child may hold the descriptor too."""
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        os.close(self.descriptor)
+
+
+def file_bytes(rows: TableRows, sector: int | None, kind: Kind) -> int:
+    """Size of the file, holes included."""
+    if sector is None:
+        return int(backend().mapped_file_bytes(rows.record_bytes, rows.num_rows))
+    return int(backend().block_layout(rows.record_bytes, sector, rows.num_rows, kind == "gathered")[4])
+
+
+def padded_record_bytes(rows: TableRows, sector: int | None, kind: Kind) -> float:
+    """What a record takes on disk, padding included, and where it is gathered the places that are kept free for it."""
+    if sector is None:
+        return float(rows.record_bytes)
+    gathered = kind == "gathered"
+    _, unit_rows, page_bytes, page_units, _ = backend().block_layout(rows.record_bytes, sector, 0, gathered)
+    return float(page_bytes / (page_units * unit_rows)) * (PLACES_PER_ROW if gathered else 1)
+
+
+def page_records(record_bytes: int) -> int | None:
+    """How many records a page of a gathered file holds, in sectors of 512 bytes; None where they cannot be gathered."""
+    layout = backend().block_layout(record_bytes, SECTORS[0], 0, True)  # noqa: FBT003
+    return layout[1] * layout[3] if layout else None
+
+
+def open_file(path: Path, rows: TableRows, kind: Kind) -> OpenFile:
+    """The file of `rows` at `path`, locked: made where there is none (mode 0600, sparse), else checked.
+
+    Raises BlockingIOError where another process has it open, ValueError where it is another's, truncated or no store
+    file, OSError as the file system gives it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        is_new = True
+    except FileExistsError:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        is_new = False
+    try:
+        _lock(descriptor, path)
+        if kind in BLOCKS and hasattr(os, "posix_fadvise"):
+            # Reading ahead of the header would put rows into the page cache, together with it; a header that is written
+            # anew then meets direct writes of those rows, which the system takes for lost (EIO at the next fsync).
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        sector = _make(descriptor, path, rows, kind) if is_new else _check(descriptor, path, rows, kind)
+    except BaseException:
+        os.close(descriptor)
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise
+    return OpenFile(path, descriptor, sector)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(
+            errno.EWOULDBLOCK,
+            f"{path} is open already, here or in another process: two writers would spoil the rows. "
+            "Wait until the other run ends, or give this one a folder of its own",
+        ) from None
+
+
+def _make(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
+    sector = None
+    if kind in BLOCKS:
+        told = _with_direct(path, lambda direct: int(backend().direct_sector(direct)))
+        sector = told if told in SECTORS else SECTORS[0]
+    write_header(descriptor, rows, kind, sector)
+    os.ftruncate(descriptor, file_bytes(rows, sector, kind))
+    os.fsync(descriptor)
+    sync_folder(path.parent)
+    return sector
+
+
+def write_header(descriptor: int, rows: TableRows, kind: Kind, sector: int | None) -> None:
+    """Write the first page, to be synced by the caller. Raises ValueError where names are too long for it."""
+    header = {"format": "hotrow store", "version": VERSION, "kind": kind, "sector": sector, **asdict(rows)}
+    page = json.dumps(header).encode()
+    if len(page) > HEADER_BYTES:
+        raise ValueError(f"table {rows.table!r}: names and parts need {len(page)} bytes of a header's {HEADER_BYTES}")
+    os.pwrite(descriptor, page.ljust(HEADER_BYTES, b"\0"), 0)
+
+
+def _check(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
+    if kind == "gathered":
+        raise ValueError(
+            f"{path} is there already, and only the process that wrote a gathered file knows where its rows lie: name "
+            "another path, or remove it"
+        )
+    found = _read_header(descriptor, path)
+    if found.get("version") != VERSION:
+        raise ValueError(
+            f"{path}: format version {found.get('version')!r}, this hotrow reads {VERSION}: use the one that wrote it, "
+            "or remove the file and resume from a checkpoint"
+        )
+    expected = {**json.loads(json.dumps(asdict(rows))), "kind": kind}
+    for key, value in expected.items():
+        if key not in found or (key == "num_rows" and found[key] <= value):
+            continue
+        if found[key] != value:
+            raise ValueError(
+                f"{path} holds {key} {found[key]!r}, expected {value!r}: it is another model's or table's file. "
+                "Put the right one back, or give this run a folder of its own"
+            )
+    sector: int | None = found.get("sector")
+    if (sector is not None) != (kind in BLOCKS) or sector not in (None, *SECTORS):
+        raise ValueError(
+            f"{path}: sector is {sector!r}, allowed are {SECTORS}; the header is damaged, restore the file"
+        )
+    wanted = file_bytes(replace(rows, num_rows=found["num_rows"]), sector, kind)
+    size = os.fstat(descriptor).st_size
+    if size < wanted:
+        raise ValueError(
+            f"{path} is truncated: {size:,} bytes, its {found['num_rows']:,} rows of table {rows.table!r} need "
+            f"{wanted:,}. Restore it, or remove it and resume from a checkpoint"
+        )
+    if found["num_rows"] < rows.num_rows:
+        os.ftruncate(descriptor, file_bytes(rows, sector, kind))
+        write_header(descriptor, rows, kind, sector)
+        os.fsync(descriptor)
+    return sector
+
+
+def _read_header(descriptor: int, path: Path) -> dict[str, Any]:
+    page = os.pread(descriptor, HEADER_BYTES, 0)
+    try:
+        found = json.loads(page.rstrip(b"\0").decode())
+        good = found["format"] == "hotrow store" and isinstance(found["num_rows"], int) and found["num_rows"] >= 0
+    except (ValueError, KeyError, TypeError, RecursionError):
+        good = False
+    if len(page) < HEADER_BYTES or not good:
+        raise ValueError(
+            f"{path} is no store of hotrow, or its header is damaged: restore it, or remove it and resume from a "
+            "checkpoint"
+        )
+    return dict(found)
+
+
+def _with_direct(path: Path, ask: Any) -> Any:
+    """What `ask` says of a descriptor open for direct I/O; -1 where that is refused."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    try:
+        return ask(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def no_disk(folder: Path) -> str | None:
+    """Why `folder` is no place for what memory does not hold: it is memory itself, or far away. None: it may be."""
+    kind = file_system(folder)
+    if kind in IN_MEMORY:
+        return f"{folder} is memory ({kind}): what lies there is no smaller than in DRAM; name a disk's folder"
+    if kind in NETWORK:
+        return f"{folder} is on a network file system ({kind}); name a folder of a disk of this machine"
+    return None
+
+
+def open_direct(path: Path, sector: int) -> tuple[int | None, str]:
+    """A descriptor past the page cache, tried by one real read; or None, and why not."""
+    if reason := no_disk(path.parent):
+        return None, reason
+    kind = file_system(path)
+    if not DIRECT:
+        return None, "this system has no O_DIRECT"
+    flags = os.O_RDWR | DIRECT | os.O_CLOEXEC
+    try:
+        try:
+            descriptor = os.open(path, flags | NO_ATIME)
+        except PermissionError:
+            descriptor = os.open(path, flags)
+    except OSError as error:
+        return None, f"the file system of {path.parent} ({kind}) refuses O_DIRECT ({error.strerror}); use ext4 or xfs"
+    error_number = backend().try_read(descriptor, sector)
+    if error_number:
+        os.close(descriptor)
+        text = os.strerror(error_number)
+        return None, f"direct reads of {sector} bytes fail in {path.parent} ({kind}: {text}); use ext4 or xfs"
+    return descriptor, ""
+
+
+def direct_io(folder: Path) -> dict[str, Any]:
+    """Whether block stores in `folder` go past the page cache: {"direct_io", "direct_io_refused", "sector_bytes"}."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".hotrow-") as file:
+            file.write(bytes(HEADER_BYTES))
+            file.flush()
+            path = Path(file.name)
+            told = _with_direct(path, lambda direct: int(backend().direct_sector(direct)))
+            sector = told if told in SECTORS else SECTORS[0]
+            descriptor, reason = open_direct(path, sector)
+    except OSError as error:
+        descriptor, reason = None, f"{folder} takes no file ({error.strerror})"
+    if descriptor is None:
+        return {"direct_io": False, "direct_io_refused": reason, "sector_bytes": None}
+    os.close(descriptor)
+    return {"direct_io": True, "direct_io_refused": None, "sector_bytes": sector}

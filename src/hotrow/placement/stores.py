@@ -1,0 +1,332 @@
+"""Stores: where the rows of a table lie when a cache stands in front of them.
+
+    slots of fast memory  <- read -  store  (dram | mapped file | block file past the page cache | one before another)
+                          - write ->
+
+A store moves whole records (a row's weights and optimizer states) between its medium and slots of fast arrays, and
+knows nothing of which rows exist: what was never written reads as zeros. Contract: native/include/hotrow/store.h. The
+native cache holds the same objects (`Store.native`); the methods here are the door for Python.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hotrow.placement import store_file
+from hotrow.placement.native import backend
+from hotrow.placement.store_file import DEPTH, Kind, OpenFile, TableRows
+
+NUM_THREADS = 40
+"""Of io_uring's rate on two cores they reach 88 % on reads and 84 % on reads and writes; 64 of them 93 and 79 %, 32
+85 and 84 %, 128 86 and 76 % (benchmarks/block_store.py; medians of two to six runs)."""
+MOST_WAITING_BYTES = 64 << 20
+
+
+class StoreError(OSError):
+    """A store's medium has failed: which operation, table, rows and file, why, and the cure. Nothing works after it."""
+
+
+class Engines:
+    """What does the I/O of any number of block stores: one background thread, started when a store first needs it.
+
+    depth: I/Os under way together. most_waiting_bytes: memory for rows that wait to be written and for buffers; writers
+    wait while there is none (`num_bytes`). io: "io_uring", "threads" (a pool of num_threads that read and write), or
+    "auto": io_uring where system and file allow it.
+    """
+
+    def __init__(
+        self,
+        *,
+        io: Literal["auto", "io_uring", "threads"] = "auto",
+        depth: int = DEPTH,
+        num_threads: int = NUM_THREADS,
+        most_waiting_bytes: int = MOST_WAITING_BYTES,
+    ) -> None:
+        self.io, self.depth, self.num_threads, self.most_waiting_bytes = io, depth, num_threads, most_waiting_bytes
+        self.fallbacks: dict[str, str] = {}
+        """Files that are served by threads though io_uring was wanted, and why: for the run's report."""
+        self._started: dict[bool, tuple[Any, str]] = {}
+
+    def _start(self, *, ring: bool) -> tuple[Any, str]:
+        if ring not in self._started:
+            sizes = (self.depth, self.num_threads, self.most_waiting_bytes)
+            engine, reason = self._started[ring] = backend().start_engine(ring, *sizes)
+            if engine is not None and reason:
+                warnings.warn(reason, stacklevel=6)
+        return self._started[ring]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held now: buffers, and rows that wait or waited, whose memory is kept for others.
+
+        At most most_waiting_bytes, or the buffers and 64 KiB where that is more; units of more than a page (records of
+        over 4 KiB) come on top while their I/Os are under way, and of gathered pages LARGE_IO_BYTES at most.
+        """
+        return sum(engine.num_bytes() for engine, _ in self._started.values() if engine is not None)
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds in which some writer waited for room."""
+        return float(sum(engine.blocked_ns() for engine, _ in self._started.values() if engine is not None)) / 1e9
+
+    def open(self, path: Path, sector: int) -> tuple[Any, int, str | None]:
+        """(engine, descriptor, None), or threads, a descriptor they can use, and why it is not io_uring.
+
+        Raises StoreError where not one thread can be started, and warns where fewer than num_threads can.
+        """
+        descriptor, reason = store_file.open_direct(path, sector)
+        engine = None
+        if descriptor is not None and self.io != "threads":
+            engine, reason = self._start(ring=True)
+        if engine is None:
+            if self.io == "io_uring":
+                if descriptor is not None:
+                    os.close(descriptor)
+                raise ValueError(f'io="io_uring", but {reason}; or choose io="auto"')
+            engine, refused = self._start(ring=False)
+            if engine is None:
+                if descriptor is not None:
+                    os.close(descriptor)
+                raise StoreError(refused)
+        if descriptor is None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if self.io == "auto" and reason:
+            self.fallbacks[str(path)] = reason
+        return engine, descriptor, reason or None
+
+
+class Reading:
+    """A read under way. The arrays must not be resized until it is over; dropping it waits for that."""
+
+    def __init__(self, native: Any, store: Store) -> None:
+        self._native, self._store = native, store
+
+    def finished(self) -> bool:
+        """Whether every row lies in its slot, or never will."""
+        return bool(self._native.finished())
+
+    def wait(self) -> None:
+        """Sleep until every row lies in its slot. Raises StoreError where one could not be read."""
+        if not self._native.wait():
+            self._store.raise_failure()
+
+
+class Store:
+    """One open store; made by `open_store`. A context manager that closes."""
+
+    def __init__(
+        self,
+        native: Any,
+        rows: TableRows,
+        kind: Kind,
+        file: OpenFile | None,
+        fallback: str | None,
+        middle: Store | None = None,
+    ) -> None:
+        self.native: Any = native
+        self.rows, self.kind = rows, kind
+        self.fallback = fallback
+        """Why a block store runs on threads; None when it does not, or was asked to."""
+        self.middle = middle
+        """The tier before it, which `open_cached_store` put there: its rows are places. What else is said here is of
+        the lowest tier. None: there is none."""
+        self._file, self._process = file, os.getpid()
+
+    @property
+    def path(self) -> Path | None:
+        """Its file; None for dram."""
+        return None if self._file is None else self._file.path
+
+    @property
+    def write_bytes(self) -> float:
+        """The least that is written of the medium for one row: its sector, or what the row takes."""
+        sector = None if self._file is None else self._file.sector
+        return max(float(sector or 0), self.padded_record_bytes)
+
+    @property
+    def padded_record_bytes(self) -> float:
+        """What a record takes on its medium at most, padding and places that are kept free included."""
+        return store_file.padded_record_bytes(self.rows, None if self._file is None else self._file.sector, self.kind)
+
+    def start_read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> Reading:
+        """Start to read row rows[i] into slot slots[i] of `arrays`.
+
+        arrays: one per part of a record, [num_slots, ...], contiguous, numpy or torch on the CPU, without gradient.
+        Rows whose write waits come from that write. Raises ValueError for rows and slots out of range.
+        """
+        native = self._open().read(_ids(rows), _ids(slots), backend().Records(list(arrays)))
+        return Reading(native, self)
+
+    def read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
+        """`start_read` and wait. Raises StoreError where a row could not be read."""
+        self.start_read(rows, slots, arrays).wait()
+
+    def write(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
+        """Write slot slots[i] of `arrays` as row rows[i]: copied now, on the medium after `flush`.
+
+        Waits only while rows that wait fill Engines.most_waiting_bytes. Of a row given twice the last counts.
+        Raises ValueError as `start_read`, and StoreError where the store has failed.
+        """
+        self._open().write(_ids(rows), _ids(slots), backend().Records(list(arrays)))
+        self.raise_failure(only_if_failed=True)
+
+    def flush(self) -> None:
+        """Wait until everything written is on the medium. Raises StoreError where it cannot be."""
+        if not self._open().flush():
+            self.raise_failure()
+
+    def grow(self, num_rows: int) -> None:
+        """Make room for rows up to `num_rows`, which read as zeros. Raises StoreError where there is none."""
+        if not self._open().grow(num_rows):
+            self.raise_failure()
+        self.rows = replace(self.rows, num_rows=max(num_rows, self.rows.num_rows))
+        if self._file is not None:
+            store_file.write_header(self._file.descriptor, self.rows, self.kind, self._file.sector)
+            os.fsync(self._file.descriptor)
+
+    def counters(self) -> dict[str, int]:
+        """I/Os, rows, bytes and times since it was opened: StoreCounters in store.h."""
+        return dict(self._open().counters())
+
+    def failure(self) -> str | None:
+        """What went wrong; None while all is well."""
+        return self._open().failure() or None
+
+    def raise_failure(self, *, only_if_failed: bool = False) -> None:
+        """Raise StoreError with what went wrong."""
+        what = self.failure()
+        if what or not only_if_failed:
+            raise StoreError(what or f"table {self.rows.table!r}: the store failed without saying why")
+
+    def close(self) -> None:
+        """Write what waits, and give file and lock back. Raises StoreError where something was not written.
+
+        In a forked child it only lets go: the store is the other process's.
+        """
+        if self.native is None:
+            return
+        what = None if self._process != os.getpid() or self.native.flush() else self.failure()
+        self._let_go()
+        if what:
+            raise StoreError(what)
+
+    def discard(self) -> None:
+        """Close, and write nothing of what waits: its files are removed next. In a forked child it only lets go.
+
+        Whoever holds `native` still is told StoreError by every later call.
+        """
+        if self.native is None:
+            return
+        if self._process == os.getpid():
+            self.native.fail("is closed, and its rows are removed; make a new collection")
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self.native = None
+        if self._file is not None and self._process == os.getpid():
+            self._file.close()
+        if self.middle is not None:  # what lies there is written down, and need not last
+            self.middle._let_go()
+
+    def __del__(self) -> None:
+        if getattr(self, "native", None) is not None:
+            self.close()
+
+    def _open(self) -> Any:
+        if self.native is None:
+            raise ValueError(f"the store of table {self.rows.table!r} is closed")
+        return self.native
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ids(values: ArrayLike) -> np.ndarray[Any, np.dtype[np.int64]]:
+    ids = np.asarray(values)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"rows and slots are {ids.dtype} {ids.shape}; pass integers, one axis")
+    return np.ascontiguousarray(ids, np.int64)
+
+
+def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, engines: Engines | None = None) -> Store:
+    """The store of `rows`: "dram" (no path), "mapped" (a file as memory), "block" or "gathered" (files past the page
+    cache: each row at its own place, or wherever the file has one, beside the rows that were written with it).
+
+    path: the store's file, made where there is none (sparse, so at once, whatever its size), else checked and opened;
+    a file with fewer rows grows; a gathered one, whose rows its process alone can find, is always made. engines: shared
+    by block stores; None: one of its own. A block store that cannot have io_uring or direct I/O runs on threads, with a
+    warning that says why (`Store.fallback`, `Engines.fallbacks`).
+    Raises ValueError where the file is truncated or another's, and for records that cannot be gathered (of less than 17
+    or more than 2048 bytes), BlockingIOError where it is open elsewhere, OSError as the file system gives it.
+    """
+    if kind == "dram":
+        native = backend().open_dram_store(rows.record_bytes, rows.num_rows, rows.table)
+        return Store(native, rows, kind, None, None)
+    if path is None:
+        raise ValueError(f"table {rows.table!r}: a {kind} store needs the path of its file")
+    if kind == "gathered" and store_file.page_records(rows.record_bytes) is None:
+        raise ValueError(
+            f"table {rows.table!r}: records of {rows.record_bytes} bytes cannot be gathered, which takes 17 to 2048; "
+            'use a "block" store'
+        )
+    file = store_file.open_file(Path(path), rows, kind)
+    try:
+        return _open_mapped(rows, file) if kind == "mapped" else _open_block(rows, file, engines or Engines(), kind)
+    except BaseException:
+        file.close()
+        raise
+
+
+def open_cached_store(middle: Store, lower: Store) -> Store:
+    """`middle`, a "dram" or "mapped" store of as many rows as it shall hold, as a tier before `lower`: a store itself.
+
+    What is written lies in the middle until its place is needed, and is written down then; see cached_store.h. The two
+    belong to the new store from here on: it closes them, and the middle's rows are lost but for those written down.
+    Raises ValueError where the middle is a block store or holds no row, where records differ in length, and for a lower
+    store of 2^32 rows or more.
+    """
+    if middle.kind in store_file.BLOCKS:
+        raise ValueError(f"table {lower.rows.table!r}: a tier before another is dram or mapped, not a block store")
+    native = backend().open_cached_store(middle._open(), lower._open(), lower.rows.table)
+    cached = Store(native, lower.rows, lower.kind, lower._file, lower.fallback, middle)
+    lower.native = lower._file = None
+    return cached
+
+
+def _open_mapped(rows: TableRows, file: OpenFile) -> Store:
+    descriptor = os.dup(file.descriptor)
+    native = backend().open_mapped_store(descriptor, rows.record_bytes, rows.num_rows, rows.table, str(file.path))
+    return Store(native, rows, "mapped", file, None)
+
+
+def _open_block(rows: TableRows, file: OpenFile, engines: Engines, kind: Kind) -> Store:
+    assert file.sector is not None
+    engine, descriptor, reason = engines.open(file.path, file.sector)
+    if reason and engines.io == "auto":
+        warnings.warn(
+            f"table {rows.table!r} is read and written by {engines.num_threads} threads, which takes more of the "
+            f"processor than io_uring: {reason}",
+            stacklevel=4,
+        )
+    sizes = (rows.record_bytes, file.sector, rows.num_rows)
+    native = backend().open_block_store(engine, descriptor, *sizes, rows.table, str(file.path), kind == "gathered")
+    return Store(native, rows, kind, file, reason)
+
+
+def io_uring_refused() -> str | None:
+    """Why io_uring cannot be used here; None where it can."""
+    return Engines(most_waiting_bytes=0)._start(ring=True)[1] or None

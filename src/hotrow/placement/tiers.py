@@ -1,0 +1,527 @@
+"""Tables in tiers: slots of fast arrays in front of a store, batches in flight between them.
+
+    ids of a batch --admit--> slots, pinned; rows on their way --wait--> lookup, update --release--> rows may leave
+
+The kernels are given slots instead of ids and cannot tell the difference; nothing here can change a bit of a result.
+Native: row_cache.h (which row lies where) and store.h (how rows move). Next: lookahead.py, which admits batches before
+they are needed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from hotrow.base.files import disk_free_bytes, size
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.kernels import ops
+from hotrow.kernels.reference import Layout, first_bad_id, row_key
+from hotrow.placement.budget import (
+    ADMISSIONS,
+    LEAST_ROWS,
+    POLICIES,
+    Memory,
+    TableDemand,
+    TableSlots,
+    check_plan,
+    plan_slots,
+)
+from hotrow.placement.budget import num_bytes as planned_bytes
+from hotrow.placement.folder import SUFFIX, OwnFolder
+from hotrow.placement.native import backend
+from hotrow.placement.store_file import TableRows, no_disk
+from hotrow.placement.stores import Engines, Store, StoreError, open_cached_store, open_store
+from hotrow.tables import TableConfig
+
+_STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+MOST_ROWS = 2**31 - 1
+"""Slots are int32, and one number more is needed for none."""
+PIECE_BYTES, GATHERED_PIECE_BYTES = 2 << 20, 8 << 20
+"""Of rows that are read or written by their ids at once, at most. Neighbours that are gathered lie in pages of their
+region, of which a piece as large as one reads each once."""
+GATHERED_PIECE_SHARE = 8
+"""Of the memory for tables, that such a piece takes beside it."""
+
+
+class State(NamedTuple):
+    """An optimizer state of one table, by slot, and what it is for a row that was never touched:
+
+    `(of_weight * w if of_weight else constant) + of_sign * sign(w)` for each element of the row.
+    """
+
+    name: str
+    array: Tensor
+    """float32 [N, D] or [N]: address space for every row, of which the slots in use have memory."""
+    constant: float = 0.0
+    of_weight: float = 0.0
+    of_sign: float = 0.0
+
+    def fill(self, rows: slice, weights: Tensor) -> None:
+        """Make these rows of `array`, zeros, those of rows never touched, whose weights [n, D] float32 these are."""
+        if self.of_weight:
+            torch.mul(weights, self.of_weight, out=self.array[rows])
+        elif self.constant:
+            self.array[rows] = self.constant
+        if self.of_sign:
+            self.array[rows].add_(weights.sign(), alpha=self.of_sign)
+
+
+class Saved(NamedTuple):
+    """The checkpoint that has every row of a collection as it is, but for the changed ones."""
+
+    path: Path
+    manifest: Any
+    """Its `hotrow.checkpoint_manifest.Manifest`."""
+
+
+class Flight:
+    """A batch whose rows lie in slots, or are on their way there, until it is released."""
+
+    def __init__(
+        self, native: Any, tiers: Tiers, spans: list[tuple[int, int, int]], slots: Tensor, *, training: bool
+    ) -> None:
+        self._native, self._tiers, self._spans, self.slots = native, tiers, spans, slots
+        self._training, self.released = training, False
+
+    def wait(self) -> None:
+        """Sleep until every row is there. Raises StoreError where one could not be read."""
+        if not self._native.wait():
+            self._tiers.raise_failure()
+
+    def is_of(self, ids: Tensor, spans: list[tuple[int, int, int]]) -> bool:
+        """Whether these are still the ids whose rows lie in the slots, looked up in the same tables."""
+        same_bags = ids.shape == self.slots.shape and spans == self._spans
+        return same_bags and bool(self._tiers.caches.holds(ids.numpy(), self.slots.numpy(), self._native))
+
+    def release(self, *, updated: bool) -> None:
+        """The batch is over; updated: its rows have changed. Later calls do nothing."""
+        self.released = True
+        with self._tiers.counting_room(training=self._training):
+            self._native.release(updated, torch.get_num_threads())
+
+
+class Tiers:
+    """The tables of one collection, part in DRAM and part in files of one folder, or two that follow one another."""
+
+    def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: Memory, *, seed: int) -> None:
+        for table in tables:
+            _check_rows(table)
+        self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
+        self._pins = _pins(tables, memory.pins or {})
+        self._place_bytes = [0.0] * len(tables)
+        """Of each row of a table whose writes are gathered, once it is laid out."""
+        if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
+            raise ValueError(f"Memory: ssd is {str(memory.ssd)!r}, but {reason}, or say force=True")
+        shapes = {t: (t.num_embeddings, t.embedding_dim) for t in tables}
+        self.weights = {
+            t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype), sparse=True) for t, shape in shapes.items()
+        }
+        self.low = {
+            t.name: ops.allocate(*shape, dtype=torch.int16, sparse=True)
+            for t, shape in shapes.items()
+            if t.dtype == "bfloat16"
+        }
+        self.states: dict[str, Sequence[State]] = {}
+        """By table; what lies in a record beside the weights."""
+        self.slots: list[TableSlots] = []
+        """Of each table, once it is laid out."""
+        self.caches: Any = None
+        self.stores: list[Store] = []
+        self.saved: Saved | None = None
+        self._announced: dict[int, tuple[KeyedJaggedTensor, Flight]] = {}
+        self.altered = self.unannounced = self.foreseen = 0
+        """Training batches that were changed after they were announced, that never were, and that were as announced."""
+        self.stall_s = 0.0
+        """Seconds that training batches waited for their rows, and for room to write those that made way for them."""
+        self._engines = Engines()
+        self._finalizer: weakref.finalize[..., Tiers] | None = None
+        self._process, self._laying_out = os.getpid(), threading.Lock()
+
+    # ---- where rows lie
+
+    def attach(self, states: dict[str, Sequence[State]]) -> None:
+        """An optimizer's states become parts of the records. Raises ValueError where these are laid out already."""
+        if self.caches is not None:
+            raise ValueError(
+                "the tables' records are laid out on disk already, by the first lookup or another optimizer: make the "
+                "optimizer right after the EmbeddingCollection, and only one"
+            )
+        self.states = states
+        self._laid_out()
+
+    def _laid_out(self) -> Any:
+        """The caches, made when they are first needed. Raises StoreError in a forked child."""
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"the tables in {self.memory.folder} belong to the process that this one was forked from: use them "
+                "there, or start workers with multiprocessing's 'spawn' and make a collection in each"
+            )
+        with self._laying_out:
+            if self.caches is None:
+                self._lay_out()
+        return self.caches
+
+    def _lay_out(self) -> None:
+        demands, self.slots = self._plan()
+        self._place_bytes = [demand.place_bytes for demand in demands]
+        pins = [ids[ids >= slots.pinned] for ids, slots in zip(self._pins, self.slots, strict=True)]
+        self._check_pins(pins)
+        places = self.memory.plan_places(demands, self.slots)
+        folders: list[OwnFolder] = []
+        self.stores = []  # a try before this one may have opened some, which its finalizer closes
+        self._finalizer = weakref.finalize(self, _remove, self.stores, folders, self._process)
+        folders.append(OwnFolder(self.memory.folder))
+        if self.memory.middle is not None and any(places):
+            folders.append(OwnFolder(self.memory.middle))
+        caches = backend().make_caches()
+        self._engines = engines = Engines(io=self.memory.io, most_waiting_bytes=self.memory.engine_bytes)
+        for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
+            rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
+            whole = slots.pinned == table.num_embeddings
+            blocks = "gathered" if self._place_bytes[t] else "block"
+            kind = "dram" if whole else blocks if self.memory.ssd is not None else "mapped"
+            path = None if whole else folders[0].path / f"{t:04d}{SUFFIX}"
+            store = open_store(rows, kind=kind, path=path, engines=engines)  # type: ignore[arg-type]
+            if places[t]:
+                held = replace(rows, table=f"{table.name} (middle tier)", num_rows=places[t])
+                before = open_store(held, kind="mapped", path=folders[1].path / f"{t:04d}-middle{SUFFIX}")
+                store = open_cached_store(before, store)
+            self.stores.append(store)
+            self._add_cache(caches, table, slots, self.stores[-1])
+        ids, spans = _end_to_end(dict(enumerate(pins)))
+        # A flight that is never released: no policy lets its rows go, and batches find them.
+        self._pinned, _ = caches.admit(ids, spans, True, torch.get_num_threads())  # noqa: FBT003
+        self.caches = caches
+
+    def _plan(self) -> tuple[list[TableDemand], list[TableSlots]]:
+        """What tables need, and get. Where writes may be gathered, and what that takes is lacking, they are not."""
+
+        plain = self._demands()
+
+        def planned(memory: Memory) -> tuple[list[TableDemand], list[TableSlots]]:
+            self.memory = memory
+            demands = memory.with_places(plain)
+            budget = memory.budget_bytes(demands)
+            return demands, check_plan(demands, (memory.plan or plan_slots)(demands, budget), budget)
+
+        given = self.memory
+        try:
+            return planned(given.settled(plain, disk_free_bytes(given.folder)))
+        except ValueError:
+            if given.writes != "auto":
+                raise
+            return planned(replace(given, writes="in_place"))
+
+    def _check_pins(self, pins: Sequence[np.ndarray[Any, Any]]) -> None:
+        for table, slots, ids in zip(self.tables, self.slots, pins, strict=True):
+            least = min(LEAST_ROWS, table.num_embeddings - slots.pinned - len(ids))
+            if len(ids) > max(0, slots.cached - least):
+                raise ValueError(
+                    f"Memory: pins names {len(ids):,} rows of table {table.name!r} behind its first {slots.pinned:,}; "
+                    f"its cache has {slots.cached:,} slots, and {least:,} of them are for batches: name "
+                    f"{len(ids) - max(0, slots.cached - least):,} rows fewer, or raise dram"
+                )
+
+    def grow(self, table: TableConfig) -> None:
+        """`table` takes the place of the one of its name, which has fewer rows; those beyond are untouched.
+
+        Every row keeps its slot, so batches may be in flight. A table that lies in DRAM whole stays there, any other
+        takes room on disk and two bits per row: what is over the budget then is a warning. Its arrays are moved, which
+        takes twice their memory for a moment. Raises ValueError for too many rows, StoreError where the store cannot
+        grow.
+        """
+        _check_rows(table)
+        t = next(t for t, each in enumerate(self.tables) if each.name == table.name)
+        old = [array for _, array in self.arrays_of(table)]
+        new = [ops.allocate(table.num_embeddings, *a.shape[1:], dtype=a.dtype, sparse=True) for a in old]
+        if self.caches is not None:
+            caches, whole = self._laid_out(), self.slots[t].pinned == self.tables[t].num_embeddings
+            self.stores[t].grow(table.num_embeddings)
+            caches.grow(t, table.num_embeddings, [_plain(array) for array in new])
+            self.slots[t] = TableSlots(table.num_embeddings, 0) if whole else self.slots[t]
+        for array, larger in zip(old, new, strict=True):
+            array.data = larger
+        self.tables = (*self.tables[:t], table, *self.tables[t + 1 :])
+        self._warn_of_budget(table)
+
+    def _warn_of_budget(self, table: TableConfig) -> None:
+        demands = self._demands()
+        needed = sum(planned_bytes(demand, slots) for demand, slots in zip(demands, self.slots, strict=False))
+        if (over := needed - self.memory.budget_bytes(demands)) > 0:
+            warnings.warn(
+                f"table {table.name!r} has grown to {table.num_embeddings:,} rows: tables take "
+                f"{size(over)} more of memory now than Memory(dram={self.memory.dram!r}) allows for slots; "
+                "a collection made anew with tables of these sizes keeps within it",
+                stacklevel=4,
+            )
+
+    def _demands(self) -> list[TableDemand]:
+        records = [sum(num_bytes for _, num_bytes in self._parts(table)) for table in self.tables]
+        return [
+            TableDemand(table.name, table.num_embeddings, record_bytes, len(pins), own)
+            for table, record_bytes, pins, own in zip(self.tables, records, self._pins, self._place_bytes, strict=True)
+        ]
+
+    @property
+    def places_bytes(self) -> int:
+        """Of DRAM, what knowing where gathered rows lie on disk may come to."""
+        each = zip(self._place_bytes, self.tables, self.slots, strict=True)
+        return int(sum(own * t.num_embeddings for own, t, slots in each if slots.pinned < t.num_embeddings))
+
+    def _parts(self, table: TableConfig) -> tuple[tuple[str, int], ...]:
+        return tuple((name, array[:1].nbytes) for name, array in self.arrays_of(table))
+
+    def arrays_of(self, table: TableConfig) -> list[tuple[str, Tensor]]:
+        """What a record is made of, by name: arrays by slot."""
+        low = [("low", self.low[table.name])] if table.name in self.low else []
+        states = [(state.name, state.array) for state in self.states.get(table.name, ())]
+        return [("weight", self.weights[table.name]), *low, *states]
+
+    def _add_cache(self, caches: Any, table: TableConfig, slots: TableSlots, store: Store) -> None:
+        bound, weight = table.init.bound_for(table.num_embeddings), self.weights[table.name]
+        states = [
+            (state.array[:1].numel(), state.constant, state.of_weight, state.of_sign)
+            for state in self.states.get(table.name, ())
+        ]
+        caches.add(
+            (table.num_embeddings, slots.pinned, slots.cached),
+            POLICIES.index(self.memory.policy),
+            ADMISSIONS.index(self.memory.admission),
+            (row_key(self.seed, table.name), bound, table.init.zero_rows, table.embedding_dim, _STORAGES[weight.dtype]),
+            states,
+            store.native,
+            [_plain(array) for _, array in self.arrays_of(table)],
+        )
+
+    # ---- batches in flight
+
+    def announce(self, sparse: KeyedJaggedTensor) -> None:
+        """Bring the rows of a training batch that comes later, and keep them until it has been.
+
+        One with an id out of range is left to its lookup, which refuses it when its turn comes.
+        """
+        if id(sparse.values) not in self._announced and (flight := self._admit(sparse, keep=True)) is not None:
+            self._announced[id(sparse.values)] = (sparse, flight)
+
+    def forget(self, sparse: KeyedJaggedTensor) -> None:
+        """A batch that was announced will not come, or has been."""
+        found = self._announced.pop(id(sparse.values), None)
+        if found is not None:
+            found[1].release(updated=False)
+
+    def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Flight, KeyedJaggedTensor]:
+        """The flight of this batch, arrived, and the batch with slots for ids.
+
+        Not training: rows that are not resident are read beside the cache, which stays as it is. Raises StoreError
+        where a store has failed, also where these rows need none: it was to keep others.
+        """
+        self._laid_out()
+        _, flight = self._announced.pop(id(sparse.values), (None, None))
+        if flight is not None and not flight.is_of(sparse.values, self._spans(sparse)):
+            self.altered += training
+            flight.release(updated=False)
+            flight = None
+        elif training:
+            self.unannounced += flight is None
+            self.foreseen += flight is not None
+        if flight is None:
+            flight = self._admit(sparse, keep=training)
+        if flight is None:
+            raise ValueError(self._bad_id(sparse))
+        started = time.perf_counter()
+        flight.wait()
+        self.stall_s += training * (time.perf_counter() - started)
+        self.raise_failure(only_if_failed=True)
+        return flight, sparse.with_values(flight.slots)
+
+    def _admit(self, sparse: KeyedJaggedTensor, *, keep: bool) -> Flight | None:
+        """None where an id is out of range."""
+        self._laid_out()
+        self.raise_failure(only_if_failed=True)
+        return self._fly(sparse.values.numpy(), self._spans(sparse), keep=keep)
+
+    def _spans(self, sparse: KeyedJaggedTensor) -> list[tuple[int, int, int]]:
+        names = set(sparse.keys)
+        served = [feature for feature in self.layout.features if feature.name in names]  # in the order of their tables
+        spans = [(feature.table, sparse.span(feature.name)) for feature in served]
+        return [(table, span.start, span.stop) for table, span in spans]
+
+    def _bad_id(self, sparse: KeyedJaggedTensor) -> str:
+        served = replace(self.layout, features=tuple(f for f in self.layout.features if f.name in sparse.keys))
+        bad = first_bad_id(served, list(self.weights.values()), sparse)
+        if bad is None:
+            return "an id of the batch was outside its table, and is not when looked at again: it is being changed"
+        return bad.text(self.tables[bad.feature.table].num_embeddings)
+
+    def _fly(self, ids: np.ndarray[Any, Any], spans: list[tuple[int, int, int]], *, keep: bool) -> Flight | None:
+        """The rows of `ids` on their way; None where one is out of range. keep: into the cache, else beside it."""
+        with self.counting_room(training=keep):
+            native, slots = self._laid_out().admit(ids, spans, keep, torch.get_num_threads())
+        return None if native is None else Flight(native, self, spans, torch.from_numpy(slots), training=keep)
+
+    @contextmanager
+    def counting_room(self, *, training: bool) -> Iterator[None]:
+        """What a training batch waits for room to write inside the block is a stall."""
+        before = self._engines.blocked_s
+        yield
+        self.stall_s += training * (self._engines.blocked_s - before)
+
+    # ---- rows by their ids
+
+    def hold(self, rows: Mapping[int, np.ndarray[Any, Any]], *, keep: bool) -> Flight:
+        """Rows of tables, by the tables' numbers, on their way to slots, which the flight's `slots` has end to end.
+
+        keep: into the cache, as for a training batch; else beside it. Raises StoreError where a store has failed.
+        """
+        self._laid_out()
+        self.raise_failure(only_if_failed=True)
+        flight = self._fly(*_end_to_end(rows), keep=keep)
+        assert flight is not None, "ids out of range"
+        return flight
+
+    @contextmanager
+    def rows(self, table: int, ids: Tensor, *, write: bool = False) -> Iterator[Tensor]:
+        """Slots [n] in which the rows `ids` of a table lie inside the block; write: they are changed there."""
+        flight = self.hold({table: ids.numpy()}, keep=False)
+        flight.wait()
+        try:
+            yield flight.slots.long()
+        finally:
+            flight.release(updated=write)
+
+    def piece_rows(self, table: int) -> int:
+        """How many rows of a table to ask `rows` for at once, for a bounded use of memory beside the cache."""
+        num_bytes = min(PIECE_BYTES, self.memory.waiting_bytes // len(self.tables))
+        if self._place_bytes[table]:
+            num_bytes = min(GATHERED_PIECE_BYTES, self.memory.dram_bytes // GATHERED_PIECE_SHARE)
+        return max(1, num_bytes // sum(part for _, part in self._parts(self.tables[table])))
+
+    def num_changed(self, table: int, *, ever: bool) -> int:
+        """How many rows of a table were ever written to, or since `clear_changed`."""
+        return int(self._laid_out().num_changed(table, ever))
+
+    def changed_rows(self, table: int, *, ever: bool) -> Iterator[Tensor]:
+        """Their ids, rising, in pieces for `rows`."""
+        caches, first, most = self._laid_out(), 0, self.piece_rows(table)
+        while len(ids := caches.changed_rows(table, ever, first, most)):
+            yield torch.from_numpy(ids)
+            first = int(ids[-1]) + 1
+
+    def clear_changed(self) -> None:
+        """A checkpoint has every row as it is: from now on, those count as changed that are written to from now on."""
+        self._laid_out().clear_changed()
+
+    def write_every_row(self, *, piece_rows: int = 1 << 13) -> None:
+        """Give every row of the tables that are not in DRAM whole its initial values, and the store those that leave.
+
+        What long training comes to, at once: all rows exist, the first of a table's tail are cached in no order and
+        changed since they were written, and the others lie on disk. For measurements; rows that exist keep their
+        values. Raises StoreError where they cannot be written.
+        """
+        self._laid_out()
+        generator = np.random.default_rng(self.seed)
+        first = {t: generator.permutation(slots.cached) for t, slots in enumerate(self.slots) if slots.cached}
+        pinned = {t: self.slots[t].pinned for t in first}
+        left = {t: self.tables[t].num_embeddings - pinned[t] for t in first}  # of the tail
+        while left:
+            starts = {t: max(0, end - min(piece_rows, len(first[t]))) for t, end in left.items()}
+            pieces = {t: pinned[t] + _rows_of_piece(first[t], start, left[t]) for t, start in starts.items()}
+            flight = self.hold(pieces, keep=True)
+            flight.wait()
+            flight.release(updated=True)
+            left = {t: start for t, start in starts.items() if start}
+        self.raise_failure(only_if_failed=True)
+
+    def flush(self) -> None:
+        """Everything on the medium. Raises StoreError where it cannot be."""
+        if self.caches is not None and not self._laid_out().write_back():
+            self.raise_failure()
+
+    def raise_failure(self, *, only_if_failed: bool = False) -> None:
+        """Raise StoreError with what went wrong."""
+        what = self.caches.failure()
+        if what or not only_if_failed:
+            raise StoreError(what or "a store failed without saying why")
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """By table: what its cache and its store have counted (row_cache.h, store.h)."""
+        if self.caches is None:
+            return {}
+        return {
+            table.name: {**self.caches.counters(t), **self.stores[t].counters()} for t, table in enumerate(self.tables)
+        }
+
+    def close(self) -> None:
+        """Remove the files; nothing works afterwards. Else it is done when the collection goes."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def _pins(tables: Sequence[TableConfig], pins: Mapping[str, ArrayLike]) -> list[np.ndarray[Any, Any]]:
+    """The rows of each table that `Memory(pins=...)` names, rising, each once. Raises ValueError for what is none."""
+    names = [table.name for table in tables]
+    for name in pins:
+        if name not in names:
+            raise ValueError(f"Memory: pins names table {name!r}; the tables are {', '.join(names)}")
+    found = []
+    for table in tables:
+        ids = np.unique(np.asarray(pins.get(table.name, np.empty(0, np.int64))))
+        if ids.size and ids.dtype.kind not in "iu":
+            raise ValueError(f"Memory: pins of table {table.name!r} are {ids.dtype}; they must be ids, integers")
+        bad = ids[(ids < 0) | (ids >= table.num_embeddings)]
+        if bad.size:
+            raise ValueError(
+                f"Memory: pins of table {table.name!r} has id {bad[0]}; its ids are 0 to {table.num_embeddings - 1:,}"
+            )
+        found.append(ids.astype(np.int64))
+    return found
+
+
+def _check_rows(table: TableConfig) -> None:
+    if table.num_embeddings >= MOST_ROWS:
+        raise ValueError(
+            f"table {table.name!r} has {table.num_embeddings:,} rows; in tiers a table has fewer than "
+            f"{MOST_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
+        )
+
+
+def _end_to_end(
+    rows: Mapping[int, np.ndarray[Any, Any]],
+) -> tuple[np.ndarray[Any, Any], list[tuple[int, int, int]]]:
+    """The rows of tables one after the other, and of each table where they are."""
+    ends = np.cumsum([len(own) for own in rows.values()]).tolist()
+    spans = [(t, end - len(own), end) for (t, own), end in zip(rows.items(), ends, strict=True)]
+    return np.concatenate([*rows.values()]), spans
+
+
+def _rows_of_piece(first: np.ndarray[Any, Any], start: int, end: int) -> np.ndarray[Any, Any]:
+    """Rows [start, end), those below len(first) in the order of `first`, a permutation."""
+    cut = min(max(start, len(first)), end)
+    return np.concatenate([first[start : min(end, len(first))], np.arange(cut, end)])
+
+
+def _plain(array: Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of `array` [N, ...] as numpy, whatever its type."""
+    return array.detach().view(torch.int16 if array.dtype == torch.bfloat16 else array.dtype).numpy()
+
+
+def _remove(stores: list[Store], folders: list[OwnFolder], process: int) -> None:
+    if os.getpid() != process:
+        return  # a forked child ends, or drops its copy; the files are its parent's
+    for store in stores:
+        store.discard()  # what it would write would wear the disk for files that go next
+    for folder in folders:
+        folder.remove()

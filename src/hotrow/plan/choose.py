@@ -1,0 +1,321 @@
+"""Where the tables of a run lie: what they need, what this process may use, and what came of it.
+
+`choose` turns the config's `memory` into DRAM or tiers before anything is made. How rows are moved is the business of
+hotrow.placement, what the tiers then did that of tier_report.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from hotrow.base.files import available_memory_bytes, disk_free_bytes, parse_bytes, size
+from hotrow.config.schema import Config, MemoryConfig
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.embedding import EmbeddingCollection
+from hotrow.kernels.reference import NUM_STATES
+from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.placement.folder import takes_no_files
+from hotrow.placement.store_file import no_disk
+from hotrow.placement.tiers import Tiers
+from hotrow.plan.solve import CountsPlan, plan_by_counts
+from hotrow.tables import TableConfig
+
+AUTO_SHARE = 0.6
+"""Of the memory this process may use; the rest is for data, MLPs, Python and whoever else is there."""
+FOLDER = "memory"
+"""Of a run: where its tables go that memory does not hold, unless the config names a folder."""
+SLOT_OF_ROW_BYTES = 4
+"""Of DRAM for each row of a table with slots on a device: which of them it has."""
+_CURES = (
+    "lower model.embedding_dim, use optimizer.sparse.name row_wise_adagrad or sgd, set train.precision to fp16, or "
+    "prepare the data with a higher --min-count"
+)
+
+
+def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
+    """What the tables' rows take; training: with optimizer state."""
+    name = config.optimizer.sparse.name
+    states = NUM_STATES[name] * (1 if name == "row_wise_adagrad" else config.model.embedding_dim) if training else 0
+    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states) for t in tables]
+
+
+def record_bytes(config: Config, tables: Sequence[TableConfig]) -> dict[str, int]:
+    """Of a row of each table, its optimizer state included."""
+    demands = demands_of(config, tables, training=True)
+    return {table.name: demand.record_bytes for table, demand in zip(tables, demands, strict=True)}
+
+
+def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
+    """Bytes of the tables; training: and of their optimizer state."""
+    return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
+
+
+def copies_bytes(config: Config, tables: Sequence[TableConfig]) -> int:
+    """What copies of hot rows may take of DRAM beside the tables; 0 where there are none."""
+    if config.hot.link is None:
+        return 0
+    return min(parse_bytes(config.hot.budget), required_bytes(config, tables))
+
+
+def choose(
+    config: Config,
+    tables: Sequence[TableConfig],
+    run: Path,
+    *,
+    dataset: PackedDataset | None = None,
+    training: bool = True,
+) -> Memory | None:
+    """The tiers that `config.memory` asks for here and now; None: everything lies in DRAM.
+
+    run: the run's folder, or where it will be. dataset: what is trained on; its access counts, where it has them, say
+    which rows are worth their memory. training: else tables are only read, without optimizer state, and what does not
+    fit goes to disk whatever the config said.
+    Raises ValueError with the shortfall where memory is too small, and for a folder that is no disk.
+    """
+    needed, available = required_bytes(config, tables, training=training), available_memory_bytes()
+    chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
+    budget = int(AUTO_SHARE * available) if chosen.dram_bytes is None else chosen.dram_bytes
+    copies = copies_bytes(config, tables) if training else 0
+    known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
+    beside = copies + known
+    available, budget = available - beside, budget - beside
+    if config.memory == "dram" and training:
+        _check_available(config, needed, available, copies)
+        return None
+    if not training:
+        budget = min(budget, int(AUTO_SHARE * available))
+    if copies and budget <= 0:
+        raise ValueError(
+            f"copies of hot rows may take {size(copies)}, and there are {size(budget + beside)} for them and the "
+            f"tables: lower hot.budget ({config.hot.budget}), or set hot.link to null for a schedule without copies"
+        )
+    if budget <= 0:
+        raise ValueError(
+            f"to know which rows lie in memory.hbm takes {size(known)} of DRAM, and there are {size(budget + beside)} "
+            f"for that and the tables: raise memory.dram ({chosen.dram}), or set memory.hbm to null"
+        )
+    _check_available(config, min(needed, budget), available, copies)
+    if needed <= budget:
+        return None
+    memory = _memory(chosen, budget, run)
+    _check_folders(chosen, memory, run)
+    plan = _plan(config, tables, chosen, dataset) if training else None
+    writes = _check_slots(config, tables, memory, budget, plan, training=training, beside=beside)
+    return replace(memory, plan=plan, writes=writes)
+
+
+def _check_available(config: Config, num_bytes: int, available: int, copies: int) -> None:
+    if num_bytes > available:
+        beside = f" beside {size(copies)} of copies of hot rows" if copies else ""
+        what = config.memory if isinstance(config.memory, str) else f"dram: {config.memory.dram}"
+        raise ValueError(
+            f"memory is {what!r}: tables and optimizer state take {size(num_bytes)} of DRAM, "
+            f"{size(num_bytes - available)} more than the {size(available)} this process may use{beside}; "
+            f"set memory to auto, which lays the rest on disk, or {_CURES}"
+        )
+
+
+def _without_pieces(budget: int) -> int:
+    """What is left for tables, less what rows beside the caches take: pieces of checkpoints, and evaluations."""
+    return max(budget * 8 // 9, budget - (64 << 20))
+
+
+def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
+    dram = _without_pieces(budget)
+    ssd = None if chosen.file is not None and chosen.file_bytes is None else chosen.ssd or run / FOLDER
+    return Memory(
+        dram=dram,
+        ssd=ssd,
+        file=chosen.file,
+        file_bytes=chosen.file_bytes,
+        policy=chosen.policy,
+        admission=chosen.admission,
+        writes=chosen.writes,
+        force=chosen.force,
+    )
+
+
+def _check_folders(chosen: MemoryConfig, memory: Memory, run: Path) -> None:
+    """Raises ValueError for a folder that takes no files, and where the disk's is no disk."""
+    for name, folder in (("ssd", chosen.ssd), ("file", chosen.file)):
+        if folder is not None and (reason := takes_no_files(Path(folder))):
+            raise ValueError(f"memory.{name} is {folder!r}, but {reason}: choose another folder (memory.{name})")
+    if memory.ssd is None or memory.force:
+        return
+    if chosen.ssd is not None and (reason := no_disk(memory.folder)):
+        raise ValueError(f"memory.ssd is {chosen.ssd!r}, but {reason} (memory.ssd), or set memory.force to true")
+    if chosen.ssd is None and (reason := no_disk(run.absolute())):
+        raise ValueError(
+            "no folder is named for rows that memory does not hold, so they go to the run's, but "
+            f"{reason} (memory.ssd), put the run on a disk (run), or set memory.force to true"
+        )
+
+
+def _plan(
+    config: Config, tables: Sequence[TableConfig], chosen: MemoryConfig, dataset: PackedDataset | None
+) -> CountsPlan | None:
+    """By the accesses that preparation counted; None where it did not."""
+    if dataset is None or not dataset.has_counts:
+        return None
+    num_rows = dataset.split("train").num_rows
+    if not num_rows:
+        return None
+    return plan_by_counts(
+        {table.name: dataset.counts(table.name) for table in tables},
+        num_steps=num_rows / config.train.batch_size,
+        depth=chosen.lookahead,
+        least_cached={table.name: max(LEAST_ROWS, most_rows(config, table)) for table in tables},
+    )
+
+
+def most_rows(config: Config, table: TableConfig) -> int:
+    """Different ones of the table that a step may look up.
+
+    A list of ids counts as one: how long it gets is not known, and what is over goes beside the cache.
+    """
+    return config.train.batch_size * len(table.feature_names)
+
+
+def _check_slots(
+    config: Config,
+    tables: Sequence[TableConfig],
+    memory: Memory,
+    budget: int,
+    plan: CountsPlan | None,
+    *,
+    training: bool,
+    beside: int,
+) -> Writes:
+    """How rows are to be written: as `memory` says, but in place where "auto" would leave too few slots for that.
+
+    Raises ValueError where a table's cache would not hold the rows of a batch, with what is missing.
+    beside: bytes of `memory.dram` that are not in `budget`, because they are not for tables.
+    """
+    plain, free = demands_of(config, tables, training=training), disk_free_bytes(memory.folder)
+
+    @cache  # counts are read once for all budgets
+    def solver(demands: tuple[TableDemand, ...]) -> Callable[[int], Sequence[TableSlots]]:
+        return partial(plan_slots, demands) if plan is None else plan.solver(demands)
+
+    def short(budget_bytes: int, writes: Writes) -> str | None:
+        within = replace(memory, dram=_without_pieces(budget_bytes), writes=writes)
+        within = within.settled(plain, free)
+        demands = within.with_places(plain)
+        try:
+            slots = solver((*demands,))(within.budget_bytes(demands))
+        except ValueError:
+            return "the smallest caches there are do not fit"
+        for table, (pinned, cached) in zip(tables, slots, strict=True) if training else ():
+            most = min(table.num_embeddings - pinned, most_rows(config, table))
+            if cached < most:
+                return (
+                    f"table {table.name!r} would keep {cached:,} rows, but a step may look up {most:,} different ones"
+                )
+        return None
+
+    writes = memory.writes
+    if writes == "auto" and short(budget, writes):
+        writes = "in_place"
+    if reason := short(budget, writes):
+        least = _least(partial(short, writes=writes), budget)
+        raise ValueError(
+            f"{size(budget)} of memory are too little for tables and optimizer state: {reason}. "
+            f"{size(least - budget)} more are needed (memory.dram={-(-(least + beside) // 2**20)}MiB), or "
+            f"a train.batch_size below {config.train.batch_size}"
+        )
+    memory = replace(memory, writes=writes).settled(plain, free)
+    demands = memory.with_places(plain)
+    memory.plan_places(demands, solver((*demands,))(memory.budget_bytes(demands)))
+    return writes
+
+
+def _least(short: Any, budget: int) -> int:
+    """The smallest budget, to 64 KiB, of which `short` has nothing to say."""
+    low, high = budget, 2 * budget
+    while short(high):
+        low, high = high, 2 * high
+    while high - low > 64 << 10:
+        middle = (low + high) // 2
+        low, high = (middle, high) if short(middle) else (low, middle)
+    return high
+
+
+def moved(memory: Memory | None, before: Path, after: Path) -> Memory | None:
+    """The same choice for the run folder `after`, where it was made for `before`."""
+    if memory is None or memory.ssd != before / FOLDER:
+        return memory
+    return replace(memory, ssd=after / FOLDER)
+
+
+def close_tiers(embedding: EmbeddingCollection, run: Path) -> None:
+    """Remove the files of tables in tiers, and the run's folder for them."""
+    if embedding.tiers is not None:
+        embedding.tiers.close()
+        if embedding.tiers.memory.folder == run / FOLDER:
+            with suppress(OSError):  # somebody else's may lie there
+                (run / FOLDER).rmdir()
+
+
+def disk_bytes(tiers: Tiers) -> int:
+    """What the files of the tables may come to, once every row has been written."""
+    stores = [store for store in tiers.stores if store.path is not None]
+    return sum(int(store.padded_record_bytes * store.rows.num_rows) for store in stores)
+
+
+def middle_bytes(tiers: Tiers) -> int:
+    """What the files of the tier between DRAM and disk may come to; 0 where there is none."""
+    before = [store.middle.rows for store in tiers.stores if store.middle is not None]
+    return sum(rows.num_rows * rows.record_bytes for rows in before)
+
+
+def dram_bytes(tiers: Tiers) -> int:
+    """What slots, maps of what lies there and of places on disk, and buffers may come to."""
+    records = [store.rows.record_bytes for store in tiers.stores]
+    slots = sum((s.pinned + s.cached) * num_bytes for s, num_bytes in zip(tiers.slots, records, strict=True))
+    maps = sum(c["num_bytes"] + c["middle_map_bytes"] for c in tiers.counters().values())
+    return slots + maps + tiers.places_bytes + tiers.memory.waiting_bytes
+
+
+def describe(embedding: EmbeddingCollection, needed: int, *, copies: int = 0) -> str:
+    """What lies where, in a line for the user. needed: bytes of tables and optimizer state; copies: `copies_bytes`."""
+    tiers, slots = embedding.tiers, _describe_slots(embedding)
+    beside = f", beside them up to {size(copies)} in DRAM for copies of hot rows" if copies else ""
+    if tiers is None:
+        return f"memory: {slots}tables and optimizer state are {size(needed)}, all in DRAM{beside}"
+    paths = [store.path for store in tiers.stores if store.path is not None]
+    whole = len(tiers.stores) - len(paths)
+    middle = f", {size(middle_bytes(tiers))} before it in {tiers.memory.middle}" if middle_bytes(tiers) else ""
+    return (
+        f"memory: {slots}of {size(needed)} of tables and optimizer state, {size(dram_bytes(tiers))} in DRAM ({whole} "
+        f"of {len(tiers.stores)} tables whole), {size(disk_bytes(tiers))} on disk in {tiers.memory.folder}{middle}"
+        f"{beside}"
+    )
+
+
+def _describe_slots(embedding: EmbeddingCollection) -> str:
+    rows = embedding.device_rows
+    if rows is None:
+        return ""
+    whole = sum(sum(own) == table.num_embeddings for own, table in zip(rows.slots, rows.tables, strict=True))
+    return (
+        f"slots of {size(rows.slots_bytes)} on {rows.device} ({whole} of {len(rows.tables)} tables whole), behind them "
+    )
+
+
+def disk_shortfall(tiers: Tiers) -> str | None:
+    """Why a disk may become full before every row has been written; None where it cannot."""
+    wanted = {tiers.memory.folder: disk_bytes(tiers)}
+    if tiers.memory.middle is not None:
+        wanted[tiers.memory.middle] = wanted.get(tiers.memory.middle, 0) + middle_bytes(tiers)
+    for folder, num_bytes in wanted.items():
+        if num_bytes > (free := disk_free_bytes(folder)):
+            return (
+                f"the tables may grow to {size(num_bytes)} in {folder}, where {size(free)} are free: training ends "
+                "where that is used up, and can be resumed from its last checkpoint"
+            )
+    return None

@@ -1,0 +1,1 @@
+"""A training run: set up, trained step by step, saved, resumed and recorded in its folder."""

@@ -1,0 +1,368 @@
+"""Checkpoints: folders of safetensors files and a manifest that are whole or absent, and refuse to load when damaged.
+
+    step-1200/
+      manifest.json                      format version, size and crc32 of every file, the bytes of those that are new,
+                                         what the caller adds
+      embedding/<table>.safetensors      one file per table; of tables in tiers a chain (checkpoint_rows.py):
+      embedding/<table>/000.safetensors  rows that were ever written to; 001 those that changed since, and so on
+      model.safetensors  dense_optimizer.safetensors  sparse_optimizer.safetensors (in tiers <table>/000.safetensors)
+
+A checkpoint is made of named parts: an EmbeddingCollection, any nn.Module, any torch optimizer. Tensors are written
+from and read into the memory they live in, in pieces (checkpoint_tensors.py), so that saving tables of any size needs
+no second copy. Tables in memory are written whole; of tables in tiers a checkpoint writes the rows that changed since
+the one before. Either loads into either. A table in split storage (bfloat16 and lower halves) is written joined: its
+file is that of a float32 table. Nothing is pickled. What to save, and when, is for trainer.py to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotrow.base.files import (
+    PARTIAL_SUFFIX,
+    check_name,
+    disk_free_bytes,
+    file_name,
+    folder_bytes,
+    sync_folder,
+)
+from hotrow.embedding import EmbeddingCollection
+from hotrow.optim import SparseOptimizer, SplitSGDBF16
+from hotrow.placement.tiers import Saved, Tiers
+from hotrow.run.checkpoint_manifest import DOCUMENT, MANIFEST, ChainRecord, Manifest, PartRecord, read_manifest
+from hotrow.run.checkpoint_rows import Chain, link_or_copy, load_chain, next_chain
+from hotrow.run.checkpoint_tensors import (
+    CURE,
+    FileRecord,
+    Stored,
+    Target,
+    crc32,
+    num_bytes,
+    open_tensors,
+    read_tensors,
+    write_tensors,
+)
+
+Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
+
+
+def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None) -> Path:
+    """Write `parts` and the JSON-ready `extra` as the folder `path`, which appears only when it is whole and on disk.
+
+    parts: by name, which becomes a file name. An existing `path` is an error: checkpoints are never overwritten. Tables
+    in tiers cost the rows that changed since the last checkpoint, saved or loaded, that held all of them and their
+    optimizer under the same names, where it still lies in its folder; else the rows that were ever written to.
+    Raises ValueError where the disk has too little room, saying how much is missing; OSError as the disk gives it.
+    """
+    path = Path(path)
+    if path.exists():
+        raise ValueError(f"checkpoint {path} exists already; remove it or choose another folder")
+    contents = _contents(parts)
+    _check_room(path, sum(num_bytes(t) for tensors in contents.new.values() for t in tensors.values()))
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(mode=0o700, parents=True)
+        files = _write_files(partial, contents)
+        manifest = Manifest(contents.parts, files, folder_bytes(partial), json.loads(json.dumps(dict(extra or {}))))
+        DOCUMENT.write(partial / MANIFEST, manifest)
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_folder(path.parent)
+    _continue_from(path, manifest, parts)
+    return path
+
+
+def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Copy the checkpoint at `path` into `parts` after verifying every byte of it, and return its `extra`.
+
+    parts: built as they were when saved, on any placement; a subset of the saved ones may be given. Raises ValueError
+    naming a file that is missing, cut off or altered, a tensor whose name, shape or dtype does not fit, and the part
+    where lower halves of `SplitSGDBF16` are given to another optimizer.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    verify(path, manifest)
+    for name, part in parts.items():
+        if name not in manifest.parts:
+            raise ValueError(f"checkpoint {path} has no part {name!r}; it has {', '.join(manifest.parts)}")
+        if isinstance(part, Optimizer):
+            _restore_optimizer(part, path, name, manifest)
+        elif manifest.parts[name].chains is not None:
+            _load_chains(path, manifest, name, part)
+        else:
+            for file, tensors in _describe(name, part)[0].items():
+                read_tensors(path / file, tensors)
+    _continue_from(path, manifest, parts)
+    return dict(manifest.extra)
+
+
+def verify(path: Path, manifest: Manifest | None = None) -> int:
+    """Read every file that the manifest names, against size and crc32; returns the bytes read.
+
+    Raises ValueError naming the first file that is missing, has another size or another checksum.
+    """
+    manifest = read_manifest(path) if manifest is None else manifest
+    total = 0
+    for name, record in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"checkpoint file {file} is missing; use another checkpoint of the run")
+        if (size := file.stat().st_size) != record.num_bytes:
+            raise ValueError(f"checkpoint file {file} has {size} bytes, not {record.num_bytes}: it is damaged; {CURE}")
+        if (checksum := crc32(file)) != record.crc32:
+            raise ValueError(f"checkpoint file {file} has crc32 {checksum}, not {record.crc32}: it is damaged; {CURE}")
+        total += size
+    return total
+
+
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """The whole checkpoints `step-N` in `folder` by step, rising."""
+    found = {}
+    for path in folder.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if number.isdecimal() and (path / MANIFEST).is_file():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def steps_without_manifest(folder: Path) -> list[int]:
+    """Steps in `folder` that no checkpoint can be read of, because its manifest is gone; rising."""
+    steps = [int(n) for path in folder.glob("step-*") if (n := path.name.removeprefix("step-")).isdecimal()]
+    return sorted(set(steps) - set(list_checkpoints(folder)))
+
+
+def prune_checkpoints(folder: Path, *, keep_last: int, keep: int | None = None) -> list[Path]:
+    """Remove all but the newest `keep_last` checkpoints and the one at step `keep`, and leftovers of a killed save."""
+    checkpoints = list_checkpoints(folder)
+    kept = {*list(checkpoints)[-keep_last:], keep}
+    removed = [path for step, path in checkpoints.items() if step not in kept]
+    for path in [*removed, *folder.glob(f"step-*{PARTIAL_SUFFIX}")]:
+        # The manifest goes first: a removal cut short leaves a folder that no longer counts as a checkpoint.
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    return removed
+
+
+@dataclass
+class _Contents:
+    """What a checkpoint is made of."""
+
+    parts: dict[str, PartRecord] = field(default_factory=dict)
+    """What the manifest says of each."""
+    new: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    """Files to be written, and their tensors."""
+    kept: dict[str, Saved] = field(default_factory=dict)
+    """Files of the checkpoint before, and where it lies."""
+
+
+def _contents(parts: Mapping[str, Part]) -> _Contents:
+    contents = _Contents()
+    for name, part in parts.items():
+        files, contents.parts[name] = _describe(name, part)
+        if (tiers := _tiers(part)) is None:
+            contents.new |= files
+            continue
+        chains: dict[str, ChainRecord] = {}
+        before = _last_one(tiers)
+        for table, arrays in _tables(part).items():
+            found = next_chain(name, table, arrays, before)
+            chains[table] = found.chain.record
+            contents.new |= found.new_file
+            contents.kept |= {file: before for file in found.kept_files if before is not None}
+        contents.parts[name] = replace(contents.parts[name], chains=chains)
+    return contents
+
+
+def _last_one(tiers: Tiers) -> Saved | None:
+    """The checkpoint that has every row but the changed ones as it is; None where its folder is not what it was."""
+    if tiers.saved is None:
+        return None
+    path, manifest = tiers.saved
+    try:
+        same = read_manifest(path).files == manifest.files
+        whole = all((path / file).stat().st_size == record.num_bytes for file, record in manifest.files.items())
+    except (ValueError, OSError):
+        return None
+    return tiers.saved if same and whole else None
+
+
+def _write_files(folder: Path, contents: _Contents) -> dict[str, FileRecord]:
+    """The files, in `folder`; returns their sizes and checksums, which those of the checkpoint before bring along."""
+    inner = {folder / parent for file in (*contents.kept, *contents.new) for parent in Path(file).parents}
+    for each in sorted(inner):
+        each.mkdir(mode=0o700, exist_ok=True)
+    for file, before in contents.kept.items():
+        link_or_copy(before.path / file, folder / file)
+    records: dict[str, FileRecord] = {file: before.manifest.files[file] for file, before in contents.kept.items()}
+    records |= {file: write_tensors(folder / file, tensors) for file, tensors in contents.new.items()}
+    for each in inner:
+        sync_folder(each)
+    return records
+
+
+def _load_chains(path: Path, manifest: Manifest, name: str, part: Part) -> None:
+    if not isinstance(part, EmbeddingCollection | SparseOptimizer):
+        raise ValueError(f"checkpoint {path}: part {name!r} is of embedding tables; this is a {type(part).__name__}")
+    for table, arrays in _tables(part).items():
+        chain = Chain.of(manifest, name, table)
+        if chain is None:
+            raise ValueError(
+                f"checkpoint {path} has no table {table!r} in its part {name!r}; load it into the same model"
+            )
+        load_chain(path, chain, arrays)
+
+
+def _continue_from(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
+    """What this checkpoint holds of tables in tiers, all of it, the next one need not write but where it changes."""
+    for tiers in {tiers for part in parts.values() if (tiers := _tiers(part)) is not None}:
+        held = {
+            (table, array)
+            for name, part in parts.items()
+            if _tiers(part) is tiers
+            for table, arrays in _tables(part).items()
+            for array in arrays
+            if Chain.of(manifest, name, table) is not None
+        }
+        states = {(table, state.name) for table, states in tiers.states.items() for state in states}
+        if held == {(table.name, "weight") for table in tiers.tables} | states:
+            # In this order: cut short in between, the next one has rows that did not change.
+            tiers.saved = Saved(path.absolute(), manifest)
+            tiers.clear_changed()
+
+
+def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Any]], PartRecord]:
+    """A part as `({file: {tensor name: tensor}}, the rest)`, its tables whole."""
+    check_name(name, what="checkpoint part")
+    if isinstance(part, EmbeddingCollection):
+        return {
+            f"{name}/{file_name(table)}.safetensors": arrays for table, arrays in _tables(part).items()
+        }, PartRecord()
+    if isinstance(part, Optimizer):
+        tensors, rest = _flatten_optimizer(part)
+        return {f"{name}.safetensors": {**tensors}}, rest
+    return {f"{name}.safetensors": dict(part.state_dict())}, PartRecord()
+
+
+def _tables(part: Part) -> dict[str, dict[str, Any]]:
+    """By table, the arrays of rows that a collection (the weights) or its optimizer (each state) is made of."""
+    if isinstance(part, EmbeddingCollection):
+        return {table: {"weight": _stored(part, table)} for table in part.weights}
+    assert isinstance(part, SparseOptimizer)
+    found: dict[str, dict[str, Any]] = {}
+    for key, tensor in _flatten_optimizer(part)[0].items():
+        index, _, state = key.partition(".")
+        found.setdefault(part.param_groups[int(index)]["name"], {})[state] = tensor
+    return found
+
+
+def _stored(emb: EmbeddingCollection, table: str) -> Target:
+    if emb.tiers is not None:
+        return emb.rows(table)
+    return emb.stored(table) if table in emb.low else emb.stored(table).weight
+
+
+def _tiers(part: Part) -> Tiers | None:
+    """The tiers of a collection or of its optimizer. Raises ValueError for an optimizer of several, some in tiers."""
+    if isinstance(part, SparseOptimizer):
+        tiers = {emb.tiers for emb in part.collections} - {None}
+        return part.emb.tiers if tiers else None
+    return part.tiers if isinstance(part, EmbeddingCollection) else None
+
+
+def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Target], PartRecord]:
+    """An optimizer's state as tensors named `<parameter index>.<name>`, and the rest of it."""
+    if isinstance(optimizer, SparseOptimizer) and _tiers(optimizer) is not None:
+        groups = Optimizer.state_dict(optimizer)["param_groups"]
+        return {**optimizer.state_rows()}, PartRecord(param_groups=_plain(groups))
+    state = optimizer.state_dict()
+    tensors: dict[str, Target] = {}
+    values: dict[str, Any] = {}
+    for index, entries in state["state"].items():
+        for name, value in entries.items():
+            (tensors if isinstance(value, Tensor) else values)[f"{index}.{name}"] = value
+    return tensors, PartRecord(values=values, param_groups=_plain(state["param_groups"]))
+
+
+def _plain(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Param groups with tuples for lists."""
+    return tuple(
+        {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()} for group in groups
+    )
+
+
+def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Manifest) -> None:
+    """Put back what `_flatten_optimizer` took apart; state that exists already is filled in place."""
+    rest, file = manifest.parts[name], path / f"{name}.safetensors"
+    tensors, own = _flatten_optimizer(optimizer)
+    in_tiers, found = _tiers(optimizer) is not None, _names(file) if rest.chains is None else []
+    if any(key.endswith(".low") for key in found) and not isinstance(optimizer, SplitSGDBF16):
+        # torch's SGD would take them for a state it does not know, and go on from the upper halves.
+        raise ValueError(
+            f"checkpoint {path}: part {name!r} holds lower halves of weights, split by SplitSGDBF16, which a "
+            f"{type(optimizer).__name__} would lose; load it into hotrow.SplitSGDBF16, whose weights() are the whole "
+            "float32 to go on from with another optimizer"
+        )
+    groups = _checked_groups(f"{path / MANIFEST}: parts.{name}", rest.param_groups, own.param_groups)
+    if rest.chains is not None:
+        _load_chains(path, manifest, name, optimizer)
+    elif in_tiers or found == sorted(tensors):
+        read_tensors(file, tensors)
+    else:  # torch's Adam and SGD make their state at the first step
+        with open_tensors(file) as opened:
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is no mapping
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in {**tensors, **rest.values}.items() if not in_tiers else ():
+        index, _, entry = key.partition(".")
+        state.setdefault(int(index), {})[entry] = value
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _checked_groups(where: str, found: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`found` as the optimizer with the groups `own` takes them. What `found` does not say stays as it is: other
+    versions of torch have other options. Raises ValueError naming what is of another kind than in `own`.
+    """
+    if len(found) != len(own):
+        raise ValueError(f"{where}.param_groups has {len(found)} groups, this model's optimizer {len(own)}; {CURE}")
+    for k, (theirs, mine) in enumerate(zip(found, own, strict=True)):
+        for name, value in theirs.items():
+            at = f"{where}.param_groups.{k}.{name}"
+            if name not in mine:
+                raise ValueError(f"{at}: this optimizer has no such option; load it into the one that was saved")
+            if name == "params" and value != mine[name]:
+                raise ValueError(f"{at} is {value}, this model's is {mine[name]}; load it into the same model")
+            if _kind(value) != _kind(mine[name]):
+                raise ValueError(f"{at} is {value!r}, this optimizer's is {mine[name]!r}; {CURE}")
+    return [{**mine, **theirs} for theirs, mine in zip(found, own, strict=True)]
+
+
+def _kind(value: Any) -> Any:
+    """What values of one option have in common: switches, text, numbers of one sign, or as many of these."""
+    if isinstance(value, list | tuple):
+        return [_kind(each) for each in value]
+    if value is None or isinstance(value, bool):
+        return "switch"
+    return "text" if isinstance(value, str) else ("number", value < 0)
+
+
+def _names(path: Path) -> list[str]:
+    with open_tensors(path) as file:
+        return sorted(file.keys())
+
+
+def _check_room(path: Path, num_bytes: int) -> None:
+    free = disk_free_bytes(path)
+    if num_bytes > free:
+        short = math.ceil((num_bytes - free) / 2**20)
+        raise ValueError(f"checkpoint {path} needs {short} MiB more than the disk has free; free some or move the run")

@@ -1,0 +1,176 @@
+"""Checkpoints of tables in tiers: for each table a chain of files, of which a save writes the last.
+
+    embedding/<table>/000.safetensors          rows that were ever written to: rows int64 [n], rising; weight [n, D]
+    embedding/<table>/001.safetensors          those that changed since, likewise
+    sparse_optimizer/<table>/000.safetensors   the same rows, and each optimizer state in them
+
+Later links win; a row in none is what it was made as, which the manifest says. A save writes the rows that changed
+since the checkpoint before and takes the links of that one as hard links: each folder is whole in itself, and the disk
+holds every link once. Before the later links together hold more rows than were ever written to, a chain begins anew:
+on disk a chain is at most two tables, and all that is written at most twice the rows that changed. So it does after
+MOST_LINKS, however few they hold.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotrow.base.files import file_name, open_private
+from hotrow.placement.table_rows import ChangedRows, InitialRows, RowsInTiers
+from hotrow.placement.tiers import Saved
+from hotrow.run.checkpoint_manifest import MANIFEST, ChainRecord, Manifest
+from hotrow.run.checkpoint_tensors import CURE, Stored, Target, check_like, check_names, open_tensors, piece_rows, put
+
+MOST_LINKS = 100
+"""Of a chain, each a file that every save links and every load opens; the next save begins a new one."""
+ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a checkpoint holds of a table in one of its parts."""
+
+    stem: str
+    """Where its links lie: "embedding/<table>"."""
+    num_rows: int
+    """Of the table."""
+    initial: InitialRows
+    links: tuple[int, ...]
+    """The number of rows in each."""
+
+    @property
+    def files(self) -> list[str]:
+        """The links, first one first."""
+        return [f"{self.stem}/{k:03d}.safetensors" for k in range(len(self.links))]
+
+    @property
+    def record(self) -> ChainRecord:
+        """As it stands in a manifest."""
+        return ChainRecord(self.num_rows, self.initial, self.links)
+
+    @classmethod
+    def of(cls, manifest: Manifest, part: str, table: str) -> Chain | None:
+        """The one of a table in a part; None where there is none. ValueError where the file of a link is not listed."""
+        found = manifest.chain(part, table)
+        if found is None:
+            return None
+        chain = cls(f"{part}/{file_name(table)}", found.num_rows, found.initial, found.links)
+        for file in chain.files:
+            if file not in manifest.files:
+                raise ValueError(f"the checkpoint's {MANIFEST} does not list {file}, a link of its chain; {CURE}")
+        return chain
+
+
+class NextChain(NamedTuple):
+    """A chain to be written."""
+
+    chain: Chain
+    num_kept: int
+    """Links that are those of the checkpoint before."""
+    tensors: dict[str, Stored]
+    """Of the last, which is new; empty where no row changed."""
+
+    @property
+    def kept_files(self) -> list[str]:
+        """Those of the checkpoint before."""
+        return self.chain.files[: self.num_kept]
+
+    @property
+    def new_file(self) -> dict[str, dict[str, Stored]]:
+        """The file to be written, if there is one."""
+        return {self.chain.files[-1]: self.tensors} if self.tensors else {}
+
+
+def next_chain(part: str, table: str, arrays: Mapping[str, RowsInTiers], before: Saved | None) -> NextChain:
+    """The chain of a table's arrays, by name, after the checkpoint `before`."""
+    first = next(iter(arrays.values()))
+    num_changed, num_ever = (first.tiers.num_changed(first.table, ever=ever) for ever in (False, True))
+    chain = None if before is None else Chain.of(before.manifest, part, table)
+    if chain is not None and (len(chain.links) >= MOST_LINKS or sum(chain.links[1:]) + num_changed > num_ever):
+        chain = None
+    if chain is not None:
+        chain = replace(chain, num_rows=first.shape[0])  # it may have grown since
+    if chain is not None and num_changed == 0:
+        return NextChain(chain, len(chain.links), {})
+    ever = chain is None
+    tensors: dict[str, Stored] = {name: ChangedRows(array, ever=ever) for name, array in arrays.items()}
+    tensors[ROWS] = ChangedRows(first, ever=ever, ids=True)
+    if chain is None:
+        initial = InitialRows.of(first.tiers, first.table)
+        return NextChain(Chain(f"{part}/{file_name(table)}", first.shape[0], initial, (num_ever,)), 0, tensors)
+    return NextChain(replace(chain, links=(*chain.links, num_changed)), len(chain.links), tensors)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """`target` becomes another name of the file `source`, or a copy of it where the file system gives it none."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        with source.open("rb") as file, open_private(target) as copy:
+            shutil.copyfileobj(file, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
+
+
+def load_chain(path: Path, chain: Chain, arrays: Mapping[str, Target]) -> None:
+    """Make `arrays`, by name, what the chain of the checkpoint folder `path` says, also rows that are in no link.
+
+    Raises ValueError, with nothing changed, where a link does not fit the arrays, and where its rows do not rise.
+    """
+    for name, array in arrays.items():
+        if (own := array.shape[0]) != chain.num_rows:
+            raise ValueError(f"{path / chain.stem}: {name} has {chain.num_rows:,} rows; this model's has {own:,}")
+    for file, num_rows in zip(chain.files, chain.links, strict=True):
+        _check_link(path / file, num_rows, chain, arrays)
+    for name, array in arrays.items():
+        for rows in _rows_to_reset(name, array, chain):
+            put(array, rows, chain.initial.read(name, rows, array.shape))
+    for file, num_rows in zip(chain.files, chain.links, strict=True):
+        with open_tensors(path / file) as link:
+            for piece, rows in _pieces(link, num_rows, arrays):
+                for name, array in arrays.items():
+                    put(array, rows, link.get_slice(name)[piece])
+
+
+def _check_link(path: Path, num_rows: int, chain: Chain, arrays: Mapping[str, Target]) -> None:
+    with open_tensors(path) as link:
+        check_names(path, link.keys(), [ROWS, *arrays])
+        check_like(path, ROWS, link.get_slice(ROWS), torch.int64, (num_rows,))
+        for name, array in arrays.items():
+            check_like(path, name, link.get_slice(name), array.dtype, (num_rows, *array.shape[1:]))
+        last = -1
+        for _, rows in _pieces(link, num_rows, arrays):
+            if int(rows[0]) <= last or bool((rows.diff() <= 0).any()) or int(rows[-1]) >= chain.num_rows:
+                raise ValueError(f"{path}: its rows do not rise within the table's {chain.num_rows:,}; {CURE}")
+            last = int(rows[-1])
+
+
+def _pieces(link: Any, num_rows: int, arrays: Mapping[str, Target]) -> Iterator[tuple[slice, Tensor]]:
+    """Ranges of a link's rows and the rows themselves."""
+    step = min(_piece_rows(array) for array in arrays.values())
+    ranges = (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+    return ((piece, link.get_slice(ROWS)[piece]) for piece in ranges)
+
+
+def _rows_to_reset(name: str, array: Target, chain: Chain) -> Iterator[slice | Tensor]:
+    """Those that may differ from what the chain has for rows in no link."""
+    if isinstance(array, RowsInTiers):
+        own = InitialRows.of(array.tiers, array.table)
+        if own.formula(name) == chain.initial.formula(name):
+            return array.tiers.changed_rows(array.table, ever=True)
+    step = _piece_rows(array)
+    return (slice(start, min(start + step, chain.num_rows)) for start in range(0, chain.num_rows, step))
+
+
+def _piece_rows(array: Target) -> int:
+    return array.tiers.piece_rows(array.table) if isinstance(array, RowsInTiers) else piece_rows(array)

@@ -1,0 +1,425 @@
+"""The folder of a run: what it holds, how it is named, and the one place that writes to it.
+
+runs/criteo-dlrm-001/
+  run.json        status, command, versions, host, dataset, seeds, backend, counted warnings, final metrics
+  config.yaml     every option as it was used
+  metrics.jsonl   one JSON object per line: training means, evaluations
+  log.txt         what was said, with times
+  vocab/          dataset.json and vocabularies: raw rows can be scored without the dataset
+  checkpoints/    step-N folders (hotrow.checkpoint)
+  writes.json     what it wrote to its drive when, for a budget of that (hotrow.write_budget)
+  data/           the dataset, where the run prepared its own (hotrow.fit)
+  memory/         while it trains: rows of tables that memory does not hold (hotrow.placement)
+  tensorboard/    event files, where tensorboard is installed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Literal, Required, cast
+
+from pydantic import AfterValidator, JsonValue
+from typing_extensions import TypedDict
+
+from hotrow.base.files import atomic_write, check_text, check_writable, open_private
+from hotrow.base.machine import host_facts, versions
+from hotrow.base.records import STRICT, Amount, Count, Document
+from hotrow.run.metrics import Metrics
+
+RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
+
+
+class _Warning(TypedDict):
+    count: Count
+    text: str
+
+
+class _Dataset(TypedDict):
+    path: str
+    checksum: str
+    name: str
+
+
+class _Backend(TypedDict):
+    name: str
+    isa: str
+    threads: Count
+    reason: str | None
+
+
+def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"hits_per_lookup": (int, float, type(None))}
+    for name in ("dram_bytes", "disk_bytes", "stall_share", "hits_per_lookup") if "dram_bytes" in memory else ():
+        if name not in memory or type(memory[name]) not in kinds.get(name, (int, float)):
+            raise ValueError(f"{name} is {memory.get(name)!r}; it must be a number")
+    return memory
+
+
+class RunRecord(TypedDict, total=False):
+    """The fields of run.json; those that are not required are absent until training has come to them."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]  # pydantic's way to configure a TypedDict
+
+    status: Required[Literal["running", "interrupted", "finished", "failed"]]
+    command: Required[list[str]]
+    started: Required[str]
+    versions: Required[dict[str, str]]
+    host: Required[dict[str, JsonValue]]
+    warnings: Required[dict[str, _Warning]]
+    preparation: str
+    error: str
+    dataset: _Dataset
+    rows: dict[str, Count]
+    seeds: dict[str, Count]
+    backend: _Backend
+    tables_bytes: Count
+    batches_dropped: Count
+    steps: Count
+    steps_skipped: Count
+    epochs: Amount
+    samples_per_s: Amount
+    step_ms: dict[str, Amount]
+    train_s: Amount
+    best_step: Count | None
+    monitor: Literal["auc", "logloss"]
+    memory: Annotated[dict[str, JsonValue], AfterValidator(_check_memory)]
+    hot: dict[str, JsonValue]
+    write_budget: dict[str, JsonValue]
+    signal: int
+    ended: str
+    chosen_step: Count
+    metrics: dict[str, Metrics]
+
+
+_WHEN_FINISHED = (
+    "dataset",
+    "backend",
+    "steps",
+    "epochs",
+    "samples_per_s",
+    "train_s",
+    "ended",
+    "chosen_step",
+    "metrics",
+)
+"""Fields that a run has once its status says that it is finished."""
+_DOCUMENT = Document(RunRecord, marks={"hotrow_run": 1}, cure="restore it from a copy, or train a new run")
+
+
+class RunFolder:
+    """The files of one run: `create` makes a new folder, `open` takes up an existing one.
+
+    Use it as a context manager while the run works: an exception is then recorded before it goes on.
+    """
+
+    def __init__(self, path: Path, record: RunRecord) -> None:
+        self.path = path
+        self.record: dict[str, Any] = {**record}
+        """What run.json holds; `update` changes it."""
+        self._warnings = Counter({code: warning["count"] for code, warning in record["warnings"].items()})
+        self._board: Any = None
+        self._is_claimed = False
+
+    @classmethod
+    def create(cls, path: str | Path | None, *, name: str) -> RunFolder:
+        """A new run folder at `path`, or at runs/`name`-NNN with the next free number.
+
+        Raises ValueError where `path` exists: a run is never overwritten.
+        """
+        folder = _new_folder(Path(path)) if path else _next_folder(Path("runs"), name)
+        for file_name in (METRICS, LOG):
+            open_private(folder / file_name).close()
+        record: RunRecord = {
+            "status": "running",
+            "command": sys.argv,
+            "started": _now(),
+            "versions": versions(),
+            "host": host_facts(),
+            "warnings": {},
+        }
+        run = cls(folder, record)
+        run.update()
+        return run
+
+    @classmethod
+    @contextmanager
+    def begin(cls, path: str | Path | None, *, name: str, preparation: str) -> Iterator[RunFolder]:
+        """The folder of a run that prepares its own data, nobody else's inside the block.
+
+        preparation: says what is prepared. The folder is that of a run, at `path` or of that name, which began the same
+        and was stopped before its first step, by whatever; else a new one, as `create` makes it.
+        """
+        for found in [Path(path)] if path else _numbered(Path("runs"), name).values():
+            if not _stopped_before_training(found, preparation):
+                continue
+            with _claimed(found) as claimed:
+                # Its owner may have ended meanwhile, with a first step.
+                if claimed and _stopped_before_training(found, preparation):
+                    folder = cls.open(found)
+                    folder._is_claimed = True
+                    folder.record.pop("error", None)
+                    folder.update(status="running", command=sys.argv)
+                    try:
+                        yield folder
+                    finally:
+                        folder._is_claimed = False
+                    return
+        folder = cls.create(path, name=name)
+        with folder.claimed():
+            folder.update(preparation=preparation)
+            yield folder
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunFolder:
+        """The run at `path`. Raises ValueError where it is none, and naming the field of run.json that is wrong."""
+        path = Path(path)
+        if not (path / RUN).is_file():
+            raise ValueError(f"{path} is no run: it holds no {RUN}; pass a folder such as runs/criteo-dlrm-001")
+        record = _DOCUMENT.read(path / RUN)
+        if record["status"] == "finished":
+            for name in _WHEN_FINISHED:
+                if name not in record:
+                    raise ValueError(f"{path / RUN}: {name}: it is missing; {_DOCUMENT.cure}")
+        return cls(path, record)
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """This process's alone inside the block. Raises ValueError where it is another's: two that train in one folder
+        would mix their measurements and remove each other's checkpoints.
+        """
+        if self._is_claimed:
+            yield
+            return
+        with _claimed(self.path) as claimed:
+            if not claimed:
+                raise ValueError(
+                    f"another process trains in {self.path}: wait until it has ended, or end it (SIGTERM lets it save "
+                    "a checkpoint first)"
+                )
+            self._is_claimed = True
+            try:
+                yield
+            finally:
+                self._is_claimed = False
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the step-N folders are."""
+        return self.path / "checkpoints"
+
+    @property
+    def vocabulary(self) -> Path:
+        """Where dataset.json and the vocabularies are."""
+        return self.path / "vocab"
+
+    def write_config(self, config_yaml: str) -> None:
+        """Write config.yaml: what the run uses from here on."""
+        with atomic_write(self.path / CONFIG) as file:
+            file.write(config_yaml.encode())
+
+    def update(self, **values: Any) -> None:
+        """Set fields of run.json and write it."""
+        self.record.update(values)
+        _DOCUMENT.write(self.path / RUN, cast(RunRecord, self.record))
+
+    def warn(self, code: str, text: str, *, count: int | None = None) -> None:
+        """Count one more occurrence of the warning `code` in run.json; the first is logged in full.
+
+        count: how many there are now, where a resumed run may meet the same ones again; None: one more.
+        """
+        if not self._warnings[code]:
+            self.log(f"warning ({code}): {text}")
+        self._warnings[code] = self._warnings[code] + 1 if count is None else count
+        entries = self.record["warnings"]
+        entries[code] = {"count": self._warnings[code], "text": entries.get(code, {}).get("text", text)}
+        self.update()
+
+    def log(self, text: str) -> None:
+        """One timed line of log.txt."""
+        with (self.path / LOG).open("a", encoding="utf-8") as file:
+            file.write(f"{_now()} {text}\n")
+
+    def measure(self, kind: str, *, step: int, **values: Any) -> None:
+        """One line of metrics.jsonl, and its numbers as TensorBoard scalars where that is open.
+
+        Scalars of a split go by its name, `val/auc`: those of two splits at one step would make one curve.
+        """
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        if self._board is not None:
+            group = values.get("split", kind)
+            for name, value in values.items():
+                for tag, number in value.items() if isinstance(value, Mapping) else [("", value)]:
+                    if isinstance(number, int | float):
+                        self._board.add_scalar("/".join(part for part in (group, name, tag) if part), number, step)
+
+    def measurements(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; a last line cut off by a kill does not count. Raises ValueError naming file and
+        line where one is damaged.
+        """
+        path = self.path / METRICS
+        lines = path.read_bytes().split(b"\n")[:-1]
+        return [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+    def rewind(self, step: int) -> None:
+        """Forget what metrics.jsonl says of steps after `step`, and of a swap right after it: they come again."""
+        kept = [line for line in self.measurements() if line["step"] < step + (line["kind"] != "swap")]
+        with atomic_write(self.path / METRICS) as file:
+            file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
+
+    def open_tensorboard(self, *, step: int) -> None:
+        """Write events from `step` on where tensorboard is installed; its absence is said in the log."""
+        if importlib.util.find_spec("tensorboard") is None:
+            self.log("no TensorBoard events: tensorboard is not installed (pip install hotrow[tensorboard])")
+            return
+        from torch.utils.tensorboard import SummaryWriter  # heavy, and an extra
+
+        self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
+
+    def keep_vocabulary(self, dataset: Path) -> None:
+        """Take dataset.json and vocab/ of a packed dataset into the run, so that it can score raw rows by itself.
+
+        Vocabularies are hard links where the file system allows (no space) and copies elsewhere (their full size).
+        """
+        (self.vocabulary / "vocab").mkdir(mode=0o700, parents=True, exist_ok=True)
+        for source in [dataset / "dataset.json", *(dataset / "vocab").glob("*")]:
+            target = self.vocabulary / source.relative_to(dataset)
+            target.unlink(missing_ok=True)
+            try:
+                os.link(source, target)
+            except OSError:
+                shutil.copyfile(source, target)
+                target.chmod(0o600)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        if error is not None:
+            self.log(f"failed: {type(error).__name__}: {error}")
+            self.update(status="failed", error=f"{type(error).__name__}: {error}")
+
+
+def resume_command(path: Path) -> str:
+    """What to type to go on with the interrupted run in folder `path`."""
+    return f"hotrow train --resume {shlex.quote(str(path))}"
+
+
+def _new_folder(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        raise _taken(path) from None
+    return path
+
+
+def check_free(path: Path | str | None) -> None:
+    """Raises ValueError where no run can be made at `path`, or prepared further there; None: one will be found."""
+    if path is None:
+        return
+    if not isinstance(path, str | Path):
+        raise ValueError(f"run is {path!r}; give the path of a new folder")
+    check_text(str(path), what="run")
+    if Path(path).exists() and not _is_unbegun(Path(path)):
+        raise _taken(Path(path))
+    check_writable(Path(path))
+
+
+def _is_unbegun(path: Path) -> bool:
+    return (path / RUN).is_file() and not (path / CONFIG).exists()
+
+
+def _taken(path: Path) -> ValueError:
+    other = f"or continue it with `{resume_command(path)}`"
+    if _is_unbegun(path):
+        other = "or remove it: the run there ended before its first step"
+    return ValueError(
+        f"run folder {path} exists already and is never overwritten; choose another with --set run=..., {other}"
+    )
+
+
+def _next_folder(parent: Path, name: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    number = max(_numbered(parent, name), default=0)
+    while True:  # another process may take the number first
+        number += 1
+        try:
+            (path := parent / f"{_safe(name)}-{number:03d}").mkdir(mode=0o700)
+            return path
+        except FileExistsError:
+            continue
+
+
+def _numbered(parent: Path, name: str) -> dict[int, Path]:
+    """The folders `name`-NNN by number, the newest first."""
+    found = {
+        int(m[1]): path
+        for path in (parent.iterdir() if parent.is_dir() else ())
+        if (m := re.fullmatch(rf"{re.escape(_safe(name))}-(\d+)", path.name))
+    }
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _safe(name: str) -> str:
+    """`name` as a file may be called."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+
+
+def _stopped_before_training(path: Path, preparation: str) -> bool:
+    """Whether a run was to prepare this and has not trained: its config is written with the first step."""
+    if not (path / RUN).is_file() or (path / CONFIG).exists():
+        return False
+    try:
+        return _DOCUMENT.read(path / RUN).get("preparation") == preparation
+    except ValueError:  # whatever it is, it is not to be gone on with
+        return False
+
+
+def _measurement(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not (isinstance(found, dict) and isinstance(found.get("kind"), str) and type(found.get("step")) is int):
+        raise ValueError(f"{where}: it was damaged or edited; restore it from a copy, or remove the line")
+    return found
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[bool]:
+    """Whether the folder is this process's alone inside the block; a kill lets go of it too."""
+    descriptor, claimed = os.open(path, os.O_RDONLY | os.O_CLOEXEC), True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        claimed = False
+    except OSError:  # a file system that locks no folders, as NFS: nobody can be told apart there
+        pass
+    try:
+        yield claimed
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
+        os.close(descriptor)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

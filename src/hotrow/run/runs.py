@@ -1,0 +1,353 @@
+"""Runs: a config trained in a new run folder, or taken up again from its newest checkpoint.
+
+`train` starts one and `resume` continues it, to the bits it would have reached without the stop (law 3). Here is what
+surrounds the loop: what is refused before a folder is made, what is said and recorded at the start, and how a failure
+ends. The loop itself, and a step, are trainer.py.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hotrow.base.files import disk_free_bytes, explain_full_disk, size
+from hotrow.base.machine import lacks_bfloat16_products
+from hotrow.base.progress import ProgressLine
+from hotrow.config.load import apply_overrides, make_config, parse_yaml
+from hotrow.config.schema import Config
+from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.format import Ragged
+from hotrow.kernels import ops
+from hotrow.models.tbsm import SUFFIX
+from hotrow.placement.budget import Memory
+from hotrow.placement.device_budget import DeviceMemory
+from hotrow.placement.stores import StoreError
+from hotrow.plan.choose import copies_bytes, describe, disk_shortfall, record_bytes, required_bytes
+from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
+from hotrow.run.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
+from hotrow.run.folder import CONFIG, RunFolder, resume_command
+from hotrow.run.session import Interrupt, describe_threads, threads
+from hotrow.run.setup import storage_line, tables_of
+from hotrow.run.trainer import Training
+from hotrow.run.turns import check_hot
+from hotrow.run.wear import check_write_budget
+
+
+def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
+    """A new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
+
+    folder: a run folder made beforehand; None makes the one `config.run` says.
+
+    SIGINT and SIGTERM finish the step, save a checkpoint and return; a second one aborts. Raises ValueError for what
+    the config or the data has wrong, before the folder is made where it can be known by then.
+    """
+    dataset = PackedDataset.open(config.data, verify="sizes")
+    config = config.model_copy(update={"data": str(dataset.path.resolve())})
+    runs = folder.path if folder else Path(config.run or "runs")
+    tables = tables_of(config, dataset)
+    # What cannot be is refused before a folder is made.
+    _check_vocabularies(dataset)
+    _check_histories(config, dataset)
+    place = Place.of(config)
+    memory = place_tables(config, tables, runs, place, dataset=dataset)
+    check_write_budget(config, tables, in_tiers=in_tiers(memory))
+    check_hot(config.hot, dataset, record_bytes(config, tables), device=device_of_copies(config, place))
+    name = f"{dataset.path.resolve().name}-{config.model.name}"
+    folder = folder or RunFolder.create(config.run, name=name)
+    with folder.claimed():
+        folder.keep_vocabulary(dataset.path)
+        memory = in_folder(memory, folder.path, chosen_for=runs)
+        return _run(config, dataset, memory, folder, None, quiet=quiet)
+
+
+def _check_vocabularies(dataset: PackedDataset) -> None:
+    """Raises ValueError where the run would take up vocabularies by which it could score no raw rows.
+
+    By their sizes and headers. Training reads no vocabulary, and reading them all takes a second per GB; what is wrong
+    inside one is said by `hotrow check` and by `predict`, and the same one comes of preparing the same data again.
+    """
+    for table in dataset.info.tables:
+        if table.vocabulary_file in dataset.info.files:
+            dataset.vocabulary(table.name)
+
+
+def _check_histories(config: Config, dataset: PackedDataset) -> None:
+    """Raises ValueError where a history is longer than tbsm takes, or two of a sample differ in length.
+
+    The model itself would say so at its batch.
+
+    Reads every block once: the checksums it looks at on the way are not looked at again.
+    """
+    if config.model.name != "tbsm":
+        return
+    most, names = config.model.tbsm_options()["history_steps"], [feature.name for feature in dataset.info.features]
+
+    def check(good: NDArray[np.bool_], own: NDArray[np.int64], where: tuple[str, int, str], reason: str) -> None:
+        if not good.all():
+            sample = int(np.argmin(good))
+            split, first_row, name = where
+            at = f"feature {name!r}, sample {first_row + sample:,} of {split} in {dataset.path}"
+            raise ValueError(f"{at}: {own[sample]} ids, {reason}")
+
+    long = f"but model.history_steps is {most}; raise it, or prepare shorter histories"
+    for split, part in dataset.splits.items():
+        row = 0
+        for block in map(part.block, range(part.num_blocks)):
+            lists = [(name, ids) for name, ids in zip(names, block.ids, strict=True) if name.endswith(SUFFIX)]
+            lengths = {name: np.diff(ids.row_splits) for name, ids in lists if isinstance(ids, Ragged)}
+            for name, own in lengths.items():
+                first = next(iter(lengths))
+                check(own <= most, own, (split, row, name), long)
+                unlike = f"but {first!r} has another number; steps must agree: prepare histories of equal lengths"
+                check(own == lengths[first], own, (split, row, name), unlike)
+            row += len(block.label)
+
+
+FEWEST_OF_EACH = 100
+"""Positives, and negatives, that a split needs so that its AUC means something."""
+RESUMABLE = (
+    "train.threads",
+    "train.pin",
+    "train.epochs",
+    "train.max_steps",
+    "train.nonfinite",
+    "checkpoint.every",
+    "checkpoint.keep_last",
+    "data",
+    "memory",
+)
+"""What may be changed when a run is resumed: anything else would make it another run."""
+
+
+def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = False) -> RunFolder:
+    """Continue the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
+
+    overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is.
+    Raises ValueError where another process trains there.
+    """
+    with (folder := RunFolder.open(path)).claimed():
+        return _resume(RunFolder.open(folder.path), overrides, quiet=quiet)
+
+
+def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunFolder:
+    if not (folder.path / CONFIG).is_file():
+        command = shlex.join(map(str, folder.record["command"]))
+        if "preparation" in folder.record:
+            raise ValueError(
+                f"{folder.path} was stopped in preparing its data, before its first step; to go on there, run again: "
+                f"{command}"
+            )
+        raise ValueError(
+            f"{folder.path} ended before its first step, without a {CONFIG}: there is nothing to go on from, so "
+            f"{_start_again(folder)}"
+        )
+    raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
+    for override in overrides:
+        option = override.partition("=")[0]
+        if option not in RESUMABLE and not option.startswith("memory."):
+            raise ValueError(
+                f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
+            )
+    config = make_config(apply_overrides(raw, overrides), origin=str(folder.path / CONFIG))
+    if folder.record["status"] == "finished" and not overrides:
+        return folder
+    checkpoints = list_checkpoints(folder.checkpoints)
+    newest = checkpoints[max(checkpoints)] if checkpoints else None
+    lost = [step for step in steps_without_manifest(folder.checkpoints) if step > max(checkpoints, default=-1)]
+    if lost:
+        taken = f"step {max(checkpoints)}" if checkpoints else "the beginning"
+        text = f"the checkpoint of step {lost[-1]} has lost its manifest; the run goes on from {taken}"
+        folder.warn("checkpoint_lost", text)
+        folder.log(text)
+        print(f"hotrow: warning: {text}", file=sys.stderr)
+    dataset = PackedDataset.open(config.data, verify="sizes")
+    tables = tables_of(config, dataset)
+    memory = place_tables(config, tables, folder.path, Place.of(config), dataset=dataset)
+    check_write_budget(config, tables, in_tiers=in_tiers(memory))
+    return _run(config, dataset, memory, folder, newest, quiet=quiet)
+
+
+def _start_again(folder: RunFolder) -> str:
+    return f"remove the folder and start it again, as by: {shlex.join(map(str, folder.record['command']))}"
+
+
+def _run(
+    config: Config,
+    dataset: PackedDataset,
+    memory: Memory | DeviceMemory | None,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    *,
+    quiet: bool,
+) -> RunFolder:
+    full = explain_full_disk(
+        folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder.path)}"
+    )
+    # Outermost: on a full disk the folder cannot note the failure either.
+    team = threads(config.train.threads, pin=config.train.pin)
+    failing = _explain_failure(config, dataset, folder)
+    with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
+        training = Training(config, dataset, memory, folder, interrupt, progress)
+        with closing(training):
+            _train(training, checkpoint)
+    return folder
+
+
+def _train(training: Training, checkpoint: Path | None) -> None:
+    folder = training.folder
+    if checkpoint is not None:
+        training.restore(checkpoint)
+    _begin(training)
+    training.run()
+    if training.state.ended:
+        training.finish()
+    elif training.interrupt.signal is None:
+        folder.update(**training.figures())
+        raise training.writes.ended(training.state.step, resume_command(folder.path))
+    else:
+        folder.update(status="interrupted", signal=training.interrupt.signal, **training.figures())
+        training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder.path)}")
+
+
+@contextmanager
+def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) -> Iterator[None]:
+    """A store's or a device's failure once more, with what is kept and how to go on."""
+
+    def kept(option: str | None = None) -> str:
+        steps = list_checkpoints(folder.checkpoints)
+        if not (folder.path / CONFIG).is_file():
+            return f"{folder.path} ended before its first step: {_start_again(folder)}"
+        command = resume_command(folder.path) + (f" --set {option}" if option else "")
+        if not steps:
+            return f"There is no checkpoint yet; then {command} starts anew"
+        return f"The checkpoint of step {max(steps)} is whole; then continue with: {command}"
+
+    try:
+        yield
+    except StoreError as error:
+        raise StoreError(f"{error}. Training stopped at the first row it could not be sure of. {kept()}") from error
+    except torch.OutOfMemoryError as error:
+        text, option = full_device(config, tables_of(config, dataset), error)
+        raise ValueError(f"{text}. {kept(option)}") from error
+
+
+def _begin(training: Training) -> None:
+    folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
+    emb = training.parts.embedding
+    needed, copies = required_bytes(config, emb.tables), copies_bytes(config, emb.tables)
+    where = training.turns.device
+    on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
+    where_rows_lie = describe(emb, needed, copies=copies) + training.parts.place.line() + on_device
+    training.say(f"{describe_threads()}; {where_rows_lie}")
+    folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
+    folder.rewind(training.state.step)
+    folder.open_tensorboard(step=training.state.step)
+    if backend.reason is not None:
+        folder.warn("reference_backend", backend.reason)
+    if backend.threads < torch.get_num_threads():
+        folder.warn("forked_process", "this process was forked after hotrow's kernels were loaded: they use one thread")
+    if training.turns.found is not None and not dataset.has_counts:
+        text = f"{config.data} carries no counts: its training split was counted to find hot rows"
+        folder.warn("counted_to_find_hot_rows", text)
+    _say_what_is_hot(training)
+    _say_of_few_positives(training)
+    if unused := config.hot.unused():
+        text = f"hot.schedule is {config.hot.schedule}, which does not use {', '.join(unused)}"
+        folder.warn("unused_hot_options", text)
+        training.say(f"warning: {text}")
+    _warn_of_tiers(training)
+    _warn_of_little_disk(training)
+    _warn_of_slow_products(training)
+    if short := training.writes.too_little_to_resume():
+        folder.warn("write_budget_too_small_to_resume", short)
+        training.say(f"warning: {short}")
+    folder.record.pop("write_budget", None)  # of a session before, which may have had another or none
+    folder.update(
+        status="running",
+        dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
+        rows={name: split.num_rows for name, split in dataset.splits.items()},
+        seeds={"train.seed": config.train.seed},
+        backend=asdict(backend),
+        tables_bytes=sum(table.num_bytes for table in training.parts.embedding.tables),
+        batches_dropped=0,
+    )
+    verb = "resumed at" if training.state.step else "training from"
+    if config.train.precision != "fp32":
+        training.say(f"train.precision {config.train.precision}: {storage_line(config)}")
+    training.say(
+        f"{folder.path}: {verb} step {training.state.step} of {training.num_steps}, {backend.name} kernels "
+        f"({backend.isa}, {backend.threads} threads)"
+    )
+
+
+def _say_what_is_hot(training: Training) -> None:
+    """Where hot rows are known when the session begins."""
+    if (found := training.turns.found) is None:
+        return
+    facts, seconds = found.to_json(), found.calibration.seconds + found.classify_s
+    training.say(
+        f"hot: {facts['hot_rows']:,} rows ({facts['name']}) in {facts['hot_bytes']:,} of {facts['budget_bytes']:,} "
+        f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s"
+    )
+    training.warn_of_nothing_hot()
+
+
+def _say_of_few_positives(training: Training) -> None:
+    """Where a split has too few rows of one label to judge by."""
+    for name in ("val", "test"):
+        split = training.dataset.splits.get(name)
+        if split is None or not split.num_rows:
+            continue
+        positives = sum(int(split.block(i).label.sum()) for i in range(split.num_blocks))
+        fewer, word = min((positives, "positive"), (split.num_rows - positives, "negative"))
+        if fewer < FEWEST_OF_EACH:
+            # Hanley and McNeil (1982), for an AUC about 0.75
+            error = f", AUC +- {0.2 / math.sqrt(fewer):.2f}" if fewer else ", so it has no AUC"
+            training.say(
+                f"the {name} split has {fewer} {word} rows of {split.num_rows:,}, too few to judge by{error}; prepare "
+                "more rows, or a larger share of them: --fractions 0.6,0.2,0.2"
+            )
+
+
+def _warn_of_slow_products(training: Training) -> None:
+    place = training.parts.place
+    if place.dense_dtype == "bf16" and place.device.type == "cpu" and lacks_bfloat16_products():
+        text = (
+            "train.dense_dtype is 'bf16', but this processor has no products of bfloat16: torch converts instead, "
+            "which is slower than float32, without AVX-512 many times; fp32 in a new run is faster and more exact"
+        )
+        training.folder.warn("slow_bfloat16", text)
+        training.say(f"warning: {text}")
+
+
+def _warn_of_little_disk(training: Training) -> None:
+    path, most = training.folder.path, training.writes.checkpoint_bytes
+    if most > (free := disk_free_bytes(path)):
+        text = (
+            f"a checkpoint may take {size(most)}, where {size(free)} are free in {path}: training ends at the first "
+            "that does not fit; free some, or stop and start the run elsewhere"
+        )
+        training.folder.warn("disk_may_be_too_small_for_a_checkpoint", text)
+        training.say(f"warning: {text}")
+
+
+def _warn_of_tiers(training: Training) -> None:
+    tiers, folder = training.parts.embedding.tiers, training.folder
+    if tiers is None:
+        return
+    fallbacks = [store.fallback for store in tiers.stores if store.fallback]
+    if fallbacks:
+        text = f"tables on disk are read and written by threads, which takes more of the processor: {fallbacks[0]}"
+        folder.warn("stores_without_io_uring", text, count=len(fallbacks))
+    if short := disk_shortfall(tiers):
+        folder.warn("disk_may_become_full", short)
+        training.say(f"warning: {short}")

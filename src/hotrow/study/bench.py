@@ -1,0 +1,337 @@
+"""`hotrow bench`: our kernels against torch's, interleaved in one process, beside what this machine allows.
+
+Before anything is timed the outputs of both sides are compared, and a cell whose outputs differ is refused. Then
+rounds of (ours, peer) alternate; a round in which the hypervisor or another process had the processors counts for
+neither, as long as enough others are clean. Reported are medians of the times and of the rounds' ratios, between which
+ratios four rounds of five lie, how many rounds were clean, and the time of a separate loop (native/limit.cpp) that only
+moves the same rows. What is compared is in hotrow.cells. Every benchmark and study takes its rounds by `clean_rounds`
+or `cleanest`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from hotrow.base.machine import host_facts, versions
+from hotrow.kernels import ops
+from hotrow.study.cells import Cell, Contender, cells, timed
+
+NUM_ROUNDS = 31
+"""Enough that a neighbour's burst on the same memory, which nothing here can see, does not become the median."""
+CLEAN_SHARE = 0.02
+"""A round is clean if others had the processors for at most this share of its time."""
+MOST_ROUNDS = 2
+"""Rounds are taken until as many as wanted are clean, at most this many times as many."""
+LEAST_COUNTED_S = 0.2
+"""The system counts processor time in ticks of 10 ms, which say nothing of a shorter round."""
+T = TypeVar("T")
+
+
+# ---- how clean a round was
+
+
+def stolen_s() -> float:
+    """Processor seconds the hypervisor took from this machine since it started; 0 where that is not told."""
+    return _cpu_ticks((7,)) / os.sysconf("SC_CLK_TCK")
+
+
+def others_s(processes: Iterable[int]) -> float:
+    """Processor seconds of all but `processes` and their children that have ended; 0 where that is not told."""
+    own = 0
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            own += sum(map(int, fields[11:15]))  # user and system time, its own and its children's
+    return max(0, _cpu_ticks((0, 1, 2, 5, 6)) - own) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_ticks(columns: Sequence[int]) -> int:
+    """The sum of these columns of the first line of /proc/stat; 0 where there is none."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0
+    ticks = stat.read_text().split("\n", 1)[0].split()[1:]
+    return sum(int(ticks[column]) for column in columns)
+
+
+def waited_s(processes: Iterable[int]) -> float:
+    """Seconds for which threads of `processes` were ready to run and had no processor; 0 where that is not told.
+
+    Summed over the threads that they have now, from each one's start.
+    """
+    waited_ns = 0
+    for process in processes:
+        for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, IndexError):  # a thread that ended, a kernel without the numbers
+                waited_ns += int(task.read_text().split()[1])
+    return waited_ns / 1e9
+
+
+class Disturbance:
+    """What others do to this process, and to the `workers` it waits for, from now on."""
+
+    def __init__(self, workers: Sequence[int] = ()) -> None:
+        self._processes = (os.getpid(), *workers)
+        self._before, self._start = self._now(), time.perf_counter()
+
+    def _now(self) -> tuple[float, float, float]:
+        return stolen_s(), waited_s(self._processes), others_s(self._processes)
+
+    def share(self) -> float:
+        """The share of the time since then in which the hypervisor or other processes had the processors.
+
+        Threads that waited for one another are not counted: waiting counts as far as other processes computed.
+        """
+        seconds = time.perf_counter() - self._start
+        stolen, waited, others = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        if seconds >= LEAST_COUNTED_S:
+            waited = min(waited, others)
+        return (stolen + max(0.0, waited)) / seconds
+
+
+@dataclass(frozen=True)
+class Rounds(Generic[T]):
+    """What the rounds that a figure is made of returned, and how clean they all were."""
+
+    results: list[T]
+    num_clean: int
+    num_taken: int
+
+    def counts(self) -> dict[str, int]:
+        """As fields of a report."""
+        return {"rounds": len(self.results), "clean_rounds": self.num_clean, "taken_rounds": self.num_taken}
+
+
+def cleanest(taken: Sequence[tuple[float, T]], num_rounds: int) -> Rounds[T]:
+    """Choose the rounds of a figure, of pairs of a disturbed share and a result.
+
+    The clean ones, if they are half of the `num_rounds` wanted; else so many of the least disturbed, in their order.
+    """
+    clean = [i for i, (share, _) in enumerate(taken) if share <= CLEAN_SHARE]
+    kept = clean
+    if 2 * len(clean) < num_rounds:
+        kept = sorted(sorted(range(len(taken)), key=lambda i: taken[i][0])[:num_rounds])
+    return Rounds([taken[i][1] for i in kept], len(clean), len(taken))
+
+
+def wants_more(taken: Sequence[tuple[float, T]], num_rounds: int) -> bool:
+    """Whether a further round is worth its time: not if `num_rounds` are clean or MOST_ROUNDS times as many were taken.
+
+    Nor once `num_rounds` were taken, if so few were clean that as many more would hardly bring half of those wanted.
+    """
+    num_clean = cleanest(taken, num_rounds).num_clean
+    if num_clean >= num_rounds or len(taken) >= MOST_ROUNDS * num_rounds:
+        return False
+    return len(taken) < num_rounds or 2 * MOST_ROUNDS * num_clean >= num_rounds
+
+
+def clean_rounds(one_round: Callable[[int], T], num_rounds: int) -> Rounds[T]:
+    """Take rounds, each given its number, as long as `wants_more`.
+
+    There is always a figure: see `cleanest`, and `Rounds.counts` for how clean it is.
+    """
+    taken: list[tuple[float, T]] = []
+    while wants_more(taken, num_rounds):
+        disturbance = Disturbance()
+        result = one_round(len(taken))
+        taken.append((disturbance.share(), result))
+    return cleanest(taken, num_rounds)
+
+
+def how_clean(row: Mapping[str, Any]) -> str:
+    """A report's counts of rounds in words."""
+    words = f"{row['clean_rounds']} of {row['taken_rounds']} rounds clean"
+    return f"{words}: a disturbed machine" if is_disturbed(row) else words
+
+
+def is_disturbed(row: Mapping[str, Any]) -> bool:
+    """Whether a report's figure is of rounds that were not clean, because too few were."""
+    return bool(row["clean_rounds"] < row["rounds"])
+
+
+def end_on_signals() -> None:
+    """From now on SIGTERM and Ctrl-C end this process as an exception does, so that it removes its files.
+
+    A second signal does nothing, or it would interrupt that.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, end)
+
+
+# ---- cells
+
+
+def check_agreement(name: str, ours: Contender, peer: Contender, *, batch: int = 0) -> None:
+    """Run both once on `batch` and compare; raises ValueError naming the cell and the largest difference."""
+    for side in (ours, peer):
+        side.prepare(batch)
+        side.run()
+    for i, (a, b) in enumerate(zip(ours.outputs(), peer.outputs(), strict=True)):
+        # Sums in another order: float32 rounding of up to thousands of addends; one update is lr * |g|, about 1e-2.
+        if not torch.allclose(a, b, rtol=1e-4, atol=2e-5 * float(b.abs().max())):
+            worst = float((a - b).abs().max())
+            raise ValueError(
+                f"cell {name}: output {i} differs from the peer's by up to {worst:.3g}; not timed. "
+                "Run the law tests (make test): one of the two is wrong"
+            )
+
+
+def interleave(ours: Contender, peer: Contender, num_rounds: int) -> Rounds[tuple[float, float]]:
+    """Alternate the two, swapping who goes first, by `clean_rounds`: seconds of (ours, peer)."""
+
+    def one_round(number: int) -> tuple[float, float]:
+        seconds = {}
+        for side in (ours, peer) if number % 2 == 0 else (peer, ours):
+            side.prepare(number)
+            seconds[side is ours] = timed(side.run)
+        return seconds[True], seconds[False]
+
+    return clean_rounds(one_round, num_rounds)
+
+
+def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]:
+    """One row of the report; raises ValueError where the outputs disagree."""
+    limit_s = cell.limit_s(threads)
+    ours, peer = cell.build()
+    check_agreement(cell.name, ours, peer)
+    rounds = interleave(ours, peer, num_rounds)
+    ours_s, peer_s = (statistics.median(seconds) for seconds in zip(*rounds.results, strict=True))
+    ratios = [b / a for a, b in rounds.results]
+    tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+    return {
+        "name": cell.name,
+        "ours_ms": ours_s * 1e3,
+        "peer": cell.peer,
+        "peer_ms": peer_s * 1e3,
+        "ratio": statistics.median(ratios),
+        "spread": [tenths[0], tenths[-1]],
+        "limit_ms": None if limit_s is None else limit_s * 1e3,
+        "share_of_limit": None if limit_s is None else limit_s / ours_s,
+        **({} if cell.target is None else {"target": cell.target}),
+        **({} if cell.most_over_limit is None else {"most_over_limit": cell.most_over_limit}),
+        **({} if cell.note is None else {"note": cell.note()}),
+        **rounds.counts(),
+    }
+
+
+def measure(chosen: Sequence[Cell], *, quick: bool) -> dict[str, Any]:
+    """Measure `chosen` in this process, one line per cell on stderr as they finish."""
+    rows = []
+    for cell in chosen:
+        row = measure_cell(cell, threads=torch.get_num_threads(), num_rounds=3 if quick else NUM_ROUNDS)
+        print(format_row(row), file=sys.stderr, flush=True)
+        rows.append(row)
+        gc.collect()  # gigabytes of tables hang on cycles of a few small objects: too few to be collected by themselves
+    return {"cells": rows, "quick": quick, **circumstances()}
+
+
+def circumstances() -> dict[str, Any]:
+    """What a figure means nothing without: machine, versions, backend, threads, huge pages, commit, date."""
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "machine": host_facts(),
+        "versions": versions(),
+        "backend": asdict(ops.backend()),
+        "threads": torch.get_num_threads(),
+        "transparent_huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else None,
+        "commit": commit.stdout.strip() or None,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def in_fresh_process(module: str, arguments: Sequence[str], threads: int | None) -> dict[str, Any]:
+    """Run `python -m module arguments` with torch's huge pages on, and return the JSON it prints last.
+
+    THP_MEM_ALLOC_ENABLE and the thread count are read when torch loads, so they need a process of their own.
+    """
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            printed, _ = process.communicate()
+        except BaseException:
+            process.terminate()  # and on leaving it is waited for: it may have gigabytes of files to remove
+            raise
+    if process.returncode:
+        raise RuntimeError(f"{module} ended with status {process.returncode}; its message is above")
+    report: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return report
+
+
+def choose(names: Sequence[str] | None, available: Sequence[Cell]) -> list[Cell]:
+    """The cells called `names`, all where None; raises ValueError with the known names."""
+    by_name = {cell.name: cell for cell in available}
+    for name in names or ():
+        if name not in by_name:
+            raise ValueError(f"no cell is called {name!r}; choose from {', '.join(by_name)}")
+    return [by_name[name] for name in names or by_name]
+
+
+def run_bench(names: Sequence[str] | None = None, *, quick: bool = False, threads: int | None = None) -> dict[str, Any]:
+    """Measure the cells called `names` (all by default): `{"cells": [...], "machine": {...}, ...}`, JSON-ready.
+
+    Each cell: name, ours_ms, peer, peer_ms (medians), ratio (the median over rounds of peer / ours), spread (the first
+    and the last tenth of the rounds' ratios), limit_ms, share_of_limit (limit / ours), rounds (of the
+    figures), clean_rounds and taken_rounds (see `how_clean`).
+    Full cells need about 7 GB of memory, `quick` ones 0.5 GB.
+    """
+    choose(names, cells())
+    arguments = [*(names or ()), *(["--quick"] if quick else [])]
+    return in_fresh_process("hotrow.study.bench", arguments, threads)
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """One cell as a line for people."""
+    low, high = row["spread"]
+    share = "" if row["share_of_limit"] is None else f"  {row['share_of_limit']:4.0%} of the limit"
+    return (
+        f"{row['name']:32s} {row['ours_ms']:9.2f} ms  peer {row['peer_ms']:9.2f} ms  "
+        f"x {row['ratio']:5.2f} ({low:.2f} .. {high:.2f}){share}  {how_clean(row)}"
+    )
+
+
+def main() -> None:
+    """The process that measures: cell names and --quick in, one JSON line out."""
+    parser = argparse.ArgumentParser(description="internal: `hotrow bench` runs this in a process of its own")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    end_on_signals()
+    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
+    chosen = choose(options.names or None, cells(quick=options.quick))
+    print(json.dumps(measure(chosen, quick=options.quick)))
+
+
+if __name__ == "__main__":
+    main()
