@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from hotrow.data.packed.loader import Loader
     from hotrow.embedding import EmbeddingCollection
     from hotrow.gradients import clip_grad_norm_
-    from hotrow.lookahead import lookahead
     from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
     from hotrow.placement.budget import Memory
     from hotrow.placement.device_budget import DeviceMemory
+    from hotrow.placement.lookahead import lookahead
     from hotrow.plan.solve import plan_by_counts
     from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
     from hotrow.tables import TableConfig, Uniform
@@ -64,7 +64,7 @@ _HOMES = {
     "hotrow.gradients": ("clip_grad_norm_",),
     "hotrow.placement.budget": ("Memory",),
     "hotrow.placement.device_budget": ("DeviceMemory",),
-    "hotrow.lookahead": ("lookahead",),
+    "hotrow.placement.lookahead": ("lookahead",),
     "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16"),
     "hotrow.plan.solve": ("plan_by_counts",),
     "hotrow.tables": ("TableConfig", "Uniform"),

@@ -1,6 +1,6 @@
 """Where tests of the Triton kernels run: on a CUDA device where there is one, else on the CPU by Triton's interpreter.
 
-Import this before hotrow.kernels.triton_kernels: kernels are interpreted if the variable below is set when they are defined.
+Import this before kernels/triton_kernels.py: kernels are interpreted if the variable below is set when defined.
 """
 
 from __future__ import annotations

@@ -96,7 +96,9 @@ def test_every_option_is_documented() -> None:
 
 
 def test_docs_are_generated() -> None:
-    assert (ROOT / "docs/config.md").read_text() == config_markdown(), "run: python -m hotrow.config > docs/config.md"
+    assert (ROOT / "docs/config.md").read_text() == config_markdown(), (
+        "run: python -m hotrow.config.load > docs/config.md"
+    )
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)

@@ -25,7 +25,6 @@ ROOMS = (
     "embedding",
     "gradients",
     "optim",
-    "lookahead",
     "models",
     "data",
     "data/packed",

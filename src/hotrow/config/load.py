@@ -2,7 +2,7 @@
 
 `load_config` reads a file, applies `--set a.b=v` overrides and checks everything; an unknown key, a value out of range
 or a choice this version does not implement is a ValueError naming the field, the value and what is allowed.
-`python -m hotrow.config` prints docs/config.md.
+`python -m hotrow.config.load` prints docs/config.md.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def config_markdown() -> str:
         "# Configuration",
         "",
         "One YAML file describes a run; `--set a.b=value` overrides a field from the command line. Unknown keys are",
-        "refused. This page is generated from `hotrow.config.load` (`python -m hotrow.config > docs/config.md`).",
+        "refused. This page is generated from `hotrow.config.load` (`python -m hotrow.config.load > docs/config.md`).",
     ]
     last_section = None
     for path, field in options():

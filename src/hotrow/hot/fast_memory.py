@@ -79,7 +79,7 @@ class InDram:
 
 
 class OnDevice:
-    """Memory of a device with the kernels of hotrow.kernels.triton_ops; of the CPU only where Triton's interpreter runs them.
+    """Memory of a device with the kernels of triton_ops.py; of the CPU only if Triton's interpreter runs them.
 
     Raises ImportError where Triton is not installed.
     """

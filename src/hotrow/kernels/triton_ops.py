@@ -1,4 +1,4 @@
-"""`Arrays` and `Kernels` as hotrow.kernels.ops has them, for tables in device memory: the same methods, orders and errors.
+"""`Arrays` and `Kernels` as kernels/ops.py has them, for tables in device memory: the same methods, orders, errors.
 
     lookup            one launch for each (storage, width) of the tables; a program takes some bags of one feature
     update            occurrences of all tables -> stable sort by (table, row) -> one launch for each (storage, width)
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 class Arrays:
     """One array per table in the memory of one device: weights [N, D], or optimizer state [N, D] or [N], float32.
 
-    As hotrow.kernels.ops.Arrays. Raises ValueError where an array has another type, is not contiguous, where they lie on more
+    As `ops.Arrays`. Raises ValueError where an array has another type, is not contiguous, where they lie on more
     than one device, and for a device that these kernels do not run on.
     """
 
@@ -111,8 +111,8 @@ def _check_device(device: torch.device) -> None:
     if device.type != wanted:
         raise ValueError(
             f"arrays are on {device}; Triton runs on {wanted} here, because TRITON_INTERPRET is "
-            f"{'' if triton_kernels.INTERPRETED else 'not '}set: it must be 1 before hotrow.kernels.triton_kernels is imported for "
-            "kernels to be interpreted on the cpu, which is for tests, and unset for a GPU"
+            f"{'' if triton_kernels.INTERPRETED else 'not '}set: it must be 1 before hotrow's Triton kernels are imported "
+            "for them to be interpreted on the cpu, which is for tests, and unset for a GPU"
         )
 
 
@@ -146,7 +146,7 @@ class _Pieces(NamedTuple):
 
 
 class Kernels:
-    """The ops of one collection, or of some of its features, on tables in device memory; see hotrow.kernels.ops.Kernels.
+    """The ops of one collection, or of some of its features, on tables in device memory; see `ops.Kernels`.
 
     layout: the features a lookup serves. among: that of the whole collection, where `layout` is a part of it. Outputs
     lie on the tables' device, gradients must; batches may lie there too, and are cheaper to check in host memory.
@@ -228,7 +228,7 @@ class Kernels:
     ) -> None:
         """Fused backward and update of all tables: `reference.update`, in place, the same bits in every run.
 
-        pending, states, rules: as hotrow.kernels.ops.Kernels.update; gradients on the tables' device. All rules are of one
+        pending, states, rules: as `ops.Kernels`.update; gradients on the tables' device. All rules are of one
         algorithm. Raises ValueError for an id outside its table; then no row has changed.
         """
         algorithms = sorted({rule.algorithm for rule in rules})

@@ -85,7 +85,7 @@ class DeviceRows:
         """Of each table, once it is laid out."""
         self._parts: list[list[Tensor]] = []
         self.arrays: Any = None
-        """Weights by slot, once they are laid out, of hotrow.kernels.triton_ops; it stands in for hotrow.kernels.ops everywhere."""
+        """Weights by slot, once they are laid out, a `triton_ops.Arrays`; it stands in for `ops.Arrays`."""
         self.state_arrays: list[Any] = []
         self._mover: Mover | None = None
         self._announced: dict[int, tuple[KeyedJaggedTensor, DeviceFlight]] = {}

@@ -28,10 +28,10 @@ from hotrow.data.packed.loader import Loader
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.kernels import ops
-from hotrow.lookahead import lookahead
 from hotrow.models import look_up, takes_sequences
 from hotrow.placement.budget import Memory
 from hotrow.placement.device_budget import DeviceMemory
+from hotrow.placement.lookahead import lookahead
 from hotrow.plan.choose import close_tiers, record_bytes
 from hotrow.run.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
-from hotrow.lookahead import lookahead
 from hotrow.optim import SGD
 from hotrow.placement.budget import Memory
+from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Flight, Tiers
 from hotrow.plan.solve import plan_by_counts
 from hotrow.run.checkpoint import Part, save_checkpoint

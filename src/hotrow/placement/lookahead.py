@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.device import DeviceRows
 from hotrow.placement.tiers import Tiers
 
@@ -28,8 +27,8 @@ class Lookahead(Generic[Item]):
             raise ValueError(f"lookahead was given a {type(module).__name__} to look ahead for; pass the nn.Module")
         self.batches: Any = batches
         self.depth = depth
-        collections = [part for part in module.modules() if isinstance(part, EmbeddingCollection)]
-        self.tiers: list[Tiers | DeviceRows] = [part.in_slots for part in collections if part.in_slots is not None]
+        in_slots = [getattr(part, "in_slots", None) for part in module.modules()]  # of each EmbeddingCollection
+        self.tiers: list[Tiers | DeviceRows] = [slots for slots in in_slots if slots is not None]
         self._state: Any = None
 
     def state(self) -> Any:
