@@ -111,7 +111,7 @@ def _check_device(device: torch.device) -> None:
     if device.type != wanted:
         raise ValueError(
             f"arrays are on {device}; Triton runs on {wanted} here, because TRITON_INTERPRET is "
-            f"{'' if triton_kernels.INTERPRETED else 'not '}set: it must be 1 before hotrow's Triton kernels are imported "
+            f"{'' if triton_kernels.INTERPRETED else 'not '}set: it must be 1 before Triton kernels are imported "
             "for them to be interpreted on the cpu, which is for tests, and unset for a GPU"
         )
 
