@@ -349,7 +349,7 @@ def test_files_go_with_the_collection(folder: Path) -> None:
 def test_a_failure_while_files_are_made_can_be_tried_again(
     emb: EmbeddingCollection, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hotrow.plan.choose import tiers
+    from hotrow.placement import tiers
 
     plain, calls = tiers.open_store, []
 
