@@ -9,7 +9,7 @@
 
 It is made of a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
 vocabularies. The folder appears when it is whole. docs/export.md is its specification; the tables are read by
-export_tables.py, and score.py is export_score.py.
+tables.py, and score.py here is the one of an export.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _to_arrow(keys: Keys) -> pa.Array:
 def _write_guide(folder: Path, name: str, model: str) -> dict[str, FileRecord]:
     """score.py and README.md; returns their sizes and checksums."""
     guide = _README.format(name=name, model=model.upper(), version=__version__)
-    for own_name, text in ((SCORE, Path(__file__).with_name("export_score.py").read_text("utf-8")), (README, guide)):
+    for own_name, text in ((SCORE, Path(__file__).with_name("score.py").read_text("utf-8")), (README, guide)):
         with atomic_write(folder / own_name) as file:
             file.write(text.encode())
     return {own_name: _record(folder / own_name) for own_name in (SCORE, README)}
