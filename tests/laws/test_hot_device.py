@@ -32,11 +32,11 @@ import hotrow
 from hotrow import KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.data.packed.dataset import PackedDataset
-from hotrow.hot import fast_memory
+from hotrow.hot import fast_memory, turns
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.link import Link
 from hotrow.kernels.triton_ops import Kernels
-from hotrow.run import runs, trainer, turns
+from hotrow.run import runs, trainer
 from hotrow.run.device import Place, device_of_copies
 from hotrow.run.folder import RunFolder
 

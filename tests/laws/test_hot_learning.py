@@ -17,7 +17,7 @@ from hotrow.config.load import make_config
 from hotrow.config.schema import HotConfig
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.hot.learner import whole_batches
-from hotrow.run.turns import Turns
+from hotrow.hot.turns import Turns
 
 RECORD = {f"t{t}": 36 for t in range(3)}
 TRACKED = "hot.rows=tracked"

@@ -21,12 +21,13 @@ import hotrow
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.dataset import PackedDataset
+from hotrow.hot import turns
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.link import Link
 from hotrow.plan import choose as placement
-from hotrow.run import runs, trainer, turns
+from hotrow.run import runs, trainer
 from hotrow.run.folder import RunFolder
 
 OPTIMIZERS = {  # and the bytes of a row with its states

@@ -26,6 +26,7 @@ from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.format import Ragged
+from hotrow.hot.turns import check_hot
 from hotrow.kernels import ops
 from hotrow.models.tbsm import SUFFIX
 from hotrow.placement.budget import Memory
@@ -38,7 +39,6 @@ from hotrow.run.folder import CONFIG, RunFolder, resume_command
 from hotrow.run.session import Interrupt, describe_threads, threads
 from hotrow.run.setup import storage_line, tables_of
 from hotrow.run.trainer import Training
-from hotrow.run.turns import check_hot
 from hotrow.run.wear import check_write_budget
 
 

@@ -16,12 +16,12 @@ from hotrow.base.records import STRICT, Amount, Count, checked
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
 from hotrow.data.packed.dataset import PackedDataset
+from hotrow.hot.turns import TurnsState
 from hotrow.run.checkpoint_manifest import MANIFEST, Manifest
 from hotrow.run.checkpoint_tensors import CURE
 from hotrow.run.metrics import Metrics
 from hotrow.run.session import PHASES
 from hotrow.run.setup import tables_of
-from hotrow.run.turns import TurnsState
 from hotrow.tables import TableConfig
 
 

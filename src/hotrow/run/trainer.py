@@ -27,6 +27,7 @@ from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
+from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models import look_up, takes_sequences
 from hotrow.placement.budget import Memory
@@ -44,7 +45,6 @@ from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.session import Interrupt, StepClock
 from hotrow.run.setup import Parts, build, tables_of
 from hotrow.run.state import Extra, State, read_extra
-from hotrow.run.turns import Turns
 from hotrow.run.wear import LEDGER, WriteLedger, Writes, checkpoint_bytes
 
 EVAL_BATCH_SIZE = 4096
