@@ -51,11 +51,11 @@ from hotrow.models.tbsm import SampleError
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_manifest import read_manifest
-from hotrow.run.device import Place, cpu_instead, place_tables
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics
+from hotrow.run.parts import build_network
 from hotrow.run.runs import train
-from hotrow.run.setup import build_network
+from hotrow.run.setup import Place, cpu_instead, place_tables
 from hotrow.run.state import read_model
 from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 

@@ -32,10 +32,9 @@ from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.sources.registry import open_source
 from hotrow.kernels.ops import backend
 from hotrow.run import runs
-from hotrow.run.device import Place, in_folder, place_tables
 from hotrow.run.folder import RunFolder
 from hotrow.run.session import Interrupt
-from hotrow.run.setup import tables_of
+from hotrow.run.setup import Place, in_folder, place_tables, tables_of
 from hotrow.run.trainer import Training
 from hotrow.run.wear import WriteLedger
 from prepare_data import SCHEMA, make_rows, to_table

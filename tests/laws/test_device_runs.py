@@ -27,8 +27,8 @@ from hotrow.models.dlrm import DLRM
 from hotrow.models.tbsm import TBSM
 from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
-from hotrow.run.device import Place, full_device, place_tables
 from hotrow.run.folder import RunFolder
+from hotrow.run.setup import Place, full_device, place_tables
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 only_interpreted = pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here: its absence cannot be seen")

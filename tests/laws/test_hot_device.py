@@ -37,8 +37,8 @@ from hotrow.hot.copies import HotCopies
 from hotrow.hot.link import Link
 from hotrow.kernels.triton_ops import Kernels
 from hotrow.run import runs, trainer
-from hotrow.run.device import Place, device_of_copies
 from hotrow.run.folder import RunFolder
+from hotrow.run.setup import Place, device_of_copies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ON_DEVICE = ("device=cuda",) if HAS_GPU else ()
@@ -323,7 +323,7 @@ def test_which_runs_have_copies_on_a_device(data: Path, monkeypatch: pytest.Monk
     assert device_of_copies(make_config({"data": str(data), "hot": {"schedule": "fae"}}), Place()) is None
     with pytest.raises(ValueError, match=r"hot.link is '12GB', with which memory .* set hot.link to null, or device"):
         device(hot={"schedule": "fae", "link": "12GB"})
-    monkeypatch.setattr("hotrow.run.device.find_spec", lambda name: None)
+    monkeypatch.setattr("hotrow.run.setup.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Triton is not installed: pip install 'hotrow\[gpu\]', or set device to cpu"):
         device(hot={"schedule": "fae"})
 

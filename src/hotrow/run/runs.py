@@ -34,10 +34,10 @@ from hotrow.placement.device_budget import DeviceMemory
 from hotrow.placement.stores import StoreError
 from hotrow.plan.choose import copies_bytes, describe, disk_shortfall, record_bytes, required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
-from hotrow.run.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
+from hotrow.run.parts import storage_line
 from hotrow.run.session import Interrupt, describe_threads, threads
-from hotrow.run.setup import storage_line, tables_of
+from hotrow.run.setup import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables, tables_of
 from hotrow.run.trainer import Training
 from hotrow.run.wear import check_write_budget
 

@@ -1,57 +1,123 @@
-"""The parts of a run, built from its config: tables, model, optimizers, and the schedule of their rates.
+"""What a run decides before its first step: tables, the device of the dense layers, and where rows lie.
 
-All random draws are functions of `config.train.seed`. Where tables lie was decided before, by device.py and
-placement.py; what a step does with the parts, and when, is trainer.py.
+What is missing on this machine is said here. What lies below the slots of a device is plan/'s business, how rows are
+moved that of hotrow.placement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-from hotrow import optim
-from hotrow.config.schema import Config
+from hotrow.base.files import parse_bytes, size
+from hotrow.config.schema import Config, DenseDtype
 from hotrow.data.packed.dataset import PackedDataset
-from hotrow.embedding import EmbeddingCollection
-from hotrow.models import build_model
 from hotrow.placement.budget import Memory
 from hotrow.placement.device_budget import DeviceMemory
-from hotrow.run.checkpoint import Part
-from hotrow.run.device import ARITHMETIC, Place
-from hotrow.run.schedule import Schedule
+from hotrow.plan.choose import choose, demands_of, most_rows, moved, required_bytes
 from hotrow.tables import Dtype, TableConfig
 
-_DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 _TABLE_DTYPES: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "split_bf16": "bfloat16"}
-_SPARSE_OPTIMIZERS: dict[str, Any] = {
-    "sgd": optim.SGD,
-    "adagrad": optim.Adagrad,
-    "row_wise_adagrad": optim.RowWiseAdagrad,
-    "adam": optim.Adam,
-    "ftrl": optim.FTRL,
+ARITHMETIC = {
+    "fp32": "float32",
+    "tf32": "float32 with products of TensorFloat-32",
+    "bf16": "bfloat16 where torch's autocast has it, weights float32",
 }
+CPU = torch.device("cpu")
 
 
-@dataclass
-class Parts:
-    """What a step works on."""
+@dataclass(frozen=True)
+class Place:
+    """Where dense layers compute, and in which arithmetic."""
 
-    embedding: EmbeddingCollection
-    model: nn.Module
-    dense_optimizer: Optimizer
-    sparse_optimizer: optim.SparseOptimizer
-    schedule: Schedule
-    place: Place = field(default_factory=Place)
-    """Of the model."""
+    device: torch.device = CPU
+    dense_dtype: DenseDtype = "fp32"
 
-    def with_state(self) -> dict[str, Part]:
-        """The parts a checkpoint holds, by the names of their files."""
-        return {name: part for name, part in vars(self).items() if name not in ("schedule", "place")}
+    @classmethod
+    def of(cls, config: Config) -> Place:
+        """The place `config` asks for. Raises ValueError, naming option and cure, where this machine has it not."""
+        dtype, wanted = config.train.dense_dtype, config.device
+        if wanted == "auto":
+            wanted = "cuda" if config.hbm is not None else "cpu"
+        if wanted == "cuda" and not torch.cuda.is_available():
+            asked = "device is 'cuda'" if config.device == "cuda" else f"memory.hbm is {config.hbm!r}, slots on a GPU"
+            raise ValueError(
+                f"{asked}, but torch {torch.__version__} finds no CUDA device here: set device to cpu and memory.hbm "
+                "to null, or install a CUDA build of torch on a machine with an NVIDIA GPU"
+            )
+        if wanted == "cpu" and config.hbm is not None:
+            _check_interpreter(config)
+        if dtype == "tf32" and wanted == "cpu":
+            raise ValueError(
+                "train.dense_dtype is 'tf32', but dense layers compute on the CPU, which has no such products: choose "
+                "fp32 or bf16, or set device to cuda"
+            )
+        if wanted == "cuda":
+            _check_cuda(config)
+        return cls(torch.device(wanted), dtype)
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Inside, products of float32 matrices are those of `dense_dtype`: forward and backward."""
+        flags = torch.backends.cuda.matmul
+        before = flags.allow_tf32
+        flags.allow_tf32 = before or self.dense_dtype == "tf32"
+        try:
+            yield
+        finally:
+            flags.allow_tf32 = before
+
+    def logits(self, model: nn.Module, dense_BI: Tensor, rows: Any) -> Tensor:
+        """What `model` says of a batch, float32 [B] on the device; rows: of `look_up`, wherever they lie."""
+        cast = self.dense_dtype == "bf16"
+        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16) if cast else nullcontext()
+        with self.arithmetic(), autocast:
+            logits_B: Tensor = model(dense_BI.to(self.device), self._bring(rows))
+        return logits_B.float()
+
+    def _bring(self, rows: Any) -> Any:
+        if isinstance(rows, Tensor):
+            return rows.to(self.device)
+        return {name: (values.to(self.device), offsets) for name, (values, offsets) in rows.items()}
+
+    def line(self) -> str:
+        """For the user; empty where it is float32 on the CPU."""
+        if self == Place():
+            return ""
+        name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
+        return f"; dense layers on {self.device}{name}, {ARITHMETIC[self.dense_dtype]}"
+
+
+def _check_interpreter(config: Config) -> None:
+    try:
+        from hotrow.kernels.triton_kernels import INTERPRETED
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError(
+            f"memory.hbm is {config.hbm!r}, but Triton is not installed: pip install 'hotrow[gpu]', or set memory.hbm "
+            "to null"
+        ) from None
+    if not INTERPRETED:
+        raise ValueError(
+            f"memory.hbm is {config.hbm!r}, slots on a GPU, but device is 'cpu': set device to cuda, or memory.hbm to "
+            "null (with TRITON_INTERPRET=1 in the environment the kernels are interpreted on the CPU, for tests)"
+        )
+
+
+def _check_cuda(config: Config) -> None:
+    if config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd":
+        raise ValueError(
+            "train.precision is 'split_bf16', which with dense sgd keeps the MLPs' weights in halves on the CPU, but "
+            "they are to be on cuda: choose fp32 or another optimizer.dense.name"
+        )
 
 
 def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
@@ -61,64 +127,96 @@ def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]
     return tuple(replace(table, init=replace(table.init, bound=bound), dtype=dtype) for table in tables)
 
 
-def build_network(
+def place_tables(
     config: Config,
     tables: Sequence[TableConfig],
+    run: Path,
+    place: Place,
     *,
-    num_dense: int,
-    memory: Memory | DeviceMemory | None = None,
-    place: Place | None = None,
-) -> tuple[EmbeddingCollection, nn.Module]:
-    """The tables and the model on them, all random draws from `config.train.seed`; memory: None: all in DRAM.
+    dataset: PackedDataset | None = None,
+    training: bool = True,
+) -> Memory | DeviceMemory | None:
+    """Where rows lie: what `placement.choose` says, and slots on the device before it where there is `memory.hbm`.
 
-    place: where the model goes; None: it stays on the CPU.
+    Raises ValueError as `choose`, and for slots that do not hold the rows of a step, with the bytes to give.
     """
-    seed, feature_names = config.train.seed, [name for table in tables for name in table.feature_names]
-    model = build_model(config.model, num_dense=num_dense, feature_names=feature_names, seed=seed)
-    return EmbeddingCollection(tables, memory=memory, seed=seed), model.to((place or Place()).device)
+    below = choose(config, tables, run, dataset=dataset, training=training)
+    if config.hbm is None:
+        return below
+    memory = DeviceMemory(hbm=config.hbm, below=below, device=str(place.device))
+    if training:
+        _check_a_step_fits(config, tables, memory)
+    return memory
 
 
-def build(
-    config: Config,
-    tables: Sequence[TableConfig],
-    *,
-    num_dense: int,
-    memory: Memory | DeviceMemory | None = None,
-    place: Place | None = None,
-) -> Parts:
-    """The parts of a run over `tables` and `num_dense` dense inputs; memory and place: as `build_network`."""
-    place = place or Place()
-    embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory, place=place)
-    dense_optimizer, sparse_optimizer = build_optimizers(config, embedding, model)
-    schedule = Schedule([dense_optimizer, sparse_optimizer], **config.optimizer.schedule.model_dump())
-    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, place)
+def in_folder(memory: Memory | DeviceMemory | None, run: Path, *, chosen_for: Path) -> Memory | DeviceMemory | None:
+    """What `place_tables` said for a run in the folder `chosen_for`, for one in the folder `run`."""
+    if isinstance(memory, DeviceMemory):
+        return replace(memory, below=moved(memory.below, chosen_for, run))
+    return moved(memory, chosen_for, run)
 
 
-def build_optimizers(
-    config: Config, embedding: EmbeddingCollection, model: nn.Module
-) -> tuple[Optimizer, optim.SparseOptimizer]:
-    """The torch optimizer of `model` and the fused one of `embedding`."""
-    dense, sparse = config.optimizer.dense, config.optimizer.sparse
-    options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
-    dense_optimizer = optim.SplitSGDBF16 if splits_dense(config) else _DENSE_OPTIMIZERS[dense.name]
-    fused = True if all(parameter.device.type == "cpu" for parameter in model.parameters()) else None  # torch's choice
-    return (
-        dense_optimizer(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=fused),
-        # train_step looks at both sides itself, before either is changed.
-        _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
-    )
+def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: DeviceMemory) -> None:
+    demands, most = demands_of(config, tables, training=True), [most_rows(config, table) for table in tables]
+    for table, own, needed in zip(tables, memory.checked_slots(demands), most, strict=True):
+        if own.cached < min(needed, table.num_embeddings - own.pinned):
+            least = memory.least_bytes(demands, [min(n, t.num_embeddings) for n, t in zip(most, tables, strict=True)])
+            raise ValueError(
+                f"memory.hbm is {config.hbm!r}: table {table.name!r} would have {own.cached:,} slots on the device, "
+                f"but a step may look up {needed:,} different rows; raise it to {least:,} bytes (memory.hbm={least}), "
+                f"or choose a train.batch_size below {config.train.batch_size}"
+            )
 
 
-def splits_dense(config: Config) -> bool:
-    """Whether the MLPs' weights are kept in two halves."""
-    return config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd"
+def device_of_copies(config: Config, place: Place) -> torch.device | None:
+    """Where copies of hot rows lie for turns of hot batches: on the GPU of the dense layers, unless tables have slots.
+
+    None: not on a device. Raises ValueError, with the cure, where there are no kernels for that.
+    """
+    if not config.hot.takes_turns or config.hbm is not None or place.device.type != "cuda":
+        return None
+    if config.hot.link is not None:
+        raise ValueError(
+            f"hot.link is {config.hot.link!r}, with which memory of this machine plays a fast device, but device is "
+            "'cuda', where copies of hot rows lie on the GPU: set hot.link to null, or device to cpu"
+        )
+    if find_spec("triton") is None:
+        raise ValueError(
+            f"hot.schedule is {config.hot.schedule!r} and device is 'cuda': copies of hot rows lie on the GPU, but "
+            "Triton is not installed: pip install 'hotrow[gpu]', or set device to cpu"
+        )
+    return place.device
 
 
-def storage_line(config: Config) -> str:
-    """How weights are stored, for the user: bfloat16 in storage does not mean bfloat16 arithmetic."""
-    tables = {"fp32": "float32", "fp16": "float16", "split_bf16": "float32 in two halves, lookups read the upper"}
-    dense, products = "likewise" if splits_dense(config) else "float32", config.train.dense_dtype
-    arithmetic = "all arithmetic is float32"
-    if products != "fp32":
-        arithmetic = f"arithmetic of tables is float32, of dense layers {ARITHMETIC[products]}"
-    return f"tables {tables[config.train.precision]}; MLPs {dense}; {arithmetic}"
+def in_tiers(memory: Memory | DeviceMemory | None) -> bool:
+    """Whether some rows lie in files."""
+    return (memory.below if isinstance(memory, DeviceMemory) else memory) is not None
+
+
+def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:
+    """What to say where the memory of the device was full while training, and the option to resume with.
+
+    None: nothing that a resumed run may change needs less.
+    """
+    text = f"the device's memory is full ({str(error).splitlines()[0]})"
+    if config.hbm is not None:
+        taken, holder = parse_bytes(config.hbm), "slots take"
+    elif config.hot.takes_turns:
+        taken, holder = min(parse_bytes(config.hot.budget), required_bytes(config, tables)), "copies of hot rows take"
+    else:
+        return f"{text}: a smaller train.batch_size or smaller MLPs need less, in a new run", None
+    needed = [min(most_rows(config, table), table.num_embeddings) for table in tables]
+    least = DeviceMemory(hbm=taken, device="cpu").least_bytes(demands_of(config, tables, training=True), needed)
+    text = f"{text}: {holder} {size(taken)} of it, and a step needs the rest"
+    tried = max(least, taken * 3 // 4)
+    if tried >= taken:
+        return f"{text}; slots of less do not hold the rows of a step, so lower train.batch_size, in a new run", None
+    instead = "" if config.hbm is not None else ", slots in place of the copies, or a lower hot.budget in a new run"
+    return f"{text}; try memory.hbm={tried}{instead}", f"memory.hbm={tried}"
+
+
+def cpu_instead(config: Config) -> Config:
+    """The same model without a device, for results within docs/numerics.md."""
+    train = config.train.model_copy(update={"dense_dtype": "fp32"})
+    memory = config.memory if isinstance(config.memory, str) else config.memory.model_copy(update={"hbm": None})
+    return config.model_copy(update={"device": "cpu", "train": train, "memory": memory})

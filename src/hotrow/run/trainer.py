@@ -37,13 +37,13 @@ from hotrow.plan.choose import close_tiers, record_bytes
 from hotrow.run.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest
 from hotrow.run.checkpoint_tensors import CURE
-from hotrow.run.device import Place, device_of_copies, in_tiers
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters_device import DeviceReport
 from hotrow.run.meters_tiers import TierReport
 from hotrow.run.metrics import BinaryMetrics
+from hotrow.run.parts import Parts, build
 from hotrow.run.session import Interrupt, StepClock
-from hotrow.run.setup import Parts, build, tables_of
+from hotrow.run.setup import Place, device_of_copies, in_tiers, tables_of
 from hotrow.run.state import Extra, State, read_extra
 from hotrow.run.wear import LEDGER, WriteLedger, Writes, checkpoint_bytes
 
