@@ -55,7 +55,7 @@ from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.parts import build_network
 from hotrow.run.runs import train
-from hotrow.run.setup import Place, cpu_instead, place_tables
+from hotrow.run.setup import Place, Setup, cpu_instead
 from hotrow.run.state import read_model
 from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 
@@ -146,13 +146,11 @@ class Run:
     @cached_property
     def _network(self) -> tuple[EmbeddingCollection, nn.Module, Place]:
         checkpoint, kept = self.checkpoint, PackedDataset.open(self.folder.vocabulary)
-        config, tables = read_model(checkpoint, read_manifest(checkpoint), kept)
-        config, place = _place_here(config)
-        memory = place_tables(config, tables, self.path, place, training=False)
-        num_dense = len(kept.info.dense)
-        embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory, place=place)
+        config, _ = read_model(checkpoint, read_manifest(checkpoint), kept)
+        setup = Setup.decide(_on_this_machine(config), kept, self.path, training=False)
+        embedding, model = build_network(setup)
         load_checkpoint(checkpoint, {"embedding": embedding, "model": model})
-        return embedding, model, place
+        return embedding, model, setup.place
 
     def close(self) -> None:
         """Let go of the model, and of files in which tables lie that memory does not hold."""
@@ -307,13 +305,14 @@ class Run:
         return f"<table>{rows}</table>"
 
 
-def _place_here(config: Config) -> tuple[Config, Place]:
-    """Where the run was trained, if that is here too; else the CPU, with a warning: scores agree, not to the bit."""
+def _on_this_machine(config: Config) -> Config:
+    """Returns `config`, or without its device if this machine does not have it: scores then agree, not to the bit."""
     try:
-        return config, Place.of(config)
+        Place.of(config)
+        return config
     except ValueError as error:
         warnings.warn(f"scores are computed on the CPU, in float32: {error}", stacklevel=3)
-        return cpu_instead(config), Place()
+        return cpu_instead(config)
 
 
 def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:

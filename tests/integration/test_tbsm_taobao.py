@@ -27,6 +27,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 from hotrow.run import runs, trainer
+from hotrow.run.setup import Setup
 from plain_tbsm import PlainTBSM
 
 FEATURES = (("user", None), ("item", "item_history"), ("category", "category_history"))
@@ -103,7 +104,7 @@ def fresh(dataset: PackedDataset, *, seed: int, history_steps: int = STEPS) -> P
 
 def started_as(run: Config, dataset: PackedDataset) -> PlainTBSM:
     """The plain model with the weights that `run` starts from."""
-    parts = trainer.build(run, trainer.tables_of(run, dataset), num_dense=0)
+    parts = trainer.build(Setup.decide(run, dataset, Path("run")))
     twin = fresh(dataset, seed=0, history_steps=parts.model.history_steps)
     with torch.no_grad():
         twin.A.copy_(parts.model.inner_MM)

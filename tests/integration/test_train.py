@@ -25,6 +25,7 @@ from hotrow.kernels import ops
 from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
+from hotrow.run.setup import Setup
 
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16]},
@@ -329,7 +330,7 @@ def test_data_that_is_not_finite_is_named(tmp_path: Path, make_dataset: Callable
     batch = next(iter(loader.epoch(0)))
     batch.dense[7, 2] = torch.inf
     run = config(dataset, tmp_path / "run")
-    parts = trainer.build(run, trainer.tables_of(run, dataset), num_dense=3)
+    parts = trainer.build(Setup.decide(run, dataset, tmp_path / "run"))
     with pytest.raises(trainer.NonFiniteError, match="dense input of sample 7, column 2 is inf, so look at the data"):
         trainer.train_step(parts, batch, 0, trainer.StepClock())
 

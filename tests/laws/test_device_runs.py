@@ -25,10 +25,10 @@ from hotrow.data.packed.dataset import PackedDataset
 from hotrow.kernels import triton_kernels as kernels
 from hotrow.models.dlrm import DLRM
 from hotrow.models.tbsm import TBSM
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
-from hotrow.run.setup import Place, full_device, place_tables
+from hotrow.run.setup import Place, Setup, full_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 only_interpreted = pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here: its absence cannot be seen")
@@ -140,7 +140,7 @@ def test_a_device_that_is_full_before_the_first_step(
 
 
 def test_what_to_say_where_no_smaller_budget_would_do(data: Path, tmp_path: Path) -> None:
-    tables = trainer.tables_of(config(data, tmp_path), PackedDataset.open(data))
+    tables = setup.tables_of(config(data, tmp_path), PackedDataset.open(data))
     error = torch.OutOfMemoryError("full")
     text, option = full_device(config(data, tmp_path), tables, error)
     assert "a smaller train.batch_size" in text and option is None
@@ -149,11 +149,11 @@ def test_what_to_say_where_no_smaller_budget_would_do(data: Path, tmp_path: Path
 
 
 def test_budgets_that_cannot_be(data: Path, tmp_path: Path) -> None:
-    tables = trainer.tables_of(config(data, tmp_path), PackedDataset.open(data))
+    dataset = PackedDataset.open(data)
 
     def placed(hbm: Any) -> Any:
         chosen = config(data, tmp_path, "train.batch_size=40", hbm=hbm)
-        return place_tables(chosen, tables, tmp_path, Place.of(chosen))
+        return Setup.decide(chosen, dataset, tmp_path).memory
 
     with pytest.raises(
         ValueError, match=r"table 't2' would have \d+ slots on the device, but a step may look up 40"

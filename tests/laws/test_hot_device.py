@@ -36,7 +36,7 @@ from hotrow.hot import fast_memory, turns
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.link import Link
 from hotrow.kernels.triton_ops import Kernels
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup, trainer
 from hotrow.run.folder import RunFolder
 from hotrow.run.setup import Place, device_of_copies
 
@@ -53,7 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the interpreter's device stands in for one."""
     if not HAS_GPU:
-        monkeypatch.setattr(trainer, "device_of_copies", lambda config, place: DEVICE)
+        monkeypatch.setattr(setup, "device_of_copies", lambda config, place: DEVICE)
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_a_run_with_copies_on_a_device(
 ) -> None:
     changes = [*changes, f"hot.budget={record_bytes * HOT_ROWS}", "train.epochs=1", "train.batch_size=64"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "device_of_copies", lambda config, place: None)
+        patch.setattr(setup, "device_of_copies", lambda config, place: None)
         plain = trained(data, tmp_path / "plain", *changes)
     assert not steps_there and "link" not in plain.record["hot"]
     run = trained(data, tmp_path / "copied", *changes, *ON_DEVICE)
@@ -228,7 +228,7 @@ def test_fixed_turns_and_hot_rows_learned_anew(data: Path, tmp_path: Path, on_de
     changes = ["hot.schedule=fixed", f"hot.rows={rows}", f"train.epochs={epochs}", "train.batch_size=64"]
     changes += ["hot.rate=100", "train.eval_every=null"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "device_of_copies", lambda config, place: None)
+        patch.setattr(setup, "device_of_copies", lambda config, place: None)
         plain = trained(data, tmp_path / "plain", *changes)
     run = trained(data, tmp_path / "copied", *changes, *ON_DEVICE)
     check(run, plain)
@@ -242,7 +242,7 @@ def test_rows_in_tiers_with_copies_on_a_device(
     changes = ["train.precision=split_bf16", "optimizer.sparse.name=adagrad", "hot.budget=25000", "train.epochs=1"]
     changes += ["optimizer.dense.name=adam"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "device_of_copies", lambda config, place: None)
+        patch.setattr(setup, "device_of_copies", lambda config, place: None)
         plain = trained(data, tmp_path / "plain", *changes)
     tiers = [f"memory.ssd={tmp_path / 'rows'}", "memory.dram=110000", "memory.force=true"]
     run = trained(data, tmp_path / "copied", *changes, *tiers, *ON_DEVICE)
@@ -283,7 +283,7 @@ def test_ids_of_hot_batches_cross_for_lookup_and_update(data: Path, tmp_path: Pa
     changes = ["hot.schedule=fixed", "train.epochs=1", "train.batch_size=64"]
     run = trained(data, tmp_path / "device", *changes, *ON_DEVICE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "device_of_copies", lambda config, place: None)
+        patch.setattr(setup, "device_of_copies", lambda config, place: None)
         metered = trained(data, tmp_path / "metered", "hot.link=1GB", *changes)
     found, other = run.record["hot"]["link"], metered.record["hot"]["link"]
     same = ("from_device_bytes", "sync_bytes", "num_swaps", "hot_batches", "cold_batches", "hybrid_bytes")
@@ -301,14 +301,14 @@ def test_ids_of_hot_batches_cross_for_lookup_and_update(data: Path, tmp_path: Pa
 
 def test_copies_above_the_memory_of_the_device(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before there is a folder, and where what is hot is learned while the run goes on."""
-    monkeypatch.setattr(trainer, "device_of_copies", lambda config, place: DEVICE)
-    monkeypatch.setattr(runs, "device_of_copies", lambda config, place: DEVICE)
+    monkeypatch.setattr(setup, "device_of_copies", lambda config, place: DEVICE)
     monkeypatch.setattr(turns, "room_bytes", lambda device: 3000)
     text = rf"hot\.budget is 5760: copies of hot rows take 5,760 bytes, and of the memory of {DEVICE} 3,000 are free; "
     with pytest.raises(ValueError, match=text + "lower hot.budget, and leave room there for dense layers"):
         trained(data, tmp_path / "large", *ON_DEVICE)
     assert not (tmp_path / "large").exists()
-    monkeypatch.setattr(runs, "device_of_copies", lambda config, place: None)
+    room = iter([1 << 30])  # as the run begins
+    monkeypatch.setattr(turns, "room_bytes", lambda device: next(room, 3000))
     with pytest.raises(ValueError, match=text.replace("5,760 bytes", r"5,\d+ bytes")):
         trained(data, tmp_path / "learned", "hot.rows=tracked", *ON_DEVICE)
 
@@ -348,7 +348,7 @@ def test_a_full_device_names_what_to_resume_with(
     command, _, option = str(refused.value).split("is whole; then continue with: ")[1].rpartition(" --set ")
     assert command == f"hotrow train --resume {tmp_path / 'run'}" and option.startswith("memory.hbm=")
     if not HAS_GPU:
-        monkeypatch.setattr(trainer, "device_of_copies", device_of_copies)
+        monkeypatch.setattr(setup, "device_of_copies", device_of_copies)
     found, wanted = outcome(runs.resume(tmp_path / "run", [option], quiet=True)), outcome(whole)
     assert found["step"] == wanted["step"]
     if not HAS_GPU:

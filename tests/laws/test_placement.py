@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hotrow.data.packed.dataset import PackedDataset
 from hotrow.kernels import ops
 from hotrow.plan import choose as placement
 from hotrow.plan import solve
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup, trainer
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.run.folder import RunFolder
 
@@ -55,7 +56,7 @@ def config(data: Path, run: Path, changes: list[str], memory: Any = "dram") -> A
 def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
     """A config's `memory` that keeps about half of the rows in DRAM."""
     plain = config(data, Path("run"), changes)
-    needed = placement.required_bytes(plain, trainer.tables_of(plain, PackedDataset.open(data)))
+    needed = placement.required_bytes(plain, setup.tables_of(plain, PackedDataset.open(data)))
     return {"dram": int(0.6 * needed), **options}
 
 
@@ -130,8 +131,7 @@ def test_checkpoints_say_the_same_and_fit_everywhere(data: Path, tmp_path: Path,
     """Also where rows that were touched since are put back, and where -0 and NaN are among the weights."""
     changes = [f"train.precision={precision}", "optimizer.sparse.name=adam"]
     run = config(data, tmp_path / "run", changes, tiers(data, changes))
-    tables = trainer.tables_of(run, PackedDataset.open(data))
-    memory = placement.choose(run, tables, tmp_path / "run", dataset=PackedDataset.open(data))
+    decided = setup.Setup.decide(run, PackedDataset.open(data), tmp_path / "run")
     loader = trainer.Loader(PackedDataset.open(data).split("train"), 37, shuffle_seed=1)
     clock = trainer.StepClock()
 
@@ -139,7 +139,7 @@ def test_checkpoints_say_the_same_and_fit_everywhere(data: Path, tmp_path: Path,
         for step, batch in enumerate(hotrow.lookahead(loader.epoch(epoch), parts.embedding)):
             trainer.train_step(parts, batch, step, clock)
 
-    plain, tiered = (trainer.build(run, tables, num_dense=3, memory=where) for where in (None, memory))
+    plain, tiered = (trainer.build(each) for each in (replace(decided, memory=None), decided))
     if precision == "fp32":
         odd = torch.tensor([-0.0, 0.0, float("nan"), float("inf"), 1e-40, -1e-40, 1.0, -1.0])
         batches = [batch.sparse.bags("x2")[0] for batch in loader.epoch(0)]
@@ -167,9 +167,8 @@ def test_checkpoints_say_the_same_and_fit_everywhere(data: Path, tmp_path: Path,
 
 def test_a_row_is_written_though_it_differs_in_signs_of_zero_alone(data: Path, tmp_path: Path) -> None:
     run = config(data, tmp_path / "run", [], tiers(data, []))
-    tables = trainer.tables_of(run, PackedDataset.open(data))
-    memory = placement.choose(run, tables, tmp_path / "run", dataset=PackedDataset.open(data))
-    rows = trainer.build(run, tables, num_dense=3, memory=memory).embedding.rows("t2")
+    decided = setup.Setup.decide(run, PackedDataset.open(data), tmp_path / "run")
+    rows = trainer.build(decided).embedding.rows("t2")
     for values in (torch.zeros(1, 8), -torch.zeros(1, 8), torch.full((1, 8), torch.nan)):
         rows.write(slice(9, 10), values)
         written = rows.tiers.counters()["t2"]
@@ -183,7 +182,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
     run = runs.train(config(data, tmp_path / "run", changes))
     expected = hotrow.load(run.path).evaluate("test")
     needed = placement.required_bytes(
-        config(data, run.path, changes), trainer.tables_of(config(data, run.path, []), PackedDataset.open(data))
+        config(data, run.path, changes), setup.tables_of(config(data, run.path, []), PackedDataset.open(data))
     )
     monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
     loaded = hotrow.load(run.path)

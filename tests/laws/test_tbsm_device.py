@@ -14,7 +14,7 @@ from test_hot_placement import without_cost
 from test_resume import outcome
 from test_tbsm_law import config, prepared
 
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup
 from hotrow.run.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +50,7 @@ def test_histories_of_hot_rows_there(data: Path, tmp_path: Path, monkeypatch: py
     hot = [*SHORT, "hot.schedule=fixed", "hot.small_table=0", "hot.budget=30000", "hot.rate=50", "train.max_steps=12"]
     plain = runs.train(config(data, tmp_path / "plain", [*hot, "hot.link=1GB"]))
     if not HAS_GPU:
-        monkeypatch.setattr(trainer, "device_of_copies", lambda config, place: DEVICE)
+        monkeypatch.setattr(setup, "device_of_copies", lambda config, place: DEVICE)
     run = runs.train(config(data, tmp_path / "there", [*hot, f"device={DEVICE.type}"]))
     found, metered = (each.record["hot"]["link"] for each in (run, plain))
     assert found["hot_batches"] == metered["hot_batches"] > 1

@@ -18,7 +18,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.kernels import ops
 from hotrow.plan import choose as placement
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 SCHEMA = parse_schema(
@@ -89,7 +89,7 @@ def config(data: Path, run: Path, changes: list[str], memory: Any = "dram") -> A
 def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
     """A config's `memory` that keeps about half of the rows in DRAM."""
     plain = config(data, Path("run"), changes)
-    needed = placement.required_bytes(plain, trainer.tables_of(plain, PackedDataset.open(data)))
+    needed = placement.required_bytes(plain, setup.tables_of(plain, PackedDataset.open(data)))
     return {"dram": int(0.6 * needed), **options}
 
 
@@ -149,7 +149,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
     assert np.isfinite(scores).all()
     assert len(set(scores.tolist())) == 3
     needed = placement.required_bytes(
-        config(data, run.path, changes), trainer.tables_of(config(data, run.path, []), PackedDataset.open(data))
+        config(data, run.path, changes), setup.tables_of(config(data, run.path, []), PackedDataset.open(data))
     )
     monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
     again = hotrow.load(run.path)

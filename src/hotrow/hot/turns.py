@@ -97,7 +97,6 @@ class Turns:
     ) -> None:
         self.config, self.dataset = config, dataset
         self._batch_size, self._shuffle_seed = batch_size, shuffle_seed
-        check_hot(config, dataset, record_bytes)
         self.found: FoundHot | None = None
         self.learner: Learner | None = None
         sizes: dict[str, Any] = {"small_table_bytes": parse_bytes(config.small_table), "seed": seed}

@@ -18,11 +18,8 @@ from hotrow import optim
 from hotrow.config.schema import Config
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models import build_model
-from hotrow.placement.budget import Memory
-from hotrow.placement.device_budget import DeviceMemory
 from hotrow.run.checkpoint import Part
-from hotrow.run.setup import ARITHMETIC, Place
-from hotrow.tables import TableConfig
+from hotrow.run.setup import ARITHMETIC, Place, Setup
 
 _DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 _SPARSE_OPTIMIZERS: dict[str, Any] = {
@@ -51,37 +48,20 @@ class Parts:
         return {name: part for name, part in vars(self).items() if name not in ("schedule", "place")}
 
 
-def build_network(
-    config: Config,
-    tables: Sequence[TableConfig],
-    *,
-    num_dense: int,
-    memory: Memory | DeviceMemory | None = None,
-    place: Place | None = None,
-) -> tuple[EmbeddingCollection, nn.Module]:
-    """The tables and the model on them, all random draws from `config.train.seed`; memory: None: all in DRAM.
-
-    place: where the model goes; None: it stays on the CPU.
-    """
-    seed, feature_names = config.train.seed, [name for table in tables for name in table.feature_names]
+def build_network(setup: Setup) -> tuple[EmbeddingCollection, nn.Module]:
+    """Returns the tables, and the model on its device; all random draws follow from `config.train.seed`."""
+    config, feature_names = setup.config, [name for table in setup.tables for name in table.feature_names]
+    seed, num_dense = config.train.seed, len(setup.dataset.info.dense)
     model = build_model(config.model, num_dense=num_dense, feature_names=feature_names, seed=seed)
-    return EmbeddingCollection(tables, memory=memory, seed=seed), model.to((place or Place()).device)
+    return EmbeddingCollection(setup.tables, memory=setup.memory, seed=seed), model.to(setup.place.device)
 
 
-def build(
-    config: Config,
-    tables: Sequence[TableConfig],
-    *,
-    num_dense: int,
-    memory: Memory | DeviceMemory | None = None,
-    place: Place | None = None,
-) -> Parts:
-    """The parts of a run over `tables` and `num_dense` dense inputs; memory and place: as `build_network`."""
-    place = place or Place()
-    embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory, place=place)
-    dense_optimizer, sparse_optimizer = build_optimizers(config, embedding, model)
-    schedule = Schedule([dense_optimizer, sparse_optimizer], **config.optimizer.schedule.model_dump())
-    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, place)
+def build(setup: Setup) -> Parts:
+    """Returns what a step works on, before the first step."""
+    embedding, model = build_network(setup)
+    dense_optimizer, sparse_optimizer = build_optimizers(setup.config, embedding, model)
+    schedule = Schedule([dense_optimizer, sparse_optimizer], **setup.config.optimizer.schedule.model_dump())
+    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.place)
 
 
 def build_optimizers(

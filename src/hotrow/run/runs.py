@@ -26,20 +26,16 @@ from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.format import Ragged
-from hotrow.hot.turns import check_hot
 from hotrow.kernels import ops
 from hotrow.models.tbsm import SUFFIX
-from hotrow.placement.budget import Memory
-from hotrow.placement.device_budget import DeviceMemory
 from hotrow.placement.stores import StoreError
-from hotrow.plan.choose import copies_bytes, describe, disk_shortfall, record_bytes, required_bytes
+from hotrow.plan.choose import copies_bytes, describe, disk_shortfall, required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
 from hotrow.run.parts import storage_line
 from hotrow.run.session import Interrupt, describe_threads, threads
-from hotrow.run.setup import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables, tables_of
+from hotrow.run.setup import Setup, full_device
 from hotrow.run.trainer import Training
-from hotrow.run.wear import check_write_budget
 
 
 def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
@@ -53,20 +49,15 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     dataset = PackedDataset.open(config.data, verify="sizes")
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
     runs = folder.path if folder else Path(config.run or "runs")
-    tables = tables_of(config, dataset)
-    # What cannot be is refused before a folder is made.
+    # What cannot work is refused before a folder is made.
     _check_vocabularies(dataset)
     _check_histories(config, dataset)
-    place = Place.of(config)
-    memory = place_tables(config, tables, runs, place, dataset=dataset)
-    check_write_budget(config, tables, in_tiers=in_tiers(memory))
-    check_hot(config.hot, dataset, record_bytes(config, tables), device=device_of_copies(config, place))
+    setup = Setup.decide(config, dataset, runs)
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     with folder.claimed():
         folder.keep_vocabulary(dataset.path)
-        memory = in_folder(memory, folder.path, chosen_for=runs)
-        return _run(config, dataset, memory, folder, None, quiet=quiet)
+        return _run(setup.in_folder(folder.path), folder, None, quiet=quiet)
 
 
 def _check_vocabularies(dataset: PackedDataset) -> None:
@@ -170,33 +161,22 @@ def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunF
         folder.log(text)
         print(f"hotrow: warning: {text}", file=sys.stderr)
     dataset = PackedDataset.open(config.data, verify="sizes")
-    tables = tables_of(config, dataset)
-    memory = place_tables(config, tables, folder.path, Place.of(config), dataset=dataset)
-    check_write_budget(config, tables, in_tiers=in_tiers(memory))
-    return _run(config, dataset, memory, folder, newest, quiet=quiet)
+    return _run(Setup.decide(config, dataset, folder.path), folder, newest, quiet=quiet)
 
 
 def _start_again(folder: RunFolder) -> str:
     return f"remove the folder and start it again, as by: {shlex.join(map(str, folder.record['command']))}"
 
 
-def _run(
-    config: Config,
-    dataset: PackedDataset,
-    memory: Memory | DeviceMemory | None,
-    folder: RunFolder,
-    checkpoint: Path | None,
-    *,
-    quiet: bool,
-) -> RunFolder:
+def _run(setup: Setup, folder: RunFolder, checkpoint: Path | None, *, quiet: bool) -> RunFolder:
     full = explain_full_disk(
         folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder.path)}"
     )
     # Outermost: on a full disk the folder cannot note the failure either.
-    team = threads(config.train.threads, pin=config.train.pin)
-    failing = _explain_failure(config, dataset, folder)
+    team = threads(setup.config.train.threads, pin=setup.config.train.pin)
+    failing = _explain_failure(setup, folder)
     with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
-        training = Training(config, dataset, memory, folder, interrupt, progress)
+        training = Training(setup, folder, interrupt, progress)
         with closing(training):
             _train(training, checkpoint)
     return folder
@@ -219,7 +199,7 @@ def _train(training: Training, checkpoint: Path | None) -> None:
 
 
 @contextmanager
-def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) -> Iterator[None]:
+def _explain_failure(setup: Setup, folder: RunFolder) -> Iterator[None]:
     """A store's or a device's failure once more, with what is kept and how to go on."""
 
     def kept(option: str | None = None) -> str:
@@ -236,12 +216,12 @@ def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) 
     except StoreError as error:
         raise StoreError(f"{error}. Training stopped at the first row it could not be sure of. {kept()}") from error
     except torch.OutOfMemoryError as error:
-        text, option = full_device(config, tables_of(config, dataset), error)
+        text, option = full_device(setup.config, setup.tables, error)
         raise ValueError(f"{text}. {kept(option)}") from error
 
 
 def _begin(training: Training) -> None:
-    folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
+    folder, config, dataset, backend = training.folder, training.setup.config, training.setup.dataset, ops.backend()
     emb = training.parts.embedding
     needed, copies = required_bytes(config, emb.tables), copies_bytes(config, emb.tables)
     where = training.turns.device
@@ -304,7 +284,7 @@ def _say_what_is_hot(training: Training) -> None:
 def _say_of_few_positives(training: Training) -> None:
     """Where a split has too few rows of one label to judge by."""
     for name in ("val", "test"):
-        split = training.dataset.splits.get(name)
+        split = training.setup.dataset.splits.get(name)
         if split is None or not split.num_rows:
             continue
         positives = sum(int(split.block(i).label.sum()) for i in range(split.num_blocks))

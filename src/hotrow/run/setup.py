@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from hotrow.base.files import parse_bytes, size
 from hotrow.config.schema import Config, DenseDtype
 from hotrow.data.packed.dataset import PackedDataset
+from hotrow.hot.turns import check_hot
 from hotrow.placement.budget import Memory
 from hotrow.placement.device_budget import DeviceMemory
-from hotrow.plan.choose import choose, demands_of, most_rows, moved, required_bytes
+from hotrow.plan.choose import choose, demands_of, most_rows, moved, record_bytes, required_bytes
+from hotrow.run.wear import check_write_budget
 from hotrow.tables import Dtype, TableConfig
 
 _TABLE_DTYPES: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "split_bf16": "bfloat16"}
@@ -31,6 +33,60 @@ ARITHMETIC = {
     "bf16": "bfloat16 where torch's autocast has it, weights float32",
 }
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that is decided before the first step of a run, or before its model scores; see `decide`."""
+
+    config: Config
+    dataset: PackedDataset
+    """What the run trains on; for scoring, the vocabularies that the run keeps."""
+    tables: tuple[TableConfig, ...]
+    place: Place
+    """Where dense layers compute."""
+    memory: Memory | DeviceMemory | None
+    """Where rows lie; None: all in DRAM."""
+    copies_on: torch.device | None
+    """The device that holds copies of hot rows; None: no device does."""
+    folder: Path
+    """The run's folder, or the folder in which it will be made."""
+
+    @classmethod
+    def decide(cls, config: Config, dataset: PackedDataset, folder: Path, *, training: bool = True) -> Setup:
+        """Decides what `config` leaves open, for this machine and this dataset.
+
+        folder: the run's folder, or where it will be. training: if False, the model only scores: tables have no
+        optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`.
+        Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
+        """
+        tables, place = tables_of(config, dataset), Place.of(config)
+        memory = place_tables(config, tables, folder, place, dataset=dataset, training=training)
+        copies_on = device_of_copies(config, place) if training else None
+        setup = cls(config, dataset, tables, place, memory, copies_on, folder)
+        if training:
+            check_write_budget(config, tables, in_tiers=setup.in_tiers)
+            check_hot(config.hot, dataset, setup.record_bytes, device=copies_on)
+        return setup
+
+    def in_folder(self, folder: Path) -> Setup:
+        """Returns the same decisions for a run whose folder is now known to be `folder`."""
+        memory, before = self.memory, self.folder
+        if isinstance(memory, DeviceMemory):
+            memory = replace(memory, below=moved(memory.below, before, folder))
+        else:
+            memory = moved(memory, before, folder)
+        return replace(self, memory=memory, folder=folder)
+
+    @property
+    def in_tiers(self) -> bool:
+        """Whether some rows lie in files."""
+        return (self.memory.below if isinstance(self.memory, DeviceMemory) else self.memory) is not None
+
+    @property
+    def record_bytes(self) -> dict[str, int]:
+        """Bytes of one row of each table, its optimizer state included."""
+        return record_bytes(self.config, self.tables)
 
 
 @dataclass(frozen=True)
@@ -133,8 +189,8 @@ def place_tables(
     run: Path,
     place: Place,
     *,
-    dataset: PackedDataset | None = None,
-    training: bool = True,
+    dataset: PackedDataset,
+    training: bool,
 ) -> Memory | DeviceMemory | None:
     """Where rows lie: what `placement.choose` says, and slots on the device before it where there is `memory.hbm`.
 
@@ -147,13 +203,6 @@ def place_tables(
     if training:
         _check_a_step_fits(config, tables, memory)
     return memory
-
-
-def in_folder(memory: Memory | DeviceMemory | None, run: Path, *, chosen_for: Path) -> Memory | DeviceMemory | None:
-    """What `place_tables` said for a run in the folder `chosen_for`, for one in the folder `run`."""
-    if isinstance(memory, DeviceMemory):
-        return replace(memory, below=moved(memory.below, chosen_for, run))
-    return moved(memory, chosen_for, run)
 
 
 def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: DeviceMemory) -> None:
@@ -186,11 +235,6 @@ def device_of_copies(config: Config, place: Place) -> torch.device | None:
             "Triton is not installed: pip install 'hotrow[gpu]', or set device to cpu"
         )
     return place.device
-
-
-def in_tiers(memory: Memory | DeviceMemory | None) -> bool:
-    """Whether some rows lie in files."""
-    return (memory.below if isinstance(memory, DeviceMemory) else memory) is not None
 
 
 def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:

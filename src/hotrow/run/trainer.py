@@ -22,18 +22,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from hotrow.base.files import size
 from hotrow.base.progress import ProgressLine, duration, rate
 from hotrow.batch import Batch
-from hotrow.config.schema import Config, MemoryConfig, interval_steps, is_due
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.config.schema import MemoryConfig, interval_steps, is_due
 from hotrow.data.packed.loader import Loader
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models import look_up, takes_sequences
-from hotrow.placement.budget import Memory
-from hotrow.placement.device_budget import DeviceMemory
 from hotrow.placement.lookahead import lookahead
-from hotrow.plan.choose import close_tiers, record_bytes
+from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest
 from hotrow.run.checkpoint_tensors import CURE
@@ -43,7 +40,7 @@ from hotrow.run.meters_tiers import TierReport
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.parts import Parts, build
 from hotrow.run.session import Interrupt, StepClock
-from hotrow.run.setup import Place, device_of_copies, in_tiers, tables_of
+from hotrow.run.setup import Place, Setup
 from hotrow.run.state import Extra, State, read_extra
 from hotrow.run.wear import LEDGER, WriteLedger, Writes, checkpoint_bytes
 
@@ -115,29 +112,17 @@ def evaluate(
 
 
 class Training:
-    """The loop of one run: steps, and after each what is due (a metrics line, an evaluation, a checkpoint).
+    """The loop of one run: steps, and after each what is due (a metrics line, an evaluation, a checkpoint)."""
 
-    memory: where rows lie, as `place_tables` has it.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        dataset: PackedDataset,
-        memory: Memory | DeviceMemory | None,
-        folder: RunFolder,
-        interrupt: Interrupt,
-        progress: ProgressLine,
-    ) -> None:
-        options = config.train
-        self.config, self.dataset, self.folder = config, dataset, folder
+    def __init__(self, setup: Setup, folder: RunFolder, interrupt: Interrupt, progress: ProgressLine) -> None:
+        config, dataset, options = setup.config, setup.dataset, setup.config.train
+        self.setup, self.config, self.dataset, self.folder = setup, config, dataset, folder
         self.interrupt, self.progress, self.clock, self.state = interrupt, progress, StepClock(), State()
-        tables = tables_of(config, dataset)
         shuffle_seed = options.seed if options.shuffle else None
         self.turns = Turns(
             config.hot,
             dataset,
-            record_bytes(config, tables),
+            setup.record_bytes,
             batch_size=options.batch_size,
             shuffle_seed=shuffle_seed,
             seed=options.seed,
@@ -146,18 +131,18 @@ class Training:
         self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
-        place = Place.of(config)
-        self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory, place=place)
-        device = device_of_copies(config, place)
+        self.parts = build(setup)
         sequences = takes_sequences(self.parts.model)
-        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, sequences=sequences, device=device)
+        self.turns.attach(
+            self.parts.embedding, self.parts.sparse_optimizer, sequences=sequences, device=setup.copies_on
+        )
         tiers = self.parts.embedding.tiers
         slots = self.parts.embedding.device_rows
         self.reports: list[TierReport | DeviceReport] = [] if tiers is None else [TierReport(tiers)]
         self.reports += [] if slots is None else [DeviceReport(slots)]
         self.lookahead = config.memory.lookahead if isinstance(config.memory, MemoryConfig) else LOOKAHEAD
         ledger = WriteLedger(folder.path / LEDGER, config.write_budget)
-        most = checkpoint_bytes(config, tables, self.parts.model, in_tiers=in_tiers(memory))
+        most = checkpoint_bytes(config, setup.tables, self.parts.model, in_tiers=setup.in_tiers)
         self.writes = Writes(tiers, ledger, checkpoint_bytes=most)
         self._before = State()  # where this session began
         if not self._has("val"):
