@@ -82,7 +82,7 @@ def validation_auc(variant: str, seed: int, data: Path, run: Path) -> float:
     if variant == "split_8_low_bits":
         trainer.train_step = clearing_low_bits(plain)  # type: ignore[assignment]
     try:
-        return float(runs.train(config, quiet=True).record["metrics"]["val"]["auc"])
+        return float(runs.train(config, quiet=True).record.metrics["val"]["auc"])
     finally:
         trainer.train_step = plain
 

@@ -74,7 +74,7 @@ def scores(dataset: PackedDataset, overrides: list[str], seeds: int) -> NDArray[
             raw: dict[str, Any] = {"data": str(dataset.path), "run": f"{folder}/run"}
             changes = [*overrides, f"train.seed={seed}", "train.threads=1"]
             run = runs.train(make_config(apply_overrides(raw, changes)), quiet=True)
-            metrics = run.record["metrics"]["test"]
+            metrics = run.record.metrics["test"]
             found.append([metrics["auc"], metrics["logloss"], metrics["ne"]])
     return np.array(found)
 

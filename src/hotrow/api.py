@@ -54,9 +54,9 @@ from hotrow.run.checkpoint_manifest import read_manifest
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.parts import build_network
+from hotrow.run.record import RunRecord
 from hotrow.run.runs import train
-from hotrow.run.setup import Place, Setup, cpu_instead
-from hotrow.run.state import read_model
+from hotrow.run.setup import Place, Setup, cpu_instead, read_model
 from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
@@ -75,32 +75,18 @@ class Run:
         return self.folder.path
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> RunRecord:
         """What run.json says: status, versions, host, backend, warnings, metrics, timings."""
         return self.folder.record
 
     @property
     def metrics(self) -> dict[str, Any]:
         """The final metrics on the test split (else the validation split) under their names, and `split`; {} before."""
-        for split in ("test", "val"):
-            if split in self.record.get("metrics", {}):
-                return {"split": split, **self.record["metrics"][split]}
-        return {}
+        return self.record.final_metrics
 
     def summary(self) -> dict[str, Any]:
-        """One flat record of how the run went: what `hotrow train --json` prints."""
-        record, metrics = self.record, self.metrics
-        speed = ("samples_per_s", "steps", "steps_skipped", "epochs", "step_ms", "train_s", "backend")
-        names = ("status", "ended", "signal", *speed)
-        return {
-            **{name: metrics.get(name) for name in ("auc", "logloss", "ne", "calibration", "base_logloss", "split")},
-            **{name: record[name] for name in names if name in record},
-            "run_dir": str(self.path),
-            **({"memory": _memory_summary(record["memory"])} if "memory" in record else {}),
-            **{name: record[name] for name in ("write_budget",) if name in record},
-            "metrics": record.get("metrics", {}),
-            "warnings": record["warnings"],
-        }
+        """Returns one flat record of how the run went: what `hotrow train --json` prints."""
+        return {**self.record.summary(), "run_dir": str(self.path)}
 
     @property
     def checkpoint(self) -> Path:
@@ -115,7 +101,7 @@ class Run:
             gone = f"; the manifest of step {lost[-1]} is missing, restore it" if lost else ""
             raise ValueError(f"run {self.path} has no checkpoint yet; let it train, or resume it{gone}")
         newest = max(checkpoints)
-        wanted = self.record.get("chosen_step", max([newest, *lost]))
+        wanted = max([newest, *lost]) if self.record.chosen_step is None else self.record.chosen_step
         if wanted not in checkpoints:
             gone = f"{self.path}: the checkpoint of step {wanted} is missing or has lost its manifest"
             text = f"{gone}; step {newest} is used"
@@ -245,7 +231,7 @@ class Run:
         return evaluate(embedding, model, loader, place=place)
 
     def _dataset_path(self) -> Path:
-        path = Path(self.record["dataset"]["path"]) if "dataset" in self.record else None
+        path = None if self.record.dataset is None else Path(self.record.dataset["path"])
         if path is None or not (path / MANIFEST).is_file():
             what = "no dataset yet" if path is None else f"the dataset {path}, and none is there"
             raise ValueError(f"{self.path / RUN} names {what}; pass another: --data FOLDER")
@@ -254,9 +240,10 @@ class Run:
     def closing_lines(self, rows: str, next_commands: Sequence[str]) -> str:
         """What a user reads when training has ended: quality, speed, memory, where the run is, and what to do next."""
         record, metrics = self.record, self.metrics
-        if record["status"] != "finished":
-            return f"the run {self.path} is {record['status']}; continue with: {resume_command(self.path)}"
-        backend, memory = record["backend"], record.get("memory")
+        memory: Any = record.memory
+        if record.status != "finished":
+            return f"the run {self.path} is {record.status}; continue with: {resume_command(self.path)}"
+        assert record.backend is not None, "RunFolder.open refuses a finished run without it"
 
         def shown(name: str) -> str:
             return "undefined" if metrics[name] is None else f"{metrics[name]:.4f}"
@@ -269,9 +256,9 @@ class Run:
                 f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; ratio {shown('ne')})",
             ]
         lines += [
-            f"  speed    {record['samples_per_s']:,.0f} samples/s, {backend['name']} kernels ({backend['isa']}, "
-            f"{backend['threads']} threads)",
-            f"  weights  of step {record['chosen_step']:,} of {record['steps']:,}",
+            f"  speed    {record.samples_per_s:,.0f} samples/s, {record.backend['name']} kernels "
+            f"({record.backend['isa']}, {record.backend['threads']} threads)",
+            f"  weights  of step {record.chosen_step:,} of {record.steps:,}",
         ]
         if memory is not None and "dram_bytes" in memory:
             lines += [
@@ -292,11 +279,12 @@ class Run:
         ]
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r}, {self.record['status']})"
+        return f"Run({str(self.path)!r}, {self.record.status})"
 
     def _repr_html_(self) -> str:
-        figures = {"status": self.record["status"], "path": self.path, **self.metrics}
-        figures |= {name: self.record[name] for name in ("steps", "epochs", "samples_per_s") if name in self.record}
+        figures = {"status": self.record.status, "path": self.path, **self.metrics}
+        how_far = {name: getattr(self.record, name) for name in ("steps", "epochs", "samples_per_s")}
+        figures |= {name: value for name, value in how_far.items() if value is not None}
         rows = "".join(
             f"<tr><th>{html.escape(str(name))}</th>"
             f"<td>{html.escape(f'{value:.4f}' if isinstance(value, float) else str(value))}</td></tr>"
@@ -313,14 +301,6 @@ def _on_this_machine(config: Config) -> Config:
     except ValueError as error:
         warnings.warn(f"scores are computed on the CPU, in float32: {error}", stacklevel=3)
         return cpu_instead(config)
-
-
-def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:
-    """What concerns all tables together."""
-    sizes, io = ("dram_bytes", "disk_bytes"), ("bytes_per_read", "bytes_per_write", "cpu_us_per_io")
-    hits, stall = ("hits_per_lookup", "hits_per_row"), ("stall_s", "stall_share")
-    written = ("read_bytes", "written_bytes", "written_bytes_per_epoch", "write_amplification", "drive_written_bytes")
-    return {name: memory[name] for name in (*sizes, *hits, *stall, *io, *written) if memory.get(name) is not None}
 
 
 def load(path: Path | str) -> Run:

@@ -77,7 +77,7 @@ def recipe_auc(task: tuple[Path, Path, int]) -> float:
     """Of a run with a seed, in a process of its own."""
     data, run, seed = task
     changes = [f"data={data}", f"run={run}", f"train.seed={seed}", "train.threads=1"]
-    return float(runs.train(load_config(RECIPE, changes), quiet=True).record["metrics"]["test"]["auc"])
+    return float(runs.train(load_config(RECIPE, changes), quiet=True).record.metrics["test"]["auc"])
 
 
 def test_the_commands_as_the_recipe_prints_them(tmp_path: Path, real_data: Callable[[str], Path]) -> None:

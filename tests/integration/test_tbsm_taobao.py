@@ -118,7 +118,7 @@ def started_as(run: Config, dataset: PackedDataset) -> PlainTBSM:
 
 def metrics_of(run: Config) -> dict[str, float]:
     """Of the finished run, on the test split."""
-    metrics: dict[str, float] = runs.train(run, quiet=True).record["metrics"]["test"]
+    metrics: dict[str, float] = runs.train(run, quiet=True).record.metrics["test"]
     return metrics
 
 
@@ -235,7 +235,7 @@ def test_copies_of_hot_rows_change_nothing(dataset: PackedDataset, tmp_path: Pat
         lines = [
             {key: line.get(key) for key in ("kind", "step", "loss", "logloss", "rate")} for line in run.measurements()
         ]
-        return run.record["metrics"], lines, run.record["hot"]
+        return run.record.metrics, lines, run.record.hot
 
     metrics, lines, _ = measured("plain")
     copied_metrics, copied_lines, hot = measured("copied", link="1GB")

@@ -135,7 +135,7 @@ def test_what_the_progress_line_says(
     unit = {"k": 1e3, "M": 1e6}
     rate = found[-1]["rate"]
     shown_rate = float(rate.rstrip("kM")) * unit.get(rate[-1], 1.0)
-    assert shown_rate == pytest.approx(run.record["samples_per_s"], rel=0.01)
+    assert shown_rate == pytest.approx(run.record.samples_per_s, rel=0.01)
 
 
 def test_tensorboard_holds_what_metrics_jsonl_holds(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -181,12 +181,12 @@ def test_learns_and_evaluates_in_every_precision(dataset: PackedDataset, tmp_pat
     stored_as = [f"train.precision={precision}", f"train.dense_dtype={layers}"]
     run = train(dataset, tmp_path / "run", *stored_as, *changes)
     plain = train(dataset, tmp_path / "plain", *changes)
-    assert run.record["metrics"]["test"]["auc"] == pytest.approx(plain.record["metrics"]["test"]["auc"], abs=0.02)
-    assert run.record["metrics"]["test"]["auc"] > 0.7
-    assert run.record["tables_bytes"] == share * plain.record["tables_bytes"]
+    assert run.record.metrics["test"]["auc"] == pytest.approx(plain.record.metrics["test"]["auc"], abs=0.02)
+    assert run.record.metrics["test"]["auc"] > 0.7
+    assert run.record.tables_bytes == share * plain.record.tables_bytes
     assert (run.path / "log.txt").read_text().count(f"train.precision {precision}: {words}") == 1
     assert "train.precision" not in (plain.path / "log.txt").read_text()
-    assert hotrow.load(run.path).evaluate("test") == run.record["metrics"]["test"]
+    assert hotrow.load(run.path).evaluate("test") == run.record.metrics["test"]
     newest = [list_checkpoints(r.checkpoints)[384] for r in (run, plain)]
     stored, expected = (sum(file.stat().st_size for file in path.glob("embedding/*")) for path in newest)
     assert stored == expected if precision == "split_bf16" else stored < 0.6 * expected
@@ -210,10 +210,10 @@ def test_early_stopping_ends_on_the_best_weights(
     run = train(dataset, tmp_path / "run", *changes, *([] if monitor == "logloss" else [f"train.monitor={monitor}"]))
     scores = {line["step"]: sign * line[monitor] for line in run.measurements() if line.get("split") == "val"}
     best = max(scores, key=lambda step: (scores[step], -step))
-    assert run.record["ended"] == f"no better validation {name} in 2 evaluations"
-    assert run.record["monitor"] == monitor
-    assert run.record["chosen_step"] == best < run.record["steps"]
-    assert sign * run.record["metrics"]["val"][monitor] == scores[best]
+    assert run.record.ended == f"no better validation {name} in 2 evaluations"
+    assert run.record.monitor == monitor
+    assert run.record.chosen_step == best < run.record.steps
+    assert sign * run.record.metrics["val"][monitor] == scores[best]
     assert best in list_checkpoints(run.checkpoints)
     assert len(list_checkpoints(run.checkpoints)) <= 3
 
@@ -237,8 +237,8 @@ def test_divergence_names_step_and_cure(dataset: PackedDataset, tmp_path: Path) 
     with pytest.raises(ValueError, match=message):
         train(dataset, tmp_path / "run", "optimizer.dense.name=sgd", "optimizer.dense.lr=1e20")
     record = RunFolder.open(tmp_path / "run").record
-    assert record["status"] == "failed"
-    assert "the loss is" in record["error"]
+    assert record.status == "failed"
+    assert "the loss is" in record.error
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], side: str) -> None:
@@ -276,15 +276,15 @@ def test_a_step_that_is_not_finite_stops_both_sides(
             train(dataset, tmp_path / "raise", "checkpoint.every=4")
     assert list(list_checkpoints(tmp_path / "raise" / "checkpoints")) == [4]
     resumed = runs.resume(tmp_path / "raise", ["train.nonfinite=skip"], quiet=True)
-    assert (resumed.record["status"], resumed.record["steps_skipped"]) == ("finished", 0)
+    assert (resumed.record.status, resumed.record.steps_skipped) == ("finished", 0)
 
     # Two rows in a row and a last one: skipped for both sides, for an optimizer that keeps state on both.
     with monkeypatch.context() as patch:
         poison(patch, {5, 6, 20}, side)
         run = train(dataset, tmp_path / "skip", "train.nonfinite=skip", "train.max_steps=20", "train.log_every=5")
-    assert run.record["steps_skipped"] == 3
-    assert run.record["warnings"]["nonfinite_step_skipped"]["count"] == 3
-    assert re.search(found, run.record["warnings"]["nonfinite_step_skipped"]["text"])
+    assert run.record.steps_skipped == 3
+    assert run.record.warnings["nonfinite_step_skipped"]["count"] == 3
+    assert re.search(found, run.record.warnings["nonfinite_step_skipped"]["text"])
     assert [line.get("steps_skipped") for line in run.measurements() if line["kind"] == "train"] == [1, 2, 2, 3]
     losses = [line["loss"] for line in run.measurements() if line["kind"] == "train"]
     assert all(0 < loss < 10 for loss in losses)
@@ -321,7 +321,7 @@ def test_skipping_for_ever_is_refused(dataset: PackedDataset, tmp_path: Path, mo
         ValueError, match=r"the loss is nan \(step 8, .* nor by the 3 before it, all skipped.*lower opt"
     ):
         train(dataset, tmp_path / "run", "train.nonfinite=skip")
-    assert RunFolder.open(tmp_path / "run").record["warnings"]["nonfinite_step_skipped"]["count"] == 6
+    assert RunFolder.open(tmp_path / "run").record.warnings["nonfinite_step_skipped"]["count"] == 6
 
 
 def test_data_that_is_not_finite_is_named(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
@@ -338,8 +338,8 @@ def test_data_that_is_not_finite_is_named(tmp_path: Path, make_dataset: Callable
 def test_without_validation_rows(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
     dataset = make_dataset(tmp_path / "data", rows={"train": 128, "test": 64})
     run = train(dataset, tmp_path / "run")
-    assert run.record["warnings"]["no_validation"]["count"] == 1
-    assert set(run.record["metrics"]) == {"test"}
+    assert run.record.warnings["no_validation"]["count"] == 1
+    assert set(run.record.metrics) == {"test"}
     with pytest.raises(ValueError, match=r"train\.early_stopping is 2, but .* has no rows in a split 'val'"):
         train(dataset, tmp_path / "other", "train.early_stopping=2")
 
@@ -349,17 +349,17 @@ def test_one_class_in_validation_is_a_warning_or_an_error(
 ) -> None:
     dataset = make_dataset(tmp_path / "data", rows={"train": 128, "val": 1, "test": 64})
     run = train(dataset, tmp_path / "run")
-    assert "all 1 labels are" in run.record["warnings"]["no_validation_auc"]["text"]
-    assert run.record["metrics"]["val"]["auc"] is None
+    assert "all 1 labels are" in run.record.warnings["no_validation_auc"]["text"]
+    assert run.record.metrics["val"]["auc"] is None
     with pytest.raises(ValueError, match=r"train\.early_stopping goes by it"):
         train(dataset, tmp_path / "other", "train.early_stopping=2", "train.monitor=auc")
-    assert train(dataset, tmp_path / "third", "train.early_stopping=2").record["best_step"]
+    assert train(dataset, tmp_path / "third", "train.early_stopping=2").record.best_step
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])
 def test_dense_inputs_are_optional(tmp_path: Path, make_dataset: Callable[..., PackedDataset], num_dense: int) -> None:
     dataset = make_dataset(tmp_path / "data", num_dense=num_dense)
-    assert train(dataset, tmp_path / "run").record["status"] == "finished"
+    assert train(dataset, tmp_path / "run").record.status == "finished"
 
 
 def test_a_packed_dataset_is_asked_for(tmp_path: Path) -> None:
@@ -403,4 +403,4 @@ def test_a_full_disk_says_what_is_kept_and_how_to_go_on(
     with pytest.raises(OSError, match=message):
         train(dataset, run, "checkpoint.every=0.5")
     monkeypatch.undo()
-    assert runs.resume(run, quiet=True).record["steps"] == 128
+    assert runs.resume(run, quiet=True).record.steps == 128

@@ -112,7 +112,7 @@ def tell(run: Path) -> None:
         loaded.closing_lines("rows", loaded.next_commands())
         loaded._repr_html_()
         loaded.evaluate("val")
-    if loaded.record["status"] == "finished":
+    if loaded.record.status == "finished":
         runs.resume(run, quiet=True)
 
 

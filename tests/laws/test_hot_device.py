@@ -211,10 +211,10 @@ def test_a_run_with_copies_on_a_device(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "device_of_copies", lambda config, place: None)
         plain = trained(data, tmp_path / "plain", *changes)
-    assert not steps_there and "link" not in plain.record["hot"]
+    assert not steps_there and "link" not in plain.record.hot
     run = trained(data, tmp_path / "copied", *changes, *ON_DEVICE)
     check(run, plain)
-    hot = run.record["hot"]
+    hot = run.record.hot
     link = hot["link"]
     assert link["hot_batches"] == len(steps_there) > 1 and link["cold_batches"] > 1 and link["num_swaps"] > 3
     assert link["sync_bytes"] == link["num_swaps"] * hot["hot_bytes"] and hot["sync_s"] > 0
@@ -232,7 +232,7 @@ def test_fixed_turns_and_hot_rows_learned_anew(data: Path, tmp_path: Path, on_de
         plain = trained(data, tmp_path / "plain", *changes)
     run = trained(data, tmp_path / "copied", *changes, *ON_DEVICE)
     check(run, plain)
-    assert run.record["hot"]["link"]["hot_batches"] > 1
+    assert run.record.hot["link"]["hot_batches"] > 1
 
 
 def test_rows_in_tiers_with_copies_on_a_device(
@@ -246,7 +246,7 @@ def test_rows_in_tiers_with_copies_on_a_device(
         plain = trained(data, tmp_path / "plain", *changes)
     tiers = [f"memory.ssd={tmp_path / 'rows'}", "memory.dram=110000", "memory.force=true"]
     run = trained(data, tmp_path / "copied", *changes, *tiers, *ON_DEVICE)
-    assert run.record["memory"]["disk_bytes"] > 0 and run.record["hot"]["link"]["hot_batches"] > 1
+    assert run.record.memory["disk_bytes"] > 0 and run.record.hot["link"]["hot_batches"] > 1
     if not HAS_GPU:
         found, wanted = without_cost(outcome(run)), without_cost(outcome(plain))
         assert found["tensors"] == wanted["tensors"] and found["metrics"] == wanted["metrics"]
@@ -260,9 +260,9 @@ def test_interrupted_and_resumed_with_copies_on_a_device(
     changes += [f"hot.budget={80 * HOT_ROWS}", "hot.rate=100"]
     whole = trained(data, tmp_path / "whole", *changes)
     swaps = [line["step"] for line in whole.measurements() if line["kind"] == "swap"]
-    assert swaps[0] + 1 < whole.record["steps"], "a step within a hot turn"
+    assert swaps[0] + 1 < whole.record.steps, "a step within a hot turn"
     for run in stopped_and_resumed(data, tmp_path, monkeypatch, whole, [swaps[0] + 1], changes):
-        link, before = run.record["hot"]["link"], whole.record["hot"]["link"]
+        link, before = run.record.hot["link"], whole.record.hot["link"]
         assert (link["hot_batches"], link["hybrid_bytes"]) == (before["hot_batches"], before["hybrid_bytes"])
 
 
@@ -273,7 +273,7 @@ def test_turns_through_slots_have_no_copies(tmp_path: Path, make_dataset: Callab
     plain = trained(data, tmp_path / "plain", *changes)
     run = trained(data, tmp_path / "slots", *changes, "memory.hbm=7000", f"device={DEVICE.type}")
     own, truth = without_cost(outcome(run)), without_cost(outcome(plain))
-    assert "link" not in run.record["hot"] and run.record["memory"]["hbm"]["evicted_rows"] > 0
+    assert "link" not in run.record.hot and run.record.memory["hbm"]["evicted_rows"] > 0
     if not HAS_GPU:
         assert own["tensors"] == truth["tensors"] and own["metrics"] == truth["metrics"]
 
@@ -285,11 +285,11 @@ def test_ids_of_hot_batches_cross_for_lookup_and_update(data: Path, tmp_path: Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "device_of_copies", lambda config, place: None)
         metered = trained(data, tmp_path / "metered", "hot.link=1GB", *changes)
-    found, other = run.record["hot"]["link"], metered.record["hot"]["link"]
+    found, other = run.record.hot["link"], metered.record.hot["link"]
     same = ("from_device_bytes", "sync_bytes", "num_swaps", "hot_batches", "cold_batches", "hybrid_bytes")
     assert [found[name] for name in same] == [other[name] for name in same]
     num_samples = PackedDataset.open(data).split("train").num_rows
-    num_hot = round(run.record["hot"]["hot_samples"] * num_samples)
+    num_hot = round(run.record.hot["hot_samples"] * num_samples)
     inputs, width = 4 * 3 + 4, 4 * 8
     ids = other["to_device_bytes"] - num_samples * inputs - 4 * width * (num_samples - num_hot)
     ids -= found["sync_bytes"] - (found["from_device_bytes"] - 4 * width * (num_samples - num_hot))  # swaps over

@@ -89,10 +89,10 @@ def test_interrupted_at_any_step(data: Path, tmp_path: Path, monkeypatch: pytest
     changes = [TRACKED, f"hot.schedule={schedule}", *turns]
     whole = trained(data, tmp_path / "whole", *changes)
     assert [line["step"] for line in whole.measurements() if line["kind"] == "hot"] == [14, 28]
-    assert whole.record["steps"] == 3 * 14, "as many as in shuffled order"
+    assert whole.record.steps == 3 * 14, "as many as in shuffled order"
     for run in stopped_and_resumed(data, tmp_path, monkeypatch, whole, (5, 14, 15, 27, 28, 33), changes):
         if schedule == "fae":
-            assert run.record["hot"]["link"]["hybrid_bytes"] == whole.record["hot"]["link"]["hybrid_bytes"]
+            assert run.record.hot["link"]["hybrid_bytes"] == whole.record.hot["link"]["hybrid_bytes"]
 
 
 def test_copies_of_learned_rows_are_invisible(data: Path, tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_copies_of_learned_rows_are_invisible(data: Path, tmp_path: Path) -> Non
     plain = trained(data, tmp_path / "plain", TRACKED)
     copied = trained(data, tmp_path / "copied", TRACKED, "hot.link=1GB")
     assert without_cost(outcome(copied)) == without_cost(outcome(plain))
-    link = copied.record["hot"]["link"]
+    link = copied.record.hot["link"]
     assert link["hot_batches"] > 4 and link["num_swaps"] > 4
-    assert copied.record["warnings"] == plain.record["warnings"] == {}, "no counts are needed"
+    assert copied.record.warnings == plain.record.warnings == {}, "no counts are needed"
 
 
 def test_an_epoch_alone_learns_for_nobody(data: Path) -> None:

@@ -61,7 +61,7 @@ def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
 
 
 def exercised(run: RunFolder, *, on_disk: tuple[str, ...]) -> None:
-    counts = run.record["memory"]["tables"]
+    counts = run.record.memory["tables"]
     assert {name for name, own in counts.items() if own["pinned"] + own["cached"] < own["rows"]} >= set(on_disk)
     assert counts["t1"]["store"] == "dram"
     assert counts["t2"]["read_rows"] > 20 and counts["t2"]["written_rows"] > 20, "the run did not exercise the store"
@@ -73,9 +73,9 @@ def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, changes: 
     expected = outcome(runs.train(config(data, tmp_path / "plain", changes)))
     run = runs.train(config(data, tmp_path / "tiers", changes, tiers(data, changes)))
     exercised(run, on_disk=("t2",))
-    assert run.record["memory"]["tables"]["t2"]["pinned"] > 0
+    assert run.record.memory["tables"]["t2"]["pinned"] > 0
     assert outcome(run) == expected
-    assert run.record["memory"]["batches"]["foreseen"] == run.record["steps"]
+    assert run.record.memory["batches"]["foreseen"] == run.record.steps
 
 
 def test_counts_are_read_and_planned_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_without_counts(uncounted: Path, tmp_path: Path, changes: list[str]) -> 
     run = runs.train(config(uncounted, tmp_path / "tiers", changes, tiers(uncounted, changes)))
     exercised(run, on_disk=("t0", "t2"))
     assert outcome(run) == expected
-    assert run.record["memory"]["tables"]["t2"]["pinned"] == 0
+    assert run.record.memory["tables"]["t2"]["pinned"] == 0
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
@@ -118,12 +118,12 @@ def test_stopped_and_resumed_elsewhere(
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM if stop % 2 else signal.SIGINT)
             run = runs.train(config(data, tmp_path / name, changes, before))
-        assert (run.record["status"], run.record["steps"]) == ("interrupted", stop)
+        assert (run.record.status, run.record.steps) == ("interrupted", stop)
         assert not (run.path / "memory").exists()
         run = runs.resume(run.path, [f"memory={after}"])
         assert outcome(run) == expected, f"{name}, stopped after step {stop}"
         slow = {"slow_bfloat16"} if lacks_bfloat16_products() else set()
-        assert set(run.record["warnings"]) <= {"stores_without_io_uring", "overflow_rows", *slow}
+        assert set(run.record.warnings) <= {"stores_without_io_uring", "overflow_rows", *slow}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "split_bf16"])

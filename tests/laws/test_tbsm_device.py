@@ -41,7 +41,7 @@ def test_histories_through_slots(data: Path, tmp_path: Path) -> None:
     plain = runs.train(config(data, tmp_path / "plain", SHORT))
     device: list[str] = [*SHORT, f"device={DEVICE.type}"]
     run = runs.train(config(data, tmp_path / "slots", device, {"hbm": 32_000}))
-    hbm = run.record["memory"]["hbm"]
+    hbm = run.record.memory["hbm"]
     assert hbm["evicted_rows"] > 0 and hbm["tables"]["item"]["cached"] < 1000
     check(run, plain)
 
@@ -52,7 +52,7 @@ def test_histories_of_hot_rows_there(data: Path, tmp_path: Path, monkeypatch: py
     if not HAS_GPU:
         monkeypatch.setattr(setup, "device_of_copies", lambda config, place: DEVICE)
     run = runs.train(config(data, tmp_path / "there", [*hot, f"device={DEVICE.type}"]))
-    found, metered = (each.record["hot"]["link"] for each in (run, plain))
+    found, metered = (each.record.hot["link"] for each in (run, plain))
     assert found["hot_batches"] == metered["hot_batches"] > 1
     assert found["hybrid_bytes"] == metered["hybrid_bytes"] and found["cold_batches"] > 1
     check(run, plain)

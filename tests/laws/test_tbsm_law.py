@@ -99,7 +99,7 @@ def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, variant: 
     changes = VARIANTS[variant]
     expected = outcome(runs.train(config(data, tmp_path / "plain", changes)))
     run = runs.train(config(data, tmp_path / "tiers", changes, tiers(data, changes, **memory)))
-    tables = run.record["memory"]["tables"]
+    tables = run.record.memory["tables"]
     assert tables["item"]["read_rows"] > 20, "the run did not exercise the store"
     assert tables["item"]["written_rows"] > 20
     assert outcome(run) == expected
@@ -112,7 +112,7 @@ def test_copies_of_hot_rows_change_nothing(data: Path, tmp_path: Path, variant: 
     hot = ["hot.schedule=fae", "hot.small_table=0", f"hot.budget={budget}", "hot.rate=25", *VARIANTS[variant]]
     plain = runs.train(config(data, tmp_path / "plain", hot))
     copied = runs.train(config(data, tmp_path / "copied", [*hot, "hot.link=1GB"]))
-    link = copied.record["hot"]["link"]
+    link = copied.record.hot["link"]
     assert link["hot_batches"] > 5 and link["cold_batches"] > 5
     found, wanted = outcome(copied), outcome(plain)
     for each in (found, wanted):
@@ -129,7 +129,7 @@ def test_stopped_and_resumed_elsewhere(data: Path, tmp_path: Path, monkeypatch: 
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM)
             run = runs.train(config(data, tmp_path / str(stop), changes, before))
-        assert (run.record["status"], run.record["steps"]) == ("interrupted", stop)
+        assert (run.record.status, run.record.steps) == ("interrupted", stop)
         assert outcome(runs.resume(run.path, [f"memory={after}"])) == expected
 
 
@@ -162,7 +162,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
 def test_fit(data: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": "tbsm", "quiet": True, "max_steps": 5, "top_mlp": [9, 9]}
     run = hotrow.fit(data, run=tmp_path / "run", history_steps=6, **options)
-    assert run.record["steps"] == 5
+    assert run.record.steps == 5
 
 
 def test_a_history_that_is_too_long_is_told_before_there_is_a_run(data: Path, tmp_path: Path) -> None:

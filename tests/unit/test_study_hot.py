@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_bytes_over_the_link_are_those_of_a_run(dataset: PackedDataset, tmp_path
         "hot": {"schedule": "fixed", "rate": 50, "budget": row["budget_bytes"], "small_table": 0, "link": "1GB"},
         "run": str(tmp_path / "run"),
     }
-    record = runs.train(make_config(raw), quiet=True).record["hot"]
+    record = runs.train(make_config(raw), quiet=True).record.hot
     assert {name: record[name] for name in ("hot_bytes", "hot_rows", "hot_samples")} == {
         name: row[name] for name in ("hot_bytes", "hot_rows", "hot_samples")
     }
@@ -106,7 +106,7 @@ def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, model: dict[str
     for budget, num_hot in ((5 * 16, 1), (16, 0)):
         run = {"run": str(tmp_path / f"run-{budget}")}
         raw["hot"]["budget"] = budget
-        link = runs.train(make_config({**raw, **run}), quiet=True).record["hot"]["link"]
+        link = runs.train(make_config({**raw, **run}), quiet=True).record.hot["link"]
         assert (link["hot_batches"], link["cold_batches"]) == (num_hot, 1 - num_hot)
         assert link["hybrid_bytes"] == hybrid
         crossed = link["to_device_bytes"] + link["from_device_bytes"] - link["sync_bytes"]
@@ -229,8 +229,7 @@ def test_a_run_that_took_a_signal_stops_the_study(
 
     def interrupted(config: Config, **options: Any) -> Any:
         run = train(config, **options)
-        run.record = {name: value for name, value in run.record.items() if name != "metrics"}
-        run.record["status"] = "interrupted"
+        run.record = replace(run.record, metrics=None, status="interrupted")
         return run
 
     monkeypatch.setattr(hot, "train", interrupted)

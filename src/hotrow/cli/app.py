@@ -265,7 +265,8 @@ def train(
         folder = runs.train(load_config(config, set_ or ()))
     run = Run(folder.path)
     result = run.summary()
-    title = f"{run.record['dataset']['name']}, {result['epochs']:g} epochs"
+    assert run.record.dataset is not None, "training has begun"
+    title = f"{run.record.dataset['name']}, {result['epochs']:g} epochs"
     print_result(result, as_json=json_, human=lambda: print(run.closing_lines(title, run.next_commands())))
     _exit_if_interrupted(result)
 

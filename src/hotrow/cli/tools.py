@@ -170,7 +170,7 @@ def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:
     """
     run = RunFolder.open(path)
     before = _tree_bytes(run.path)
-    removed = prune_checkpoints(run.checkpoints, keep_last=1, keep=run.record.get("chosen_step"))
+    removed = prune_checkpoints(run.checkpoints, keep_last=1, keep=run.record.chosen_step)
     removed += remove_left_folders(run.path / FOLDER)
     if data and (run.path / "data").is_dir():
         shutil.rmtree(run.path / "data")

@@ -24,84 +24,19 @@ import shlex
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, Required, cast
-
-from pydantic import AfterValidator, JsonValue
-from typing_extensions import TypedDict
+from typing import Any
 
 from hotrow.base.files import atomic_write, check_text, check_writable, open_private
 from hotrow.base.machine import host_facts, versions
-from hotrow.base.records import STRICT, Amount, Count, Document
-from hotrow.run.metrics import Metrics
+from hotrow.base.records import Document
+from hotrow.run.record import Counted, RunRecord
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
-
-
-class _Warning(TypedDict):
-    count: Count
-    text: str
-
-
-class _Dataset(TypedDict):
-    path: str
-    checksum: str
-    name: str
-
-
-class _Backend(TypedDict):
-    name: str
-    isa: str
-    threads: Count
-    reason: str | None
-
-
-def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
-    kinds = {"hits_per_lookup": (int, float, type(None))}
-    for name in ("dram_bytes", "disk_bytes", "stall_share", "hits_per_lookup") if "dram_bytes" in memory else ():
-        if name not in memory or type(memory[name]) not in kinds.get(name, (int, float)):
-            raise ValueError(f"{name} is {memory.get(name)!r}; it must be a number")
-    return memory
-
-
-class RunRecord(TypedDict, total=False):
-    """The fields of run.json; those that are not required are absent until training has come to them."""
-
-    __pydantic_config__ = STRICT  # type: ignore[misc]  # pydantic's way to configure a TypedDict
-
-    status: Required[Literal["running", "interrupted", "finished", "failed"]]
-    command: Required[list[str]]
-    started: Required[str]
-    versions: Required[dict[str, str]]
-    host: Required[dict[str, JsonValue]]
-    warnings: Required[dict[str, _Warning]]
-    preparation: str
-    error: str
-    dataset: _Dataset
-    rows: dict[str, Count]
-    seeds: dict[str, Count]
-    backend: _Backend
-    tables_bytes: Count
-    batches_dropped: Count
-    steps: Count
-    steps_skipped: Count
-    epochs: Amount
-    samples_per_s: Amount
-    step_ms: dict[str, Amount]
-    train_s: Amount
-    best_step: Count | None
-    monitor: Literal["auc", "logloss"]
-    memory: Annotated[dict[str, JsonValue], AfterValidator(_check_memory)]
-    hot: dict[str, JsonValue]
-    write_budget: dict[str, JsonValue]
-    signal: int
-    ended: str
-    chosen_step: Count
-    metrics: dict[str, Metrics]
 
 
 _WHEN_FINISHED = (
@@ -127,9 +62,8 @@ class RunFolder:
 
     def __init__(self, path: Path, record: RunRecord) -> None:
         self.path = path
-        self.record: dict[str, Any] = {**record}
+        self.record = record
         """What run.json holds; `update` changes it."""
-        self._warnings = Counter({code: warning["count"] for code, warning in record["warnings"].items()})
         self._board: Any = None
         self._is_claimed = False
 
@@ -142,14 +76,7 @@ class RunFolder:
         folder = _new_folder(Path(path)) if path else _next_folder(Path("runs"), name)
         for file_name in (METRICS, LOG):
             open_private(folder / file_name).close()
-        record: RunRecord = {
-            "status": "running",
-            "command": sys.argv,
-            "started": _now(),
-            "versions": versions(),
-            "host": host_facts(),
-            "warnings": {},
-        }
+        record = RunRecord("running", sys.argv, _now(), versions(), host_facts(), warnings={})
         run = cls(folder, record)
         run.update()
         return run
@@ -170,8 +97,7 @@ class RunFolder:
                 if claimed and _stopped_before_training(found, preparation):
                     folder = cls.open(found)
                     folder._is_claimed = True
-                    folder.record.pop("error", None)
-                    folder.update(status="running", command=sys.argv)
+                    folder.update(status="running", command=sys.argv, error=None)
                     try:
                         yield folder
                     finally:
@@ -189,9 +115,9 @@ class RunFolder:
         if not (path / RUN).is_file():
             raise ValueError(f"{path} is no run: it holds no {RUN}; pass a folder such as runs/criteo-dlrm-001")
         record = _DOCUMENT.read(path / RUN)
-        if record["status"] == "finished":
+        if record.status == "finished":
             for name in _WHEN_FINISHED:
-                if name not in record:
+                if getattr(record, name) is None:
                     raise ValueError(f"{path / RUN}: {name}: it is missing; {_DOCUMENT.cure}")
         return cls(path, record)
 
@@ -231,21 +157,21 @@ class RunFolder:
             file.write(config_yaml.encode())
 
     def update(self, **values: Any) -> None:
-        """Set fields of run.json and write it."""
-        self.record.update(values)
-        _DOCUMENT.write(self.path / RUN, cast(RunRecord, self.record))
+        """Sets fields of run.json, which are checked as on reading, and writes it. A field set to None is left out."""
+        self.record = replace(self.record, **values)
+        fields = {name: value for name, value in asdict(self.record).items() if value is not None}
+        _DOCUMENT.write(self.path / RUN, fields)
 
     def warn(self, code: str, text: str, *, count: int | None = None) -> None:
         """Count one more occurrence of the warning `code` in run.json; the first is logged in full.
 
         count: how many there are now, where a resumed run may meet the same ones again; None: one more.
         """
-        if not self._warnings[code]:
+        before = self.record.warnings.get(code, {"count": 0, "text": text})
+        if not before["count"]:
             self.log(f"warning ({code}): {text}")
-        self._warnings[code] = self._warnings[code] + 1 if count is None else count
-        entries = self.record["warnings"]
-        entries[code] = {"count": self._warnings[code], "text": entries.get(code, {}).get("text", text)}
-        self.update()
+        now: Counted = {"count": before["count"] + 1 if count is None else count, "text": before["text"]}
+        self.update(warnings={**self.record.warnings, code: now})
 
     def log(self, text: str) -> None:
         """One timed line of log.txt."""
@@ -388,7 +314,7 @@ def _stopped_before_training(path: Path, preparation: str) -> bool:
     if not (path / RUN).is_file() or (path / CONFIG).exists():
         return False
     try:
-        return _DOCUMENT.read(path / RUN).get("preparation") == preparation
+        return _DOCUMENT.read(path / RUN).preparation == preparation
     except ValueError:  # whatever it is, it is not to be gone on with
         return False
 

@@ -131,8 +131,8 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
 
 def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunFolder:
     if not (folder.path / CONFIG).is_file():
-        command = shlex.join(map(str, folder.record["command"]))
-        if "preparation" in folder.record:
+        command = shlex.join(map(str, folder.record.command))
+        if folder.record.preparation is not None:
             raise ValueError(
                 f"{folder.path} was stopped in preparing its data, before its first step; to go on there, run again: "
                 f"{command}"
@@ -149,7 +149,7 @@ def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunF
                 f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
             )
     config = make_config(apply_overrides(raw, overrides), origin=str(folder.path / CONFIG))
-    if folder.record["status"] == "finished" and not overrides:
+    if folder.record.status == "finished" and not overrides:
         return folder
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
@@ -165,7 +165,7 @@ def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunF
 
 
 def _start_again(folder: RunFolder) -> str:
-    return f"remove the folder and start it again, as by: {shlex.join(map(str, folder.record['command']))}"
+    return f"remove the folder and start it again, as by: {shlex.join(map(str, folder.record.command))}"
 
 
 def _run(setup: Setup, folder: RunFolder, checkpoint: Path | None, *, quiet: bool) -> RunFolder:
@@ -250,9 +250,11 @@ def _begin(training: Training) -> None:
     if short := training.writes.too_little_to_resume():
         folder.warn("write_budget_too_small_to_resume", short)
         training.say(f"warning: {short}")
-    folder.record.pop("write_budget", None)  # of a session before, which may have had another or none
     folder.update(
         status="running",
+        error=None,  # these are of a session before
+        signal=None,
+        write_budget=None,
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
         rows={name: split.num_rows for name, split in dataset.splits.items()},
         seeds={"train.seed": config.train.seed},

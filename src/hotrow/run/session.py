@@ -16,11 +16,7 @@ import torch
 
 from hotrow.base.machine import default_threads, numa_nodes, usable_cores
 from hotrow.kernels import ops
-
-PHASES = ("data", "lookup", "dense", "update")
-"""Where a step's time goes: waiting for the batch, and asking for the rows of those that follow; the pooled lookup,
-waiting for rows from disk included; MLPs and interaction forward and backward (the lookup's own backward only keeps the
-pooled gradient) with the dense optimizer; sort, sum and update of touched rows."""
+from hotrow.run.record import PHASES
 
 
 class StepClock:

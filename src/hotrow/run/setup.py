@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.base.files import parse_bytes, size
+from hotrow.config.load import make_config
 from hotrow.config.schema import Config, DenseDtype
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.hot.turns import check_hot
 from hotrow.placement.budget import Memory
 from hotrow.placement.device_budget import DeviceMemory
 from hotrow.plan.choose import choose, demands_of, most_rows, moved, record_bytes, required_bytes
+from hotrow.run.checkpoint_manifest import MANIFEST, Manifest
+from hotrow.run.checkpoint_tensors import CURE
+from hotrow.run.record import read_extra
 from hotrow.run.wear import check_write_budget
 from hotrow.tables import Dtype, TableConfig
 
@@ -264,3 +268,23 @@ def cpu_instead(config: Config) -> Config:
     train = config.train.model_copy(update={"dense_dtype": "fp32"})
     memory = config.memory if isinstance(config.memory, str) else config.memory.model_copy(update={"hbm": None})
     return config.model_copy(update={"device": "cpu", "train": train, "memory": memory})
+
+
+def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) -> tuple[Config, Sequence[TableConfig]]:
+    """The config and the tables of a run's checkpoint, on the ids of `vocabulary`.
+
+    Raises ValueError naming file and field where they are not of these.
+    """
+    extra, where = read_extra(checkpoint, manifest), f"{checkpoint / MANIFEST}: extra"
+    config = make_config(extra.config, origin=f"{where}: config")
+    if extra.num_dense != len(vocabulary.info.dense):
+        raise ValueError(
+            f"{where}: num_dense is {extra.num_dense}, but {vocabulary.path} has {len(vocabulary.info.dense)} dense "
+            f"columns; {CURE}"
+        )
+    if extra.tables != tables_of(config, vocabulary):
+        raise ValueError(
+            f"{where}: tables and config are not of the features and ids in {vocabulary.path}; copy that folder from "
+            f"the dataset the run used, or {CURE}"
+        )
+    return config, extra.tables

@@ -39,9 +39,9 @@ from hotrow.run.meters_device import DeviceReport
 from hotrow.run.meters_tiers import TierReport
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.parts import Parts, build
+from hotrow.run.record import Extra, State, read_extra
 from hotrow.run.session import Interrupt, StepClock
 from hotrow.run.setup import Place, Setup
-from hotrow.run.state import Extra, State, read_extra
 from hotrow.run.wear import LEDGER, WriteLedger, Writes, checkpoint_bytes
 
 EVAL_BATCH_SIZE = 4096
