@@ -32,8 +32,8 @@ from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs, trainer
+from hotrow.run.meters import StepClock
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.session import StepClock
 from hotrow.run.setup import Setup
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "criteo-small.yaml"

@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from hotrow.base import progress
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.schema import Config
 from hotrow.data.packed.dataset import PackedDataset
+from hotrow.hot import turns
 from hotrow.kernels import ops
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup, trainer, wear
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
+from hotrow.run.meters import Meter, Notice
 from hotrow.run.setup import Setup
 
 BASE: dict[str, Any] = {
@@ -318,7 +321,7 @@ def test_skipping_for_ever_is_refused(dataset: PackedDataset, tmp_path: Path, mo
     monkeypatch.setattr(trainer, "MOST_SKIPPED", 3)
     poison(monkeypatch, {1, 2, 3, 5, 6, 7, 8}, "loss")
     with pytest.raises(
-        ValueError, match=r"the loss is nan \(step 8, .* nor by the 3 before it, all skipped.*lower opt"
+        ValueError, match=r"the loss is nan \(step 8, .* and the 3 steps before it were skipped too.*lower opt"
     ):
         train(dataset, tmp_path / "run", "train.nonfinite=skip")
     assert RunFolder.open(tmp_path / "run").record.warnings["nonfinite_step_skipped"]["count"] == 6
@@ -404,3 +407,57 @@ def test_a_full_disk_says_what_is_kept_and_how_to_go_on(
         train(dataset, run, "checkpoint.every=0.5")
     monkeypatch.undo()
     assert runs.resume(run, quiet=True).record.steps == 128
+
+
+def test_everything_before_the_first_step_is_decided_once(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `train`, by `resume`, and by a run that scores."""
+    calls: list[str] = []
+    decided = {"tables_of", "place_tables", "device_of_copies", "check_write_budget", "check_hot"}
+    for module, name in [*((setup, name) for name in decided), (turns, "check_hot"), (wear, "check_write_budget")]:
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, n=name, f=plain, **k: (calls.append(n), f(*a, **k))[1])
+    run = train(dataset, tmp_path / "run", "train.max_steps=3")
+    assert sorted(calls) == sorted(decided)
+    calls.clear()
+    runs.resume(run.path, ["train.max_steps=5"])
+    assert sorted(calls) == sorted(decided)
+    calls.clear()
+    loaded = hotrow.load(run.path)
+    loaded.evaluate("val")
+    loaded.evaluate("test")
+    assert sorted(calls) == ["place_tables", "tables_of", "tables_of"], "once to read the checkpoint"
+
+
+def test_the_loop_takes_one_more_meter(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Samples(Meter):
+        num, aside_entered, closed = 0, 0, False
+
+        def end_step(self, batch: Any) -> None:
+            self.num += len(batch)
+
+        @contextmanager
+        def aside(self) -> Iterator[None]:
+            self.aside_entered += 1
+            yield
+
+        def notices(self) -> list[Notice]:
+            return [Notice("enough samples", "many_samples")] if self.num == 2 * 64 else []
+
+        def window(self) -> dict[str, Any]:
+            return {"samples": self.num}
+
+        def close(self) -> tuple[()]:
+            self.closed = True
+            return ()
+
+    meter, plain = Samples(), trainer.meters_of_rows
+    monkeypatch.setattr(trainer, "meters_of_rows", lambda *a, **k: [meter, *plain(*a, **k)])
+    changes = ("train.max_steps=4", "train.batch_size=64", "train.log_every=1", "train.eval_every=2")
+    run = train(dataset, tmp_path / "run", *changes)
+    windows = [line["samples"] for line in run.measurements() if line["kind"] == "train"]
+    assert windows == [64, 128, 192, 256] and meter.closed
+    assert run.record.warnings["many_samples"]["count"] == 1
+    evaluations = [line for line in run.measurements() if line["kind"] == "eval"]
+    assert meter.aside_entered == len(evaluations) + len(list_checkpoints(run.checkpoints))

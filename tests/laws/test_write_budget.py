@@ -138,7 +138,7 @@ def test_it_saves_ends_and_goes_on_to_the_same_bits(
                 assert record.write_budget["share_used"] > 0.3
                 clock[0] += (at - clock[0]) / 2  # too early
             else:
-                assert "to go on from" in str(error)
+                assert "to continue from" in str(error)
                 clock[0] = at
     assert outcome(folder) == expected
     assert sum("Training stopped" in end for end in ends) >= 2 and sum("Try again" in end for end in ends) >= 1, ends

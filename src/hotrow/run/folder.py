@@ -1,16 +1,16 @@
-"""The folder of a run: what it holds, how it is named, and the one place that writes to it.
+"""The folder of a run: what it holds, how it is named, and the only code that writes to it.
 
 runs/criteo-dlrm-001/
   run.json        status, command, versions, host, dataset, seeds, backend, counted warnings, final metrics
   config.yaml     every option as it was used
   metrics.jsonl   one JSON object per line: training means, evaluations
-  log.txt         what was said, with times
-  vocab/          dataset.json and vocabularies: raw rows can be scored without the dataset
-  checkpoints/    step-N folders (hotrow.checkpoint)
-  writes.json     what it wrote to its drive when, for a budget of that (hotrow.write_budget)
-  data/           the dataset, where the run prepared its own (hotrow.fit)
-  memory/         while it trains: rows of tables that memory does not hold (hotrow.placement)
-  tensorboard/    event files, where tensorboard is installed
+  log.txt         what the user was told, with times
+  vocab/          dataset.json and vocabularies, to score raw rows without the dataset
+  checkpoints/    step-N folders (checkpoint.py)
+  writes.json     when the run wrote how much to its drive, for memory.write_budget (wear.py)
+  data/           the dataset, if the run prepared its own (hotrow.fit)
+  memory/         while it trains: rows of tables that do not fit in DRAM (hotrow.placement)
+  tensorboard/    event files, if tensorboard is installed
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _WHEN_FINISHED = (
     "chosen_step",
     "metrics",
 )
-"""Fields that a run has once its status says that it is finished."""
+"""Fields that every finished run has."""
 _DOCUMENT = Document(RunRecord, marks={"hotrow_run": 1}, cure="restore it from a copy, or train a new run")
 
 
 class RunFolder:
-    """The files of one run: `create` makes a new folder, `open` takes up an existing one.
+    """The files of one run: `create` makes a new folder, `open` opens an existing one.
 
-    Use it as a context manager while the run works: an exception is then recorded before it goes on.
+    Use it as a context manager while the run works: an exception is then recorded before it propagates.
     """
 
     def __init__(self, path: Path, record: RunRecord) -> None:
@@ -69,9 +69,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path | None, *, name: str) -> RunFolder:
-        """A new run folder at `path`, or at runs/`name`-NNN with the next free number.
+        """Makes a new run folder at `path`, or at runs/`name`-NNN with the next free number.
 
-        Raises ValueError where `path` exists: a run is never overwritten.
+        Raises ValueError if `path` exists: a run is never overwritten.
         """
         folder = _new_folder(Path(path)) if path else _next_folder(Path("runs"), name)
         for file_name in (METRICS, LOG):
@@ -84,16 +84,16 @@ class RunFolder:
     @classmethod
     @contextmanager
     def begin(cls, path: str | Path | None, *, name: str, preparation: str) -> Iterator[RunFolder]:
-        """The folder of a run that prepares its own data, nobody else's inside the block.
+        """Returns the folder of a run that prepares its own data. Inside the block no other process may use it.
 
-        preparation: says what is prepared. The folder is that of a run, at `path` or of that name, which began the same
-        and was stopped before its first step, by whatever; else a new one, as `create` makes it.
+        preparation: identifies what is prepared. If a run at `path`, or of that name, began with the same preparation
+        and was stopped before its first step, its folder is used; otherwise `create` makes a new one.
         """
         for found in [Path(path)] if path else _numbered(Path("runs"), name).values():
             if not _stopped_before_training(found, preparation):
                 continue
             with _claimed(found) as claimed:
-                # Its owner may have ended meanwhile, with a first step.
+                # The process that owned it may have taken its first step meanwhile.
                 if claimed and _stopped_before_training(found, preparation):
                     folder = cls.open(found)
                     folder._is_claimed = True
@@ -110,10 +110,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
-        """The run at `path`. Raises ValueError where it is none, and naming the field of run.json that is wrong."""
+        """Opens the run at `path`. Raises ValueError if it is not a run, or naming the wrong field of run.json."""
         path = Path(path)
         if not (path / RUN).is_file():
-            raise ValueError(f"{path} is no run: it holds no {RUN}; pass a folder such as runs/criteo-dlrm-001")
+            raise ValueError(f"{path} is not a run: it has no {RUN}; pass a folder such as runs/criteo-dlrm-001")
         record = _DOCUMENT.read(path / RUN)
         if record.status == "finished":
             for name in _WHEN_FINISHED:
@@ -123,8 +123,8 @@ class RunFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """This process's alone inside the block. Raises ValueError where it is another's: two that train in one folder
-        would mix their measurements and remove each other's checkpoints.
+        """Reserves the folder for this process inside the block. Raises ValueError if another process has it: two that
+        train in one folder would mix their measurements and remove each other's checkpoints.
         """
         if self._is_claimed:
             yield
@@ -143,16 +143,16 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the step-N folders are."""
+        """The folder with the step-N folders."""
         return self.path / "checkpoints"
 
     @property
     def vocabulary(self) -> Path:
-        """Where dataset.json and the vocabularies are."""
+        """The folder with dataset.json and the vocabularies."""
         return self.path / "vocab"
 
     def write_config(self, config_yaml: str) -> None:
-        """Write config.yaml: what the run uses from here on."""
+        """Writes config.yaml: the options that the run uses from here on."""
         with atomic_write(self.path / CONFIG) as file:
             file.write(config_yaml.encode())
 
@@ -163,9 +163,9 @@ class RunFolder:
         _DOCUMENT.write(self.path / RUN, fields)
 
     def warn(self, code: str, text: str, *, count: int | None = None) -> None:
-        """Count one more occurrence of the warning `code` in run.json; the first is logged in full.
+        """Counts one more occurrence of the warning `code` in run.json; the first is logged in full.
 
-        count: how many there are now, where a resumed run may meet the same ones again; None: one more.
+        count: how many there are now, if a resumed run may meet the same ones again; None: one more.
         """
         before = self.record.warnings.get(code, {"count": 0, "text": text})
         if not before["count"]:
@@ -174,14 +174,14 @@ class RunFolder:
         self.update(warnings={**self.record.warnings, code: now})
 
     def log(self, text: str) -> None:
-        """One timed line of log.txt."""
+        """Writes a line with the time to log.txt."""
         with (self.path / LOG).open("a", encoding="utf-8") as file:
             file.write(f"{_now()} {text}\n")
 
     def measure(self, kind: str, *, step: int, **values: Any) -> None:
-        """One line of metrics.jsonl, and its numbers as TensorBoard scalars where that is open.
+        """Writes a line of metrics.jsonl, and its numbers as TensorBoard scalars if `open_tensorboard` was called.
 
-        Scalars of a split go by its name, `val/auc`: those of two splits at one step would make one curve.
+        Scalars of a split carry its name, as in `val/auc`; otherwise two splits at one step would make one curve.
         """
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
@@ -193,21 +193,21 @@ class RunFolder:
                         self._board.add_scalar("/".join(part for part in (group, name, tag) if part), number, step)
 
     def measurements(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; a last line cut off by a kill does not count. Raises ValueError naming file and
-        line where one is damaged.
+        """Returns the lines of metrics.jsonl, without a last line that a kill cut off. Raises ValueError naming file
+        and line if one is damaged.
         """
         path = self.path / METRICS
         lines = path.read_bytes().split(b"\n")[:-1]
         return [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
     def rewind(self, step: int) -> None:
-        """Forget what metrics.jsonl says of steps after `step`, and of a swap right after it: they come again."""
+        """Removes lines of metrics.jsonl after `step`, and of a swap right after it: they will come again."""
         kept = [line for line in self.measurements() if line["step"] < step + (line["kind"] != "swap")]
         with atomic_write(self.path / METRICS) as file:
             file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
 
     def open_tensorboard(self, *, step: int) -> None:
-        """Write events from `step` on where tensorboard is installed; its absence is said in the log."""
+        """Writes events from `step` on; if tensorboard is not installed, the log says so."""
         if importlib.util.find_spec("tensorboard") is None:
             self.log("no TensorBoard events: tensorboard is not installed (pip install hotrow[tensorboard])")
             return
@@ -216,9 +216,9 @@ class RunFolder:
         self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
 
     def keep_vocabulary(self, dataset: Path) -> None:
-        """Take dataset.json and vocab/ of a packed dataset into the run, so that it can score raw rows by itself.
+        """Takes dataset.json and vocab/ of a packed dataset into the run, so that it can score raw rows by itself.
 
-        Vocabularies are hard links where the file system allows (no space) and copies elsewhere (their full size).
+        Vocabularies are hard links, which take no space, or copies if the file system has no links.
         """
         (self.vocabulary / "vocab").mkdir(mode=0o700, parents=True, exist_ok=True)
         for source in [dataset / "dataset.json", *(dataset / "vocab").glob("*")]:
@@ -245,7 +245,7 @@ class RunFolder:
 
 
 def resume_command(path: Path) -> str:
-    """What to type to go on with the interrupted run in folder `path`."""
+    """Returns the command that continues the interrupted run in the folder `path`."""
     return f"hotrow train --resume {shlex.quote(str(path))}"
 
 
@@ -258,7 +258,7 @@ def _new_folder(path: Path) -> Path:
 
 
 def check_free(path: Path | str | None) -> None:
-    """Raises ValueError where no run can be made at `path`, or prepared further there; None: one will be found."""
+    """Raises ValueError if no run can be made at `path`, or prepared further there; None: a name will be found."""
     if path is None:
         return
     if not isinstance(path, str | Path):
@@ -295,7 +295,7 @@ def _next_folder(parent: Path, name: str) -> Path:
 
 
 def _numbered(parent: Path, name: str) -> dict[int, Path]:
-    """The folders `name`-NNN by number, the newest first."""
+    """Returns the folders `name`-NNN by number, the newest first."""
     found = {
         int(m[1]): path
         for path in (parent.iterdir() if parent.is_dir() else ())
@@ -305,17 +305,17 @@ def _numbered(parent: Path, name: str) -> dict[int, Path]:
 
 
 def _safe(name: str) -> str:
-    """`name` as a file may be called."""
+    """Returns `name` with only characters that a file name may have."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
 
 
 def _stopped_before_training(path: Path, preparation: str) -> bool:
-    """Whether a run was to prepare this and has not trained: its config is written with the first step."""
+    """Returns whether a run was to prepare this and has not trained: the first step writes its config."""
     if not (path / RUN).is_file() or (path / CONFIG).exists():
         return False
     try:
         return _DOCUMENT.read(path / RUN).preparation == preparation
-    except ValueError:  # whatever it is, it is not to be gone on with
+    except ValueError:  # a run.json that cannot be read is not continued
         return False
 
 
@@ -331,13 +331,13 @@ def _measurement(line: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
-    """Whether the folder is this process's alone inside the block; a kill lets go of it too."""
+    """Yields whether this process has the folder to itself inside the block; a kill releases it too."""
     descriptor, claimed = os.open(path, os.O_RDONLY | os.O_CLOEXEC), True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         claimed = False
-    except OSError:  # a file system that locks no folders, as NFS: nobody can be told apart there
+    except OSError:  # a file system that cannot lock folders, as NFS: processes cannot be told apart there
         pass
     try:
         yield claimed

@@ -33,7 +33,7 @@ _SPARSE_OPTIMIZERS: dict[str, Any] = {
 
 @dataclass
 class Parts:
-    """What a step works on."""
+    """The objects that a step works on."""
 
     embedding: EmbeddingCollection
     model: nn.Module
@@ -41,10 +41,10 @@ class Parts:
     sparse_optimizer: optim.SparseOptimizer
     schedule: Schedule
     place: Place = field(default_factory=Place)
-    """Of the model."""
+    """Where the model computes."""
 
     def with_state(self) -> dict[str, Part]:
-        """The parts a checkpoint holds, by the names of their files."""
+        """Returns the parts that a checkpoint holds, by the names of their files."""
         return {name: part for name, part in vars(self).items() if name not in ("schedule", "place")}
 
 
@@ -67,25 +67,25 @@ def build(setup: Setup) -> Parts:
 def build_optimizers(
     config: Config, embedding: EmbeddingCollection, model: nn.Module
 ) -> tuple[Optimizer, optim.SparseOptimizer]:
-    """The torch optimizer of `model` and the fused one of `embedding`."""
+    """Returns the torch optimizer of `model` and the fused one of `embedding`."""
     dense, sparse = config.optimizer.dense, config.optimizer.sparse
     options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
     dense_optimizer = optim.SplitSGDBF16 if splits_dense(config) else _DENSE_OPTIMIZERS[dense.name]
     fused = True if all(parameter.device.type == "cpu" for parameter in model.parameters()) else None  # torch's choice
     return (
         dense_optimizer(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=fused),
-        # train_step looks at both sides itself, before either is changed.
+        # nonfinite=None: train_step checks both sides itself, before either is changed.
         _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
     )
 
 
 def splits_dense(config: Config) -> bool:
-    """Whether the MLPs' weights are kept in two halves."""
+    """Returns whether the weights of dense layers are kept in two halves."""
     return config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd"
 
 
 def storage_line(config: Config) -> str:
-    """How weights are stored, for the user: bfloat16 in storage does not mean bfloat16 arithmetic."""
+    """Returns in words how weights are stored: bfloat16 storage does not mean bfloat16 arithmetic."""
     tables = {"fp32": "float32", "fp16": "float16", "split_bf16": "float32 in two halves, lookups read the upper"}
     dense, products = "likewise" if splits_dense(config) else "float32", config.train.dense_dtype
     arithmetic = "all arithmetic is float32"
@@ -95,7 +95,7 @@ def storage_line(config: Config) -> str:
 
 
 MIN_LR = 1e-7
-"""Where the decay ends; the reference DLRM's value."""
+"""The rate at which the decay ends; the value of the reference DLRM."""
 
 
 class Schedule:
@@ -125,14 +125,14 @@ class Schedule:
         self.decay_start_step = warmup_steps if decay_start_step is None else decay_start_step
 
     def factor(self, step: int) -> float:
-        """What the initial rate is multiplied by at `step`."""
+        """Returns what the initial rate is multiplied by at `step`."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         decayed = min(step + 1 - self.decay_start_step, self.decay_steps - 1)
         return (1 - decayed / self.decay_steps) ** 2 if self.decay_steps and decayed > 0 else 1.0
 
     def apply(self, step: int) -> None:
-        """Set the rates of the step about to be taken."""
+        """Sets the rates for step number `step`."""
         factor = self.factor(step)
         floor = MIN_LR if factor < 1.0 and step >= self.warmup_steps else 0.0
         # Groups are looked up anew each time: load_state_dict puts other dicts in their place.

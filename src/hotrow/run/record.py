@@ -21,9 +21,9 @@ from hotrow.run.metrics import Metrics
 from hotrow.tables import TableConfig
 
 PHASES = ("data", "lookup", "dense", "update")
-"""Where a step's time goes: waiting for the batch, and asking for the rows of those that follow; the pooled lookup,
-waiting for rows from disk included; MLPs and interaction forward and backward (the lookup's own backward only keeps the
-pooled gradient) with the dense optimizer; sort, sum and update of touched rows."""
+"""The phases of a step. data: waiting for the batch and announcing later batches. lookup: the pooled lookup, with any
+wait for rows from disk. dense: dense layers forward and backward (the backward of the lookup only keeps the pooled
+gradient), and their optimizer. update: sorting, summing and updating the touched rows."""
 
 
 class Counted(TypedDict):
@@ -118,7 +118,7 @@ _SPEED = ("samples_per_s", "steps", "steps_skipped", "epochs", "step_ms", "train
 
 
 def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:
-    """What concerns all tables together."""
+    """Returns the figures of `memory` that most users want, for all tables together."""
     sizes, io = ("dram_bytes", "disk_bytes"), ("bytes_per_read", "bytes_per_write", "cpu_us_per_io")
     hits, stall = ("hits_per_lookup", "hits_per_row"), ("stall_s", "stall_share")
     written = ("read_bytes", "written_bytes", "written_bytes_per_epoch", "write_amplification", "drive_written_bytes")
@@ -127,21 +127,21 @@ def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class State:
-    """Where a run stands; with the parts, all that a checkpoint must bring back."""
+    """Where a run stands. A checkpoint holds this and the parts, and nothing else."""
 
     step: Count = 0
     epoch: Count = 0
     batch: Count = 0
-    """Batches of the current epoch already taken."""
+    """Batches of the current epoch that were trained."""
     turns: TurnsState | None = None
-    """Where the order of batches stands, and what it cost; None before the first checkpoint."""
+    """Where the order of batches stands, and what copies of hot rows cost; None before the first checkpoint."""
     window_loss: Amount = 0.0
-    """Sum of the losses of the last `window_steps` steps, those not yet in metrics.jsonl."""
+    """The sum of the losses of the last `window_steps` steps, which are not yet in metrics.jsonl."""
     window_steps: Count = 0
     val: Metrics | None = None
     """The last evaluation of the validation split."""
     best: Metrics | None = None
-    """The best one by `train.monitor`, and where it was:"""
+    """The best evaluation by `train.monitor`; `best_step` is its step."""
     best_step: Count = 0
     evals_since_best: Count = 0
     ended: str | None = None
@@ -151,30 +151,30 @@ class State:
     skipped_in_a_row: Count = 0
     num_samples: Count = 0
     seconds: dict[str, Amount] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Spent in steps, by phase, over all sessions of the run."""
+    """Time spent in steps, by phase, over all sessions of the run."""
     stall_s: Amount = 0.0
     """Seconds of steps spent waiting for rows that were not in DRAM."""
     drive_written_bytes: Count = 0
-    """Rows in tiers and checkpoints, over all sessions of the run."""
+    """Bytes of rows and of checkpoints, over all sessions of the run."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where it is of another set of phases."""
+        """Raises ValueError if the phases are other ones than PHASES."""
         if self.seconds.keys() != set(PHASES):
             raise ValueError(f"seconds has {', '.join(self.seconds) or 'nothing'}; it needs {', '.join(PHASES)}")
 
     @property
     def train_s(self) -> float:
-        """The sum over the phases."""
+        """Seconds in steps, over all phases."""
         return sum(self.seconds.values())
 
 
 @record(frozen=True, config=STRICT)
 class Extra:
-    """The `extra` of a run's checkpoints."""
+    """What a run adds to the manifest of its checkpoints, as `extra`."""
 
     state: State
     dataset: str
-    """Checksum of the dataset."""
+    """The checksum of the dataset."""
     tables: tuple[TableConfig, ...]
     num_dense: Count
     threads: Count
@@ -187,5 +187,5 @@ _EXTRA = TypeAdapter(Extra)
 
 
 def read_extra(checkpoint: Path, manifest: Manifest) -> Extra:
-    """What the run says in the manifest of its checkpoint. Raises ValueError naming file, field and cure."""
+    """Returns what the run added to the manifest of its checkpoint. Raises ValueError naming file, field and cure."""
     return checked(_EXTRA, manifest.extra, where=f"{checkpoint / MANIFEST}: extra", cure=CURE)

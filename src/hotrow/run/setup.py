@@ -1,7 +1,7 @@
-"""What a run decides before its first step: tables, the device of the dense layers, and where rows lie.
+"""What is decided before the first step of a run: tables, the device of the dense layers, and where rows lie.
 
-What is missing on this machine is said here. What lies below the slots of a device is plan/'s business, how rows are
-moved that of hotrow.placement.
+Errors here say what this machine does not have. plan/ divides DRAM and disk among the tables, and placement/ moves
+their rows.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ class Place:
 
     @classmethod
     def of(cls, config: Config) -> Place:
-        """The place `config` asks for. Raises ValueError, naming option and cure, where this machine has it not."""
+        """Returns the device and arithmetic that `config` asks for.
+
+        Raises ValueError if this machine does not have them; the error names the option and what to do.
+        """
         dtype, wanted = config.train.dense_dtype, config.device
         if wanted == "auto":
             wanted = "cuda" if config.hbm is not None else "cpu"
@@ -125,7 +128,7 @@ class Place:
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Inside, products of float32 matrices are those of `dense_dtype`: forward and backward."""
+        """Inside the block, products of float32 matrices use `dense_dtype`, forward and backward."""
         flags = torch.backends.cuda.matmul
         before = flags.allow_tf32
         flags.allow_tf32 = before or self.dense_dtype == "tf32"
@@ -135,7 +138,7 @@ class Place:
             flags.allow_tf32 = before
 
     def logits(self, model: nn.Module, dense_BI: Tensor, rows: Any) -> Tensor:
-        """What `model` says of a batch, float32 [B] on the device; rows: of `look_up`, wherever they lie."""
+        """Returns the logits of a batch, float32 [B] on the device. rows: what `look_up` returned, on any device."""
         cast = self.dense_dtype == "bf16"
         autocast = torch.autocast(self.device.type, dtype=torch.bfloat16) if cast else nullcontext()
         with self.arithmetic(), autocast:
@@ -148,7 +151,7 @@ class Place:
         return {name: (values.to(self.device), offsets) for name, (values, offsets) in rows.items()}
 
     def line(self) -> str:
-        """For the user; empty where it is float32 on the CPU."""
+        """Returns this place in words for the user; empty for float32 on the CPU."""
         if self == Place():
             return ""
         name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
@@ -176,12 +179,12 @@ def _check_cuda(config: Config) -> None:
     if config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd":
         raise ValueError(
             "train.precision is 'split_bf16', which with dense sgd keeps the MLPs' weights in halves on the CPU, but "
-            "they are to be on cuda: choose fp32 or another optimizer.dense.name"
+            "device is cuda: choose fp32 or another optimizer.dense.name"
         )
 
 
 def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
-    """The dataset's tables with the columns, the initial rows and the storage `config` says."""
+    """Returns the dataset's tables, with the dimension, initial rows and dtype that `config` says."""
     bound, dtype = config.model.embedding_init, _TABLE_DTYPES[config.train.precision]
     tables = dataset.table_configs(config.model.embedding_dim)
     return tuple(replace(table, init=replace(table.init, bound=bound), dtype=dtype) for table in tables)
@@ -196,9 +199,9 @@ def place_tables(
     dataset: PackedDataset,
     training: bool,
 ) -> Memory | DeviceMemory | None:
-    """Where rows lie: what `placement.choose` says, and slots on the device before it where there is `memory.hbm`.
+    """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
 
-    Raises ValueError as `choose`, and for slots that do not hold the rows of a step, with the bytes to give.
+    Raises ValueError as `choose` does, and if the slots cannot hold the rows of a step, with the bytes that would do.
     """
     below = choose(config, tables, run, dataset=dataset, training=training)
     if config.hbm is None:
@@ -222,9 +225,9 @@ def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: De
 
 
 def device_of_copies(config: Config, place: Place) -> torch.device | None:
-    """Where copies of hot rows lie for turns of hot batches: on the GPU of the dense layers, unless tables have slots.
+    """Returns the device that holds copies of hot rows: the GPU of the dense layers, unless tables have slots on it.
 
-    None: not on a device. Raises ValueError, with the cure, where there are no kernels for that.
+    None: no device. Raises ValueError, with the cure, if the kernels for that are not installed.
     """
     if not config.hot.takes_turns or config.hbm is not None or place.device.type != "cuda":
         return None
@@ -242,9 +245,9 @@ def device_of_copies(config: Config, place: Place) -> torch.device | None:
 
 
 def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:
-    """What to say where the memory of the device was full while training, and the option to resume with.
+    """Returns what to say if the device ran out of memory in training, and the option to resume with.
 
-    None: nothing that a resumed run may change needs less.
+    The option is None if nothing that a resumed run may change needs less memory.
     """
     text = f"the device's memory is full ({str(error).splitlines()[0]})"
     if config.hbm is not None:
@@ -264,16 +267,16 @@ def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutO
 
 
 def cpu_instead(config: Config) -> Config:
-    """The same model without a device, for results within docs/numerics.md."""
+    """Returns a config of the same model on the CPU, whose results agree within docs/numerics.md."""
     train = config.train.model_copy(update={"dense_dtype": "fp32"})
     memory = config.memory if isinstance(config.memory, str) else config.memory.model_copy(update={"hbm": None})
     return config.model_copy(update={"device": "cpu", "train": train, "memory": memory})
 
 
 def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) -> tuple[Config, Sequence[TableConfig]]:
-    """The config and the tables of a run's checkpoint, on the ids of `vocabulary`.
+    """Returns the config and the tables of a run's checkpoint, for the ids of `vocabulary`.
 
-    Raises ValueError naming file and field where they are not of these.
+    Raises ValueError naming file and field if the checkpoint belongs to other ids.
     """
     extra, where = read_extra(checkpoint, manifest), f"{checkpoint / MANIFEST}: extra"
     config = make_config(extra.config, origin=f"{where}: config")
@@ -284,7 +287,7 @@ def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) 
         )
     if extra.tables != tables_of(config, vocabulary):
         raise ValueError(
-            f"{where}: tables and config are not of the features and ids in {vocabulary.path}; copy that folder from "
+            f"{where}: tables and config do not fit the features and ids in {vocabulary.path}; copy that folder from "
             f"the dataset the run used, or {CURE}"
         )
     return config, extra.tables
