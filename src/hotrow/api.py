@@ -1,9 +1,9 @@
-"""What notebooks and the command line call: fit, load, and a finished run that scores and evaluates.
+"""The calls for notebooks and the command line: `fit`, `load`, and a finished run that scores and evaluates.
 
     run = hotrow.fit("clicks/*.parquet", label="click", time="ts")
     run.metrics["auc"], run.predict(frame), hotrow.load("runs/clicks-dlrm-001")
 
-Every function is preparation, training or scoring put together; nothing here knows how those are done.
+The functions here put preparation, training and scoring together; how those work is in the rooms below.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".c
 
 
 class Run:
-    """A run on disk, by its folder; `hotrow.fit` and `hotrow.load` return one."""
+    """A run on disk; `hotrow.fit` and `hotrow.load` return one."""
 
     def __init__(self, path: Path | str) -> None:
         self.folder = RunFolder.open(path)
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def record(self) -> RunRecord:
-        """What run.json says: status, versions, host, backend, warnings, metrics, timings."""
+        """The contents of run.json: status, versions, host, backend, warnings, metrics, timings."""
         return self.folder.record
 
     @property
@@ -114,10 +114,10 @@ class Run:
     def export(
         self, out: Path | str, *, step: int | None = None, progress: ProgressCallback | None = None
     ) -> dict[str, Any]:
-        """Write weights, vocabularies and rules as the new folder `out`, to score without hotrow; see docs/export.md.
+        """Writes weights, vocabularies and rules to the new folder `out`, to score without hotrow; see docs/export.md.
 
-        step: of the checkpoint to take; None: the one this run predicts with. Returns what export.json says.
-        Raises ValueError where there is no such checkpoint, `out` exists already or the disk has too little room.
+        step: the step of the checkpoint; None: the checkpoint that this run predicts with. Returns what export.json
+        says. Raises ValueError if there is no such checkpoint, `out` exists already or the disk has too little room.
         """
         checkpoint = self.checkpoint if step is None else self._checkpoint_at(step)
         return export_checkpoint(checkpoint, self.folder.vocabulary, out, progress=progress)
@@ -139,28 +139,28 @@ class Run:
         return embedding, model, setup.place
 
     def close(self) -> None:
-        """Let go of the model, and of files in which tables lie that memory does not hold."""
+        """Frees the model, and removes the files of tables that do not fit in memory."""
         if (network := self.__dict__.pop("_network", None)) is not None:
             close_tiers(network[0], self.path)
 
     def predict(self, data: Any) -> NDArray[np.float32]:
-        """The probability of a positive label for each row of `data`, in its order: float32 [num_rows].
+        """Returns the probability of a positive label for each row of `data`, in its order: float32 [num_rows].
 
-        data: raw rows as they were prepared for training, label and time not needed nor read: paths, globs or URIs, or
-        an Arrow-capable frame. Ids never seen in training score through row 0, as rare ones do.
-        Raises ValueError where columns are missing or of another type, naming file and column.
+        data: raw rows with the columns that training had; label and time are not read. Paths, globs or URIs, or an
+        Arrow-capable frame. Ids that training never saw score through row 0, as rare ids do.
+        Raises ValueError if columns are missing or have another type, naming file and column.
         """
         scores = list(self.predict_batches(data))
         return np.concatenate(scores) if scores else np.empty(0, np.float32)
 
     def predict_batches(self, data: Any) -> Iterator[NDArray[np.float32]]:
-        """`predict` piece by piece, in bounded memory."""
+        """Yields what `predict` returns, piece by piece, in bounded memory."""
         for logits_B, _ in self._logits(data, labels="ignored"):
             yield torch.sigmoid(logits_B).cpu().numpy()
 
     @torch.no_grad()
     def _logits(self, data: Any, *, labels: Literal["ignored", "alone"]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits and labels of raw rows, piece by piece; labels: whether they are read, without the rows' times."""
+        """Yields logits and labels of raw rows, piece by piece. labels: "alone": labels are read, but not times."""
         embedding, model, place = self._network
         first_row = 0
         for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE, labels=labels):
@@ -173,9 +173,9 @@ class Run:
             yield logits_B, batch.label
 
     def write_scores(self, data: Any, out: Path | str, *, keep: Sequence[str] = ()) -> int:
-        """Write `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
+        """Writes `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
 
-        keep: columns of `data` that are written before it, unchanged. The file appears when it is whole. Raises
+        keep: columns of `data` that are written before it, unchanged. The file appears when it is complete. Raises
         ValueError if it exists already or has another suffix, or if a column to keep is missing or called `score`;
         OSError naming the file if the disk is full.
         """
@@ -197,10 +197,10 @@ class Run:
         return num_rows
 
     def evaluate_rows(self, data: Any) -> dict[str, Any]:
-        """The metrics of the run's model on raw rows with labels, which are read as they were for training.
+        """Returns the metrics of the run's model on raw rows with labels, which are read as they were for training.
 
-        data: paths, globs or URIs, or an Arrow-capable frame; times are not read. Raises ValueError naming file, row
-        and column of what is wrong.
+        data: paths, globs or URIs, or an Arrow-capable frame; times are not read. Raises ValueError naming the file,
+        row and column that is wrong.
         """
         if RawEncoder(self.folder.vocabulary).schema.histories is not None:
             raise ValueError("this run's rows are made of histories: prepare the new events, and pass --data FOLDER")
@@ -213,9 +213,9 @@ class Run:
         return {name: None if value != value else value for name, value in metrics.compute().items()}
 
     def evaluate(self, split: str = "test", *, data: Path | str | None = None) -> dict[str, Any]:
-        """The metrics of the run's model on a split of `data`, a packed dataset (default: the one it was trained on).
+        """Returns the metrics of the run's model on a split of a packed dataset (default: the one it was trained on).
 
-        Raises ValueError where `data` was prepared with other vocabularies: its row numbers would mean other ids.
+        Raises ValueError if `data` was prepared with other vocabularies: its row numbers would mean other ids.
         """
         dataset = PackedDataset.open(self._dataset_path() if data is None else data)
         own = PackedDataset.open(self.folder.vocabulary)
@@ -238,7 +238,7 @@ class Run:
         return path
 
     def closing_lines(self, rows: str, next_commands: Sequence[str]) -> str:
-        """What a user reads when training has ended: quality, speed, memory, where the run is, and what to do next."""
+        """Returns what a user reads after training: quality, speed, memory, where the run is, and what to do next."""
         record, metrics = self.record, self.metrics
         memory: Any = record.memory
         if record.status != "finished":
@@ -269,7 +269,7 @@ class Run:
         return "\n".join([*lines, f"  run      {self.path}", "next:", *(f"  {command}" for command in next_commands)])
 
     def next_commands(self, rows: str = "NEW_ROWS") -> list[str]:
-        """What to type to judge, score, take away and go on with a run; rows: the raw rows to name, quoted."""
+        """Returns commands that score, judge, export and continue the run. rows: the raw rows to name, quoted."""
         run = shlex.quote(str(self.path))
         return [
             f"hotrow predict {run} {rows} --out scores.csv",
@@ -304,7 +304,7 @@ def _on_this_machine(config: Config) -> Config:
 
 
 def load(path: Path | str) -> Run:
-    """The run in the folder `path`. Raises ValueError where it is none."""
+    """Opens the run in the folder `path`. Raises ValueError if it is not a run."""
     return Run(path)
 
 
@@ -324,27 +324,29 @@ def fit(
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:
-    """Prepare `data` where it is raw, train a model on it, and return the run.
+    """Prepares `data` if it is raw, trains a model on it, and returns the run.
 
     data: a packed dataset's folder; paths, globs or URIs of CSV, Parquet or JSON Lines; or an Arrow-capable frame
-    (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is interrupted,
-    the same call goes on in the same folder. label, time: its columns of these meanings, guessed if None; label may be
-    a rule such as "rating >= 4" or "action = buy, cart"; with a time the last rows are the test split. categorical,
-    dense, lists: columns of ids, of numbers, and of several ids a row; what is not named is guessed, and said. schema:
-    a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`. split: "time", "random" or
-    "reference", or what a schema may say of it, such as {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
-    config: a recipe to train by, a path or its content, instead of the one chosen by the number of rows. model: "dlrm"
-    (default) or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN). overrides: options of the config
-    by their last name where that is unique (`epochs=3`) or in full (`**{"optimizer.dense.lr": 0.1}`); otherwise the
-    recipe for so many training rows holds (hotrow/recipe.py has the rule and its reasons). What was used is in the
-    run's config.yaml.
+        (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is
+        interrupted, the same call continues in the same folder.
+    label, time: the columns with that meaning; None: guessed. label may be a rule such as "rating >= 4" or
+        "action = buy, cart". With a time, the last rows are the test split.
+    categorical, dense, lists: columns of ids, of numbers, and of several ids a row. Other columns are guessed, and the
+        guess is shown.
+    schema: a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`.
+    split: "time", "random" or "reference", or a mapping as in a schema, such as
+        {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
+    config: a recipe to train by, as a path or its content, instead of the one for so many rows (config/recipe.py).
+    model: "dlrm" (default) or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN).
+    overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
+        (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
-    Ctrl-C saves the run and returns it with the status "interrupted"; in preparation it raises
-    `hotrow.data.pipeline.Interrupted`. Raises ValueError for what the data or an option has wrong.
+    Ctrl-C saves the run and returns it with the status "interrupted"; during preparation it raises `Interrupted`
+    (hotrow.data.prepare.pipeline). Raises ValueError if the data or an option is wrong.
     """
     recipe, changes = _recipe(config), [f"{_option(name)}={_as_yaml(name, value)}" for name, value in overrides.items()]
     changes = [*([] if model is None else [f"model.name={_as_yaml('model', model)}"]), *changes]
-    # Before hours of work.
+    # Options are checked before hours of work.
     checked = make_config(apply_overrides({"data": ""} | (recipe or {}), changes), origin="fit")
     model = checked.model.name
     told: dict[str, Any] = {"label": label, "time": time, "schema": schema, "split": split}
@@ -397,7 +399,7 @@ def _train_on(
 
 
 def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> PackedDataset:
-    """Raw rows packed into the run's folder, or what was before; what was guessed and found is said and logged."""
+    """Returns the raw rows packed in the run's folder, packing them if need be; says and logs what was found."""
 
     def announce(line: str) -> None:
         folder.log(line)
@@ -415,7 +417,7 @@ def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> Pa
 
 
 def _recipe(config: Path | str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The fields of a recipe, but for those that `fit` itself decides; None where there is none."""
+    """Returns the fields of a recipe except those that `fit` decides; None if no recipe is given."""
     if config is None:
         return None
     raw = dict(config) if isinstance(config, Mapping) else read_config(config)
@@ -423,11 +425,11 @@ def _recipe(config: Path | str | Mapping[str, Any] | None) -> dict[str, Any] | N
 
 
 def _schema(schema: Any, told: Mapping[str, Any]) -> Schema | None:
-    """`schema`, read where it is a path or content. Raises ValueError where the guess it replaces is helped too."""
+    """Returns `schema`, read if it is a path or content. Raises ValueError if hints for a guess are given too."""
     if schema is None:
         return None
     if given := [name for name in ("label", "time", "categorical", "dense", "lists") if told[name]]:
-        raise ValueError(f"{given[0]} helps to guess a schema, but one is given; say it there")
+        raise ValueError(f"{given[0]} is a hint for guessing a schema, but a schema is given; say it there")
     if isinstance(schema, Mapping):
         return parse_schema(dict(schema), where="schema")
     if not isinstance(schema, Schema | str | Path):
@@ -436,7 +438,7 @@ def _schema(schema: Any, told: Mapping[str, Any]) -> Schema | None:
 
 
 def _roles(told: Mapping[str, Any]) -> dict[str, Role]:
-    """The columns that were told, each once."""
+    """Returns the role of each column that was named. Raises ValueError if one is named twice."""
     kinds: tuple[Role, ...] = ("categorical", "dense", "lists")
     roles: dict[str, Role] = {}
     for what in ("label", "time"):
@@ -455,7 +457,7 @@ def _roles(told: Mapping[str, Any]) -> dict[str, Role]:
 
 
 def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """What `OpenedSource.with_options` takes of a split."""
+    """Returns the options of a split, as `OpenedSource.with_options` takes them."""
     if not (split is None or isinstance(split, str | Mapping)):
         raise ValueError(f"split is {reprlib.repr(split)}; give time, random or reference, or a dict with fractions")
     given = {"kind": split} if split is None or isinstance(split, str) else dict(split)
@@ -465,12 +467,12 @@ def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _is_paths(data: Any) -> bool:
-    """Whether `data` is a path, or a list of them, rather than a frame."""
+    """Returns whether `data` is a path or a list of paths, and not a frame."""
     return isinstance(data, str | Path) or (isinstance(data, list | tuple) and all(map(_is_paths, data)))
 
 
 def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> list[str]:
-    """The recipe for so many rows; `given`: options that the user gave, whose values `config` has."""
+    """Returns the recipe for the dataset's number of rows. given: options that the user set, as `config` has them."""
     train = config.train
     recipe = choose_recipe(
         dataset.split("train").num_rows,
@@ -483,7 +485,7 @@ def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> l
 
 
 def _as_yaml(name: str, value: Any) -> str:
-    """A value of an option as YAML, which JSON is. Raises ValueError for what is neither number, text nor list."""
+    """Returns an option's value as JSON, which is YAML. Raises ValueError if it is not a number, a text or a list."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -493,7 +495,7 @@ def _as_yaml(name: str, value: Any) -> str:
 
 
 def _option(name: str) -> str:
-    """The dotted path of the config option called `name`: its full path, or its last part where only one ends so."""
+    """Returns the dotted path of the option `name`: a full path, or a last part that only one option has."""
     paths = [path for path, _ in options()]
     found = [path for path in paths if name in (path, path.rpartition(".")[2])]
     if len(found) == 1:
@@ -501,13 +503,11 @@ def _option(name: str) -> str:
     if found:
         raise ValueError(f"option {name!r} may mean {' or '.join(found)}; give one in full: **{{{found[0]!r}: ...}}")
     near = difflib.get_close_matches(name, [*paths, *(path.rpartition(".")[2] for path in paths)], n=1)
-    raise ValueError(
-        f"option {name!r} is not known" + (f"; did you mean {near[0]!r}?" if near else "; see docs/config.md")
-    )
+    raise ValueError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; see docs/config.md"))
 
 
 def _name_of(data: Any) -> str:
-    """What to call a run on `data`: its file's or folder's name without what follows the first dot or star."""
+    """Returns the name for a run on `data`: that of its file or folder, up to the first dot or star."""
     first = data[0] if isinstance(data, list | tuple) and data else data
     if not isinstance(first, str | Path):
         return "frame"

@@ -224,7 +224,7 @@ def test_two_runs_of_one_preparation_do_not_share_a_folder(tmp_path: Path, monke
 def test_options_are_found_by_their_last_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"option 'lr' may mean optimizer\.dense\.lr or optimizer\.sparse\.lr"):
         hotrow.fit(clicks(100), label="click", run=tmp_path / "a", lr=0.1)
-    with pytest.raises(ValueError, match=r"option 'epoch' is not known; did you mean 'epochs'"):
+    with pytest.raises(ValueError, match=r"unknown option 'epoch'; did you mean 'epochs'"):
         hotrow.fit(clicks(100), label="click", run=tmp_path / "b", epoch=1)
     with pytest.raises(ValueError, match=r"fit: train\.epochs is 0; allowed: an integer >= 1"):
         hotrow.fit(clicks(100), label="click", run=tmp_path / "c", epochs=0)
@@ -232,7 +232,7 @@ def test_options_are_found_by_their_last_name(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no run: it holds no run\.json"):
+    with pytest.raises(ValueError, match=r"is not a run: it has no run\.json"):
         hotrow.load(tmp_path)
     with pytest.raises(ValueError, match="label column 'klick' is not there; did you mean 'click'"):
         hotrow.fit(clicks(100), label="klick", run=tmp_path / "c", quiet=True)
@@ -303,7 +303,10 @@ def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schema": {"label": "click", "categorical": ["user_id"]}, "label": "click"}, "label helps to guess a schema"),
+        (
+            {"schema": {"label": "click", "categorical": ["user_id"]}, "label": "click"},
+            "label is a hint for guessing a schema",
+        ),
         ({"schema": "nowhere.yaml"}, r"nowhere.yaml: No such file or directory; `hotrow init"),
         ({"schema": {"label": "click"}}, "schema: categorical is missing"),
         ({"config": "nowhere.yaml"}, "config nowhere.yaml is no file"),

@@ -269,7 +269,7 @@ def test_an_error_of_ours_is_called_one(
 
     monkeypatch.setattr("hotrow.cli.tools.check", broken)
     _, err = command("check", run.path, capfd=capfd, monkeypatch=monkeypatch, code=1)
-    assert "an error of hotrow itself (KeyError: 'num_bytes')" in err and "Traceback" not in err
+    assert "it is a bug in hotrow (KeyError: 'num_bytes')" in err and "Traceback" not in err
 
 
 def test_the_version(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
