@@ -31,7 +31,7 @@ from benchmarks.markdown import clean_rounds, table
 from hotrow.inspect.accesses import open_accesses
 from hotrow.inspect.optimum import belady_hits
 from hotrow.placement.budget import ADMISSIONS, POLICIES
-from hotrow.placement.native import backend
+from hotrow.kernels.ops import native_module
 from hotrow.study import bench
 
 BATCH, DEPTH, NUM_ROWS, NUM_LOOKUPS, SEED = 2048, 4, 1_000_000, 1000 * 2048, 0
@@ -102,9 +102,9 @@ class Cache:
     """One table's, of rows of a single weight, over a store in memory; batches are ahead of the one in use."""
 
     def __init__(self, num_rows: int, cached: int, policy: str, admission: str) -> None:
-        self._caches, self._flights = backend().make_caches(), deque[Any]()
+        self._caches, self._flights = native_module().make_caches(), deque[Any]()
         which = POLICIES.index(policy), ADMISSIONS.index(admission)  # type: ignore[arg-type]
-        store, slots = backend().open_dram_store(4, num_rows, "rows"), [np.zeros((num_rows, 1), np.float32)]
+        store, slots = native_module().open_dram_store(4, num_rows, "rows"), [np.zeros((num_rows, 1), np.float32)]
         self._caches.add((num_rows, 0, cached), *which, (1, 0.1, 0, 1, 0), [], store, slots)
 
     def step(self, ids: Ids) -> None:

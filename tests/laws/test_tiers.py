@@ -33,11 +33,10 @@ OPTIMIZERS = {
     "ftrl": lambda emb: FTRL(emb, lr=0.1, l1=0.01, l2=0.02),
 }
 pytestmark = [
+    pytest.mark.skipif(not ops.isas(), reason="the native module is absent"),
     pytest.mark.filterwarnings("ignore:table .* has grown to .* rows. tables take"),
     pytest.mark.filterwarnings("ignore:3 batches wait for the optimizer"),  # schedules of several before a step
 ]
-NATIVE = ops.backend().name == "native"
-"""Without it fewer schedules: its twin takes six times as long."""
 FEATURES = ("a", "b", "c", "d")
 ROWS = {"t": 400, "u": 700, "v": 5}
 KINDS = ["ssd", "file", "both", "gathered", "both gathered"]
@@ -285,7 +284,7 @@ def test_three_tiers_and_every_optimizer(folder: Path, optimizer: str, middle: i
 
 @pytest.mark.parametrize("policy", ["clock", "lfu", "lru"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depth", [0, 1, 4, 9] if NATIVE else [3])
+@pytest.mark.parametrize("depth", [0, 1, 4, 9])
 @pytest.mark.parametrize("slots", [100, 350])
 def test_every_policy_store_depth_and_size(folder: Path, policy: str, kind: str, depth: int, slots: int) -> None:
     admission = "none" if depth % 2 else "frequency"
@@ -310,13 +309,12 @@ def check_random_schedule(folder: Path, seed: int) -> None:
     check(*sides)
 
 
-@pytest.mark.parametrize("seed", range(40 if NATIVE else 8))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_schedules(folder: Path, seed: int) -> None:
     check_random_schedule(folder, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not NATIVE, reason="the native module is absent: its twin would take hours")
 @pytest.mark.parametrize("first", range(1000, 3000, 50))
 def test_thousands_of_random_schedules(folder: Path, first: int) -> None:
     for seed in range(first, first + 50):

@@ -2,8 +2,8 @@
 
 Schedules are drawn from seeds that the test's name tells: batches of spans over several tables, admitted for training
 or evaluation, several in flight, released in any order, ids repeated and out of range, rows pinned, cached, all or
-none, stores written back and tables growing in between. Where the native module is there, its readable twin is driven
-beside it and has to decide the same: same slots, same counters.
+none, stores written back and tables growing in between. Caches over another medium are driven beside caches over memory
+and have to decide the same: same slots, same counters.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_rig import MODULES, Rig, Shape, initial_rows, records_of
+from cache_rig import Rig, Shape, initial_rows, needs_native, records_of
 
-from hotrow.kernels import ops
 from hotrow.placement.budget import ADMISSIONS, POLICIES
 from hotrow.placement.stores import Engines, Kind, io_uring_refused
+
+pytestmark = needs_native
 
 
 @dataclass(eq=False)
@@ -209,7 +210,7 @@ class World:
             assert counts[0]["rows"] == counts[0]["hit_rows"] + counts[0]["read_rows"] + counts[0]["created_rows"]
             seen = [rig.natives[t].counters() for rig in self.rigs]
             for name in ("middle_hits", "middle_rows"):
-                assert len({each[name] for each in seen}) == 1, f"the twin's {name} differ"
+                assert len({each[name] for each in seen}) == 1, f"{name} differ between media"
             for each, rig in zip(seen, self.rigs, strict=True):
                 given = each["written_rows"]  # a block store, or one behind a tier, leaves out what was overtaken
                 may_be_fewer = rig.stores or each["middle_rows"]
@@ -288,7 +289,7 @@ def draw_shape(rng: np.random.Generator) -> Shape:
 @pytest.fixture(scope="module")
 def engines() -> dict[str, Engines]:
     found = {"threads": Engines(io="threads", depth=4, num_threads=4, most_waiting_bytes=2048)}
-    if ops.backend().name == "native" and not io_uring_refused():
+    if not io_uring_refused():
         found["io_uring"] = Engines(io="io_uring", depth=4, most_waiting_bytes=2048)
     return found
 
@@ -310,13 +311,13 @@ def make_rigs(
     if lower.endswith(("threads", "io_uring")) and lower.removeprefix("gathered ") not in engines:
         pytest.skip(f"{lower} is refused here")
     places = places if before else []
-    main = Rig(MODULES[0], shapes, *policy)
+    main = Rig(shapes, *policy)
     if lower == "dram":
         main.in_memory(places)
     else:
         kind: Kind = "mapped" if lower == "mapped" else "gathered" if "gathered" in lower else "block"
         main.in_files(folder, kind, engines.get(lower.removeprefix("gathered ")), before or "mapped", places)  # type: ignore[arg-type]
-    return [main, *(Rig(name, shapes, *policy).in_memory(places) for name in MODULES[1:])]
+    return [main, Rig(shapes, *policy).in_memory(places)]
 
 
 def drive(seed: int, policy: str, medium: str, folder: Path, engines: dict[str, Engines], num_steps: int = 30) -> None:

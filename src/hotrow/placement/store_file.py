@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotrow.base.files import file_system, sync_folder
-from hotrow.placement.native import backend
+from hotrow.kernels import ops
 
 VERSION = 2
 """1 had no tail."""
@@ -87,8 +87,8 @@ class OpenFile:
 def file_bytes(rows: TableRows, sector: int | None, kind: Kind) -> int:
     """Size of the file, holes included."""
     if sector is None:
-        return int(backend().mapped_file_bytes(rows.record_bytes, rows.num_rows))
-    return int(backend().block_layout(rows.record_bytes, sector, rows.num_rows, kind == "gathered")[4])
+        return int(ops.native_module().mapped_file_bytes(rows.record_bytes, rows.num_rows))
+    return int(ops.native_module().block_layout(rows.record_bytes, sector, rows.num_rows, kind == "gathered")[4])
 
 
 def padded_record_bytes(rows: TableRows, sector: int | None, kind: Kind) -> float:
@@ -96,13 +96,13 @@ def padded_record_bytes(rows: TableRows, sector: int | None, kind: Kind) -> floa
     if sector is None:
         return float(rows.record_bytes)
     gathered = kind == "gathered"
-    _, unit_rows, page_bytes, page_units, _ = backend().block_layout(rows.record_bytes, sector, 0, gathered)
+    _, unit_rows, page_bytes, page_units, _ = ops.native_module().block_layout(rows.record_bytes, sector, 0, gathered)
     return float(page_bytes / (page_units * unit_rows)) * (PLACES_PER_ROW if gathered else 1)
 
 
 def page_records(record_bytes: int) -> int | None:
     """How many records a page of a gathered file holds, in sectors of 512 bytes; None where they cannot be gathered."""
-    layout = backend().block_layout(record_bytes, SECTORS[0], 0, True)  # noqa: FBT003
+    layout = ops.native_module().block_layout(record_bytes, SECTORS[0], 0, True)  # noqa: FBT003
     return layout[1] * layout[3] if layout else None
 
 
@@ -147,7 +147,7 @@ def _lock(descriptor: int, path: Path) -> None:
 def _make(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
     sector = None
     if kind in BLOCKS:
-        told = _with_direct(path, lambda direct: int(backend().direct_sector(direct)))
+        told = _with_direct(path, lambda direct: int(ops.native_module().direct_sector(direct)))
         sector = told if told in SECTORS else SECTORS[0]
     write_header(descriptor, rows, kind, sector)
     os.ftruncate(descriptor, file_bytes(rows, sector, kind))
@@ -257,7 +257,7 @@ def open_direct(path: Path, sector: int) -> tuple[int | None, str]:
             descriptor = os.open(path, flags)
     except OSError as error:
         return None, f"the file system of {path.parent} ({kind}) refuses O_DIRECT ({error.strerror}); use ext4 or xfs"
-    error_number = backend().try_read(descriptor, sector)
+    error_number = ops.native_module().try_read(descriptor, sector)
     if error_number:
         os.close(descriptor)
         text = os.strerror(error_number)
@@ -266,13 +266,15 @@ def open_direct(path: Path, sector: int) -> tuple[int | None, str]:
 
 
 def direct_io(folder: Path) -> dict[str, Any]:
-    """Whether block stores in `folder` go past the page cache: {"direct_io", "direct_io_refused", "sector_bytes"}."""
+    """Returns whether block stores in `folder` go past the page cache, if not why, and their sector's bytes."""
+    if (absent := ops.backend().reason) is not None:
+        return {"direct_io": False, "direct_io_refused": absent, "sector_bytes": None}
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hotrow-") as file:
             file.write(bytes(HEADER_BYTES))
             file.flush()
             path = Path(file.name)
-            told = _with_direct(path, lambda direct: int(backend().direct_sector(direct)))
+            told = _with_direct(path, lambda direct: int(ops.native_module().direct_sector(direct)))
             sector = told if told in SECTORS else SECTORS[0]
             descriptor, reason = open_direct(path, sector)
     except OSError as error:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hotrow.placement import store_file
-from hotrow.placement.native import backend
+from hotrow.kernels import ops
 from hotrow.placement.store_file import DEPTH, Kind, OpenFile, TableRows
 
 NUM_THREADS = 40
@@ -59,7 +59,7 @@ class Engines:
     def _start(self, *, ring: bool) -> tuple[Any, str]:
         if ring not in self._started:
             sizes = (self.depth, self.num_threads, self.most_waiting_bytes)
-            engine, reason = self._started[ring] = backend().start_engine(ring, *sizes)
+            engine, reason = self._started[ring] = ops.native_module().start_engine(ring, *sizes)
             if engine is not None and reason:
                 warnings.warn(reason, stacklevel=6)
         return self._started[ring]
@@ -163,7 +163,7 @@ class Store:
         arrays: one per part of a record, [num_slots, ...], contiguous, numpy or torch on the CPU, without gradient.
         Rows whose write waits come from that write. Raises ValueError for rows and slots out of range.
         """
-        native = self._open().read(_ids(rows), _ids(slots), backend().Records(list(arrays)))
+        native = self._open().read(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays)))
         return Reading(native, self)
 
     def read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
@@ -176,7 +176,7 @@ class Store:
         Waits only while rows that wait fill Engines.most_waiting_bytes. Of a row given twice the last counts.
         Raises ValueError as `start_read`, and StoreError where the store has failed.
         """
-        self._open().write(_ids(rows), _ids(slots), backend().Records(list(arrays)))
+        self._open().write(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays)))
         self.raise_failure(only_if_failed=True)
 
     def flush(self) -> None:
@@ -274,7 +274,7 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
     or more than 2048 bytes), BlockingIOError where it is open elsewhere, OSError as the file system gives it.
     """
     if kind == "dram":
-        native = backend().open_dram_store(rows.record_bytes, rows.num_rows, rows.table)
+        native = ops.native_module().open_dram_store(rows.record_bytes, rows.num_rows, rows.table)
         return Store(native, rows, kind, None, None)
     if path is None:
         raise ValueError(f"table {rows.table!r}: a {kind} store needs the path of its file")
@@ -301,15 +301,15 @@ def open_cached_store(middle: Store, lower: Store) -> Store:
     """
     if middle.kind in store_file.BLOCKS:
         raise ValueError(f"table {lower.rows.table!r}: a tier before another is dram or mapped, not a block store")
-    native = backend().open_cached_store(middle._open(), lower._open(), lower.rows.table)
+    native = ops.native_module().open_cached_store(middle._open(), lower._open(), lower.rows.table)
     cached = Store(native, lower.rows, lower.kind, lower._file, lower.fallback, middle)
     lower.native = lower._file = None
     return cached
 
 
 def _open_mapped(rows: TableRows, file: OpenFile) -> Store:
-    descriptor = os.dup(file.descriptor)
-    native = backend().open_mapped_store(descriptor, rows.record_bytes, rows.num_rows, rows.table, str(file.path))
+    sizes = (rows.record_bytes, rows.num_rows)
+    native = ops.native_module().open_mapped_store(os.dup(file.descriptor), *sizes, rows.table, str(file.path))
     return Store(native, rows, "mapped", file, None)
 
 
@@ -323,10 +323,13 @@ def _open_block(rows: TableRows, file: OpenFile, engines: Engines, kind: Kind) -
             stacklevel=4,
         )
     sizes = (rows.record_bytes, file.sector, rows.num_rows)
-    native = backend().open_block_store(engine, descriptor, *sizes, rows.table, str(file.path), kind == "gathered")
+    gathered = kind == "gathered"
+    native = ops.native_module().open_block_store(engine, descriptor, *sizes, rows.table, str(file.path), gathered)
     return Store(native, rows, kind, file, reason)
 
 
 def io_uring_refused() -> str | None:
-    """Why io_uring cannot be used here; None where it can."""
+    """Returns why io_uring cannot be used here; None if it can."""
+    if (reason := ops.backend().reason) is not None:
+        return reason
     return Engines(most_waiting_bytes=0)._start(ring=True)[1] or None

@@ -41,7 +41,6 @@ from hotrow.placement.budget import (
 )
 from hotrow.placement.budget import num_bytes as planned_bytes
 from hotrow.placement.folder import SUFFIX, OwnFolder
-from hotrow.placement.native import backend
 from hotrow.placement.store_file import TableRows, no_disk
 from hotrow.placement.stores import Engines, Store, StoreError, open_cached_store, open_store
 from hotrow.tables import TableConfig
@@ -117,6 +116,7 @@ class Tiers:
     """The tables of one collection, part in DRAM and part in files of one folder, or two that follow one another."""
 
     def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: Memory, *, seed: int) -> None:
+        ops.native_module()  # refused here if there is none, not at the first lookup
         for table in tables:
             _check_rows(table)
         self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
@@ -186,7 +186,7 @@ class Tiers:
         folders.append(OwnFolder(self.memory.folder))
         if self.memory.middle is not None and any(places):
             folders.append(OwnFolder(self.memory.middle))
-        caches = backend().make_caches()
+        caches = ops.native_module().make_caches()
         self._engines = engines = Engines(io=self.memory.io, most_waiting_bytes=self.memory.engine_bytes)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
             rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
