@@ -25,7 +25,7 @@ SEVEN = np.arange(NUM)
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[Rig]:
     """Rows [0, NUM) hold 7 and are not resident, but in a file of which one row is read at a time."""
-    rig = Rig([SLOW], "lru").in_files(tmp_path, "block", Engines(io="threads", depth=1, num_threads=1))
+    rig = Rig([SLOW]).in_files(tmp_path, "block", Engines(io="threads", depth=1, num_threads=1))
     flight, slots = rig.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
     assert flight.wait()
     rig.arrays[0][0][slots] = 7

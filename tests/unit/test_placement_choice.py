@@ -82,12 +82,10 @@ def test_what_leaves_no_room_beside_copies_is_refused(tmp_path: Path) -> None:
     assert choose(config({"dram": asked}, *tight), TABLES, tmp_path) is not None, "what it asks for is enough"
 
 
-def test_a_mapping_decides_size_folder_and_policy(tmp_path: Path) -> None:
-    chosen = choose(
-        config({"dram": "40MiB", "file": str(tmp_path), "policy": "lfu", "admission": "frequency"}), TABLES, tmp_path
-    )
+def test_a_mapping_decides_size_and_folder(tmp_path: Path) -> None:
+    chosen = choose(config({"dram": "40MiB", "file": str(tmp_path)}), TABLES, tmp_path)
     assert chosen is not None
-    assert (chosen.ssd, chosen.folder, chosen.policy, chosen.admission) == (None, tmp_path, "lfu", "frequency")
+    assert (chosen.ssd, chosen.folder) == (None, tmp_path)
     assert choose(config({"ssd": str(tmp_path)}), TABLES, Path("run")).folder == tmp_path  # type: ignore[union-attr]
     assert choose(config({"dram": "99MiB"}, "optimizer.sparse.name=sgd"), TABLES, tmp_path) is None, "all of it fits"
 

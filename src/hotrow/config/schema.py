@@ -229,13 +229,6 @@ class MemoryConfig(_Section):
     file_bytes: str | int | None = None
     """Bytes, or text such as 8GiB, that `file` holds of rows that leave DRAM, before they go to `ssd`; null: it is no
     such tier. To know which rows lie there takes at most 6 bytes of DRAM for each."""
-    policy: Literal["clock", "lfu", "lru"] = "clock"
-    """Which row makes room for another. `lru`: the one used longest ago. `clock`: nearly so, in less work. `lfu`: one
-    that was used few times. It changes speed, no result."""
-    admission: Literal["none", "frequency"] = "none"
-    """Which rows that come in `policy` decides about. `none`: every one. `frequency`: those that were used more often
-    lately than the row that would make room; others make room first. It changes speed, no result: what is popular stays
-    in a small cache, what has just become so is slower to come."""
     writes: Literal["auto", "in_place", "gathered"] = "auto"
     """How rows that leave DRAM are written to `ssd`. `in_place`: each to its own sector. `gathered`: side by side, a
     page in one I/O, wherever the file has room, which takes some 3 bytes of DRAM for each row and files of twice the

@@ -12,19 +12,13 @@ from numpy.typing import ArrayLike
 from hotrow.base.files import parse_bytes, size
 from hotrow.placement.store_file import LARGE_IO_BYTES, PLACES_PER_ROW, page_records
 
-Policy = Literal["clock", "lfu", "lru"]
-POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
-"""In the order of the native module's numbers."""
-Admission = Literal["none", "frequency"]
-ADMISSIONS: tuple[Admission, ...] = ("none", "frequency")
-"""So too."""
 Writes = Literal["auto", "in_place", "gathered"]
 WRITES: tuple[Writes, ...] = ("auto", "in_place", "gathered")
 Io = Literal["auto", "io_uring", "threads"]
 IOS: tuple[Io, ...] = ("auto", "io_uring", "threads")
 METADATA_BYTES = 32
-"""Of a cached row beside its record, at most: 8 of the map from ids to slots, 12 of the slot's own, 8 of the rings of
-lru and of rows on trial, 4 of the sketch of frequencies."""
+"""What a cached row takes beside its record, at most: 8 bytes of the map from ids to slots, 12 of the slot's own, and as
+many again while rows of a batch lie beside the cache."""
 MIDDLE_PLACE_BYTES = 6
 """Of DRAM for each place of the middle tier, at most: 5 of the place, 1 of its set."""
 SET_PLACES = 16
@@ -59,9 +53,6 @@ class Memory:
     ssd: a folder for block files, read and written past the page cache; file: a folder for files that are used as
     memory (DAX, CXL, tmpfs, or plain). Files are made there and removed with the collection.
     file_bytes: of both, how much `file` holds: rows that leave DRAM lie there before they go to `ssd`.
-    policy: which row of the tail makes room: "clock", "lfu" or "lru"; it changes speed, no result.
-    admission: which rows that come in the policy decides about: "none", that is every one, or "frequency": those that
-    were used more often lately than the row that would make room; others make room first. Speed, no result.
     plan: shares the bytes among the tables, given what each would need: `hotrow.plan_by_counts` makes one that knows
     how often each row is used; None: `plan_slots`, which does not.
     pins: by table, ids of rows that stay in DRAM beside those that the plan pins: each takes a cached slot for good.
@@ -76,8 +67,6 @@ class Memory:
     ssd: str | Path | None = None
     file: str | Path | None = None
     file_bytes: int | str | None = None
-    policy: Policy = "clock"
-    admission: Admission = "none"
     plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
     pins: Mapping[str, ArrayLike] | None = None
     force: bool = False
@@ -96,8 +85,6 @@ class Memory:
                 "exactly one folder, or, for rows to lie in file before they go to ssd, all three"
             )
         choices: dict[str, tuple[str, tuple[str, ...]]] = {
-            "policy": (self.policy, POLICIES),
-            "admission": (self.admission, ADMISSIONS),
             "writes": (self.writes, WRITES),
             "io": (self.io, IOS),
         }

@@ -30,9 +30,7 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, first_bad_id, row_key
 from hotrow.placement.budget import (
-    ADMISSIONS,
     LEAST_ROWS,
-    POLICIES,
     Memory,
     TableDemand,
     TableSlots,
@@ -202,7 +200,7 @@ class Tiers:
             self.stores.append(store)
             self._add_cache(caches, table, slots, self.stores[-1])
         ids, spans = _end_to_end(dict(enumerate(pins)))
-        # A flight that is never released: no policy lets its rows go, and batches find them.
+        # A flight that is never released: its rows never make room, and batches find them.
         self._pinned, _ = caches.admit(ids, spans, True, torch.get_num_threads())  # noqa: FBT003
         self.caches = caches
 
@@ -298,8 +296,6 @@ class Tiers:
         ]
         caches.add(
             (table.num_embeddings, slots.pinned, slots.cached),
-            POLICIES.index(self.memory.policy),
-            ADMISSIONS.index(self.memory.admission),
             (row_key(self.seed, table.name), bound, table.init.zero_rows, table.embedding_dim, _STORAGES[weight.dtype]),
             states,
             store.native,

@@ -133,8 +133,6 @@ def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
         ssd=ssd,
         file=chosen.file,
         file_bytes=chosen.file_bytes,
-        policy=chosen.policy,
-        admission=chosen.admission,
         writes=chosen.writes,
         force=chosen.force,
     )
