@@ -23,7 +23,6 @@ model.embedding_dim 16
 model.embedding_init None
 model.bottom_mlp [512, 256, 64]
 model.top_mlp [512, 256]
-model.interaction dot
 model.first_order False
 model.history_steps None
 model.attention_mlp None
@@ -78,9 +77,6 @@ hot.shuffled_end 0
 hot.window 4
 hot.eval_samples 65536
 hot.link None
-parallel.sharding auto
-parallel.exchange all_to_all
-parallel.wire_dtype fp32
 """
 
 
@@ -169,7 +165,7 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "hot": {"small_table": -1}}, "hot: small_table is -1; it must be a positive number of bytes"),
         ({"data": "d", "hot": {"schedule": "fae", "link": "fast"}}, "hot: link: size 'fast' is not understood"),
         ({"data": "d", "hot": {"schedule": "window", "link": "12GB"}}, "hot: link is '12GB', but only hot turns"),
-        ({"data": "d", "parallel": {"wire_dtype": "bf16"}}, r"parallel\.wire_dtype is 'bf16'; allowed: fp32"),
+        ({"data": "d", "parallel": {"sharding": "auto"}}, "parallel is no known key"),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (
             {"data": "d", "optimizer": {"sparse": {"name": "sgd", "eps": 1e-8}}},

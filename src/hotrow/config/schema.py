@@ -43,8 +43,6 @@ class ModelConfig(_Section):
     top_mlp: list[Width] = [512, 256]
     """Widths of the top MLP's hidden layers; the last layer, one logit, follows by itself. With `tbsm` all widths of
     the top MLP of a step, the last that of its vector."""
-    interaction: Literal["dot"] = "dot"
-    """How features meet. `dot`: every pair of the F + 1 vectors, without the pair of a vector with itself."""
     first_order: bool = False
     """Whether the logit also gets the first column of every pooled row and a linear map of the dense inputs, as in a
     logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP. Only for
@@ -333,17 +331,6 @@ class HotConfig(_Section):
         return self.schedule in ("fae", "fixed")
 
 
-class ParallelConfig(_Section):
-    """Training over several processes; this version runs in one, where these have nothing to decide."""
-
-    sharding: Literal["auto"] = "auto"
-    """`auto`: all tables in this process."""
-    exchange: Literal["all_to_all"] = "all_to_all"
-    """How pooled embeddings would travel between processes."""
-    wire_dtype: Literal["fp32"] = "fp32"
-    """Number format in which they would travel."""
-
-
 MEMORY_TAGS = ("word", "mapping")
 
 
@@ -372,7 +359,6 @@ class Config(_Section):
     count), the rest on disk in the run's folder. `dram`: all in DRAM; a run that does not fit is refused. A mapping
     says how much and where (below). The log's first line says what came of it; results are the same bits."""
     hot: HotConfig = HotConfig()
-    parallel: ParallelConfig = ParallelConfig()
     run: str | None = None
     """Folder of the run, which must not exist yet; null means runs/<dataset>-<model>-NNN with the next free number."""
 
