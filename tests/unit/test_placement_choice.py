@@ -18,7 +18,8 @@ from hotrow.data.packed.dataset import PackedDataset, Table
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.plan import choose as placement
-from hotrow.plan.choose import choose, required_bytes
+from hotrow.plan.choose import choose
+from hotrow.plan.demand import demands_of, required_bytes
 from hotrow.tables import TableConfig
 
 TABLES = [
@@ -162,7 +163,7 @@ class Counted:
 
 
 def test_the_accesses_of_the_training_split_decide(tmp_path: Path) -> None:
-    demands = placement.demands_of(config({}), TABLES, training=True)
+    demands = demands_of(config({}), TABLES, training=True)
     memory = choose(config({"dram": "40MiB"}, "train.batch_size=500"), TABLES, tmp_path, dataset=Counted())  # type: ignore[arg-type]
     assert memory is not None and memory.plan is not None
     large, small = memory.plan(demands, memory.slots_bytes)

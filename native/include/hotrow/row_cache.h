@@ -8,9 +8,9 @@
 //
 // The arrays have address space for num_rows slots; only slots in use have memory.
 //
-// A row of the tail makes room for another when a clock's hand finds that it has no uses left and no batch uses it. Each
-// use (at most one a batch, 15 in all) makes the hand pass once more. A new row starts with none, so a row seen once
-// leaves before one seen twice.
+// A row of the tail makes room for another when a clock's hand finds that it has no uses left and no batch uses it.
+// Each use (at most one a batch, 15 in all) makes the hand pass once more. A new row starts with none, so a row seen
+// once leaves before one seen twice.
 #pragma once
 
 #include <hotrow/row_bits.h>
@@ -70,8 +70,8 @@ class RowCache {
   RowCache(const CacheSizes& sizes, InitialRow initial, std::shared_ptr<Store> store, Slots slots);
 
   // slot_of[i] = slot of row ids[i]; every tail row among them is pinned, once per batch, and on its way to its slot
-  // until `ticket` is done. keep: the cache may keep the rows; if not, those that were not resident go to overflow slots,
-  // and to empty ones of the cache only if overflow is full. False if an id is out of range; what was pinned
+  // until `ticket` is done. keep: the cache may keep the rows; if not, those that were not resident go to overflow
+  // slots, and to empty ones of the cache only if overflow is full. False if an id is out of range; what was pinned
   // until then is in `pins`. batch: its number, 2 or more, larger than that of any since restart_batches(); several
   // calls may belong to one.
   template <class Id>
@@ -87,9 +87,9 @@ class RowCache {
   // Numbers of batches may begin at 2 again; batches in flight stay as they are.
   void restart_batches();
 
-  // The table has num_rows now, at least as many as before; rows beyond are untouched ones. slots: of arrays that are
-  // as long, into which everything is moved that lies in the old ones; every slot keeps its number, so batches may be
-  // in flight, but no read under way. A table whose rows are all pinned stays so. The store has grown before.
+  // Grows the table to num_rows, at least as many as before; the new rows are untouched ones. slots: of arrays of that
+  // length, into which everything in the old ones is moved. Every slot keeps its number, so batches may be in flight,
+  // but no read may be under way. A table whose rows are all pinned stays so. The store must have grown before.
   void grow(int64_t num_rows, Slots slots);
 
   // Rows [0, pinned) among those of slots[0 .. n) were written to.
@@ -100,11 +100,12 @@ class RowCache {
   const RowBits& changed() const { return changed_; }
   void clear_changed() { changed_.clear(); }
 
-  // Gives the store every row that differs from it, the pinned ones included, unless all are; flush it for durability.
+  // Gives the store every row that differs from it, and every pinned row unless all are pinned; flush the store for
+  // durability.
   void write_back();
 
   CacheCounters counters() const { return counters_; }
-  // Bytes of everything here but slots: the map, two bits for each row, and what is known of each slot.
+  // Bytes of everything here but slots: the map, two bits for each row, and the entry of each slot.
   int64_t num_bytes() const;
   // Of it, the map from ids to slots alone.
   int64_t map_bytes() const { return static_cast<int64_t>(map_.size() * sizeof(map_[0])); }

@@ -1,4 +1,4 @@
-"""The folder of a collection's files: its own, locked while it lives, and rid of what killed processes left."""
+"""The folder of a collection's files: locked while the collection lives; what killed processes left is removed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PREFIX, SUFFIX = "hotrow-rows-", ".rows"
-"""Of a folder, and of every file in it."""
+"""How the folder's name begins, and how the name of every file in it ends."""
 
 
 class FolderError(OSError):
-    """A folder in which no files can be made; says so without the system's number, which is in `errno`."""
+    """The error for a folder that takes no files. Its text leaves out the system's number, which is in `errno`."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def takes_no_files(folder: Path) -> str | None:
-    """Why no folder can be made in `folder`, or where it will be; None: it seems that one can. Nothing is made."""
+    """Returns why no folder can be made in `folder`; None if it seems that one can. Makes nothing."""
     there = folder.absolute()
     while not os.path.lexists(there):
         there = there.parent
@@ -32,16 +32,16 @@ def takes_no_files(folder: Path) -> str | None:
 
 
 class OwnFolder:
-    """A new folder in `parent`, whose lock says that somebody uses it.
+    """A new folder in `parent`, with a lock that says that it is in use.
 
-    Folders beside it whose owner is dead are removed first: a killed process cannot do so itself. Raises FolderError
-    naming `parent` where it cannot be written.
+    Folders beside it whose owner is dead are removed first, because a killed process cannot remove its own. Raises
+    FolderError, which names `parent`, if it cannot be written.
     """
 
     def __init__(self, parent: Path) -> None:
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _locked(parent):  # nobody looks while the new folder is not locked yet
+            with _locked(parent):  # so that nobody removes the new folder before it is locked
                 remove_left_folders(parent)
                 self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -51,14 +51,14 @@ class OwnFolder:
             raise FolderError(error.errno, f"no files can be made in {parent}: {error.strerror}; {cure}") from error
 
     def remove(self) -> None:
-        """The folder, what is in it, and the lock."""
+        """Removes the folder with its files, and gives back the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # explicitly: a forked child may hold the descriptor too
         os.close(self._descriptor)
 
 
 def remove_left_folders(parent: Path) -> list[Path]:
-    """Remove folders of rows that nobody has locked; those that were."""
+    """Removes folders of rows that nobody has locked, and returns them."""
     return [
         path for path in parent.glob(f"{PREFIX}*") if path.is_dir() and not path.is_symlink() and _remove_left(path)
     ]
@@ -72,10 +72,10 @@ def _remove_left(path: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if any(file.suffix != SUFFIX for file in path.iterdir()):
-            return False  # not ours after all
+            return False  # not hotrow's
         shutil.rmtree(path, ignore_errors=True)
         return not path.exists()
-    except (BlockingIOError, FileNotFoundError):  # somebody's, who may just remove it
+    except (BlockingIOError, FileNotFoundError):  # in use, or just removed by its owner
         return False
     finally:
         os.close(descriptor)
