@@ -1,4 +1,4 @@
-"""The file of one table's rows: a header that says to which table it belongs, a lock, and what its file system allows.
+"""The file of one table's rows (a header, a lock, what its file system allows), and the folder of a collection's files.
 
     [ header: one page, JSON and zeros | records ... | tail: one page that is never written ]
 
@@ -13,7 +13,10 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +39,8 @@ NETWORK = (
 )
 """File systems by their names in /proc/self/mountinfo. An overlay, and a FUSE mount without a subtype, do not tell what
 they lie on: they pass for disks."""
+PREFIX, SUFFIX = "hotrow-rows-", ".rows"
+"""How the name of a collection's folder begins, and how the name of every file in it ends."""
 Kind = Literal["dram", "mapped", "block", "gathered"]
 BLOCKS: tuple[Kind, ...] = ("block", "gathered")
 """Files past the page cache. Only the process that made a "gathered" one can find its rows (gathered_store.h)."""
@@ -283,3 +288,80 @@ def direct_io(folder: Path) -> dict[str, Any]:
         return {"direct_io": False, "direct_io_refused": reason, "sector_bytes": None}
     os.close(descriptor)
     return {"direct_io": True, "direct_io_refused": None, "sector_bytes": sector}
+
+
+class FolderError(OSError):
+    """The error for a folder that takes no files. Its text leaves out the system's number, which is in `errno`."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def takes_no_files(folder: Path) -> str | None:
+    """Returns why no folder can be made in `folder`; None if it seems that one can. Makes nothing."""
+    there = folder.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"this process may not write in {there}"
+
+
+class OwnFolder:
+    """A new folder in `parent`, with a lock that says that it is in use.
+
+    Folders beside it whose owner is dead are removed first, because a killed process cannot remove its own. Raises
+    FolderError, which names `parent`, if it cannot be written.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        try:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(parent):  # so that nobody removes the new folder before it is locked
+                remove_left_folders(parent)
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            cure = "choose another folder for tables on disk (config memory.ssd or memory.file, or hotrow.Memory)"
+            raise FolderError(error.errno, f"no files can be made in {parent}: {error.strerror}; {cure}") from error
+
+    def remove(self) -> None:
+        """Removes the folder with its files, and gives back the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # explicitly: a forked child may hold the descriptor too
+        os.close(self._descriptor)
+
+
+def remove_left_folders(parent: Path) -> list[Path]:
+    """Removes folders of rows that nobody has locked, and returns them."""
+    return [
+        path for path in parent.glob(f"{PREFIX}*") if path.is_dir() and not path.is_symlink() and _remove_left(path)
+    ]
+
+
+def _remove_left(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False  # another user's
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if any(file.suffix != SUFFIX for file in path.iterdir()):
+            return False  # not hotrow's
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+    except (BlockingIOError, FileNotFoundError):  # in use, or just removed by its owner
+        return False
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -38,8 +38,7 @@ from hotrow.placement.budget import (
     plan_slots,
 )
 from hotrow.placement.budget import num_bytes as planned_bytes
-from hotrow.placement.folder import SUFFIX, OwnFolder
-from hotrow.placement.store_file import TableRows, no_disk
+from hotrow.placement.store_file import SUFFIX, OwnFolder, TableRows, no_disk
 from hotrow.placement.stores import Engines, Store, StoreError, open_cached_store, open_store
 from hotrow.tables import TableConfig
 

@@ -13,13 +13,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hotrow.base.files import available_memory_bytes, disk_free_bytes, parse_bytes, size
+from hotrow.base.files import available_memory_bytes, disk_free_bytes, size
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
-from hotrow.placement.folder import takes_no_files
-from hotrow.placement.store_file import no_disk
+from hotrow.placement.store_file import no_disk, takes_no_files
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.demand import copies_bytes, demands_of, most_rows, required_bytes
 from hotrow.plan.solve import CountsPlan, plan_by_counts
