@@ -27,8 +27,8 @@ from hotrow.batch import Batch
 from hotrow.config.load import load_config
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs, trainer
-from hotrow.run.parts import Parts
 from hotrow.run.meters import StepClock
+from hotrow.run.parts import Parts
 from hotrow.study import bench
 
 ROOT = Path(__file__).resolve().parent.parent

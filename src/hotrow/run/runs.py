@@ -28,7 +28,8 @@ from hotrow.data.packed.format import Ragged
 from hotrow.kernels import ops
 from hotrow.models.tbsm import SUFFIX
 from hotrow.placement.stores import StoreError
-from hotrow.plan.choose import copies_bytes, describe, disk_shortfall, required_bytes
+from hotrow.plan.choose import describe, disk_shortfall
+from hotrow.plan.demand import copies_bytes, required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
 from hotrow.run.parts import storage_line

@@ -21,9 +21,9 @@ from hotrow.config.load import make_config
 from hotrow.config.schema import Config, DenseDtype
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.hot.turns import check_hot
-from hotrow.placement.budget import Memory
-from hotrow.placement.device_budget import DeviceMemory
-from hotrow.plan.choose import choose, demands_of, most_rows, moved, record_bytes, required_bytes
+from hotrow.placement.budget import DeviceMemory, Memory
+from hotrow.plan.choose import choose, moved
+from hotrow.plan.demand import demands_of, most_rows, record_bytes, required_bytes
 from hotrow.run.checkpoint_manifest import MANIFEST, Manifest
 from hotrow.run.checkpoint_tensors import CURE
 from hotrow.run.record import read_extra
