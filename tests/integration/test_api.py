@@ -177,7 +177,7 @@ def test_fit_stopped_in_preparation_goes_on_by_the_same_call(
         with pytest.raises(Interrupted, match="run the same command to go on"):
             hotrow.fit(data, **options)
     begun = sorted(path.parent for path in Path().glob("**/run.json"))
-    with pytest.raises(ValueError, match=r"was stopped in preparing its data.* to go on there, run again: "):
+    with pytest.raises(ValueError, match=r"was stopped while it prepared its data.* to continue, run again: "):
         resume(begun[0])
     said: list[str] = []
     monkeypatch.setattr(api, "prepare", lambda opened, out, **_: prepare(opened, out, announce=said.append))

@@ -134,7 +134,7 @@ def test_demo_takes_what_prepare_and_train_take(
     by_rule = hotrow("demo", *common, "--label", "rating >= 4", "--split", "random", **tools)
     assert "x" in PackedDataset.open(Path(by_rule["run_dir"]) / "data").info.dense_names
     for wrong, message in [
-        (("--set", "train.epoch=1"), "'train.epoch' is not known; did you mean 'train.epochs'"),
+        (("--set", "train.epoch=1"), "unknown option 'train.epoch'; did you mean 'train.epochs'"),
         (("--set", "nothing"), "--set 'nothing' has no name and value"),
         (("--set", "train..epochs=1"), "--set 'train..epochs=1' has no name and value"),
         (("--split", "chrono"), "chrono"),
@@ -143,7 +143,7 @@ def test_demo_takes_what_prepare_and_train_take(
         assert message in hotrow("demo", "--data", "my.parquet", "--label", "rating >= 4", *wrong, code=2, **tools)
     assert "none.yaml: No such file" in hotrow("demo", "--data", "my.parquet", "--schema", "none.yaml", code=2, **tools)
     assert len(list(Path("runs").iterdir())) == 2, "a wrong option began a run"
-    assert "for your own logs" in hotrow("demo", "--schema", "schema.yaml", code=2, **tools)
+    assert "need your own logs" in hotrow("demo", "--schema", "schema.yaml", code=2, **tools)
 
 
 def test_demo_repeats_and_is_named_for_people(
@@ -333,7 +333,7 @@ def test_bad_input_is_one_line_with_a_cure(
         (["demo", "--data", "absent.csv", "--fractions", "1,0"], "options: split.fractions"),
         (
             ["prepare", "csv", "clicks.txt", "--out", "x", "--schema", "s.yaml", "--label", "y"],
-            "label is a hint for guessing",
+            "label helps to guess",
         ),
         (["prepare", "criteo", "clicks.txt", "--out", "x", "--time", "y"], "source criteo has its own time"),
     ],

@@ -91,7 +91,7 @@ def test_eval_judges_new_labelled_rows(
     _, err = command("eval", *no_label, capfd=capfd, monkeypatch=monkeypatch, code=2)
     assert "lacks column 'click'" in err
     _, err = command("eval", *no_label, "--split", "val", capfd=capfd, monkeypatch=monkeypatch, code=2)
-    assert "give one of them" in err
+    assert "give one or the other" in err
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

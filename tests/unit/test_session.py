@@ -85,7 +85,9 @@ def test_cores_to_pin(pin: str, num_threads: int, nodes: list[list[int]], cores:
 
 
 def test_more_threads_than_cores() -> None:
-    with pytest.raises(ValueError, match=r"train\.pin is 'cores', but 9 threads have 8 cores; lower train\.threads"):
+    with pytest.raises(
+        ValueError, match=r"train\.pin is 'cores', but there are 9 threads and 8 cores; lower train\.threads"
+    ):
         cores_to_pin("cores", 9, TWO_NODES)
 
 
