@@ -12,9 +12,8 @@ import pytest
 
 from hotrow.data.chunk import RowError
 from hotrow.data.sources import histories
-from hotrow.data.sources.histories import HistoriesSource, open_columns
+from hotrow.data.sources.histories import HistoriesSource, RowSort, open_columns
 from hotrow.data.sources.registry import open_source
-from hotrow.data.sources.rowsort import RowSort
 from hotrow.data.sources.schema import Schema, parse_schema
 from raw_rows import read
 

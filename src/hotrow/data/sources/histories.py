@@ -6,7 +6,7 @@
              7     30    c                                                    1      7     c     [a, b]
                                                                               0      7     y     [a, b]
 
-Events may lie in any order: they are sorted by user and time first, on disk (`rowsort.py`). A sample knows nothing of
+Events may lie in any order: they are sorted by user and time first, on disk (`RowSort`). A sample knows nothing of
 its own time or later but its target: neither its history, nor what is drawn, nor which events become targets. So a
 split by time leaks nothing, and rows that train do not change with those that test. Everything drawn is a function of
 (seed, user, number of the event among the user's).
@@ -18,11 +18,12 @@ history's column is the event's with `_history` behind it. New rows to predict c
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,6 @@ from hotrow.data.mix import GOLDEN, mix64
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files
 from hotrow.data.sources.convert import IdEncoding
 from hotrow.data.sources.inputs import prefetch
-from hotrow.data.sources.rowsort import Columns, RowSort
 from hotrow.data.sources.schema import HISTORY, HistoriesSpec, Schema
 
 NEGATIVE_SALT = 0xE6
@@ -286,3 +286,88 @@ def _without_negative(spec: HistoriesSpec, user: int, time: int) -> str:
         f"{spec.user} {user} at {time}: left out, since {TRIES} draws from what was seen before gave no "
         f"{spec.item} that is new to the {spec.user}"
     )
+
+
+Columns = tuple[NDArray[np.int64], ...]
+
+ROWS_IN_MEMORY = 1 << 21
+"""Of a run while it is sorted, and of a piece while it is merged: with 4 columns and their order about 200 MB."""
+
+
+class RowSort:
+    """Sorts rows of int64 columns by the first two, more rows than fit in memory: sorted runs on disk, then merged.
+
+        sort = RowSort(num_columns=3)
+        sort.add([users, times, items])          # any number of times
+        users, times, items = sort.sorted()      # by user, then time; equal rows in the order they were added
+
+    Its files lie where `tempfile` puts them (TMPDIR) and never have a name, so their disk space is free as soon as the
+    process ends, however it ends.
+    """
+
+    def __init__(self, num_columns: int, *, rows_in_memory: int = ROWS_IN_MEMORY) -> None:
+        self.num_columns, self._rows_in_memory = num_columns, rows_in_memory
+        self._waiting: list[Columns] = []
+        self._num_waiting = 0
+        self._runs: list[Columns] = []
+
+    def add(self, columns: Sequence[NDArray[np.int64]]) -> None:
+        """Rows to be sorted: columns of one length."""
+        assert len(columns) == self.num_columns
+        for start in range(0, len(columns[0]), self._rows_in_memory):
+            piece = tuple(column[start : start + self._rows_in_memory] for column in columns)
+            if self._num_waiting + len(piece[0]) > self._rows_in_memory:
+                self._write_run()
+            self._waiting.append(piece)
+            self._num_waiting += len(piece[0])
+
+    def sorted(self) -> Columns:
+        """All rows in order, each column a read-only mapped file; the runs are gone after it."""
+        self._write_run()
+        with ExitStack() as stack:
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(self.num_columns)]
+            for piece in self._merged():
+                for file, column in zip(files, piece, strict=True):
+                    file.write(column.data)
+            self._runs.clear()
+            return tuple(_mapped(file, 1)[0] for file in files)
+
+    def _write_run(self) -> None:
+        if not self._num_waiting:
+            return
+        with tempfile.TemporaryFile() as file:
+            for column in _in_order(self._waiting):
+                file.write(column.data)
+            self._runs.append(_mapped(file, self.num_columns))
+        self._waiting, self._num_waiting = [], 0
+
+    def _merged(self) -> Iterator[Columns]:
+        """The rows of all runs in order, about `rows_in_memory` at a time; rows of one first key come together."""
+        at = [0] * len(self._runs)
+        step = max(1, self._rows_in_memory // max(1, len(self._runs)))
+        while any(start < len(run[0]) for start, run in zip(at, self._runs, strict=True)):
+            ahead = [int(run[0][i + step]) for i, run in zip(at, self._runs, strict=True) if i + step < len(run[0])]
+            stops = self._stops(min(ahead), "left") if ahead else [len(run[0]) for run in self._runs]
+            if stops == at:  # one key fills the piece
+                stops = self._stops(min(ahead), "right")
+            ranges = zip(self._runs, at, stops, strict=True)
+            yield _in_order([tuple(column[i:j] for column in run) for run, i, j in ranges if i < j])
+            at = stops
+
+    def _stops(self, key: int, side: Literal["left", "right"]) -> list[int]:
+        return [int(np.searchsorted(run[0], key, side=side)) for run in self._runs]
+
+
+def _in_order(pieces: Sequence[Columns]) -> Columns:
+    """The rows of all pieces, sorted; stable."""
+    columns = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
+    order = np.lexsort((columns[1], columns[0]))
+    return tuple(column[order] for column in columns)
+
+
+def _mapped(file: IO[bytes], num_columns: int) -> Columns:
+    """The columns of a file that holds them one behind the other; they outlive its closing."""
+    file.flush()
+    if not file.tell():
+        return tuple(np.empty(0, np.int64) for _ in range(num_columns))  # nothing cannot be mapped
+    return tuple(np.memmap(file, dtype=np.int64, mode="r").view(np.ndarray).reshape(num_columns, -1))
