@@ -19,7 +19,7 @@ import pytest
 from hotrow.data.chunk import RowError
 from hotrow.data.sources import tabular
 from hotrow.data.sources.columns import ColumnsSource, open_table
-from hotrow.data.sources.dictionary import CodedKeys, column_of
+from hotrow.data.sources.convert import CodedKeys, column_of
 from hotrow.data.sources.guess import guess_schema
 from hotrow.data.sources.inputs import InputFile, find_files
 from hotrow.data.sources.schema import CsvSpec, Schema, parse_schema

@@ -21,8 +21,7 @@ from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare import encoder, spill
 from hotrow.data.prepare.encoder import EncoderPool, TableEncoder
 from hotrow.data.prepare.spill import CounterPool
-from hotrow.data.sources.convert import text_keys
-from hotrow.data.sources.dictionary import CodedKeys
+from hotrow.data.sources.convert import CodedKeys, text_keys
 from resealed import reseal
 
 

@@ -44,9 +44,8 @@ from hotrow.data.packed.dataset import (
     Table,
 )
 from hotrow.data.packed.vocabulary import Vocabulary
-from hotrow.data.prepare.encoder import EncoderPool
+from hotrow.data.prepare.encoder import EncoderPool, RowEncoder
 from hotrow.data.prepare.estimate import estimate_work
-from hotrow.data.prepare.rowencoder import RowEncoder
 from hotrow.data.prepare.spill import SNAPSHOT, CounterPool
 from hotrow.data.prepare.split import (
     TRAIN,
@@ -60,7 +59,7 @@ from hotrow.data.prepare.split import (
 )
 from hotrow.data.prepare.workfolder import COUNTS, STATE, Mark, WorkFolder
 from hotrow.data.sources.columns import ColumnsSource
-from hotrow.data.sources.dictionary import column_of
+from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.jagged import select_ids, select_rows
 from hotrow.data.sources.registry import OpenedSource, check_split, rows_per_file
 from hotrow.data.sources.schema import SPLITS

@@ -31,8 +31,8 @@ from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
 from hotrow.data.packed.dataset import Ids, PackedDataset, Ragged
 from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE
 from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.prepare.encoder import RowEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
-from hotrow.data.prepare.rowencoder import RowEncoder
 from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.sources.columns import open_table

@@ -36,7 +36,7 @@ from hotrow.base.records import STRICT, Count, Document
 from hotrow.data.chunk import KeyKind, Keys
 from hotrow.data.native import Counter, merge_runs
 from hotrow.data.packed.vocabulary import TableSummary, build_vocabulary
-from hotrow.data.sources.dictionary import CodedKeys
+from hotrow.data.sources.convert import CodedKeys
 from hotrow.data.sources.jagged import interleave
 
 MAX_RUNS = 64

@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 
 from hotrow.data.chunk import SKIP_CURE, Chunk, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
 from hotrow.data.sources.convert import (
+    CodedKeys,
+    DictionaryReader,
     Fault,
     IdEncoding,
+    KeyColumns,
     TimeReader,
     default_encoding,
     kind_of,
@@ -27,7 +30,6 @@ from hotrow.data.sources.convert import (
     to_label,
     to_numbers,
 )
-from hotrow.data.sources.dictionary import CodedKeys, DictionaryReader, KeyColumns
 from hotrow.data.sources.inputs import InputFile, find_files, prefetch
 from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
