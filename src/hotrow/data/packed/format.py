@@ -312,6 +312,17 @@ def concatenate_ids(pieces: Sequence[Ids]) -> Ids:
     return Ragged(np.concatenate([piece.values for piece in ragged]), splits)
 
 
+def select_ids(ids: Ids, mask: NDArray[np.bool_]) -> Ids:
+    """The rows of encoded ids whose mask [num_rows] is set."""
+    if mask.all():
+        return ids
+    if not isinstance(ids, Ragged):
+        return ids[mask]
+    lengths = np.diff(ids.row_splits)
+    values = ids.values[np.repeat(mask, lengths)]
+    return Ragged(values, np.concatenate([[0], np.cumsum(lengths[mask])]))
+
+
 def check_values(info: DatasetInfo, block: Block) -> None:
     """Raises ValueError naming column and row unless labels are 0 or 1, dense finite, ids within their tables."""
     bad = (block.label != 0) & (block.label != 1)

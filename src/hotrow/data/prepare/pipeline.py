@@ -32,7 +32,7 @@ from hotrow.base.files import available_memory_bytes, explain_full_disk, file_na
 from hotrow.base.machine import usable_cores
 from hotrow.base.progress_meter import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, checked
-from hotrow.data.chunk import Chunk, Position, SourceInfo
+from hotrow.data.chunk import Chunk, Position, SourceInfo, select_rows
 from hotrow.data.packed.dataset import (
     ROWS_PER_BLOCK,
     DatasetInfo,
@@ -43,6 +43,7 @@ from hotrow.data.packed.dataset import (
     SourceFile,
     Table,
 )
+from hotrow.data.packed.format import select_ids
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.encoder import EncoderPool, RowEncoder
 from hotrow.data.prepare.estimate import estimate_work
@@ -60,7 +61,6 @@ from hotrow.data.prepare.split import (
 from hotrow.data.prepare.workfolder import COUNTS, STATE, Mark, WorkFolder
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.convert import column_of
-from hotrow.data.sources.jagged import select_ids, select_rows
 from hotrow.data.sources.registry import OpenedSource, check_split, rows_per_file
 from hotrow.data.sources.schema import SPLITS
 from hotrow.data.sources.synthetic import SyntheticSource

@@ -33,11 +33,10 @@ from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.files import check_name, explain_full_disk, file_name
 from hotrow.base.records import STRICT, Count, Document
-from hotrow.data.chunk import KeyKind, Keys
+from hotrow.data.chunk import KeyKind, Keys, interleave
 from hotrow.data.native import Counter, merge_runs
 from hotrow.data.packed.vocabulary import TableSummary, build_vocabulary
 from hotrow.data.sources.convert import CodedKeys
-from hotrow.data.sources.jagged import interleave
 
 MAX_RUNS = 64
 """A table with this many runs has them merged into one: a merge keeps every run open, and files are limited."""

@@ -18,9 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import KeyKind, Keys
+from hotrow.data.chunk import KeyKind, Keys, take_keys
 from hotrow.data.native import count_codes
-from hotrow.data.sources.jagged import take_keys
 from hotrow.data.sources.schema import CategoricalSpec, LabelSpec
 
 IdEncoding = Literal["int", "uint64", "bytes"]
