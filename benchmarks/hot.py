@@ -47,7 +47,7 @@ from benchmarks import hot_quality, hot_trackers
 from benchmarks.results import record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, column_ids, make_setting
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle

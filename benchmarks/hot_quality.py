@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.markdown import held, table
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.taobao import HISTORIES_SCHEMA

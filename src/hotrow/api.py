@@ -36,9 +36,9 @@ from hotrow.base.progress_meter import ProgressCallback
 from hotrow.config.load import apply_overrides, make_config, options, read_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import fingerprint, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.sources.guess import Role

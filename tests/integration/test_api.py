@@ -22,7 +22,7 @@ import hotrow
 from hotrow import api
 from hotrow.base.progress_meter import Progress
 from hotrow.data.chunk import RowError
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.run.folder import RunFolder
 from hotrow.run.metrics import BinaryMetrics

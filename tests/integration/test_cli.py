@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from hotrow.cli import app as cli
 from hotrow.cli import demo
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from resealed import reseal

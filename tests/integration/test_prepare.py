@@ -23,7 +23,7 @@ import pytest
 
 from hotrow.data.chunk import RowError
 from hotrow.data.packed import writer as packed_writer
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import estimate, pipeline
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder, parse_bytes, run_prepare

@@ -21,8 +21,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.taobao import HISTORIES_SCHEMA

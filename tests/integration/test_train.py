@@ -20,7 +20,7 @@ from hotrow import Run
 from hotrow.base import progress
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from test_prepare_laws import StopAfter
 
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import pipeline
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.sources import histories

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrow.batch import Batch
-from hotrow.data.packed.dataset import PackedDataset, Split
 from hotrow.data.packed.loader import Loader, LoaderState, permutation
+from hotrow.data.packed.reader import PackedDataset, Split
 from packed_data import make_rows, write_dataset
 
 NUM_ROWS = 1037  # 4 parts, 11 blocks, the last of 37 rows

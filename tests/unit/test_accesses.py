@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.inspect import accesses
 from hotrow.inspect.accesses import RowCounts, open_accesses, split_accesses, trace_accesses
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 import hotrow
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.columns import open_table

@@ -15,7 +15,9 @@ import pytest
 from benchmarks import hot_study
 from hotrow.config.load import make_config, parse_yaml
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.writer import PackedWriter
 from hotrow.hot.threshold import by_threshold
 from hotrow.run import runs
 from hotrow.study import hot, runner

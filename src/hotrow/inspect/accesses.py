@@ -235,7 +235,10 @@ LEAST_WAITING = 1 << 18
 
 
 class RowCounts:
-    """count[id] += 1; memory 16 bytes per different id, and as much again while merging."""
+    """Accesses per row of ids that come in pieces, for id spaces too large for an array of counts.
+
+    Memory: 16 bytes per distinct id, and as much again while merging.
+    """
 
     def __init__(self) -> None:
         self._rows, self._counts = np.empty(0, np.int64), np.empty(0, np.int64)

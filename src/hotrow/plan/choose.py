@@ -15,7 +15,7 @@ from typing import Any
 
 from hotrow.base.files import available_memory_bytes, disk_free_bytes, parse_bytes, size
 from hotrow.config.schema import Config, MemoryConfig
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots

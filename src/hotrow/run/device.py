@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hotrow.base.files import parse_bytes, size
 from hotrow.config.schema import Config, DenseDtype
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory
 from hotrow.placement.device_budget import DeviceMemory
 from hotrow.plan.choose import choose, demands_of, most_rows, moved, required_bytes

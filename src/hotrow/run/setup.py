@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hotrow import optim
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models import build_model
 from hotrow.placement.budget import Memory

@@ -23,8 +23,8 @@ from hotrow.base.files import size
 from hotrow.base.progress import ProgressLine, duration, rate
 from hotrow.batch import Batch
 from hotrow.config.schema import Config, MemoryConfig, interval_steps, is_due
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.kernels import ops

@@ -1,7 +1,8 @@
 """What a packed dataset holds, as plain data: `dataset.json` in both directions, column types, the values allowed.
 
-docs/format.md is the specification; this file and it say the same. Writing is in `packed_writer`, reading in
-`packed_reader`; users import all of it from `hotrow.data.packed.dataset`.
+A packed dataset is prepared rows in a folder of Arrow files, memory-mapped. docs/format.md is its specification; this
+file and it say the same. `writer` turns rows into parts, `reader` maps the columns and checks them when first read,
+`loader` makes shuffled batches and can resume at any of them.
 """
 
 from __future__ import annotations

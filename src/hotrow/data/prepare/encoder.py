@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from hotrow.base.files import check_name, explain_full_disk, open_private
 from hotrow.data.chunk import Chunk, Keys
 from hotrow.data.native import hash_keys, stores_bytes
-from hotrow.data.packed.dataset import Ids, Ragged
+from hotrow.data.packed.format import Ids, Ragged
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.sources.convert import CodedKeys, column_of
 from hotrow.data.sources.schema import Schema

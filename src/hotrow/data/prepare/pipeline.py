@@ -33,18 +33,10 @@ from hotrow.base.machine import usable_cores
 from hotrow.base.progress_meter import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, checked
 from hotrow.data.chunk import Chunk, Position, SourceInfo, select_rows
-from hotrow.data.packed.dataset import (
-    ROWS_PER_BLOCK,
-    DatasetInfo,
-    DenseColumn,
-    Feature,
-    PackedDataset,
-    PackedWriter,
-    SourceFile,
-    Table,
-)
-from hotrow.data.packed.format import select_ids
+from hotrow.data.packed.format import ROWS_PER_BLOCK, DatasetInfo, DenseColumn, Feature, SourceFile, Table, select_ids
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.prepare.encoder import EncoderPool, RowEncoder
 from hotrow.data.prepare.estimate import estimate_work
 from hotrow.data.prepare.spill import SNAPSHOT, CounterPool

@@ -28,8 +28,8 @@ from hotrow.base.progress_meter import ProgressCallback
 from hotrow.base.records import STRICT, Count, checked
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
-from hotrow.data.packed.dataset import Ids, PackedDataset, Ragged
-from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE
+from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE, Ids, Ragged
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.encoder import RowEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
