@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks.markdown import held, table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.layouts import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.classify import hot_samples
 from hotrow.hot.student import interval
@@ -59,7 +59,7 @@ def taobao(data: Path, folder: Path) -> Path:
     """The real clicks, packed: at each event of a user but the first what came, and what did not."""
     packed = folder / "taobao-110k"
     if not (packed / "dataset.json").exists():
-        value = HISTORIES_SCHEMA.to_json()
+        value = TAOBAO_HISTORIES_SCHEMA.to_json()
         value["histories"] |= {"every": 1}
         schema = parse_schema(value, where="benchmarks.hot_quality")
         run_prepare("taobao-histories", str(data / TAOBAO), packed, schema=schema, min_count=1)

@@ -6,14 +6,19 @@ from pathlib import Path
 import pytest
 
 from hotrow.data.chunk import RowError
-from hotrow.data.sources.avazu import COLUMNS as AVAZU_COLUMNS
-from hotrow.data.sources.avazu import looks_like_avazu, open_avazu
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.criteo import CriteoSource
-from hotrow.data.sources.movielens import movielens_layout, open_movielens
+from hotrow.data.sources.layouts import (
+    AVAZU_COLUMNS,
+    looks_like_avazu,
+    looks_like_taobao,
+    movielens_layout,
+    open_avazu,
+    open_movielens,
+    open_taobao,
+)
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.taobao import looks_like_taobao, open_taobao
 from raw_rows import read
 
 
@@ -106,7 +111,7 @@ def test_movielens_layouts_read_alike(tmp_path: Path, name: str) -> None:
 def test_movielens_layout_must_be_one_of_the_published(tmp_path: Path) -> None:
     path = tmp_path / "u.item"
     path.write_text("1|Toy Story (1995)|01-Jan-1995\n")
-    with pytest.raises(ValueError, match=r"u\.item:1: '1\|Toy Story .* is no MovieLens rating"):
+    with pytest.raises(ValueError, match=r"u\.item:1: '1\|Toy Story .* is not a MovieLens rating"):
         open_movielens(path)
     assert movielens_layout("1::1193::5::978300760") == "1m"
 

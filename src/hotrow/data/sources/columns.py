@@ -1,8 +1,7 @@
 """Any table as a source: CSV, Parquet, hive folders, URIs, and frames in memory, read by a schema.
 
 `ColumnsSource` puts a reader (`tabular.py`: rows of files) and converters (`convert.py`: exact values or faults)
-together into chunks. The built-in layouts (`movielens.py`, `avazu.py`, `taobao.py`) are this class with a schema of
-their own.
+together into chunks. The built-in layouts (`layouts.py`) are this class with a schema of their own.
 """
 
 from __future__ import annotations

@@ -9,20 +9,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotrow.data.chunk import Source
-from hotrow.data.sources.avazu import SCHEMA as AVAZU_SCHEMA
-from hotrow.data.sources.avazu import looks_like_avazu, open_avazu
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, is_paths
 from hotrow.data.sources.convert import IdEncoding
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.guess import Role, guess_columns
 from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
-from hotrow.data.sources.movielens import movielens_layout, open_movielens
+from hotrow.data.sources.layouts import (
+    AVAZU_SCHEMA,
+    TAOBAO_HISTORIES_SCHEMA,
+    TAOBAO_SCHEMA,
+    looks_like_avazu,
+    looks_like_taobao,
+    movielens_layout,
+    open_avazu,
+    open_movielens,
+    open_taobao,
+)
 from hotrow.data.sources.schema import Schema, nearest, parse_schema
 from hotrow.data.sources.synthetic_file import open_synthetic
 from hotrow.data.sources.tabular import is_parquet
-from hotrow.data.sources.taobao import HISTORIES_SCHEMA, looks_like_taobao, open_taobao
-from hotrow.data.sources.taobao import SCHEMA as TAOBAO_SCHEMA
 
 SOURCE_NAMES = (
     *("criteo", "avazu", "taobao", "taobao-histories", "movielens"),
@@ -134,7 +140,7 @@ def open_source(
     if name == "movielens":
         source = open_movielens(data, schema, **options)
     elif name in ("taobao", "taobao-histories"):
-        own = TAOBAO_SCHEMA if name == "taobao" else HISTORIES_SCHEMA
+        own = TAOBAO_SCHEMA if name == "taobao" else TAOBAO_HISTORIES_SCHEMA
         source = open_taobao(data, schema or own, name=name, **options)
     elif name == "avazu":
         source = open_avazu(data, schema or AVAZU_SCHEMA, **options)
