@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from hotrow.data.chunk import Chunk, Position
-from hotrow.data.sources.synthetic import (
+from hotrow.data.sources.synthetic import SyntheticSource, write_criteo
+from hotrow.data.sources.synthetic_config import (
     PRESETS,
     SyntheticConfig,
     SyntheticDense,
-    SyntheticSource,
     SyntheticTable,
     criteo_kaggle,
     criteo_terabyte,
-    write_criteo,
 )
 from hotrow.data.sources.synthetic_rows import CELL_ROWS, Generator, _exchange, _salt, sigmoid
 from hotrow.run.metrics import auc

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from hotrow.data.sources.registry import open_source
+from hotrow.data.sources.synthetic import SyntheticPreset, open_synthetic, parse_synthetic
 from hotrow.data.sources.synthetic_config import (
     SyntheticConfig,
     SyntheticDense,
@@ -18,7 +19,6 @@ from hotrow.data.sources.synthetic_config import (
     criteo_kaggle,
     criteo_terabyte,
 )
-from hotrow.data.sources.synthetic_file import SyntheticPreset, open_synthetic, parse_synthetic
 
 DOCS = Path(__file__).parents[2] / "docs" / "prepare.md"
 TABLES = [

@@ -27,7 +27,7 @@ from hotrow.data.sources.layouts import (
     open_taobao,
 )
 from hotrow.data.sources.schema import Schema, nearest, parse_schema
-from hotrow.data.sources.synthetic_file import open_synthetic
+from hotrow.data.sources.synthetic import open_synthetic
 from hotrow.data.sources.tabular import is_parquet
 
 SOURCE_NAMES = (
