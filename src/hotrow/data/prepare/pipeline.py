@@ -37,7 +37,7 @@ from hotrow.data.packed.format import ROWS_PER_BLOCK, DatasetInfo, DenseColumn, 
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.packed.writer import PackedWriter
-from hotrow.data.prepare.encoder import EncoderPool, RowEncoder
+from hotrow.data.prepare.encoder import DenseTransform, EncoderPool, Moments, MomentsRecord, RowEncoder
 from hotrow.data.prepare.estimate import estimate_work
 from hotrow.data.prepare.spill import SNAPSHOT, CounterPool
 from hotrow.data.prepare.split import (
@@ -56,7 +56,6 @@ from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.registry import OpenedSource, check_split, rows_per_file
 from hotrow.data.sources.schema import SPLITS
 from hotrow.data.sources.synthetic import SyntheticSource
-from hotrow.data.sources.transforms import DenseTransform, Moments, MomentsRecord
 
 ROWS_PER_CHUNK = 65_536
 ROWS_PER_PART = 16 * ROWS_PER_BLOCK

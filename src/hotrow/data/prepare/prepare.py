@@ -31,7 +31,7 @@ from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
 from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE, Ids, Ragged
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
-from hotrow.data.prepare.encoder import RowEncoder
+from hotrow.data.prepare.encoder import DenseTransform, RowEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
 from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.prepare.workfolder import check_out
@@ -39,7 +39,6 @@ from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.convert import IdEncoding
 from hotrow.data.sources.registry import SOURCE_NAMES, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
-from hotrow.data.sources.transforms import DenseTransform
 
 KEPT_ROWS = 1 << 16
 SCORE = "score"

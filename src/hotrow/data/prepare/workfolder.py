@@ -21,10 +21,10 @@ from hotrow.base.files import check_writable
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.data.chunk import Position
 from hotrow.data.packed.format import MANIFEST, WORK_FOLDER, Table
+from hotrow.data.prepare.encoder import DenseTransform
 from hotrow.data.prepare.spill import SNAPSHOT
 from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.sources.schema import SPLITS
-from hotrow.data.sources.transforms import DenseTransform
 
 STATE = "prepare.json"
 COUNTS = "counts"
