@@ -32,7 +32,7 @@ class KeyedJaggedTensor:
     lengths: int [F * B], or offsets: int [F * B + 1]. With neither, every bag holds exactly one id (values is [F * B]),
     the common case of one-hot features, for which kernels skip the offsets altogether.
 
-    Where both are given they must agree. Raises ValueError where shapes, dtypes and numbers do not fit together, naming
+    Where both are given they must agree. Raises ValueError if shapes, dtypes and numbers do not fit together, naming
     the argument, or the feature and sample.
     """
 

@@ -109,7 +109,7 @@ class TableConfig:
 
 
 def check_tables(tables: Iterable[TableConfig]) -> tuple[TableConfig, ...]:
-    """`tables` as a tuple; raises ValueError where a table or feature name is used twice, or there is no table."""
+    """`tables` as a tuple; raises ValueError if a table or feature name is used twice, or there is no table."""
     tables = tuple(tables)
     if not tables:
         raise ValueError("no tables given; an EmbeddingCollection needs at least one TableConfig")

@@ -102,7 +102,7 @@ class Chunk:
 
     num_rows: int
     label: NDArray[np.float32] | None
-    """0 or 1 per row, checked by the source; None where the rows have no label (rows to predict)."""
+    """0 or 1 per row, checked by the source; None if the rows have no label (rows to predict)."""
     dense: NDArray[np.float32]
     """[num_rows, I] raw numbers, NaN = missing; preparation applies transforms."""
     keys: Mapping[str, Keys]
@@ -120,7 +120,7 @@ class FileInfo:
     path: str
     num_bytes: int
     mtime_ns: int
-    """Modification time, 0 where the file system keeps none."""
+    """Modification time, 0 if the file system keeps none."""
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ class Table:
 
 
 def lookup_rows(table: Table, keys: Keys, hashes: NDArray[np.uint64], *, missing_row: int, out: NDArray[Any]) -> None:
-    """out[i] = row of key i, exactly (keys are compared, not only hashes); 0 where unseen, missing_row where missing.
+    """out[i] = row of key i, exactly (keys are compared, not only hashes); 0 if unseen, missing_row where missing.
 
     hashes: `hash_keys(keys)`. out: int32 or int64 [num_keys], contiguous.
     """

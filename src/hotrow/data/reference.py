@@ -177,7 +177,7 @@ def _write_run(
 
 
 def _read_run(fd: int, has_bytes: bool, name: str) -> tuple[list[tuple[int, bytes, int, int]], tuple[int, int]]:
-    """`([(hash, key, count, first), ...], (missing count, missing first))`; raises ValueError where damaged."""
+    """`([(hash, key, count, first), ...], (missing count, missing first))`; raises ValueError if damaged."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
         raw = file.read()

@@ -345,7 +345,7 @@ class Kernels:
 
 
 def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
-    """The index of the first NaN or infinity in `values`, in row-major order; None where all are finite."""
+    """The index of the first NaN or infinity in `values`, in row-major order; None if all are finite."""
     matrix = values.detach()
     if matrix.dim() != 2 or matrix.stride(1) != 1:
         matrix = matrix.reshape(1, -1)
@@ -395,7 +395,7 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
 
     float32; pairs in the order (1,0), (2,0), (2,1), (3,0), ..., vector 0 the dense one. Differentiable once. On other
     devices than the CPU torch's operations run, as without the native module.
-    Raises ValueError where shapes or dtypes do not fit.
+    Raises ValueError if shapes or dtypes do not fit.
     """
     fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
     wide = _autocast(dense_BD) or dense_BD.dtype == pooled_BFD.dtype == torch.float32
@@ -455,7 +455,7 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
     """`x = relu(x W^T + b)` for each W [O, I], b [O] in turn; after the last one only if `last` is "relu".
 
     float32 [B, I] -> [B, O of the last]; NaN goes through. Differentiable once. Devices as `dot_interaction`.
-    Raises ValueError where shapes or dtypes do not fit.
+    Raises ValueError if shapes or dtypes do not fit.
     """
     width = x_BI.shape[-1]
     for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):

@@ -229,7 +229,7 @@ def update(
         after = tl.sqrt_rn(n)
         z = z + (g - tl.div_rn(after - before, full(lr, g)) * w)
         shrunk = tl.where(tl.abs(z) <= l1, 0.0, z - tl.where(z > 0, full(l1, z), full(l1 * -1.0, z)))
-        # Times -1, not a minus, which Triton makes 0 - x: the reference gives -0 where z is small.
+        # Times -1, not a minus, which Triton makes 0 - x: the reference gives -0 if z is small.
         w = tl.div_rn(shrunk, tl.div_rn(beta + after, full(lr, after)) + l2) * -1.0
         tl.store(state[:, None] + at, z, mask=live)
         tl.store(second[:, None] + at, n, mask=live)

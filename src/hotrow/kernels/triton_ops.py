@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 class Arrays:
     """One array per table in the memory of one device: weights [N, D], or optimizer state [N, D] or [N], float32.
 
-    As `ops.Arrays`. Raises ValueError where an array has another type, is not contiguous, where they lie on more
+    As `ops.Arrays`. Raises ValueError if an array has another type, is not contiguous, where they lie on more
     than one device, and for a device that these kernels do not run on.
     """
 
@@ -84,7 +84,7 @@ class Arrays:
 
     @cached_property
     def low_addresses(self) -> Tensor:
-        """Of the lower halves; 0 where there are none."""
+        """Of the lower halves; 0 if there are none."""
         return self.numbers([0 if half is None else half.data_ptr() for half in self.low])
 
     @cached_property

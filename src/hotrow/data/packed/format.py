@@ -71,7 +71,7 @@ class Table:
     num_dropped: Count = 0
     """Distinct raw ids sent to row 0 by the minimum count or the cap."""
     vocabulary: str | None = None
-    """Content id of `vocab/<name>`; None where ids need no vocabulary."""
+    """Content id of `vocab/<name>`; None if ids need no vocabulary."""
     parent: str | None = None
     """Content id of the vocabulary this one extends."""
 
@@ -153,7 +153,7 @@ class SourceFile:
     path: str
     num_bytes: Count
     checksum: str = ""
-    """`<algorithm>:<hex>`; empty where the source has no bytes to check (a data frame, a generator)."""
+    """`<algorithm>:<hex>`; empty if the source has no bytes to check (a data frame, a generator)."""
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -359,7 +359,7 @@ def _check_ids(feature: Feature, table: Table, ids: Ids, num_rows: int) -> None:
 
 
 def split_columns(info: DatasetInfo, sparse: Mapping[str, Any]) -> list[Any]:
-    """The values of `sparse` in stored order; raises ValueError where its names are not the features' names."""
+    """The values of `sparse` in stored order; raises ValueError if its names are not the features' names."""
     if sparse.keys() != set(info.feature_names):
         raise ValueError(f"sparse has features {sorted(sparse)}; the dataset's are {sorted(info.feature_names)}")
     return [sparse[name] for name in info.feature_names]

@@ -48,7 +48,7 @@ def crc32_of_file(path: Path) -> int:
 
 
 def _inside(folder: Path, *names: str) -> Path:
-    """The regular file `folder/names...`; raises ValueError where it is absent or a link leads out of `folder`."""
+    """The regular file `folder/names...`; raises ValueError if it is absent or a link leads out of `folder`."""
     path = folder.joinpath(*names)
     if not path.is_file():
         raise ValueError(f"{path}: {MANIFEST} names this file and it is missing; {CURE}")
@@ -162,7 +162,7 @@ class Split:
         """Columns of block `index` as read-only views of the mapping.
 
         Checked on first reading: checksum, structure, labels 0 or 1, dense finite, ids below num_embeddings.
-        Raises ValueError naming file, block and byte range where one of these fails.
+        Raises ValueError naming file, block and byte range if one of these fails.
         """
         part_index = int(np.searchsorted(self._part_first_block, index, "right")) - 1
         part, inner = self._part(part_index), index - int(self._part_first_block[part_index])
@@ -271,7 +271,7 @@ class PackedDataset:
     def vocabulary(self, table: str) -> Vocabulary:
         """Raw ids -> rows of `table`, mapped; its size and its header are checked here, its content is not.
 
-        Raises ValueError where there is none, and where it is not the one that the manifest names.
+        Raises ValueError if there is none, and where it is not the one that the manifest names.
         """
         path, wanted = self.vocabulary_path(table), self._table(table).vocabulary
         found = Vocabulary.open(path, verify="header")

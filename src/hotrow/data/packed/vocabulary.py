@@ -96,7 +96,7 @@ class Header:
 
     @staticmethod
     def unpack(raw: bytes, path: Path) -> Header:
-        """The header in `raw`; raises ValueError naming `path` where it is not one, or does not fit itself."""
+        """The header in `raw`; raises ValueError naming `path` if it is not one, or does not fit itself."""
         if len(raw) < HEADER_BYTES or raw[:8] != MAGIC:
             raise _damaged(path, "it does not begin as a vocabulary does")
         if zlib.crc32(raw[: HEADER_BYTES - _CRC.size]) != _CRC.unpack_from(raw, HEADER_BYTES - _CRC.size)[0]:
@@ -151,7 +151,7 @@ class TableSummary:
     """Rows of the table: row 0, one per key, and the missing value's if it has one."""
     num_keys: int
     missing_row: int
-    """0 where the missing value has no row of its own."""
+    """0 if the missing value has no row of its own."""
     num_distinct: int
     """Different ids seen in training rows; num_distinct - num_keys of them share row 0."""
     num_accesses: int
@@ -176,7 +176,7 @@ def build_vocabulary(
     popular ids beyond it share row 0. memory_bytes: what the merge and the sorts may hold; the rest goes to unnamed
     temporary files in tmp_dir. The files depend on none of memory_bytes, tmp_dir and the cut into runs.
 
-    Raises ValueError for numbers out of range or a damaged run, OSError where a file cannot be written.
+    Raises ValueError for numbers out of range or a damaged run, OSError if a file cannot be written.
     """
     for name, value, least in (("min_count", min_count, 1), ("max_rows", max_rows, 0), ("hash_cap", hash_cap, 0)):
         if value < least:
@@ -246,7 +246,7 @@ def _crc_of(file: BinaryIO, offset: int, num_bytes: int) -> int:
 def open_counts(path: Path | str) -> NDArray[Any]:
     """Accesses per row in the training rows, [num_embeddings] uint32 or uint64, mapped read-only; row 0: rare ids.
 
-    Raises ValueError naming the file where it is truncated or altered.
+    Raises ValueError naming the file if it is truncated or altered.
     """
     path = Path(path)
     with path.open("rb") as file:
@@ -307,7 +307,7 @@ class Vocabulary:
 
     @property
     def missing_row(self) -> int:
-        """Row of a missing value; 0 where it has none of its own."""
+        """Row of a missing value; 0 if it has none of its own."""
         return self.header.missing_row
 
     @property
@@ -326,7 +326,7 @@ class Vocabulary:
         return hashlib.sha256(self.header.pack()).hexdigest()[:32]
 
     def lookup(self, keys: Keys, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Row numbers [num_keys] of `keys`: 0 where unseen in training, `missing_row` where missing. Exact.
+        """Row numbers [num_keys] of `keys`: 0 if unseen in training, `missing_row` where missing. Exact.
 
         out: int32 or int64, contiguous; None makes one of `row_dtype`. Raises ValueError for keys of the other kind.
         """
@@ -345,7 +345,7 @@ class Vocabulary:
         return out
 
     def load(self) -> Vocabulary:
-        """The same vocabulary in memory: no page faults while encoding. Raises ValueError where the file changed."""
+        """The same vocabulary in memory: no page faults while encoding. Raises ValueError if the file changed."""
         with self.path.open("rb") as file:
             arrays = [_read_section(file, self.header, name) for name in SECTIONS]
         for name, section, array in zip(SECTIONS, self.header.sections, arrays, strict=True):
@@ -435,7 +435,7 @@ def _read_section(
 
 
 def _read_keys(file: BinaryIO, header: Header, first: int, last: int) -> list[NDArray[np.uint8]]:
-    """Bytes of key_offsets and key_bytes of keys [first, last); empty where the vocabulary stores none."""
+    """Bytes of key_offsets and key_bytes of keys [first, last); empty if the vocabulary stores none."""
     if not stores_bytes(header.key_kind, header.hash_cap):
         return [np.empty(0, np.uint8)] * 2
     offsets = _read_section(file, header, "key_offsets", first, last + 1)

@@ -210,7 +210,7 @@ class PackedWriter:
     parts; a part is a whole number of blocks. Memory: one block of rows per split being written.
     An exception inside the `with` drops unfinished parts and keeps finished ones for the next attempt.
 
-    Raises ValueError where the folder holds a complete dataset, or unfinished parts of another schema.
+    Raises ValueError if the folder holds a complete dataset, or unfinished parts of another schema.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class PackedWriter:
     ) -> None:
         """Add rows to `split`: label [n], dense [n, I], ids by feature, [n] or `(values, row_splits [n + 1])`.
 
-        Raises ValueError naming column and row for values the format does not allow, and where shapes disagree;
+        Raises ValueError naming column and row for values the format does not allow, and if shapes disagree;
         OSError when the disk is full, saying what was kept.
         """
         label, dense = np.asarray(label), np.asarray(dense)

@@ -98,7 +98,7 @@ class TableEncoder:
     def encode(self, feature: str, keys: Keys, *, first_key: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Row numbers [num_keys] of `keys`, which `first_key` keys of the feature precede in the source; see `lookup`.
 
-        Raises ValueError where the source yields more keys than were passed to `add`.
+        Raises ValueError if the source yields more keys than were passed to `add`.
         """
         if not self.needs_occurrences:
             return self.vocabulary.lookup(keys, out)
@@ -492,7 +492,7 @@ class MomentsRecord:
     squares: dict[_Exponent, _Whole]
 
     def __post_init__(self) -> None:
-        """Raises ValueError where no numbers have these moments."""
+        """Raises ValueError if no numbers have these moments."""
         if self.num_values and not Moments.from_record(self).variance() >= 0:
             raise ValueError("no numbers have these sums and squares")
 

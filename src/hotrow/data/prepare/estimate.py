@@ -43,7 +43,7 @@ class Estimate:
         return self.packed_bytes + self.spill_bytes
 
     def check_disk(self, out: Path) -> None:
-        """Raises ValueError naming the shortfall where the disk of `out` is too small."""
+        """Raises ValueError naming the shortfall if the disk of `out` is too small."""
         if self.disk_bytes > self.free_bytes:
             short = self.disk_bytes - self.free_bytes
             raise ValueError(

@@ -35,7 +35,7 @@ class InitResult:
     source: str | None
     """What `hotrow prepare` calls it; None for a packed dataset."""
     schema: str | None
-    """YAML of the schema; None where none is needed."""
+    """YAML of the schema; None if none is needed."""
     recipe: str
     """YAML of a training config."""
     commands: tuple[str, ...]
@@ -57,7 +57,7 @@ def run_init(
     label, time: these columns' names where known. data: the packed dataset the recipe is to name. out: a folder to
     write schema.yaml and recipe.yaml into; None writes nothing. Existing files are never overwritten.
 
-    Raises ValueError where a path does not exist, a named column is missing, or a file to write exists.
+    Raises ValueError if a path does not exist, a named column is missing, or a file to write exists.
     """
     if out is not None:
         _check_absent(Path(out) / RECIPE_FILE)  # before the logs are read; there may be no schema to write

@@ -127,7 +127,7 @@ def prepare(
     progress: called with a `Progress` a few times a second. announce: called with lines for the user: what was found,
     what it will take, what was resumed or skipped.
 
-    Raises ValueError where the source has a bad row or file, where `out` holds a dataset or other work, or where the
+    Raises ValueError if the source has a bad row or file, where `out` holds a dataset or other work, or where the
     disk is too small; OSError where it became full; Interrupted on Ctrl-C. After these two, and after a bad row that
     was met later than a snapshot, the same call goes on where it stopped; else nothing is left behind.
     """

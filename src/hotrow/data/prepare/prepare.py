@@ -146,7 +146,7 @@ class RawRows:
 
 
 def raw_rows(dataset: PackedDataset) -> RawRows | None:
-    """What dataset.json says of the raw rows; None where there were none. Raises ValueError naming file and field."""
+    """What dataset.json says of the raw rows; None if there were none. Raises ValueError naming file and field."""
     info, where = dataset.info, f"{dataset.path / MANIFEST}"
     if "schema" not in info.ids:
         return None

@@ -142,7 +142,7 @@ class CounterPool:
         self._remove_other_runs()
 
     def declare(self, table: str, kind: KeyKind, *, hash_cap: int = 0) -> None:
-        """Announce a table; features that share it must agree. Raises ValueError where it was declared otherwise."""
+        """Announce a table; features that share it must agree. Raises ValueError if it was declared otherwise."""
         known = self._tables.get(table)
         if known is None:
             self._tables[table] = _TableCounts(table, kind, hash_cap, Counter(kind, hash_cap=hash_cap))

@@ -141,7 +141,7 @@ class TimeHistogram:
     def plan(self, fractions: tuple[float, float, float]) -> TimePlan:
         """Cuts whose shares come nearest to `fractions`.
 
-        Raises ValueError where a share above 0 would get no row, as when too many rows carry one time.
+        Raises ValueError if a share above 0 would get no row, as when too many rows carry one time.
         """
         total = int(self.counts.sum())
         below = np.concatenate([[0], np.cumsum(self.counts)])

@@ -39,7 +39,7 @@ class Mark:
     rows: dict[str, Count] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the rows of a split are not said."""
+        """Raises ValueError if the rows of a split are not said."""
         if self.rows.keys() != set(SPLITS):
             raise ValueError(f"rows has {', '.join(self.rows) or 'no splits'}; it needs {', '.join(SPLITS)}")
 
@@ -82,7 +82,7 @@ _DOCUMENT = Document(
 class WorkFolder:
     """The state of one preparation, saved whole at the end of every stage and part.
 
-    Raises ValueError where `out` holds a finished dataset, work on something else (naming what differs) or other files;
+    Raises ValueError if `out` holds a finished dataset, work on something else (naming what differs) or other files;
     with `overwrite` a dataset or its beginnings are replaced. Nothing is written or removed before `begin`.
     """
 
@@ -155,7 +155,7 @@ class WorkFolder:
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:
-    """Raises ValueError where `out` holds a finished dataset or other files, or cannot be made. No row decides that."""
+    """Raises ValueError if `out` holds a finished dataset or other files, or cannot be made. No row decides that."""
     if not _is_ours(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"{out} exists and is no dataset folder; it is never overwritten: choose another")

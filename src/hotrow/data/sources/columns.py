@@ -58,7 +58,7 @@ class ColumnsSource:
     (feature -> "int", "uint64" or "bytes"); None: decided by the columns' types. skip_bad_rows: how many rows may be
     passed over before a bad one is an error.
 
-    Raises ValueError naming file and column where a column is missing, drifts between files or has a type that does not
+    Raises ValueError naming file and column if a column is missing, drifts between files or has a type that does not
     fit its use.
     """
 
@@ -282,9 +282,9 @@ def is_paths(data: Any) -> bool:
 
 
 def input_files(data: Any) -> tuple[InputFile, ...] | None:
-    """The files that `data` names, or None where it is a frame.
+    """The files that `data` names, or None if it is a frame.
 
-    Raises ValueError where a path matches nothing; of a folder Parquet files are taken if there are
+    Raises ValueError if a path matches nothing; of a folder Parquet files are taken if there are
     some, else delimited text, else JSON Lines.
     """
     if not is_paths(data):

@@ -214,7 +214,7 @@ class TimeReader:
 def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
     """Keys of one feature. A missing value is a missing key; a missing list is an empty one.
 
-    Raises ValueError where the column's shape does not fit `spec.kind`.
+    Raises ValueError if the column's shape does not fit `spec.kind`.
     """
     array = plain(array)
     if spec.separator is not None and is_text(array.type):
@@ -450,7 +450,7 @@ class DictionaryReader:
         self._seen: dict[str, _Seen] = {}
 
     def __call__(self, name: str, array: pa.DictionaryArray) -> CodedKeys | None:
-        """The column `name`, or None where its dictionary is no text, holds null, or is too large for its rows."""
+        """The column `name`, or None if its dictionary is no text, holds null, or is too large for its rows."""
         dictionary = plain(array.dictionary)
         if not is_text(dictionary.type) or dictionary.null_count or len(dictionary) > MAX_ENTRIES_PER_ROW * len(array):
             return None

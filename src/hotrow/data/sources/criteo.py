@@ -251,7 +251,7 @@ def _read_head(file: InputFile) -> _Head:
 def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _FileLayout:
     """Delimiter, header and columns, from the file's first lines: what most of them agree on.
 
-    Raises ValueError for an empty file or other text, RowError where no line has a possible number of columns.
+    Raises ValueError for an empty file or other text, RowError if no line has a possible number of columns.
     """
     head = _read_head(file)
     if head.text.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -280,7 +280,7 @@ def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _Fi
 
 
 def _read_header(file: InputFile, line: bytes) -> RowLayout | None:
-    """The layout that a header line says; None where the line is a row."""
+    """The layout that a header line says; None if the line is a row."""
     delimiter = "\t" if b"\t" in line else ","
     names = [name.strip().strip('"').lower() for name in line.decode(errors="replace").split(delimiter)]
     has_id = names[0] in ID_NAMES and len(names) > NUM_FEATURES

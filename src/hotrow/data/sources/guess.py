@@ -160,7 +160,7 @@ class SchemaGuess:
         return "time" if self.of("time") else "random"
 
     def schema(self) -> Schema:
-        """The guesses as a schema. Raises ValueError where no label or no id column was found."""
+        """The guesses as a schema. Raises ValueError if no label or no id column was found."""
         value: dict[str, Any] = {role: [g.spec for g in self.of(role)] for role in ("dense", "categorical")}
         if not self.of("label"):
             raise ValueError(
@@ -180,7 +180,7 @@ class SchemaGuess:
 def guess_schema(source: Any, label: str | None = None, time: str | None = None) -> Schema:
     """The schema that names, types and a sample of `source` (paths or an Arrow-capable frame) suggest.
 
-    label, time: as for `guess_columns`. Raises ValueError where the label cannot be guessed, or a named column is not
+    label, time: as for `guess_columns`. Raises ValueError if the label cannot be guessed, or a named column is not
     there.
     """
     return guess_columns(source, label=label, time=time).schema()
@@ -583,7 +583,7 @@ def _names_rows(f: ColumnFacts) -> bool:
 
 
 def _why_dense(f: ColumnFacts) -> str:
-    """Why a column is a number rather than an id; "" where it is an id."""
+    """Why a column is a number rather than an id; "" if it is an id."""
     if f.kind == "float":
         return "decimal numbers"
     if f.kind != "int" or _like(ID_NAMES, f.name):

@@ -54,7 +54,7 @@ def open_columns(
 ) -> ColumnsSource | HistoriesSource:
     """The source of `data` read by `schema`: of samples made from events where it says so, unless rows to predict.
 
-    Raises ValueError where rows to predict are text, whose histories nothing cuts into lists.
+    Raises ValueError if rows to predict are text, whose histories nothing cuts into lists.
     """
     if schema.histories is not None and labels == "required":
         return HistoriesSource(data, schema, name=name, **options)
@@ -95,7 +95,7 @@ class _Targets:
 class HistoriesSource:
     """Samples of `schema.histories` from the events in `data`; arguments as for `ColumnsSource`.
 
-    Raises ValueError where the events have no time, a column of the label's name, or ids that are no integers.
+    Raises ValueError if the events have no time, a column of the label's name, or ids that are no integers.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class InputFile:
     def read_head(self, num_bytes: int) -> tuple[bytes, int]:
         """The first `num_bytes` of decompressed text, and about how many stored bytes they took.
 
-        Raises ValueError naming the file where it cannot be read.
+        Raises ValueError naming the file if it cannot be read.
         """
         with ByteStream(self) as stream:
             text = bytearray(num_bytes)
@@ -213,7 +213,7 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 class ByteStream:
     """A file's decompressed bytes from `offset` on.
 
-    Raises ValueError naming the file and the decompressed byte where its data is truncated or damaged.
+    Raises ValueError naming the file and the decompressed byte if its data is truncated or damaged.
     """
 
     def __init__(self, file: InputFile, offset: int = 0) -> None:

@@ -179,7 +179,7 @@ def recognise(data: Any) -> str | None:
 
 
 def check_split(opened: OpenedSource) -> None:
-    """Raises ValueError where the schema asks for a reference split and the source has none."""
+    """Raises ValueError if the schema asks for a reference split and the source has none."""
     if opened.schema.split.kind == "reference" and not isinstance(opened.source, CriteoSource):
         raise ValueError(
             f"--split reference is published for criteo only, not for {opened.source.name}; use time or random"

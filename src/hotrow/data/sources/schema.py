@@ -302,12 +302,12 @@ def check_options(**options: Any) -> None:
 
 
 def load_schema(path: Path | str) -> Schema:
-    """The schema in a YAML file. Raises ValueError naming file and line where it is no YAML, else as `parse_schema`."""
+    """The schema in a YAML file. Raises ValueError naming file and line if it is no YAML, else as `parse_schema`."""
     return parse_schema(load_yaml(path, cure="`hotrow init PATHS` writes a schema from your logs"), where=str(path))
 
 
 def load_yaml(path: Path | str, *, cure: str) -> Any:
-    """What a YAML file holds. Raises ValueError naming the file, and `cure` where there is none."""
+    """What a YAML file holds. Raises ValueError naming the file, and `cure` if there is none."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -281,7 +281,7 @@ def open_synthetic(data: Any, *, rows: int | None = None) -> tuple[SyntheticSour
     """The source that makes the rows, and the schema it is read by.
 
     data: the name of a preset, which then has `rows` rows; a YAML file; or a `SyntheticConfig`. Raises ValueError
-    naming file and field where one is wrong.
+    naming file and field if one is wrong.
     """
     config = data if isinstance(data, SyntheticConfig) else _find_config(data, rows)
     return SyntheticSource(config), _schema_of(config)

@@ -69,13 +69,13 @@ class TableReader(Protocol):
         """Columns that folders name: their value in each file."""
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """Raises ValueError naming file and column where a file lacks one of `columns` or holds it as another type."""
+        """Raises ValueError naming file and column if a file lacks one of `columns` or holds it as another type."""
 
     def count_rows(self) -> tuple[int, bool]:
         """Number of rows, and whether it is exact."""
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The rows of one file after position `first`. Raises ValueError naming the file where it cannot be read."""
+        """The rows of one file after position `first`. Raises ValueError naming the file if it cannot be read."""
 
 
 def has_suffix(path: str, suffixes: Sequence[str]) -> bool:
@@ -190,7 +190,7 @@ class ParquetReader:
         return partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """Raises ValueError naming file and column where a file lacks a column or holds it in another type."""
+        """Raises ValueError naming file and column if a file lacks a column or holds it in another type."""
         for index in range(len(self._files)):
             schema = self._file_schema(index)
             for name in columns:
@@ -341,7 +341,7 @@ class TextReader:
         return [name for name in columns if name not in self._partition_types]
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """Raises ValueError naming file and column where a file's header lacks a column or names it twice."""
+        """Raises ValueError naming file and column if a file's header lacks a column or names it twice."""
         for index, info in enumerate(self.files):
             delimiter, names = self._head(index)
             for name in self._stored(columns):
