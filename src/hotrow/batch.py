@@ -72,7 +72,7 @@ class KeyedJaggedTensor:
         """Samples B in the batch."""
 
     def _checked_offsets(self, lengths: Tensor | None, offsets: Tensor | None, num_values: int) -> Tensor | None:
-        """Int64 offsets that rise from 0 to `num_values`, from either; both must then say the same."""
+        """Returns int64 offsets that rise from 0 to `num_values`, from either; both must then say the same."""
         for name, given in (("lengths", lengths), ("offsets", offsets)):
             if given is None:
                 continue
@@ -124,7 +124,8 @@ class KeyedJaggedTensor:
 
     @classmethod
     def from_dense(cls, keys: Sequence[str], ids_BF: Tensor) -> KeyedJaggedTensor:
-        """One id per bag from an integer matrix [B, F] (column f belongs to keys[f]); ValueError where it is none."""
+        """Returns one id per bag from an integer matrix [B, F] (column f belongs to keys[f]); ValueError where it is
+        none."""
         if ids_BF.dim() != 2 or ids_BF.shape[1] != len(keys) or ids_BF.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"ids are {ids_BF.dtype} with shape {tuple(ids_BF.shape)}; pass int32 or int64 [B, {len(keys)}], one "
@@ -134,7 +135,7 @@ class KeyedJaggedTensor:
 
     @classmethod
     def of(cls, bags: Any) -> KeyedJaggedTensor:
-        """`bags` as it is, or made from another library's object with torchrec's methods, sharing its ids.
+        """Returns `bags` as it is, or made from another library's object with torchrec's methods, sharing its ids.
 
         Raises ValueError for anything else, and for one whose features have different numbers of samples.
         """
@@ -171,7 +172,7 @@ class KeyedJaggedTensor:
         return self.offsets.diff()
 
     def with_values(self, values: Tensor) -> KeyedJaggedTensor:
-        """The same bags with other ids: int32 or int64, as many."""
+        """Returns the same bags with other ids: int32 or int64, as many."""
         assert values.shape == self.values.shape
         changed = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         changed.keys, changed.weights, changed.stride = self.keys, self.weights, self.stride
@@ -179,7 +180,7 @@ class KeyedJaggedTensor:
         return changed
 
     def samples(self, start: int, stop: int) -> KeyedJaggedTensor:
-        """Samples [start, stop) of the batch, as a copy."""
+        """Returns samples [start, stop) of the batch, as a copy."""
         bags = [slice(f * self.stride + start, f * self.stride + stop) for f in range(len(self.keys))]
         offsets = self.offsets
         ids = [slice(int(offsets[own.start]), int(offsets[own.stop])) for own in bags]
@@ -188,7 +189,7 @@ class KeyedJaggedTensor:
         return KeyedJaggedTensor(self.keys, torch.cat([self.values[own] for own in ids]), weights, lengths=lengths)
 
     def span(self, key: str) -> slice:
-        """Where the ids of a feature lie among `values`."""
+        """Returns where the ids of a feature lie among `values`."""
         f = self.keys.index(key)
         ends = f * self.stride, (f + 1) * self.stride
         return slice(*ends) if self._offsets is None else slice(*(int(self._offsets[end]) for end in ends))
@@ -215,7 +216,8 @@ class Batch:
         return self.label.numel()
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """The batch with dense values and labels on `device`; ids stay in host memory, from where tables are read."""
+        """Returns the batch with dense values and labels on `device`; ids stay in host memory, from where tables are
+        read."""
         dense, label = (each.to(device, non_blocking=non_blocking) for each in (self.dense, self.label))
         return Batch(dense, self.sparse, label)
 

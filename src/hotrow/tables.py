@@ -39,7 +39,7 @@ class Uniform:
     """How many leading rows start at zero: 1 for tables of a packed dataset, whose row 0 is rare and unseen ids."""
 
     def bound_for(self, num_embeddings: int) -> float:
-        """The half-width for a table of `num_embeddings` rows."""
+        """Returns the half-width for a table of `num_embeddings` rows."""
         return math.sqrt(1.0 / num_embeddings) if self.bound is None else self.bound
 
 
@@ -109,7 +109,7 @@ class TableConfig:
 
 
 def check_tables(tables: Iterable[TableConfig]) -> tuple[TableConfig, ...]:
-    """`tables` as a tuple; raises ValueError if a table or feature name is used twice, or there is no table."""
+    """Returns `tables` as a tuple; raises ValueError if a table or feature name is used twice, or there is no table."""
     tables = tuple(tables)
     if not tables:
         raise ValueError("no tables given; an EmbeddingCollection needs at least one TableConfig")

@@ -320,9 +320,9 @@ def test_bad_input_is_one_line_with_a_cure(
         (["prepare", "csv", "absent.csv", "--out", "x", "--sample", "2"], r"sample is 2\.0"),
         (["prepare", "csv", "absent.csv", "--out", "x", "--memory", "much"], "memory is 'much'"),
         (["prepare", "csv", "absent.csv", "--out", "x", "--schema", "small.yaml"], "unknown key 'model'"),
-        (["prepare", "csv", "absent.csv", "--out", "."], r"\. exists and is no dataset folder"),
+        (["prepare", "csv", "absent.csv", "--out", "."], r"\. exists and is not a dataset folder"),
         (["prepare", "csv", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x cannot be made: .* is no folder"),
-        (["init", "absent.csv", "--out", "made"], "made/recipe.yaml exists and is not overwritten"),
+        (["init", "absent.csv", "--out", "made"], "made/recipe.yaml exists and will not be overwritten"),
         (["init", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x/recipe.yaml cannot be made"),
         (["demo", "--data", "absent.csv", "--set", "train.epoch=2"], "option 'train.epoch' is not known"),
         (["demo", "--data", "absent.csv", "--set", "data=x"], "--set data: this is no option of a config"),
@@ -461,7 +461,7 @@ def test_a_signal_to_stop_says_what_it_left(sent: signal.Signals, capsys: pytest
             os.kill(os.getpid(), sent)
             time.sleep(10)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("stopped; run the same command to go on") from None
+            raise KeyboardInterrupt("stopped; run the same command to continue") from None
     assert ended.value.exit_code == 128 + sent
     assert capsys.readouterr().err == "hotrow: stopped; run the same command to go on\n"
     assert signal.getsignal(signal.SIGTERM) == before

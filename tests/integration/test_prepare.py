@@ -326,7 +326,7 @@ def test_finished_and_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="mine exists and is no dataset folder"):
+        with pytest.raises(ValueError, match="mine exists and is not a dataset folder"):
             run_prepare("parquet", logs, tmp_path / "mine", schema=SCHEMA, overwrite=overwrite)
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
@@ -344,9 +344,9 @@ def test_ctrl_c_leaves_work_that_only_the_same_command_continues(tmp_path: Path)
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)  # the main thread shall see it before this worker is through
 
-    with pytest.raises(Interrupted, match=r"its state is kept in .*\.prepare: run the same command to go on"):
+    with pytest.raises(Interrupted, match=r"its state is kept in .*\.prepare: run the same command to continue"):
         prepare(opened, out, options, progress=press)
-    with pytest.raises(ValueError, match=r"begun otherwise: schema.split.seed is 6, was 5.*--overwrite"):
+    with pytest.raises(ValueError, match=r"work of another command: schema.split.seed is 6, was 5.*--overwrite"):
         prepare(opened.with_options(seed=6), out, options)
     prepare(opened, out, options)
     prepare(opened, tmp_path / "plain", options)

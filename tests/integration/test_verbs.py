@@ -116,7 +116,7 @@ def test_predict_keeps_columns(
     assert found["big, id"].to_pylist() == new["big, id"].to_pylist()
     assert found["ts"].to_pylist() == new["ts"].to_pylist()
     np.testing.assert_allclose(found["score"].to_numpy(), run.predict(new), rtol=1e-6)
-    for wrong, message in [("bigg", "column 'bigg' to keep is not there"), ("score", "is the name of the scores")]:
+    for wrong, message in [("bigg", "column 'bigg' to keep is not there"), ("score", "has the name of the scores")]:
         options = ("--out", tmp_path / "x.csv", "--keep", wrong)
         _, err = command("predict", run.path, folder, *options, capfd=capfd, monkeypatch=monkeypatch, code=2)
         assert message in err and not (tmp_path / "x.csv").exists()

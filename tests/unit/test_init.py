@@ -262,7 +262,7 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     assert [path.name for path in result.files] == ["schema.yaml", "recipe.yaml"]
     assert load_schema(tmp_path / "new" / "schema.yaml").label.column == "click"
     assert result.commands[0].endswith(f"--schema {tmp_path}/new/schema.yaml --out data/mine")
-    with pytest.raises(ValueError, match=r"recipe\.yaml exists and is not overwritten"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml exists and will not be overwritten"):
         run_init(tmp_path / "x.parquet", out=tmp_path / "new")
 
 

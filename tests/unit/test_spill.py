@@ -193,7 +193,7 @@ def test_a_snapshot_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         CounterPool(tmp_path, memory_bytes=1)
     snapshot.write_text(text)
     (tmp_path / "t.1.run").unlink()
-    with pytest.raises(ValueError, match=r"t.1.run is missing, the snapshot needs it; delete"):
+    with pytest.raises(ValueError, match=r"t.1.run is missing, but the snapshot needs it; delete"):
         CounterPool(tmp_path, memory_bytes=1)
 
 

@@ -1,9 +1,10 @@
-"""What every raw source yields: chunks of rows with their ids as found in the file, and errors that say where.
+"""What every raw source yields: chunks of rows with their ids as found in the file, and errors that name the place.
 
     source -> Chunk(label, dense, keys by feature) -> count -> vocabularies -> encode -> packed dataset
 
-Nothing here reads or interprets: a source parses, `hotrow.data.packed.vocabulary` turns keys into row numbers,
-preparation transforms dense values. A list feature's keys lie behind one another, cut by `row_splits`:
+Nothing here reads files or interprets values: a source parses, `hotrow.data.packed.vocabulary` turns keys into row
+numbers, preparation transforms dense values. A list feature's keys are stored one after another; `row_splits` says
+where each row's keys begin:
 
     row 0    row 1   row 2
     [a, b]   []      [c]       values = [a, b, c]   row_splits = [0, 2, 2, 3]
@@ -27,14 +28,14 @@ KEY_KINDS: tuple[KeyKind, ...] = ("int", "bytes")
 
 
 SKIP_CURE = "let bad rows be left out (--skip-bad-rows N, in Python skip_bad_rows=N)"
-"""Ends the sentence about a bad row."""
+"""The end of the sentence about a bad row: what the user can do about it."""
 
 
 class RowError(ValueError):
-    """A row that cannot be read, said as `file:line, column 5 (I4): what is wrong, and the cure`.
+    """A row that cannot be read; its text is `file:line, column 5 (I4): what is wrong, and the cure`.
 
     file: path or URI. line: 1-based line of the (decompressed) file, header included. column: 1-based column or None.
-    name: the column's name or None. reason: the sentence without the place.
+    name: the column's name or None. reason: the sentence that follows the place.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class Keys:
 
     values: uint32 or int64 ids [num_keys] (kind "int"), or uint8 UTF-8 bytes (kind "bytes").
     offsets: int64 byte offsets [num_keys + 1] of kind "bytes", else None.
-    valid: bool [num_keys], False = missing value (an id of its own); None = none is missing.
-    row_splits: int64 [num_rows + 1] where a row holds a list; None = exactly one key per row.
+    valid: bool [num_keys], False = missing value (an id of its own); None = no value is missing.
+    row_splits: int64 [num_rows + 1] if rows hold lists; None = exactly one key per row.
     """
 
     values: NDArray[Any]
@@ -63,21 +64,19 @@ class Keys:
 
     @property
     def kind(self) -> KeyKind:
-        """Kind "bytes" where there are offsets, else "int"."""
         return "int" if self.offsets is None else "bytes"
 
     @property
     def num_keys(self) -> int:
-        """Keys, missing ones included."""
+        """Number of keys, missing ones included."""
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
     @property
     def num_rows(self) -> int:
-        """Rows these keys belong to."""
         return self.num_keys if self.row_splits is None else len(self.row_splits) - 1
 
     def key_mask(self, row_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """`row_mask` [num_rows] repeated to the keys [num_keys] of each row."""
+        """Returns `row_mask` [num_rows] repeated to the keys [num_keys] of each row."""
         if self.row_splits is None:
             return row_mask
         return np.repeat(row_mask, np.diff(self.row_splits))
@@ -85,20 +84,20 @@ class Keys:
 
 @dataclass(frozen=True)
 class Position:
-    """Where the next row starts; a source resumes there and yields the same rows it would have yielded."""
+    """Where the next row starts. A source that resumes there yields the rows it would have yielded without a break."""
 
     file_index: Count = 0
     offset: Count = 0
-    """Bytes of the decompressed file, or rows of a columnar one, already consumed."""
+    """Bytes of the decompressed file already consumed; for a columnar file, rows."""
     num_lines: Count = 0
-    """Lines of that file already consumed (text sources), so that errors after a resume name the right line."""
+    """Lines of a text file already consumed, so that errors after a resume name the right line."""
     num_skipped: Count = 0
-    """Bad rows skipped so far over all files; the limit of `skip_bad_rows` holds across a resume."""
+    """Bad rows skipped so far in all files: the limit `skip_bad_rows` holds across a resume."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive rows of a source, as found there."""
+    """Consecutive rows of a source, with values as the source has them."""
 
     num_rows: int
     label: NDArray[np.float32] | None
@@ -110,12 +109,12 @@ class Chunk:
     position: Position
     """Where the row after this chunk starts."""
     time: NDArray[np.int64] | None = None
-    """[num_rows] where the source has a time column."""
+    """[num_rows] if the source has a time column."""
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One input file as it was when scouted."""
+    """One input file as it was when the source was scouted."""
 
     path: str
     num_bytes: int
@@ -125,28 +124,28 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """What is known of a source before reading it."""
+    """What is known about a source before it is read."""
 
     num_rows: int
     num_rows_exact: bool
-    """False: an estimate from the first megabytes."""
+    """False if `num_rows` is an estimate from the first megabytes."""
     files: tuple[FileInfo, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files as stored."""
+        """Size of all files as stored."""
         return sum(f.num_bytes for f in self.files)
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of every file's path, size and modification time: a resume refuses when it has changed."""
+        """Hex digest of every file's path, size and modification time; a resume is refused if it has changed."""
         text = "\n".join(f"{f.path}\0{f.num_bytes}\0{f.mtime_ns}" for f in self.files)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass
 class SkippedRows:
-    """Bad rows passed over so far, with the first few errors as examples."""
+    """Bad rows skipped so far, with the first few errors as examples."""
 
     num_rows: int = 0
     examples: list[str] = field(default_factory=list)
@@ -154,18 +153,17 @@ class SkippedRows:
 
     @property
     def wants_examples(self) -> bool:
-        """Whether the next error is kept as an example."""
         return len(self.examples) < self.max_examples
 
     def add(self, error: ValueError) -> None:
-        """Counts one row, left out for `error`."""
+        """Counts one row that was skipped because of `error`."""
         self.num_rows += 1
         if self.wants_examples:
             self.examples.append(str(error))
 
 
 class Source(Protocol):
-    """A raw data set: names and kinds of its columns, and its rows in chunks from any position."""
+    """A raw data set: names and kinds of its columns, and its rows, in chunks, from any position on."""
 
     @property
     def name(self) -> str:
@@ -177,37 +175,37 @@ class Source(Protocol):
 
     @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
-        """Feature name -> kind of its keys, in column order."""
+        """Kind of each feature's keys, in column order."""
 
     @property
     def skipped(self) -> SkippedRows:
-        """Bad rows passed over by the latest `chunks` iteration."""
+        """Bad rows that the latest iteration of `chunks` skipped."""
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """Files, sizes and number of rows, bad rows included.
+        """Returns files, sizes and number of rows, bad rows included.
 
-        count: "estimate" looks at each file's first bytes; "exact" may read everything once, faster than parsing.
+        count: "estimate" looks at the first bytes of each file; "exact" may read everything once, faster than parsing.
         Raises ValueError naming a missing, empty or unreadable file.
         """
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Chunks of at most `rows_per_chunk` rows from `start` (None: the first row) to the end.
+        """Yields chunks of at most `rows_per_chunk` rows from `start` (None: the first row) to the end.
 
         Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
         """
 
 
 def row_splits_of(keys: Keys) -> NDArray[np.int64]:
-    """Row splits [num_rows + 1], made for one-hot keys."""
+    """Returns the row splits [num_rows + 1] of `keys`; one-hot keys, which have none, get one key per row."""
     return np.arange(keys.num_rows + 1) if keys.row_splits is None else keys.row_splits
 
 
 def interleave(features: Sequence[Keys]) -> Keys:
-    """Keys of features that share a table, in the order a reader of the file meets them: by row, feature, position.
+    """Returns the keys of features that share a table, in the order of the file: by row, feature, position.
 
         a = [1, 2], b = [[7], [8, 9]]  ->  [[1, 7], [2, 8, 9]]
 
-    Counted in this order, ties are broken alike however the rows are cut into chunks.
+    Counting in this order breaks ties the same way however the rows are cut into chunks.
     """
     if len(features) == 1:
         return features[0]
@@ -225,7 +223,7 @@ def interleave(features: Sequence[Keys]) -> Keys:
 
 
 def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
-    """The rows of `chunk` whose mask [num_rows] is set; the position stays that of the whole chunk."""
+    """Returns the rows of `chunk` whose mask [num_rows] is set; its position remains that of the whole chunk."""
     if mask.all():
         return chunk
     keys = {}
@@ -245,7 +243,7 @@ def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
 
 
 def _concatenate(features: Sequence[Keys]) -> Keys:
-    """All keys, one feature after the other, row splits aside."""
+    """Returns all keys, one feature after the other, without row splits."""
     valid = None
     if any(keys.valid is not None for keys in features):
         valid = np.concatenate([np.ones(k.num_keys, np.bool_) if k.valid is None else k.valid for k in features])
@@ -256,7 +254,7 @@ def _concatenate(features: Sequence[Keys]) -> Keys:
 
 
 def take_keys(keys: Keys, order: NDArray[np.int64]) -> Keys:
-    """Keys at places `order` [any length], row splits aside."""
+    """Returns the keys at indices `order` [any length], without row splits."""
     valid = None if keys.valid is None else keys.valid[order]
     if keys.offsets is None:
         return Keys(keys.values[order], None, valid)

@@ -46,7 +46,7 @@ class Backend:
 
 @functools.cache
 def _load() -> tuple[Any, str | None]:
-    """The native module, or None and the reason, which is announced once."""
+    """Returns the native module, or None and the reason, which is announced once."""
     if os.environ.get("HOTROW_NATIVE", "1") == "0":
         reason = "HOTROW_NATIVE=0 is set"
     else:
@@ -114,7 +114,7 @@ def _native() -> Any:
 
 
 def backend() -> Backend:
-    """Which kernels run, on which instruction set and how many threads."""
+    """Returns which kernels run, on which instruction set and how many threads."""
     module, reason = _load()
     name, isa = ("reference", "torch") if module is None else ("native", module.isa())
     alone = module is not None and module.in_forked_child()
@@ -122,7 +122,7 @@ def backend() -> Backend:
 
 
 def isas() -> tuple[str, ...]:
-    """Instruction sets of the native kernels that may run here, narrowest first; empty for the reference.
+    """Returns the instruction sets of the native kernels that may run here, narrowest first; empty for the reference.
 
     They are those of this machine, up to HOTROW_ISA if it is set.
     """
@@ -153,7 +153,7 @@ def pin_threads(cores: Sequence[Sequence[int]]) -> int:
 
 
 def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = False) -> Tensor:
-    """A zeroed tensor; from 2 MiB up on huge pages where the system grants them (see `grants_huge_pages`).
+    """Returns a zeroed tensor; from 2 MiB up on huge pages where the system grants them (see `grants_huge_pages`).
 
     dtype: of at most 4 bytes. sparse: most of it will never be touched, so that it may be more than memory. Pages cost
     nothing until they are touched. Raises MemoryError when there is no address space left.
@@ -169,7 +169,7 @@ def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = Fal
 
 
 def empty(*shape: int) -> Tensor:
-    """A float32 tensor of whatever values, for what lives no longer than a step.
+    """Returns a float32 tensor of whatever values, for what lives no longer than a step.
 
     Large ones come on pages that an earlier one gave back: pages new to the process cost as much as a pass over them.
     """
@@ -180,7 +180,7 @@ def empty(*shape: int) -> Tensor:
 
 
 def grants_huge_pages() -> bool:
-    """Whether `allocate` gets huge pages here; without them random row access is up to twice as slow."""
+    """Returns whether `allocate` gets huge pages here; without them random row access is up to twice as slow."""
     module = _native()
     if module is None or not module.allocate((1 << 20,))[1]:
         return False
@@ -250,7 +250,7 @@ class Kernels:
         )
 
     def positions(self, keys: tuple[str, ...]) -> list[int]:
-        """Where each feature of the collection stands among `keys`; 0 for those not served.
+        """Returns where each feature of the collection stands among `keys`; 0 for those not served.
 
         Raises ValueError naming a feature of the layout that is missing.
         """
@@ -268,7 +268,8 @@ class Kernels:
         *,
         blame: KeyedJaggedTensor | None = None,
     ) -> Tensor:
-        """Pooled rows of every feature: [B, width] float32, columns in the layout's order (`reference.lookup`).
+        """Returns the pooled rows of every feature: [B, width] float32, columns in the layout's order
+        (`reference.lookup`).
 
         blame: the batch in whose samples and positions an error is told; None means `sparse`.
         Raises ValueError for a missing feature and for an id outside its table.
@@ -285,7 +286,8 @@ class Kernels:
         return out
 
     def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
-        """Gradient of the per-sample weights, shaped as `sparse.values`, for the gradient [B, width] of `lookup`.
+        """Returns the gradient of the per-sample weights, shaped as `sparse.values`, for the gradient [B, width] of
+        `lookup`.
 
         Positions of features that are not in the layout get 0. Raises as `lookup`.
         """
@@ -345,7 +347,7 @@ class Kernels:
 
 
 def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
-    """The index of the first NaN or infinity in `values`, in row-major order; None if all are finite."""
+    """Returns the index of the first NaN or infinity in `values`, in row-major order; None if all are finite."""
     matrix = values.detach()
     if matrix.dim() != 2 or matrix.stride(1) != 1:
         matrix = matrix.reshape(1, -1)
@@ -410,12 +412,13 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
 
 
 def _autocast(values: Tensor) -> bool:
-    """Whether torch chooses the types of operations on them now: then they are left to torch."""
+    """Returns whether torch chooses the types of operations on them now: then they are left to torch."""
     return torch.is_autocast_enabled(values.device.type)
 
 
 def _views(*tensors: Tensor | None) -> list[Any]:
-    """What the native module takes of tensors on the CPU: by `Tensor.__dlpack__` each would take ten times as long."""
+    """Returns what the native module takes of tensors on the CPU: by `Tensor.__dlpack__` each would take ten times
+    as long."""
     view = torch.to_dlpack  # type: ignore[attr-defined]  # public, but not in torch's __all__
     return [None if each is None else view(each) for each in tensors]
 
@@ -475,7 +478,8 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
 def touch_rows(
     rows: Tensor, ids: Tensor, *, distance: int, write: bool, threads: int, into: Literal["l1", "l2"] = "l2"
 ) -> float:
-    """Seconds to load (and store) a word of every cache line of `rows[ids]`: the machine's limit, for benchmarks.
+    """Returns the seconds to load (and store) a word of every cache line of `rows[ids]`: the machine's limit, for
+    benchmarks.
 
     rows: float32 [N, D], D even; its contents change when `write`. ids: int64, in range, in pieces among the threads.
     distance: rows prefetched ahead, and `into` which cache. Needs the native module: raises RuntimeError without it.
@@ -487,7 +491,8 @@ def touch_rows(
 
 
 def multiply_adds_per_s(threads: int) -> float:
-    """Float32 operations a second of so many threads that touch no memory, a multiply-add being two: for benchmarks.
+    """Returns float32 operations a second of so many threads that touch no memory, a multiply-add being two: for
+    benchmarks.
 
     Needs the native module: raises RuntimeError without it.
     """

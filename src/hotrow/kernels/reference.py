@@ -71,7 +71,7 @@ class Layout:
 
     @staticmethod
     def of(tables: Iterable[TableConfig]) -> Layout:
-        """The layout of `tables`: features in the tables' order, side by side."""
+        """Returns the layout of `tables`: features in the tables' order, side by side."""
         features: list[Feature] = []
         width = 0
         for t, table in enumerate(tables):
@@ -90,7 +90,8 @@ class Layout:
                 )
 
     def sequence_of(self, name: str) -> Layout:
-        """The layout of a lookup that serves the feature `name` alone, whose bags are its single ids: [L, D]."""
+        """Returns the layout of a lookup that serves the feature `name` alone, whose bags are its single ids: [L,
+        D]."""
         (feature,) = (f for f in self.features if f.name == name)
         dim = feature.columns.stop - feature.columns.start
         return Layout((replace(feature, columns=slice(0, dim), pooling="sum"),), dim)
@@ -100,7 +101,8 @@ class Layout:
 
 
 def widen(weight: Tensor, low: Tensor | None = None) -> Tensor:
-    """Stored weights as float32, exactly: of bfloat16 with its lower halves `low` (int16) the float32 that was split.
+    """Returns the stored weights as float32, exactly: of bfloat16 with its lower halves `low` (int16) the float32 that
+    was split.
 
     Without `low`, bfloat16 is read as lookups read it: the lower 16 bits are 0.
     """
@@ -110,13 +112,15 @@ def widen(weight: Tensor, low: Tensor | None = None) -> Tensor:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 bit by bit as (its upper halves, bfloat16 by truncation; its lower halves, int16): `widen` joins them."""
+    """Returns float32 bit by bit as (its upper halves, bfloat16 by truncation; its lower halves, int16): `widen`
+    joins them."""
     bits = x.contiguous().view(torch.int32)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def to_float16(x: Tensor) -> Tensor:
-    """float32 rounded to nearest, ties to even, from 65520 up to infinity; NaN quiet, with sign and leading payload."""
+    """Returns float32 rounded to nearest, ties to even, from 65520 up to infinity; NaN quiet, with sign and leading
+    payload."""
     bits = x.contiguous().view(torch.int32)
     nan = (bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF).to(torch.int16)
     return torch.where(x.isnan(), nan, x.half().view(torch.int16)).view(torch.float16)
@@ -175,7 +179,7 @@ def weight_gradient(
 
 
 def fold16(x_nD: Tensor) -> Tensor:
-    """The sum of each row in one fixed order that vectors of any width can follow: [n, D] -> [n].
+    """Returns the sum of each row in one fixed order that vectors of any width can follow: [n, D] -> [n].
 
     Partial sum k of 16 starts at +0 and takes x[k], x[k + 16], ... in turn; then 8, 4, 2, 1 partials fold in halves.
     """
@@ -209,7 +213,7 @@ class BadId:
 
 
 def first_bad_id(layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedTensor) -> BadId | None:
-    """The first id outside [0, N) in the order (feature, sample, position), or None."""
+    """Returns the first id outside [0, N) in the order (feature, sample, position), or None."""
     for feature in layout.features:
         values, offsets, _ = sparse.bags(feature.name)
         bad = ((values < 0) | (values >= weights[feature.table].shape[0])).nonzero()
@@ -276,7 +280,8 @@ def _occurrences(feature: Feature, sparse: KeyedJaggedTensor, grad: Tensor) -> t
 
 
 def _by_rank(row_n: Tensor) -> list[Tensor]:
-    """Occurrence numbers grouped by rank: list[r] holds the r-th occurrence of every row that has more than r."""
+    """Returns the occurrence numbers grouped by rank: list[r] holds the r-th occurrence of every row that has more
+    than r."""
     order = torch.argsort(row_n, stable=True)
     _, counts = torch.unique_consecutive(row_n[order], return_counts=True)
     starts = counts.cumsum(0) - counts
@@ -328,7 +333,7 @@ def _adam(rule: Rule, g: Tensor, w: Tensor, m: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def _ftrl(rule: Rule, g: Tensor, w: Tensor, z: Tensor, n: Tensor) -> tuple[Tensor, ...]:
-    """FTRL-proximal (McMahan et al., KDD'13), per element:
+    """Returns FTRL-proximal (McMahan et al., KDD'13), per element:
 
     `n' = n + g * g;  z += g - ((sqrt(n') - sqrt(n)) / lr) * w`
     `w = 0 if |z| <= l1 else -((z - sign(z) * l1) / ((beta + sqrt(n')) / lr + l2))`
@@ -372,7 +377,8 @@ def _largest(counts: Tensor) -> int:
 
 
 def row_key(seed: int, table: str) -> int:
-    """The 64-bit Philox key of a table: the 8-byte BLAKE2b digest of "<seed>:<table name>" in UTF-8, little-endian."""
+    """Returns the 64-bit Philox key of a table: the 8-byte BLAKE2b digest of "<seed>:<table name>" in UTF-8,
+    little-endian."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{table}".encode(), digest_size=8).digest(), "little")
 
 
@@ -383,7 +389,7 @@ def fill_uniform(key: int, first_row: int, out: Tensor, bound: float, zero_rows:
 
 
 def uniform_rows(key: int, rows: Tensor, dim: int, bound: float, zero_rows: int) -> Tensor:
-    """Initial `rows` [n] of a table, [n, D]: `((x >> 8) * 2^-23 - 1) * bound` in float32, x random uint32.
+    """Returns the initial `rows` [n] of a table, [n, D]: `((x >> 8) * 2^-23 - 1) * bound` in float32, x random uint32.
 
     x of (row, column) is word `column % 4` of the Philox4x32-10 block with counter (row mod 2^32, row >> 32,
     column // 4, 0). Rows below `zero_rows` are 0.
@@ -402,7 +408,8 @@ _MASK = 0xFFFFFFFF
 
 
 def philox4x32(counter: Tensor, key: int) -> Tensor:
-    """Philox4x32-10 of Salmon et al. (SC'11): counters int64 [n, 4] holding 32-bit words -> words, same shape."""
+    """Returns Philox4x32-10 of Salmon et al. (SC'11): counters int64 [n, 4] holding 32-bit words -> words, same
+    shape."""
     c0, c1, c2, c3 = counter.unbind(1)
     k0, k1 = key & _MASK, key >> 32
     for _ in range(10):
@@ -414,7 +421,7 @@ def philox4x32(counter: Tensor, key: int) -> Tensor:
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a * b, in halves: torch has no unsigned 64-bit product."""
+    """Returns High and low 32 bits of a * b, in halves: torch has no unsigned 64-bit product."""
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)

@@ -37,11 +37,11 @@ class Moment:
         self._event, self._device = event, device
 
     def reached(self) -> bool:
-        """Whether the work before it is done."""
+        """Returns whether the work before it is done."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Sleep until it is reached."""
+        """Sleeps until it is reached."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -91,7 +91,7 @@ class Buffers:
         self._used: list[tuple[Tensor, Moment]] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] that no copy reads or writes."""
+        """Returns uint8 [num_bytes] that no copy reads or writes."""
         for k, (buffer, moment) in enumerate(self._used):
             if buffer.numel() >= num_bytes and moment.reached():
                 del self._used[k]
@@ -123,7 +123,7 @@ class Block(NamedTuple):
 
 
 def lay_out(parts: Parts, counts: Sequence[int]) -> tuple[list[Block], int]:
-    """Blocks for counts[t] rows of each table, and the buffer's bytes."""
+    """Returns the blocks for counts[t] rows of each table, and the buffer's bytes."""
     blocks, start = [], 0
     for t, (arrays, count) in enumerate(zip(parts, counts, strict=True)):
         for p, array in enumerate(arrays):
@@ -200,7 +200,7 @@ class Target(Protocol):
         """Of each table, int64 [n]: where in the host's arrays."""
 
     def wait(self) -> None:
-        """Sleep until they may be written to."""
+        """Sleeps until they may be written to."""
 
     def release(self, *, updated: bool) -> None:
         """They were written to."""
@@ -234,7 +234,7 @@ class Mover:
         return self.num_settled + len(self._leaving)
 
     def bring(self, rows: Sequence[Tensor], slots: Sequence[Tensor], *, after: Moment) -> Moment:
-        """Row rows[t][i] of each table into slot slots[t][i]; returns when they are there, as a moment.
+        """Returns the row rows[t][i] of each table into slot slots[t][i]; returns when they are there, as a moment.
 
         Of a row that was sent back `settle` must have been called since.
         """

@@ -98,7 +98,7 @@ class Arrays:
         return self.numbers(self.by_rank)
 
     def numbers(self, values: Sequence[Any]) -> Tensor:
-        """int64 on the device."""
+        """Returns int64 on the device."""
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
 
@@ -159,7 +159,8 @@ class Kernels:
         self._made: dict[Any, Any] = {}  # small tensors on the device, for keys and kinds that came before
 
     def positions(self, keys: tuple[str, ...]) -> list[int]:
-        """Where each feature of the layout stands among `keys`. Raises ValueError naming one that is missing."""
+        """Returns where each feature of the layout stands among `keys`. Raises ValueError naming one that is
+        missing."""
         found = self._positions.get(keys)
         if found is None:
             self.layout.check_keys(keys)
@@ -174,7 +175,7 @@ class Kernels:
         *,
         blame: KeyedJaggedTensor | None = None,
     ) -> Tensor:
-        """Pooled rows of every feature on the tables' device: [B, width] float32 (`reference.lookup`).
+        """Returns the pooled rows of every feature on the tables' device: [B, width] float32 (`reference.lookup`).
 
         blame: the batch in whose samples and positions an error is told; None means `sparse`.
         Raises ValueError for a missing feature and for an id outside its table.
@@ -198,7 +199,8 @@ class Kernels:
         return out
 
     def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
-        """Gradient of the per-sample weights, shaped as `sparse.values` and beside them, for that of `lookup`.
+        """Returns the gradient of the per-sample weights, shaped as `sparse.values` and beside them, for that of
+        `lookup`.
 
         Positions of features that are not in the layout get 0. Raises as `lookup`.
         """
@@ -299,7 +301,8 @@ class Kernels:
         return found
 
     def _by_key(self, weights: Arrays, keys: tuple[str, ...]) -> Tensor:
-        """int64 [3, K] of a batch's keys: base of its table, first column, 1 for "mean"; 0 for those not served."""
+        """Returns int64 [3, K] of a batch's keys: base of its table, first column, 1 for "mean"; 0 for those not
+        served."""
         made = (keys, tuple(weights.bases), weights.device)
         if made not in self._made:
             rows = [[0, 0, 0] for _ in keys]
@@ -366,7 +369,7 @@ class Kernels:
 
 
 def _key_ends(sparse: KeyedJaggedTensor) -> list[int]:
-    """Where the ids of each key start, and where the last one's end."""
+    """Returns where the ids of each key start, and where the last one's end."""
     stride, num_keys = sparse.stride, len(sparse.keys)
     if sparse.one_hot:
         return [k * stride for k in range(num_keys + 1)]
@@ -377,7 +380,7 @@ def _key_ends(sparse: KeyedJaggedTensor) -> list[int]:
 
 
 def _cat(parts: Sequence[Tensor], spans: Sequence[tuple[int, int, int, int]]) -> Tensor:
-    """The spans of the parts one after the other."""
+    """Returns the spans of the parts one after the other."""
     merged: list[tuple[int, int, int]] = []
     for _, p, start, stop in spans:
         if merged and merged[-1][0] == p and merged[-1][2] == start:

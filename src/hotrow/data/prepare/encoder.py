@@ -13,8 +13,8 @@
                 rows = encoders[table].encode(feature, keys, first_key=num_keys[feature])
                 num_keys[feature] += keys.num_keys
 
-A vocabulary that does not fit is used part by part: keys are spread over files by the leading bits of their hash, each
-file is looked up with only its part of the vocabulary in memory, and the row numbers are put back in order:
+A vocabulary that does not fit in memory is used part by part: keys are spread over files by the leading bits of their
+hash, each file is looked up with only its part of the vocabulary in memory, and row numbers are put back in order:
 
     keys --> the part of each key, in order ------------------------+
          \\-> part 0: keys in order -- lookup --> rows in order --+--+--> rows in the order of the keys
@@ -47,17 +47,17 @@ from hotrow.data.sources.convert import CodedKeys, column_of
 from hotrow.data.sources.schema import Schema, Transform
 
 MAX_PARTS = 128
-"""A part's number, and one more for "missing", fit a byte."""
+"""The number of a part, and one more for "missing", fits in a byte."""
 BATCH_KEYS = 1 << 20
 """Keys read back at a time."""
 
 
 class TableEncoder:
-    """Raw ids -> row numbers of one table, by a vocabulary in memory or, where it does not fit, part by part on disk.
+    """Maps raw ids to row numbers of one table, with the vocabulary in memory or, if it does not fit, by parts on disk.
 
-    memory_bytes: what this encoder may hold (at least some 30 MB beside half of it for a part). In the second case
-    `needs_occurrences` is True: every key that will be encoded must first be passed to `add`, feature by feature in the
-    order of `encode`, then `finish` called once.
+    memory_bytes: what this encoder may hold (half for a part, and at least 30 MB more). If the vocabulary does not fit,
+    `needs_occurrences` is True: every key to encode must first be passed to `add`, feature by feature in the order of
+    `encode`, and then `finish` called once.
     """
 
     def __init__(self, vocab_path: Path, folder: Path, *, memory_bytes: int) -> None:
@@ -73,7 +73,7 @@ class TableEncoder:
             self.vocabulary = self.vocabulary.load()
 
     def add(self, feature: str, keys: Keys) -> None:
-        """Note keys to be encoded later; nothing to do where the vocabulary is in memory."""
+        """Notes keys to encode later; does nothing if the vocabulary is in memory."""
         if not self.needs_occurrences:
             return
         if feature not in self._features:
@@ -85,7 +85,7 @@ class TableEncoder:
                 self._flush()
 
     def finish(self) -> None:
-        """Look all noted keys up, one part of the vocabulary at a time."""
+        """Looks up all noted keys, one part of the vocabulary at a time."""
         with self._explain():
             self._flush()
             for part in range(self._num_parts if self._features else 0):
@@ -96,7 +96,9 @@ class TableEncoder:
                 occurrences.put_in_order()
 
     def encode(self, feature: str, keys: Keys, *, first_key: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Row numbers [num_keys] of `keys`, which `first_key` keys of the feature precede in the source; see `lookup`.
+        """Returns the row numbers [num_keys] of `keys`, as `Vocabulary.lookup` gives them.
+
+        first_key: how many keys of the feature come before them in the source.
 
         Raises ValueError if the source yields more keys than were passed to `add`.
         """
@@ -109,7 +111,6 @@ class TableEncoder:
         return out
 
     def close(self) -> None:
-        """Remove the files."""
         for occurrences in self._features.values():
             occurrences.close()
 
@@ -118,7 +119,8 @@ class TableEncoder:
             occurrences.flush()
 
     def _choose_parts(self) -> int:
-        """A power of two, so that a part is a whole number of directory buckets; one part takes half of the memory."""
+        """Returns a power of two, so that a part is a whole number of directory buckets and takes half of the
+        memory."""
         wanted = -(-2 * self.vocabulary.num_bytes // self._memory_bytes)
         num_parts: int = min(1 << (wanted - 1).bit_length(), 2**self.vocabulary.header.directory_bits)
         if num_parts > MAX_PARTS:
@@ -134,14 +136,14 @@ class TableEncoder:
 
 
 class EncoderPool:
-    """A `TableEncoder` per table, the memory shared among them: the smallest vocabularies are loaded first.
+    """A `TableEncoder` for each table; they share the memory, and the smallest vocabularies are loaded first.
 
     Files in `folder` are removed when the `with` block ends, however it ends.
     """
 
     def __init__(self, vocab_paths: Mapping[str, Path], folder: Path, *, memory_bytes: int) -> None:
         sizes = {table: path.stat().st_size for table, path in vocab_paths.items()}
-        # Where not all fit, a quarter is set aside for the parts and buffers of those that do not.
+        # If not all fit, a quarter of the memory is for the parts and buffers of those that do not.
         for_loaded = memory_bytes if sum(sizes.values()) <= memory_bytes else memory_bytes * 3 // 4
         loaded, num_bytes = set(), 0
         for table in sorted(sizes, key=lambda table: (sizes[table], table)):
@@ -155,31 +157,27 @@ class EncoderPool:
         }
 
     def __getitem__(self, table: str) -> TableEncoder:
-        """The encoder of one table."""
         return self._encoders[table]
 
     @property
     def needs_occurrences(self) -> bool:
-        """Whether some vocabulary is larger than its share, so that keys must be passed to `add` before `encode`."""
+        """Whether a vocabulary is larger than its share, so that keys must be passed to `add` before `encode`."""
         return any(encoder.needs_occurrences for encoder in self._encoders.values())
 
     def finish(self) -> None:
-        """Finish every encoder."""
         for encoder in self._encoders.values():
             encoder.finish()
 
     def __enter__(self) -> Self:
-        """The pool."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove all files."""
         for encoder in self._encoders.values():
             encoder.close()
 
 
 class _Occurrences:
-    """One feature's keys on their way to row numbers: files as in the drawing above, appended to through buffers.
+    """The keys of one feature on their way to row numbers: the files of the drawing above, written through buffers.
 
     parts: uint8 per key, num_parts = missing. Per part, keys: uint64 hashes, or the bytes of string keys, whose lengths
     (uint32) have a file of their own; rows: row numbers. In the end only the rows of all keys remain.
@@ -194,7 +192,7 @@ class _Occurrences:
         self.num_buffered_bytes = 0
 
     def add(self, keys: Keys) -> None:
-        """Append keys to the files of their parts."""
+        """Appends keys to the files of their parts."""
         hashes = hash_keys(keys, hash_cap=self._vocabulary.header.hash_cap)
         parts = (hashes >> self._shift).astype(np.uint8)
         if keys.valid is not None:
@@ -212,7 +210,7 @@ class _Occurrences:
                 self._append(self._file("keys", part), hashes[chosen])
 
     def flush(self) -> None:
-        """Write the buffers to their files, one open at a time."""
+        """Writes the buffers to their files, one open at a time."""
         for path, arrays in self._buffers.items():
             with self._open_to_append(path) as file:
                 for array in arrays:
@@ -248,7 +246,7 @@ class _Occurrences:
             self._remove(path)
 
     def rows(self, first: int, num_keys: int) -> NDArray[Any]:
-        """Row numbers of keys [first, first + num_keys)."""
+        """Returns the row numbers of keys [first, first + num_keys)."""
         dtype = np.dtype(self._vocabulary.row_dtype)
         with self._file("rows").open("rb") as file:
             rows = np.fromfile(file, dtype, num_keys, offset=first * dtype.itemsize)
@@ -260,7 +258,7 @@ class _Occurrences:
         return rows
 
     def close(self) -> None:
-        """Remove all files."""
+        """Removes all files."""
         for path in list(self._files):
             self._remove(path)
 
@@ -308,18 +306,18 @@ def _take_strings(keys: Keys, chosen: NDArray[np.int64]) -> tuple[NDArray[np.uin
 
 
 class Encoder(Protocol):
-    """Raw ids to row numbers of one table; `TableEncoder` is one."""
+    """Maps raw ids to row numbers of one table, as `TableEncoder` does."""
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The table's vocabulary."""
+        """Vocabulary of the table."""
 
     @property
     def needs_occurrences(self) -> bool:
-        """Whether rows are only found in the order in which keys were announced, not by asking the vocabulary."""
+        """Whether rows are found only in the order in which keys were passed to `add`, not by lookup."""
 
     def encode(self, feature: str, keys: Keys, *, first_key: int) -> NDArray[Any]:
-        """Row numbers of keys, which `first_key` keys of the feature precede in the source."""
+        """Returns the row numbers of keys; `first_key` keys of the feature come before them in the source."""
 
 
 class RowEncoder:
@@ -340,7 +338,7 @@ class RowEncoder:
         self._entry_rows: dict[str, tuple[Keys, NDArray[Any]]] = {}
 
     def __call__(self, chunk: Chunk) -> tuple[NDArray[np.float32], dict[str, Ids]]:
-        """Dense inputs [n, I], and ids by feature in the schema's order."""
+        """Returns dense inputs [n, I], and ids by feature in the schema's order."""
         encoded = self._executor.map(lambda table: self._encode_table(table, chunk), self._schema.table_names)
         ids = {name: column for columns in encoded for name, column in columns.items()}
         dense = np.empty_like(chunk.dense)
@@ -363,7 +361,7 @@ class RowEncoder:
         return columns
 
     def _coded_rows(self, name: str, vocabulary: Vocabulary, coded: CodedKeys) -> NDArray[Any]:
-        """Row numbers by code; a dictionary that came before is not looked up again."""
+        """Returns row numbers by code; a dictionary that has come before is not looked up again."""
         entries, rows = self._entry_rows.get(name, (None, None))
         if entries is not coded.entries or rows is None:
             rows = vocabulary.lookup(coded.entries)
@@ -372,7 +370,7 @@ class RowEncoder:
 
 
 MANTISSA_BITS = 24
-"""Of a float32, the leading one included."""
+"""Bits of a float32's mantissa, the leading 1 included."""
 
 
 @dataclass(frozen=True)
@@ -396,7 +394,7 @@ class DenseTransform:
 
     @staticmethod
     def parse(text: str) -> DenseTransform:
-        """The transform `str` wrote. Raises ValueError for any other text."""
+        """Reads what `str` wrote. Raises ValueError for any other text."""
         if text in ("log1p_clip0", "identity"):
             return DenseTransform(text)  # type: ignore[arg-type]  # one of the two names of Transform just compared
         found = re.fullmatch(r"standardize\(mean=(\S+), std=(\S+)\)", text)
@@ -405,7 +403,7 @@ class DenseTransform:
         return DenseTransform("standardize", float(found[1]), float(found[2]))
 
     def __call__(self, raw: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Transformed values [n] of raw ones [n], NaN = missing."""
+        """Returns the transformed values [n] of raw values [n], NaN = missing."""
         x = raw.astype(np.float64)
         if self.kind == "log1p_clip0":
             x = np.log1p(np.maximum(x, 0.0))
@@ -416,7 +414,7 @@ class DenseTransform:
 
 
 class Moments:
-    """Mean and standard deviation of float32 numbers, exact: no order, chunk or thread can change a bit of them.
+    """Exact mean and standard deviation of float32 numbers: order, chunks and threads cannot change a bit of them.
 
     A float32 is m * 2^(e - 24) with a whole |m| < 2^24, so sums of m and of m^2 by exponent e are whole numbers.
     """
@@ -450,7 +448,7 @@ class Moments:
             self._squares[e] = self._squares.get(e, 0) + new
 
     def transform(self) -> DenseTransform:
-        """Standardisation by these moments; a constant or absent column is only shifted."""
+        """Returns the standardising transform; a constant column is only shifted, an absent one not at all."""
         if self.num_values == 0:
             return DenseTransform("standardize")
         return DenseTransform("standardize", float(self._mean()), math.sqrt(self.variance()) or 1.0)
@@ -459,18 +457,18 @@ class Moments:
         return sum((s * _power(e - MANTISSA_BITS) for e, s in self._sums.items()), Fraction(0)) / self.num_values
 
     def variance(self) -> Fraction:
-        """The exact variance of all values; there must be at least one."""
+        """Returns the exact variance of all values; there must be at least one."""
         squares = (s * _power(2 * (e - MANTISSA_BITS)) for e, s in self._squares.items())
         return sum(squares, Fraction(0)) / self.num_values - self._mean() ** 2
 
     def to_record(self) -> MomentsRecord:
-        """These moments as a snapshot has them; `from_record` is the inverse."""
+        """Returns the moments as a snapshot stores them; `from_record` is the inverse."""
         sums, squares = ({str(e): str(s) for e, s in own.items()} for own in (self._sums, self._squares))
         return MomentsRecord(self.num_values, sums, squares)
 
     @staticmethod
     def from_record(found: MomentsRecord) -> Moments:
-        """The moments of which `to_record` made it."""
+        """Returns the moments that `to_record` stored."""
         moments = Moments()
         moments.num_values = found.num_values
         moments._sums = {int(e): int(s) for e, s in found.sums.items()}
@@ -484,7 +482,7 @@ _Whole = Annotated[str, Field(pattern=r"^-?[0-9]{1,60}$")]
 
 @dataclass(frozen=True)
 class MomentsRecord:
-    """`Moments` in JSON: numbers are text, because they may have more than 64 bits."""
+    """`Moments` in JSON; numbers are text, because they may have more than 64 bits."""
 
     num_values: Count
     sums: dict[_Exponent, _Whole]
@@ -492,9 +490,9 @@ class MomentsRecord:
     squares: dict[_Exponent, _Whole]
 
     def __post_init__(self) -> None:
-        """Raises ValueError if no numbers have these moments."""
+        """Raises ValueError if no numbers can have these moments."""
         if self.num_values and not Moments.from_record(self).variance() >= 0:
-            raise ValueError("no numbers have these sums and squares")
+            raise ValueError("no numbers can have these sums and squares")
 
 
 def _power(exponent: int) -> Fraction:

@@ -116,14 +116,14 @@ class ColumnsSource:
         return tuple(found)
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """Sizes and number of rows; see `Source.scout`."""
+        """Returns the sizes and number of rows; see `Source.scout`."""
         num_rows, exact = self._reader.count_rows()
         if count == "exact" and not exact:
             num_rows, exact = sum(len(rows.lines) + len(rows.bad) for _, rows in self._rows_of(self._columns[:1])), True
         return SourceInfo(num_rows, exact, self._reader.files)
 
     def times(self) -> Iterator[NDArray[np.int64]]:
-        """The readable times of all rows, without reading another column."""
+        """Yields the readable times of all rows, without reading another column."""
         assert self.schema.time is not None and self._has_time, "asked of a source that has time"
         for file_index, rows in self._rows_of([self.schema.time.column]):
             with self._naming(file_index):
@@ -144,7 +144,7 @@ class ColumnsSource:
             raise ValueError(f"{self._reader.files[file_index].path}: {error}") from None
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Chunks of at most `rows_per_chunk` rows from `start` on; a chunk never spans files."""
+        """Yields chunks of at most `rows_per_chunk` rows from `start` on; a chunk never spans files."""
         start = start or Position()
         self.skipped = SkippedRows(start.num_skipped)
         return prefetch(self._read(start, rows_per_chunk))
@@ -157,7 +157,7 @@ class ColumnsSource:
                 yield self._convert(file_index, rows, dictionaries)
 
     def _wanted_columns(self) -> tuple[str, ...]:
-        """Columns to read; raises ValueError naming one that no file has, and the nearest that is there."""
+        """Returns the columns to read; raises ValueError naming one that no file has, and the nearest that is there."""
         absent = set()
         if not self._has_label:
             absent.add(self.schema.label.column)
@@ -230,7 +230,7 @@ class ColumnsSource:
         return (label, time, dense, KeyColumns(keys)), [f for f in faults if f is not None]
 
     def _without(self, batch: pa.RecordBatch, rows: Rows, faults: Sequence[Fault], file_index: int) -> pa.RecordBatch:
-        """`batch` less its bad rows; raises RowError for the first one beyond those that may be skipped."""
+        """Returns `batch` less its bad rows; raises RowError for the first one beyond those that may be skipped."""
         path = self._reader.files[file_index].path
         bad = np.logical_or.reduce([fault.rows for fault in faults])
         for row in np.flatnonzero(bad):
@@ -252,7 +252,7 @@ class ColumnsSource:
 
 
 def open_table(data: Any, spec: CsvSpec) -> TableReader:
-    """The reader for paths or a frame; spec: how lines of text are cut.
+    """Returns the reader for paths or a frame; spec: how lines of text are cut.
 
     Raises ValueError naming two files of different formats.
     """
@@ -276,13 +276,13 @@ def format_of(file: InputFile) -> FileFormat:
 
 
 def is_paths(data: Any) -> bool:
-    """Whether `data` names files: a path or several, rather than a frame."""
+    """Returns whether `data` names files: a path or several, rather than a frame."""
     several = isinstance(data, list | tuple) and all(isinstance(item, str | Path) for item in data)
     return several or isinstance(data, str | Path)
 
 
 def input_files(data: Any) -> tuple[InputFile, ...] | None:
-    """The files that `data` names, or None if it is a frame.
+    """Returns the files that `data` names, or None if it is a frame.
 
     Raises ValueError if a path matches nothing; of a folder Parquet files are taken if there are
     some, else delimited text, else JSON Lines.

@@ -31,7 +31,7 @@ INTEGER = r"^(0|-?[1-9]\d*)$"
 
 
 def kind_of(encoding: IdEncoding) -> KeyKind:
-    """The key kind that carries `encoding`."""
+    """Returns the key kind that carries `encoding`."""
     return "bytes" if encoding == "bytes" else "int"
 
 
@@ -47,7 +47,7 @@ class Fault:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """`array` without dictionaries, views and half floats: the few types the converters below tell apart."""
+    """Returns `array` without dictionaries, views and half floats: the few types the converters below tell apart."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         return plain(array.dictionary).take(array.indices)
@@ -61,24 +61,25 @@ def plain(array: pa.Array) -> pa.Array:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a type is UTF-8 text of any layout."""
+    """Returns whether a type is UTF-8 text of any layout."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether a type is a list of any layout."""
+    """Returns whether a type is a list of any layout."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """What a column holds beneath dictionaries and lists."""
+    """Returns what a column holds beneath dictionaries and lists."""
     while is_list(kind) or pa.types.is_dictionary(kind):
         kind = kind.value_type
     return kind
 
 
 def to_numbers(array: pa.Array, column: str) -> tuple[NDArray[np.float64], Fault | None]:
-    """Float64 per row, NaN = missing. Text is parsed. Faults: NaN or infinity in the data, text that is no number.
+    """Returns float64 per row, NaN = missing. Text is parsed. Faults: NaN or infinity in the data, text that is no
+    number.
 
     Raises ValueError for a column of another type (time, list, struct).
     """
@@ -107,7 +108,7 @@ def _as_float64(array: pa.Array, column: str) -> pa.Array:
 
 
 def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Text as float64 and, where some is no number, which; else an empty mask."""
+    """Returns text as float64 and, where some is no number, which; else an empty mask."""
     try:
         return pc.cast(array, pa.float64()), np.zeros(0, np.bool_)
     except pa.ArrowInvalid:
@@ -118,7 +119,8 @@ def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fault | None]:
-    """Float32 0 or 1 per row. Faults: a missing label, and without a rule in `spec` a value other than 0 and 1."""
+    """Returns float32 0 or 1 per row. Faults: a missing label, and without a rule in `spec` a value other than 0 and
+    1."""
     array = plain(array)
     if spec.positive is not None:
         return _label_by_value(array, spec)
@@ -167,7 +169,8 @@ class TimeReader:
 
     @staticmethod
     def for_column(sample: pa.Array, format: str | None) -> TimeReader:
-        """Integers and floats as they are, `format` if given, else ISO 8601, zoned or not, as most values are."""
+        """Returns integers and floats as they are, `format` if given, else ISO 8601, zoned or not, as most values
+        are."""
         sample = plain(sample).drop_null()
         if not is_text(sample.type) or format is not None or not len(sample):
             return TimeReader(format=format)
@@ -212,7 +215,7 @@ class TimeReader:
 
 
 def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
-    """Keys of one feature. A missing value is a missing key; a missing list is an empty one.
+    """Returns the keys of one feature. A missing value is a missing key; a missing list is an empty one.
 
     Raises ValueError if the column's shape does not fit `spec.kind`.
     """
@@ -238,7 +241,7 @@ def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tup
 
 
 def default_encoding(kind: pa.DataType, spec: CategoricalSpec) -> IdEncoding:
-    """How ids of an Arrow type are held when `spec.type` leaves it open.
+    """Returns how ids of an Arrow type are held when `spec.type` leaves it open.
 
     Raises ValueError for types that cannot be ids: structs, maps, intervals.
     """
@@ -290,7 +293,7 @@ def _flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys
 
 
 def _integers(array: pa.Array) -> NDArray[Any]:
-    """Integers of any width, booleans, whole decimals, times and dates as NumPy integers; null as 0."""
+    """Returns integers of any width, booleans, whole decimals, times and dates as NumPy integers; null as 0."""
     if pa.types.is_null(array.type) or pa.types.is_decimal(array.type):
         array = array.cast(pa.int64())
     elif pa.types.is_boolean(array.type):
@@ -301,7 +304,7 @@ def _integers(array: pa.Array) -> NDArray[Any]:
 
 
 def text_keys(array: pa.Array) -> Keys:
-    """Bytes of text or binary values; integers, decimals and times as their text."""
+    """Returns the bytes of text or binary values; integers, decimals and times as their text."""
     if not _is_binary(array.type):
         array = array.cast(pa.large_string())
     array = array.cast(pa.large_binary())
@@ -317,7 +320,7 @@ def text_keys(array: pa.Array) -> Keys:
 
 
 def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Text as int64 where it is the canonical text of one, and which is not."""
+    """Returns text as int64 where it is the canonical text of one, and which is not."""
     try:
         numbers = pc.cast(array, pa.int64())
     except pa.ArrowInvalid:
@@ -329,7 +332,8 @@ def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Floats as int64 where exact, NaN as missing (pandas writes missing integers so), and which are not exact."""
+    """Returns floats as int64 where exact, NaN as missing (pandas writes missing integers so), and which are not
+    exact."""
     values = filled(array, np.nan).astype(np.float64)
     missing = np.isnan(values)
     bad = ~missing & ~((np.floor(values) == values) & (np.abs(values) < MAX_EXACT_FLOAT))
@@ -338,7 +342,7 @@ def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def cast_each(array: pa.Array, target: pa.DataType) -> pa.Array:
-    """`array` cast value by value, null where one does not cast; for the rare chunk with bad rows."""
+    """Returns `array` cast value by value, null where one does not cast; for the rare chunk with bad rows."""
     encoded = array.dictionary_encode()
     values = [v.cast(target).as_py() if _castable(pa.array([v]), target) else None for v in encoded.dictionary]
     return pa.array(values, target).take(encoded.indices)
@@ -353,18 +357,19 @@ def _castable(array: pa.Array, target: pa.DataType) -> bool:
 
 
 def filled(array: pa.Array, value: float) -> NDArray[Any]:
-    """Numbers as NumPy, null as `value`; without a null in the array's own memory, where `fill_null` would copy."""
+    """Returns the numbers as NumPy, null as `value`; without a null in the array's own memory, where `fill_null`
+    would copy."""
     numbers: NDArray[Any] = (array.fill_null(value) if array.null_count else array).to_numpy(zero_copy_only=False)
     return numbers
 
 
 def mask_of(array: Any) -> NDArray[np.bool_]:
-    """A boolean Arrow array as a NumPy mask of its own memory, null as False."""
+    """Returns a boolean Arrow array as a NumPy mask of its own memory, null as False."""
     return np.array(pc.coalesce(array, pa.scalar(value=False)).to_numpy(zero_copy_only=False), dtype=bool)
 
 
 def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array, reason: str) -> Fault | None:
-    """A fault whose sentence shows the value as found."""
+    """Returns a fault whose sentence shows the value as found."""
     if not bad.any():
         return None
     return Fault(column, bad, lambda row: f"{_shown(source[row].as_py())} {reason}")
@@ -393,12 +398,13 @@ class CodedKeys(NamedTuple):
     """[num_rows] index into `entries`."""
 
     def written_out(self) -> Keys:
-        """The same keys without a dictionary."""
+        """Returns the same keys without a dictionary."""
         keys = take_keys(self.entries, self.codes)
         return replace(keys, valid=None) if keys.valid is None or keys.valid.all() else keys
 
     def distinct(self, row_mask: NDArray[np.bool_] | None = None) -> tuple[Keys, NDArray[np.uint32]]:
-        """The keys of all rows, or of rows whose mask [num_rows] is set, by first appearance; and how often each comes.
+        """Returns the keys of all rows, or of rows whose mask [num_rows] is set, by first appearance; and how often
+        each comes.
 
         Entries that are equal stay apart.
         """
@@ -413,7 +419,7 @@ class KeyColumns(Mapping[str, Keys]):
         self._columns = columns
 
     def as_read(self, name: str) -> Keys | CodedKeys:
-        """The column as it came."""
+        """Returns the column as it came."""
         return self._columns[name]
 
     def __getitem__(self, name: str) -> Keys:
@@ -439,7 +445,7 @@ class _Seen:
 
 
 def column_of(keys: Mapping[str, Keys], name: str) -> Keys | CodedKeys:
-    """One feature's keys as they came."""
+    """Returns one feature's keys as they came."""
     return keys.as_read(name) if isinstance(keys, KeyColumns) else keys[name]
 
 

@@ -83,14 +83,15 @@ class CriteoSource:
         return dict.fromkeys(CATEGORY_NAMES, "int")
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """Sizes and rows, as `Source.scout`; "exact" counts lines, at the speed of reading and decompressing."""
+        """Returns the sizes and rows, as `Source.scout`; "exact" counts lines, at the speed of reading and
+        decompressing."""
         num_lines = _count_lines if count == "exact" else _estimate_lines
         rows = [num_lines(file) - layout.num_lines for file, layout in zip(self.files, self._layouts, strict=True)]
         files = tuple(FileInfo(file.name, file.num_bytes, file.mtime_ns) for file in self.files)
         return SourceInfo(sum(rows), count == "exact", files)
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536, depth: int = 1) -> Iterator[Chunk]:
-        """Chunks of exactly `rows_per_chunk` rows, but for the last of each file.
+        """Yields chunks of exactly `rows_per_chunk` rows, but for the last of each file.
 
         The next `depth` chunks are parsed in a thread while the caller works; with 0 there is no thread.
         """
@@ -138,7 +139,7 @@ class CriteoSource:
             yield _chunk(columns, row, layout, Position(start.file_index + 1, num_skipped=self.skipped.num_rows))
 
     def _skip(self, error: RowError) -> None:
-        """Count a bad row, or raise its error where no more may be skipped."""
+        """Counts a bad row, or raise its error where no more may be skipped."""
         if self.skipped.num_rows >= self._skip_bad_rows:
             if self._skip_bad_rows:
                 error = RowError(
@@ -188,13 +189,14 @@ def _line_blocks(stream: ByteStream, num_bytes: int) -> Iterator[tuple[int, NDAr
 
 
 def _first_line(text: NDArray[np.uint8]) -> bytes:
-    """The first line of `text`, its newline included."""
+    """Returns the first line of `text`, its newline included."""
     head = text[:4096].tobytes()
     return head[: head.index(b"\n") + 1] if b"\n" in head else text.tobytes().split(b"\n", 1)[0] + b"\n"
 
 
 def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, fault: Fault, column: int) -> RowError:
-    """The error of one faulty line. A wrong number of columns explains every other fault, so it is looked for first."""
+    """Returns the error of one faulty line. A wrong number of columns explains every other fault, so it is looked
+    for first."""
     raw = raw.rstrip(b"\r\n")
     names = layout.column_names
     fields = raw.split(layout.delimiter.encode())
@@ -215,7 +217,7 @@ def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, fault:
 
 
 def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
-    """What to say of a line with the wrong number of columns."""
+    """Returns what to say of a line with the wrong number of columns."""
     if not raw:
         return f"the line is empty; delete it, or {SKIP_CURE}"
     numbers = " or ".join(str(number) for number in wanted)
@@ -249,7 +251,7 @@ def _read_head(file: InputFile) -> _Head:
 
 
 def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _FileLayout:
-    """Delimiter, header and columns, from the file's first lines: what most of them agree on.
+    """Returns the delimiter, header and columns, from the file's first lines: what most of them agree on.
 
     Raises ValueError for an empty file or other text, RowError if no line has a possible number of columns.
     """
@@ -280,7 +282,7 @@ def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _Fi
 
 
 def _read_header(file: InputFile, line: bytes) -> RowLayout | None:
-    """The layout that a header line says; None if the line is a row."""
+    """Returns the layout that a header line says; None if the line is a row."""
     delimiter = "\t" if b"\t" in line else ","
     names = [name.strip().strip('"').lower() for name in line.decode(errors="replace").split(delimiter)]
     has_id = names[0] in ID_NAMES and len(names) > NUM_FEATURES

@@ -139,11 +139,11 @@ class SchemaGuess:
     """Rows of all files, about."""
 
     def of(self, role: str) -> list[Guess]:
-        """The columns taken for `role`."""
+        """Returns the columns taken for `role`."""
         return [guess for guess in self.guesses if guess.role == role]
 
     def summary(self) -> str:
-        """The guesses in a line, for a user who wrote no schema."""
+        """Returns the guesses in a line, for a user who wrote no schema."""
         roles = ("label", "time", "dense", "categorical", "")
         names = {role: ", ".join(shown(g.column) for g in self.of(role)) for role in roles}
         told = ", ".join(f"{role} {names[role]}" for role in ("label", "time") if names[role])
@@ -160,7 +160,7 @@ class SchemaGuess:
         return "time" if self.of("time") else "random"
 
     def schema(self) -> Schema:
-        """The guesses as a schema. Raises ValueError if no label or no id column was found."""
+        """Returns the guesses as a schema. Raises ValueError if no label or no id column was found."""
         value: dict[str, Any] = {role: [g.spec for g in self.of(role)] for role in ("dense", "categorical")}
         if not self.of("label"):
             raise ValueError(
@@ -178,7 +178,7 @@ class SchemaGuess:
 
 
 def guess_schema(source: Any, label: str | None = None, time: str | None = None) -> Schema:
-    """The schema that names, types and a sample of `source` (paths or an Arrow-capable frame) suggest.
+    """Returns the schema that names, types and a sample of `source` (paths or an Arrow-capable frame) suggest.
 
     label, time: as for `guess_columns`. Raises ValueError if the label cannot be guessed, or a named column is not
     there.
@@ -189,7 +189,7 @@ def guess_schema(source: Any, label: str | None = None, time: str | None = None)
 def guess_columns(
     source: Any, *, label: str | None = None, time: str | None = None, roles: Mapping[str, Role] | None = None
 ) -> SchemaGuess:
-    """Every column's guess with its reason; `guess_schema` without the demand that a label be found.
+    """Returns every column's guess with its reason; `guess_schema` without the demand that a label be found.
 
     label, time: names of these columns if known; label may be a rule such as "rating >= 4" or
     "action = buy, cart". roles: what columns are,
@@ -226,7 +226,8 @@ def guess_columns(
 def _without_leaks(
     guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, roles: Mapping[str, Role]
 ) -> SchemaGuess:
-    """`guess` with columns that give the label away left out, and those of them that were told named in `warnings`."""
+    """Returns `guess` with columns that give the label away left out, and those of them that were told named in
+    `warnings`."""
     label = LabelSpec.model_validate(guess.of("label")[0].spec)
     used = [g.column for role in ("dense", "categorical") for g in guess.of(role)]
     times = [f.name for f in facts if f.name in used and (f.kind == "time" or _holds_unix_times(f))]
@@ -241,18 +242,19 @@ def _without_leaks(
 
 
 def leak_text(column: str, reason: str) -> str:
-    """How a leak is told."""
+    """Returns how a leak is told."""
     return f"column {shown(column)} may give the label away: {reason}"
 
 
 def shown(name: str) -> str:
-    """A column's name in a list of names: quoted if it would be misread there."""
+    """Returns a column's name in a list of names: quoted if it would be misread there."""
     plain = name.isprintable() and name == name.strip() and name and not re.search(r"[,;'\"]", name)
     return name if plain else repr(name)
 
 
 def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[str, Any]]:
-    """The reader, and of text files how lines are cut; `told` are column names known, which only a header can hold."""
+    """Returns the reader, and of text files how lines are cut; `told` are column names known, which only a header
+    can hold."""
     reader = open_table(source, CsvSpec())
     if not isinstance(reader, TextReader):
         return reader, {}
@@ -263,7 +265,7 @@ def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[st
 
 
 def _is_header(first: list[str], *rows: list[str]) -> bool:
-    """Whether the first line names columns: where all values below are numbers, it mostly holds none.
+    """Returns whether the first line names columns: where all values below are numbers, it mostly holds none.
 
     If no column is one of numbers, names are distinct, none of them a number or empty, but for the row index that
     pandas writes first.
@@ -282,7 +284,7 @@ def _is_header(first: list[str], *rows: list[str]) -> bool:
 
 
 def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
-    """The first rows of the first file, and what folders say of all files.
+    """Returns the first rows of the first file, and what folders say of all files.
 
     Values that no rule reads may be bad here and are found in preparation.
     """
@@ -303,7 +305,7 @@ def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
 
 
 def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
-    """The facts of one sampled column."""
+    """Returns the facts of one sampled column."""
     array = column.combine_chunks()
     stored = str(array.type)
     if is_list(array.type):
@@ -335,13 +337,13 @@ def _value_counts(array: pa.Array) -> np.ndarray[Any, Any]:
 
 
 def _values_of(array: pa.Array) -> list[str]:
-    """The values of a column of text, the most frequent first."""
+    """Returns the values of a column of text, the most frequent first."""
     found = pc.value_counts(array.drop_null()).to_pylist()
     return [str(value["values"]) for value in sorted(found, key=lambda value: -value["counts"])]
 
 
 def _share_binary(array: pa.Array) -> float:
-    """The share of rows, missing ones among them, that hold 0 or 1."""
+    """Returns the share of rows, missing ones among them, that hold 0 or 1."""
     kind = array.type
     if is_text(kind):
         hits = pc.match_substring_regex(array, r"^[01](\.0+)?$")
@@ -353,7 +355,7 @@ def _share_binary(array: pa.Array) -> float:
 
 
 def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
-    """What the values are, and as numbers where they are some."""
+    """Returns what the values are, and as numbers where they are some."""
     values = array.drop_null()
     if not len(values) or pa.types.is_nested(values.type):
         return "other", None
@@ -384,7 +386,7 @@ def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
 
 
 def _time_formats(values: pa.Array) -> tuple[str, ...]:
-    """The formats of TIME_FORMATS that read every value; none for ISO 8601, which needs none."""
+    """Returns the formats of TIME_FORMATS that read every value; none for ISO 8601, which needs none."""
     values = pc.unique(values)
     if pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d")).as_py():
         return ()
@@ -392,7 +394,7 @@ def _time_formats(values: pa.Array) -> tuple[str, ...]:
 
 
 def _separator(array: pa.Array) -> str | None:
-    """The character that joins several values in most rows of a text column."""
+    """Returns the character that joins several values in most rows of a text column."""
     for separator in ("|", ";"):
         share = pc.mean(pc.cast(pc.match_substring(array, separator), pa.float64())).as_py()
         if share is not None and share > 0.3:
@@ -403,7 +405,7 @@ def _separator(array: pa.Array) -> str | None:
 def _find_label(
     facts: Sequence[ColumnFacts], name: str | None, made: Mapping[str, Any]
 ) -> tuple[Guess | None, str, tuple[str, ...]]:
-    """The label, or None; what the user must decide about it; and what may be decided otherwise.
+    """Returns the label, or None; what the user must decide about it; and what may be decided otherwise.
 
     made: how it is made of the values of the column called `name`, as in a schema.
     """
@@ -428,7 +430,7 @@ def _find_label(
 
 
 def ask_for_rule(facts: ColumnFacts) -> str:
-    """The question which values of a column are positive, and how to answer it."""
+    """Returns the question which values of a column are positive, and how to answer it."""
     middle = math.ceil((facts.low + facts.high) / 2 + 0.5)
     rule = f"{facts.name} >= {middle}"
     return (
@@ -439,7 +441,7 @@ def ask_for_rule(facts: ColumnFacts) -> str:
 
 
 def ask_for_values(facts: ColumnFacts) -> str:
-    """The question which words of a column are positive, and how to answer it."""
+    """Returns the question which words of a column are positive, and how to answer it."""
     rule = f"{facts.name} = {facts.values[1].strip()}"
     return (
         f"column {facts.name!r} holds {', '.join(map(shown, facts.values))}; if the label is made of it, say which are "
@@ -487,7 +489,7 @@ def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
 
 
 def _find_time(facts: Sequence[ColumnFacts], name: str | None) -> tuple[Guess | None, tuple[str, ...]]:
-    """The time column, and what may be decided otherwise."""
+    """Returns the time column, and what may be decided otherwise."""
     for f in facts:
         if f.name == name:
             return Guess("time", f.name, _time_spec(f), "as told"), ()
@@ -529,14 +531,14 @@ def _holds_unix_times(f: ColumnFacts) -> bool:
 
 
 def _is_written_date(f: ColumnFacts) -> bool:
-    """Whole numbers such as 20141021 or 2014102113: they rise with time, so rows can be split by them."""
+    """Returns whole numbers such as 20141021 or 2014102113: they rise with time, so rows can be split by them."""
     if f.kind != "int" or not _like(TIME_NAMES, f.name):
         return False
     return all(any(re.fullmatch(form, f"{value:.0f}") for form in WRITTEN_DATES) for value in (f.low, f.high))
 
 
 def _told(f: ColumnFacts, role: Role) -> Guess:
-    """A column that the user gave a role. Raises ValueError if it cannot have it."""
+    """Returns a column that the user gave a role. Raises ValueError if it cannot have it."""
     if role == "dense":
         if f.kind not in ("int", "float", "bool"):
             raise ValueError(f"dense lists column {f.name!r}, which holds {f.stored} values that are no numbers")
@@ -555,7 +557,7 @@ def _told(f: ColumnFacts, role: Role) -> Guess:
 
 
 def _feature(f: ColumnFacts) -> Guess:
-    """A column that is neither label nor time."""
+    """Returns a column that is neither label nor time."""
     if f.kind == "other":
         why = (
             "no value in the sample"
@@ -576,14 +578,14 @@ def _feature(f: ColumnFacts) -> Guess:
 
 
 def _names_rows(f: ColumnFacts) -> bool:
-    """Whether a column without a repeated value is taken for a name of the row."""
+    """Returns whether a column without a repeated value is taken for a name of the row."""
     if _like(ROW_ID_NAMES, f.name):
         return f.num_rows > 100
     return f.num_rows >= MANY_ROWS and f.kind in ("text", "int") and not _why_dense(f)
 
 
 def _why_dense(f: ColumnFacts) -> str:
-    """Why a column is a number rather than an id; "" if it is an id."""
+    """Returns why a column is a number rather than an id; "" if it is an id."""
     if f.kind == "float":
         return "decimal numbers"
     if f.kind != "int" or _like(ID_NAMES, f.name):
@@ -625,7 +627,7 @@ def _kind_words(f: ColumnFacts) -> str:
 
 
 def _like(pattern: str, name: str) -> bool:
-    """Whether a name fits; RecBole's files put a column's type behind it, as in `rating:float`."""
+    """Returns whether a name fits; RecBole's files put a column's type behind it, as in `rating:float`."""
     plain_name = re.sub(r":(token|float|token_seq|float_seq)$", "", name)
     return re.fullmatch(pattern, plain_name, re.IGNORECASE) is not None
 

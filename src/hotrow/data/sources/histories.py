@@ -52,7 +52,8 @@ def open_columns(
     labels: Literal["required", "alone", "ignored"] = "required",
     **options: Any,
 ) -> ColumnsSource | HistoriesSource:
-    """The source of `data` read by `schema`: of samples made from events where it says so, unless rows to predict.
+    """Returns the source of `data` read by `schema`: of samples made from events where it says so, unless rows to
+    predict.
 
     Raises ValueError if rows to predict are text, whose histories nothing cuts into lists.
     """
@@ -147,13 +148,15 @@ class HistoriesSource:
         return self._source.notes
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """The events' files, and the number of samples (those left out for want of a negative aside); sorts them."""
+        """Returns the events' files, and the number of samples (those left out for want of a negative aside); sorts
+        them."""
         num_targets = sum(len(self._targets(first).event) for first in self._blocks(0, EVENTS_PER_BLOCK))
         files = self._source.scout().files
         return SourceInfo(num_targets * (1 + self.spec.negatives), num_rows_exact=False, files=files)
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Chunks of at most `rows_per_chunk` rows; `offset` and `num_lines` of a position count sorted events."""
+        """Yields chunks of at most `rows_per_chunk` rows; `offset` and `num_lines` of a position count sorted
+        events."""
         skipped = self._sorted.skipped
         self.skipped = SkippedRows(start.num_skipped if start else skipped.num_rows, list(skipped.examples))
         return prefetch(self._read(start or Position(), max(1, rows_per_chunk // (1 + self.spec.negatives))))
@@ -178,7 +181,7 @@ class HistoriesSource:
             return _Sorted(by_user.sorted(), _first_seen(by_item.sorted()), self._source.skipped)
 
     def _targets(self, first: int, num_events: int = EVENTS_PER_BLOCK) -> _Targets:
-        """Those among `num_events` events from number `first` on."""
+        """Returns those among `num_events` events from number `first` on."""
         spec, users = self.spec, self._sorted.events[0]
         user = np.array(users[first : first + num_events])
         number = np.arange(first, first + len(user))
@@ -190,7 +193,7 @@ class HistoriesSource:
         return _Targets(number[chosen], position[chosen])
 
     def _chunk(self, targets: _Targets, stop: int) -> Chunk:
-        """The samples of `targets`: each what came, then what did not; `stop`: the event after them."""
+        """Returns the samples of `targets`: each what came, then what did not; `stop`: the event after them."""
         events, num_negatives = self._sorted.events, self.spec.negatives
         drawn, found = self._negatives(targets)
         for event in targets.event[~found]:
@@ -213,7 +216,8 @@ class HistoriesSource:
         return Chunk(len(label), label, dense, keys, position, np.array(events[1][repeated.event]))
 
     def _negatives(self, targets: _Targets) -> tuple[Integers, NDArray[np.bool_]]:
-        """Numbers in the pool of the negatives of each target [n, negatives], and which targets [n] have all."""
+        """Returns the numbers in the pool of the negatives of each target [n, negatives], and which targets [n] have
+        all."""
         events, pool, spec = self._sorted.events, self._sorted.pool, self.spec
         user, item = events[0][targets.event], events[2][targets.event]
         num_seen = np.searchsorted(pool[0], events[1][targets.event])
@@ -238,7 +242,7 @@ class HistoriesSource:
 
 
 def events_schema(schema: Schema) -> Schema:
-    """How the events themselves are read."""
+    """Returns how the events themselves are read."""
     columns = tuple(column for column in schema.categorical if column.kind == "one_hot")
     return Schema(label=schema.label, time=schema.time, categorical=columns, csv=schema.csv)
 
@@ -254,7 +258,7 @@ def _integers(keys: Keys, name: str) -> Integers:
 
 
 def _first_seen(by_item: Columns) -> Columns:
-    """The first event of each item, by time: time, item, what else describes it."""
+    """Returns the first event of each item, by time: time, item, what else describes it."""
     item = by_item[0]
     pool = RowSort(len(by_item))
     for first in range(0, len(item), EVENTS_PER_BLOCK):
@@ -266,7 +270,8 @@ def _first_seen(by_item: Columns) -> Columns:
 
 
 def _past(targets: _Targets, length: int) -> tuple[Integers, Integers]:
-    """Numbers of the events of each target's history, one behind the other, and where each begins [n + 1]."""
+    """Returns the numbers of the events of each target's history, one behind the other, and where each begins [n +
+    1]."""
     lengths = np.minimum(targets.position, length)
     row_splits = np.concatenate([[0], np.cumsum(lengths)])
     first = np.repeat(targets.event - lengths - row_splits[:-1], lengths)
@@ -322,7 +327,7 @@ class RowSort:
             self._num_waiting += len(piece[0])
 
     def sorted(self) -> Columns:
-        """All rows in order, each column a read-only mapped file; the runs are gone after it."""
+        """Returns all rows in order, each column a read-only mapped file; the runs are gone after it."""
         self._write_run()
         with ExitStack() as stack:
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(self.num_columns)]
@@ -342,7 +347,8 @@ class RowSort:
         self._waiting, self._num_waiting = [], 0
 
     def _merged(self) -> Iterator[Columns]:
-        """The rows of all runs in order, about `rows_in_memory` at a time; rows of one first key come together."""
+        """Yields the rows of all runs in order, about `rows_in_memory` at a time; rows of one first key come
+        together."""
         at = [0] * len(self._runs)
         step = max(1, self._rows_in_memory // max(1, len(self._runs)))
         while any(start < len(run[0]) for start, run in zip(at, self._runs, strict=True)):
@@ -359,14 +365,14 @@ class RowSort:
 
 
 def _in_order(pieces: Sequence[Columns]) -> Columns:
-    """The rows of all pieces, sorted; stable."""
+    """Returns the rows of all pieces, sorted; stable."""
     columns = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
     order = np.lexsort((columns[1], columns[0]))
     return tuple(column[order] for column in columns)
 
 
 def _mapped(file: IO[bytes], num_columns: int) -> Columns:
-    """The columns of a file that holds them one behind the other; they outlive its closing."""
+    """Returns the columns of a file that holds them one behind the other; they outlive its closing."""
     file.flush()
     if not file.tell():
         return tuple(np.empty(0, np.int64) for _ in range(num_columns))  # nothing cannot be mapped

@@ -58,17 +58,17 @@ class InputFile:
         return FileInfo(self.name, self.num_bytes, self.mtime_ns)
 
     def open_file(self) -> pa.NativeFile:
-        """The file's bytes as stored, seekable."""
+        """Returns the file's bytes as stored, seekable."""
         return self.filesystem.open_input_file(self.path)
 
     def open_stream(self) -> pa.NativeFile:
-        """The file's decompressed bytes from the start."""
+        """Returns the file's decompressed bytes from the start."""
         stored = self.open_file()
         codec = _codec(stored)
         return stored if codec is None else pa.CompressedInputStream(stored, codec)
 
     def read_head(self, num_bytes: int) -> tuple[bytes, int]:
-        """The first `num_bytes` of decompressed text, and about how many stored bytes they took.
+        """Returns the first `num_bytes` of decompressed text, and about how many stored bytes they took.
 
         Raises ValueError naming the file if it cannot be read.
         """
@@ -78,13 +78,14 @@ class InputFile:
             return bytes(text[:num_bytes]), stream.stored_offset
 
     def first_line(self) -> str:
-        """The first line of a text file, without its end and a byte-order mark; undecodable bytes are replaced."""
+        """Returns the first line of a text file, without its end and a byte-order mark; undecodable bytes are
+        replaced."""
         text, _ = self.read_head(1 << 16)
         return text.decode("utf-8-sig", errors="replace").split("\n", 1)[0].rstrip("\r")
 
 
 def _codec(stored: pa.NativeFile) -> str | None:
-    """Arrow's name of the compression a file's first bytes show; the file is then at its start again."""
+    """Returns Arrow's name of the compression a file's first bytes show; the file is then at its start again."""
     start = stored.read(4)
     stored.seek(0)
     return next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
@@ -93,7 +94,7 @@ def _codec(stored: pa.NativeFile) -> str | None:
 def find_files(
     paths: Sequence[str | Path | InputFile], *, matches: Callable[[str], bool], wanted: str
 ) -> tuple[InputFile, ...]:
-    """The files that `paths` name, in the order given; a folder or a pattern gives its files in natural order.
+    """Returns the files that `paths` name, in the order given; a folder or a pattern gives its files in natural order.
 
     paths: files found before, files, folders (with all below them), patterns (`*` and `?` within a name, `**` across
     folders), local or as URIs (s3://, gs://, hdfs://, file://), where `?` begins Arrow's options and is no part of a
@@ -153,7 +154,7 @@ def _expand(given: str, matches: Callable[[str], bool], wanted: str) -> list[Inp
 
 
 def _open_filesystem(name: str) -> tuple[Any, str]:
-    """The file system of a path or URI, and the path within it."""
+    """Returns the file system of a path or URI, and the path within it."""
     if not _URI.match(name):
         return fs.LocalFileSystem(), str(Path(name).absolute())
     try:
@@ -165,7 +166,8 @@ def _open_filesystem(name: str) -> tuple[Any, str]:
 
 
 def _tree(filesystem: Any, root: str, name: str) -> list[Any]:
-    """All files below `root`, hidden ones aside: names that start with "." or "_" are no data (Hadoop's rule)."""
+    """Returns all files below `root`, hidden ones aside: names that start with "." or "_" are no data (Hadoop's
+    rule)."""
     selector = fs.FileSelector(root, recursive=True, allow_not_found=True)
     files = [f for f in _ask(name, lambda: filesystem.get_file_info(selector)) if f.is_file]
     return [f for f in files if not any(p[:1] in "._" for p in _below(f.path, root).split("/") if "=" not in p)]
@@ -190,7 +192,7 @@ def _below(path: str, root: str) -> str:
 
 
 def _input_files(filesystem: Any, found: Sequence[Any], root: str, shown_root: str) -> list[InputFile]:
-    """Files found below `root`, which the user wrote as `shown_root`, in natural order."""
+    """Returns the files found below `root`, which the user wrote as `shown_root`, in natural order."""
     files = []
     for info in sorted(found, key=lambda f: natural_key(f.path)):
         below = _below(info.path, root)
@@ -206,7 +208,7 @@ def _input_file(shown: str, filesystem: Any, info: Any) -> InputFile:
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
-    """Sort key under which day_2 comes before day_10."""
+    """Returns a sort key under which day_2 comes before day_10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -228,7 +230,7 @@ class ByteStream:
         self._skip_to(offset)
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill `buffer` as far as the data goes; the number of bytes, 0 at the end."""
+        """Fills `buffer` as far as the data goes; the number of bytes, 0 at the end."""
         filled, whole = 0, self.codec is None
         while filled < len(buffer):
             try:
@@ -251,7 +253,7 @@ class ByteStream:
         return int(self._raw.tell())
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._raw.close()
 
     def __enter__(self) -> Self:
@@ -273,7 +275,8 @@ class ByteStream:
 
 
 def prefetch(items: Iterator[T], *, depth: int = 1) -> Iterator[T]:
-    """The same items, the next `depth` of them made in a thread while the consumer works; errors come in their place.
+    """Yields the same items, the next `depth` of them made in a thread while the consumer works; errors come in their
+    place.
 
     The thread and `items` end when this iterator is exhausted, closed or dropped.
     """

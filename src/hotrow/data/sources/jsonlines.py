@@ -35,7 +35,8 @@ _TEXT_OF = {True: "1", False: "0", None: None}
 
 
 def is_json_lines(file: InputFile) -> bool:
-    """Whether the first line of a file begins with the brace of an object, or the bracket of an array of them."""
+    """Returns whether the first line of a file begins with the brace of an object, or the bracket of an array of
+    them."""
     return file.first_line().lstrip().startswith(("{", "[{"))
 
 
@@ -56,7 +57,7 @@ class JsonReader:
         self.schema = pa.schema([*kinds.items(), *self._partition_types.items()])
 
     def partition_values(self) -> dict[str, pa.Array]:
-        """Columns that folders name: their value in each file."""
+        """Returns the columns that folders name: their value in each file."""
         return partition_values(self._files, self._partition_types)
 
     def check_drift(self, columns: Sequence[str]) -> None:
@@ -67,7 +68,7 @@ class JsonReader:
         return sum(map(estimate_lines, self._files)), False
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The rows of one file after position `first`, which counts lines, bad ones included."""
+        """Yields the rows of one file after position `first`, which counts lines, bad ones included."""
         file, kinds = self._files[file_index], {name: self.schema.field(name).type for name in self.schema.names}
         stored = [name for name in columns if name not in self._partition_types]
         bad: list[RowError] = []
@@ -102,12 +103,12 @@ class JsonReader:
 
 
 def _no_columns(num_rows: int) -> pa.RecordBatch:
-    """A batch that has rows and no column yet."""
+    """Returns a batch that has rows and no column yet."""
     return pa.RecordBatch.from_arrays([pa.nulls(num_rows)], names=[""])
 
 
 def _lines(file: InputFile, first: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Numbers, from 1, and bytes of the lines after line `first`, blank ones and a byte-order mark left out.
+    """Yields the numbers, from 1, and bytes of the lines after line `first`, blank ones and a byte-order mark left out.
 
     Raises ValueError for a line that is longer than a table of text may have.
     """
@@ -146,7 +147,7 @@ def _columns_of(file: InputFile) -> dict[str, pa.DataType]:
 
 
 def _parse(text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, Any]:
-    """The values of one line by column. Raises ValueError saying what is wrong with it."""
+    """Returns the values of one line by column. Raises ValueError saying what is wrong with it."""
     record = _flat(_load(text))
     for name, value in record.items():
         is_list = pa.types.is_list(kinds.get(name, pa.null()))
@@ -190,7 +191,7 @@ def _constant(name: str) -> NoReturn:
 
 
 def _flat(value: dict[str, Any]) -> dict[str, Any]:
-    """Members as text, None, or lists of text; those of nested objects under `outer.inner`."""
+    """Returns the members as text, None, or lists of text; those of nested objects under `outer.inner`."""
     found: dict[str, Any] = {}
     for name, member in value.items():
         inner = {f"{name}.{n}": m for n, m in _flat(member).items()} if isinstance(member, dict) else None

@@ -74,7 +74,7 @@ def open_avazu(data: Any, schema: Schema = AVAZU_SCHEMA, **options: Any) -> Colu
 
 
 def looks_like_avazu(line: str) -> bool:
-    """Whether a file's first line is Avazu's header, with or without `click`."""
+    """Returns whether a file's first line is Avazu's header, with or without `click`."""
     return [n for n in line.split(",") if n != "click"] == [n for n in AVAZU_COLUMNS if n != "click"]
 
 
@@ -120,7 +120,7 @@ def open_taobao(
 
 
 def looks_like_taobao(line: str) -> bool:
-    """Whether a file's first line has the layout of UserBehavior.csv."""
+    """Returns whether a file's first line has the layout of UserBehavior.csv."""
     fields = line.split(",")
     return len(fields) == len(TAOBAO_COLUMNS) and fields[3] in ("pv", "cart", "fav", "buy") and fields[4].isdecimal()
 

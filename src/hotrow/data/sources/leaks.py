@@ -29,7 +29,7 @@ MOSTLY_LATER = 0.5
 def find_leaks(
     sample: pa.Table, label: LabelSpec, columns: Sequence[str], *, times: Sequence[str] = (), time: str | None = None
 ) -> dict[str, str]:
-    """Those of `columns` that leak, with the reason and its figure.
+    """Returns those of `columns` that leak, with the reason and its figure.
 
     times: those that hold times; time: the column by which rows are split, None if there is none.
     """
@@ -44,7 +44,7 @@ def find_leaks(
 
 
 def _leak(array: pa.Array, positive: NDArray[np.bool_]) -> str:
-    """Why a column leaks; "" if it does not."""
+    """Returns why a column leaks; "" if it does not."""
     if is_list(array.type) or pa.types.is_nested(array.type):
         return ""
     filled: NDArray[np.bool_] = np.asarray(array.is_valid())
@@ -68,7 +68,7 @@ def _filled_for_one(filled: NDArray[np.bool_], positive: NDArray[np.bool_]) -> s
 
 
 def _auc_of_values(array: pa.Array, positive: NDArray[np.bool_]) -> float:
-    """AUC of each value's share of positives, each half of the rows judged by the other."""
+    """Returns AUC of each value's share of positives, each half of the rows judged by the other."""
     codes = pc.fill_null(array.dictionary_encode().indices, -1).to_numpy(zero_copy_only=False) + 1
     half = np.random.default_rng(0).permutation(len(codes)) % 2 == 0
     rate, aucs = positive.mean(), []
@@ -80,7 +80,7 @@ def _auc_of_values(array: pa.Array, positive: NDArray[np.bool_]) -> float:
 
 
 def _auc_of_order(array: pa.Array, filled: NDArray[np.bool_], positive: NDArray[np.bool_]) -> float:
-    """AUC of the numbers in rising or falling order, rows without one left out; 0.5 for text."""
+    """Returns AUC of the numbers in rising or falling order, rows without one left out; 0.5 for text."""
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
         try:
@@ -94,7 +94,8 @@ def _auc_of_order(array: pa.Array, filled: NDArray[np.bool_], positive: NDArray[
 
 
 def _auc(score: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """The share of pairs of a positive and a negative that `score` puts in order, ties as half; 0.5 without pairs."""
+    """Returns the share of pairs of a positive and a negative that `score` puts in order, ties as half; 0.5 without
+    pairs."""
     _, place = np.unique(score, return_inverse=True)
     positives = np.bincount(place, positive)
     negatives = np.bincount(place) - positives
@@ -104,7 +105,7 @@ def _auc(score: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
 
 
 def _later(rows: Mapping[str, pa.Array], name: str, time: str) -> str:
-    """Why a time is one that comes after the event; "" if it is not."""
+    """Returns why a time is one that comes after the event; "" if it is not."""
     found = {each: rows[each] for each in (name, time)}
     if found[name].type != found[time].type:
         return ""  # of other units, perhaps

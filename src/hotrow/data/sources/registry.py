@@ -49,7 +49,7 @@ CRITEO_SCHEMA = parse_schema(
 
 
 def looks_like_criteo(line: str) -> bool:
-    """Whether a first line has Criteo's columns: perhaps a label, 13 integers, 26 categories of hex digits."""
+    """Returns whether a first line has Criteo's columns: perhaps a label, 13 integers, 26 categories of hex digits."""
     fields = line.split("\t" if "\t" in line else ",")
     names = [*DENSE_NAMES, *CATEGORY_NAMES]
     if [field.upper() for field in fields[-len(names) :]] == names:
@@ -80,7 +80,7 @@ class OpenedSource:
     """Columns that were told, and seem to give the label away."""
 
     def with_options(self, **options: Any) -> OpenedSource:
-        """This source under the schema changed by `Schema.with_options`."""
+        """Returns this source under the schema changed by `Schema.with_options`."""
         return replace(self, schema=self.schema.with_options(**options))
 
 
@@ -97,7 +97,7 @@ def open_source(
     skip_bad_rows: int = 0,
     rows: int | None = None,
 ) -> OpenedSource:
-    """The source called `name` over `data`: paths, or an Arrow-capable frame.
+    """Returns the source called `name` over `data`: paths, or an Arrow-capable frame.
 
     schema: how to read columns; None: the source's own, or for csv, parquet, jsonl and frame a guess that the names
     `label` and `time`, and the `roles` of columns, may help. labels: "alone": without times, to judge a model;
@@ -159,13 +159,13 @@ def _tell_source(data: Any) -> str:
 
 
 def tell_format(data: Any) -> str:
-    """The source that reads `data` by a schema: frame, parquet, jsonl or csv."""
+    """Returns the source that reads `data` by a schema: frame, parquet, jsonl or csv."""
     files = input_files(data)
     return "frame" if files is None else format_of(files[0])
 
 
 def recognise(data: Any) -> str | None:
-    """The source whose published layout the first line of the first file has: its name, or None."""
+    """Returns the source whose published layout the first line of the first file has: its name, or None."""
     if not is_paths(data):
         return None
     file = find_files([data] if isinstance(data, str | Path) else data, matches=bool, wanted="any file")[0]
@@ -187,6 +187,6 @@ def check_split(opened: OpenedSource) -> None:
 
 
 def rows_per_file(opened: OpenedSource) -> list[int]:
-    """Exact rows of each file, in order, which the reference split needs; reads every file once."""
+    """Returns the exact rows of each file, in order, which the reference split needs; reads every file once."""
     assert isinstance(opened.source, CriteoSource), "check_split"
     return [CriteoSource([file], labels="ignored").scout(count="exact").num_rows for file in opened.source.files]

@@ -250,11 +250,11 @@ class Schema(_Strict):
         return tuple(dict.fromkeys((self.label.column, *time, *self.dense_names, *self.feature_names)))
 
     def table(self, name: str) -> TableSpec:
-        """Options of table `name`."""
+        """Returns the options of table `name`."""
         return self.tables.get(name, TableSpec())
 
     def features_of(self, table: str) -> tuple[str, ...]:
-        """Features that look up `table`, in order."""
+        """Returns the features that look up `table`, in order."""
         return tuple(c.column for c in self.categorical if c.table_name == table)
 
     def with_options(
@@ -266,7 +266,8 @@ class Schema(_Strict):
         min_count: int | None = None,
         hash_cap: int | None = None,
     ) -> Schema:
-        """This schema with the split changed, and `min_count` or `hash_cap` set for every table, where given."""
+        """Returns this schema with the split changed, and `min_count` or `hash_cap` set for every table, where
+        given."""
         for_tables = {"min_count": min_count, "hash_cap": hash_cap}
         for_split = {"kind": split, "fractions": None if fractions is None else list(fractions), "seed": seed}
         value = self.to_json()
@@ -277,12 +278,13 @@ class Schema(_Strict):
         return parse_schema(value, where="options")
 
     def to_json(self) -> dict[str, Any]:
-        """This record as JSON-ready values; `parse_schema` is the inverse. Without histories it is silent of them."""
+        """Returns this record as JSON-ready values; `parse_schema` is the inverse. Without histories it is silent of
+        them."""
         return self.model_dump(mode="json", exclude={"histories"} if self.histories is None else None)
 
 
 def parse_schema(value: Any, *, where: str) -> Schema:
-    """The schema in parsed YAML or JSON; `where` (a file name) begins every error.
+    """Returns the schema in parsed YAML or JSON; `where` (a file name) begins every error.
 
     Raises ValueError naming the field, the value got, what is allowed and, for an unknown key, the nearest known one.
     """
@@ -302,12 +304,13 @@ def check_options(**options: Any) -> None:
 
 
 def load_schema(path: Path | str) -> Schema:
-    """The schema in a YAML file. Raises ValueError naming file and line if it is no YAML, else as `parse_schema`."""
+    """Returns the schema in a YAML file. Raises ValueError naming file and line if it is no YAML, else as
+    `parse_schema`."""
     return parse_schema(load_yaml(path, cure="`hotrow init PATHS` writes a schema from your logs"), where=str(path))
 
 
 def load_yaml(path: Path | str, *, cure: str) -> Any:
-    """What a YAML file holds. Raises ValueError naming the file, and `cure` if there is none."""
+    """Returns what a YAML file holds. Raises ValueError naming the file, and `cure` if there is none."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -322,7 +325,7 @@ Place: TypeAlias = tuple[int | str, ...]
 
 
 def explain_faults(error: ValidationError, where: str, fields_at: Callable[[Place], Sequence[str]]) -> str:
-    """Every fault on a line of its own; `fields_at`: the fields known at a place."""
+    """Returns every fault on a line of its own; `fields_at`: the fields known at a place."""
     lines = []
     for fault in innermost(error.errors()):
         path = _path(fault["loc"])

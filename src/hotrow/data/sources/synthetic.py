@@ -96,19 +96,20 @@ class SyntheticSource:
         return {table.name: table.kind for table in self.config.tables}
 
     def scout(self, *, count: Literal["estimate", "exact"] = "exact") -> SourceInfo:
-        """Exact number of rows; one pretended file, named by a digest of the config so that a change is noticed."""
+        """Returns the exact number of rows; one pretended file, named by a digest of the config so that a change is
+        noticed."""
         num_bytes = self.config.num_rows * 4 * (1 + len(self.config.dense) + len(self.config.tables))
         file = FileInfo(f"synthetic:{self.config.digest}", num_bytes, mtime_ns=0)
         return SourceInfo(self.config.num_rows, num_rows_exact=True, files=(file,))
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65_536) -> Iterator[Chunk]:
-        """Chunks of `rows_per_chunk` rows (the last may be shorter) from row `start.offset` on."""
+        """Yields chunks of `rows_per_chunk` rows (the last may be shorter) from row `start.offset` on."""
         first = start.offset if start else 0
         for row in range(first, self.config.num_rows, rows_per_chunk):
             yield self._chunk(row, min(row + rows_per_chunk, self.config.num_rows))
 
     def times(self) -> Iterator[NDArray[np.int64]]:
-        """The times of all rows, without making another column."""
+        """Yields the times of all rows, without making another column."""
         for first in range(0, self.config.num_rows, _TIMES_ROWS):
             yield self._times(first, min(first + _TIMES_ROWS, self.config.num_rows))
 
@@ -118,11 +119,11 @@ class SyntheticSource:
         return seconds + START_TIME
 
     def teacher_logits(self, start: int, stop: int) -> Floats:
-        """True logits [stop - start] of rows `start` to `stop`: no model does better than these."""
+        """Returns true logits [stop - start] of rows `start` to `stop`: no model does better than these."""
         return self._logits(self.teacher.logits, start, stop)
 
     def additive_logits(self, start: int, stop: int) -> Floats:
-        """True logits without the pairwise part: no model of single columns does better than these."""
+        """Returns true logits without the pairwise part: no model of single columns does better than these."""
         return self._logits(self.teacher.additive_logits, start, stop)
 
     @cached_property
@@ -170,7 +171,7 @@ class SyntheticSource:
 
 
 def _cell_spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Cell, first and last row in it, for rows `start` to `stop`."""
+    """Yields the cell, first and last row in it, for rows `start` to `stop`."""
     for index in range(start // CELL_ROWS, -(-stop // CELL_ROWS)):
         first = index * CELL_ROWS
         yield index, max(start - first, 0), min(stop - first, CELL_ROWS)
@@ -194,7 +195,7 @@ def _join_keys(pieces: list[Keys]) -> Keys:
 
 
 def write_criteo(path: Path | str, config: SyntheticConfig) -> int:
-    """Write the rows of `config` as text in Criteo's layout and return its size in bytes; the file appears whole.
+    """Writes the rows of `config` as text in Criteo's layout and return its size in bytes; the file appears whole.
 
     One row per line, tab-separated: label, 13 counts, 26 keys of 8 hex digits; nothing between two tabs = missing.
     Raises ValueError unless `config` has 13 dense columns and 26 one-hot tables.
@@ -211,7 +212,7 @@ def write_criteo(path: Path | str, config: SyntheticConfig) -> int:
 
 
 def _criteo_lines(chunk: Chunk) -> NDArray[np.uint8]:
-    """The text of `chunk`: every field is laid out at full width, then the bytes not needed are left out."""
+    """Returns the text of `chunk`: every field is laid out at full width, then the bytes not needed are left out."""
     assert chunk.label is not None
     num_counts, num_keys = chunk.dense.shape[1], len(chunk.keys)
     count_width, key_width = _COUNT_DIGITS + 1, 8 + 1
@@ -272,13 +273,13 @@ class SyntheticPreset:
         self.config()
 
     def config(self) -> SyntheticConfig:
-        """The whole data set."""
+        """Returns the whole data set."""
         chosen = {key: value for key, value in asdict(self).items() if value is not None}
         return PRESETS[chosen.pop("preset")](chosen.pop("num_rows"), **chosen)
 
 
 def open_synthetic(data: Any, *, rows: int | None = None) -> tuple[SyntheticSource, Schema]:
-    """The source that makes the rows, and the schema it is read by.
+    """Returns the source that makes the rows, and the schema it is read by.
 
     data: the name of a preset, which then has `rows` rows; a YAML file; or a `SyntheticConfig`. Raises ValueError
     naming file and field if one is wrong.
@@ -303,7 +304,7 @@ def _find_config(data: Any, rows: int | None) -> SyntheticConfig:
 
 
 def parse_synthetic(value: Any, *, where: str) -> SyntheticConfig:
-    """The data set that parsed YAML describes; `where` (a file name) begins every error.
+    """Returns the data set that parsed YAML describes; `where` (a file name) begins every error.
 
     Raises ValueError naming the field, the value got and what is allowed.
     """

@@ -167,7 +167,8 @@ AVAZU_ROWS = {
 
 
 def criteo_kaggle(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fields: Any) -> SyntheticConfig:
-    """The shape of the Criteo Kaggle set: 13 counts, 26 one-hot tables of 33.8 million rows, a quarter clicks, 7 days.
+    """Returns the shape of the Criteo Kaggle set: 13 counts, 26 one-hot tables of 33.8 million rows, a quarter clicks,
+    7 days.
 
     scale: tables of more than 1,000 rows get this share of their rows, at least 1,000. drift: of every table.
     fields: other fields of `SyntheticConfig`. Skews follow the size of the table, in the range fitted to Criteo 1TB.
@@ -178,7 +179,7 @@ def criteo_kaggle(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fi
 
 
 def avazu(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fields: Any) -> SyntheticConfig:
-    """The shape of the Avazu set: the hour, 21 one-hot tables of 9.4 million rows, 17 % clicks, 10 days.
+    """Returns the shape of the Avazu set: the hour, 21 one-hot tables of 9.4 million rows, 17 % clicks, 10 days.
 
     Arguments as in `criteo_kaggle`, whose skews by size of table it has.
     """
@@ -200,7 +201,8 @@ def _by_size(rows: Mapping[str, int]) -> list[_TableShape]:
 
 
 def criteo_terabyte(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fields: Any) -> SyntheticConfig:
-    """The shape of the Criteo 1TB logs: 13 counts, 26 one-hot tables of 882 million rows, 3.2 % clicks, 24 days.
+    """Returns the shape of the Criteo 1TB logs: 13 counts, 26 one-hot tables of 882 million rows, 3.2 % clicks, 24
+    days.
 
     Arguments as in `criteo_kaggle`; skews and missing shares fitted to 80,000 public rows.
     """

@@ -67,7 +67,7 @@ def _raw(config: SyntheticConfig, stream: int, cell: int, num_words: int) -> NDA
 
 
 def _mix32(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """The finalizer of MurmurHash3, a bijection of 32-bit words; in place."""
+    """Returns the finalizer of MurmurHash3, a bijection of 32-bit words; in place."""
     words ^= words >> np.uint32(16)
     words *= np.uint32(0x85EBCA6B)
     words ^= words >> np.uint32(13)
@@ -98,7 +98,7 @@ def _ranks(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64
 
 
 def _exchange(table: SyntheticTable, salt: int, ranks: NDArray[np.int64], time: Floats) -> NDArray[np.int64]:
-    """The item of each rank at `time`; see `SyntheticTable.drift`."""
+    """Returns the item of each rank at `time`; see `SyntheticTable.drift`."""
     half = table.num_embeddings // 2
     if not table.drift or not half:
         return ranks
@@ -109,7 +109,8 @@ def _exchange(table: SyntheticTable, salt: int, ranks: NDArray[np.int64], time: 
 
 
 def _lengths(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Poisson or geometric lengths with the mean given, cut at max_length, by inverting the distribution function."""
+    """Returns Poisson or geometric lengths with the mean given, cut at max_length, by inverting the distribution
+    function."""
     mean, steps = table.mean_length, np.arange(table.max_length)
     if table.kind == "multi_hot":
         log_factorial = np.concatenate([[0.0], np.log(np.arange(1, table.max_length)).cumsum()])
@@ -128,7 +129,7 @@ class Generator:
         self.salts = [_salt(config, table) for table in config.tables]
 
     def cell(self, index: int) -> Cell:
-        """Cell `index`: rows from index * 16,384 on."""
+        """Returns the cell `index`: rows from index * 16,384 on."""
         first = index * CELL_ROWS
         num_rows = min(CELL_ROWS, self.config.num_rows - first)
         time = np.arange(first, first + num_rows) / self.config.num_rows
@@ -154,7 +155,7 @@ class Generator:
         return Ids(_exchange(table, salt, _ranks(table, words), np.repeat(time, lengths)), splits)
 
     def labels(self, index: int, logits: Floats) -> NDArray[np.float32]:
-        """Labels [n] of cell `index`: 1 with probability sigmoid(logit)."""
+        """Returns the labels [n] of cell `index`: 1 with probability sigmoid(logit)."""
         uniform = (_raw(self.config, _LABELS, index, len(logits)) >> np.uint64(11)) * 2.0**-53
         return (uniform < sigmoid(logits)).astype(np.float32)
 
@@ -167,7 +168,7 @@ class Generator:
         return table
 
     def keys(self, j: int, items: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Raw ids of items."""
+        """Returns raw ids of items."""
         return _mix32(items.astype(np.uint32) ^ np.uint32(self.salts[j] & 0xFFFFFFFF))
 
 
@@ -227,7 +228,7 @@ class Teacher:
         return logit
 
     def additive_logits(self, cell: Cell) -> Floats:
-        """The same without the pairwise part: the most that a model of single columns could know."""
+        """Returns the same without the pairwise part: the most that a model of single columns could know."""
         parts = self._parts(cell)
         (main_scale, main_mean), _, (dense_scale, dense_mean) = self._scales
         return self.bias + main_scale * (parts.main - main_mean) + dense_scale * (parts.dense - dense_mean)
@@ -257,7 +258,7 @@ class Teacher:
 
 
 def _bag_means(values: NDArray[np.float32], row_splits: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Means of `values` [k, sum of lengths] over each row's span, 0 for empty ones: [k, n]."""
+    """Returns the means of `values` [k, sum of lengths] over each row's span, 0 for empty ones: [k, n]."""
     sums = np.zeros((len(values), values.shape[1] + 1))
     np.cumsum(values, axis=1, out=sums[:, 1:], dtype=np.float64)
     means = (sums[:, row_splits[1:]] - sums[:, row_splits[:-1]]) / np.maximum(np.diff(row_splits), 1)

@@ -66,20 +66,21 @@ class TableReader(Protocol):
         """Name and type of every column, partition columns included."""
 
     def partition_values(self) -> dict[str, pa.Array]:
-        """Columns that folders name: their value in each file."""
+        """Returns the columns that folders name: their value in each file."""
 
     def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming file and column if a file lacks one of `columns` or holds it as another type."""
 
     def count_rows(self) -> tuple[int, bool]:
-        """Number of rows, and whether it is exact."""
+        """Returns the number of rows, and whether it is exact."""
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The rows of one file after position `first`. Raises ValueError naming the file if it cannot be read."""
+        """Yields the rows of one file after position `first`. Raises ValueError naming the file if it cannot be
+        read."""
 
 
 def has_suffix(path: str, suffixes: Sequence[str]) -> bool:
-    """Whether a file's name, a compression suffix aside, ends in one of `suffixes`."""
+    """Returns whether a file's name, a compression suffix aside, ends in one of `suffixes`."""
     return COMPRESSION_SUFFIX.sub("", path.lower()).endswith(tuple(suffixes))
 
 
@@ -110,24 +111,25 @@ class FrameReader:
         self.files: tuple[FileInfo, ...] = (FileInfo(FRAME_NAME, self.table.nbytes, digest),)
 
     def partition_values(self) -> dict[str, pa.Array]:
-        """A frame lies in no folder."""
+        """Returns a frame lies in no folder."""
         return {}
 
     def check_drift(self, columns: Sequence[str]) -> None:
         """A frame is one file: nothing can drift."""
 
     def count_rows(self) -> tuple[int, bool]:
-        """Number of rows, exactly."""
+        """Returns the number of rows, exactly."""
         return self.table.num_rows, True
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The frame's rows after position `first`."""
+        """Yields the frame's rows after position `first`."""
         for batch in self.table.select(list(columns)).slice(first).to_batches(max_chunksize=rows_per_batch):
             yield Rows(batch, np.arange(first + 1, first + 1 + len(batch)), first := first + len(batch))
 
 
 def frame_to_arrow(frame: Any) -> pa.Table:
-    """`frame` as an Arrow table. Raises ValueError for objects that do not speak Arrow, and for one-shot readers."""
+    """Returns `frame` as an Arrow table. Raises ValueError for objects that do not speak Arrow, and for one-shot
+    readers."""
     try:
         return _to_table(frame)
     except (pa.ArrowException, TypeError) as error:
@@ -166,7 +168,7 @@ class ParquetReader:
         self.schema = self._file_schema(0)
 
     def _opened(self, file_index: int, *, text_columns: Sequence[str] = ()) -> pq.ParquetFile:
-        """One file; `text_columns` are read as dictionaries, which is how they are stored."""
+        """Returns one file; `text_columns` are read as dictionaries, which is how they are stored."""
         file = self._files[file_index]
         with naming(file):
             # Without pre_buffer: reading ahead would hold every column chunk of the file at once.
@@ -185,7 +187,7 @@ class ParquetReader:
         return schema
 
     def partition_values(self) -> dict[str, pa.Array]:
-        """Columns that folders name: their value in each file."""
+        """Returns the columns that folders name: their value in each file."""
         stored = self._opened(0).schema_arrow.names
         return partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
 
@@ -206,11 +208,11 @@ class ParquetReader:
                     )
 
     def count_rows(self) -> tuple[int, bool]:
-        """Number of rows, from every file's footer."""
+        """Returns the number of rows, from every file's footer."""
         return sum(int(self._opened(i).metadata.num_rows) for i in range(len(self._files))), True
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The rows of one file after position `first`."""
+        """Yields the rows of one file after position `first`."""
         text = [c for c in columns if c not in self._partition_types and is_text(self.schema.field(c).type)]
         file, parquet = self._files[file_index], self._opened(file_index, text_columns=text)
         sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
@@ -230,7 +232,7 @@ class ParquetReader:
 
 
 def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
-    """Rows read at once: many, so that a dictionary serves many, within BATCH_BYTES."""
+    """Returns the rows read at once: many, so that a dictionary serves many, within BATCH_BYTES."""
     metadata = parquet.metadata
     stored_bytes = sum(int(metadata.row_group(g).total_byte_size) for g in range(metadata.num_row_groups))
     row_bytes = max(8 * num_columns, stored_bytes // max(int(metadata.num_rows), 1))
@@ -238,7 +240,7 @@ def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
 
 
 def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
-    """Integers where every folder's value is one, else text."""
+    """Returns integers where every folder's value is one, else text."""
     values: dict[str, list[str]] = {}
     for file in files:
         for name, value in file.partition:
@@ -249,7 +251,7 @@ def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
 
 
 def partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
-    """The value of each partition column in each file."""
+    """Returns the value of each partition column in each file."""
     values = [dict(file.partition) for file in files]
     return {n: pa.array([row.get(n) for row in values], pa.string()).cast(kind) for n, kind in types.items()}
 
@@ -257,7 +259,7 @@ def partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) 
 def with_partition(
     batch: pa.RecordBatch, file: InputFile, columns: Sequence[str], types: dict[str, pa.DataType]
 ) -> pa.RecordBatch:
-    """`columns` of a file: those not in `batch` are as its folders say."""
+    """Returns `columns` of a file: those not in `batch` are as its folders say."""
     values = dict(file.partition)
     arrays = []
     for name in columns:
@@ -273,7 +275,7 @@ def _as_int(text: str) -> int | None:
 
 
 def _same_meaning(got: pa.DataType, want: pa.DataType) -> bool:
-    """Whether ids of both types are comparable: equal, signed integers of any width, or text of any layout."""
+    """Returns whether ids of both types are comparable: equal, signed integers of any width, or text of any layout."""
     got, want = value_type(got), value_type(want)
     signed = pa.types.is_signed_integer(got) and pa.types.is_signed_integer(want)
     return bool(got == want or signed or (is_text(got) and is_text(want)))
@@ -294,7 +296,7 @@ class TextReader:
         self.schema = pa.schema([(name, pa.string()) for name in (*self.names, *self._partition_types)])
 
     def _head(self, file_index: int) -> tuple[str, list[str]]:
-        """Delimiter and column names of one file."""
+        """Returns the delimiter and column names of one file."""
         if file_index not in self._heads:
             lines = self._first_lines(file_index)
             delimiter = self._spec.delimiter or guess_delimiter(lines)
@@ -303,7 +305,8 @@ class TextReader:
         return self._heads[file_index]
 
     def renamed(self, file_index: int = 0) -> dict[str, str]:
-        """Columns whose name stands in the header before them too: the name each has here, and the header's."""
+        """Returns the columns whose name stands in the header before them too: the name each has here, and the
+        header's."""
         if self._spec.column_names is not None:
             return {}
         delimiter, names = self._head(file_index)
@@ -311,7 +314,7 @@ class TextReader:
         return {name: stored for name, stored in zip(names, header, strict=True) if name != stored}
 
     def first_records(self) -> list[list[str]]:
-        """The fields of the first file's first lines, its header among them if it has one."""
+        """Returns the fields of the first file's first lines, its header among them if it has one."""
         delimiter, _ = self._head(0)
         return list(csv.reader(self._first_lines(0)[:100], delimiter=delimiter))
 
@@ -333,7 +336,7 @@ class TextReader:
         return lines
 
     def partition_values(self) -> dict[str, pa.Array]:
-        """Columns that folders name: their value in each file."""
+        """Returns the columns that folders name: their value in each file."""
         return partition_values(self._files, self._partition_types)
 
     def _stored(self, columns: Sequence[str]) -> list[str]:
@@ -358,7 +361,8 @@ class TextReader:
         return sum(max(0, estimate_lines(file) - has_header) for file in self._files), False
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The rows of one file after position `first`, which counts lines after the header, bad ones included."""
+        """Yields the rows of one file after position `first`, which counts lines after the header, bad ones
+        included."""
         file = self._files[file_index]
         header_lines = int(self._spec.column_names is None)
         places = _LinePlaces(file.name, header_lines)
@@ -376,7 +380,7 @@ class TextReader:
                 yield Rows(nothing, np.arange(0), bad[-1].line - header_lines, bad)
 
     def line_of(self, file_index: int, record: int) -> int:
-        """The line on which a record of a file begins; both count from 1, the header included.
+        """Returns the line on which a record of a file begins; both count from 1, the header included.
 
         They differ after blank lines, which Arrow passes over, and newlines in quotes. Reads the file up to there.
         """
@@ -398,7 +402,7 @@ class TextReader:
     def _blocks(
         self, stream: Any, file_index: int, columns: Sequence[str], places: _LinePlaces
     ) -> Iterator[pa.RecordBatch]:
-        """A file as Arrow cuts it, bad lines noted in `places`; ends only when Arrow's reading thread has too.
+        """Yields a file as Arrow cuts it, bad lines noted in `places`; ends only when Arrow's reading thread has too.
 
         That thread drops the reader, and file and callback with it, after its last read: later than the caller, who may
         have broken off. Were Python shutting down by then, the process would be aborted.
@@ -430,7 +434,8 @@ class TextReader:
             raise ValueError(f"{name}:{line}: a quote opens here and is never closed; mend it")
 
     def _end_line(self, file_index: int) -> str:
-        """A line that no file has and that has not its number of columns, so that Arrow hands it over as a bad one."""
+        """Returns a line that no file has and that has not its number of columns, so that Arrow hands it over as a
+        bad one."""
         delimiter, names = self._head(file_index)
         return "\x04end of text\x04" + delimiter * int(len(names) == 1)
 
@@ -483,7 +488,7 @@ class _CheckedText(io.RawIOBase):
         return True
 
     def read(self, num_bytes: int = -1) -> bytes:
-        """The next bytes; errors wait in `fault`, because their traceback would keep this object alive."""
+        """Returns the next bytes; errors wait in `fault`, because their traceback would keep this object alive."""
         if self._is_over:
             return b""
         text = b""
@@ -506,7 +511,7 @@ class _CheckedText(io.RawIOBase):
         return text
 
     def ends_with(self, line: str) -> bool:
-        """Whether a bad line is the one that ends the file, or comes only of an early end."""
+        """Returns whether a bad line is the one that ends the file, or comes only of an early end."""
         self.is_whole |= self._is_over and line == self._end
         return self.fault is not None or self.is_whole
 
@@ -539,13 +544,13 @@ class _LinePlaces:
         return "skip"
 
     def lines_of(self, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Lines of the next `num_rows` rows."""
+        """Returns the lines of the next `num_rows` rows."""
         rows = np.arange(self._num_rows, self._num_rows + num_rows)
         self._num_rows += num_rows
         return rows + 1 + self._header_lines + np.searchsorted(np.array(self._rows_before), rows, side="right")
 
     def take_bad(self, last_line: int | None, *, after: int) -> tuple[RowError, ...]:
-        """Errors not taken yet of lines up to `last_line` (None: all), those up to line `after` dropped."""
+        """Returns the errors not taken yet of lines up to `last_line` (None: all), those up to line `after` dropped."""
         start = self._num_taken
         while self._num_taken < len(self._bad) and (last_line is None or self._bad[self._num_taken].line <= last_line):
             self._num_taken += 1
@@ -553,7 +558,7 @@ class _LinePlaces:
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """`names`, of which a repeated one becomes "name (2)", "name (3)" and so on, whichever is free."""
+    """Returns `names`, of which a repeated one becomes "name (2)", "name (3)" and so on, whichever is free."""
     given, found = set(names), dict.fromkeys(names, 1)
     result: list[str] = []
     taken: set[str] = set()
@@ -568,7 +573,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def guess_delimiter(lines: Sequence[str]) -> str:
-    """The delimiter that cuts the most of the first lines into one same number, above one, of columns.
+    """Returns the delimiter that cuts the most of the first lines into one same number, above one, of columns.
 
     Raises ValueError never: a single column is possible, and then the comma stands.
     """
@@ -583,7 +588,8 @@ def guess_delimiter(lines: Sequence[str]) -> str:
 
 
 def estimate_lines(file: InputFile) -> int:
-    """Lines per stored byte of a file's beginning, times its stored bytes; exact if the beginning is all of it."""
+    """Returns the lines per stored byte of a file's beginning, times its stored bytes; exact if the beginning is all
+    of it."""
     with naming(file):
         text, stored_bytes = file.read_head(ESTIMATE_BYTES)
     num_lines = text.count(b"\n")
