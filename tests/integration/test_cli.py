@@ -410,7 +410,7 @@ def test_synthetic_data_from_a_file_to_scores(
     assert (one_step["steps"], one_step["status"]) == (1, "finished")
     Path("new.csv").write_text("user,item,price\n7,8,1.5\n,9,\n")
     err = hotrow("predict", one_step["run_dir"], "new.csv", "--out", "scores.csv", code=2, **tools)
-    assert "new.csv: the header, cut at ',', lacks column 'tags'" in err
+    assert "new.csv: the header, split at ',', lacks column 'tags'" in err
     row = {"user": 7, "item": 8, "price": 1.5, "tags": [1, 2], "last_items": [3]}
     pq.write_table(pa.Table.from_pylist([row, row | {"user": None, "tags": []}]), "new.parquet")
     scored = hotrow("predict", one_step["run_dir"], "new.parquet", "--out", "scores.csv", "--json", **tools)

@@ -285,7 +285,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path) -> None:
     lines[30], lines[40] = "2,u1", "0,u1,u2"
     path.write_text("click,user\n" + "\n".join(lines) + "\n")
     schema = parse_schema({"label": "click", "categorical": ["user"]}, where="test")
-    with pytest.raises(RowError, match=rf"{path}:42: 3 columns instead of 2|{path}:32 \(click\): '2' is no label"):
+    with pytest.raises(RowError, match=rf"{path}:42: 3 columns instead of 2|{path}:32 \(click\): '2' is not a label"):
         run_prepare("csv", path, tmp_path / "out", schema=schema)
     assert not (tmp_path / "out").exists()
     said: list[str] = []
@@ -305,7 +305,7 @@ def test_a_bad_row_found_late_leaves_what_can_be_gone_on_from_and_nothing_else(t
     said: list[str] = []
     for snapshot_every_s, is_kept in ((120.0, False), (1e-9, True)):
         options = Options(snapshot_every_s=snapshot_every_s)
-        with pytest.raises(RowError, match="'2' is no label"):
+        with pytest.raises(RowError, match="'2' is not a label"):
             prepare(open_source("csv", path, schema=schema), out, options, announce=said.append)
         assert (out / ".prepare").exists() == out.exists() == is_kept
         assert any("the counts are kept" in line for line in said) == is_kept

@@ -146,7 +146,7 @@ def test_told_roles_hold_for_the_columns_they_name() -> None:
     assert "price" in schema.feature_names and "weekday" in schema.dense_names
     assert {c.column: c.kind for c in schema.categorical}["tags"] == "multi_hot"
     for wrong, message in [
-        ({"item": "dense"}, "dense lists column 'item', which holds string values that are no numbers"),
+        ({"item": "dense"}, "dense lists column 'item', which holds string values that are not numbers"),
         ({"item": "lists"}, "lists lists column 'item', which holds single values"),
         ({"tags": "categorical"}, "categorical lists column 'tags', which holds list.* values; name it in lists"),
         ({"itm": "dense"}, "dense column 'itm' is not there; did you mean 'item'"),
@@ -283,7 +283,7 @@ def test_types_that_are_no_feature_are_left_out_aloud() -> None:
         "every": pa.array([pa.MonthDayNano([i % 9, 2, 3]) for i in range(N)]),
     }
     left_out = {g.column: g.reason for g in guess_columns(clicks(**spans)).of("")}
-    assert all(f"type {values.type} is no id, number" in left_out[name] for name, values in spans.items())
+    assert all(f"type {values.type} is not an id, a number" in left_out[name] for name, values in spans.items())
 
 
 @pytest.mark.parametrize("stray", ["7", "nan", "", "yes"])
@@ -295,7 +295,7 @@ def test_a_stray_value_in_a_label_is_a_bad_row_and_no_rating(stray: str, label: 
     path.write_text("user,click\n" + "".join(f"u{i % 9},{value}\n" for i, value in enumerate(labels)))
     schema = guess_schema(path, label=label)
     assert (schema.label.column, schema.label.at_least) == ("click", None)
-    with pytest.raises(RowError, match=r"rows.csv:22 \(click\): .* is no label; it must be 0 or 1"):
+    with pytest.raises(RowError, match=r"rows.csv:22 \(click\): .* is not a label; it must be 0 or 1"):
         list(ColumnsSource(path, schema).chunks())
     (guess,) = guess_columns(path, label=label).of("label")
     assert "1 rows are neither 0 nor 1" in guess.reason
@@ -309,7 +309,7 @@ def test_a_number_that_is_none_is_a_bad_row_and_no_id(word: str, tmp_path: Path)
     path.write_text("user,price,click\n" + "".join(f"u{i % 9},{p},{i % 2}\n" for i, p in enumerate(prices)))
     schema = guess_schema(path)
     assert schema.dense_names == ("price",)
-    with pytest.raises(RowError, match=rf"rows.csv:22 \(price\): '{word}' is no finite float32 number"):
+    with pytest.raises(RowError, match=rf"rows.csv:22 \(price\): '{word}' is not a finite float32 number"):
         list(ColumnsSource(path, schema).chunks())
 
 

@@ -36,7 +36,7 @@ def test_an_unknown_behaviour_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "UserBehavior.csv"
     path.write_text("1,2,3,pv,1511544070\n1,2,3,share,1511561733\n2,2,3,,1511561734\n3,2,3,buy,1511561735\n")
     message = (
-        r"UserBehavior.csv:2 \(behaviour\): 'share' is no label; it must be one of cart, fav, buy, pv; correct "
+        r"UserBehavior.csv:2 \(behaviour\): 'share' is not a label; it must be one of cart, fav, buy, pv; correct "
         "the row, or let bad rows be left out \\(--skip-bad-rows N, in Python skip_bad_rows=N\\)"
     )
     with pytest.raises(RowError, match=message):
@@ -64,7 +64,7 @@ def test_integer_labels_may_be_listed_too(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("x,a\n3,u\n0,v\n5,w\n")
     schema = parse_schema({"label": {"column": "x", "positive": [3], "negative": [0]}, "categorical": ["a"]}, where="s")
-    with pytest.raises(RowError, match=r"x.csv:4 \(x\): '?5'? is no label; it must be one of 3, 0"):
+    with pytest.raises(RowError, match=r"x.csv:4 \(x\): '?5'? is not a label; it must be one of 3, 0"):
         read(ColumnsSource(path, schema))
     assert read(ColumnsSource(path, schema, skip_bad_rows=1))["label"] == [1, 0]
 
@@ -172,5 +172,5 @@ def test_lines_are_those_of_an_editor(bad: str, end: str, tmp_path: Path) -> Non
 def test_bad_events_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("1,2,3,pv,10\n1,2.5,3,pv,11\n")
-    with pytest.raises(RowError, match=r"x\.csv:2 \(item\): '2.5' is no exact integer id"):
+    with pytest.raises(RowError, match=r"x\.csv:2 \(item\): '2.5' is not an exact integer id"):
         read(open_taobao(path))

@@ -1,11 +1,13 @@
 """Criteo click logs: label, 13 integers I1..I13, 26 categories C1..C26 of 8 hex digits, empty = missing.
 
-Read as published: tab-separated without a header (Kaggle's train.txt and test.txt, the Terabyte set's day_0 to day_23),
-and the comma-separated variants with a header and perhaps an Id column; plain, gzip or zstd; with Windows line ends, a
-UTF-8 byte order mark, no newline at the end. Rows to predict may lack the label. The parser is native/parse.cpp.
+Files are read as published: tab-separated without a header (Kaggle's train.txt and test.txt, the Terabyte set's day_0
+to day_23), and the comma-separated variants with a header and perhaps an Id column; plain, gzip or zstd; also with
+Windows line ends, a UTF-8 byte order mark, or no newline at the end. Rows to predict may lack the label. The parser is
+native/parse.cpp.
 
 Integers become float32: exact up to 2^24, beyond that rounded to 24 significant bits, which moves log(1 + x) by less
-than 1e-7, below float32's own resolution there. A categorical value is the number its hex digits say, so "0a" is "a".
+than 1e-7, below float32's own resolution there. A categorical value is the number that its hex digits write, so "0a"
+equals "a".
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ DENSE_NAMES = tuple(f"I{i}" for i in range(1, 14))
 CATEGORY_NAMES = tuple(f"C{i}" for i in range(1, 27))
 NUM_FEATURES = len(DENSE_NAMES) + len(CATEGORY_NAMES)
 BUFFER_BYTES = 1 << 23
-"""Text parsed at a time; also the longest line."""
+"""Bytes of text parsed at a time; also the limit for one line."""
 HEAD_BYTES = 1 << 20
-"""Text looked at to find a file's layout and estimate its rows."""
+"""Bytes of text used to find a file's layout and to estimate its rows."""
 HEAD_LINES = 100
 FILE_NAME = re.compile(r"(.*\.(txt|tsv|csv)|day_\d+)(\.gz|\.zst)?", re.IGNORECASE)
 FILE_WORDS = "*.txt, *.tsv, *.csv or day_N, also with .gz or .zst"
@@ -43,7 +45,7 @@ DELIMITER_WORDS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars", 
 
 @dataclass(frozen=True)
 class _FileLayout:
-    """How one file begins."""
+    """The layout of one file, and how it begins."""
 
     rows: RowLayout
     num_bytes: int
@@ -79,7 +81,6 @@ class CriteoSource:
 
     @property
     def key_kinds(self) -> dict[str, KeyKind]:
-        """C1 to C26, integers."""
         return dict.fromkeys(CATEGORY_NAMES, "int")
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
@@ -91,9 +92,9 @@ class CriteoSource:
         return SourceInfo(sum(rows), count == "exact", files)
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536, depth: int = 1) -> Iterator[Chunk]:
-        """Yields chunks of exactly `rows_per_chunk` rows, but for the last of each file.
+        """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file.
 
-        The next `depth` chunks are parsed in a thread while the caller works; with 0 there is no thread.
+        A thread parses the next `depth` chunks while the caller works; with 0 there is no thread.
         """
         start = start or Position()
         self.skipped = SkippedRows(start.num_skipped)
@@ -139,7 +140,7 @@ class CriteoSource:
             yield _chunk(columns, row, layout, Position(start.file_index + 1, num_skipped=self.skipped.num_rows))
 
     def _skip(self, error: RowError) -> None:
-        """Counts a bad row, or raise its error where no more may be skipped."""
+        """Counts a bad row, or raises its error if no more may be skipped."""
         if self.skipped.num_rows >= self._skip_bad_rows:
             if self._skip_bad_rows:
                 error = RowError(
@@ -164,9 +165,9 @@ def _chunk(columns: RowColumns, num_rows: int, layout: RowLayout, position: Posi
 
 
 def _line_blocks(stream: ByteStream, num_bytes: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """`(decompressed offset, text)`: whole lines, each text ending with a newline; the array is reused for the next.
+    """Yields `(decompressed offset, text)`: whole lines, the text ends with a newline; the next text reuses the array.
 
-    A line longer than num_bytes gives an empty text and the end.
+    A line longer than num_bytes gives an empty text, which is the last.
     """
     buffer = bytearray(num_bytes + 1)  # one more for the newline that the last line may lack
     array, kept = np.frombuffer(buffer, np.uint8), 0
@@ -195,8 +196,7 @@ def _first_line(text: NDArray[np.uint8]) -> bytes:
 
 
 def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, fault: Fault, column: int) -> RowError:
-    """Returns the error of one faulty line. A wrong number of columns explains every other fault, so it is looked
-    for first."""
+    """Returns the error of a faulty line; looks first at the number of columns, which explains every other fault."""
     raw = raw.rstrip(b"\r\n")
     names = layout.column_names
     fields = raw.split(layout.delimiter.encode())
@@ -217,7 +217,7 @@ def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, fault:
 
 
 def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
-    """Returns what to say of a line with the wrong number of columns."""
+    """Returns what is wrong with a line that has the wrong number of columns."""
     if not raw:
         return f"the line is empty; delete it, or {SKIP_CURE}"
     numbers = " or ".join(str(number) for number in wanted)
@@ -230,7 +230,7 @@ def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
             reason += "" if other in "\t," else ": replace them by tabs or commas"
             return reason
     return (
-        f"{reason} (label, I1 to I13, C1 to C26); correct the line, or, where all lines have other columns, prepare "
+        f"{reason} (label, I1 to I13, C1 to C26); correct the line, or, if all lines have other columns, prepare "
         "the file as csv with a schema"
     )
 
@@ -238,9 +238,9 @@ def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
 class _Head(NamedTuple):
     text: bytes
     whole: bool
-    """Whether this is all the file holds."""
+    """Whether this is the whole file."""
     stored_bytes: int
-    """Bytes of the file as stored that gave the text."""
+    """Bytes of the stored file that the text came from."""
 
 
 def _read_head(file: InputFile) -> _Head:
@@ -251,7 +251,7 @@ def _read_head(file: InputFile) -> _Head:
 
 
 def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _FileLayout:
-    """Returns the delimiter, header and columns, from the file's first lines: what most of them agree on.
+    """Returns the delimiter, header and columns that most of the file's first lines agree on.
 
     Raises ValueError for an empty file or other text, RowError if no line has a possible number of columns.
     """
@@ -282,7 +282,7 @@ def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _Fi
 
 
 def _read_header(file: InputFile, line: bytes) -> RowLayout | None:
-    """Returns the layout that a header line says; None if the line is a row."""
+    """Returns the layout that a header line gives; None if the line is a row."""
     delimiter = "\t" if b"\t" in line else ","
     names = [name.strip().strip('"').lower() for name in line.decode(errors="replace").split(delimiter)]
     has_id = names[0] in ID_NAMES and len(names) > NUM_FEATURES

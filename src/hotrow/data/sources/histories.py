@@ -1,4 +1,4 @@
-"""Events of users as samples for a sequence model: what came next, or did not, after what a user did before.
+"""Makes samples for a sequence model from events of users: what came next, or did not, after what a user did before.
 
     events   user  time  item            samples of user 7, length 2          label  user  item  item_history
              7     10    a               the event that came                  1      7     b     [a]
@@ -6,13 +6,13 @@
              7     30    c                                                    1      7     c     [a, b]
                                                                               0      7     y     [a, b]
 
-Events may lie in any order: they are sorted by user and time first, on disk (`RowSort`). A sample knows nothing of
-its own time or later but its target: neither its history, nor what is drawn, nor which events become targets. So a
-split by time leaks nothing, and rows that train do not change with those that test. Everything drawn is a function of
-(seed, user, number of the event among the user's).
+Events may come in any order: they are first sorted by user and time, on disk (`RowSort`). Except for its target, a
+sample knows nothing about its own time or later: neither its history, nor what is drawn, nor the choice of targets
+depends on it. So a split by time leaks nothing, and training rows do not change with test rows. Everything drawn is a
+function of (seed, user, number of the event among the user's events).
 
-`HistoriesSource` is a source around the source of the events; what a schema says of it is `schema.HistoriesSpec`. A
-history's column is the event's with `_history` behind it. New rows to predict come with their histories as lists.
+`HistoriesSource` wraps the source of the events; `schema.HistoriesSpec` is its part of a schema. A history's column has
+the event's name and `_history`. New rows to predict bring their histories as lists.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hotrow.data.sources.schema import HISTORY, HistoriesSpec, Schema
 NEGATIVE_SALT = 0xE6
 PHASE_SALT = 0x9B
 TRIES = 32
-"""Draws for one negative before its target is left out: of a pool half of which is refused all fail once in 2^32."""
+"""Draws for one negative before its target is left out. If half of the pool is refused, all fail once in 2^32."""
 EVENTS_PER_BLOCK = 1 << 16
 Integers = NDArray[np.int64]
 
@@ -55,7 +55,7 @@ def open_columns(
     """Returns the source of `data` read by `schema`: of samples made from events where it says so, unless rows to
     predict.
 
-    Raises ValueError if rows to predict are text, whose histories nothing cuts into lists.
+    Raises ValueError if rows to predict are delimited text, which cannot hold histories as lists.
     """
     if schema.histories is not None and labels == "required":
         return HistoriesSource(data, schema, name=name, **options)
@@ -71,12 +71,12 @@ def open_columns(
 
 @dataclass(frozen=True)
 class _Sorted:
-    """All events, and all items to draw from."""
+    """All events, and the pool of all items to draw from."""
 
     events: Columns
-    """user, time, item, what else describes the item; by user, then time."""
+    """user, time, item, other columns of the item; sorted by user, then time."""
     pool: Columns
-    """time first seen, item, what else described it then; by time, then item."""
+    """time first seen, item, its other columns at that time; sorted by time, then item."""
     skipped: SkippedRows
 
 
@@ -85,18 +85,18 @@ class _Targets:
     """Events that become samples."""
 
     event: Integers
-    """[n] its number in `_Sorted.events`."""
+    """[n] their numbers in `_Sorted.events`."""
     position: Integers
-    """[n] events of the user before it."""
+    """[n] how many events of the user come before each."""
 
     def of(self, chosen: NDArray[Any]) -> _Targets:
         return _Targets(self.event[chosen], self.position[chosen])
 
 
 class HistoriesSource:
-    """Samples of `schema.histories` from the events in `data`; arguments as for `ColumnsSource`.
+    """Makes the samples of `schema.histories` from the events in `data`; arguments as for `ColumnsSource`.
 
-    Raises ValueError if the events have no time, a column of the label's name, or ids that are no integers.
+    Raises ValueError if the events have no time, a column of the label's name, or ids that are not integers.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class HistoriesSource:
         self.encodings: dict[str, IdEncoding] = dict(encodings or dict.fromkeys(schema.feature_names, "int"))
         others = [n for n in events.schema.feature_names if n not in (self.spec.user, self.spec.item)]
         self._described = (self.spec.item, *others)
-        """Columns of an item, in the order of `_Sorted.events` from the third on."""
+        """Columns of an item, in the order of `_Sorted.events` from the third column on."""
 
     def _check(self, events: ColumnsSource) -> None:
         label = self.schema.label.column
@@ -128,23 +128,21 @@ class HistoriesSource:
         for column, encoding in events.encodings.items():
             if encoding != "int":
                 raise ValueError(
-                    f"column {column!r}: `histories` needs integer ids below 2^63; say type: int where it is text of "
+                    f"column {column!r}: `histories` needs integer ids below 2^63; say type: int if it is text of "
                     "integers, or number the ids first"
                 )
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """None."""
         return ()
 
     @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
-        """Feature name -> kind of its keys."""
         return dict.fromkeys(self.schema.feature_names, "int")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was found rather than told, for the user to check."""
+        """What was found out and not given, for the user to check."""
         return self._source.notes
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
@@ -181,7 +179,7 @@ class HistoriesSource:
             return _Sorted(by_user.sorted(), _first_seen(by_item.sorted()), self._source.skipped)
 
     def _targets(self, first: int, num_events: int = EVENTS_PER_BLOCK) -> _Targets:
-        """Returns those among `num_events` events from number `first` on."""
+        """Returns the targets among the `num_events` events from number `first` on."""
         spec, users = self.spec, self._sorted.events[0]
         user = np.array(users[first : first + num_events])
         number = np.arange(first, first + len(user))
@@ -193,7 +191,7 @@ class HistoriesSource:
         return _Targets(number[chosen], position[chosen])
 
     def _chunk(self, targets: _Targets, stop: int) -> Chunk:
-        """Returns the samples of `targets`: each what came, then what did not; `stop`: the event after them."""
+        """Returns the samples of `targets`, each followed by its negatives; `stop`: the event after them."""
         events, num_negatives = self._sorted.events, self.spec.negatives
         drawn, found = self._negatives(targets)
         for event in targets.event[~found]:
@@ -242,7 +240,7 @@ class HistoriesSource:
 
 
 def events_schema(schema: Schema) -> Schema:
-    """Returns how the events themselves are read."""
+    """Returns the schema by which the events themselves are read."""
     columns = tuple(column for column in schema.categorical if column.kind == "one_hot")
     return Schema(label=schema.label, time=schema.time, categorical=columns, csv=schema.csv)
 
@@ -258,7 +256,7 @@ def _integers(keys: Keys, name: str) -> Integers:
 
 
 def _first_seen(by_item: Columns) -> Columns:
-    """Returns the first event of each item, by time: time, item, what else describes it."""
+    """Returns the first event of each item by time: time, item, its other columns."""
     item = by_item[0]
     pool = RowSort(len(by_item))
     for first in range(0, len(item), EVENTS_PER_BLOCK):
@@ -296,7 +294,7 @@ def _without_negative(spec: HistoriesSpec, user: int, time: int) -> str:
 Columns = tuple[NDArray[np.int64], ...]
 
 ROWS_IN_MEMORY = 1 << 21
-"""Of a run while it is sorted, and of a piece while it is merged: with 4 columns and their order about 200 MB."""
+"""Rows of a run while it is sorted, and of a piece while it is merged: about 200 MB with 4 columns and their order."""
 
 
 class RowSort:
@@ -317,7 +315,7 @@ class RowSort:
         self._runs: list[Columns] = []
 
     def add(self, columns: Sequence[NDArray[np.int64]]) -> None:
-        """Rows to be sorted: columns of one length."""
+        """Adds rows to sort: columns of one length."""
         assert len(columns) == self.num_columns
         for start in range(0, len(columns[0]), self._rows_in_memory):
             piece = tuple(column[start : start + self._rows_in_memory] for column in columns)
@@ -327,7 +325,7 @@ class RowSort:
             self._num_waiting += len(piece[0])
 
     def sorted(self) -> Columns:
-        """Returns all rows in order, each column a read-only mapped file; the runs are gone after it."""
+        """Returns all rows in order, each column a read-only mapped file; the runs are then gone."""
         self._write_run()
         with ExitStack() as stack:
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(self.num_columns)]
@@ -354,7 +352,7 @@ class RowSort:
         while any(start < len(run[0]) for start, run in zip(at, self._runs, strict=True)):
             ahead = [int(run[0][i + step]) for i, run in zip(at, self._runs, strict=True) if i + step < len(run[0])]
             stops = self._stops(min(ahead), "left") if ahead else [len(run[0]) for run in self._runs]
-            if stops == at:  # one key fills the piece
+            if stops == at:  # rows of one key fill the piece
                 stops = self._stops(min(ahead), "right")
             ranges = zip(self._runs, at, stops, strict=True)
             yield _in_order([tuple(column[i:j] for column in run) for run, i, j in ranges if i < j])
@@ -365,15 +363,15 @@ class RowSort:
 
 
 def _in_order(pieces: Sequence[Columns]) -> Columns:
-    """Returns the rows of all pieces, sorted; stable."""
+    """Returns the rows of all pieces in stable sorted order."""
     columns = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
     order = np.lexsort((columns[1], columns[0]))
     return tuple(column[order] for column in columns)
 
 
 def _mapped(file: IO[bytes], num_columns: int) -> Columns:
-    """Returns the columns of a file that holds them one behind the other; they outlive its closing."""
+    """Maps the columns of a file that holds them one after another; the mapping outlives the open file."""
     file.flush()
     if not file.tell():
-        return tuple(np.empty(0, np.int64) for _ in range(num_columns))  # nothing cannot be mapped
+        return tuple(np.empty(0, np.int64) for _ in range(num_columns))  # an empty file cannot be mapped
     return tuple(np.memmap(file, dtype=np.int64, mode="r").view(np.ndarray).reshape(num_columns, -1))

@@ -1,4 +1,4 @@
-"""The raw sources by name, as `hotrow prepare SOURCE` knows them: what opens each, and the schema it reads by."""
+"""The raw sources by name, as `hotrow prepare SOURCE` knows them: how each is opened, and its schema."""
 
 from __future__ import annotations
 
@@ -63,24 +63,24 @@ LAYOUTS: dict[str, Callable[[str], bool]] = {
     "taobao": looks_like_taobao,
     "movielens": lambda line: movielens_layout(line) is not None,
 }
-"""By source, whether a file's first line has its layout."""
+"""Functions that say whether a file's first line has the layout of a source."""
 
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source with what preparation must know of it."""
+    """A source, with what preparation must know about it."""
 
     source: Source
     schema: Schema
     encodings: Mapping[str, IdEncoding]
     """How raw ids are held, by feature."""
     notes: tuple[str, ...] = ()
-    """What was found rather than told."""
+    """What was found out and not given."""
     warnings: tuple[str, ...] = ()
-    """Columns that were told, and seem to give the label away."""
+    """Columns that the user named although they seem to give the label away."""
 
     def with_options(self, **options: Any) -> OpenedSource:
-        """Returns this source under the schema changed by `Schema.with_options`."""
+        """Returns this source with its schema changed by `Schema.with_options`."""
         return replace(self, schema=self.schema.with_options(**options))
 
 
@@ -97,14 +97,14 @@ def open_source(
     skip_bad_rows: int = 0,
     rows: int | None = None,
 ) -> OpenedSource:
-    """Returns the source called `name` over `data`: paths, or an Arrow-capable frame.
+    """Opens the source called `name` on `data`: paths, or an Arrow-capable frame.
 
-    schema: how to read columns; None: the source's own, or for csv, parquet, jsonl and frame a guess that the names
-    `label` and `time`, and the `roles` of columns, may help. labels: "alone": without times, to judge a model;
-    "ignored" for rows to predict, whose label and time may be absent or hold anything. encodings: how ids were held
-    when a data set was prepared. skip_bad_rows: rows that may be bad. rows: how many a synthetic preset makes.
+    schema: how to read columns; None: the source's own schema, or for csv, parquet, jsonl and frame a guess, which the
+    names `label` and `time` and the `roles` of columns can help. labels: "alone": without times, to evaluate a model;
+    "ignored": for rows to predict, whose label and time may be absent or hold anything. encodings: how ids were held
+    when a data set was prepared. skip_bad_rows: how many rows may be bad. rows: how many a synthetic preset makes.
 
-    Raises ValueError naming an unknown source, and whatever opening it finds.
+    Raises ValueError naming an unknown source, or what is wrong with the data.
     """
     if name not in SOURCE_NAMES:
         raise ValueError(
@@ -122,11 +122,11 @@ def open_source(
         name = tell_format(data) if told else _tell_source(data)
     if given := [what for what, column in (("label", label), ("time", time)) if column is not None]:
         if schema is not None:
-            raise ValueError(f"{given[0]} helps to guess a schema, but one is given; say it there")
+            raise ValueError(f"{given[0]} helps to guess a schema, but a schema is given; name it there")
         if name not in ("csv", "parquet", "jsonl", "frame"):
             raise ValueError(f"source {name} has its own {given[0]}; leave it out, or prepare the file as csv")
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
-        raise ValueError(f"source {name} makes no histories; use csv, parquet, jsonl or frame with this schema")
+        raise ValueError(f"source {name} cannot make histories; use csv, parquet, jsonl or frame with this schema")
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(
@@ -159,13 +159,13 @@ def _tell_source(data: Any) -> str:
 
 
 def tell_format(data: Any) -> str:
-    """Returns the source that reads `data` by a schema: frame, parquet, jsonl or csv."""
+    """Returns the name of the source that reads `data` by a schema: frame, parquet, jsonl or csv."""
     files = input_files(data)
     return "frame" if files is None else format_of(files[0])
 
 
 def recognise(data: Any) -> str | None:
-    """Returns the source whose published layout the first line of the first file has: its name, or None."""
+    """Returns the name of the source whose published layout the first file's first line has, or None."""
     if not is_paths(data):
         return None
     file = find_files([data] if isinstance(data, str | Path) else data, matches=bool, wanted="any file")[0]
@@ -187,6 +187,6 @@ def check_split(opened: OpenedSource) -> None:
 
 
 def rows_per_file(opened: OpenedSource) -> list[int]:
-    """Returns the exact rows of each file, in order, which the reference split needs; reads every file once."""
+    """Counts the rows of each file, as the reference split needs; reads every file once."""
     assert isinstance(opened.source, CriteoSource), "check_split"
     return [CriteoSource([file], labels="ignored").scout(count="exact").num_rows for file in opened.source.files]

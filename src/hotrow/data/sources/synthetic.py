@@ -1,9 +1,9 @@
-"""Synthetic clicks with known popularity, drift and truth: for speed at any size, for tests, and for a first demo.
+"""Synthetic clicks with known popularity, drift and truth, for measuring speed at any size, for tests and for a demo.
 
-    id      rank k = 1..N with P(k) proportional to the integral of x^-zipf over [k - 1/2, k + 1/2]: Zipf's law but for
-            the first few ranks, and invertible in one step at any N
+    id      rank k = 1..N with P(k) proportional to the integral of x^-zipf over [k - 1/2, k + 1/2]: Zipf's law
+            except for the first few ranks, and invertible in one step for any N
     item    the rank's item at that time; see `SyntheticTable.drift`
-    key     a bijective hash of the item, 32 bits: neither keys nor their order tell the popularity
+    key     a bijective hash of the item, 32 bits: neither keys nor their order reveal the popularity
     dense   floor(exp(mean + sd z) - 1), z standard normal: lognormal counts, some missing
     label   1 with probability sigmoid(teacher logit); see `synthetic_rows.Teacher`
 
@@ -46,10 +46,10 @@ from hotrow.data.sources.synthetic_rows import CELL_ROWS, Cell, Floats, Generato
 START_TIME = 1_577_836_800
 """2020-01-01 00:00 UTC: the time of the first row, in seconds since 1970."""
 _COUNT_DIGITS = 8
-"""Counts end at 2^24, above which float32 would round them."""
+"""Digits of a count; counts end at 2^24, above which float32 would round them."""
 _TIMES_ROWS = 1 << 20
 _TEXT_ROWS = 2_048
-"""Rows made into text at a time: 700 kB at full width, which stays in cache."""
+"""Rows turned into text at a time: 700 kB at full width, which stays in cache."""
 _HEX_PAIRS = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), np.uint16)
 
 
@@ -66,7 +66,7 @@ class _CellRows(NamedTuple):
 class SyntheticSource:
     """The rows of `config` as a `Source` for preparation; keys are uint32.
 
-    Any row is made on demand, so `chunks` starts anywhere at no cost, and chunks of any size hold the same rows.
+    Rows are made on demand, so `chunks` can start anywhere at no cost, and chunks of any size hold the same rows.
     """
 
     def __init__(self, config: SyntheticConfig) -> None:
@@ -77,27 +77,22 @@ class SyntheticSource:
 
     @property
     def name(self) -> str:
-        """The config's name."""
         return self.config.name
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """Names of the columns of counts."""
         return tuple(column.name for column in self.config.dense)
 
     @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
-        """All keys are integers."""
         return {table.name: "int" for table in self.config.tables}
 
     @property
     def feature_kinds(self) -> Mapping[str, FeatureKind]:
-        """Which features are lists, by name."""
         return {table.name: table.kind for table in self.config.tables}
 
     def scout(self, *, count: Literal["estimate", "exact"] = "exact") -> SourceInfo:
-        """Returns the exact number of rows; one pretended file, named by a digest of the config so that a change is
-        noticed."""
+        """Returns the exact number of rows, and one imaginary file whose name changes with the config."""
         num_bytes = self.config.num_rows * 4 * (1 + len(self.config.dense) + len(self.config.tables))
         file = FileInfo(f"synthetic:{self.config.digest}", num_bytes, mtime_ns=0)
         return SourceInfo(self.config.num_rows, num_rows_exact=True, files=(file,))
@@ -109,7 +104,7 @@ class SyntheticSource:
             yield self._chunk(row, min(row + rows_per_chunk, self.config.num_rows))
 
     def times(self) -> Iterator[NDArray[np.int64]]:
-        """Yields the times of all rows, without making another column."""
+        """Yields the times of all rows, and makes no other column."""
         for first in range(0, self.config.num_rows, _TIMES_ROWS):
             yield self._times(first, min(first + _TIMES_ROWS, self.config.num_rows))
 
@@ -119,11 +114,11 @@ class SyntheticSource:
         return seconds + START_TIME
 
     def teacher_logits(self, start: int, stop: int) -> Floats:
-        """Returns true logits [stop - start] of rows `start` to `stop`: no model does better than these."""
+        """Returns the true logits of rows [start, stop): no model can do better."""
         return self._logits(self.teacher.logits, start, stop)
 
     def additive_logits(self, start: int, stop: int) -> Floats:
-        """Returns true logits without the pairwise part: no model of single columns does better than these."""
+        """Returns the true logits without the pairwise part: no model of single columns can do better."""
         return self._logits(self.teacher.additive_logits, start, stop)
 
     @cached_property
@@ -171,7 +166,7 @@ class SyntheticSource:
 
 
 def _cell_spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yields the cell, first and last row in it, for rows `start` to `stop`."""
+    """Yields cell, first row and end row within it, for rows [start, stop)."""
     for index in range(start // CELL_ROWS, -(-stop // CELL_ROWS)):
         first = index * CELL_ROWS
         yield index, max(start - first, 0), min(stop - first, CELL_ROWS)
@@ -195,9 +190,9 @@ def _join_keys(pieces: list[Keys]) -> Keys:
 
 
 def write_criteo(path: Path | str, config: SyntheticConfig) -> int:
-    """Writes the rows of `config` as text in Criteo's layout and return its size in bytes; the file appears whole.
+    """Writes the rows of `config` as text in Criteo's layout; returns its size in bytes. The file appears whole.
 
-    One row per line, tab-separated: label, 13 counts, 26 keys of 8 hex digits; nothing between two tabs = missing.
+    One row per line, tab-separated: label, 13 counts, 26 keys of 8 hex digits; an empty field is a missing value.
     Raises ValueError unless `config` has 13 dense columns and 26 one-hot tables.
     """
     if len(config.dense) != 13 or len(config.tables) != 26 or any(t.kind != "one_hot" for t in config.tables):
@@ -212,7 +207,7 @@ def write_criteo(path: Path | str, config: SyntheticConfig) -> int:
 
 
 def _criteo_lines(chunk: Chunk) -> NDArray[np.uint8]:
-    """Returns the text of `chunk`: every field is laid out at full width, then the bytes not needed are left out."""
+    """Returns the text of `chunk`: lays out every field at full width, then drops the bytes that are not needed."""
     assert chunk.label is not None
     num_counts, num_keys = chunk.dense.shape[1], len(chunk.keys)
     count_width, key_width = _COUNT_DIGITS + 1, 8 + 1
@@ -247,16 +242,16 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticPreset:
-    """A ready-made shape, and what may be changed of it."""
+    """A ready-made shape, and the fields that may be changed."""
 
     __pydantic_config__ = CHECKED
 
     preset: str
     num_rows: int
     scale: float = 1.0
-    """Share of their rows that tables of more than 1,000 get, at least 1,000."""
+    """Share of rows that tables of more than 1,000 rows keep; they keep at least 1,000."""
     drift: float = 0.0
-    """Of every table."""
+    """Drift of every table; see `SyntheticTable.drift`."""
     name: str | None = None
     seed: int | None = None
     num_days: float | None = None
@@ -264,24 +259,23 @@ class SyntheticPreset:
     main_strength: float | None = None
     pair_strength: float | None = None
     dense_strength: float | None = None
-    """None, of this and the six before: the preset's."""
+    """For this field and the five before it, None means the preset's value."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             near = nearest(self.preset, tuple(PRESETS))
-            raise ValueError(f"preset is {self.preset!r}, which is none{near}; choose one of {', '.join(PRESETS)}")
+            raise ValueError(f"preset {self.preset!r} is not known{near}; choose one of {', '.join(PRESETS)}")
         self.config()
 
     def config(self) -> SyntheticConfig:
-        """Returns the whole data set."""
         chosen = {key: value for key, value in asdict(self).items() if value is not None}
         return PRESETS[chosen.pop("preset")](chosen.pop("num_rows"), **chosen)
 
 
 def open_synthetic(data: Any, *, rows: int | None = None) -> tuple[SyntheticSource, Schema]:
-    """Returns the source that makes the rows, and the schema it is read by.
+    """Returns the source that makes the rows, and its schema.
 
-    data: the name of a preset, which then has `rows` rows; a YAML file; or a `SyntheticConfig`. Raises ValueError
+    data: the name of a preset, which then makes `rows` rows; a YAML file; or a `SyntheticConfig`. Raises ValueError
     naming file and field if one is wrong.
     """
     config = data if isinstance(data, SyntheticConfig) else _find_config(data, rows)
@@ -293,18 +287,18 @@ def _find_config(data: Any, rows: int | None) -> SyntheticConfig:
         raise ValueError(f"source synthetic takes one preset or one YAML file, not {data!r}")
     if str(data) in PRESETS:
         if rows is None:
-            raise ValueError(f"preset {str(data)!r} has as many rows as you say; give rows (--rows 1000000)")
+            raise ValueError(f"preset {str(data)!r} makes as many rows as you ask for; give rows (--rows 1000000)")
         return SyntheticPreset(preset=str(data), num_rows=rows).config()
     if Path(data).suffix not in SUFFIXES:
         raise ValueError(
-            f"{str(data)!r} is no preset{nearest(str(data), tuple(PRESETS))}; choose one of {', '.join(PRESETS)}, or "
-            "give a YAML file (docs/prepare.md has its fields)"
+            f"{str(data)!r} is not a preset{nearest(str(data), tuple(PRESETS))}; choose one of {', '.join(PRESETS)}, "
+            "or give a YAML file (docs/prepare.md has its fields)"
         )
     return parse_synthetic(load_yaml(data, cure="docs/prepare.md has an example"), where=str(data))
 
 
 def parse_synthetic(value: Any, *, where: str) -> SyntheticConfig:
-    """Returns the data set that parsed YAML describes; `where` (a file name) begins every error.
+    """Returns the data set that parsed YAML describes. Every error begins with `where` (a file name).
 
     Raises ValueError naming the field, the value got and what is allowed.
     """
