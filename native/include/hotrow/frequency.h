@@ -1,15 +1,15 @@
-// How often rows were used lately, those that are not resident among them: a count-min sketch (Cormode and
-// Muthukrishnan 2005) whose counters are halved now and then, as TinyLFU has it (Einziger, Friedman, Manes 2017).
+// How often rows were used lately, also rows that are not resident: a count-min sketch (Cormode and Muthukrishnan 2005)
+// whose counters are halved now and then, as in TinyLFU (Einziger, Friedman, Manes 2017).
 //
-//   words         one of 64 bits for every two places of the cache: 4 bytes a place, 16 counters of 4 bits
+//   words         one of 64 bits for every two slots of the cache: 4 bytes per slot; 16 counters of 4 bits
 //   counters      of a row: word (h >> 32) * num_words >> 32, h = mix64(row), and of its four groups of four counters g
 //                 the one of number h >> 2g & 3; all four in one word, so that a row costs one access to memory
 //   estimate(r)   the least of its four
-//   count(r)      those of its four that are the least + 1, unless they are 15; after every 8 calls for each place all
+//   count(r)      adds 1 to those of its four that are the least, unless they are 15; after 8 calls for each slot all
 //                 counters of all rows are halved
 //
 // Before the first halving an estimate is never below the uses of its row, or 15. The result depends on the order of
-// the calls alone. sketch.h, which finds the hot rows, keeps their names: 8 bytes for each row that has any count.
+// the calls alone. sketch.h, which finds hot rows, also keeps which rows they are: 8 bytes for each row with a count.
 #pragma once
 
 #include <hotrow/encode_hash.h>
