@@ -26,8 +26,7 @@ class Engine;
 // Null, and the reason, if io_uring or any thread is refused; an engine, and the reason, if it has fewer threads.
 std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason);
 
-// The names of a file's rows, if the file holds rows of another table under other numbers. Any thread may ask, at any
-// time.
+// The names of a file's rows, if they are another table's rows under other numbers. Any thread may ask, at any time.
 class RowNames {
  public:
   virtual ~RowNames() = default;

@@ -1,5 +1,4 @@
-// Turns runs of partial counts into a vocabulary file, and looks up keys in one. docs/vocabulary.md has the file
-// layout.
+// Turns runs of partial counts into a vocabulary file, and looks up keys in one. docs/vocabulary.md has its layout.
 //
 // Everything streams: runs are merged in hash order, keys that reach the minimum count are sorted by popularity, and
 // the resulting pairs (index in hash order, row) are sorted back; a sort that exceeds its share of the memory budget

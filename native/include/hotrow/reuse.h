@@ -1,5 +1,4 @@
-// LRU stack distances of a stream of row ids, exact, or of a sample of the rows (SHARDS: Waldspurger et al., FAST
-// 2015).
+// LRU stack distances of a stream of row ids: exact, or of a sample of rows (SHARDS: Waldspurger et al., FAST 2015).
 //
 //   distance of an access = number of distinct rows accessed since the last access to the same row; none the first time
 //   LRU cache of c rows hits an access  <=>  it has a distance, and distance < c
