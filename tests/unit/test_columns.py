@@ -20,7 +20,7 @@ from hotrow.data.chunk import RowError
 from hotrow.data.sources import tabular
 from hotrow.data.sources.columns import ColumnsSource, open_table
 from hotrow.data.sources.convert import CodedKeys, column_of
-from hotrow.data.sources.guess import guess_schema
+from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.inputs import InputFile, find_files
 from hotrow.data.sources.schema import CsvSpec, Schema, parse_schema
 from raw_rows import read
@@ -524,7 +524,7 @@ def test_hive_columns_are_those_of_the_path_however_a_file_is_named(tmp_path: Pa
     for paths in (tmp_path / "t", str(tmp_path / "t" / "*" / "*" / "p.*"), files, [f.parent for f in files]):
         rows = read(ColumnsSource(paths, schema))
         assert {name: rows[name] for name in want} == want
-        assert "day" in guess_schema(paths, label="y").feature_names
+        assert "day" in guess_columns(paths, label="y").schema().feature_names
     rows = read(ColumnsSource(files[1].parent, schema))
     assert rows["day"] == [10, 10], "as when a folder of new rows is scored"
 

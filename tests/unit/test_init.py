@@ -3,6 +3,7 @@
 import datetime
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +13,17 @@ import pytest
 import yaml
 
 from hotrow.data.chunk import RowError
-from hotrow.data.prepare.init import init_schema, run_init
+from hotrow.data.prepare.init import render_schema, run_init
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.columns import ColumnsSource
-from hotrow.data.sources.guess import Role, guess_columns, guess_schema
-from hotrow.data.sources.schema import load_schema
+from hotrow.data.sources.guess import Role, guess_columns
+from hotrow.data.sources.schema import Schema, load_schema
 
 N = 2000
+
+
+def guess_schema(source: Any, label: str | None = None, time: str | None = None) -> Schema:
+    return guess_columns(source, label=label, time=time).schema()
 
 
 def clicks(**more: object) -> pa.Table:
@@ -87,7 +92,7 @@ def test_written_schema_reads_back_as_guessed(tmp_path: Path) -> None:
     names = {"a: #b": "odd name", "yes": "a word YAML knows", "über/x": "no file name"}
     table = clicks(**{name: [f"v{i % 90}" for i in range(N)] for name in names})
     path = tmp_path / "schema.yaml"
-    path.write_text(init_schema(table))
+    path.write_text(render_schema(guess_columns(table)))
     assert load_schema(path) == guess_schema(table)
     lines = path.read_text().splitlines()
     assert any("price" in line and "# decimal numbers" in line for line in lines)
@@ -126,7 +131,7 @@ def test_which_ratings_are_positive_is_asked() -> None:
     assert guess_schema(odd, label="rating >= 4").label.at_least is None, "a column of that name wins"
     with pytest.raises(ValueError, match="label column 'ratin' is not there; did you mean 'rating'"):
         guess_schema(table, label="ratin >= 4")
-    text = init_schema(table)
+    text = render_schema(guess_columns(table))
     assert "FILL_IN" in text and "rating >= 4" in text and "{column: rating}" not in text
 
 
@@ -186,7 +191,7 @@ def test_no_label_is_an_error_for_fit_and_a_blank_for_init() -> None:
     table = pa.table({"user": ["a", "b"] * 50, "x": [1.5, 2.5] * 50})
     with pytest.raises(ValueError, match=r"no column holds 0 and 1; column 'user' holds a, b; .*--label 'user = b'"):
         guess_schema(table)
-    assert "FILL_IN" in init_schema(table)
+    assert "FILL_IN" in render_schema(guess_columns(table))
 
 
 def test_csv_without_header_gets_numbered_columns(tmp_path: Path) -> None:
@@ -269,7 +274,7 @@ def test_files_are_written_once(tmp_path: Path) -> None:
 def test_hostile_names_stay_within_their_line() -> None:
     evil = 'x"}\n!!python/object/apply:os.system ["true"]'
     table = pa.table({"click": [0, 1] * 50, evil: [f"v{i % 9}" for i in range(100)]})
-    text = init_schema(table)
+    text = render_schema(guess_columns(table))
     value = yaml.safe_load(text)
     assert value["categorical"][0]["column"] == evil
     assert json.dumps(evil) in text

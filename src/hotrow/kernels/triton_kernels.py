@@ -17,8 +17,6 @@ FLOAT32, FLOAT16, SPLIT = 0, 1, 2
 ALGORITHMS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2, "adam": 3, "ftrl": 4}
 ROW_BITS = 40
 """A key is table << ROW_BITS | row."""
-NUM_NUMBERS = 9
-"""Numbers of a rule: lr, eps, beta1, 1 - beta1, beta2, 1 - beta2, beta, l1, l2."""
 
 
 @triton.jit
@@ -144,7 +142,7 @@ def read_gradient(sources, scales, i, mask, d, dim, SCALED: tl.constexpr):
 
 @triton.jit
 def number_of(numbers, table, mask, which: tl.constexpr):
-    """A number of the rules of tables [n], as [n, 1]."""
+    """A number of the rules of tables [n], as [n, 1]: of lr, eps, beta1, 1 - beta1, beta2, 1 - beta2, beta, l1, l2."""
     return tl.load(numbers + table * 9 + which, mask=mask, other=1.0)[:, None]
 
 

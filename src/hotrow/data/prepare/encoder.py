@@ -95,7 +95,7 @@ class TableEncoder:
             for occurrences in self._features.values():
                 occurrences.put_in_order()
 
-    def encode(self, feature: str, keys: Keys, *, first_key: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    def encode(self, feature: str, keys: Keys, *, first_key: int) -> NDArray[Any]:
         """Returns the row numbers [num_keys] of `keys`, as `Vocabulary.lookup` gives them.
 
         first_key: how many keys of the feature come before them in the source.
@@ -103,12 +103,8 @@ class TableEncoder:
         Raises ValueError if the source yields more keys than were passed to `add`.
         """
         if not self.needs_occurrences:
-            return self.vocabulary.lookup(keys, out)
-        rows = self._features[feature].rows(first_key, keys.num_keys)
-        if out is None:
-            return rows
-        out[:] = rows
-        return out
+            return self.vocabulary.lookup(keys)
+        return self._features[feature].rows(first_key, keys.num_keys)
 
     def close(self) -> None:
         for occurrences in self._features.values():

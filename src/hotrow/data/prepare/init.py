@@ -83,11 +83,6 @@ def _check_absent(path: Path) -> None:
     check_writable(path)
 
 
-def init_schema(paths: Any, *, label: str | None = None, time: str | None = None) -> str:
-    """Returns the schema guessed from `paths` as commented YAML, which `load_schema` reads."""
-    return render_schema(guess_columns(paths, label=label, time=time))
-
-
 def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> InitResult:
     shown = shlex.join(map(str, paths if isinstance(paths, list | tuple) else [paths]))
     if isinstance(paths, str | Path) and (Path(paths) / MANIFEST).is_file():

@@ -175,19 +175,10 @@ class SchemaGuess:
         return parse_schema(value, where="guessed schema")
 
 
-def guess_schema(source: Any, label: str | None = None, time: str | None = None) -> Schema:
-    """Returns the schema that names, types and a sample of `source` (paths or an Arrow-capable frame) suggest.
-
-    label, time: as for `guess_columns`. Raises ValueError if the label cannot be guessed, or a named column is
-    absent.
-    """
-    return guess_columns(source, label=label, time=time).schema()
-
-
 def guess_columns(
     source: Any, *, label: str | None = None, time: str | None = None, roles: Mapping[str, Role] | None = None
 ) -> SchemaGuess:
-    """Returns the guess about every column with its reason; unlike `guess_schema`, it need not find a label.
+    """Returns the guess about every column with its reason; it need not find a label.
 
     label, time: names of these columns, if known; label may be a rule such as "rating >= 4" or "action = buy, cart".
     roles: what columns are, by name, if known. Raises ValueError if a named column is absent or cannot have its role.

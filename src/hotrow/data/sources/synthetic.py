@@ -32,7 +32,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk, FileInfo, KeyKind, Keys, Position, SkippedRows, SourceInfo
-from hotrow.data.packed.format import FeatureKind
 from hotrow.data.sources.schema import Schema, explain_faults, load_yaml, nearest, parse_schema
 from hotrow.data.sources.synthetic_config import (
     CHECKED,
@@ -86,10 +85,6 @@ class SyntheticSource:
     @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
         return {table.name: "int" for table in self.config.tables}
-
-    @property
-    def feature_kinds(self) -> Mapping[str, FeatureKind]:
-        return {table.name: table.kind for table in self.config.tables}
 
     def scout(self, *, count: Literal["estimate", "exact"] = "exact") -> SourceInfo:
         """Returns the exact number of rows, and one imaginary file whose name changes with the config."""
