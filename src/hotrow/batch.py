@@ -1,4 +1,4 @@
-"""What flows through a step: a batch of dense values, jagged ids and labels.
+"""The data of a step: a batch of dense values, jagged ids and labels.
 
 Shape legend, used in suffixes everywhere: B batch, F sparse features, D embedding dim, I dense inputs, N table rows.
 

@@ -46,9 +46,9 @@ class Uniform:
 
 @dataclass(frozen=True, kw_only=True)
 class TableConfig:
-    """One embedding table, in torchrec's words.
+    """One embedding table, in torchrec's terms.
 
-    Raises ValueError naming the field, the value and the cure when a field is out of range.
+    Raises ValueError naming the field, the value and the cure if a field is out of range.
     """
 
     name: str

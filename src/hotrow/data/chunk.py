@@ -76,7 +76,7 @@ class Keys:
         return self.num_keys if self.row_splits is None else len(self.row_splits) - 1
 
     def key_mask(self, row_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Returns `row_mask` [num_rows] repeated to the keys [num_keys] of each row."""
+        """Returns `row_mask` [num_rows] with each row's value repeated for its keys: [num_keys]."""
         if self.row_splits is None:
             return row_mask
         return np.repeat(row_mask, np.diff(self.row_splits))
@@ -107,7 +107,7 @@ class Chunk:
     keys: Mapping[str, Keys]
     """Raw ids by feature name."""
     position: Position
-    """Where the row after this chunk starts."""
+    """Position of the row after this chunk."""
     time: NDArray[np.int64] | None = None
     """[num_rows] if the source has a time column."""
 
@@ -167,7 +167,7 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """What the rows are called in messages and in dataset.json, e.g. "criteo"."""
+        """Name of the source in messages and in dataset.json, e.g. "criteo"."""
 
     @property
     def dense_names(self) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ def _parse_dense(field: bytes) -> float:
 def _parse_line(
     line: bytes, delimiter: bytes, num_ignored: int, has_label: bool, num_dense: int, num_categories: int
 ) -> Any:
-    """`(label, dense, [(key, valid), ...])` of one line; faults are raised for the leftmost column that has one."""
+    """Returns `(label, dense, [(key, valid), ...])` of one line; raises the fault of the leftmost faulty column."""
     fields = line.removesuffix(b"\r").split(delimiter)
     num_columns = num_ignored + has_label + num_dense + num_categories
     label, dense, categories = 0.0, [], []
@@ -110,7 +110,7 @@ def parse_rows(
     valid: NDArray[np.bool_],
     num_rows: int,
 ) -> tuple[int, int, int, int]:
-    """`(rows stored, bytes consumed, fault, column)`."""
+    """Returns `(rows stored, bytes consumed, fault, column)`."""
     data = text.tobytes()
     row, start = first_row, 0
     while row < num_rows and start < len(data):
@@ -175,7 +175,7 @@ def _write_run(
 
 
 def _read_run(fd: int, has_bytes: bool, name: str) -> tuple[list[tuple[int, bytes, int, int]], tuple[int, int]]:
-    """`([(hash, key, count, first), ...], (missing count, missing first))`; raises ValueError if damaged."""
+    """Returns `([(hash, key, count, first), ...], (missing count, missing first))`. Raises ValueError if damaged."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
         raw = file.read()
@@ -285,7 +285,7 @@ class Counter:
         return self.num_bytes_after(0, 0)
 
     def num_bytes_after(self, num_keys: int, num_key_bytes: int) -> int:
-        """Returns about what CPython takes: a tuple, two integers and a list per key."""
+        """Returns about the memory in CPython: a tuple, two integers and a list per key."""
         return 300 * (len(self._counts) + num_keys) + num_key_bytes
 
 

@@ -286,8 +286,7 @@ class Kernels:
         return out
 
     def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
-        """Returns the gradient of the per-sample weights, shaped as `sparse.values`, for the gradient [B, width] of
-        `lookup`.
+        """Returns the gradient of the per-sample weights, shaped as `sparse.values`; grad: of `lookup`'s output.
 
         Positions of features that are not in the layout get 0. Raises as `lookup`.
         """

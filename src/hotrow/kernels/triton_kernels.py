@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""TRITON_INTERPRET=1 was set when this was imported: kernels run on the CPU, on CPU tensors, slowly."""
+"""Whether TRITON_INTERPRET=1 was set when this was imported: kernels then run slowly, on the CPU and CPU tensors."""
 
 FLOAT32, FLOAT16, SPLIT = 0, 1, 2
 """How a table stores weights; split ones are read by their upper halves, as lookups read them."""
@@ -77,7 +77,7 @@ def lookup(
 ):  # fmt: skip
     """`out[b, columns of f] = pool(rows of bag (f, b))` for BLOCK_B bags of feature number program_id(1).
 
-    features: int64 [F, 5]: table, first column, dim, 1 for "mean", place among the batch's keys.
+    features: int64 [F, 5]: table, first column, dim, 1 for "mean", position among the batch's keys.
     """
     feature = features + tl.program_id(1) * 5
     address = tl.load(tables + tl.load(feature))
@@ -148,7 +148,7 @@ def number_of(numbers, table, mask, which: tl.constexpr):
 
 @triton.jit
 def full(x, like):
-    """`x` [n, 1] in the shape of `like`: what div_rn asks for."""
+    """`x` [n, 1] in the shape of `like`, as div_rn needs it."""
     return x + tl.zeros_like(like)
 
 

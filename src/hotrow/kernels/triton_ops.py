@@ -156,7 +156,7 @@ class Kernels:
         self.layout = layout
         self._numbers = {feature.name: k for k, feature in enumerate((among or layout).features)}
         self._positions: dict[tuple[str, ...], list[int]] = {}
-        self._made: dict[Any, Any] = {}  # small tensors on the device, for keys and kinds that came before
+        self._made: dict[Any, Any] = {}  # small tensors on the device, for keys and kinds that have come before
 
     def positions(self, keys: tuple[str, ...]) -> list[int]:
         """Returns each feature's position among `keys`. Raises ValueError naming a feature that is missing."""

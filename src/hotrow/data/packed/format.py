@@ -74,7 +74,7 @@ class Table:
     vocabulary: str | None = None
     """Content id of `vocab/<name>`; None if ids need no vocabulary."""
     parent: str | None = None
-    """Content id of the vocabulary this one extends."""
+    """Content id of the vocabulary that this one extends."""
 
     @property
     def vocabulary_file(self) -> str:
@@ -94,7 +94,7 @@ class Table:
 
 @dataclass(frozen=True, config=STRICT)
 class Part:
-    """One Arrow file. Its bytes are cut into ranges without gaps: header, each block, footer."""
+    """One Arrow file. Its bytes are divided into ranges without gaps: header, each block, footer."""
 
     file: Annotated[str, Field(pattern=r"^part-[0-9]{5,9}\.arrow$")]
     block_rows: tuple[Annotated[int, Field(ge=1, le=MAX_ROWS_PER_BLOCK)], ...]

@@ -145,7 +145,7 @@ def _damaged(path: Path, what: str) -> ValueError:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """What became of a table's raw ids."""
+    """What preparation did with a table's raw ids."""
 
     num_embeddings: int
     """Rows of the table: row 0, a row per key, and the missing value's row if it has one."""
@@ -336,7 +336,7 @@ class Vocabulary:
         return out
 
     def lookup_hashes(self, hashes: NDArray[np.uint64]) -> NDArray[Any]:
-        """As `lookup`, of valid keys given by their hash; only for keys that are their hash (no stored bytes)."""
+        """Looks up valid keys by their hash; only for vocabularies that store no bytes, where the hash is the key."""
         out = np.empty(len(hashes), self.row_dtype)
         lookup_rows(self._table, Keys(hashes), hashes, missing_row=self.missing_row, out=out)
         return out
@@ -351,9 +351,9 @@ class Vocabulary:
         return Vocabulary(self.path, self.header, _as_table(self.header, arrays))
 
     def entries(self, *, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[Keys, NDArray[Any]]]:
-        """Yields every key with its row, in the file's order, a piece at a time, read rather than mapped.
+        """Yields every key with its row, in the file's order, one piece at a time; reads the file and does not map it.
 
-        Integers are int64 in two's complement. With a `hash_cap` keys are what raw ids became: integers below it.
+        Integers are int64 in two's complement. With a `hash_cap`, keys are the integers below it that ids became.
         """
         header, first = self.header, 0
         with self.path.open("rb") as file:

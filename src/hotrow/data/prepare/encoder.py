@@ -49,7 +49,7 @@ from hotrow.data.sources.schema import Schema, Transform
 MAX_PARTS = 128
 """The number of a part, and one more for "missing", fits in a byte."""
 BATCH_KEYS = 1 << 20
-"""Keys read back at a time."""
+"""Number of keys read back at a time."""
 
 
 class TableEncoder:
@@ -215,7 +215,7 @@ class _Occurrences:
         self.num_buffered_bytes = 0
 
     def lookup_part(self, part: int, vocabulary: Vocabulary) -> None:
-        """Keys of a part -> its rows."""
+        """Looks up the keys of a part and writes their rows."""
         read = self._string_keys(part, vocabulary) if self._bytes else self._hashed_keys(part, vocabulary)
         for rows in read:
             self._append(self._file("rows", part), rows)
@@ -224,7 +224,7 @@ class _Occurrences:
             self._remove(self._file(name, part))
 
     def put_in_order(self) -> None:
-        """Rows of all parts -> rows in the order of the keys."""
+        """Merges the rows of all parts into the order of the keys."""
         dtype = self._vocabulary.row_dtype
         with ExitStack() as stack:
             parts_file = stack.enter_context(self._file("parts").open("rb"))
@@ -293,7 +293,7 @@ class _Occurrences:
 
 
 def _take_strings(keys: Keys, chosen: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-    """`(bytes, lengths)` of the chosen keys of kind "bytes"."""
+    """Returns `(bytes, lengths)` of the chosen keys, which are of kind "bytes"."""
     assert keys.offsets is not None
     lengths = np.diff(keys.offsets)[chosen]
     ends = np.cumsum(lengths)
@@ -482,7 +482,7 @@ class MomentsRecord:
 
     num_values: Count
     sums: dict[_Exponent, _Whole]
-    """By exponent."""
+    """Sums of the mantissas, by exponent."""
     squares: dict[_Exponent, _Whole]
 
     def __post_init__(self) -> None:

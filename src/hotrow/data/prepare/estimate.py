@@ -31,9 +31,9 @@ class Estimate:
     rows_exact: bool
     input_bytes: int
     packed_bytes: int
-    """Parts, vocabularies and counts."""
+    """Size of parts, vocabularies and counts."""
     spill_bytes: int
-    """Temporary files at their largest."""
+    """Largest size of the temporary files."""
     free_bytes: int
     seconds: float
 

@@ -60,7 +60,7 @@ def run_init(
     Raises ValueError if a path does not exist, a named column is missing, or a file to write exists.
     """
     if out is not None:
-        _check_absent(Path(out) / RECIPE_FILE)  # before the logs are read; there may be no schema to write
+        _check_absent(Path(out) / RECIPE_FILE)  # checked before the logs are read; there may be no schema to write
     result = _look(paths, label, time, data)
     if out is None:
         return result

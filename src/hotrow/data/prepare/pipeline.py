@@ -69,7 +69,7 @@ CHECKSUM_BLOCK_BYTES = 1 << 22
 
 
 class Interrupted(KeyboardInterrupt):
-    """Preparation was stopped on request; its state is kept."""
+    """Preparation was stopped on request, and its state is kept."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ _COUNTED = TypeAdapter(_Counted)
 
 
 class _Stages:
-    """The three stages over one work folder; each does nothing where its result is there already."""
+    """The three stages on one work folder; a stage does nothing if its result is already there."""
 
     def __init__(
         self,

@@ -161,7 +161,7 @@ def check_out(out: Path, *, overwrite: bool) -> None:
             raise ValueError(f"{out} exists and is not a dataset folder; it is never overwritten: choose another")
         check_writable(out)
     elif (out / MANIFEST).exists() and not overwrite:
-        shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)  # left where the last step was cut short
+        shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)  # left behind if the last step was interrupted
         raise ValueError(f"{out} already holds a finished dataset; choose another folder, or --overwrite to replace it")
 
 

@@ -118,8 +118,7 @@ def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fault | None]:
-    """Returns float32 0 or 1 per row. Faults: a missing label, and without a rule in `spec` a value other than 0 and
-    1."""
+    """Returns float32 0 or 1 per row. Faults: a missing label; without a rule in `spec`, any value but 0 and 1."""
     array = plain(array)
     if spec.positive is not None:
         return _label_by_value(array, spec)
@@ -169,8 +168,7 @@ class TimeReader:
 
     @staticmethod
     def for_column(sample: pa.Array, format: str | None) -> TimeReader:
-        """Returns integers and floats as they are, `format` if given, else ISO 8601, zoned or not, as most values
-        are."""
+        """Returns a reader for numbers as they are, else for `format`, else for ISO 8601, zoned if most values are."""
         sample = plain(sample).drop_null()
         if not is_text(sample.type) or format is not None or not len(sample):
             return TimeReader(format=format)
@@ -180,7 +178,7 @@ class TimeReader:
         return TimeReader(targets[counts.index(max(counts))] if max(counts) else pa.timestamp("us"))
 
     def __call__(self, array: pa.Array, column: str) -> tuple[NDArray[np.int64], Fault | None]:
-        """Int64 that rises with time: the stored unit of timestamps and integers, microseconds of float seconds."""
+        """Returns int64 that rises with time: the unit of timestamps and integers, microseconds for float seconds."""
         source = array = plain(array)
         if is_text(array.type):
             array = self._parse(array)
@@ -241,7 +239,7 @@ def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tup
 
 
 def default_encoding(kind: pa.DataType, spec: CategoricalSpec) -> IdEncoding:
-    """Returns how ids of an Arrow type are held when `spec.type` leaves it open.
+    """Returns how ids of an Arrow type are held if `spec.type` does not say so.
 
     Raises ValueError for types that cannot be ids: structs, maps, intervals.
     """
@@ -320,7 +318,7 @@ def text_keys(array: pa.Array) -> Keys:
 
 
 def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns text as int64 where it is the canonical text of one, and which is not."""
+    """Returns text as int64, and a mask of text that is not the canonical form of an integer."""
     try:
         numbers = pc.cast(array, pa.int64())
     except pa.ArrowInvalid:
@@ -332,8 +330,7 @@ def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns floats as int64 where exact, NaN as missing (pandas writes missing integers so), and which are not
-    exact."""
+    """Returns floats as int64, NaN as missing (as pandas writes missing integers), and a mask of inexact ones."""
     values = filled(array, np.nan).astype(np.float64)
     missing = np.isnan(values)
     bad = ~missing & ~((np.floor(values) == values) & (np.abs(values) < MAX_EXACT_FLOAT))
@@ -342,7 +339,7 @@ def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def cast_each(array: pa.Array, target: pa.DataType) -> pa.Array:
-    """Returns `array` cast value by value, null where one does not cast; for the rare chunk with bad rows."""
+    """Casts value by value, to null if a value does not cast; for the rare chunk with bad rows."""
     encoded = array.dictionary_encode()
     values = [v.cast(target).as_py() if _castable(pa.array([v]), target) else None for v in encoded.dictionary]
     return pa.array(values, target).take(encoded.indices)
@@ -357,8 +354,7 @@ def _castable(array: pa.Array, target: pa.DataType) -> bool:
 
 
 def filled(array: pa.Array, value: float) -> NDArray[Any]:
-    """Returns the numbers as NumPy, null as `value`; without a null in the array's own memory, where `fill_null`
-    would copy."""
+    """Returns numbers as NumPy, null as `value`. Without nulls it makes no copy, which `fill_null` would."""
     numbers: NDArray[Any] = (array.fill_null(value) if array.null_count else array).to_numpy(zero_copy_only=False)
     return numbers
 

@@ -55,11 +55,11 @@ class _FileLayout:
 
 
 class CriteoSource:
-    """Rows of Criteo-like files as a `hotrow.data.chunk.Source`.
+    """Reads Criteo-like files, as a `hotrow.data.chunk.Source`.
 
     paths: files, folders, patterns or URIs, read in this order (a folder's files in natural order). labels: "required",
     or "ignored" for rows to predict: a label may be absent or hold anything, and `Chunk.label` is None. skip_bad_rows:
-    how many unreadable rows may be passed over, counted in `skipped`, before one raises RowError.
+    how many unreadable rows may be skipped, and counted in `skipped`, before one raises RowError.
     """
 
     name = "criteo"
@@ -84,8 +84,7 @@ class CriteoSource:
         return dict.fromkeys(CATEGORY_NAMES, "int")
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """Returns the sizes and rows, as `Source.scout`; "exact" counts lines, at the speed of reading and
-        decompressing."""
+        """Returns sizes and rows, as `Source.scout`; "exact" counts lines as fast as it can read and decompress."""
         num_lines = _count_lines if count == "exact" else _estimate_lines
         rows = [num_lines(file) - layout.num_lines for file, layout in zip(self.files, self._layouts, strict=True)]
         files = tuple(FileInfo(file.name, file.num_bytes, file.mtime_ns) for file in self.files)

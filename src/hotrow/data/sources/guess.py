@@ -53,7 +53,7 @@ DATE_FORMATS = (
 TIME_FORMATS = tuple(date + time for date in DATE_FORMATS for time in ("", " %H:%M", " %H:%M:%S", ":%H:%M:%S"))
 _MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
 WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR})?", f"..{_MONTH}{_DAY}{_HOUR}")
-"""20141021, 2014102113, and 14102113 as in Avazu's logs."""
+"""Forms of dates such as 20141021, 2014102113, and 14102113 as in Avazu's logs."""
 NO_NUMBERS = r"(?i)^[+-]?(nan|inf|infinity)$"
 """Words that appear in columns of floats; preparation refuses rows that have them."""
 MOSTLY = 0.9
@@ -74,7 +74,7 @@ class ColumnFacts:
 
     name: str
     kind: str
-    """text, int, float, bool, time, list or other: what the values are, text parsed."""
+    """What the values are, with text parsed: text, int, float, bool, time, list or other."""
     stored: str
     """Arrow type."""
     num_rows: int

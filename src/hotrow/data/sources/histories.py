@@ -52,8 +52,7 @@ def open_columns(
     labels: Literal["required", "alone", "ignored"] = "required",
     **options: Any,
 ) -> ColumnsSource | HistoriesSource:
-    """Returns the source of `data` read by `schema`: of samples made from events where it says so, unless rows to
-    predict.
+    """Opens `data` by `schema`, which may make samples from events; rows to predict bring their own histories.
 
     Raises ValueError if rows to predict are delimited text, which cannot hold histories as lists.
     """
@@ -153,8 +152,7 @@ class HistoriesSource:
         return SourceInfo(num_targets * (1 + self.spec.negatives), num_rows_exact=False, files=files)
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Yields chunks of at most `rows_per_chunk` rows; `offset` and `num_lines` of a position count sorted
-        events."""
+        """Yields chunks of at most `rows_per_chunk` rows; offset and num_lines of a position count sorted events."""
         skipped = self._sorted.skipped
         self.skipped = SkippedRows(start.num_skipped if start else skipped.num_rows, list(skipped.examples))
         return prefetch(self._read(start or Position(), max(1, rows_per_chunk // (1 + self.spec.negatives))))
@@ -214,8 +212,7 @@ class HistoriesSource:
         return Chunk(len(label), label, dense, keys, position, np.array(events[1][repeated.event]))
 
     def _negatives(self, targets: _Targets) -> tuple[Integers, NDArray[np.bool_]]:
-        """Returns the numbers in the pool of the negatives of each target [n, negatives], and which targets [n] have
-        all."""
+        """Returns the negatives of each target, [n, negatives] numbers in the pool, and which targets [n] have all."""
         events, pool, spec = self._sorted.events, self._sorted.pool, self.spec
         user, item = events[0][targets.event], events[2][targets.event]
         num_seen = np.searchsorted(pool[0], events[1][targets.event])
@@ -268,8 +265,7 @@ def _first_seen(by_item: Columns) -> Columns:
 
 
 def _past(targets: _Targets, length: int) -> tuple[Integers, Integers]:
-    """Returns the numbers of the events of each target's history, one behind the other, and where each begins [n +
-    1]."""
+    """Returns the event numbers of all targets' histories, one after another, and where each begins [n + 1]."""
     lengths = np.minimum(targets.position, length)
     row_splits = np.concatenate([[0], np.cumsum(lengths)])
     first = np.repeat(targets.event - lengths - row_splits[:-1], lengths)
@@ -277,7 +273,7 @@ def _past(targets: _Targets, length: int) -> tuple[Integers, Integers]:
 
 
 def _draw(seed: int, salt: int, *numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """64 random bits for each element of `numbers`, a function of them, seed and salt alone."""
+    """Returns 64 random bits for each element of `numbers`, a function of it, seed and salt alone."""
     bits = mix64(np.array([(seed + salt * GOLDEN) % 2**64], dtype=np.uint64))
     for part in numbers:
         bits = mix64(bits + mix64(part.astype(np.int64).view(np.uint64) * np.uint64(GOLDEN)))

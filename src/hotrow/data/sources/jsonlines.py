@@ -35,8 +35,7 @@ _TEXT_OF = {True: "1", False: "0", None: None}
 
 
 def is_json_lines(file: InputFile) -> bool:
-    """Returns whether the first line of a file begins with the brace of an object, or the bracket of an array of
-    them."""
+    """Returns whether a file's first line begins with the brace of an object, or the bracket of an array of objects."""
     return file.first_line().lstrip().startswith(("{", "[{"))
 
 
@@ -123,7 +122,7 @@ def _lines(file: InputFile, first: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def _columns_of(file: InputFile) -> dict[str, pa.DataType]:
-    """Names and types of the members of a file's first lines, in the order in which they first come."""
+    """Returns names and types of the members in a file's first lines, by first appearance."""
     kinds: dict[str, pa.DataType] = {}
     good, fault, num_bytes = False, "", 0
     with naming(file):

@@ -48,7 +48,7 @@ class _Column(_Strict):
 
 
 class LabelSpec(_Column):
-    """The label: 0/1 or true/false as it is, or made from other values by one of `positive` and `at_least`."""
+    """The label: 0/1 or true/false as stored, or made from other values by either `positive` or `at_least`."""
 
     positive: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
     """Values that mean 1; every other value means 0, or, with `negative`, only the values listed there."""

@@ -254,7 +254,7 @@ class SyntheticPreset:
     main_strength: float | None = None
     pair_strength: float | None = None
     dense_strength: float | None = None
-    """For this field and the five before it, None means the preset's value."""
+    """For this field and the six before it, None means the preset's value."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:

@@ -82,7 +82,7 @@ def _salt(config: SyntheticConfig, table: SyntheticTable) -> int:
 
 
 def _ranks(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Ranks 0 .. N - 1 by inverting the distribution function at 53 random bits."""
+    """Draws ranks 0 .. N - 1 by inverting the distribution function at 53 random bits."""
     uniform = (words >> np.uint64(11)).astype(np.float64)
     uniform *= 2.0**-53
     low, high, power = 0.5, table.num_embeddings + 0.5, 1.0 - table.zipf
@@ -109,8 +109,7 @@ def _exchange(table: SyntheticTable, salt: int, ranks: NDArray[np.int64], time: 
 
 
 def _lengths(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Returns Poisson or geometric lengths with the mean given, cut at max_length, by inverting the distribution
-    function."""
+    """Draws Poisson or geometric lengths, cut at max_length, by inverting the distribution function."""
     mean, steps = table.mean_length, np.arange(table.max_length)
     if table.kind == "multi_hot":
         log_factorial = np.concatenate([[0.0], np.log(np.arange(1, table.max_length)).cumsum()])
@@ -160,7 +159,7 @@ class Generator:
         return (uniform < sigmoid(logits)).astype(np.float32)
 
     def count_levels(self) -> NDArray[np.float32]:
-        """[I, levels + 1]: the count each level of a dense column stands for; the last, at -1, is NaN for missing."""
+        """Returns the count for each level of a dense column, [I, levels + 1]; the last, at -1, is NaN for missing."""
         table = np.full((len(self.config.dense), _LEVELS + 1), np.nan, np.float32)
         for j, column in enumerate(self.config.dense):
             count = np.floor(np.expm1(column.mean + column.sd * _normal_levels()))
@@ -220,7 +219,7 @@ class Teacher:
         self.bias = _bias_for(config.base_rate, self.logits(pilot))
 
     def logits(self, cell: Cell) -> Floats:
-        """[n] logits whose sigmoid is the probability the label was drawn with."""
+        """Returns logits [n]; the label was drawn with probability sigmoid(logit)."""
         parts = self._parts(cell)
         logit = np.full(cell.num_rows, self.bias)
         for part, (scale, mean) in zip((parts.main, parts.pair, parts.dense), self._scales, strict=True):
@@ -247,7 +246,7 @@ class Teacher:
         return _Parts(main.astype(np.float64), pair.astype(np.float64), dense.astype(np.float64))
 
     def _effects(self, j: int, ids: Ids) -> NDArray[np.float32]:
-        """[1 + 4, n]: u and v of each row's id, or their means over its list, weighted and centred."""
+        """Returns [1 + 4, n]: u and v of each row's id, or their means over its list, weighted and centred."""
         words = mix64(ids.items.astype(np.uint64) + np.uint64(self._generator.salts[j]))
         bits, low = np.uint64(_LEVELS.bit_length() - 1), np.uint64(_LEVELS - 1)
         effects = np.empty((1 + _LATENT, len(words)), np.float32)
@@ -266,7 +265,7 @@ def _bag_means(values: NDArray[np.float32], row_splits: NDArray[np.int64]) -> ND
 
 
 def sigmoid(logits: Floats) -> Floats:
-    """1 / (1 + exp(-z)), without overflow."""
+    """Returns 1 / (1 + exp(-z)) without overflow."""
     return 0.5 * (1.0 + np.tanh(0.5 * logits))
 
 

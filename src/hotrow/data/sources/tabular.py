@@ -340,7 +340,7 @@ class TextReader:
         return partition_values(self._files, self._partition_types)
 
     def _stored(self, columns: Sequence[str]) -> list[str]:
-        """Of `columns`, those that stand in the files' lines."""
+        """Returns the columns among `columns` that are in the files' lines."""
         return [name for name in columns if name not in self._partition_types]
 
     def check_drift(self, columns: Sequence[str]) -> None:
@@ -479,7 +479,7 @@ class _CheckedText(io.RawIOBase):
         self.is_whole = False
         """Whether Arrow found the line `end` outside quotes."""
         self.fault: Exception | None = None
-        """Why the file ends early."""
+        """The reason why the file ends early."""
 
     def readable(self) -> bool:
         return True
