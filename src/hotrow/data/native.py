@@ -1,8 +1,8 @@
 """Parsing, counting, hashing and lookup of raw rows: typed calls into the native module, or into its reference.
 
-Only this module, `hotrow.kernels.ops` and `hotrow.placement.native` import the native module. If it is not built, or
-HOTROW_NATIVE=0 is set, the functions of `hotrow.data.reference` run instead, and `hotrow.kernels.ops` says so: same
-results and file bytes, many times slower.
+Only this module and `hotrow.kernels.ops` import the native module. If it is not built, or HOTROW_NATIVE=0 is set, the
+functions of `hotrow.data.reference` run instead, and `hotrow.kernels.ops` says so: same results and file bytes, many
+times slower.
 """
 
 from __future__ import annotations

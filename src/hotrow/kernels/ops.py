@@ -1,8 +1,8 @@
 """One function per op: it runs the native kernel if that is built, else the readable one in `reference`.
 
-Only this module, data/native.py and placement/native.py import the native module. Functions check what a caller can get
-wrong, allocate outputs and follow `torch.get_num_threads()`; native/include/hotrow/kernels.h and docs/numerics.md state
-arithmetic and the order of sums. `backend()` says what runs.
+Only this module and data/native.py import the native module. Functions check what a caller can get wrong, allocate
+outputs and follow `torch.get_num_threads()`; native/include/hotrow/kernels.h and docs/numerics.md state arithmetic and
+the order of sums. `backend()` says what runs.
 """
 
 from __future__ import annotations
@@ -65,6 +65,18 @@ def _load() -> tuple[Any, str | None]:
         stacklevel=3,
     )
     return None, reason
+
+
+def native_module() -> Any:
+    """Returns the native module. Raises ValueError, with the command that builds it, if there is none."""
+    module, reason = _load()
+    if module is None:
+        raise ValueError(
+            f"tables in tiers need the native module, and {reason}: build it with `pip install -e .` (needs a C++20 "
+            "compiler) and leave HOTROW_NATIVE unset, or keep the tables in DRAM (config memory: dram; in Python "
+            "memory=None)"
+        )
+    return module
 
 
 def _limit_isa(module: Any) -> None:
