@@ -4,9 +4,9 @@
 
 Hand-made: recipes/criteo-small.yaml, and the best of a search over optimizers, rates, batches and epochs for each file,
 chosen by validation LogLoss (SEARCHED). With --search also the best of OTHERS, recipes outside that family: other
-optimizers of tables and MLPs, other widths; the one with the lowest mean validation LogLoss is scored on the test rows. A file's recipes train on the same rows from the same seeds; the weights that
-are best by validation LogLoss are scored on its test rows. The label of Taobao is any behaviour but a page view. Each
-training has one thread.
+optimizers of tables and MLPs, other widths; the one with the lowest mean validation LogLoss is scored on the test rows.
+A file's recipes train on the same rows from the same seeds; the weights that are best by validation LogLoss are scored
+on its test rows. The label of Taobao is any behaviour but a page view. Each training has one thread.
 """
 
 from __future__ import annotations
