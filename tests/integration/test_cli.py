@@ -463,5 +463,5 @@ def test_a_signal_to_stop_says_what_it_left(sent: signal.Signals, capsys: pytest
         except KeyboardInterrupt:
             raise KeyboardInterrupt("stopped; run the same command to continue") from None
     assert ended.value.exit_code == 128 + sent
-    assert capsys.readouterr().err == "hotrow: stopped; run the same command to go on\n"
+    assert capsys.readouterr().err == "hotrow: stopped; run the same command to continue\n"
     assert signal.getsignal(signal.SIGTERM) == before

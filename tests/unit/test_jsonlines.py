@@ -87,7 +87,7 @@ def test_from_raw_file_to_scores(pack: Callable[[str], bytes], tmp_path: Path) -
 
 BAD_LINES = {
     '{"click": 1, "user": 7': "not a JSON object at character",
-    "[1, 2]": "an object is wanted",
+    "[1, 2]": "expected an object",
     '{"click": 1, "user": 7, "user": 8}': "member 'user' appears twice",
     '{"click": 1, "user": 7, "n.x": 8, "n": {"x": 1}}': "member 'n.x' appears twice, once within 'n'",
     '{"click": 1, "user": [7]}': "member 'user' is an array here",
