@@ -45,7 +45,8 @@ from torch import Tensor, nn
 
 import hotrow
 from benchmarks.markdown import held
-from hotrow.base.files import available_memory_bytes, parse_bytes
+from hotrow.base.files import parse_bytes
+from hotrow.base.machine import available_memory_bytes
 from hotrow.data.sources.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small

@@ -35,16 +35,17 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.results import record
+from benchmarks.rivals import memory
+from benchmarks.rivals.group import MemoryGroup
+from benchmarks.rivals.memory import MemoryCell
+from benchmarks.rivals.sides import Settings, Side
+from benchmarks.rivals.work import SEED
+from benchmarks.rivals.worker import Worker
 from hotrow.base.machine import usable_cores
 from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.budget import Memory
 from hotrow.placement.stores import TableRows, open_store
-from hotrow.study import bench, memory
-from hotrow.study.group import MemoryGroup
-from hotrow.study.memory import MemoryCell
-from hotrow.study.sides import Settings, Side
-from hotrow.study.work import SEED
-from hotrow.study.worker import Worker
+from hotrow.study import bench
 from hotrow.tables import TableConfig
 
 VARIANTS = (("tiers", "auto", (4, 0)), ("tiers", "threads", (4,)), ("mmap", "auto", (1, 0)), ("rocksdb", "auto", (0,)))

@@ -40,6 +40,7 @@ from benchmarks import (
     tiers,
     updates,
 )
+from hotrow.base import machine
 from hotrow.kernels import ops
 from hotrow.study import bench, cells
 
@@ -139,13 +140,13 @@ def test_waiting_for_our_own_threads_disturbs_nobody(monkeypatch: pytest.MonkeyP
     looks = iter([(0.0, 0.0, 0.0), (0.0, 9.0, 0.001)])
     monkeypatch.setattr(bench.Disturbance, "_now", lambda self: next(looks))
     clock = iter([0.0, 1.0])
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
     assert bench.Disturbance().share() == 0.001
 
 
 KILLED = """
 import sys
-from hotrow.study import memory
+from benchmarks.rivals import memory
 from tests.unit.test_study_memory import InThisProcess, NoGroup
 from pathlib import Path
 {worker}

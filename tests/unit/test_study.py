@@ -20,7 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import hot_study, memory_study, study_docs
+from benchmarks import studies, study_docs
 from benchmarks.study_docs import StudyDocs
 from hotrow.cli.app import app
 from hotrow.draw import charts
@@ -92,7 +92,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run_tiny(out: Path, **changes: Any) -> dict[str, Any]:
-    return runner.run_study("kernels", out, preset={**TINY, **changes.pop("preset", {})}, **changes)
+    return runner.run_study(replace(runner.find_study("kernels"), preset=TINY), out, **changes)
 
 
 def test_every_cell_is_measured_once_and_a_second_run_measures_none(tmp_path: Path, measured: list[str]) -> None:
@@ -178,19 +178,17 @@ def test_a_page_without_cells_says_so() -> None:
     assert "too large" in page and "not measured" in page
 
 
-def test_a_page_carries_the_command_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_carries_the_command_that_made_it(tmp_path: Path) -> None:
     """With what was asked for and nothing else; taken apart by a shell's rules it asks for the same again."""
-    monkeypatch.setattr(runner, "load_preset", lambda name: TINY)
     out = tmp_path / "a place & another"
-    runner.run_study("kernels", out, quick=True, memory_bytes=1 << 30)
+    run_tiny(out, quick=True, memory_bytes=1 << 30)
     command = json.loads((out / "kernels.json").read_text())["command"]
     wanted = ["hotrow", "study", "kernels", "--quick", "--memory", "1073741824", "--out", str(out)]
     assert shlex.split(command) == wanted
     assert f"Made by: <code>{command}</code>" in html.unescape((out / "kernels.html").read_text())
-    asked = {"quick": False, "memory_bytes": None, "data": ["a", "b"], "own": False}
-    assert runner.command_of("memory", None, **asked) == "hotrow study memory --data a --data b"
-    run_tiny(tmp_path / "own")
-    assert "Made by: <code>hotrow.study.run_study(" in (tmp_path / "own" / "kernels.html").read_text()
+    study = studies.make_study("memory", ["a", "b"])
+    command = runner.command_of(study, None, quick=False, memory_bytes=None)
+    assert command == "python -m benchmarks.studies memory --data a --data b"
 
 
 @pytest.mark.parametrize(("share", "disturbed"), [(0.0, 0), (0.5, 7)])
@@ -202,7 +200,7 @@ def test_cells_say_whether_others_had_the_processors(
     monkeypatch.setattr(bench.Disturbance, "share", lambda self: share)
     result = run_tiny(tmp_path, say=said.append)
     assert [row["clean_rounds"] == row["rounds"] for row in result["cells"]] == [not disturbed] * 7
-    text = "in 7 of 7 cells others had the processors for more than 2% of the time"
+    text = "in 7 of 7 cells other processes had the processors for more than 2% of the time"
     page = " ".join((tmp_path / "kernels.html").read_text().split())
     assert any(text in line for line in said) == (text.capitalize() in page) == bool(disturbed)
 
@@ -210,7 +208,7 @@ def test_cells_say_whether_others_had_the_processors(
 @pytest.mark.parametrize(("num_done", "left_s"), [(1, 400.0), (4, 40.0)])
 def test_the_time_left_follows_what_the_estimate_turned_out_to_be_worth(num_done: int, left_s: float) -> None:
     """Cells estimated at a second each: after 100 s, the rest in proportion."""
-    assert runner._remaining_s(_Second, [CELL] * 5, num_done, 100.0 if num_done == 1 else 160.0) == left_s
+    assert runner.remaining_s(_Second, [CELL] * 5, num_done, 100.0 if num_done == 1 else 160.0) == left_s
 
 
 class _Second:
@@ -225,8 +223,7 @@ class _Second:
 
 
 def test_the_study_as_it_is_shipped() -> None:
-    preset = runner.load_preset("kernels")
-    plan = runner.make_plan(preset, quick=False, memory_bytes=12 << 30, cores=2)
+    plan = runner.make_plan(runner.find_study("kernels"), quick=False, memory_bytes=12 << 30, cores=2)
     keys = [cell.key for cell in plan.cells]
     assert len(keys) == len(set(keys)) == 750 and not plan.skipped
     grid = [cell for cell in plan.cells if cell.group == "grid"]
@@ -238,15 +235,16 @@ def test_the_study_as_it_is_shipped() -> None:
 
 
 def test_quick_is_estimated_below_a_minute() -> None:
-    plan = runner.make_plan(runner.load_preset("kernels"), quick=True, memory_bytes=8 << 30, cores=2)
+    plan = runner.make_plan(runner.find_study("kernels"), quick=True, memory_bytes=8 << 30, cores=2)
     assert kernels.estimate_s(plan.cells) < 60
 
 
 def test_figures_of_others_are_read_or_run() -> None:
-    preset = runner.load_preset("kernels")
+    study = runner.find_study("kernels")
+    preset = study.preset
     assert {figure["certainty"] for figure in preset["figures"]} <= {"seen", "ran"}
     assert all(figure["source"] for figure in preset["figures"])
-    cells = runner.make_plan(preset, quick=False, memory_bytes=12 << 30, cores=2).cells
+    cells = runner.make_plan(study, quick=False, memory_bytes=12 << 30, cores=2).cells
     for figure in preset["figures"]:
         wanted = figure.get("ours")
         if wanted:
@@ -255,8 +253,7 @@ def test_figures_of_others_are_read_or_run() -> None:
 
 
 def test_what_does_not_fit_is_skipped_with_the_reason_or_cut() -> None:
-    preset = runner.load_preset("kernels")
-    plan = runner.make_plan(preset, quick=False, memory_bytes=1 << 30, cores=1)
+    plan = runner.make_plan(runner.find_study("kernels"), quick=False, memory_bytes=1 << 30, cores=1)
     reasons = {cell["key"]: cell["reason"] for cell in plan.skipped}
     assert reasons["grid/lookup/none/1x10000000x256/2048x1/zipf0/1t"] == (
         "tables and state need 10.2 GB, --memory allows 1.1 GB"
@@ -276,7 +273,7 @@ def test_going_on_keeps_the_memory_it_began_with(tmp_path: Path, monkeypatch: py
 
 def test_an_unknown_study_and_a_wrong_cell_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no study is called 'kernel'; choose from kernels"):
-        runner.run_study("kernel")
+        runner.find_study("kernel")
     with pytest.raises(ValueError, match="part is 'lookups'; it must be lookup or update"):
         replace(CELL, part="lookups")
     with pytest.raises(ValueError, match="optimizer is 'sdg'; it must be one of sgd, "):
@@ -342,11 +339,11 @@ def test_log_axes_put_powers_of_ten_at_equal_distances() -> None:
     assert plot.y(1000.0) == charts.TOP
 
 
-@pytest.mark.parametrize("study", [hot_study.STUDY, memory_study.STUDY], ids=lambda study: study.name)
+@pytest.mark.parametrize("study", studies.DOCS.values(), ids=lambda study: study.name)
 def test_a_page_in_docs_is_what_its_file_makes(study: StudyDocs) -> None:
     files = study.files()
     for name, text in files.items():
-        assert (study_docs.DOCS / name).read_text() == text, f"run: python -m benchmarks.{study.name}_study"
+        assert (study_docs.DOCS / name).read_text() == text, f"run: python -m benchmarks.studies {study.name} --docs"
     page = files[f"{study.name}-study.md"]
     assert page.count(".svg)](") == len(files) - 1 and "/tmp" not in study.json.read_text()
 
@@ -357,7 +354,7 @@ def test_a_page_in_docs_is_what_its_file_makes(study: StudyDocs) -> None:
 def test_the_last_line_holds_the_cells_and_words_for_people_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "load_preset", lambda name: TINY)
+    monkeypatch.setattr(runner, "read_preset", lambda path: TINY)
     for flag in ([], ["--json"]):
         done = CliRunner().invoke(app, ["study", "kernels", "--out", str(tmp_path / "out"), *flag])
         last = done.stdout.splitlines()[-1]

@@ -11,7 +11,6 @@ or `cleanest`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -21,14 +20,14 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from hotrow.base.machine import host_facts, versions
+from hotrow.base.machine import Disturbance, host_facts, versions
 from hotrow.kernels import ops
 from hotrow.study.cells import Cell, Contender, cells, timed
 
@@ -38,71 +37,10 @@ CLEAN_SHARE = 0.02
 """A round is clean if others had the processors for at most this share of its time."""
 MOST_ROUNDS = 2
 """Rounds are taken until as many as wanted are clean, at most this many times as many."""
-LEAST_COUNTED_S = 0.2
-"""The system counts processor time in ticks of 10 ms, which say nothing of a shorter round."""
 T = TypeVar("T")
 
 
 # ---- how clean a round was
-
-
-def stolen_s() -> float:
-    """Processor seconds the hypervisor took from this machine since it started; 0 where that is not told."""
-    return _cpu_ticks((7,)) / os.sysconf("SC_CLK_TCK")
-
-
-def others_s(processes: Iterable[int]) -> float:
-    """Processor seconds of all but `processes` and their children that have ended; 0 where that is not told."""
-    own = 0
-    for process in processes:
-        with contextlib.suppress(OSError):  # it has ended
-            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            own += sum(map(int, fields[11:15]))  # user and system time, its own and its children's
-    return max(0, _cpu_ticks((0, 1, 2, 5, 6)) - own) / os.sysconf("SC_CLK_TCK")
-
-
-def _cpu_ticks(columns: Sequence[int]) -> int:
-    """The sum of these columns of the first line of /proc/stat; 0 where there is none."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0
-    ticks = stat.read_text().split("\n", 1)[0].split()[1:]
-    return sum(int(ticks[column]) for column in columns)
-
-
-def waited_s(processes: Iterable[int]) -> float:
-    """Seconds for which threads of `processes` were ready to run and had no processor; 0 where that is not told.
-
-    Summed over the threads that they have now, from each one's start.
-    """
-    waited_ns = 0
-    for process in processes:
-        for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError, IndexError):  # a thread that ended, a kernel without the numbers
-                waited_ns += int(task.read_text().split()[1])
-    return waited_ns / 1e9
-
-
-class Disturbance:
-    """What others do to this process, and to the `workers` it waits for, from now on."""
-
-    def __init__(self, workers: Sequence[int] = ()) -> None:
-        self._processes = (os.getpid(), *workers)
-        self._before, self._start = self._now(), time.perf_counter()
-
-    def _now(self) -> tuple[float, float, float]:
-        return stolen_s(), waited_s(self._processes), others_s(self._processes)
-
-    def share(self) -> float:
-        """The share of the time since then in which the hypervisor or other processes had the processors.
-
-        Threads that waited for one another are not counted: waiting counts as far as other processes computed.
-        """
-        seconds = time.perf_counter() - self._start
-        stolen, waited, others = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        if seconds >= LEAST_COUNTED_S:
-            waited = min(waited, others)
-        return (stolen + max(0.0, waited)) / seconds
 
 
 @dataclass(frozen=True)
