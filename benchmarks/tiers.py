@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.results import record
+from benchmarks.results import end_on_signals, record
 from benchmarks.rivals import memory
 from benchmarks.rivals.group import MemoryGroup
 from benchmarks.rivals.memory import MemoryCell
@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="where files lie: on the disk to measure")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     options.folder.mkdir(parents=True, exist_ok=True)
     try:
         report = measure(options)

@@ -21,7 +21,7 @@ SIDES = {"tiers": "hotrow", "mmap": "mapped files", "rocksdb": "RocksDB + LRU"}
 
 def memory_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     """The HTML; `report` is what the study's JSON file holds. Text is escaped."""
-    template = load_template("memory.html", folder=PRESET.parent)
+    template = load_template("rivals/memory.html", folder=PRESET.parent.parent)
     rows: Sequence[Row] = report["cells"]
     return template.render(
         title=preset["title"],

@@ -11,10 +11,10 @@ import io
 import itertools
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import yaml
 from pydantic import ConfigDict, JsonValue
@@ -59,34 +59,6 @@ class _Report(TypedDict):
 _DOCUMENT = Document(_Report, marks={"hotrow_study": 1}, cure="remove it to measure all of it again")
 
 
-class Cells(Protocol):
-    """The module that defines a study's cells; every cell has a `key`."""
-
-    FAILURES: tuple[type[Exception], ...]
-    """Errors that end the cells of one setup; the study continues with the next."""
-
-    def expand(self, group: Mapping[str, Any], axes: Mapping[str, Any], *, memory_bytes: int) -> list[Any]:
-        """Returns the cells of a group of the preset."""
-
-    def refusal(self, cell: Any, *, memory_bytes: int, cores: int) -> str | None:
-        """Returns why the cell cannot be measured here, or None."""
-
-    def setup_of(self, cell: Any) -> tuple[Any, ...]:
-        """Returns a value that is equal for cells that are measured on the same tables."""
-
-    def estimate_s(self, cells: Sequence[Any]) -> float:
-        """Returns about how many seconds it takes to measure the cells."""
-
-    def measure(self, cells: Sequence[Any], *, quick: bool, folder: Path) -> Iterator[tuple[Any, dict[str, Any] | str]]:
-        """Yields cells of one setup, each with its row, or with the reason why it has none."""
-
-    def headline(self, row: Mapping[str, Any]) -> str:
-        """Returns the main figure of a row, for the progress line."""
-
-    def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns what the page needs beside the rows."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """A published experiment that can be repeated on this machine."""
@@ -94,9 +66,11 @@ class Study:
     name: str
     preset: Mapping[str, Any]
     """Title, description, and the groups of cells with their axes."""
-    cells: Cells
+    cells: Any
+    """A module such as hotrow.study.kernels. It has `expand`, `refusal`, `estimate_s`, `setup_of`, `measure`,
+    `headline`, `summary`, and FAILURES: errors that end the cells of one setup but not the study."""
     page: Callable[[Mapping[str, Any], Mapping[str, Any]], str]
-    """(preset, report) -> HTML."""
+    """Returns the HTML for a preset and a report."""
     command: Sequence[str]
     """The command that runs this study, without the runner's own options."""
 
@@ -114,7 +88,7 @@ def find_study(name: str) -> Study:
     return Study(
         name=name,
         preset=read_preset(Path(__file__).with_name("kernels.yaml")),
-        cells=cast(Cells, kernels),
+        cells=kernels,
         page=study_page,
         command=("hotrow", "study", name),
     )
@@ -275,9 +249,9 @@ def _measure(
     return failed
 
 
-def remaining_s(study: Cells, cells: Sequence[Any], num_done: int, elapsed_s: float) -> float:
+def remaining_s(study: Any, cells: Sequence[Any], num_done: int, elapsed_s: float) -> float:
     """Returns the estimate for the remaining cells, scaled by how far off the estimate was for the cells done."""
-    return study.estimate_s(cells[num_done:]) * elapsed_s / study.estimate_s(cells[:num_done])
+    return float(study.estimate_s(cells[num_done:]) * elapsed_s / study.estimate_s(cells[:num_done]))
 
 
 def _write(file: Path, report: Mapping[str, Any], plan: Plan, rows: Mapping[str, dict[str, Any]]) -> None:
