@@ -44,7 +44,7 @@ class Interaction:
 
 
 def interact_in_torch(num_features: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns the reference DLRM's interaction, cat -> bmm -> lower triangle -> cat, with one precomputed flat index."""
+    """Returns the reference DLRM's interaction, cat -> bmm -> lower triangle -> cat, with a precomputed flat index."""
     n = num_features + 1
     rows, columns = torch.tril_indices(n, n, offset=-1)
     flat = rows * n + columns
@@ -124,7 +124,7 @@ def interaction_limit_s(batch_size: int, num_features: int, dim: int, threads: i
 def products_flops_per_s(threads: int) -> float:
     """Returns the highest rate of products on this machine: of a large torch.mm, or of multiply-adds without memory.
 
-    Usually the latter. torch.mm alone is not a limit, because MKL runs slow code on processors of other makers than Intel.
+    Usually the latter. torch.mm alone is not a limit: MKL runs slow code on processors of other makers than Intel.
     """
     bare = max(ops.multiply_adds_per_s(threads) for _ in range(100)) if ops.backend().name == "native" else 0.0
     return max(bare, matmul_flops_per_s())

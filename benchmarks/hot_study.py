@@ -42,8 +42,8 @@ MODES = {
     "slots on the GPU, hot and cold batches": "",
     "all in HBM": "",
 }
-"""Ways to train with a GPU, and the promised speed relative to torch's tables on the CPU with MLPs on the GPU. This study
-times none of them; benchmarks/gpu.py does."""
+"""Ways to train with a GPU, and the promised speed relative to torch's tables on the CPU with MLPs on the GPU. This
+study times none of them; benchmarks/gpu.py does."""
 FAILURES = (ValueError,)
 """Errors that end the cells of one dataset but not the study."""
 
@@ -62,8 +62,8 @@ def with_data(preset: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]
     for path in paths:
         if not Path(path).is_dir():
             raise ValueError(
-                f"data is {path!r}, which is not a folder: the study hot needs a packed dataset, which `hotrow prepare` "
-                "makes; plain traces are for `python -m benchmarks.studies memory`"
+                f"data is {path!r}, which is not a folder: the study hot needs a packed dataset, which "
+                "`hotrow prepare` makes; plain traces are for `python -m benchmarks.studies memory`"
             )
         PackedDataset.open(path, verify="sizes")
 
@@ -154,7 +154,7 @@ def quality(cell: HotCell, dataset: PackedDataset, folder: Path) -> dict[str, An
 
 
 def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule: str, seed: int) -> Config:
-    """Returns the config of one epoch: of a DLRM with the defaults, or, if samples have histories, of the published TBSM."""
+    """Returns the config of an epoch: of a DLRM with the defaults, or of the published TBSM for data with histories."""
     hot: dict[str, Any] = {"schedule": schedule}
     if schedule != "none":
         hot |= {"budget": budget_bytes, "rows": cell.rows, "small_table": cell.small_table}
