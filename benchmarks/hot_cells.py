@@ -34,8 +34,7 @@ from hotrow.hot.table_use import counts_of
 from hotrow.hot.threshold import by_threshold
 from hotrow.kernels.reference import Algorithm
 from hotrow.models.tbsm import SUFFIX as HISTORY
-from hotrow.placement.budget import TableDemand
-from hotrow.placement.device_budget import slot_bytes
+from hotrow.placement.budget import TableDemand, slot_bytes
 from hotrow.plan.solve import plan_by_counts
 
 SWAPS = 4

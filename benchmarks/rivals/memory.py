@@ -70,7 +70,7 @@ class MemoryCell:
     settle: int = 10
     """Steps at the start of a stretch that do not count."""
     turns: int = 2000
-    """Upper limit on the batches that pass through the cache before the first step, to fill it as its policy would."""
+    """Upper limit on the batches that pass through the cache before the first step, so that it holds what it keeps."""
     warm_up: int = 100
     """Steps before the first round."""
     checkpoint_steps: int = 0
