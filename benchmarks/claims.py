@@ -42,7 +42,7 @@ SUMMARY_CELLS = {
 }
 README_CELLS = {
     "train_step_kaggle_vs_torch": ("whole training step, Criteo-Kaggle shape", "plain PyTorch"),
-    "train_step_kaggle_vs_torch_as_intel": ("the same, on PyTorch's best code path for this processor", "plain PyTorch"),
+    "train_step_kaggle_vs_torch_as_intel": ("the same, with PyTorch's MKL on its fast path", "plain PyTorch"),
     "train_step_embedding-bound_vs_torchrec": ("whole step, 26 tables, 20 ids per bag", "torchrec (FBGEMM)"),
     "tiers_tiers_dram10_zipf1.05_ahead4": ("whole step, 1/10 of the tables in DRAM, the rest on SSD", "all in DRAM"),
     "tiers_tiers_dram32_zipf1.05_ahead4": ("whole step, 1/32 of the tables in DRAM, the rest on SSD", "all in DRAM"),
@@ -60,9 +60,9 @@ BENCHMARKS_HEAD = """\
 Read this page if you want to know how fast hotrow is, against what, and how that was measured. To measure your own
 machine run `hotrow bench` (minutes, the kernels alone) or `make bench` (2 hours, everything below).
 
-This page is generated from docs/benchmarks.json, which `make bench` fills. Studies of accuracy are filled by the command
-printed above them. `make bench DLRM=path` also measures a checkout of facebookresearch/dlrm, and torchrec is measured
-if it is installed. A peer that is not there is skipped and named.
+This page is generated from docs/benchmarks.json, which `make bench` fills. Studies of accuracy are filled by the
+command printed above them. `make bench DLRM=path` also measures a checkout of facebookresearch/dlrm, and torchrec is
+measured if it is installed. A peer that is not there is skipped and named.
 
 **How a ratio is measured.** hotrow and the peer alternate in one process on the same ids, after their outputs were
 compared. A figure is the median over rounds. The ratio is the median of peer / ours over rounds; the range beside it
@@ -73,9 +73,9 @@ of its time. Figures come from clean rounds only. If fewer than half of the roun
 from the least disturbed rounds and is marked "disturbed": it enters no range, decides no promise, and is still to be
 measured. Up to November 2026, rounds with other processes on the processors counted as clean.
 
-**Processors.** Ratios differ from one processor to the next, so each processor has its own report. A benchmark that was
-measured on several begins with the range over them. `python -m benchmarks.claims --missing` lists what is still to be
-measured on which. "AMD EPYC" alone is a processor whose generation was not recorded; it enters no range.
+**Processors.** Ratios differ from one processor to the next, so each processor has its own report. A benchmark that
+was measured on several begins with the range over them. `python -m benchmarks.claims --missing` lists what is still
+to be measured on which. "AMD EPYC" alone is a processor whose generation was not recorded; it enters no range.
 
 **The limit** is what the hardware allows, measured by a separate loop (native/limit.cpp):
 
@@ -84,18 +84,19 @@ measured on which. "AMD EPYC" alone is a processor whose generation was not reco
 - for the interaction, the larger of moving its operands and of its arithmetic;
 - for a whole training step, where it is called the floor, the sum of rows, interaction and products.
 
-A share above 100 % means that the kernels did something the limit's loop failed to do. It is marked, and that loop has
-to be fixed. If hotrow promises a ratio, the promise stands beside the measurement, with whether the median holds it.
+A share above 100 % means that the kernels did something the limit's loop failed to do. It is marked, and that loop
+has to be fixed. If hotrow promises a ratio, the promise stands beside the measurement, with whether the median holds
+it.
 
-**torch's settings.** torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Its matrix products come from MKL, which on AMD
-processors of family 26 (Zen 5) picks code that is half as fast as the processor allows. With `--mkl-as-intel` whole
-steps are measured a second time with MKL told that it runs on an Intel processor; no torch installation does that by
-itself. Milliseconds mean something only beside each other: between machines, compare ratios and shares.
+**torch's settings.** torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Its matrix products come from MKL, which on
+AMD processors of family 26 (Zen 5) picks code that is half as fast as the processor allows. With `--mkl-as-intel`
+whole steps are measured a second time with MKL told that it runs on an Intel processor; no torch installation does
+that by itself. Milliseconds mean something only beside each other: between machines, compare ratios and shares.
 
-**Known gaps.** The limits of family 26 model 2 are from 22 November 2026. Those of matrix products were measured then by
-bare multiply-adds, in `step_profile`. Those of rows come from a loop whose threads shared the cores with torch's threads,
-which were still spinning; the loop has been fixed since, and shares above 100 % have to be measured again. Shares of the
-interaction are left out until then."""
+**Known gaps.** The limits of family 26 model 2 are from 22 November 2026. Those of matrix products were measured then
+by bare multiply-adds, in `step_profile`. Those of rows come from a loop whose threads shared the cores with torch's
+threads, which were still spinning; the loop has been fixed since, and shares above 100 % have to be measured again.
+Shares of the interaction are left out until then."""
 CLAIMS_HEAD = """\
 # Claims
 
@@ -381,6 +382,16 @@ def overlap_table(cells: list[dict[str, Any]]) -> list[str]:
     return [text, "", *table(head, rows)]
 
 
+def huge_lines(cells: list[dict[str, Any]]) -> list[str]:
+    """Returns how tables of 600 GB were measured; what came of it is in the summary."""
+    return [
+        f"`{cell['name']}`: {cell['num_tables']} tables, created in {cell['build_s']:.1f} s; a step took "
+        f"{cell['step_s'][1]:.2f} s (median; 8 steps in 10 took {cell['step_s'][0]:.2f} to {cell['step_s'][2]:.2f} s); "
+        f"{cell['written_rows']:,} rows were written to the disk and {cell['read_rows']:,} read back."
+        for cell in cells
+    ]
+
+
 TABLES = {
     "kernels": kernel_tables,
     "step_profile": profile_tables,
@@ -391,6 +402,7 @@ TABLES = {
     "updates": update_table,
     "tiers": tiers_table,
     "hot": hot_tables,
+    "huge": huge_lines,
 }
 """Of the reports that have a form of their own."""
 
@@ -531,14 +543,17 @@ def speed_of(found: ByProcessor) -> str:
 def huge_sentence(cell: Cell) -> str:
     """Returns what tables of 600 GB took, with the conditions of the measurement."""
     machine, gib = cell["machine"], 2**30
+    busy = f" ({cell['note']})" if "note" in cell else ""
     return (
-        f"**Tables of {cell['table_bytes'] / 1e9:.0f} GB train on a {machine['memory_bytes'] / gib:.0f} GiB machine with "
-        f"{cell['dram_bytes'] / gib:.0f} GiB of DRAM for rows**: {cell['num_rows']:,} rows of {cell['dim']}, the size and "
-        f"width of the tables of MLPerf training v6.1's dlrm_v4. They were created in {cell['build_s']:.1f} s; "
-        f"{cell['num_steps']} steps then ran at {cell['samples_per_s']:,.0f} samples/s with a peak of "
-        f"{cell['peak_bytes'] / gib:.1f} GiB of memory. Ids: Zipf {cell['zipf']}; the disk holds only the rows that "
-        f"training touched ({cell['file_bytes'] / gib:.1f} GiB). Every loss and all {cell['checked_rows']:,} rows of the "
-        f"first {cell['checked_steps']} steps equal a run in DRAM to the bit (`python -m benchmarks.huge`)."
+        f"**Tables of {cell['table_bytes'] / 1e9:.0f} GB train on a machine with "
+        f"{machine['memory_bytes'] / gib:.0f} GiB of memory**, "
+        f"{cell['dram_bytes'] / gib:.0f} GiB of it for rows: {cell['num_rows']:,} rows of {cell['dim']}, "
+        "as many and as wide as the tables of MLPerf training v6.1's dlrm_v4. "
+        f"After {cell['num_steps']:,} steps of 2,048 samples (Zipf {cell['zipf']}), which touched only a small part of "
+        f"the rows, {cell['read_rows']:,} rows had come back from the SSD. The last steps ran at "
+        f"{cell['samples_per_s']:,.0f} samples/s{busy}; memory peaked at {cell['peak_bytes'] / gib:.1f} GiB. "
+        f"Every loss and all {cell['checked_rows']:,} rows of the first {cell['checked_steps']} steps equal a run in "
+        "DRAM to the bit (`python -m benchmarks.huge`)."
     )
 
 

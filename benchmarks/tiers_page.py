@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,15 +16,17 @@ OVER_MAPPED, OVER_ROCKSDB = "ours over the whole tables mapped", "ours over Rock
 def tiers_table(cells: Sequence[Cell]) -> list[str]:
     """Training with a part of the tables in DRAM."""
     text = (
-        "What training costs if only a part of the tables is in DRAM. The model is a DLRM with Criteo Kaggle's MLPs and "
-        "26 tables of its cardinalities (33.8M rows), dim 64, batches of 2,048, SGD, ids Zipf over each table's ranks. "
-        "DRAM is a share of the tables' bytes, and every row is on disk. The process trains in a memory cgroup that "
-        "holds that DRAM, what it used before it had tables, and 64 MiB (128 for RocksDB), page cache included.\n\n"
-        "Speed is samples per second relative to all in DRAM, in stretches that alternate: the median, and the range of "
-        "the rounds that count. Losses equal those in DRAM to the bit. After its rounds hotrow saves a checkpoint, and "
-        "500 steps later the next one with the rows that changed; the table says what that second one took and wrote. "
-        "No round contains a checkpoint. These shares depend on how fast a machine's processor is compared with its "
-        "disk: the slower its steps, the more reads hide behind them. The [study](memory-study.md) has a second machine."
+        "What training costs if only a part of the tables is in DRAM. The model is a DLRM with Criteo Kaggle's MLPs "
+        "and 26 tables of its cardinalities (33.8M rows), dim 64, batches of 2,048, SGD, ids Zipf over each table's "
+        "ranks. DRAM is a share of the tables' bytes, and every row is on disk. The process trains in a memory "
+        "cgroup that holds that DRAM, what it used before it had tables, and 64 MiB (128 for RocksDB), page cache "
+        "included.\n\n"
+        "Speed is samples per second relative to all in DRAM, in stretches that alternate: the median, and the range "
+        "of the rounds that count. Losses equal those in DRAM to the bit. After its rounds hotrow saves a "
+        "checkpoint, and 500 steps later the next one with the rows that changed; the table says what that second "
+        "one took and wrote. No round contains a checkpoint. These shares depend on how fast a machine's processor "
+        "is compared with its disk: the slower its steps, the more reads hide behind them. The "
+        "[study](memory-study.md) has a second machine."
     )
     head = {"cell": "left", "speed, share of DRAM's": "right", "promised": "left"} | dict.fromkeys(
         (
@@ -111,9 +114,10 @@ def tiers_shown(cells: Mapping[str, Mapping[str, Cell]]) -> list[Mapping[str, Ce
 
 
 def memory_chart(cells: Mapping[str, Mapping[str, Cell]]) -> str:
-    """Returns the README's picture as SVG: speed against the share of the tables that DRAM holds, by side and processor.
+    """Returns the README's picture as SVG: speed by the share of the tables that DRAM holds, side and processor.
 
-    cells: name -> processor -> cell. Only Zipf 1.05, with look-ahead if the side has it; all in DRAM is 100 % by definition.
+    cells: name -> processor -> cell. Only Zipf 1.05, with look-ahead if the side has it; all in DRAM is 100 % by
+    definition.
     """
     lines: dict[str, list[tuple[float, float]]] = {}
     for side, (name, ahead) in CHART_SIDES.items():
@@ -121,9 +125,8 @@ def memory_chart(cells: Mapping[str, Mapping[str, Cell]]) -> str:
             for processor, cell in own.items():
                 wanted = {"side": side, "ahead": ahead, "zipf": 1.05, "io": "auto"}
                 if wanted.items() <= cell.items() and "relative_speed" in cell:
-                    model = processor.split(",")[1].strip().replace(" model ", ".")  # "family 25 model 17" -> "family 25.17"
-                    at = (1 / cell["dram_parts"], cell["relative_speed"])
-                    lines.setdefault(f"{name}, EPYC {model.removeprefix('family ')}", []).append(at)
+                    line = f"{name}, EPYC {'.'.join(re.findall(r'[0-9]+', processor)[:2])}"  # of family and model
+                    lines.setdefault(line, []).append((1 / cell["dram_parts"], cell["relative_speed"]))
     ours = CHART_SIDES["tiers"][0]
     return line_chart(
         {name: sorted([*line, *([(1.0, 1.0)] if name.startswith(ours) else [])]) for name, line in lines.items()},

@@ -8,10 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from hotrow import cli
+from hotrow.cli.app import app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
 BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -21,7 +20,7 @@ def run_line(line: str) -> str:
     """Runs one line of a shell block: hotrow in this process, anything else in a shell; returns what it printed."""
     if not line.startswith("hotrow "):
         return subprocess.run(["bash", "-ec", line], check=True, capture_output=True, text=True).stdout
-    done = CliRunner().invoke(cli.app, shlex.split(line)[1:])
+    done = CliRunner().invoke(app, shlex.split(line)[1:])
     assert done.exit_code == 0, f"{line}: {done.output}"
     return done.output
 
