@@ -28,7 +28,7 @@ help: ## print this list
 	@echo 'hotrow: recommendation models whose tables are larger than memory. Targets:'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 	@echo 'Variables:'
-	@printf '  %-16s%s\n' NATIVE=0 'no compiler: use the reference kernels' ISA=avx2 'or baseline: run as on an older processor' \
+	@printf '  %-19s%s\n' NATIVE=0 'no compiler: use the reference kernels' ISA=avx2 'or baseline: run as on an older processor' \
 	  PYTHON=python3.12 'the Python to install into .venv' 'DATA= LABEL= TIME=' 'make demo: your own logs' \
 	  DEMO= "make demo: more options, such as '--schema FILE --split random --set train.epochs=2'" \
 	  ARGS= 'make test: options for pytest, such as "-k lookup -x"' \

@@ -218,9 +218,9 @@ def not_held_table(cells: list[dict[str, Any]]) -> list[str]:
     if not missed:
         return []
     text = (
-        "Promises that are not held. Allowed is the peer's time over the promise. If the limit alone takes as long, only "
-        "code faster than that limit would keep the promise on this machine. If it takes less, the difference is "
-        "measured part by part by `python -m benchmarks.step_profile`."
+        "Promises that are not held. Allowed is the peer's time over the promise. If the limit alone takes as long, "
+        "only code faster than that limit would keep the promise on this machine. If it takes less, the difference "
+        "is measured part by part by `python -m benchmarks.step_profile`."
     )
     head = {"cell": "left", "promised": "right", "measured": "right"} | dict.fromkeys(
         ("allowed, ms", "ours, ms", "limit alone, ms", "limit / allowed", "peer / limit"), "right"
@@ -273,12 +273,12 @@ def step_tables(cells: list[dict[str, Any]]) -> list[str]:
 def profile_tables(cells: list[dict[str, Any]]) -> list[str]:
     """Our own steps part by part: whole training steps, then embeddings alone."""
     text = (
-        "hotrow's own steps, part by part, medians in ms; in brackets the limit of that part. Products: the time of the "
-        "dense part's matrix products at the highest rate at which the machine multiplies at all. The dense part also "
-        "holds interaction, biases, activations, loss and update. Outside kernels: time in which no kernel of ours "
-        "runs, but Python, autograd, torch's loss and dense update, with caches that products have emptied. The bare "
-        "loop copies the rows out and subtracts the gradients from them, in C++ with nothing around it; both begin "
-        "with cold caches."
+        "hotrow's own steps, part by part, medians in ms; in brackets the limit of that part. Products: the time of "
+        "the dense part's matrix products at the highest rate at which the machine multiplies at all. The dense part "
+        "also holds interaction, biases, activations, loss and update. Outside kernels: time in which no kernel of "
+        "ours runs, but Python, autograd, torch's loss and dense update, with caches that products have emptied. The "
+        "bare loop copies the rows out and subtracts the gradients from them, in C++ with nothing around it; both "
+        "begin with cold caches."
     )
     steps = [cell for cell in cells if "dense_share" in cell]
     alone = [cell for cell in cells if "dense_share" not in cell]
@@ -339,8 +339,9 @@ def embedding_profile_row(cell: dict[str, Any]) -> list[str]:
 def memory_table(cells: list[dict[str, Any]]) -> list[str]:
     """Peak memory."""
     text = (
-        "The memory that training adds, at its peak, to what is resident before the first step (imports, batches, model, "
-        "tables and optimizer state). Each side runs in processes of its own; the range is that of all rounds."
+        "The memory that training adds, at its peak, to what is resident before the first step (imports, batches, "
+        "model, tables and optimizer state). Each side runs in processes of its own; the range is that of all "
+        "rounds."
     )
     head = {"cell": "left", "peer": "left", "peer / ours": "right", "promised": "left"} | dict.fromkeys(
         ("ours, MB", "peer, MB", "tables, MB"), "right"
@@ -363,8 +364,9 @@ def update_table(cells: list[dict[str, Any]]) -> list[str]:
         peer = next(cell["peer"] for cell in own if cell)
         rows.append([peer, *(factor(cell) if cell else "" for cell in own), "; ".join(notes) or "equal to ours"])
     text = (
-        "How much longer other ways of applying the same gradients take than hotrow's backward and update, which sorts "
-        "the ids and gives each thread the rows it owns. 2 tables of 1M rows, dim 64, 2048 bags of 50 ids, SGD."
+        "How much longer other ways of applying the same gradients take than hotrow's backward and update, which "
+        "sorts the ids and gives each thread the rows it owns. 2 tables of 1M rows, dim 64, 2048 bags of 50 ids, "
+        "SGD."
     )
     head = {"variant": "left", **{f"variant / ours, {skew}": "right" for skew in skews}, "tables": "left"}
     return [text, "", *table(head, rows)]
@@ -373,10 +375,11 @@ def update_table(cells: list[dict[str, Any]]) -> list[str]:
 def overlap_table(cells: list[dict[str, Any]]) -> list[str]:
     """What could run ahead of a step."""
     text = (
-        "Work that could be taken out of a step, and what happens if it is: above 1 the plain step is faster. Ids are "
-        "ordered for the update of row-wise Adagrad. If a second thread does it, the step still orders its own, so the "
-        "saving would be at most what the note says. None of this pays if every core computes already. So hotrow orders "
-        "ids inline, makes batches inline, and pins threads only on machines with several NUMA nodes (`train.pin`)."
+        "Work that could be taken out of a step, and what happens if it is: above 1 the plain step is faster. Ids "
+        "are ordered for the update of row-wise Adagrad. If a second thread does it, the step still orders its own, "
+        "so the saving would be at most what the note says. None of this pays if every core computes already. So "
+        "hotrow orders ids inline, makes batches inline, and pins threads only on machines with several NUMA nodes "
+        "(`train.pin`)."
     )
     head = {"cell": "left", "beside": "left", "that / plain": "right", "plain, ms": "right", "note": "left"}
     rows = [[c["name"], c["peer"], factor(c), f"{c['ours_ms']:.3g}", c.get("note", "")] for c in cells]

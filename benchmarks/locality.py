@@ -41,9 +41,9 @@ HEAD = """\
 # Locality
 
 For readers who ask whether tiered memory can work on real click logs. Tiered memory for embedding tables rests on two
-observations, which the abstract of MTrainS (arXiv 2305.01515) states: the bandwidth demanded differs between tables, and
-temporal locality is high. This page checks both on three real files. The paper's own figures were not read, so none are
-printed here.
+observations, which the abstract of MTrainS (arXiv 2305.01515) states: the bandwidth demanded differs between tables,
+and temporal locality is high. This page checks both on three real files. The paper's own figures were not read, so
+none are printed here.
 
 Every number and plot is made by `python -m benchmarks.locality`. How each is defined is in [Inspect](inspect.md).
 
@@ -112,15 +112,16 @@ def demand_section(reports: Mapping[str, Any]) -> str:
     return f"""
 ## 1. The bandwidth demanded is not uniform
 
-Density is training bytes per step of {BATCH_SIZE:,} samples at dim {DIM}, divided by the bytes of the table. "Bytes of half
-the demand" is the share of the tables' bytes on which half of all demanded bytes fall. "Densest tenth" is the share of the
-demand that falls on the densest tables that together have at most a tenth of the bytes.
+Density is training bytes per step of {BATCH_SIZE:,} samples at dim {DIM}, divided by the bytes of the table. "Bytes
+of half the demand" is the share of the tables' bytes on which half of all demanded bytes fall. "Densest tenth" is the
+share of the demand that falls on the densest tables that together have at most a tenth of the bytes.
 
 {lines_of(header, rows)}
 [![Share of demand against share of bytes](locality-demand.svg)](locality-demand.svg)
 
-With so few samples, large tables stay small (Criteo's largest has {largest_rows(reports["Criteo 80k"]):,} rows here, and
-millions in the full set), while small ones are as they are. So the spread in the full set must be wider than this.
+With so few samples, large tables stay small (Criteo's largest has {largest_rows(reports["Criteo 80k"]):,} rows here,
+and millions in the full set), while small ones are as they are. So the spread in the full set must be wider than
+this.
 """
 
 
@@ -159,17 +160,19 @@ Batches of {BATCH_SIZE:,}, all tables of a data set together. The columns:
 
 - unique: different rows of a batch over its lookups;
 - last k: share of a batch's different rows that were in one of the k batches before it;
-- miss: misses of LRU caches of 1 % and 10 % of each table's rows, per lookup and per different row of a batch (what is left
-  for a cache after repeats within a batch are removed);
-- first: the part of the misses that are first accesses, which no cache avoids. It is large, because the files are short.
+- miss: misses of LRU caches of 1 % and 10 % of each table's rows, per lookup and per different row of a batch (what
+  is left for a cache after repeats within a batch are removed);
+- first: the part of the misses that are first accesses, which no cache avoids. It is large, because the files are
+  short.
 
 {lines_of(header, rows)}
-The second line of each shows the same samples in a random order: what popularity alone gives. The difference to the first
-line is what the order adds. The largest difference of the two miss ratios per lookup, over caches of 0.01 % to 100 % of the
-rows: {told}.
+The second line of each shows the same samples in a random order: what popularity alone gives. The difference to the
+first line is what the order adds. The largest difference of the two miss ratios per lookup, over caches of 0.01 % to
+100 % of the rows: {told}.
 
-The lines of the Criteo sample are in no order of time, so their reuse distances are those of a shuffle, and the difference is
-noise. They show the locality that popularity makes, and say nothing about time. The other two show what time adds.
+The lines of the Criteo sample are in no order of time, so their reuse distances are those of a shuffle, and the
+difference is noise. They show the locality that popularity makes, and say nothing about time. The other two show what
+time adds.
 
 [![Share of lookups missed against cache size](locality-misses.svg)](locality-misses.svg)
 """
@@ -188,10 +191,10 @@ def coverage_section(stored: Mapping[str, Hotness]) -> str:
     return f"""
 ## Coverage and drift
 
-The first three columns give the share of the accesses that the hottest rows of each table take. The others follow the hottest
-1 % of the rows of the first tenth of the batches: what they take of that tenth, what they take of the nine later ones (mean),
-and what as many rows chosen anew in each tenth would take. If the last two are far apart, the hot rows change, and a set that
-was pinned once becomes stale.
+The first three columns give the share of the accesses that the hottest rows of each table take. The others follow the
+hottest 1 % of the rows of the first tenth of the batches: what they take of that tenth, what they take of the nine
+later ones (mean), and what as many rows chosen anew in each tenth would take. If the last two are far apart, the hot
+rows change, and a set that was pinned once becomes stale.
 
 {lines_of(header, rows)}"""
 
@@ -212,9 +215,9 @@ def sampling_section(trace: Accesses) -> str:
     return f"""
 ## What sampling costs
 
-This is the access trace again. The table gives the absolute error of the miss ratio from a sample of its rows, against the
-exact curve, at 200 cache sizes from 100 rows up, over five seeds. Unless `--sample` says otherwise, tables of up to 1,048,576
-rows are followed exactly.
+This is the access trace again. The table gives the absolute error of the miss ratio from a sample of its rows,
+against the exact curve, at 200 cache sizes from 100 rows up, over five seeds. Unless `--sample` says otherwise,
+tables of up to 1,048,576 rows are followed exactly.
 
 {lines_of(header, rows)}"""
 

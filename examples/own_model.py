@@ -26,7 +26,7 @@ class TwoTowers(nn.Module):
 
 
 def make_batch(generator: torch.Generator, batch_size: int = 512) -> tuple[hotrow.KeyedJaggedTensor, torch.Tensor]:
-    """Returns histories of 1 to 5 items and a candidate; it is clicked if the candidate is of the last item's kind (id modulo 10)."""
+    """Returns histories of 1 to 5 items and a candidate, clicked if it is of the last item's kind (id modulo 10)."""
     lengths = torch.randint(1, 6, (batch_size,), generator=generator)
     history = torch.randint(0, 1000, (int(lengths.sum()),), generator=generator)
     candidate = torch.randint(0, 1000, (batch_size,), generator=generator)
