@@ -169,10 +169,10 @@ def open_line(cell: Cell) -> str:
     """A table that is made and opened, in a sentence."""
     promise = held(f"less than {cell['most_s']:g} s", holds=cell["worst_s"] < cell["most_s"])
     return (
-        f"A table of {cell['table_bytes'] / 1e9:.0f} GB, dim {cell['dim']}, on disk, each to the end of "
-        f"{cell['lookups']:,} lookups and closed: its file made {cell['make_s']:.3f} s, opened again "
-        f"{cell['open_s']:.3f} s, a collection with it {cell['collection_s']:.3f} s; "
-        f"the longest of all {cell['worst_s']:.3f} s ({promise})."
+        f"A table of {cell['table_bytes'] / 1e9:.0f} GB, dim {cell['dim']}, on disk: making its file took "
+        f"{cell['make_s']:.3f} s, opening it again {cell['open_s']:.3f} s, and making a collection with it "
+        f"{cell['collection_s']:.3f} s, each including {cell['lookups']:,} lookups and closing. "
+        f"The longest of all took {cell['worst_s']:.3f} s ({promise})."
     )
 
 
@@ -181,9 +181,9 @@ def large_line(cell: Cell) -> str:
     losses = f"{cell['losses'][0]:.3f} to {cell['losses'][-1]:.3f}"
     return (
         f"Tables of {cell['table_bytes'] / 2**30:.0f} GiB, dim {cell['dim']}, Zipf {cell['zipf']} "
-        f"({cell['disk_bytes'] / 2**30:.0f} GiB on disk) in a group of {cell['limit_bytes'] / 2**30:.0f} GiB: "
+        f"({cell['disk_bytes'] / 2**30:.0f} GiB on disk) in a cgroup of {cell['limit_bytes'] / 2**30:.0f} GiB: "
         f"{cell['num_steps']:,} steps, {cell['samples_per_s']:,.0f} samples/s, "
         f"peak {cell['peak_bytes'] / 2**30:.2f} GiB, {cell['hit_rate']:.1%} of lookups hit, "
-        f"{cell['evicted_rows'] / 1e6:.1f}M rows left and {cell['read_rows'] / 1e6:.1f}M came back, "
+        f"{cell['evicted_rows'] / 1e6:.1f}M rows evicted and {cell['read_rows'] / 1e6:.1f}M read back, "
         f"{cell['written_bytes'] / 2**30:.1f} GiB written; loss {losses}."
     )
