@@ -40,7 +40,7 @@ ROOMS = (
     "cli",
 )
 LEVELS = {room: level for level, room in enumerate(ROOMS)}
-MAY_IMPORT_NATIVE = {"kernels/ops.py", "data/native.py", "placement/native.py"}
+MAY_IMPORT_NATIVE = {"kernels/ops.py", "data/native.py"}
 MODULES = sorted(
     path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in ("__init__.py", "__main__.py")
 )

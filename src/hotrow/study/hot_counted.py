@@ -20,8 +20,7 @@ from hotrow.hot.link import crossing
 from hotrow.hot.table_use import counts_of
 from hotrow.hot.threshold import by_threshold
 from hotrow.models.tbsm import SUFFIX as HISTORY
-from hotrow.placement.budget import TableDemand
-from hotrow.placement.device_budget import slot_bytes
+from hotrow.placement.budget import TableDemand, slot_bytes
 from hotrow.plan.solve import plan_by_counts
 
 if TYPE_CHECKING:

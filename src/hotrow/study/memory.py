@@ -69,7 +69,7 @@ class MemoryCell:
     settle: int = 10
     """Steps of a stretch before those that count."""
     turns: int = 2000
-    """Batches that come and go at most, before the first step, for the cache to hold what its policy keeps."""
+    """Batches that come and go at most, before the first step, for the cache to hold what it keeps by itself."""
     warm_up: int = 100
     """Steps before the first round."""
     checkpoint_steps: int = 0

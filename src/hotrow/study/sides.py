@@ -185,7 +185,7 @@ class InTiers(Side):
     def turn_over(self) -> None:
         """Let batches that are not trained on come and go until as many rows have left as are cached, or `turns` have.
 
-        The rows cached are then those that the policy keeps, and no longer those that are looked up most.
+        The rows cached are then those that the cache keeps by itself, and no longer those that are looked up most.
         """
         wanted = self.rows_on_disk + sum(slots.cached for slots in self.tiers.slots)
         for batch in islice(self.work.batches(stream=1), self.settings.turns):
