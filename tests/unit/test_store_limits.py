@@ -13,8 +13,8 @@ import pytest
 
 from hotrow.base import files
 from hotrow.cli import tools
-from hotrow.placement import store_file
 from hotrow.kernels import ops
+from hotrow.placement import store_file
 from hotrow.placement.stores import Engines, io_uring_refused, open_store
 from store_rig import each_io, needs_native, read_rows, table_rows, write_rows
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrow.placement import store_file
 from hotrow.kernels.ops import native_module
+from hotrow.placement import store_file
 from hotrow.placement.stores import Engines, Kind, TableRows, open_store
 from store_rig import FILE_KINDS, each_io, needs_native, read_rows, table_rows, write_rows
 

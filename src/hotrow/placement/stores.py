@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hotrow.placement import store_file
 from hotrow.kernels import ops
+from hotrow.placement import store_file
 from hotrow.placement.store_file import DEPTH, Kind, OpenFile, TableRows
 
 NUM_THREADS = 40
