@@ -548,13 +548,14 @@ def huge_sentence(cell: Cell) -> str:
     """Returns what tables of 600 GB took, with the conditions of the measurement."""
     machine, gib = cell["machine"], 2**30
     busy = f" ({cell['note']})" if "note" in cell else ""
+    back = f"{cell['read_rows']:,} rows had come back from the SSD" if cell["read_rows"] else "no row had left DRAM yet"
     return (
         f"**Tables of {cell['table_bytes'] / 1e9:.0f} GB train on a machine with "
         f"{machine['memory_bytes'] / gib:.0f} GiB of memory**, "
         f"{cell['dram_bytes'] / gib:.0f} GiB of it for rows: {cell['num_rows']:,} rows of {cell['dim']}, "
         "as many and as wide as the tables of MLPerf training v6.1's dlrm_v4. "
         f"After {cell['num_steps']:,} steps of 2,048 samples (Zipf {cell['zipf']}), which touched only a small part of "
-        f"the rows, {cell['read_rows']:,} rows had come back from the SSD. The last steps ran at "
+        f"the rows, {back}. The last steps ran at "
         f"{cell['samples_per_s']:,.0f} samples/s{busy}; memory peaked at {cell['peak_bytes'] / gib:.1f} GiB. "
         f"Every loss and all {cell['checked_rows']:,} rows of the first {cell['checked_steps']} steps equal a run in "
         "DRAM to the bit (`python -m benchmarks.huge`)."

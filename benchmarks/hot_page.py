@@ -94,9 +94,9 @@ def tracked(cells: list[dict[str, Any]]) -> list[str]:
     low, high = cell["spread"]
     promise = held(f"at most {cell['most']:.0%}", holds=cell["share"] <= cell["most"])
     return [
-        f"The tracker takes {cell['observe_ms']:.2f} ms on one thread for a batch of {cell['lookups']:,} lookups: "
-        f"{cell['share']:.1%} ({low:.1%}-{high:.1%}) of a step of {cell['step_ms']:.1f} ms at Kaggle's full "
-        f"cardinalities, dim 16 ({promise}). With a budget of 256 MiB it names {cell['hot_rows']:,} rows hot in "
+        f"The tracker takes {cell['observe_ms']:.2f} ms on one thread for {cell['lookups']:,} lookups, one batch. A step "
+        f"takes {cell['step_ms']:.1f} ms at Kaggle's full cardinalities, dim 16, so that is {cell['share']:.1%} "
+        f"({low:.1%}-{high:.1%}) of it ({promise}). With a budget of 256 MiB it names {cell['hot_rows']:,} rows hot in "
         f"{cell['hot_set_s']:.2f} s, once, and takes {cell['tracker_bytes'] / 2**20:.0f} MiB. "
         f"{how_clean(cell)}."
     ]
