@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.hot_quality import link_table, quality_table
-from benchmarks.markdown import clean_rounds, held, table
+from benchmarks.markdown import clean_rounds, heads, held, table
 from hotrow.study.bench import how_clean
 
 
@@ -26,11 +25,6 @@ def hot_tables(cells: list[dict[str, Any]]) -> list[str]:
         if own:
             lines += ["", *make(own)]
     return lines[1:]
-
-
-def sides(columns: Sequence[str]) -> dict[str, str]:
-    """The first column is text, the others numbers."""
-    return {name: "left" if k == 0 else "right" for k, name in enumerate(columns)}
 
 
 def millions(value: float) -> str:
@@ -64,7 +58,7 @@ def classified(cells: list[dict[str, Any]]) -> list[str]:
         "memory. The dict and loop of FAE's released code (one look-up per id, up to the first cold one) ran on "
         f"{on_slice:,} samples, with its dict made beforehand; its column is that time scaled to all samples."
     )
-    return [text, "", *table(sides(head), rows)]
+    return [text, "", *table(heads(head), rows)]
 
 
 def calibrated(cells: list[dict[str, Any]]) -> list[str]:
@@ -85,7 +79,7 @@ def calibrated(cells: list[dict[str, Any]]) -> list[str]:
         f"{how_clean(cell)}."
     )
     head = ("way", "calibrate, s, measured", "hot samples", "with classifying, of the epoch", "promised")
-    return [text, "", *table(sides(head), rows)]
+    return [text, "", *table(heads(head), rows)]
 
 
 def tracked(cells: list[dict[str, Any]]) -> list[str]:
@@ -94,8 +88,8 @@ def tracked(cells: list[dict[str, Any]]) -> list[str]:
     low, high = cell["spread"]
     promise = held(f"at most {cell['most']:.0%}", holds=cell["share"] <= cell["most"])
     return [
-        f"The tracker takes {cell['observe_ms']:.2f} ms on one thread for {cell['lookups']:,} lookups, one batch. A step "
-        f"takes {cell['step_ms']:.1f} ms at Kaggle's full cardinalities, dim 16, so that is {cell['share']:.1%} "
+        f"The tracker takes {cell['observe_ms']:.2f} ms on one thread for a batch of {cell['lookups']:,} lookups. "
+        f"A step takes {cell['step_ms']:.1f} ms at Kaggle's full cardinalities, dim 16, so that is {cell['share']:.1%} "
         f"({low:.1%}-{high:.1%}) of it ({promise}). With a budget of 256 MiB it names {cell['hot_rows']:,} rows hot in "
         f"{cell['hot_set_s']:.2f} s, once, and takes {cell['tracker_bytes'] / 2**20:.0f} MiB. "
         f"{how_clean(cell)}."
@@ -118,4 +112,4 @@ def compared(cells: list[dict[str, Any]]) -> list[str]:
         [stream, *(" / ".join(f"{ways[name][field]:.0%}" for field in fields) for name in names)]
         for stream, ways in cell["streams"].items()
     ]
-    return [text, "", *table(sides(("rows, k of all", *names)), rows)]
+    return [text, "", *table(heads(("rows, k of all", *names)), rows)]
