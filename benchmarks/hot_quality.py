@@ -150,14 +150,15 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         told = f"{difference:+.5f} ({low:+.5f} to {high:+.5f})"
         rows.append([*what, *shares, auc, told, promise, loss])
     text = (
-        "An epoch of turns of cold and hot batches whose rate follows the validation loss, beside one in shuffled "
-        "order, from the same weights: `criteo` the 80,000 real rows (half of the tables' bytes hot, chosen so that "
-        "most samples are), `synthetic` clicks of Criteo Kaggle's shape with a planted teacher (a fifth of the bytes, "
-        "by counts), both with a DLRM; `taobao` two hours of real clicks with a TBSM, layers by the published rate, "
-        "hot rows as of `criteo`. Dim 16, row-wise Adagrad. Pairs: shuffled / turns, means over seeds; the difference "
-        "is paired by seed, in brackets where it lies with 95 % confidence (Student's t). `window of 4`: no turns, of "
-        "every four batches the hot ones come first. Rates fall: the share of the steps, the last, over which learning "
-        "rates fall as the reference DLRM's do. Clicks: the share of hot samples and of cold ones with a click."
+        "An epoch of turns of cold and hot batches, whose rate follows the validation loss, beside one in shuffled "
+        "order from the same weights. Dim 16, row-wise Adagrad. `criteo`: the 80,000 real rows with a DLRM, half of "
+        "the tables' bytes hot, chosen so that most samples are. `synthetic`: clicks of Criteo Kaggle's shape with a "
+        "planted teacher and a DLRM, a fifth of the bytes hot, by counts. `taobao`: two hours of real clicks with a "
+        "TBSM, its layers at the published rate, hot rows as for `criteo`.\n\n"
+        "Pairs are shuffled / turns, means over seeds. The difference is paired by seed; the brackets hold its 95 % "
+        "interval (Student's t). `window of 4`: no turns, but of every four batches the hot ones come first. Rates "
+        "fall: the share of the steps, at the end, over which learning rates fall as in the reference DLRM. Clicks: "
+        "the share of hot samples and of cold ones with a click."
     )
     head = ("data", "samples", "first rate", "shuffled end", "rates fall", "seeds", "hot samples")
     head = (*head, "clicks, hot / cold", "swaps", "AUC", "difference", "promised", "LogLoss")
