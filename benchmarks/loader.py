@@ -20,8 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Split, Table
+from benchmarks.results import end_on_signals
+from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset, Split
+from hotrow.data.packed.writer import PackedWriter
 from hotrow.study import bench
 
 NUM_DENSE, NUM_SPARSE, NUM_EMBEDDINGS = 13, 26, 1_000_000
@@ -103,7 +106,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         dataset = write(Path(folder) / "data", arguments.rows)

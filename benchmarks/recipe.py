@@ -4,9 +4,9 @@
 
 Hand-made: recipes/criteo-small.yaml, and the best of a search over optimizers, rates, batches and epochs for each file,
 chosen by validation LogLoss (SEARCHED). With --search also the best of OTHERS, recipes outside that family: other
-optimizers of tables and MLPs, other widths; the one with the lowest mean validation LogLoss is scored on the test rows. A file's recipes train on the same rows from the same seeds; the weights that
-are best by validation LogLoss are scored on its test rows. The label of Taobao is any behaviour but a page view. Each
-training has one thread.
+optimizers of tables and MLPs, other widths; the one with the lowest mean validation LogLoss is scored on the test rows.
+A file's recipes train on the same rows from the same seeds; the weights that are best by validation LogLoss are scored
+on its test rows. The label of Taobao is any behaviour but a page view. Each training has one thread.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.results import end_on_signals
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs
-from hotrow.study import bench
 
 FILES = {
     "criteo 80k": "criteo_terabyte_80k.tsv.gz",
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}; default: all")
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.files or FILES:

@@ -23,7 +23,7 @@ class UsesClock:
         self.empty = iter(range(cached))
 
     def admit(self, rows: list[int]) -> tuple[dict[int, int], list[int | None]]:
-        """Returns the place of each of the different `rows`, and the rows that made room; holds them until `release`."""
+        """Returns the place of each row of `rows`, and the rows that made room; holds them until `release`."""
         left = []
         for row in (row for row in rows if row in self.rows):
             self.uses[self.rows.index(row)] = min(15, self.uses[self.rows.index(row)] + 1)

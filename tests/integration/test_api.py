@@ -20,9 +20,9 @@ import pytest
 
 import hotrow
 from hotrow import api
-from hotrow.base.progress_meter import Progress
+from hotrow.base.progress import Progress
 from hotrow.data.chunk import RowError
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.run.folder import RunFolder
 from hotrow.run.metrics import BinaryMetrics
@@ -174,7 +174,7 @@ def test_fit_stopped_in_preparation_goes_on_by_the_same_call(
     with monkeypatch.context() as patch:
         patch.setattr(api, "prepare", partial(prepare, options=Options(rows_per_chunk=50)))
         patch.setattr(api, "progress_bar", lambda: nullcontext(press))
-        with pytest.raises(Interrupted, match="run the same command to go on"):
+        with pytest.raises(Interrupted, match="run the same command to continue"):
             hotrow.fit(data, **options)
     begun = sorted(path.parent for path in Path().glob("**/run.json"))
     with pytest.raises(ValueError, match=r"was stopped while it prepared its data.* to continue, run again: "):

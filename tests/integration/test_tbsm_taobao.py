@@ -21,11 +21,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.layouts import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 from hotrow.run import runs, trainer
 from hotrow.run.setup import Setup
 from plain_tbsm import PlainTBSM
@@ -44,7 +44,7 @@ MODEL: dict[str, Any] = {"bottom_mlp": [], "top_mlp": [15, 15], "attention_mlp":
 @pytest.fixture(scope="module")
 def dataset(real_data: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
     """Every event of a user but the first is a target; two hours leave few of a user."""
-    value = HISTORIES_SCHEMA.to_json()
+    value = TAOBAO_HISTORIES_SCHEMA.to_json()
     value["histories"] |= {"every": 1, "length": STEPS}
     out = tmp_path_factory.mktemp("taobao") / "data"
     path = real_data("taobao_userbehavior_110k.csv.gz")
@@ -60,7 +60,7 @@ def long_histories(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
     category = (user + rng.integers(0, 2, num_events)) % 8
     item = 8 * rng.integers(0, 60, num_events) + category
     events = pa.table({"user": user, "item": item, "category": category, "time": np.arange(num_events)})
-    value = HISTORIES_SCHEMA.to_json()
+    value = TAOBAO_HISTORIES_SCHEMA.to_json()
     value["histories"] |= {"every": 1, "length": LONG}
     out = tmp_path_factory.mktemp("long") / "data"
     return run_prepare("frame", events, out, schema=parse_schema(value, where="test"))

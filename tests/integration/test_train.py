@@ -21,7 +21,7 @@ from hotrow import Run
 from hotrow.base import progress
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot import turns
 from hotrow.kernels import ops
 from hotrow.run import runs, setup, trainer, wear
@@ -234,7 +234,8 @@ def test_a_run_is_never_overwritten_and_names_count_up(
 
 
 def test_divergence_names_step_and_cure(dataset: PackedDataset, tmp_path: Path) -> None:
-    message = r"the loss is .* \(step \d+, epoch 1, batch \d+\); this step changed nothing.*lower optimizer\.dense\.lr \(1e\+20\)"
+    where, cure = r"\(step \d+, epoch 1, batch \d+\)", r"lower optimizer\.dense\.lr \(1e\+20\)"
+    message = rf"the loss is .* {where}; this step changed nothing.*{cure}"
     with pytest.raises(ValueError, match=message):
         train(dataset, tmp_path / "run", "optimizer.dense.name=sgd", "optimizer.dense.lr=1e20")
     record = RunFolder.open(tmp_path / "run").record
@@ -364,7 +365,7 @@ def test_dense_inputs_are_optional(tmp_path: Path, make_dataset: Callable[..., P
 
 
 def test_a_packed_dataset_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no dataset\.json, so this is no complete packed dataset"):
+    with pytest.raises(ValueError, match=r"no dataset\.json, so this is not a complete packed dataset"):
         runs.train(make_config({"data": str(tmp_path)}))
 
 

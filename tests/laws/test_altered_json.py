@@ -26,7 +26,7 @@ from hotrow.base.progress import ProgressLine
 from hotrow.base.records import CHECKSUM, write_sealed
 from hotrow.cli import tools
 from hotrow.config.load import load_config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.sources.registry import open_source

@@ -1,4 +1,4 @@
-"""Which rows a cache keeps: by hand-made uses, beside a clock in lists, and within the bytes that the budget counts for it.
+"""Which rows a cache keeps: by hand-made uses, beside a clock in lists, and within the bytes that the budget counts.
 
 What the caches bring and hold is test_tiers_property.py.
 """

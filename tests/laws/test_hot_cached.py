@@ -8,8 +8,8 @@ import pytest
 from gpu_device import DEVICE
 
 import hotrow
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.cached import MOVE_BYTES, SLOT_BYTES, cached_crossing
 from hotrow.optim import RowWiseAdagrad
 from hotrow.placement.budget import TableSlots

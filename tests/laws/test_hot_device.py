@@ -31,7 +31,7 @@ from test_resume import outcome
 import hotrow
 from hotrow import KeyedJaggedTensor
 from hotrow.config.load import make_config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot import fast_memory, turns
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.link import Link

@@ -15,7 +15,7 @@ from test_resume import outcome
 from hotrow.batch import Batch
 from hotrow.config.load import make_config
 from hotrow.config.schema import HotConfig
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.learner import whole_batches
 from hotrow.hot.turns import Turns
 

@@ -20,7 +20,7 @@ from test_resume import BASE, outcome, signal_at
 import hotrow
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot import turns
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.copies import HotCopies

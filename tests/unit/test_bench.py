@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
     claims,
+    dense_cells,
     end_to_end,
     hot,
     hot_page,
@@ -40,6 +41,7 @@ from benchmarks import (
     tiers,
     updates,
 )
+from hotrow.base import machine
 from hotrow.kernels import ops
 from hotrow.study import bench, cells
 
@@ -139,13 +141,13 @@ def test_waiting_for_our_own_threads_disturbs_nobody(monkeypatch: pytest.MonkeyP
     looks = iter([(0.0, 0.0, 0.0), (0.0, 9.0, 0.001)])
     monkeypatch.setattr(bench.Disturbance, "_now", lambda self: next(looks))
     clock = iter([0.0, 1.0])
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
     assert bench.Disturbance().share() == 0.001
 
 
 KILLED = """
 import sys
-from hotrow.study import memory
+from benchmarks.rivals import memory
 from tests.unit.test_study_memory import InThisProcess, NoGroup
 from pathlib import Path
 {worker}
@@ -236,8 +238,8 @@ def test_limits_add_up_to_what_an_optimizer_must_move(monkeypatch: pytest.Monkey
 
 
 def test_quick_bench_reports_every_promised_field(capfd: pytest.CaptureFixture[str]) -> None:
-    report = bench.run_bench(["lookup_8x50_zipf", "interaction_26_dim16"], quick=True, threads=1)
-    assert [cell["name"] for cell in report["cells"]] == ["lookup_8x50_zipf", "interaction_26_dim16"]
+    report = bench.run_bench(["lookup_8x50_zipf", "step_sgd_26x1_dim16"], quick=True, threads=1)
+    assert [cell["name"] for cell in report["cells"]] == ["lookup_8x50_zipf", "step_sgd_26x1_dim16"]
     for cell in report["cells"]:
         assert {"name", "ours_ms", "peer", "peer_ms", "ratio", "limit_ms", "share_of_limit", "spread"} <= set(cell)
         assert cell["spread"][0] <= cell["ratio"] <= cell["spread"][1]
@@ -246,7 +248,8 @@ def test_quick_bench_reports_every_promised_field(capfd: pytest.CaptureFixture[s
 
 
 def test_every_cell_agrees_with_its_peer_before_it_is_timed() -> None:
-    for cell in [*cells.cells(quick=True), *end_to_end.step_cells(chosen=["torch"], quick=True)]:
+    dense = dense_cells.dense_cells(quick=True)
+    for cell in [*cells.cells(quick=True), *dense, *end_to_end.step_cells(chosen=["torch"], quick=True)]:
         ours, peer = cell.build()
         bench.check_agreement(cell.name, ours, peer, batch=1)
 
@@ -263,7 +266,8 @@ def test_generated_pages_are_up_to_date() -> None:
 
 
 def test_claims_and_readme_name_cells_that_exist() -> None:
-    found = [*cells.cells(), *kernels.fbgemm_cells(quick=True), *updates.update_cells(quick=True)]
+    found = [*cells.cells(), *dense_cells.dense_cells(quick=True), *kernels.fbgemm_cells(quick=True)]
+    found += [*updates.update_cells(quick=True)]
     found += [
         end_to_end.cell(shape, peer, as_intel=as_intel)
         for shape in step_shapes.SHAPES.values()
@@ -276,7 +280,7 @@ def test_claims_and_readme_name_cells_that_exist() -> None:
     known |= {f"hot_{name}" for name in hot.CELLS}
     papers = yaml.safe_load((claims.ROOT / "docs" / "claims.yaml").read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
-    assert named | set(claims.README_CELLS) <= known
+    assert named | set(claims.README_CELLS) | set(claims.SUMMARY_CELLS) <= known
 
 
 def test_a_measured_claim_shows_figure_command_machine_and_date() -> None:
@@ -350,7 +354,7 @@ def test_columns_in_torchrecs_order_give_the_same_products() -> None:
     dots = torch.bmm(vectors, vectors.transpose(1, 2))
     rows, columns = torch.triu_indices(num_features + 1, num_features + 1, offset=1)
     theirs = torch.cat([vectors[:, 0], dots[:, rows, columns]], 1)
-    ours = cells.interact_in_torch(num_features)(vectors[:, 0], vectors[:, 1:])
+    ours = dense_cells.interact_in_torch(num_features)(vectors[:, 0], vectors[:, 1:])
     (moved,) = step_peers.in_order_of_torchrec([layer], dim, num_features)
     torch.testing.assert_close(moved(theirs), layer(ours))
     assert not torch.equal(moved.weight, layer.weight)
@@ -370,8 +374,8 @@ def test_floor_counts_every_id_row_and_product(monkeypatch: pytest.MonkeyPatch) 
         return 1.0
 
     monkeypatch.setattr(cells, "rows_limit_s", rows_limit)
-    monkeypatch.setattr(cells, "interaction_limit_s", lambda *sizes: 10.0)
-    monkeypatch.setattr(cells, "products_flops_per_s", lambda threads: 2.0 * threads)
+    monkeypatch.setattr(step_shapes, "interaction_limit_s", lambda *sizes: 10.0)
+    monkeypatch.setattr(step_shapes, "products_flops_per_s", lambda threads: 2.0 * threads)
     multiply_adds = 8 * (2 * 3 * 5 + 3 * 5 * 4 + 3 * (7 * 6 + 6 * 1))  # 4 + 3 inputs on top; no gradient of the first
     assert step_shapes.floor_s(shape, "sgd", 1) == 12.0 + multiply_adds
     assert seen == [(32, 16, 4, "lookup"), (32, 16, 4, "update")]
@@ -544,12 +548,15 @@ def test_every_processor_keeps_its_report(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_pages_show_the_range_over_known_processors() -> None:
-    name = next(iter(claims.README_CELLS))
+    name = next(iter(set(claims.README_CELLS) & set(claims.SUMMARY_CELLS)))
     reports = {"kernels": {str(m): report_of(m, ratio, name) for m, ratio in ((1, 1.36), (17, 2.72))}}
     named = {results.processor_of(r): r for r in (*reports["kernels"].values(), report_of(0, 9.0, name, date="2027"))}
     cells = results.over_processors({"kernels": named})
     readme = claims.readme_figures(cells)
-    assert "| 1.36x - 2.72x over 2 processors | 2.72x (2.22-3.22) | torch | 50% |" in readme and "9.0" not in readme
+    assert "| 1.36x - 2.72x | 2 |" in readme and "9.0" not in readme
+    assert "AMD EPYC, family 25 model 1 and AMD EPYC, family 25 model 17, with 2 cores and 1 GiB each" in readme
+    summary = "\n".join(claims.summary(cells))
+    assert "| 1.36x - 2.72x over 2 processors | 2.72x (2.22-3.22) | torch | 50% |" in summary and "9.0" not in summary
     row = claims.claim_row({"claim": "x", "figure": "not read", "ours": name}, cells)
     assert "| 1.36x - 2.72x over 2 processors; best 2.72x (2.22-3.22) over torch | `make it` |" in row
     assert "family 25 model 17, 2 threads" in row
@@ -562,7 +569,7 @@ def test_pages_show_the_range_over_known_processors() -> None:
     assert results.over_processors(with_it) == cells
     assert any("model 49, avx2: 1 of 1 cells not measured: all" in line for line in results.missing(with_it))
     only = results.over_processors({"kernels": {"AMD EPYC, avx2": report_of(0, 9.0, name)}})
-    assert "9.00x on 1 processor" in claims.readme_figures(only)
+    assert "| 9.00x | 1 |" in claims.readme_figures(only)
 
 
 def test_a_share_above_the_limit_is_marked() -> None:

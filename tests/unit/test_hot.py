@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hotrow.cli import tools
-from hotrow.data.packed.dataset import PackedDataset, Ragged
+from hotrow.data.packed.format import Ragged
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import WAYS, calibrate
 from hotrow.hot.classify import hot_samples
 from hotrow.hot.compare import compare_ways, record_bytes_of

@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from hotrow.cli import tools
 from hotrow.cli.app import app
-from hotrow.data.packed.dataset import DatasetInfo, Feature, PackedDataset, PackedWriter, Ragged, Table
+from hotrow.data.packed.format import DatasetInfo, Feature, Ragged, Table
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.writer import PackedWriter
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.compare import record_bytes_of
 from hotrow.hot.hot_set import HotRows

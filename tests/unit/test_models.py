@@ -11,9 +11,8 @@ from torch import nn
 
 from hotrow.config.load import load_config
 from hotrow.config.schema import ModelConfig
-from hotrow.data.sources.avazu import SCHEMA as AVAZU_SCHEMA
+from hotrow.data.sources.layouts import AVAZU_SCHEMA, TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.registry import CRITEO_SCHEMA
-from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 from hotrow.models import build_model
 from hotrow.models.layers import MLP, linear
 
@@ -150,7 +149,7 @@ SHAPES = {
     "criteo-terabyte": ([13, 512, 256, 64], [415, 512, 512, 256, 1], None),
     "avazu": (None, [16 + 21 * 22 // 2, 512, 256, 1], None),  # its bottom MLP has no input here: see the recipe
 }
-SCHEMAS = {"taobao": HISTORIES_SCHEMA, "criteo": CRITEO_SCHEMA, "avazu": AVAZU_SCHEMA}
+SCHEMAS = {"taobao": TAOBAO_HISTORIES_SCHEMA, "criteo": CRITEO_SCHEMA, "avazu": AVAZU_SCHEMA}
 
 
 def widths(mlp: nn.Module) -> list[int]:

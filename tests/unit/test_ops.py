@@ -155,9 +155,8 @@ hotrow.EmbeddingCollection([table], memory=hotrow.Memory(dram="1MiB", ssd=sys.ar
 
 def test_tiers_are_refused_without_the_native_module(tmp_path: Path) -> None:
     env = {**os.environ, "HOTROW_NATIVE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", IN_TIERS, tmp_path], env=env, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", IN_TIERS, tmp_path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     what = "ValueError: tables in tiers need the native module, and HOTROW_NATIVE=0 is set: build it with `pip install"
     assert what in done.stderr and "keep the tables in DRAM" in done.stderr

@@ -14,7 +14,8 @@ import pytest
 
 from hotrow.base.files import parse_bytes
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.data.packed.dataset import PackedDataset, Table
+from hotrow.data.packed.format import Table
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.plan import choose as placement

@@ -37,15 +37,15 @@ from hotrow.base.files import (
     file_name,
     sync_folder,
 )
-from hotrow.base.progress_meter import ProgressCallback, ProgressMeter
+from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.schema import Config
 from hotrow.data.chunk import Keys
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.format import Feature, Table
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.prepare.encoder import DenseTransform
 from hotrow.data.prepare.prepare import RawRows, raw_rows
-from hotrow.data.sources.transforms import DenseTransform
 from hotrow.export.tables import PART, LookedUpRows
 from hotrow.run.checkpoint import verify
 from hotrow.run.checkpoint_manifest import Manifest, read_manifest

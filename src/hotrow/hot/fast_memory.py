@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hotrow.base.files import available_memory_bytes
+from hotrow.base.machine import available_memory_bytes
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout

@@ -19,10 +19,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hotrow.base.progress_meter import ProgressCallback, ProgressMeter
+from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.data.packed.format import Ids, Ragged, concatenate_ids, slice_ids
 from hotrow.data.packed.reader import PackedDataset, Split
-from hotrow.data.rowcounts import RowCounts
 from hotrow.data.sources.inputs import ByteStream, find_files
 
 PIECE_BYTES = 1 << 22
@@ -229,3 +228,41 @@ def _refuse(text: bytes, name: str, line: int) -> None:
         f"{name}:{line}: {shown!r} {what}; a trace has one integer from 0 to 2^63 - 1 per line and nothing else: "
         "remove or mend the line"
     )
+
+
+LEAST_WAITING = 1 << 18
+"""Ids gathered at least before they are merged in: merging costs a pass over all rows seen."""
+
+
+class RowCounts:
+    """Accesses per row of ids that come in pieces, for id spaces too large for an array of counts.
+
+    Memory: 16 bytes per distinct id, and as much again while merging.
+    """
+
+    def __init__(self) -> None:
+        self._rows, self._counts = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._waiting: list[NDArray[Any]] = []
+        self._num_waiting = 0
+
+    def add(self, ids: NDArray[Any]) -> None:
+        """Count each of `ids`, integers [n]."""
+        self._waiting.append(ids)
+        self._num_waiting += len(ids)
+        if self._num_waiting > max(len(self._rows), LEAST_WAITING):
+            self._merge()
+
+    def sums(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The different ids so far, rising, and the count of each."""
+        self._merge()
+        return self._rows, self._counts
+
+    def _merge(self) -> None:
+        if not self._waiting:
+            return
+        new_rows, new_counts = np.unique(np.concatenate(self._waiting), return_counts=True)
+        rows, place = np.unique(np.concatenate([self._rows, new_rows]), return_inverse=True)
+        counts = np.zeros(len(rows), np.int64)
+        np.add.at(counts, place, np.concatenate([self._counts, new_counts]))
+        self._rows, self._counts = rows, counts
+        self._waiting, self._num_waiting = [], 0

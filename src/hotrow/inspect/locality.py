@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.rowcounts import RowCounts
-from hotrow.inspect.accesses import TableAccesses
+from hotrow.inspect.accesses import RowCounts, TableAccesses
 from hotrow.inspect.reuse import OVERLAP_BATCHES, Access, MissRatioCurve, ReuseProfile, is_sampled
 
 AUTO_ROWS = 1 << 20

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from numpy.typing import ArrayLike
 
-from hotrow.base.files import available_memory_bytes, parse_bytes, size
+from hotrow.base.files import parse_bytes, size
+from hotrow.base.machine import available_memory_bytes
 from hotrow.placement.store_file import LARGE_IO_BYTES, PLACES_PER_ROW, page_records
 
 Writes = Literal["auto", "in_place", "gathered"]

@@ -13,9 +13,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hotrow.base.files import available_memory_bytes, disk_free_bytes, size
+from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config, MemoryConfig
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.placement.store_file import no_disk, takes_no_files

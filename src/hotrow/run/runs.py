@@ -23,8 +23,8 @@ from hotrow.base.machine import lacks_bfloat16_products
 from hotrow.base.progress import ProgressLine
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.format import Ragged
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.models.tbsm import SUFFIX
 from hotrow.placement.stores import StoreError

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hotrow.base.files import parse_bytes, size
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config, DenseDtype
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.turns import check_hot
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.plan.choose import choose, moved
