@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.hot_lab import interval
 from benchmarks.markdown import held, table
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
@@ -15,7 +16,6 @@ from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.classify import hot_samples
-from hotrow.hot.student import interval
 from hotrow.study import hot
 from hotrow.study.hot_counted import counted, sizes_of
 from hotrow.study.shapes import make_shape

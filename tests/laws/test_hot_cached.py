@@ -1,4 +1,4 @@
-"""Bytes through slots on a device, as hot/cached.py counts them, against the slots of a run and a set of ids."""
+"""Bytes through slots on a device, as benchmarks.hot_lab counts them, against the slots of a run and a set of ids."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from gpu_device import DEVICE
 
 import hotrow
+from benchmarks.hot_lab import MOVE_BYTES, SLOT_BYTES, cached_crossing
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
-from hotrow.hot.cached import MOVE_BYTES, SLOT_BYTES, cached_crossing
 from hotrow.optim import RowWiseAdagrad
 from hotrow.placement.budget import TableSlots
 

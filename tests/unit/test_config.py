@@ -74,7 +74,6 @@ hot.schedule none
 hot.budget 512MiB
 hot.small_table 1MiB
 hot.rows exact
-hot.confidence 0.999
 hot.rate 50
 hot.shuffled_end 0
 hot.window 4

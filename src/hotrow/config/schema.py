@@ -293,8 +293,6 @@ class HotConfig(_Section):
     """How hot rows are found: `exact` those of most accesses, `sampled` FAE's estimate of them from 5 % of the samples,
     `covering` so that most samples are hot. `hotrow inspect --hot` compares them. `tracked` learns them while training,
     in fixed memory: the first epoch is in shuffled order, each later one goes by the rows most used lately."""
-    confidence: Annotated[float, Field(ge=0.5, le=0.9999)] = 0.999
-    """That the interval of the estimate holds the true size of the hot set, as in FAE. Only for `rows: sampled`."""
     rate: Annotated[float, Field(ge=1, le=100)] = 50
     """Percent of the cold batches, then of the hot ones, trained in one turn. `fae` begins with it: it halves it where
     the loss rose, doubles it where it fell four times running. Only for `fae` and `fixed`."""
@@ -330,7 +328,6 @@ class HotConfig(_Section):
         used = {"schedule", "link"} | (set() if self.schedule == "none" else {"budget", "small_table", "rows"})
         used |= {"rate", "shuffled_end"} if self.takes_turns else set()
         used |= {"fae": {"eval_samples"}, "window": {"window"}}.get(self.schedule, set())
-        used |= {"confidence"} if self.rows == "sampled" and self.schedule != "none" else set()
         fields = type(self).model_fields
         return [f"hot.{name}" for name in fields if name not in used and getattr(self, name) != fields[name].default]
 

@@ -19,7 +19,7 @@ from typing import Any
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.covering import covering
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotSet, check_budget
-from hotrow.hot.sampled import CONFIDENCE, sampled
+from hotrow.hot.sampled import sampled
 from hotrow.hot.table_use import Found, TableUse, most_accessed, tables_of
 
 
@@ -43,12 +43,11 @@ def calibrate(
     record_bytes: Mapping[str, int],
     small_table_bytes: int = SMALL_TABLE_BYTES,
     seed: int = 0,
-    confidence: float = CONFIDENCE,
 ) -> Calibration:
     """The hot set of a packed dataset within `budget_bytes`, by training accesses; the same for the same seed.
 
     how: exact | sampled | covering. record_bytes: of a row of each table, optimizer state included. small_table_bytes:
-    tables of fewer are hot whole. confidence: of the interval of `sampled`, 0.5 to 0.9999. Raises ValueError for
+    tables of fewer are hot whole. Raises ValueError for
     another `how` and where the budget does not hold the small tables and a row of every other.
     """
     start = time.perf_counter()
@@ -56,7 +55,7 @@ def calibrate(
         raise ValueError(f"no way to calibrate is called {how!r}; choose one of {', '.join(WAYS)}")
     tables = tables_of(dataset, record_bytes, small_table_bytes=small_table_bytes)
     check_budget([(len(t.counts), t.record_bytes) for t in tables], budget_bytes, small_table_bytes)
-    rows, detail = WAYS[how](dataset, tables, budget_bytes, seed, confidence)
+    rows, detail = WAYS[how](dataset, tables, budget_bytes, seed)
     hot = HotSet(how=how, rows=rows, record_bytes=record_bytes)
     return Calibration(hot, budget_bytes, detail, time.perf_counter() - start)
 
@@ -64,13 +63,11 @@ def calibrate(
 # ---- by the accesses of every row
 
 
-def _exact(
-    dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int, confidence: float
-) -> Found:
+def _exact(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int) -> Found:
     return {t.name: t.first(n) for t, n in zip(tables, most_accessed(tables, budget_bytes), strict=True)}, {}
 
 
-WAYS: dict[str, Callable[[PackedDataset, Sequence[TableUse], int, int, float], Found]] = {
+WAYS: dict[str, Callable[[PackedDataset, Sequence[TableUse], int, int], Found]] = {
     "exact": _exact,
     "sampled": sampled,
     "covering": covering,

@@ -9,7 +9,6 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import WAYS, calibrate
 from hotrow.hot.find import find_hot
 from hotrow.hot.hot_set import HotSet
-from hotrow.hot.sampled import CONFIDENCE, check_confidence
 from hotrow.kernels.reference import NUM_STATES, Algorithm
 
 
@@ -28,22 +27,18 @@ def compare_ways(
     embedding_dim: int,
     optimizer: Algorithm = "sgd",
     seed: int = 0,
-    confidence: float = CONFIDENCE,
     threads: int | None = None,
 ) -> dict[str, Any]:
     """Every way within the same budget; docs/inspect.md lists the fields.
 
-    confidence: as `calibrate` takes it. A way that finds no hot set in the budget says why in `error`. Raises
+    A way that finds no hot set in the budget says why in `error`. Raises
     ValueError where none can.
     """
-    check_confidence(confidence)
     record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
     ways = []
     for how in WAYS:
         try:
-            calibration = calibrate(
-                dataset, how, budget_bytes, record_bytes=record_bytes, seed=seed, confidence=confidence
-            )
+            calibration = calibrate(dataset, how, budget_bytes, record_bytes=record_bytes, seed=seed)
         except ValueError as error:
             if how != "sampled":  # the others only fail where no way can work
                 raise

@@ -20,9 +20,7 @@ BINS_PER_OCTAVE, FINE_ROWS = 16, 64
 """Prefixes to choose among: all up to FINE_ROWS, then so many per doubling."""
 
 
-def covering(
-    dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int, confidence: float
-) -> Found:
+def covering(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int) -> Found:
     """Hot rows by table; how many samples were looked at.
 
     Of them, no fewer are covered than by the rows of most accesses, whose prefixes are among those to choose from.

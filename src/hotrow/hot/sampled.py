@@ -18,29 +18,24 @@ from numpy.typing import NDArray
 
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import HotRows
-from hotrow.hot.student import t_quantile
 from hotrow.hot.table_use import Found, TableUse, count_accesses
 
 SAMPLE_SHARE = 0.05
 """Of the training samples, that the estimate counts accesses in."""
 CHUNKS, CHUNK_ROWS = 35, 1024
 CONFIDENCE = 0.999
-"""That the interval holds the true size, as published."""
-MOST_CONFIDENCE = 0.9999
-"""Beyond it 35 chunks say next to nothing."""
+"""The chance that the interval holds the true size, as published."""
+T_QUANTILE = 3.600716
+"""Student's t with CHUNKS - 1 degrees of freedom is within -+ this with a chance of CONFIDENCE."""
 THRESHOLDS = tuple(10 ** (-k / 4) for k in range(8, 33))
 """Per cent of a table's accesses, from 1e-2 to 1e-8, four per power of ten."""
 
 
-def sampled(
-    dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int, confidence: float
-) -> Found:
+def sampled(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int) -> Found:
     """Hot rows by table; each threshold tried, with the bounds of the estimate and the true size, in bytes.
 
-    confidence: that the bounds of a table hold its true size. Raises ValueError where the coarsest threshold does not
-    fit.
+    Raises ValueError if the coarsest threshold does not fit.
     """
-    check_confidence(confidence)
     counts = count_accesses(dataset, SAMPLE_SHARE, seed=seed)
     large = [t for t in tables if not t.is_small]
     fixed = sum(len(t.counts) * t.record_bytes for t in tables if t.is_small)
@@ -49,7 +44,7 @@ def sampled(
     for threshold in THRESHOLDS:
         # A hot row has this share of its table's accesses, so as large a share of the sample's.
         hot = {t.name: counts[t.name] >= max(1.0, threshold / 100 * float(counts[t.name].sum())) for t in large}
-        bounds = [estimate(hot[t.name], seed, confidence) for t in large]
+        bounds = [estimate(hot[t.name], seed) for t in large]
         low, high = (fixed + sum(b[k] * t.record_bytes for b, t in zip(bounds, large, strict=True)) for k in (0, 1))
         true = fixed + sum(int(hot[t.name].sum()) * t.record_bytes for t in large)
         tried.append({"threshold_percent": threshold, "low_bytes": low, "high_bytes": high, "true_bytes": true})
@@ -63,16 +58,10 @@ def sampled(
         )
     rows = {t.name: HotRows.first(len(t.counts)) for t in tables if t.is_small}
     rows |= {name: HotRows.of(np.flatnonzero(own)) for name, own in chosen.items()}
-    return rows, {"confidence": confidence, "thresholds": tried}
+    return rows, {"confidence": CONFIDENCE, "thresholds": tried}
 
 
-def check_confidence(confidence: float) -> None:
-    """Raises ValueError for what no interval can be made with."""
-    if not 0.5 <= confidence <= MOST_CONFIDENCE:
-        raise ValueError(f"confidence is {confidence:g}; it must be a number from 0.5 to {MOST_CONFIDENCE}")
-
-
-def estimate(is_hot: NDArray[np.bool_], seed: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def estimate(is_hot: NDArray[np.bool_], seed: int) -> tuple[float, float]:
     """Bounds of how many are hot: mean -+ t * sqrt((N - n) / N * s^2 / n) a chunk, over N chunks of which n were seen.
 
     Entries are taken in a random order, so that a chunk is a sample of the table: in ours the hot rows come first, and
@@ -84,6 +73,6 @@ def estimate(is_hot: NDArray[np.bool_], seed: int, confidence: float = CONFIDENC
     drawn = np.random.default_rng([seed, 1]).choice(len(is_hot), CHUNKS * CHUNK_ROWS, replace=False)
     hot = is_hot[drawn].reshape(CHUNKS, CHUNK_ROWS).sum(axis=1)
     spread = math.sqrt((num_chunks - CHUNKS) / num_chunks * float(hot.var(ddof=1)) / CHUNKS)
-    half = t_quantile((1 + confidence) / 2, CHUNKS - 1) * spread
+    half = T_QUANTILE * spread
     mean = float(hot.mean())
     return max(0.0, mean - half) * num_chunks, (mean + half) * num_chunks

@@ -105,9 +105,7 @@ class Turns:
         if config.schedule != "none" and config.rows == "tracked":
             self.learner = Learner(dataset, record_bytes, budget, **sizes)
         elif config.schedule != "none":
-            calibration = calibrate(
-                dataset, config.rows, budget, record_bytes=record_bytes, confidence=config.confidence, **sizes
-            )
+            calibration = calibrate(dataset, config.rows, budget, record_bytes=record_bytes, **sizes)
             self.found = find_hot(dataset, calibration)
         share = config.shuffled_end if config.takes_turns else 0.0
         num_samples = dataset.split("train").num_rows
