@@ -78,7 +78,6 @@ hot.rate 50
 hot.shuffled_end 0
 hot.window 4
 hot.eval_samples 65536
-hot.link None
 parallel.sharding auto
 parallel.exchange all_to_all
 parallel.wire_dtype fp32
@@ -141,10 +140,6 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "device": "gpu"}, "device is 'gpu'; allowed: auto, cpu, cuda"),
         ({"data": "d", "memory": {"hbm": "0"}}, "memory: hbm is '0'; it must be a positive number of bytes"),
         (
-            {"data": "d", "memory": {"hbm": "1GiB"}, "hot": {"schedule": "fae", "link": "12GB"}},
-            "hot.link is '12GB' and memory.hbm is '1GiB': slots on a device hold hot rows already",
-        ),
-        (
             {"data": "d", "memory": "ssd"},
             "memory is 'ssd'; allowed: auto, dram or a mapping with hbm, dram, ssd, file, file_bytes, policy, admiss",
         ),
@@ -168,8 +163,7 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "hot": {"budget": "much"}}, "hot: budget: size 'much' is not understood"),
         ({"data": "d", "hot": {"budget": 0}}, "hot: budget is 0; it must be a positive number of bytes"),
         ({"data": "d", "hot": {"small_table": -1}}, "hot: small_table is -1; it must be a positive number of bytes"),
-        ({"data": "d", "hot": {"schedule": "fae", "link": "fast"}}, "hot: link: size 'fast' is not understood"),
-        ({"data": "d", "hot": {"schedule": "window", "link": "12GB"}}, "hot: link is '12GB', but only hot turns"),
+        ({"data": "d", "hot": {"budget": "fast"}}, "hot: budget: size 'fast' is not understood"),
         ({"data": "d", "parallel": {"wire_dtype": "bf16"}}, r"parallel\.wire_dtype is 'bf16'; allowed: fp32"),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (

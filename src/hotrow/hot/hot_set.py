@@ -73,7 +73,7 @@ class HotSet:
     """The hot rows of all tables, and what they take."""
 
     how: str
-    """exact | sampled | covering, or tracked"""
+    """exact | sampled | covering"""
     rows: Mapping[str, HotRows]
     """By table."""
     record_bytes: Mapping[str, int]

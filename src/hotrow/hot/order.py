@@ -95,11 +95,6 @@ class BatchOrder:
         self.turn = Turn("", {}, 0, Rate(rate))
         self._begin_epoch()
 
-    def begin_at(self, rate: Rate) -> None:
-        """From the beginning of an epoch, at a rate that was reached before."""
-        self.turn = replace(self.turn, rate=rate)
-        self._begin_epoch()
-
     def _begin_epoch(self) -> None:
         self.turn = replace(self.turn, taken=dict.fromkeys(self.loaders, 0))
         self._begin_turn(next(iter(self.loaders), ""))
@@ -110,11 +105,6 @@ class BatchOrder:
         share = math.ceil(total * self.turn.rate.percent / 100 - 1e-9)  # 0.29 * 100 is above 29
         alone = not any(self._has_more(other) for other in self.loaders if other not in (name, MIXED))
         self.turn = replace(self.turn, name=name, stop=total if alone else min(total, taken + share))
-
-    @property
-    def begins_epoch(self) -> bool:
-        """Whether no batch of the epoch was trained yet."""
-        return not any(self.turn.taken.values())
 
     def _total(self, name: str) -> int:
         return self.loaders[name].num_batches if name else 0
@@ -179,7 +169,7 @@ def batch_order(
     shuffle_seed: int | None,
     mixed: NDArray[np.bool_] | None = None,
 ) -> BatchOrder:
-    """The order `config.schedule` asks for. is_hot: bool [rows of the split]; None where nothing is hot yet.
+    """The order `config.schedule` asks for. is_hot: bool [rows of the split]; None if `config.schedule` is none.
 
     mixed: bool [rows of the split], samples kept for the end of the epoch where batches come in turns.
     """

@@ -2,7 +2,6 @@
 
     whole      the rows of most accesses of the whole split: what `calibrate` finds, which has seen every part before
     first      those of the first part: a set chosen once, then kept
-    tracked    what an online tracker holds when the part begins, from what came before it alone
     lru        a cache of as many rows over all tables: every row accessed is admitted
     belady     the cache that hits most accesses of those that load a row when it is accessed; it knows the future
 
@@ -29,18 +28,16 @@ from hotrow.hot.calibrate import calibrate
 from hotrow.hot.classify import by_feature, hits_of
 from hotrow.hot.hot_set import HotSet
 from hotrow.hot.table_use import most_accessed, ranked
-from hotrow.hot.tracker import HotTracker
 from hotrow.inspect.optimum import belady_hits, lru_hits
 
 PARTS = 10
 """Into which the split is cut, unless told."""
 MOST_PARTS = 1000
-"""As many as a chart can show; each costs a look at every tracker."""
+"""As many as a chart can show."""
 BATCH_SIZE = 2048
-"""Samples the tracker is shown at a time."""
+"""Samples looked at together."""
 MOST_ACCESSES = 1 << 26
 """Accesses for which caches are run: they need about 25 bytes each."""
-SETS, CACHES = ("whole", "first", "tracked"), ("lru", "belady")
 
 
 @dataclass
@@ -67,17 +64,10 @@ def measure_drift(
     edges = np.linspace(0, split.num_rows, min(parts, split.num_rows) + 1).astype(np.int64).tolist()
     spans = list(pairwise(edges))
     whole = calibrate(dataset, "exact", budget_bytes, record_bytes=record_bytes, seed=seed).hot
-    fixed = {"whole": whole, "first": _of_part(dataset, spans[0], budget_bytes, record_bytes)}
-    sizes = {table.name: table.num_embeddings for table in dataset.info.tables}
-    tracker = HotTracker(sizes, record_bytes, budget_bytes, seed=seed)
-    found = [_part(dataset, span, fixed, tracker) for span in spans]
+    sets = {"whole": whole, "first": _of_part(dataset, spans[0], budget_bytes, record_bytes)}
+    found = [_part(dataset, span, sets) for span in spans]
     caches = _caches(dataset, spans, found, budget_bytes, record_bytes)
-    return {
-        "budget_bytes": budget_bytes,
-        "tracker_bytes": tracker.num_bytes,
-        **caches,
-        "parts": [_shares(own) for own in found],
-    }
+    return {"budget_bytes": budget_bytes, **caches, "parts": [_shares(own) for own in found]}
 
 
 def check_parts(parts: int) -> None:
@@ -101,7 +91,7 @@ def _shares(part: Mapping[str, Any]) -> dict[str, Any]:
 # ---- sets of rows
 
 
-def _slices(dataset: PackedDataset, start: int, stop: int) -> Iterator[tuple[list[Ids], int]]:
+def slices_of(dataset: PackedDataset, start: int, stop: int) -> Iterator[tuple[list[Ids], int]]:
     """(ids by feature, how many samples) of the training samples from `start` to `stop`, BATCH_SIZE at most."""
     split = dataset.split("train")
     firsts = [0, *np.cumsum(split.block_rows).tolist()]
@@ -112,7 +102,7 @@ def _slices(dataset: PackedDataset, start: int, stop: int) -> Iterator[tuple[lis
             yield [slice_ids(ids, at - first, end - first) for ids in split.block(index).ids], end - at
 
 
-def _values(ids: Ids) -> NDArray[Any]:
+def flat_ids(ids: Ids) -> NDArray[Any]:
     return ids.values if isinstance(ids, Ragged) else ids
 
 
@@ -121,43 +111,25 @@ def _of_part(
 ) -> HotSet:
     """The rows of most accesses per byte in one part."""
     counts = {table.name: np.zeros(table.num_embeddings, np.int64) for table in dataset.info.tables}
-    for columns, _ in _slices(dataset, *part):
+    for columns, _ in slices_of(dataset, *part):
         for feature, ids in zip(dataset.info.features, columns, strict=True):
-            np.add.at(counts[feature.table], _values(ids), 1)
+            np.add.at(counts[feature.table], flat_ids(ids), 1)
     tables = [ranked(name, record_bytes[name], own) for name, own in counts.items()]
     rows = {t.name: t.first(n) for t, n in zip(tables, most_accessed(tables, budget_bytes), strict=True)}
     return HotSet(how="exact", rows=rows, record_bytes=record_bytes)
 
 
-def _part(
-    dataset: PackedDataset, part: tuple[int, int], fixed: Mapping[str, HotSet], tracker: HotTracker
-) -> dict[str, Any]:
-    """What each set serves of a part; the tracker sees the part after it was asked."""
-    sets = {**fixed, "tracked": tracker.hot_set()}
+def _part(dataset: PackedDataset, part: tuple[int, int], sets: Mapping[str, HotSet]) -> dict[str, Any]:
+    """What each set serves of a part."""
     rows = {name: by_feature(dataset, hot.rows) for name, hot in sets.items()}
     found: dict[str, Any] = {"samples": part[1] - part[0], "accesses": 0, **{name: Served() for name in sets}}
-    for columns, num_samples in _slices(dataset, *part):
-        found["accesses"] += sum(len(_values(ids)) for ids in columns)
+    for columns, num_samples in slices_of(dataset, *part):
+        found["accesses"] += sum(len(flat_ids(ids)) for ids in columns)
         for name, own in rows.items():
             is_hot, num_hits = hits_of(columns, own, num_samples)
             found[name].samples += int(is_hot.sum())
             found[name].accesses += num_hits
-        _show(tracker, dataset, columns)
     return found
-
-
-def show_part(tracker: HotTracker, dataset: PackedDataset, part: tuple[int, int]) -> None:
-    """The training samples from part[0] to part[1] to the tracker, as training shows them."""
-    for columns, _ in _slices(dataset, *part):
-        _show(tracker, dataset, columns)
-
-
-def _show(tracker: HotTracker, dataset: PackedDataset, columns: Sequence[Ids]) -> None:
-    """A batch to the tracker, the features of a table one after another."""
-    ids: dict[str, list[NDArray[Any]]] = {}
-    for feature, own in zip(dataset.info.features, columns, strict=True):
-        ids.setdefault(feature.table, []).append(_values(own))
-    tracker.observe({name: own[0] if len(own) == 1 else np.concatenate(own) for name, own in ids.items()})
 
 
 # ---- caches
@@ -178,7 +150,7 @@ def _caches(
     if num_accesses > MOST_ACCESSES or num_rows >= 1 << 32:
         return {"caches": f"not run: {num_accesses:,} accesses of {num_rows:,} rows, above {MOST_ACCESSES:,} accesses"}
     capacity = budget_bytes // sizes.pop()
-    pieces = [_in_order(dataset, *piece) for piece in _slices(dataset, 0, dataset.split("train").num_rows)]
+    pieces = [_in_order(dataset, *piece) for piece in slices_of(dataset, 0, dataset.split("train").num_rows)]
     rows = np.concatenate([own for own, _ in pieces])
     ends = np.cumsum(np.concatenate([lengths for _, lengths in pieces]))
     for name, hits in (
@@ -204,7 +176,7 @@ def _in_order(
         first += table.num_embeddings
     rows, samples = [], []
     for feature, ids in zip(dataset.info.features, columns, strict=True):
-        rows.append(_values(ids).astype(np.int64) + firsts[feature.table])
+        rows.append(flat_ids(ids).astype(np.int64) + firsts[feature.table])
         lengths = np.diff(ids.row_splits) if isinstance(ids, Ragged) else np.ones(num_samples, np.int64)
         samples.append(np.repeat(np.arange(num_samples), lengths))
     sample = np.concatenate(samples)

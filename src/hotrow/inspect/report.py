@@ -139,7 +139,6 @@ LOCALITY_COLUMNS = {
 DRIFT_NAMES = {
     "whole": "hot set of the whole split",
     "first": "of its first part",
-    "tracked": "tracked, as each began",
     "lru": "LRU cache",
     "belady": "best cache (Belady)",
 }
@@ -202,11 +201,9 @@ def estimate_sentences(hot: Mapping[str, Any]) -> list[str]:
 
 def drift_sentences(drift: Mapping[str, Any]) -> list[str]:
     """What the table of drift does not say."""
-    told = [f"Tracked: by a tracker of {size(drift['tracker_bytes'])}, which knows only what came before the part."]
     if "cache_rows" not in drift:
-        return [*told, f"Caches: {drift['caches']}."]
+        return [f"Caches: {drift['caches']}."]
     return [
-        *told,
         f"Caches of {drift['cache_rows']:,} rows over all tables start empty and miss first accesses, which sets may "
         "serve; Belady's knows the future. A sample is hot if all its lookups hit.",
     ]
