@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from benchmarks.hot_trackers import DATA
 from benchmarks.markdown import clean_rounds, table
 from hotrow.inspect.accesses import open_accesses
-from hotrow.inspect.optimum import belady_hits
+from hotrow.inspect.reuse import belady_hits
 from hotrow.placement.budget import ADMISSIONS, POLICIES
 from hotrow.placement.native import backend
 from hotrow.study import bench

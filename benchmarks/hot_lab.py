@@ -18,8 +18,7 @@ from scipy import stats
 from hotrow.batch import Batch
 from hotrow.data.packed.format import DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet
-from hotrow.hot.table_use import tables_of
+from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, tables_of
 from hotrow.placement.budget import TableSlots
 from hotrow.placement.directory import Directory
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from hotrow.data.native import backend
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
-from hotrow.inspect.drift import flat_ids, slices_of
+from hotrow.inspect.hot_rows import flat_ids, slices_of
 
 SLOTS_PER_ROW = 4
 """Slots of the sketch for each row that the budget holds: 32 bytes a row, as CAFE has it."""

@@ -16,13 +16,11 @@ from scipy import stats
 from benchmarks.hot_lab import interval
 from hotrow.cli import tools
 from hotrow.data.packed.dataset import PackedDataset, Ragged
-from hotrow.hot.calibrate import WAYS, calibrate
+from hotrow.hot.calibrate import CHUNKS, CONFIDENCE, T_QUANTILE, WAYS, calibrate, estimate
 from hotrow.hot.classify import hot_samples
-from hotrow.hot.compare import compare_ways, record_bytes_of
 from hotrow.hot.covering import most_covered, prefixes_of
-from hotrow.hot.hot_set import HotRows, HotSet
-from hotrow.hot.sampled import CHUNKS, CONFIDENCE, T_QUANTILE, estimate
-from hotrow.hot.table_use import TableUse, count_accesses, most_accessed
+from hotrow.hot.hot_set import HotRows, HotSet, TableUse, count_accesses, most_accessed
+from hotrow.inspect.hot_rows import compare_ways, record_bytes_of
 from hotrow.inspect.report import estimate_sentences, print_inspection, size
 
 TABLE_ROWS = (60_000, 200, 30_000)

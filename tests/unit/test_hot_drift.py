@@ -17,10 +17,9 @@ from hotrow.cli import tools
 from hotrow.cli.app import app
 from hotrow.data.packed.dataset import DatasetInfo, Feature, PackedDataset, PackedWriter, Ragged, Table
 from hotrow.hot.calibrate import calibrate
-from hotrow.hot.compare import record_bytes_of
 from hotrow.hot.hot_set import HotRows
-from hotrow.inspect import drift
-from hotrow.inspect.drift import measure_drift
+from hotrow.inspect import hot_rows
+from hotrow.inspect.hot_rows import measure_drift, record_bytes_of
 from hotrow.inspect.report import print_inspection
 
 BUDGET = 700_000
@@ -140,7 +139,7 @@ def test_caches_against_brute_force(dataset: PackedDataset) -> None:
 
 
 def test_too_many_accesses_for_caches_are_said(dataset: PackedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drift, "MOST_ACCESSES", 100)
+    monkeypatch.setattr(hot_rows, "MOST_ACCESSES", 100)
     found = measure_drift(dataset, BUDGET, record_bytes=dict.fromkeys(("t0", "t1", "t2"), 64))
     assert "accesses of 90,200 rows, above 100 accesses" in found["caches"]
     assert set(found["parts"][0]) == {"samples", "accesses", "whole", "first"}

@@ -20,7 +20,7 @@ from benchmarks.hot_tracker import HotTracker
 from hotrow.data import reference_caches
 from hotrow.data.native import backend
 from hotrow.hot.hot_set import HotRows
-from hotrow.inspect.optimum import belady_hits, lru_hits
+from hotrow.inspect.reuse import belady_hits, lru_hits
 
 SIZES = {"small": 100, "a": 50_000, "b": 30_000}
 RECORD = {"small": 64, "a": 64, "b": 96}

@@ -18,10 +18,9 @@ from hotrow.base.progress_meter import ProgressCallback
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.reader import crc32_of_file
 from hotrow.export.export import EXPORT, verify_export
-from hotrow.hot.compare import compare_ways, record_bytes_of
 from hotrow.hot.hot_set import check_budget
 from hotrow.inspect.accesses import first_batches, open_accesses
-from hotrow.inspect.drift import PARTS, check_parts, measure_drift
+from hotrow.inspect.hot_rows import PARTS, check_parts, compare_ways, measure_drift, record_bytes_of
 from hotrow.inspect.hotness import measure_hotness
 from hotrow.inspect.report import write_inspection
 from hotrow.kernels import ops

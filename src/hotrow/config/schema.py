@@ -279,29 +279,31 @@ class MemoryConfig(_Section):
 
 
 class HotConfig(_Section):
-    """Scheduling of batches by how popular their rows are."""
+    """Hot rows: in which order hot and cold samples train. A sample is hot if all its rows are hot."""
 
     schedule: Literal["none", "fae", "fixed", "window"] = "none"
-    """A sample is hot where all its rows are. `none`: batches come in the loader's order. `fixed`: batches of cold and
-    of hot samples in turns, `rate` percent of each class at a time. `fae`: so too, and after each turn the rate follows
-    the loss on validation rows. `window`: of every `window` batches as many as their hot samples fill come first."""
+    """`none`: samples train in the loader's shuffled order. `fixed`: batches of cold samples and of hot samples alternate
+    in phases, `rate` percent of a class in each. `fae`: as `fixed`, but after each phase the rate follows the loss on
+    validation rows. `window`: within every `window` batches, hot samples fill the first batches."""
     budget: str | int = "512MiB"
-    """Bytes, or text such as 512MiB, of hot rows with their optimizer states."""
+    """Memory for hot rows with their optimizer states: bytes, or text such as 512MiB."""
     small_table: str | int = "1MiB"
-    """Bytes, or text such as 64KiB: tables of fewer, with their optimizer states, are hot whole."""
+    """Tables smaller than this, optimizer states included, are hot whole: bytes, or text such as 64KiB."""
     rows: Literal["exact", "sampled", "covering"] = "exact"
-    """How hot rows are found: `exact` those of most accesses, `sampled` FAE's estimate of them from 5 % of the samples,
-    `covering` so that most samples are hot. `hotrow inspect --hot` compares them."""
+    """How hot rows are chosen. `exact`: those with most accesses. `sampled`: FAE's estimate of them from 5 % of the
+    samples. `covering`: so that most samples are hot. `hotrow inspect --hot` compares the three."""
     rate: Annotated[float, Field(ge=1, le=100)] = 50
-    """Percent of the cold batches, then of the hot ones, trained in one turn. `fae` begins with it: it halves it where
-    the loss rose, doubles it where it fell four times running. Only for `fae` and `fixed`."""
+    """Percent of a class of batches, cold or hot, that one phase trains. With `fae` this is the first rate: it is halved
+    if the loss did not fall, and doubled after four falls in a row. Only for `fae` and `fixed`."""
     shuffled_end: Share = 0
-    """Share of the samples, drawn from both classes, that every epoch keeps for its end, in shuffled order: one that
-    ends on hot batches alone has learned their rate of clicks last. 0 is as published. Only for `fae` and `fixed`."""
+    """Share of the samples, drawn from both classes, that every epoch keeps for its end, in shuffled order. Without
+    them an epoch ends on one class, whose rate of clicks the model learns last. 0 is as published. Only for `fae` and
+    `fixed`."""
     window: Annotated[int, Field(ge=2, le=1024)] = 4
     """Batches within which samples are reordered. Only for `window`."""
     eval_samples: Count = 65536
-    """Samples of the validation split, its first, whose loss `fae` goes by; rounded up to batches of 4096."""
+    """How many samples, from the start of the validation split, give the loss that `fae` follows; rounded up to batches
+    of 4096."""
 
     @model_validator(mode="after")
     def _bytes(self) -> HotConfig:
@@ -315,7 +317,7 @@ class HotConfig(_Section):
         return self
 
     def unused(self) -> list[str]:
-        """Options that were changed from their default, and do nothing under this schedule."""
+        """Returns the options that differ from their default but do nothing with this schedule."""
         used = {"schedule"} | (set() if self.schedule == "none" else {"budget", "small_table", "rows"})
         used |= {"rate", "shuffled_end"} if self.takes_turns else set()
         used |= {"fae": {"eval_samples"}, "window": {"window"}}.get(self.schedule, set())
@@ -324,7 +326,7 @@ class HotConfig(_Section):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether batches are of one class."""
+        """Whether phases of hot and of cold batches alternate."""
         return self.schedule in ("fae", "fixed")
 
 

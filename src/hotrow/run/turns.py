@@ -20,9 +20,9 @@ from hotrow.config.schema import HotConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.calibrate import calibrate
+from hotrow.hot.classify import FoundHot, find_hot
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.fast_memory import room_bytes
-from hotrow.hot.find import FoundHot, find_hot
 from hotrow.hot.hot_set import check_budget
 from hotrow.hot.order import Turn, batch_order, mixed_samples
 from hotrow.optim import SparseOptimizer

@@ -1,15 +1,17 @@
-"""How hot rows age: what sets of hot rows, and caches of as many, serve of each part of the training split.
+"""What `hotrow inspect --hot` measures: the three ways to choose hot rows side by side, and how hot rows age.
 
-    whole      the rows of most accesses of the whole split: what `calibrate` finds, which has seen every part before
-    first      those of the first part: a set chosen once, then kept
-    lru        a cache of as many rows over all tables: every row accessed is admitted
-    belady     the cache that hits most accesses of those that load a row when it is accessed; it knows the future
+Ageing (`--drift`) asks for each part of the training split what these would have served of it:
 
-Sets are filled before they are asked, caches start empty and miss every row's first access: a set that knows the split
-may serve more than any cache.
+    whole      the rows with most accesses in the whole split: what `calibrate` finds, knowing every part beforehand
+    first      those of the first part: a set that is chosen once and kept
+    lru        a cache of as many rows over all tables, to which every accessed row is admitted
+    belady     the best cache among those that load a row when it is accessed; it knows the future
 
-Samples are taken in stored order, in which a split by time keeps time; where that order is random there is no drift to
-see, and the first part differs from the whole by its size alone.
+Sets are filled before the first access, but caches start empty and miss the first access of every row, so a set that
+knows the split may serve more than any cache.
+
+Samples are taken in stored order. If the split was made by time, that is the order of time. If the order is random,
+there is no drift to see, and the first part differs from the whole only because it is smaller.
 """
 
 from __future__ import annotations
@@ -24,38 +26,91 @@ from numpy.typing import NDArray
 
 from hotrow.data.packed.format import Ids, Ragged, slice_ids
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot.calibrate import calibrate
-from hotrow.hot.classify import by_feature, hits_of
-from hotrow.hot.hot_set import HotSet
-from hotrow.hot.table_use import most_accessed, ranked
-from hotrow.inspect.optimum import belady_hits, lru_hits
+from hotrow.hot.calibrate import WAYS, calibrate
+from hotrow.hot.classify import by_feature, find_hot, hits_of
+from hotrow.hot.hot_set import HotSet, most_accessed, ranked
+from hotrow.inspect.reuse import belady_hits, lru_hits
+from hotrow.kernels.reference import NUM_STATES, Algorithm
 
 PARTS = 10
-"""Into which the split is cut, unless told."""
+"""How many parts the split is cut into by default."""
 MOST_PARTS = 1000
-"""As many as a chart can show."""
+"""The most parts that a chart can show."""
 BATCH_SIZE = 2048
 """Samples looked at together."""
 MOST_ACCESSES = 1 << 26
-"""Accesses for which caches are run: they need about 25 bytes each."""
+"""Caches are simulated for up to this many accesses; each access takes about 25 bytes of memory."""
+
+
+# ---- the three ways
+
+
+def record_bytes_of(dataset: PackedDataset, *, embedding_dim: int, optimizer: Algorithm) -> dict[str, int]:
+    """Returns the bytes of a row of each table: float32 weights and optimizer state.
+
+    Raises ValueError for an unknown optimizer.
+    """
+    if optimizer not in NUM_STATES:
+        raise ValueError(f"optimizer is {optimizer!r}; choose one of {', '.join(NUM_STATES)}")
+    state = NUM_STATES[optimizer] * (1 if optimizer == "row_wise_adagrad" else embedding_dim)
+    return {table.name: 4 * (embedding_dim + state) for table in dataset.info.tables}
+
+
+def compare_ways(
+    dataset: PackedDataset, budget_bytes: int, *, embedding_dim: int, optimizer: Algorithm = "sgd", seed: int = 0
+) -> dict[str, Any]:
+    """Tries every way within the same budget; docs/inspect.md lists the fields.
+
+    If a way finds no hot set within the budget, its field `error` says why. Raises ValueError if no way can.
+    """
+    record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
+    ways = []
+    for how in WAYS:
+        try:
+            calibration = calibrate(dataset, how, budget_bytes, record_bytes=record_bytes, seed=seed)
+        except ValueError as error:
+            if how != "sampled":  # the others fail only if no way can succeed
+                raise
+            ways.append({"name": how, "budget_bytes": budget_bytes, "error": str(error)})
+            continue
+        found = find_hot(dataset, calibration)
+        ways.append({**found.to_json(), **_accesses(dataset, found.rows)})
+    return {"budget_bytes": budget_bytes, "optimizer": optimizer, "embedding_dim": embedding_dim, "ways": ways}
+
+
+def _accesses(dataset: PackedDataset, hot: HotSet) -> Mapping[str, float]:
+    """Returns the share of the training accesses that fall on hot rows; nothing if the dataset carries no counts."""
+    if not dataset.has_counts:
+        return {}
+    counts = {name: dataset.counts(name) for name in hot.rows}
+    hits = sum(
+        int(counts[name][: rows.prefix].sum(dtype="u8")) + int(counts[name][rows.listed].sum(dtype="u8"))
+        for name, rows in hot.rows.items()
+    )
+    total = sum(int(own.sum(dtype="u8")) for own in counts.values())
+    return {"hot_accesses": hits / total if total else 0.0}
+
+
+# ---- how hot rows age
 
 
 @dataclass
 class Served:
-    """Of one part, what a set or a cache served."""
+    """What a set or a cache served of one part."""
 
     samples: int = 0
-    """Samples of which it had every row."""
+    """Samples whose rows it had, every one."""
     accesses: int = 0
 
 
 def measure_drift(
     dataset: PackedDataset, budget_bytes: int, *, record_bytes: Mapping[str, int], parts: int = PARTS, seed: int = 0
 ) -> dict[str, Any]:
-    """The fields of `drift` in docs/inspect.md. record_bytes: of a row of each table, optimizer state included.
+    """Measures how hot rows age; returns the fields of `drift` in docs/inspect.md.
 
-    parts: into which the split is cut, of as many samples but for one; no more than there are samples. Raises
-    ValueError for fewer than two, where the split has no samples and where `calibrate` does.
+    record_bytes: of a row of each table, optimizer state included. parts: the split is cut into this many parts of
+    equal size, or into as many as it has samples. Raises ValueError for fewer than two parts, if the split has no
+    samples, and whenever `calibrate` does.
     """
     check_parts(parts)
     split = dataset.split("train")
@@ -71,7 +126,7 @@ def measure_drift(
 
 
 def check_parts(parts: int) -> None:
-    """Raises ValueError for what shows no change, and for more than a chart can."""
+    """Raises ValueError for a number of parts that shows no change, or that a chart cannot show."""
     if not 2 <= parts <= MOST_PARTS:
         raise ValueError(
             f"parts is {parts}; how hot rows age is seen over 2 to {MOST_PARTS:,} parts of the training split"
@@ -88,11 +143,8 @@ def _shares(part: Mapping[str, Any]) -> dict[str, Any]:
     return {"samples": samples, "accesses": accesses, **shares}
 
 
-# ---- sets of rows
-
-
 def slices_of(dataset: PackedDataset, start: int, stop: int) -> Iterator[tuple[list[Ids], int]]:
-    """(ids by feature, how many samples) of the training samples from `start` to `stop`, BATCH_SIZE at most."""
+    """Yields (ids by feature, number of samples) of training samples `start` to `stop`, up to BATCH_SIZE at a time."""
     split = dataset.split("train")
     firsts = [0, *np.cumsum(split.block_rows).tolist()]
     for index, (first, last) in enumerate(pairwise(firsts)):
@@ -103,13 +155,14 @@ def slices_of(dataset: PackedDataset, start: int, stop: int) -> Iterator[tuple[l
 
 
 def flat_ids(ids: Ids) -> NDArray[Any]:
+    """Returns all ids of a column, those of a sample one after another."""
     return ids.values if isinstance(ids, Ragged) else ids
 
 
 def _of_part(
     dataset: PackedDataset, part: tuple[int, int], budget_bytes: int, record_bytes: Mapping[str, int]
 ) -> HotSet:
-    """The rows of most accesses per byte in one part."""
+    """Returns the rows with most accesses per byte in one part."""
     counts = {table.name: np.zeros(table.num_embeddings, np.int64) for table in dataset.info.tables}
     for columns, _ in slices_of(dataset, *part):
         for feature, ids in zip(dataset.info.features, columns, strict=True):
@@ -120,7 +173,7 @@ def _of_part(
 
 
 def _part(dataset: PackedDataset, part: tuple[int, int], sets: Mapping[str, HotSet]) -> dict[str, Any]:
-    """What each set serves of a part."""
+    """Returns what each set serves of a part."""
     rows = {name: by_feature(dataset, hot.rows) for name, hot in sets.items()}
     found: dict[str, Any] = {"samples": part[1] - part[0], "accesses": 0, **{name: Served() for name in sets}}
     for columns, num_samples in slices_of(dataset, *part):
@@ -132,9 +185,6 @@ def _part(dataset: PackedDataset, part: tuple[int, int], sets: Mapping[str, HotS
     return found
 
 
-# ---- caches
-
-
 def _caches(
     dataset: PackedDataset,
     parts: Sequence[tuple[int, int]],
@@ -142,7 +192,7 @@ def _caches(
     budget_bytes: int,
     record_bytes: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Adds to each part of `found` what caches serve of it; says how many rows they hold, or why none was run."""
+    """Adds what caches serve to each part of `found`; returns how many rows they hold, or why none was simulated."""
     sizes = {record_bytes[table.name] for table in dataset.info.tables}
     num_accesses, num_rows = sum(own["accesses"] for own in found), sum(t.num_embeddings for t in dataset.info.tables)
     if len(sizes) > 1:
@@ -169,7 +219,7 @@ def _caches(
 def _in_order(
     dataset: PackedDataset, columns: Sequence[Ids], num_samples: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """All rows looked up, numbered through the tables, sample after sample; how many each sample looks up."""
+    """Returns all rows looked up, sample after sample and numbered across tables, and how many each sample looks up."""
     firsts, first = {}, 0
     for table in dataset.info.tables:
         firsts[table.name] = first
