@@ -282,9 +282,9 @@ class HotConfig(_Section):
     """Hot rows: in which order hot and cold samples train. A sample is hot if all its rows are hot."""
 
     schedule: Literal["none", "fae", "fixed", "window"] = "none"
-    """`none`: samples train in the loader's shuffled order. `fixed`: batches of cold samples and of hot samples alternate
-    in phases, `rate` percent of a class in each. `fae`: as `fixed`, but after each phase the rate follows the loss on
-    validation rows. `window`: within every `window` batches, hot samples fill the first batches."""
+    """`none`: samples train in the loader's shuffled order. `fixed`: phases of cold batches and of hot batches
+    alternate, each with `rate` percent of its class. `fae`: as `fixed`, but after each phase the rate follows the loss
+    on validation rows. `window`: within every `window` batches, hot samples fill the first batches."""
     budget: str | int = "512MiB"
     """Memory for hot rows with their optimizer states: bytes, or text such as 512MiB."""
     small_table: str | int = "1MiB"
@@ -293,8 +293,8 @@ class HotConfig(_Section):
     """How hot rows are chosen. `exact`: those with most accesses. `sampled`: FAE's estimate of them from 5 % of the
     samples. `covering`: so that most samples are hot. `hotrow inspect --hot` compares the three."""
     rate: Annotated[float, Field(ge=1, le=100)] = 50
-    """Percent of a class of batches, cold or hot, that one phase trains. With `fae` this is the first rate: it is halved
-    if the loss did not fall, and doubled after four falls in a row. Only for `fae` and `fixed`."""
+    """Percent of a class of batches, cold or hot, that one phase trains. `fae` starts with it, halves it if the loss
+    did not fall, and doubles it after four falls in a row. Only for `fae` and `fixed`."""
     shuffled_end: Share = 0
     """Share of the samples, drawn from both classes, that every epoch keeps for its end, in shuffled order. Without
     them an epoch ends on one class, whose rate of clicks the model learns last. 0 is as published. Only for `fae` and

@@ -108,7 +108,7 @@ class Hotness:
     tables: tuple[TableHotness, ...]
 
     def miss_ratio(self, table: str, capacity_rows: int, *, per: Access = "row") -> float:
-        """Returns the share of `table`'s accesses that an LRU cache of `capacity_rows` rows misses, with first accesses.
+        """Returns the share of a table's accesses that an LRU cache of `capacity_rows` rows misses, first accesses too.
 
         per: "row" counts each distinct row of a batch as one access; "lookup" counts every lookup. Raises ValueError
         for an unknown table.

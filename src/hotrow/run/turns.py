@@ -1,7 +1,8 @@
-"""The turns of a run: which batches come next, on which side the hot rows live meanwhile, and what that cost.
+"""The phases of a hot schedule in a run: which batches come next, and where the hot rows live meanwhile.
 
-`Turns` puts order.py (when hot, when cold), find.py and learner.py (what is hot), and copies.py together for
-the trainer, which trains turn after turn. Without a hot schedule there is one class of batches, and a turn is an epoch.
+`Turns` puts together order.py (when hot, when cold), classify.py (what is hot) and copies.py for the trainer, which
+trains one phase (a `Turn`) after another. Without a hot schedule there is one class of batches, and an epoch is one
+phase.
 """
 
 from __future__ import annotations
