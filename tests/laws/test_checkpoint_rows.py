@@ -259,7 +259,7 @@ def test_a_failed_save_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "hotrow.base.records.write_sealed",
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(f"hotrow.{what}", full)
+            patch.setattr(what, full)
             with pytest.raises(OSError, match="No space left"):
                 save_checkpoint(tmp_path / "step-2", model.parts)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "rows") == ["step-1"]
