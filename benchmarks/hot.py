@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from benchmarks import hot_quality, hot_trackers
 from benchmarks.hot_tracker import HotTracker, show_part
-from benchmarks.results import record
+from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, column_ids, make_setting
 from hotrow.data.packed.dataset import PackedDataset
@@ -384,7 +384,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     options.data = options.data or Path(os.environ.get("HOTROW_DATA", hot_trackers.DATA))
     if unknown := set(options.names) - set(CELLS):
         sys.exit(f"no cell is called {', '.join(unknown)}; choose from {', '.join(CELLS)}")

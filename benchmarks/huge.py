@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hotrow
-from benchmarks.results import record
+from benchmarks.results import end_on_signals, record
 from hotrow.kernels import ops
 from hotrow.kernels.reference import row_key
 from hotrow.models.dlrm import DLRM
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="where the files lie: on the disk to measure")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     if options.quick:
         rows = tuple(n // QUICK_SCALE for n in ROWS)
         work = Work(rows, QUICK_STEPS, QUICK_CHECKED, 4 * DIM * sum(rows) // 4, str(options.folder))

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.results import end_on_signals
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs
-from hotrow.study import bench
 
 FILES = {
     "criteo 80k": "criteo_terabyte_80k.tsv.gz",
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}; default: all")
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.files or FILES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ class StudyDocs:
     """One study's page: `docs/NAME-study.md`, its charts, and `docs/NAME-study.json`, which holds what they show."""
 
     name: str
-    """The study's, as `hotrow study` takes it."""
+    """The name that `python -m benchmarks.studies` takes."""
     head: str
     """What the page begins with."""
     kept: Sequence[str]
@@ -48,7 +47,8 @@ class StudyDocs:
     def files(self) -> dict[str, str]:
         """Names below docs/, and their text."""
         report = json.loads(self.json.read_text(encoding="utf-8"))
-        made = f"Made by `hotrow study {self.name} --data ...` and `python -m benchmarks.{self.name}_study`."
+        command = f"python -m benchmarks.studies {self.name}"
+        made = f"Made by `{command} --data ...` and `{command} --docs`."
         lines = [self.head, f"{machine_line(report)} {made}"]
         charts = self.charts(report)
         for title, (file, _) in charts.items():
@@ -56,13 +56,10 @@ class StudyDocs:
         lines += [*self.body(report), *not_measured(report)]
         return {f"{self.name}-study.md": "\n".join(lines) + "\n", **dict(charts.values())}
 
-    def main(self, description: str | None) -> None:
-        """Keep what is shown of a study's file, if one is named, and write the pages."""
-        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("file", nargs="?", type=Path, help=f"{self.name}.json of the study's folder of results")
-        options = parser.parse_args()
-        if options.file is not None:
-            kept = self.kept_of(json.loads(options.file.read_text(encoding="utf-8")))
+    def write(self, file: Path | None) -> None:
+        """Keep what the page shows of a study's results `file`, if one is given, and write the page and its charts."""
+        if file is not None:
+            kept = self.kept_of(json.loads(file.read_text(encoding="utf-8")))
             self.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         for name, text in self.files().items():
             (DOCS / name).write_text(text, encoding="utf-8")

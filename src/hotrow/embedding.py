@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hotrow import torch_tables
-from hotrow.base.files import available_memory_bytes, size
+from hotrow.base.files import size
+from hotrow.base.machine import available_memory_bytes
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, row_key, to_float16, widen, write_rows

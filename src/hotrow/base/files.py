@@ -203,68 +203,6 @@ def file_system(path: Path | str) -> str | None:
     return found
 
 
-def available_memory_bytes() -> int:
-    """Memory this process may still take without swapping: min(the machine's, each enclosing cgroup's), in bytes."""
-    cgroup = _cgroup_available_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return min(value for value in (_machine_available_bytes(), cgroup) if value is not None)
-
-
-def _machine_available_bytes() -> int:
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-    except OSError:  # not Linux: all there is to ask portably is the machine's size
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    assert match is not None, "Linux older than 3.14 is not supported"
-    return int(match[1]) * 1024
-
-
-def cgroup_folders(controller: str, root: Path, membership: Path) -> Iterator[tuple[int, Path]]:
-    """Version (1 or 2) and folder of this process's cgroup and each of its parents, for one controller.
-
-    root: where they are mounted, such as /sys/fs/cgroup; membership: such as /proc/self/cgroup. Folders may be absent.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        version, base = (1, root / controller) if controllers else (2, root)
-        # Inside a container the path may be the host's, absent here; its visible ancestors still hold.
-        relative = Path(path.lstrip("/"))
-        for folder in (relative, *relative.parents):
-            yield version, base / folder
-
-
-_MEMORY_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
-}
-
-
-def _cgroup_available_bytes(root: Path, membership: Path) -> int | None:
-    """The tightest of limit - use + reclaimable page cache over this process's cgroup and its parents, v1 or v2."""
-    folders = cgroup_folders("memory", root, membership)
-    free = [_cgroup_folder_bytes(folder, *_MEMORY_FILES[version]) for version, folder in folders]
-    return min((each for each in free if each is not None), default=None)
-
-
-def _cgroup_folder_bytes(folder: Path, limit: str, use: str, cache: str) -> int | None:
-    try:
-        limit_text = (folder / limit).read_text().strip()
-        if limit_text == "max":
-            return None
-        free = int(limit_text) - int((folder / use).read_text())
-        stat = (folder / "memory.stat").read_text()
-    except OSError:
-        return None
-    match = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
-    return max(0, free + (int(match[1]) if match else 0))
-
-
 class FullDiskError(OSError):
     """No space on disk, with what is kept and how to go on already said."""
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
 import re
-from collections.abc import Set
+import time
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-from hotrow.base.files import cgroup_folders
 
 ISAS = ("baseline", "avx2", "avx512")
 """Instruction sets that the native kernels are built for, narrowest first."""
@@ -141,3 +141,133 @@ def _folder_quota(folder: Path, version: int) -> float | None:
     except (OSError, ValueError):
         return None
     return None if quota.strip() in ("max", "-1") else int(quota) / int(period)
+
+
+# ---- memory
+
+
+def available_memory_bytes() -> int:
+    """Memory this process may still take without swapping: min(the machine's, each enclosing cgroup's), in bytes."""
+    cgroup = _cgroup_available_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return min(value for value in (_machine_available_bytes(), cgroup) if value is not None)
+
+
+def _machine_available_bytes() -> int:
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux: all there is to ask portably is the machine's size
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    assert match is not None, "Linux older than 3.14 is not supported"
+    return int(match[1]) * 1024
+
+
+def cgroup_folders(controller: str, root: Path, membership: Path) -> Iterator[tuple[int, Path]]:
+    """Version (1 or 2) and folder of this process's cgroup and each of its parents, for one controller.
+
+    root: where they are mounted, such as /sys/fs/cgroup; membership: such as /proc/self/cgroup. Folders may be absent.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        version, base = (1, root / controller) if controllers else (2, root)
+        # Inside a container the path may be the host's, absent here; its visible ancestors still hold.
+        relative = Path(path.lstrip("/"))
+        for folder in (relative, *relative.parents):
+            yield version, base / folder
+
+
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def _cgroup_available_bytes(root: Path, membership: Path) -> int | None:
+    """The tightest of limit - use + reclaimable page cache over this process's cgroup and its parents, v1 or v2."""
+    folders = cgroup_folders("memory", root, membership)
+    free = [_cgroup_folder_bytes(folder, *_MEMORY_FILES[version]) for version, folder in folders]
+    return min((each for each in free if each is not None), default=None)
+
+
+def _cgroup_folder_bytes(folder: Path, limit: str, use: str, cache: str) -> int | None:
+    try:
+        limit_text = (folder / limit).read_text().strip()
+        if limit_text == "max":
+            return None
+        free = int(limit_text) - int((folder / use).read_text())
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return None
+    match = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
+    return max(0, free + (int(match[1]) if match else 0))
+
+
+# ---- what others do to this process
+
+LEAST_COUNTED_S = 0.2
+"""The system counts processor time in ticks of 10 ms, which say nothing of a shorter round."""
+
+
+def stolen_s() -> float:
+    """Processor seconds the hypervisor took from this machine since it started; 0 where that is not told."""
+    return _cpu_ticks((7,)) / os.sysconf("SC_CLK_TCK")
+
+
+def others_s(processes: Iterable[int]) -> float:
+    """Processor seconds of all but `processes` and their children that have ended; 0 where that is not told."""
+    own = 0
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            own += sum(map(int, fields[11:15]))  # user and system time, its own and its children's
+    return max(0, _cpu_ticks((0, 1, 2, 5, 6)) - own) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_ticks(columns: Sequence[int]) -> int:
+    """The sum of these columns of the first line of /proc/stat; 0 where there is none."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0
+    ticks = stat.read_text().split("\n", 1)[0].split()[1:]
+    return sum(int(ticks[column]) for column in columns)
+
+
+def waited_s(processes: Iterable[int]) -> float:
+    """Seconds for which threads of `processes` were ready to run and had no processor; 0 where that is not told.
+
+    Summed over the threads that they have now, from each one's start.
+    """
+    waited_ns = 0
+    for process in processes:
+        for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, IndexError):  # a thread that ended, a kernel without the numbers
+                waited_ns += int(task.read_text().split()[1])
+    return waited_ns / 1e9
+
+
+class Disturbance:
+    """What others do to this process, and to the `workers` it waits for, from now on."""
+
+    def __init__(self, workers: Sequence[int] = ()) -> None:
+        self._processes = (os.getpid(), *workers)
+        self._before, self._start = self._now(), time.perf_counter()
+
+    def _now(self) -> tuple[float, float, float]:
+        return stolen_s(), waited_s(self._processes), others_s(self._processes)
+
+    def share(self) -> float:
+        """The share of the time since then in which the hypervisor or other processes had the processors.
+
+        Threads that waited for one another are not counted: waiting counts as far as other processes computed.
+        """
+        seconds = time.perf_counter() - self._start
+        stolen, waited, others = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        if seconds >= LEAST_COUNTED_S:
+            waited = min(waited, others)
+        return (stolen + max(0.0, waited)) / seconds

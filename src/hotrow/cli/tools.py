@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hotrow.base.files import available_memory_bytes, disk_free_bytes, file_system, parse_bytes
-from hotrow.base.machine import host_facts, isa_limit, versions
-from hotrow.base.progress_meter import ProgressCallback
+from hotrow.base.files import disk_free_bytes, file_system, parse_bytes
+from hotrow.base.machine import available_memory_bytes, host_facts, isa_limit, versions
+from hotrow.base.progress import ProgressCallback
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.reader import crc32_of_file
 from hotrow.export.export import EXPORT, verify_export

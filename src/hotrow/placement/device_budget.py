@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hotrow.base.files import available_memory_bytes, parse_bytes
+from hotrow.base.files import parse_bytes
+from hotrow.base.machine import available_memory_bytes
 from hotrow.placement.budget import SMALL_TABLES_SHARE, Memory, TableDemand, TableSlots
 
 MOVING_SHARE = 8

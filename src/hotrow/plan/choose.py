@@ -13,7 +13,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hotrow.base.files import available_memory_bytes, disk_free_bytes, size
+from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.embedding import EmbeddingCollection

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.rivals.sides import Settings, Side, collection_over, past_page_cache
+from benchmarks.rivals.work import SEED, Work
 from hotrow.batch import Batch
 from hotrow.kernels import ops
 from hotrow.kernels.reference import row_key
-from hotrow.study.sides import Settings, Side, collection_over, past_page_cache
-from hotrow.study.work import SEED, Work
 from hotrow.tables import TableConfig
 
 PAGE_BYTES = mmap.PAGESIZE

@@ -4,7 +4,7 @@
     a side        |               | settle, steps |               | ...      another, in a memory cgroup
 
 Stretches of steps alternate, so that no two compute at once; a round is one of each. Both see the same batches from the
-same weights, and a side whose losses differ in a bit is refused. Who the sides are: sides.py and rivals.py.
+same weights, and a side whose losses differ in a bit is refused. Who the sides are: sides.py and stores.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rivals import stores
+from benchmarks.rivals.group import GroupError, MemoryGroup
+from benchmarks.rivals.sides import Settings
+from benchmarks.rivals.work import Work, shared_batches, trace_rows
+from benchmarks.rivals.worker import Worker, WorkerError
 from hotrow.batch import Batch
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
-from hotrow.study import bench, rivals
-from hotrow.study.group import GroupError, MemoryGroup
-from hotrow.study.sides import Settings
-from hotrow.study.work import Work, shared_batches, trace_rows
-from hotrow.study.worker import Worker, WorkerError
+from hotrow.study import bench
 
 SLACK_BYTES = {"tiers": 64 << 20, "mmap": 64 << 20, "rocksdb": 128 << 20}
 """Beside the budget and what a process used before it had tables: what allocators keep, and RocksDB's threads and
@@ -135,7 +136,7 @@ def refusal(cell: MemoryCell, *, memory_bytes: int, cores: int) -> str | None:
             f"beside its DRAM a process has {slack / 1e6:.0f} MB, in which the page cache would hold more of the files "
             "than in that"
         )
-    return rivals.missing(cell.side) or group_refused()
+    return stores.missing(cell.side) or group_refused()
 
 
 @functools.lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.rivals.work import LR, SEED, Training, Work
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
@@ -30,7 +31,6 @@ from hotrow.plan.solve import plan_by_counts
 from hotrow.run.checkpoint import Part, save_checkpoint
 from hotrow.run.checkpoint_manifest import read_manifest
 from hotrow.run.meters_tiers import GAUGES
-from hotrow.study.work import LR, SEED, Training, Work
 from hotrow.tables import TableConfig
 
 ZEROS_BYTES = 1 << 23

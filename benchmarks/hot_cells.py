@@ -1,34 +1,126 @@
-"""What the study `hot` counts: hot rows, hot samples, and what crosses the link in an epoch; nothing is trained."""
+"""The cells of the study `hot`, and what is counted of them: hot rows, hot samples, bytes over the link.
+
+Nothing is trained here; benchmarks.hot_study trains. Cells are measured on packed datasets, or on synthetic ones in the
+shapes of public click logs.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.hot_lab import by_threshold, cached_crossing, crossing
+from hotrow.base.files import parse_bytes
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot.cached import cached_crossing
+from hotrow.data.prepare.pipeline import prepare
+from hotrow.data.sources.registry import OpenedSource
+from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.synthetic import SyntheticSource
+from hotrow.data.sources.synthetic_config import SyntheticConfig, avazu, criteo_kaggle, criteo_terabyte
 from hotrow.hot.calibrate import calibrate
-from hotrow.hot.classify import hot_samples
-from hotrow.hot.compare import record_bytes_of
-from hotrow.hot.find import find_hot
-from hotrow.hot.hot_set import HotSet
-from hotrow.hot.link import crossing
-from hotrow.hot.table_use import counts_of
-from hotrow.hot.threshold import by_threshold
+from hotrow.hot.classify import find_hot, hot_samples
+from hotrow.hot.hot_set import HotSet, counts_of
+from hotrow.inspect.hot_rows import record_bytes_of
+from hotrow.kernels.reference import Algorithm
 from hotrow.models.tbsm import SUFFIX as HISTORY
 from hotrow.placement.budget import TableDemand
 from hotrow.placement.device_budget import slot_bytes
 from hotrow.plan.solve import plan_by_counts
 
-if TYPE_CHECKING:
-    from hotrow.study.hot import HotCell
-
 SWAPS = 4
 """Copies of the hot rows in an epoch of turns of 50 %: to the device and back, twice."""
+
+
+SHAPES: dict[str, Callable[..., SyntheticConfig]] = {
+    "kaggle": criteo_kaggle,
+    "terabyte": criteo_terabyte,
+    "avazu": avazu,
+}
+"""By the names that studies use."""
+
+
+def make_shape(name: str, num_samples: int, scale: float, out: Path) -> Path:
+    """Pack a synthetic data set into the folder `out`: split by time, 80 % to train on, every id that occurs a row."""
+    config = SHAPES[name](num_samples, scale=scale)
+    ids = [table.name for table in config.tables]
+    schema = parse_schema(
+        {
+            "label": "label",
+            "time": "time",
+            "dense": [column.name for column in config.dense],
+            "categorical": ids,
+            "split": {"kind": "time"},
+        },
+        where=config.name,
+    )
+    prepare(OpenedSource(SyntheticSource(config), schema, dict.fromkeys(ids, "int")), out)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotCell:
+    """One measurement: a hot set of a dataset, or an epoch by it."""
+
+    group: str
+    kind: str
+    """coverage | cached | quality"""
+    source: str
+    """A shape, or the path of a packed dataset."""
+    rows: str
+    """exact | sampled | covering | threshold; of cached slots for good by exact counts"""
+    amount: float
+    """Share of the tables' bytes; of threshold percent of a table's accesses."""
+    num_samples: int = 1_000_000
+    """Of a shape; all splits."""
+    scale: float = 0.1
+    """Of the rows of a shape's tables."""
+    small_table: str = "100KiB"
+    """Tables below are hot whole: a tenth of FAE's, as the tables of a shape are of its data's."""
+    embedding_dim: int = 16
+    optimizer: Algorithm = "row_wise_adagrad"
+    schedule: str = "none"
+    rate: float = 50
+    """Percent of a class in a turn, of fae the first."""
+    shuffled_end: float = 0.0
+    """Share of the samples that turns keep for the end of the epoch, in shuffled order."""
+    batch_size: int = 2048
+    decay: float = 0.0
+    """Share of the steps, the last, over which the learning rates fall, as the reference DLRM's do; 0: they do not."""
+    width: int | None = None
+    """Of one hidden layer below and one above the interaction of a DLRM, in place of the default ones."""
+    seeds: int = 3
+
+    def __post_init__(self) -> None:
+        if self.seeds < 2:
+            raise ValueError(f"seeds is {self.seeds}; differences between runs need at least 2")
+
+    @property
+    def small_table_bytes(self) -> int:
+        """`small_table` as a number."""
+        return parse_bytes(self.small_table)
+
+    @property
+    def name(self) -> str:
+        """Of the data."""
+        return self.source if self.source in SHAPES else Path(self.source).name
+
+    @property
+    def key(self) -> str:
+        """Names the cell in files."""
+        shape = f"{self.num_samples}x{self.scale:g}" if self.source in SHAPES else "all"
+        end = f"+{self.shuffled_end:g}" if self.shuffled_end else ""
+        decay = f"-{self.decay:g}" if self.decay else ""
+        width = f"/{self.width} wide" if self.width else ""
+        schedule = f"/{self.schedule}{self.rate:g}{end}{decay}x{self.seeds}/{self.batch_size}{width}"
+        schedule = schedule if self.kind == "quality" else ""
+        return f"{self.group}/{self.name}/{shape}/{self.rows}/{self.amount:g}/{self.embedding_dim}{schedule}"
 
 
 def counted(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:

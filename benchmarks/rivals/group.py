@@ -10,6 +10,8 @@ import time
 import uuid
 from pathlib import Path
 
+from hotrow.base.machine import cgroup_folders
+
 MOUNT = Path("/sys/fs/cgroup")
 CURE = "run as root, or under `systemd-run --scope -p Delegate=yes`"
 
@@ -82,21 +84,12 @@ class MemoryGroup:
         self.remove()
 
 
-def own_group(text: str | None = None, mount: Path = MOUNT) -> Path:
-    """The memory group of this process as a folder. text: of /proc/self/cgroup. Raises GroupError."""
-    file = Path("/proc/self/cgroup")
-    if text is None:
-        text = file.read_text() if file.exists() else ""
-    paths = {}
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths[controllers] = path.lstrip("/")
-    for controllers, path in paths.items():
-        if "memory" in controllers.split(","):
-            root = mount / "memory"
-            return root / path if (root / path).is_dir() else root  # in a container the root is its own group
-    if "" in paths and (mount / "cgroup.controllers").exists():
-        return mount / paths[""]
+def own_group(mount: Path = MOUNT, membership: Path = Path("/proc/self/cgroup")) -> Path:
+    """Returns the folder of this process's memory group. Raises GroupError."""
+    for version, folder in sorted(cgroup_folders("memory", mount, membership), key=lambda found: found[0]):
+        # Version 2 has no memory controller in a folder that merely lies at the mount point.
+        if folder.is_dir() and (version == 1 or (mount / "cgroup.controllers").exists()):
+            return folder
     raise GroupError(f"this system has no memory groups under {mount}, so memory and page cache cannot be limited")
 
 

@@ -17,9 +17,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, TextIO
 
-from hotrow.study.group import MemoryGroup, enter_and
+from benchmarks.rivals.group import MemoryGroup, enter_and
+
+ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class WorkerError(RuntimeError):
@@ -31,9 +34,9 @@ class Worker:
 
     def __init__(self, side: str, work: Any, settings: Any, *, threads: int, group: MemoryGroup | None = None) -> None:
         self.side, self.group = side, group
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1", "PYTHONPATH": ROOT}
         self._process: subprocess.Popen[str] = subprocess.Popen(
-            enter_and(group, [sys.executable, "-c", "from hotrow.study.worker import main; main()"]),
+            enter_and(group, [sys.executable, "-c", "from benchmarks.rivals.worker import main; main()"]),
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -100,12 +103,12 @@ class Server:
     """A side in its process."""
 
     def __init__(self, side: str, work: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        from hotrow.study import rivals, sides
-        from hotrow.study.work import Work
+        from benchmarks.rivals import sides, stores
+        from benchmarks.rivals.work import Work
 
         lists: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in work.items()}
         self.work = Work(**lists)
-        kinds = {"dram": sides.Side, "tiers": sides.InTiers, "mmap": rivals.Mapped, "rocksdb": rivals.Rocks}
+        kinds = {"dram": sides.Side, "tiers": sides.InTiers, "mmap": stores.Mapped, "rocksdb": stores.Rocks}
         self._warm_up(sides)
         self.side = kinds[side](self.work, sides.Settings(**settings))
 
@@ -125,7 +128,7 @@ class Server:
 
     def train(self, *, batches: str, settle: int, steps: int, ahead: int) -> dict[str, Any]:
         """A stretch on the batches of that file, `ahead` of which it only looks ahead to."""
-        from hotrow.study.work import read_batches
+        from benchmarks.rivals.work import read_batches
 
         return self.side.train([*read_batches(batches, self.work)], settle=settle, steps=steps, ahead=ahead)
 
