@@ -1,4 +1,4 @@
-"""The dense parts of a DLRM, dot interaction and MLP, against torch's, and what the machine allows of each.
+"""The dense parts of a DLRM, dot interaction and MLP, against torch's, and the limit of the machine for each.
 
 These are cells of benchmarks.kernels; those of embedding tables are hotrow.study.cells, which `hotrow bench` measures.
 """
@@ -17,7 +17,7 @@ from hotrow.study.cells import Cell, Contender, matmul_flops_per_s, sequential_l
 
 
 class Interaction:
-    """Pairwise dot products of 1 + num_features vectors per sample, forward and backward, by `function`."""
+    """Pairwise dot products of 1 + num_features vectors per sample, forward and backward, computed by `function`."""
 
     def __init__(
         self, function: Callable[[Tensor, Tensor], Tensor], batch_size: int, num_features: int, dim: int
@@ -29,22 +29,22 @@ class Interaction:
         self.gradient = torch.randn(batch_size, dim + num_features * (num_features + 1) // 2, generator=generator)
 
     def prepare(self, batch: int) -> None:
-        """Every batch is the same one."""
+        """Clears the gradients; every batch is the same."""
         self.dense.grad = self.pooled.grad = None
 
     def run(self) -> None:
-        """Forward and backward."""
+        """Runs forward and backward."""
         self.out = self.function(self.dense, self.pooled)
         torch.autograd.backward(self.out, self.gradient)
 
     def outputs(self) -> Iterable[Tensor]:
-        """The output and both gradients."""
+        """Returns the output and both gradients."""
         assert self.dense.grad is not None and self.pooled.grad is not None
         return [self.out.detach(), self.dense.grad, self.pooled.grad]
 
 
 def interact_in_torch(num_features: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The reference DLRM's interaction, cat -> bmm -> lower triangle -> cat, with its index made once and flat."""
+    """Returns the reference DLRM's interaction, cat -> bmm -> lower triangle -> cat, with a precomputed flat index."""
     n = num_features + 1
     rows, columns = torch.tril_indices(n, n, offset=-1)
     flat = rows * n + columns
@@ -58,10 +58,10 @@ def interact_in_torch(num_features: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Dense:
-    """An MLP, forward and backward, by `function` of its input and its weights and biases in turn.
+    """An MLP, forward and backward, computed by `function` of the input and of weights and biases in turn.
 
-    All numbers are small integers, so that every sum is exact in any order: a value next to 0 that rounding put on the
-    other side of a ReLU would give both sides different gradients, and neither would be wrong.
+    All numbers are small integers, so that every sum is exact in any order. Otherwise rounding could put a value near 0
+    on either side of a ReLU, and the two sides would have different gradients without either being wrong.
     """
 
     def __init__(self, function: Callable[..., Tensor], batch_size: int, widths: Sequence[int]) -> None:
@@ -78,24 +78,24 @@ class Dense:
         self.gradient = small(batch_size, widths[-1])
 
     def prepare(self, batch: int) -> None:
-        """Every batch is the same one."""
+        """Clears the gradients; every batch is the same."""
         self.x.grad = None
         for parameter in self.parameters:
             parameter.grad = None
 
     def run(self) -> None:
-        """Forward and backward."""
+        """Runs forward and backward."""
         self.out = self.function(self.x, *self.parameters)
         torch.autograd.backward(self.out, self.gradient)
 
     def outputs(self) -> Iterable[Tensor]:
-        """The output and all gradients."""
+        """Returns the output and all gradients."""
         grads = [tensor.grad for tensor in (self.x, *self.parameters)]
         return [self.out.detach(), *(grad for grad in grads if grad is not None)]
 
 
 def mlp_in_torch(x: Tensor, *parameters: Tensor) -> Tensor:
-    """torch's linear and relu, none after the last layer."""
+    """Applies torch's linear and relu; no relu after the last layer."""
     for weight, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
         x = torch.relu(nn.functional.linear(x, weight, bias))
     return nn.functional.linear(x, *parameters[-2:])
@@ -105,7 +105,7 @@ def mlp_in_torch(x: Tensor, *parameters: Tensor) -> Tensor:
 
 
 def interaction_limit_s(batch_size: int, num_features: int, dim: int, threads: int) -> float | None:
-    """The larger of moving every operand once and doing the arithmetic as fast as this machine multiplies at all.
+    """Returns the larger of the times to move every operand once and to do the arithmetic at the machine's top rate.
 
     Forward reads 1 + F vectors and writes the output; backward reads them and the output's gradient and writes 1 + F
     gradients. The arithmetic is a multiply and an add per column of each pair forward, of each ordered pair backward.
@@ -122,25 +122,25 @@ def interaction_limit_s(batch_size: int, num_features: int, dim: int, threads: i
 
 @cache
 def products_flops_per_s(threads: int) -> float:
-    """The most that this machine does in products: by a large torch.mm, or by multiply-adds that touch no memory.
+    """Returns the highest rate of products on this machine: of a large torch.mm, or of multiply-adds without memory.
 
-    Most by far the latter. torch.mm alone is no limit: MKL takes slow code on processors of other makers than Intel.
+    Usually the latter. torch.mm alone is not a limit: MKL runs slow code on processors of other makers than Intel.
     """
     bare = max(ops.multiply_adds_per_s(threads) for _ in range(100)) if ops.backend().name == "native" else 0.0
     return max(bare, matmul_flops_per_s())
 
 
 def mlp_flops(widths: Sequence[int], batch_size: int, *, gradient_of_inputs: bool) -> int:
-    """Operations of an MLP's products, forward and backward, down to its inputs or to its first weights.
+    """Returns the operations of an MLP's products, forward and backward, down to its inputs or its first weights.
 
-    A multiply-add is two. Each layer has a product forward, one for its weights and one for its inputs.
+    A multiply-add counts as two. Each layer has one product forward, one for its weights and one for its inputs.
     """
     layers = [num_inputs * num_outputs for num_inputs, num_outputs in pairwise(widths)]
     return 2 * batch_size * (3 * sum(layers) - (0 if gradient_of_inputs else layers[0]))
 
 
 def mlp_limit_s(widths: Sequence[int], batch_size: int, threads: int) -> float:
-    """Seconds of an MLP's products, forward and backward, as fast as this machine multiplies at all."""
+    """Returns the seconds of an MLP's products, forward and backward, at the machine's top rate."""
     return mlp_flops(widths, batch_size, gradient_of_inputs=True) / products_flops_per_s(threads)
 
 
@@ -148,7 +148,7 @@ def mlp_limit_s(widths: Sequence[int], batch_size: int, threads: int) -> float:
 
 
 def interaction_cell(name: str, batch_size: int, num_features: int, dim: int) -> Cell:
-    """A cell of dot interaction, forward and backward, against cat + bmm + gather."""
+    """Returns a cell of dot interaction, forward and backward, against cat + bmm + gather."""
 
     def build() -> tuple[Contender, Contender]:
         side = partial(Interaction, batch_size=batch_size, num_features=num_features, dim=dim)
@@ -159,7 +159,7 @@ def interaction_cell(name: str, batch_size: int, num_features: int, dim: int) ->
 
 
 def mlp_cell(name: str, batch_size: int, widths: Sequence[int]) -> Cell:
-    """A cell of an MLP, forward and backward, against torch's linear and relu."""
+    """Returns a cell of an MLP, forward and backward, against torch's linear and relu."""
 
     def build() -> tuple[Contender, Contender]:
         side = partial(Dense, batch_size=batch_size, widths=widths)

@@ -110,12 +110,6 @@ def rounds_of(sides: Mapping[str, Callable[[], Any]], num_rounds: int) -> tuple[
     return {name: [own[name] for own in rounds.results] for name in sides}, rounds.counts()
 
 
-def spread(values: list[float]) -> list[float]:
-    """The first and the last tenth."""
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return [tenths[0], tenths[-1]]
-
-
 def read_bytes_per_s(threads: int) -> float:
     """Of memory, read in order by so many threads: the best of five sums over 512 MiB."""
     pieces = np.array_split(np.ones(1 << 26, np.int64), threads)
@@ -202,7 +196,7 @@ def classify(data: Data, name: str, threads: int, num_rounds: int) -> dict[str, 
         "listed_rows": sum(len(rows.listed) for rows in hot.rows.values()),
         "bitmaps_samples_per_s": data.num_samples / statistics.median(found["bitmaps"]),
         "ratio": statistics.median(b / a for a, b in zip(found["ours"], found["bitmaps"], strict=True)),
-        "ratio_spread": spread([b / a for a, b in zip(found["ours"], found["bitmaps"], strict=True)]),
+        "ratio_spread": bench.spread([b / a for a, b in zip(found["ours"], found["bitmaps"], strict=True)]),
         "dict_slice_samples": small,
         "dict_extrapolated_s": dict_s / small * data.num_samples,
         "limit_s": limit_s,
@@ -217,7 +211,7 @@ def classified(rates: list[float], data: Data, hot: HotSet) -> dict[str, Any]:
         "samples": data.num_samples,
         "hot_rows": hot.num_rows,
         "samples_per_s": statistics.median(rates),
-        "spread": spread(rates),
+        "spread": bench.spread(rates),
         "target": TARGET_SAMPLES_PER_S,
     }
 
@@ -278,7 +272,7 @@ def calibrations(data: Data, threads: int, num_rounds: int, *, quick: bool) -> d
         "ways": {
             how: {
                 "seconds": statistics.median(found[how]),
-                "spread": spread(found[how]),
+                "spread": bench.spread(found[how]),
                 "hot_samples": float(hot_samples(data.dataset, calibrated(data, how), threads=threads).mean()),
                 "share_of_epoch": (statistics.median(found[how]) + classify_s) / epoch_s,
             }
@@ -321,7 +315,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
         "step_ms": 1e3 * statistics.median(found["step"]),
         "observe_ms": 1e3 * statistics.median(found["observe"]),
         "share": statistics.median(shares),
-        "spread": spread(shares),
+        "spread": bench.spread(shares),
         "most": MOST_OF_STEP,
         "lookups": sum(len(ids) for ids in batches[0].values()),
         "tracker_bytes": tracker.num_bytes,

@@ -1,4 +1,4 @@
-"""The cells of the study `hot`, and what is counted of them: hot rows, hot samples, bytes over the link.
+"""The cells of the study `hot`, and their counts: hot rows, hot samples, bytes over the link.
 
 Nothing is trained here; benchmarks.hot_study trains. Cells are measured on packed datasets, or on synthetic ones in the
 shapes of public click logs.
@@ -30,12 +30,11 @@ from hotrow.hot.hot_set import HotSet, counts_of
 from hotrow.inspect.hot_rows import record_bytes_of
 from hotrow.kernels.reference import Algorithm
 from hotrow.models.tbsm import SUFFIX as HISTORY
-from hotrow.placement.budget import TableDemand
-from hotrow.placement.device_budget import slot_bytes
+from hotrow.placement.budget import TableDemand, slot_bytes
 from hotrow.plan.solve import plan_by_counts
 
 SWAPS = 4
-"""Copies of the hot rows in an epoch of turns of 50 %: to the device and back, twice."""
+"""Copies of the hot rows in an epoch with turns of 50 %: to the device and back, twice."""
 
 
 SHAPES: dict[str, Callable[..., SyntheticConfig]] = {
@@ -43,11 +42,11 @@ SHAPES: dict[str, Callable[..., SyntheticConfig]] = {
     "terabyte": criteo_terabyte,
     "avazu": avazu,
 }
-"""By the names that studies use."""
+"""Synthetic data by the name that the studies use."""
 
 
 def make_shape(name: str, num_samples: int, scale: float, out: Path) -> Path:
-    """Pack a synthetic data set into the folder `out`: split by time, 80 % to train on, every id that occurs a row."""
+    """Packs synthetic data into the folder `out`, split by time with 80 % for training; every id gets a row."""
     config = SHAPES[name](num_samples, scale=scale)
     ids = [table.name for table in config.tables]
     schema = parse_schema(
@@ -74,27 +73,27 @@ class HotCell:
     source: str
     """A shape, or the path of a packed dataset."""
     rows: str
-    """exact | sampled | covering | threshold; of cached slots for good by exact counts"""
+    """exact | sampled | covering | threshold; of a cached cell: which rows keep their slots, by exact counts"""
     amount: float
-    """Share of the tables' bytes; of threshold percent of a table's accesses."""
+    """Share of the tables' bytes; for threshold, percent of a table's accesses."""
     num_samples: int = 1_000_000
-    """Of a shape; all splits."""
+    """Samples of a shape, all splits together."""
     scale: float = 0.1
-    """Of the rows of a shape's tables."""
+    """Factor for the rows of a shape's tables."""
     small_table: str = "100KiB"
-    """Tables below are hot whole: a tenth of FAE's, as the tables of a shape are of its data's."""
+    """Smaller tables are hot as a whole. A tenth of FAE's limit, as a shape has a tenth of the rows."""
     embedding_dim: int = 16
     optimizer: Algorithm = "row_wise_adagrad"
     schedule: str = "none"
     rate: float = 50
-    """Percent of a class in a turn, of fae the first."""
+    """Percent of the hot or cold samples in one turn; for fae in the first."""
     shuffled_end: float = 0.0
-    """Share of the samples that turns keep for the end of the epoch, in shuffled order."""
+    """Share of the samples that is kept for the end of the epoch and trained on in shuffled order."""
     batch_size: int = 2048
     decay: float = 0.0
-    """Share of the steps, the last, over which the learning rates fall, as the reference DLRM's do; 0: they do not."""
+    """Share of the steps, at the end, over which the learning rates fall as in the reference DLRM."""
     width: int | None = None
-    """Of one hidden layer below and one above the interaction of a DLRM, in place of the default ones."""
+    """Width of one hidden layer below and one above the interaction, instead of the default layers."""
     seeds: int = 3
 
     def __post_init__(self) -> None:
@@ -103,17 +102,17 @@ class HotCell:
 
     @property
     def small_table_bytes(self) -> int:
-        """`small_table` as a number."""
+        """`small_table` in bytes."""
         return parse_bytes(self.small_table)
 
     @property
     def name(self) -> str:
-        """Of the data."""
+        """The name of the data."""
         return self.source if self.source in SHAPES else Path(self.source).name
 
     @property
     def key(self) -> str:
-        """Names the cell in files."""
+        """The name of the cell in files."""
         shape = f"{self.num_samples}x{self.scale:g}" if self.source in SHAPES else "all"
         end = f"+{self.shuffled_end:g}" if self.shuffled_end else ""
         decay = f"-{self.decay:g}" if self.decay else ""
@@ -124,18 +123,18 @@ class HotCell:
 
 
 def counted(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
-    """The cell's figures. Raises ValueError where no hot set fits its budget, or no batch its slots."""
+    """Returns the cell's figures. Raises ValueError if no hot set fits its budget, or no batch its slots."""
     return coverage(cell, dataset) if cell.kind == "coverage" else cached(cell, dataset)
 
 
 def sizes_of(cell: HotCell, dataset: PackedDataset) -> tuple[dict[str, int], int]:
-    """Bytes of a row of each table with its states, and of all rows."""
+    """Returns the bytes of a row with its states, by table, and the bytes of all rows."""
     record_bytes = record_bytes_of(dataset, embedding_dim=cell.embedding_dim, optimizer=cell.optimizer)
     return record_bytes, sum(table.num_embeddings * record_bytes[table.name] for table in dataset.info.tables)
 
 
 def coverage(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
-    """What a hot set takes and covers, and what an epoch by it sends over the link."""
+    """Returns what a hot set takes and covers, and what an epoch with it sends over the link."""
     record_bytes, table_bytes = sizes_of(cell, dataset)
     budget = None if cell.rows == "threshold" else int(cell.amount * table_bytes)
     if budget is None:
@@ -159,7 +158,7 @@ def coverage(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
 
 
 def link_bytes(dataset: PackedDataset, hot: HotSet, is_hot: NDArray[np.bool_], embedding_dim: int) -> dict[str, Any]:
-    """Bytes over the link in an epoch of turns of 50 %, and in one of the hybrid."""
+    """Returns the bytes over the link in an epoch with turns of 50 %, and in an epoch of the hybrid."""
     num_samples, num_hot = len(is_hot), int(is_hot.sum())
     sync = SWAPS * hot.num_bytes if 0 < num_hot < num_samples else 2 * hot.num_bytes if num_hot else 0
     crossed = sync + sum(sent(dataset, num_hot, embedding_dim, hot=True))
@@ -169,7 +168,7 @@ def link_bytes(dataset: PackedDataset, hot: HotSet, is_hot: NDArray[np.bool_], e
 
 
 def sent(dataset: PackedDataset, num_samples: int, embedding_dim: int, *, hot: bool) -> tuple[int, int]:
-    """Bytes to the device and from it, of so many samples of the training split; of ids the mean of a sample's."""
+    """Returns the bytes to and from the device for `num_samples` training samples with a mean number of ids."""
     num_ids = round(num_samples * num_lookups(dataset) / max(1, dataset.split("train").num_rows))
     num_vectors = num_ids if has_histories(dataset) else num_samples * len(dataset.info.features)
     inputs = num_samples * 4 * (1 + len(dataset.info.dense))
@@ -177,12 +176,12 @@ def sent(dataset: PackedDataset, num_samples: int, embedding_dim: int, *, hot: b
 
 
 def has_histories(dataset: PackedDataset) -> bool:
-    """Whether FAE trains a TBSM on it, which takes the row of every id, and not a DLRM, which takes them pooled."""
+    """Returns whether FAE trains a TBSM on it, which takes the row of every id; a DLRM takes pooled rows."""
     return any(name.endswith(HISTORY) for name in dataset.info.feature_names)
 
 
 def num_lookups(dataset: PackedDataset) -> int:
-    """Of the training split, over all tables."""
+    """Returns the number of lookups in the training split, over all tables."""
     if dataset.has_counts:
         return sum(int(dataset.counts(table.name).sum(dtype="u8")) for table in dataset.info.tables)
     split = dataset.split("train")
@@ -191,7 +190,7 @@ def num_lookups(dataset: PackedDataset) -> int:
 
 
 def cached(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
-    """What an epoch in shuffled order sends over the link with slots on the device, shared out by the counts."""
+    """Returns what a shuffled epoch sends over the link with slots on the device; counts decide each table's slots."""
     record_bytes, table_bytes = sizes_of(cell, dataset)
     tables, split = dataset.info.tables, dataset.split("train")
     demands = [TableDemand(table.name, table.num_embeddings, record_bytes[table.name]) for table in tables]

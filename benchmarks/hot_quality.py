@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks import hot_study
 from benchmarks.hot_cells import HotCell, counted, make_shape, sizes_of
 from benchmarks.hot_lab import interval
-from benchmarks.markdown import held, table
+from benchmarks.markdown import heads, held, table
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
@@ -161,7 +161,7 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
     )
     head = ("data", "samples", "first rate", "shuffled end", "rates fall", "seeds", "hot samples")
     head = (*head, "clicks, hot / cold", "swaps", "AUC", "difference", "promised", "LogLoss")
-    return [text, "", *table({name: "left" if k in (0, 11) else "right" for k, name in enumerate(head)}, rows)]
+    return [text, "", *table(heads(head, left=(0, 11)), rows)]
 
 
 def at_most(bar: float, low: float, high: float) -> str:
@@ -191,7 +191,7 @@ def link_table(cells: list[dict[str, Any]]) -> list[str]:
     )
     head = ("way", "budget, of the tables' bytes", "hot samples", "rows of a batch there", "MB over the link")
     head = (*head, "times fewer")
-    return [text, "", *table({name: "left" if k == 0 else "right" for k, name in enumerate(head)}, rows)]
+    return [text, "", *table(heads(head), rows)]
 
 
 def best_ratio(cell: dict[str, Any], ways: tuple[str, ...]) -> float:

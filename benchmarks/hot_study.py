@@ -1,4 +1,4 @@
-"""The cells of the study `hot`: how much of a dataset is hot, and what training by it does.
+"""The study `hot`: how much of a dataset is hot, and what training on hot and cold batches does.
 
     coverage    a hot set of so many bytes, or by a threshold  ->  share of samples all of whose rows are hot, and
                 what an epoch sends over the link to a fast device beside the hybrid of CPU tables and a device's MLP
@@ -29,11 +29,11 @@ from hotrow.run.runs import train
 
 LINK = "12GB"
 """Bytes per second of the modelled link: what a PCIe 3.0 x16 slot carries, as in the paper's machine."""
-PREPARE_PER_S, COVERAGE_PER_S, TRAIN_PER_S = 1e5, 1e6, 3e4  # samples, for the estimate alone
+PREPARE_PER_S, COVERAGE_PER_S, TRAIN_PER_S = 1e5, 1e6, 3e4  # samples; used in the estimate only
 BELOW = 0.001
-"""Time to AUC is to this much below the lowest that shuffled training ended with."""
+"""The target AUC is this much below the lowest final AUC of shuffled training."""
 LEARNED = 0.99
-"""Of the LogLoss of the rate of clicks alone: a run that ends above it has learned next to nothing."""
+"""A run whose LogLoss stays above this share of the LogLoss of the click rate alone has learned next to nothing."""
 NOT_MEASURED = "not measured"
 MODES = {
     "embeddings on the CPU by hotrow, MLPs on the GPU": "",
@@ -42,28 +42,28 @@ MODES = {
     "slots on the GPU, hot and cold batches": "",
     "all in HBM": "",
 }
-"""Ways to train with a GPU, and what is promised of their speed over that of torch's tables on the CPU and MLPs on the
-GPU. This study times none of them: benchmarks/gpu.py does, where there is a GPU."""
+"""Ways to train with a GPU, and the promised speed relative to torch's tables on the CPU with MLPs on the GPU. This
+study times none of them; benchmarks/gpu.py does."""
 FAILURES = (ValueError,)
-"""What ends the cells of one dataset and not the study."""
+"""Errors that end the cells of one dataset but not the study."""
 
 
 def expand(group: Mapping[str, Any], axes: Mapping[str, Any], *, memory_bytes: int) -> list[HotCell]:
-    """The cells of a group of the preset."""
+    """Returns the cells of a group of the preset."""
     found = [{**group["fixed"], **dict(zip(axes, values, strict=True))} for values in product(*axes.values())]
     return [HotCell(group=group["name"], kind=group["kind"], **fields) for fields in found]
 
 
 def with_data(preset: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """The preset with packed datasets among its sources, also of its quick form.
+    """Returns the preset, and its quick form, with packed datasets among their sources.
 
-    Raises ValueError for what is none.
+    Raises ValueError if a path is not a packed dataset.
     """
     for path in paths:
         if not Path(path).is_dir():
             raise ValueError(
-                f"data is {path!r}, which is no folder: the study hot needs a packed dataset, which `hotrow prepare` "
-                "makes; plain traces are for `python -m benchmarks.studies memory`"
+                f"data is {path!r}, which is not a folder: the study hot needs a packed dataset, which "
+                "`hotrow prepare` makes; plain traces are for `python -m benchmarks.studies memory`"
             )
         PackedDataset.open(path, verify="sizes")
 
@@ -76,12 +76,12 @@ def with_data(preset: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]
 
 
 def setup_of(cell: HotCell) -> tuple[Any, ...]:
-    """Cells with the same one use the same dataset."""
+    """Returns a value that is equal for cells on the same dataset."""
     return cell.source, str(cell.num_samples), str(cell.scale)
 
 
 def refusal(cell: HotCell, *, memory_bytes: int, cores: int) -> str | None:
-    """Why the cell cannot be measured here, or None."""
+    """Returns why the cell cannot be measured here, or None."""
     if cell.source not in SHAPES:
         return None
     num_rows = sum(table.num_embeddings for table in SHAPES[cell.source](1, scale=cell.scale).tables)
@@ -92,7 +92,7 @@ def refusal(cell: HotCell, *, memory_bytes: int, cores: int) -> str | None:
 
 
 def estimate_s(cells: Sequence[HotCell]) -> float:
-    """About how long measuring them takes: making the data of shapes, reading it, training on it."""
+    """Returns about how many seconds the cells take: making the data of shapes, reading it, training on it."""
     samples = {setup_of(cell): samples_of(cell) for cell in {setup_of(cell): cell for cell in cells}.values()}
     made = sum(count / PREPARE_PER_S for setup, count in samples.items() if setup[0] in SHAPES)
     read = sum(samples[setup_of(cell)] / COVERAGE_PER_S for cell in cells)
@@ -100,7 +100,7 @@ def estimate_s(cells: Sequence[HotCell]) -> float:
 
 
 def samples_of(cell: HotCell) -> int:
-    """Of its data, all splits."""
+    """Returns the number of samples of its data, in all splits."""
     if cell.source in SHAPES:
         return cell.num_samples
     dataset = PackedDataset.open(cell.source, verify="sizes")
@@ -108,7 +108,7 @@ def samples_of(cell: HotCell) -> int:
 
 
 def headline(row: Mapping[str, Any]) -> str:
-    """A measured row in a word."""
+    """Returns the main figure of a row."""
     if row["kind"] == "coverage":
         return f"{row['hot_samples']:.1%} of the samples are hot"
     if row["kind"] == "cached":
@@ -117,7 +117,7 @@ def headline(row: Mapping[str, Any]) -> str:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the page needs beside the rows."""
+    """Returns what the page needs beside the rows."""
     speedups = [{"mode": mode, "promised": bar, "speedup": NOT_MEASURED} for mode, bar in MODES.items()]
     return {"link_bytes_per_s": LINK, "speedups": speedups}
 
@@ -126,7 +126,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measure(cells: Sequence[HotCell], *, quick: bool, folder: Path) -> Iterator[tuple[HotCell, dict[str, Any] | str]]:
-    """The cells, all of one dataset, with their rows, or why one has none; files lie below `folder` while this runs."""
+    """Yields the cells, all of one dataset, with their rows, or with the reason why there is none."""
     first = cells[0]
     with tempfile.TemporaryDirectory(prefix="hotrow-study-", dir=folder) as there:
         path = Path(first.source)
@@ -136,14 +136,14 @@ def measure(cells: Sequence[HotCell], *, quick: bool, folder: Path) -> Iterator[
         for cell in cells:
             try:
                 row = quality(cell, dataset, Path(there)) if cell.kind == "quality" else counted(cell, dataset)
-            except ValueError as error:  # no hot set fits that budget, or no batch
+            except ValueError as error:  # no hot set fits the budget, or no batch fits the slots
                 yield cell, str(error)
             else:
                 yield cell, {"key": cell.key, "name": cell.name, **asdict(cell), **row}
 
 
 def quality(cell: HotCell, dataset: PackedDataset, folder: Path) -> dict[str, Any]:
-    """The schedule beside shuffled order, seed by seed."""
+    """Trains with the schedule and in shuffled order, for every seed."""
     _, table_bytes = sizes_of(cell, dataset)
     budget = int(cell.amount * table_bytes)
     runs: dict[str, list[dict[str, Any]]] = {"baseline": [], "fae": []}
@@ -154,7 +154,7 @@ def quality(cell: HotCell, dataset: PackedDataset, folder: Path) -> dict[str, An
 
 
 def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule: str, seed: int) -> Config:
-    """An epoch of a DLRM by the defaults; where samples have histories, of a TBSM as published."""
+    """Returns the config of an epoch: of a DLRM with the defaults, or of the published TBSM for data with histories."""
     hot: dict[str, Any] = {"schedule": schedule}
     if schedule != "none":
         hot |= {"budget": budget_bytes, "rows": cell.rows, "small_table": cell.small_table}
@@ -174,7 +174,7 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
 
 
 def model_of(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
-    """Options of the model that FAE trains on such data."""
+    """Returns the options of the model that FAE trains on such data."""
     if not has_histories(dataset):
         return {"bottom_mlp": [cell.width], "top_mlp": [cell.width]} if cell.width else {}
     widths: dict[str, Any] = {"bottom_mlp": [], "top_mlp": [15, 15], "attention_mlp": [15, 15], "final_mlp": [60]}
@@ -182,25 +182,25 @@ def model_of(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
 
 
 def dense_of(dataset: PackedDataset) -> dict[str, Any]:
-    """The optimizer of its MLPs. A TBSM's are narrow: by the default, SGD, most starts learn next to nothing in an
-    epoch, and of two orders of samples that says nothing.
+    """Returns the dense optimizer. The MLPs of a TBSM are narrow, and with the default, SGD, most seeds learn next to
+    nothing in an epoch, so that two orders of the samples could not be compared.
     """
     return {"name": "adagrad", "lr": 0.05} if has_histories(dataset) else {}
 
 
 def decay_of(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
-    """The schedule of the learning rates, where they fall at all."""
+    """Returns the schedule of the learning rates, if they fall at all."""
     steps = math.ceil(dataset.split("train").num_rows / cell.batch_size)
     falling = math.ceil(cell.decay * steps)
     return {"schedule": {"decay_start_step": max(1, steps - falling), "decay_steps": falling}} if falling else {}
 
 
 def epoch(config: Config, folder: Path) -> dict[str, Any]:
-    """Train, and what is to be known of it; the run's files go."""
+    """Trains one epoch, removes the run's files, and returns its figures."""
     run = train(config.model_copy(update={"run": str(folder)}), quiet=True)
     record, lines = run.record, run.measurements()
     shutil.rmtree(folder)
-    if record["status"] == "interrupted":  # the run took the signal, which was meant for the study
+    if record["status"] == "interrupted":  # the signal was meant for the study
         raise KeyboardInterrupt
     return {
         **{name: record["metrics"]["test"][name] for name in ("auc", "logloss", "accuracy", "ne")},
@@ -214,7 +214,7 @@ def epoch(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def compared(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Both sides over seeds: means, spreads, paired differences, and how long until the same AUC."""
+    """Compares both sides over seeds: means, spreads, paired differences, and the time to the same AUC."""
     unlearned = sum(not run["ne"] < LEARNED for run in runs["baseline"])
     found: dict[str, Any] = {"num_steps": runs["baseline"][0]["num_steps"], "unlearned_seeds": unlearned}
     for name in ("auc", "logloss", "accuracy"):
@@ -230,7 +230,7 @@ def compared(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def paired(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Of each side the mean and the standard deviation over seeds; the mean difference and its standard error."""
+    """Returns each side's mean and standard deviation over seeds, the mean difference and its standard error."""
     found: dict[str, float] = {}
     for side, own in values.items():
         found |= {f"{name}_{side}": statistics.mean(own), f"{name}_{side}_sd": statistics.stdev(own)}
@@ -240,7 +240,7 @@ def paired(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, float]
 
 
 def share_until(run: Mapping[str, Any], auc: float) -> float | None:
-    """Share of the epoch after which validation AUC was at least that; None: never."""
+    """Returns the share of the epoch after which the validation AUC reached `auc`; None if it never did."""
     return next((step / run["num_steps"] for step, value in run["curve"] if value >= auc), None)
 
 

@@ -18,14 +18,14 @@ PRESET = Path(__file__).with_name("hot.yaml")
 
 
 def hot_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """The HTML; `report` is what the study's JSON file holds. Text is escaped."""
+    """Returns the HTML. report: the content of the study's JSON file. Text is escaped."""
     rows: Sequence[Row] = report["cells"]
     charts = {
         source: line_chart(
             lines,
             x_label="hot rows with their optimizer states, MB",
             y_label="hot samples",
-            dashed=["covering"],  # often on the line of exact
+            dashed=["covering"],  # often covers the line of exact
             label=f"share of hot samples by bytes, {source}",
         )
         for source, lines in coverage_lines(rows).items()
@@ -48,7 +48,7 @@ def hot_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
 
 
 def coverage_lines(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Source -> way -> (MB, share of hot samples)."""
+    """Returns (MB, share of hot samples) by source and way to choose hot rows."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in sorted((r for r in rows if r["kind"] == "coverage"), key=lambda row: float(row["hot_bytes"])):
         lines = found.setdefault(row["name"], {})
@@ -57,12 +57,12 @@ def coverage_lines(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float,
 
 
 def megabytes(num_bytes: float) -> str:
-    """To three digits, or to one megabyte."""
+    """Formats megabytes with three digits, or as a whole number from 100 on."""
     return f"{num_bytes / 1e6:,.0f}" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g}"
 
 
 def shown_coverage(row: Row) -> dict[str, str]:
-    """A row's numbers as text."""
+    """Returns the numbers of a row as text."""
     amount = f"{row['amount']:g} %" if row["rows"] == "threshold" else f"{row['amount']:.0%} of the bytes"
     return {
         "name": row["name"],
@@ -78,7 +78,7 @@ def shown_coverage(row: Row) -> dict[str, str]:
 
 
 def shown_cached(row: Row) -> dict[str, str]:
-    """A row's numbers as text."""
+    """Returns the numbers of a row as text."""
     return {
         "name": row["name"],
         "amount": f"{row['amount']:.0%} of the bytes",
@@ -90,7 +90,7 @@ def shown_cached(row: Row) -> dict[str, str]:
 
 
 def shown_quality(row: Row) -> dict[str, str]:
-    """A row's numbers as text; empty where the schedule has none."""
+    """Returns the numbers of a row as text; empty if the schedule does not have them."""
 
     def pair(name: str, form: str) -> str:
         return f"{row[name + '_baseline']:{form}}\u00a0/\u00a0{row[name + '_fae']:{form}}"
@@ -128,7 +128,7 @@ def shown_quality(row: Row) -> dict[str, str]:
 
 
 def schedule_of(row: Row) -> str:
-    """Its name, first rate and end, and what becomes of the learning rates."""
+    """Returns the schedule in words: name, first rate, end, learning rates, and width of the layers."""
     end = f", {row['shuffled_end']:.0%} shuffled at the end" if row["shuffled_end"] else ""
     falling = f", learning rates falling over the last {row['decay']:.0%}" if row.get("decay") else ""
     width = f", hidden layers of {row['width']}" if row.get("width") else ""
@@ -161,7 +161,7 @@ COST = {
     "seconds on this CPU": "seconds", "modelled seconds on the link": "modelled",
 }  # fmt: skip
 TABLES = {"coverage": (COVERAGE,), "cached": (CACHED,), "quality": (QUALITY, COST)}
-"""By kind of cell: heads of its tables, and the fields of SHOWN in them."""
+"""The tables of each kind of cell: their heads, and the fields of SHOWN below them."""
 KEPT = (
     "key", "group", "kind", "name", "rows", "amount", "small_table", "budget_bytes", "hot_bytes", "hot_rows",
     "hot_samples", "table_bytes", "calibrate_s", "classify_s", "link_bytes", "sync_bytes", "hybrid_bytes",
@@ -171,7 +171,7 @@ KEPT = (
     "accuracy_fae", "target_auc", "epochs_to_auc_baseline", "epochs_to_auc_fae", "num_swaps", "sync_share",
     "train_s_baseline", "train_s_fae", "modelled_link_s", "modelled_hybrid_link_s", "commit", "date",
 )  # fmt: skip
-"""Of a cell: no path of the machine is among them."""
+"""Fields of a cell that are kept in docs/. None is a path of the machine."""
 HEAD = """\
 # Study: hot rows
 
@@ -187,7 +187,7 @@ schedule, means over seeds; differences are paired by seed, with their standard 
 
 
 def charts_of(report: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """By heading: the chart's file, and the SVG. A line for each source, of the rows with most accesses."""
+    """Returns (file, SVG) by heading. The lines are of the rows with most accesses, one per source."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in report["cells"]:
         if row["kind"] == "coverage" and row["rows"] == "exact":
@@ -202,7 +202,7 @@ def charts_of(report: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def body_of(report: Mapping[str, Any]) -> list[str]:
-    """A table or two of each group's cells, and what of a GPU is promised."""
+    """Returns one or two tables per group, and what is promised for a GPU."""
     lines = []
     for group in read_preset(PRESET)["groups"]:
         if rows := [SHOWN[group["kind"]](row) for row in report["cells"] if row["group"] == group["name"]]:

@@ -3,14 +3,14 @@
     python -m benchmarks.huge --folder DIR [--out docs/benchmarks.json] [--quick]
 
 The tables are as many and as wide as those of MLPerf training v6.1's dlrm_v4: 11 tables of dim 512, 293,051,712 rows
-together, 600 GB in float32. How the rows are shared among the tables, the ids (Zipf 1.05 over each table's rows) and the
-DLRM on top are ours: this shows what tables of that size cost, not how that model trains. Rows that no batch has looked
-up exist only as a function of their number, so the files hold what training touched.
+together, 600 GB in float32. How the rows are shared among the tables, the ids (Zipf 1.05 over each table's rows) and
+the DLRM on top are ours: this shows what tables of that size cost, not how that model trains. Rows that no batch has
+looked up exist only as a function of their number, so the files hold what training touched.
 
-One process trains STEPS steps of 2,048 samples with row-wise Adagrad and DRAM_BYTES of DRAM, the rest under --folder; its
-peak memory is what the operating system counted for it. Another builds small tables in DRAM of just the rows that the
-first CHECKED steps look up, each row's initial weights computed by its number, and trains those steps on them. Every
-loss, and every one of these rows afterwards, must be the same to the bit, or nothing is reported.
+One process trains STEPS steps of 2,048 samples with row-wise Adagrad and DRAM_BYTES of DRAM, the rest under --folder;
+its peak memory is what the operating system counted for it. Another builds small tables in DRAM of just the rows that
+the first CHECKED steps look up, each row's initial weights computed by its number, and trains those steps on them.
+Every loss, and every one of these rows afterwards, must be the same to the bit, or nothing is reported.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ SIDES = {"tiers": "hotrow", "mmap": "mapped files", "rocksdb": "RocksDB + LRU"}
 
 
 def memory_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """The HTML; `report` is what the study's JSON file holds. Text is escaped."""
+    """Returns the HTML. report: the content of the study's JSON file. Text is escaped."""
     template = load_template("rivals/memory.html", folder=PRESET.parent.parent)
     rows: Sequence[Row] = report["cells"]
     return template.render(
@@ -40,14 +40,14 @@ def memory_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
 
 
 def who(row: Row) -> str:
-    """A side in words."""
+    """Returns the side of a row in words."""
     io = "" if row["io"] == "auto" else f", {row['io']}"
     ahead = {"tiers": f", {row['ahead']} ahead", "mmap": ", advised" if row["ahead"] else ""}.get(row["side"], "")
     return SIDES[row["side"]] + io + ahead
 
 
 def speed_charts(rows: Sequence[Row]) -> dict[str, str]:
-    """SVG by title: ours that looks ahead, by ids; and on the ids that most sides trained on, by side."""
+    """Returns SVG by title: ours with look-ahead by ids, and all sides on the ids that most sides trained on."""
     sources = dict.fromkeys(row["source"] for row in rows)
     most = max(sources, key=lambda source: len({who(r) for r in rows if r["source"] == source}), default="")
     ours = [row for row in rows if row["side"] == "tiers" and row["ahead"] and row["io"] == "auto"]
@@ -57,7 +57,7 @@ def speed_charts(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def speed_chart(rows: Sequence[Row], by: str) -> str:
-    """Relative speed over the share of DRAM, a line for each source, or for each `who`."""
+    """Returns relative speed by share of DRAM, with a line for each source or each side."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         lines.setdefault(who(row) if by == "who" else row["source"], []).append(
@@ -74,14 +74,14 @@ def speed_chart(rows: Sequence[Row], by: str) -> str:
 
 
 def shown_of(group: str, rows: Sequence[Row]) -> list[dict[str, str]]:
-    """The group's rows as text, by ids, then by DRAM, then by speed."""
+    """Returns the group's rows as text, sorted by ids, DRAM and speed."""
     own = [row for row in rows if row["group"] == group]
     own.sort(key=lambda row: (row["source"], row["dram_parts"], -row["relative_speed"]))
     return [shown(row) for row in own]
 
 
 def shown(row: Row) -> dict[str, str]:
-    """A row's numbers as text; empty where a side does not know."""
+    """Returns the numbers of a row as text; empty for what a side does not count."""
 
     def text(name: str, form: str, scale: float = 1.0) -> str:
         return "" if row.get(name) is None else format(row[name] * scale, form)
@@ -117,7 +117,7 @@ KEPT = (
     "limit_bytes", "table_bytes", "step_ms", "dram_step_ms", "samples_per_s", "rounds", "clean_rounds",
     "taken_rounds", "steps_compared", "commit", "date",
 )  # fmt: skip
-"""Of a cell: no path of the machine is among them."""
+"""Fields of a cell that are kept in docs/. None is a path of the machine."""
 HEAD = """\
 # Study: memory
 
@@ -130,13 +130,13 @@ ranks of tables of Criteo Kaggle's cardinalities. `criteo`, `taobao` and `trace.
 
 
 def charts_of(report: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """By heading: the chart's file, and the SVG."""
+    """Returns (file, SVG) by heading."""
     charts = speed_charts(report["cells"])
     return {title: (file, svg) for file, (title, svg) in zip(CHARTS, charts.items(), strict=False)}
 
 
 def body_of(report: Mapping[str, Any]) -> list[str]:
-    """How many machines' memory one does without, and a table of each group's cells."""
+    """Returns the table of machines, and a table for each group."""
     lines = ["", "## Machines", "", *machines_of(report)]
     for group in read_preset(PRESET)["groups"]:
         if rows := shown_of(group["name"], report["cells"]):
@@ -146,7 +146,7 @@ def body_of(report: Mapping[str, Any]) -> list[str]:
 
 
 def machines_of(report: Mapping[str, Any]) -> list[str]:
-    """How many machines' memory one with an SSD does without."""
+    """Returns the table of how many machines one with an SSD replaces."""
     text = (
         "At 90 % of the speed in DRAM or more, one machine does the work of how many with as much DRAM that would hold "
         "the tables together:"

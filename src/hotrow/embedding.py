@@ -26,9 +26,8 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, row_key, to_float16, widen, write_rows
 from hotrow.placement.below import InDram, InTiers
-from hotrow.placement.budget import Memory
+from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.device import DeviceFlight, DeviceRows
-from hotrow.placement.device_budget import DeviceMemory
 from hotrow.placement.table_rows import RowsInTiers
 from hotrow.placement.tiers import Flight, Tiers
 from hotrow.tables import TableConfig, check_tables

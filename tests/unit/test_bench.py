@@ -159,6 +159,7 @@ main()
 """
 
 
+@pytest.mark.skipif(not ops.isas(), reason="tables in tiers need the native module")
 @pytest.mark.parametrize(
     "worker",
     ["memory.Worker = InThisProcess", pytest.param("", marks=pytest.mark.slow)],
@@ -177,6 +178,7 @@ def test_a_benchmark_that_is_ended_leaves_no_files(worker: str, tmp_path: Path) 
     assert [*folder.iterdir()] == []
 
 
+@pytest.mark.skipif(not ops.isas(), reason="tables in tiers need the native module")
 def test_a_benchmark_in_a_process_of_its_own_is_ended_with_the_one_who_asked(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     command = [sys.executable, "-m", "benchmarks.block_store", "--quick", "--folder", str(folder)]

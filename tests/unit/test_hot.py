@@ -278,8 +278,8 @@ def test_the_estimate_told_is_that_of_the_threshold_taken() -> None:
     tried = [dict(zip(fields, own, strict=True)) for own in sizes]
     ways = [{"name": "exact"}, {"name": "sampled", "confidence": 0.999, "thresholds": tried}]
     assert estimate_sentences({"budget_bytes": 10_000, "ways": ways}) == [
-        "sampled: rows of at least 0.001 % of their table's accesses were estimated at 4 kB to 6 kB, at 99.9 % "
-        "confidence; their true size is 5 kB."
+        "sampled: rows of at least 0.001 % of their table's accesses were estimated at 3.9 KiB to 5.9 KiB, at 99.9 % "
+        "confidence; their true size is 4.9 KiB."
     ]
 
 

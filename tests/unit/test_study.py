@@ -62,7 +62,8 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few batches and rounds, no roofs of the machine; the thread count is put back."""
     monkeypatch.setattr(kernels, "MAX_BATCHES", 2)
     monkeypatch.setattr(kernels, "MAX_ROUNDS", 3)
-    monkeypatch.setattr(kernels, "roofs", lambda threads: {"sequential_gb_per_s": 20.0, "matmul_gflop_per_s": 200.0})
+    roofs = {"sequential_gb_per_s": 20.0, "matmul_gflop_per_s": 200.0}
+    monkeypatch.setattr(kernels, "summary", lambda rows: {"roofs": roofs})
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

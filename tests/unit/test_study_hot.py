@@ -192,9 +192,7 @@ def test_what_is_no_packed_dataset_is_refused_before_anything_is_measured(tmp_pa
         runner.run_study(studies.make_study("hot", [str(path)]), tmp_path / "out", estimate_only=estimate_only)
 
     for name in ("trace.txt", "absent"):
-        message = (
-            rf"data is '{tmp_path}/{name}', which is no folder.*packed dataset.* `python -m benchmarks.studies memory`"
-        )
+        message = rf"data is '{tmp_path}/{name}', which is not a folder.*packed dataset.* `python -m benchmarks.studies memory`"
         with pytest.raises(ValueError, match=message):
             run(tmp_path / name)
     with pytest.raises(ValueError, match=r"empty: no dataset\.json"):

@@ -25,8 +25,7 @@ from hotrow.inspect.hotness import measure_hotness
 from hotrow.inspect.report import write_inspection
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Algorithm
-from hotrow.placement.folder import remove_left_folders
-from hotrow.placement.store_file import direct_io
+from hotrow.placement.store_file import direct_io, remove_left_folders
 from hotrow.placement.stores import io_uring_refused
 from hotrow.plan.choose import FOLDER
 from hotrow.run.checkpoint import list_checkpoints, prune_checkpoints, verify

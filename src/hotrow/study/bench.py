@@ -129,27 +129,32 @@ def interleave(ours: Contender, peer: Contender, num_rounds: int) -> Rounds[tupl
     return clean_rounds(one_round, num_rounds)
 
 
+def spread(values: Sequence[float]) -> list[float]:
+    """Returns the first and the last tenth, between which four values of five lie."""
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return [tenths[0], tenths[-1]]
+
+
 def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]:
     """Returns one row of the report. Raises ValueError if the outputs of the two sides differ."""
     limit_s = cell.limit_s(threads)
     ours, peer = cell.build()
     check_agreement(cell.name, ours, peer)
     rounds = interleave(ours, peer, num_rounds)
-    ours_s, peer_s = (statistics.median(seconds) for seconds in zip(*rounds.results, strict=True))
+    ours_s, peer_s = map(statistics.median, zip(*rounds.results, strict=True))
     ratios = [b / a for a, b in rounds.results]
-    tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+    note = None if cell.note is None else cell.note()
+    told = {"target": cell.target, "most_over_limit": cell.most_over_limit, "note": note}
     return {
         "name": cell.name,
         "ours_ms": ours_s * 1e3,
         "peer": cell.peer,
         "peer_ms": peer_s * 1e3,
         "ratio": statistics.median(ratios),
-        "spread": [tenths[0], tenths[-1]],
+        "spread": spread(ratios),
         "limit_ms": None if limit_s is None else limit_s * 1e3,
         "share_of_limit": None if limit_s is None else limit_s / ours_s,
-        **({} if cell.target is None else {"target": cell.target}),
-        **({} if cell.most_over_limit is None else {"most_over_limit": cell.most_over_limit}),
-        **({} if cell.note is None else {"note": cell.note()}),
+        **{name: value for name, value in told.items() if value is not None},
         **rounds.counts(),
     }
 
@@ -191,9 +196,7 @@ def in_fresh_process(module: str, arguments: Sequence[str], threads: int | None)
 
     torch reads THP_MEM_ALLOC_ENABLE and the number of threads when it loads, so they need a process of their own.
     """
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
-    if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -33,8 +33,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 15
 FILL_BYTES_PER_S = 2e9
 """Rate at which new pages are filled with initial rows; used in the estimate only."""
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
-FAILURES: tuple[type[Exception], ...] = ()
-"""No error ends the cells of one setup only."""
+FAILURES: tuple[type[Exception], ...] = ()  # no error ends the cells of one setup only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,28 +147,22 @@ def headline(row: Mapping[str, Any]) -> str:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what the page needs beside the rows."""
-    return {"roofs": roofs(usable_cores())}
-
-
-def roofs(threads: int) -> dict[str, float | None]:
-    """Returns the two roofs of the roofline: bytes per second of a pass over memory, flops of a large product."""
-    num_floats = 1 << 26
-    sequential = None
+    """Returns the two roofs of the roofline: the bandwidth of a pass over memory, the flops of a large product."""
+    num_floats, sequential = 1 << 26, None
     if ops.backend().name == "native":
-        sequential = 4 * num_floats / cells.sequential_limit_s(num_floats, write=False, threads=threads) / 1e9
-    return {"sequential_gb_per_s": sequential, "matmul_gflop_per_s": cells.matmul_flops_per_s() / 1e9}
+        seconds = cells.sequential_limit_s(num_floats, write=False, threads=usable_cores())
+        sequential = 4 * num_floats / seconds / 1e9
+    return {"roofs": {"sequential_gb_per_s": sequential, "matmul_gflop_per_s": cells.matmul_flops_per_s() / 1e9}}
 
 
 # ---- what a cell moves and computes
 
 
 def row_of(cell: KernelCell, *, seconds: float, limit_s: float | None, num_distinct: float) -> dict[str, Any]:
-    """Returns the row of a measured cell: its time, and the traffic of a batch with `num_distinct` different rows.
+    """Returns the row of a measured cell: its time, and the traffic of a batch, of which caches may save some.
 
-    Bytes are those that the operation defines; caches may save some. A lookup reads the row of every id; an update
-    reads and writes each distinct row and its state. Both move the pooled rows or their gradients once, and the ids,
-    8 bytes each.
+    A lookup reads the row of every id; an update reads and writes each distinct row and its state. Both move the pooled
+    rows or their gradients once, and the ids, 8 bytes each.
     """
     dim, ids = cell.embedding_dim, cell.num_ids
     if cell.part == "lookup":
@@ -222,8 +215,7 @@ def walk_rows(cell: KernelCell) -> tuple[list[Tensor], float]:
 def limits_s(rows: Tensor, cell: KernelCell) -> tuple[dict[int, float], float]:
     """Returns the least seconds per batch by number of threads, and the mean number of distinct rows.
 
-    rows: all tables end to end. The time is a mean over the batches of a walk, the best over prefetches. The state of
-    Adagrad counts as in cells.rows_limit_s.
+    rows: all tables end to end. The time is the best over prefetches; state counts as in cells.rows_limit_s.
     """
     touched, num_distinct = walk_rows(cell)
 
@@ -235,8 +227,8 @@ def limits_s(rows: Tensor, cell: KernelCell) -> tuple[dict[int, float], float]:
 
     factor = 2.0 if cell.optimizer == "adagrad" else 1.0
     best = {}
+    first, *others = cells.PREFETCHES[::-1]
     for threads in range(1, cell.threads + 1):
-        first, *others = cells.PREFETCHES[::-1]
         seconds = walk(threads, *first)
         rest = [walk(threads, *prefetch) for prefetch in (others if seconds < ROUND_SECONDS else others[:1])]
         best[threads] = factor * min(seconds, *rest) / len(touched)

@@ -77,8 +77,7 @@ class Study:
 
 def read_preset(path: Path) -> dict[str, Any]:
     """Returns the description of a study: title, groups and their axes, in YAML."""
-    preset: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return preset
+    return cast(dict[str, Any], yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def find_study(name: str) -> Study:
@@ -152,17 +151,10 @@ def run_study(
         f"{name}: {len(left)} of {len(plan.cells)} cells to measure, about {duration(seconds)}; "
         f"{len(plan.skipped)} skipped; tables of at most {memory_bytes / 2**30:.1f} GiB"
     )
-    result = {
-        "study": name,
-        "out": str(folder),
-        "num_cells": len(plan.cells),
-        "cells": list(rows.values()),
-        "measured": len(plan.cells) - len(left),
-        "skipped": len(plan.skipped),
-        "estimate_s": seconds,
-    }
+    result = {"study": name, "out": str(folder), "num_cells": len(plan.cells), "estimate_s": seconds}
     if estimate_only:
-        return result
+        counted = {"measured": len(plan.cells) - len(left), "skipped": len(plan.skipped)}
+        return {**result, **counted, "cells": [*rows.values()]}
     folder.mkdir(parents=True, exist_ok=True)
     circumstances = bench.circumstances()
     report = {"study": name, "command": command, "quick": quick, "memory_bytes": memory_bytes, **circumstances}
@@ -188,9 +180,8 @@ def run_study(
             f"{bench.CLEAN_SHARE:.0%} of the time in most rounds, so these times are too long; "
             f"to measure again on an idle machine, remove {file}"
         )
-    measured = len(plan.cells) - len(failed)
-    counted = {"cells": list(rows.values()), "measured": measured, "skipped": len(plan.skipped)}
-    return {**result, **counted, "seconds": time.monotonic() - start, "files": files}
+    counted = {"measured": len(plan.cells) - len(failed), "skipped": len(plan.skipped)}
+    return {**result, **counted, "cells": [*rows.values()], "seconds": time.monotonic() - start, "files": files}
 
 
 def command_of(study: Study, out: Path | str | None, *, quick: bool, memory_bytes: int | None) -> str:
