@@ -31,7 +31,7 @@ from hotrow.models.tbsm import SUFFIX
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.stores import StoreError
 from hotrow.plan.choose import describe, disk_shortfall
-from hotrow.plan.demand import copies_bytes, record_bytes, required_bytes
+from hotrow.plan.demand import record_bytes, required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
@@ -243,10 +243,9 @@ def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) 
 def _begin(training: Training) -> None:
     folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
     emb = training.parts.embedding
-    needed, copies = required_bytes(config, emb.tables), copies_bytes(config, emb.tables)
     where = training.turns.device
     on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
-    where_rows_lie = describe(emb, needed, copies=copies) + training.parts.place.line() + on_device
+    where_rows_lie = describe(emb, required_bytes(config, emb.tables)) + training.parts.place.line() + on_device
     training.say(f"{describe_threads()}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)

@@ -28,12 +28,12 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.kernels import ops
-from hotrow.models import look_up, takes_sequences
+from hotrow.models import look_up
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.lookahead import lookahead
 from hotrow.plan.choose import close_tiers
 from hotrow.plan.demand import record_bytes
-from hotrow.run.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
+from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest
 from hotrow.run.checkpoint_tensors import CURE
 from hotrow.run.device import Place, device_of_copies, in_tiers
@@ -149,8 +149,7 @@ class Training:
         place = Place.of(config)
         self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory, place=place)
         device = device_of_copies(config, place)
-        sequences = takes_sequences(self.parts.model)
-        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, sequences=sequences, device=device)
+        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=device)
         tiers = self.parts.embedding.tiers
         slots = self.parts.embedding.device_rows
         self.reports: list[TierReport | DeviceReport] = [] if tiers is None else [TierReport(tiers)]
@@ -184,11 +183,6 @@ class Training:
                 if swap["rate"] != swap["next_rate"]:
                     rates = f"{swap['next_rate']:g} % of a class, not {swap['rate']:g}"
                     self.say(f"step {self.state.step}: turns of {rates}")
-            if learned := self.turns.learn():
-                self.folder.measure("hot", step=self.state.step, epoch=self.epochs, **learned)
-                rows, samples = learned["hot_rows"], learned["hot_samples"]
-                self.say(f"step {self.state.step}: {rows:,} rows are hot from here on, {samples:.1%} of the samples")
-                self.warn_of_nothing_hot()
         self.turns.close()
 
     def warn_of_nothing_hot(self) -> None:
@@ -211,7 +205,7 @@ class Training:
             except NonFiniteError as error:
                 self._skip(str(error))
                 loss = None
-            self.turns.count(batch)
+            self.turns.count()
             self._count(len(batch), loss)
             stop = self.interrupt.signal is not None or self.writes.spent
             self._do_what_is_due(stop=stop)
@@ -361,9 +355,6 @@ class Training:
                 stack.enter_context(report.aside())
             yield
 
-    def _saved_parts(self) -> dict[str, Part]:
-        return {**self.parts.with_state(), **self.turns.parts()}
-
     def save(self) -> Path:
         """A checkpoint of the parts and the state; older ones go as the config says."""
         path = self.folder.checkpoints / f"step-{self.state.step}"
@@ -381,7 +372,7 @@ class Training:
                 config=self.config.model_dump(mode="json"),
             )
             with self._aside(), self.writes.saving(path):
-                save_checkpoint(path, self._saved_parts(), extra=asdict(extra))
+                save_checkpoint(path, self.parts.with_state(), extra=asdict(extra))
         keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
         prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
         return path
@@ -400,7 +391,7 @@ class Training:
         if state.turns is None or (state.best is not None and state.best[self.config.train.monitor] is None):
             raise ValueError(f"{where}: state.turns, or the {self.config.train.monitor} of state.best, is null; {CURE}")
         with self._aside(), self.writes.restoring(path):
-            load_checkpoint(path, self._saved_parts())
+            load_checkpoint(path, self.parts.with_state())
         for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa), ("device", device)):
             if (then := getattr(extra, name)) != now:
                 self.folder.warn(
