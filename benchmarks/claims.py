@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
+from benchmarks.hot_lab import interval
 from benchmarks.hot_page import hot_tables
 from benchmarks.kernels import promises
 from benchmarks.markdown import across, clean_rounds, held, span, table
 from benchmarks.results import Cell, Reports, missing, over_processors
 from benchmarks.step_shapes import SHAPES
 from benchmarks.tiers_page import memory_chart, tiers_sentence, tiers_shown, tiers_table
-from hotrow.hot.student import interval
 
 ROOT = Path(__file__).resolve().parent.parent
 SUMMARY_CELLS = {

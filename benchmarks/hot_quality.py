@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks import hot_study
 from benchmarks.hot_cells import HotCell, counted, make_shape, sizes_of
+from benchmarks.hot_lab import interval
 from benchmarks.markdown import heads, held, table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
@@ -17,7 +18,6 @@ from hotrow.data.sources.layouts import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import parse_schema
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.classify import hot_samples
-from hotrow.hot.student import interval
 
 CRITEO, TAOBAO = "criteo_terabyte_80k.tsv.gz", "taobao_userbehavior_110k.csv.gz"
 SMALL_TABLE = "32KiB"
@@ -184,9 +184,10 @@ def link_table(cells: list[dict[str, Any]]) -> list[str]:
     text = (
         "Bytes over the link to a fast device in an epoch on the same real rows, dim 16, SGD; the hybrid (pooled rows "
         f"over, their gradients back) takes {cell['budgets'][0]['hybrid_bytes'] / 1e6:.0f} MB. `exact`, `covering`: "
-        "turns of 50 %, by the formulas of hot/link.py, which a run's counts equal. `slots`: mixed batches of "
-        f"{LINK_BATCH:,} through slots on the device (hotrow.DeviceMemory), by hot/cached.py, which a run's moves "
-        f"equal. With half of the bytes there, turns {held(bar, holds=turns >= cell['least_ratio'])} ({turns:.2f}x), "
+        "turns of 50 %, by the formulas of benchmarks/hot_lab.py. `slots`: mixed batches of "
+        f"{LINK_BATCH:,} through slots on the device (hotrow.DeviceMemory), by benchmarks/hot_lab.py, which a run's "
+        f"moves equal. With half of the bytes there, "
+        f"turns {held(bar, holds=turns >= cell['least_ratio'])} ({turns:.2f}x), "
         f"slots {held(bar, holds=slots >= cell['least_ratio'])} ({slots:.2f}x)."
     )
     head = ("way", "budget, of the tables' bytes", "hot samples", "rows of a batch there", "MB over the link")

@@ -71,7 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("altered")
     opened = open_source("frame", to_table(make_rows(600)), schema=SCHEMA)
     prepare(opened, folder / "data", Options(rows_per_part=200, rows_per_block=100))
-    hot = {"schedule": "fixed", "budget": "20KB", "small_table": 0, "link": "1GB", "shuffled_end": 0.2}
+    hot = {"schedule": "fixed", "budget": "20KB", "small_table": 0, "shuffled_end": 0.2}
     memory = {"dram": "60KB", "ssd": str(folder), "force": True, "write_budget": "1GB/day"}
     for name, more in (("plain", {"hot": hot}), ("tiered", {"memory": memory})):
         (folder / f"{name}.yaml").write_text(json.dumps(config_of(folder / "data", folder / name, **more)))

@@ -71,12 +71,10 @@ hot.schedule none
 hot.budget 512MiB
 hot.small_table 1MiB
 hot.rows exact
-hot.confidence 0.999
 hot.rate 50
 hot.shuffled_end 0
 hot.window 4
 hot.eval_samples 65536
-hot.link None
 """
 
 
@@ -136,10 +134,6 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "device": "gpu"}, "device is 'gpu'; allowed: auto, cpu, cuda"),
         ({"data": "d", "memory": {"hbm": "0"}}, "memory: hbm is '0'; it must be a positive number of bytes"),
         (
-            {"data": "d", "memory": {"hbm": "1GiB"}, "hot": {"schedule": "fae", "link": "12GB"}},
-            "hot.link is '12GB' and memory.hbm is '1GiB': slots on a device hold hot rows already",
-        ),
-        (
             {"data": "d", "memory": "ssd"},
             "memory is 'ssd'; allowed: auto, dram or a mapping with hbm, dram, ssd, file, file_bytes, writes, ",
         ),
@@ -163,8 +157,6 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "hot": {"budget": "much"}}, "hot: budget: size 'much' is not understood"),
         ({"data": "d", "hot": {"budget": 0}}, "hot: budget is 0; it must be a positive number of bytes"),
         ({"data": "d", "hot": {"small_table": -1}}, "hot: small_table is -1; it must be a positive number of bytes"),
-        ({"data": "d", "hot": {"schedule": "fae", "link": "fast"}}, "hot: link: size 'fast' is not understood"),
-        ({"data": "d", "hot": {"schedule": "window", "link": "12GB"}}, "hot: link is '12GB', but only hot turns"),
         ({"data": "d", "parallel": {"sharding": "auto"}}, "parallel is no known key"),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (

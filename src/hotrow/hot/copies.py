@@ -7,7 +7,7 @@
 
 Rows of a prefix keep their numbers as slots; listed rows follow them. Every copy is exact, so that a run with copies
 has the bits of one without (law 2). The copies lie on a device, or in memory of this machine that plays one
-(fast_memory.py); what crosses is counted (link.py).
+(fast_memory.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection, StoredTable
 from hotrow.hot.fast_memory import FastMemory, InDram, OnDevice
 from hotrow.hot.hot_set import HotRows, HotSet
-from hotrow.hot.link import Link
 from hotrow.optim import SparseOptimizer
 
 
@@ -54,7 +53,7 @@ class _Array:
 class HotCopies:
     """Copies of the rows `hot` of the tables of `emb`, with the states of `optimizer`; the tables are live at first.
 
-    optimizer: the only one of `emb`. link: where crossing bytes are counted. device: where the copies lie, so that hot
+    optimizer: the only one of `emb`. device: where the copies lie, so that hot
     batches are looked up and updated there, their pooled rows included; None: in DRAM, beside the tables.
 
     Raises MemoryError, or torch's OutOfMemoryError, where the copies find no memory, ImportError where they are to lie
@@ -67,13 +66,12 @@ class HotCopies:
         emb: EmbeddingCollection,
         optimizer: SparseOptimizer,
         hot: HotSet,
-        link: Link,
         *,
         device: torch.device | str | None = None,
     ) -> None:
         if emb.device_rows is not None:
             raise ValueError("the tables have slots on a device already: make the collection without DeviceMemory")
-        self.emb, self.optimizer, self.hot, self.link = emb, optimizer, hot, link
+        self.emb, self.optimizer, self.hot = emb, optimizer, hot
         self.rows = [hot.rows[table.name] for table in emb.tables]
         self._tables = {name: t for t, table in enumerate(emb.tables) for name in table.feature_names}
         self._fast: FastMemory = InDram(emb) if device is None else OnDevice(emb, torch.device(device))
@@ -90,11 +88,11 @@ class HotCopies:
         self.states = [self._fast.arrays(arrays) for arrays in self._states.values()]
         self.kernels, self.sequence_kernels = self._fast.kernels, self._fast.sequence_kernels
         """What does so."""
-        self.uploads = self._fast.uploads
-        """Times that a hot batch's ids cross."""
         self._changed = False
         self.seconds = 0.0
         """Spent copying rows to and fro."""
+        self.num_copied = 0
+        """How many times all hot rows were copied, either way."""
 
     def _each(self) -> Iterator[tuple[Any, HotRows]]:
         return zip(self.emb.tables, self.rows, strict=True)
@@ -111,7 +109,6 @@ class HotCopies:
         self._check_no_step_under_way()
         self._copy(to_tables=False)
         self.emb.copies = self
-        self.link.swap(to_device_bytes=self.hot.num_bytes)
 
     def give_back(self) -> None:
         """From now on the tables are live, as the copies were."""
@@ -128,7 +125,6 @@ class HotCopies:
         try:  # where they cannot be written back they stay live, and the tables out of date
             if live is not None and self._changed:
                 self._copy(to_tables=True)
-                self.link.swap(from_device_bytes=self.hot.num_bytes)
                 self._changed = False
             yield
         finally:
@@ -151,6 +147,7 @@ class HotCopies:
                         copies.write(slots, self._fast.over(table.read(rows)))
         self._fast.wait()
         self.seconds += time.perf_counter() - start
+        self.num_copied += 1
 
     def _pairs(self, t: int) -> Iterator[tuple[Rows, Rows]]:
         """Every array of a table, and that of its copies."""

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hotrow.base.machine import available_memory_bytes
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout
@@ -28,8 +27,6 @@ class FastMemory(Protocol):
     kernels: ops.Kernels
     """What looks up and updates rows there."""
     sequence_kernels: dict[str, ops.Kernels]
-    uploads: int
-    """Times that the ids of a batch go there: for its lookup and, where kernels ask again, for its update."""
     piece_bytes: int | None
     """Of rows of one array on their way, at most so many; None: any number."""
 
@@ -52,7 +49,6 @@ class FastMemory(Protocol):
 class InDram:
     """Memory of this machine beside the tables."""
 
-    uploads: int = 1
     piece_bytes: int | None = None
 
     def __init__(self, emb: EmbeddingCollection) -> None:
@@ -84,7 +80,6 @@ class OnDevice:
     Raises ImportError where Triton is not installed.
     """
 
-    uploads: int = 2
     piece_bytes: int | None = PIECE_BYTES
 
     def __init__(self, emb: EmbeddingCollection, device: torch.device) -> None:
@@ -134,10 +129,8 @@ class OnDevice:
         self._streams.moment().wait()
 
 
-def room_bytes(device: torch.device | None) -> int:
-    """What copies may take: of a device's memory, or where that is None of this machine's."""
-    if device is None:
-        return available_memory_bytes()
+def room_bytes(device: torch.device) -> int:
+    """Returns how much of a device's memory copies may take."""
     # What torch keeps of arrays that are gone is free for others.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return free_bytes(str(device)) + kept

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from hotrow.base.files import parse_bytes
 from hotrow.config.schema import Config
 from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.budget import TableDemand
@@ -115,13 +114,6 @@ def record_bytes(config: Config, tables: Sequence[TableConfig]) -> dict[str, int
 def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
     """Returns the bytes of all tables; training: with optimizer state."""
     return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
-
-
-def copies_bytes(config: Config, tables: Sequence[TableConfig]) -> int:
-    """Returns what copies of hot rows may take of DRAM beside the tables; 0 if there are none."""
-    if config.hot.link is None:
-        return 0
-    return min(parse_bytes(config.hot.budget), required_bytes(config, tables))
 
 
 def most_rows(config: Config, table: TableConfig) -> int:

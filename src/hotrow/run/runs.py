@@ -29,7 +29,7 @@ from hotrow.kernels import ops
 from hotrow.models.tbsm import SUFFIX
 from hotrow.placement.stores import StoreError
 from hotrow.plan.choose import describe, disk_shortfall
-from hotrow.plan.demand import copies_bytes, required_bytes
+from hotrow.plan.demand import required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
 from hotrow.run.parts import storage_line
@@ -223,10 +223,9 @@ def _explain_failure(setup: Setup, folder: RunFolder) -> Iterator[None]:
 def _begin(training: Training) -> None:
     folder, config, dataset, backend = training.folder, training.setup.config, training.setup.dataset, ops.backend()
     emb = training.parts.embedding
-    needed, copies = required_bytes(config, emb.tables), copies_bytes(config, emb.tables)
     where = training.turns.device
     on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
-    where_rows_lie = describe(emb, needed, copies=copies) + training.parts.place.line() + on_device
+    where_rows_lie = describe(emb, required_bytes(config, emb.tables)) + training.parts.place.line() + on_device
     training.say(f"{describe_threads()}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)

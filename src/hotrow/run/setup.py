@@ -231,11 +231,6 @@ def device_of_copies(config: Config, place: Place) -> torch.device | None:
     """
     if not config.hot.takes_turns or config.hbm is not None or place.device.type != "cuda":
         return None
-    if config.hot.link is not None:
-        raise ValueError(
-            f"hot.link is {config.hot.link!r}, with which memory of this machine plays a fast device, but device is "
-            "'cuda', where copies of hot rows lie on the GPU: set hot.link to null, or device to cpu"
-        )
     if find_spec("triton") is None:
         raise ValueError(
             f"hot.schedule is {config.hot.schedule!r} and device is 'cuda': copies of hot rows lie on the GPU, but "

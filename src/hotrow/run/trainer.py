@@ -27,10 +27,10 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
-from hotrow.models import look_up, takes_sequences
+from hotrow.models import look_up
 from hotrow.placement.lookahead import lookahead
 from hotrow.plan.choose import close_tiers
-from hotrow.run.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
+from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest
 from hotrow.run.checkpoint_tensors import CURE
 from hotrow.run.folder import RunFolder, resume_command
@@ -132,10 +132,7 @@ class Training:
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
         self.parts = build(setup)
-        sequences = takes_sequences(self.parts.model)
-        self.turns.attach(
-            self.parts.embedding, self.parts.sparse_optimizer, sequences=sequences, device=setup.copies_on
-        )
+        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=setup.copies_on)
         embedding, memory = self.parts.embedding, config.memory
         wanted = memory.lookahead if isinstance(memory, MemoryConfig) else LOOKAHEAD
         self.lookahead = 0 if embedding.in_slots is None else wanted
@@ -174,11 +171,6 @@ class Training:
                 if swap["rate"] != swap["next_rate"]:
                     rates = f"{swap['next_rate']:g} % of a class, not {swap['rate']:g}"
                     self.say(f"step {self.state.step}: turns of {rates}")
-            if learned := self.turns.learn():
-                self.folder.measure("hot", step=self.state.step, epoch=self.epochs, **learned)
-                rows, samples = learned["hot_rows"], learned["hot_samples"]
-                self.say(f"step {self.state.step}: {rows:,} rows are hot from here on, {samples:.1%} of the samples")
-                self.warn_of_nothing_hot()
         self.turns.close()
 
     def warn_of_nothing_hot(self) -> None:
@@ -205,7 +197,7 @@ class Training:
             except NonFiniteError as error:
                 self._skip(str(error))
                 loss = None
-            self.turns.count(batch)
+            self.turns.count()
             self._count(batch, loss)
             stop = self.interrupt.signal is not None or self.writes.spent
             self._do_what_is_due(stop=stop)
@@ -342,9 +334,6 @@ class Training:
                 stack.enter_context(meter.aside())
             yield
 
-    def _saved_parts(self) -> dict[str, Part]:
-        return {**self.parts.with_state(), **self.turns.parts()}
-
     def save(self) -> Path:
         """Saves a checkpoint, and removes older ones as the config says."""
         path = self.folder.checkpoints / f"step-{self.state.step}"
@@ -362,7 +351,7 @@ class Training:
                 config=self.config.model_dump(mode="json"),
             )
             with self._aside(), self.writes.saving(path):
-                save_checkpoint(path, self._saved_parts(), extra=asdict(extra))
+                save_checkpoint(path, self.parts.with_state(), extra=asdict(extra))
         keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
         prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
         return path
@@ -381,7 +370,7 @@ class Training:
         if state.turns is None or (state.best is not None and state.best[self.config.train.monitor] is None):
             raise ValueError(f"{where}: state.turns, or the {self.config.train.monitor} of state.best, is null; {CURE}")
         with self._aside(), self.writes.restoring(path):
-            load_checkpoint(path, self._saved_parts())
+            load_checkpoint(path, self.parts.with_state())
         for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa), ("device", device)):
             if (then := getattr(extra, name)) != now:
                 self.folder.warn(
