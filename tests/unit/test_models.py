@@ -15,7 +15,7 @@ from hotrow.data.sources.avazu import SCHEMA as AVAZU_SCHEMA
 from hotrow.data.sources.registry import CRITEO_SCHEMA
 from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 from hotrow.models.dlrm import DLRMSpec
-from hotrow.models.layers import MLP, Network, linear
+from hotrow.models.layers import MLP, Linear, Network, linear
 from hotrow.models.spec import ModelSpec
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -62,6 +62,19 @@ def test_mlp_against_sequential(last: str) -> None:
     twin = nn.Sequential(mlp.layers[0], nn.ReLU(), mlp.layers[1], nn.ReLU() if last == "relu" else nn.Identity())
     x = torch.randn(9, 6, generator=seeded(1))
     torch.testing.assert_close(mlp(x), twin(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_module_against_torch(bias: bool) -> None:
+    layer, twin = Linear(6, 5, generator=seeded(), bias=bias), nn.Linear(6, 5, bias=bias)
+    twin.load_state_dict(layer.state_dict())
+    x = torch.randn(9, 6, generator=seeded(1))
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.testing.assert_close(layer(ours), twin(theirs), rtol=1e-5, atol=1e-6)
+    layer(ours).square().sum().backward()
+    twin(theirs).square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.weight.grad, twin.weight.grad, rtol=1e-5, atol=1e-5)
 
 
 def plain_dlrm(model: nn.Module, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:

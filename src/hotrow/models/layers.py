@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hotrow.kernels.ops import dot_interaction, mlp
 from hotrow.kernels.reference import Activation
 
-__all__ = ["MLP", "Constant", "Lookup", "Network", "dot_interaction", "linear"]
+__all__ = ["MLP", "Constant", "Linear", "Lookup", "Network", "dot_interaction", "linear"]
 
 Lookup = Literal["pooled", "sequence"]
 """`pooled`: a bag's rows come as one, side by side for all features, [B, sum of D]. `sequence`: the row of every id, by
@@ -60,6 +60,23 @@ class MLP(nn.Module):
         """Returns the last layer's output."""
         layers = [cast(nn.Linear, layer) for layer in self.layers]
         return mlp(x_BI, [layer.weight for layer in layers], [layer.bias for layer in layers], last=self.last)
+
+
+class Linear(nn.Module):
+    """y_BO = x_BI W^T + b, drawn as by `linear`; without `bias` y_BO = x_BI W^T.
+
+    The product repeats bit for bit at any number of threads, which torch's own does not.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, generator: torch.Generator, bias: bool = True) -> None:
+        super().__init__()
+        layer = linear(num_inputs, num_outputs, generator)
+        self.weight, self.bias = layer.weight, layer.bias if bias else None
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        """Returns y [B, O], float32."""
+        bias_O = self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
+        return mlp(x_BI, [self.weight], [bias_O], last="linear")
 
 
 class Constant(nn.Module):
