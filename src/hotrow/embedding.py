@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from hotrow import torch_tables
-from hotrow.base.files import available_memory_bytes, size
+from hotrow.base.files import size
+from hotrow.base.machine import available_memory_bytes
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, row_key, to_float16, widen, write_rows
 from hotrow.placement.below import InDram, InTiers
-from hotrow.placement.budget import Memory
+from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.device import DeviceFlight, DeviceRows
-from hotrow.placement.device_budget import DeviceMemory
 from hotrow.placement.table_rows import RowsInTiers
 from hotrow.placement.tiers import Flight, Tiers
 from hotrow.tables import TableConfig, check_tables

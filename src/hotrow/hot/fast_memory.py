@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hotrow.base.files import available_memory_bytes
+from hotrow.base.machine import available_memory_bytes
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout
-from hotrow.placement.device_budget import free_bytes
+from hotrow.placement.budget import free_bytes
 
 PIECE_BYTES = 32 << 20
 """Of rows on their way at once, so that pinned memory stays small beside the copies."""

@@ -5,7 +5,7 @@
 Every row of a table lies below: in DRAM, or in tiers (below.py). Device memory has slots for some: the first rows of a
 table for good, and whichever of the others are in use. Updates happen in slots; a row that was updated is copied back
 when its slot is needed, and by `flush`. Kernels are given slots instead of ids: no result depends on what is decided
-here. Which row lies where: directory.py; how many slots there are: device_budget.py. Next: gpu/.
+here. Which row lies where: directory.py; how many slots there are: budget.py. Next: gpu/.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels.reference import Layout, first_bad_id
 from hotrow.placement.below import Below, Held
-from hotrow.placement.budget import TableDemand, TableSlots
-from hotrow.placement.device_budget import MOVING_SHARE, DeviceMemory, raise_to
+from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, TableSlots, raise_to
 from hotrow.placement.directory import Directory, Moves
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import State

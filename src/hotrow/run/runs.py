@@ -24,10 +24,10 @@ from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.kernels import ops
-from hotrow.placement.budget import Memory
-from hotrow.placement.device_budget import DeviceMemory
+from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.stores import StoreError
-from hotrow.plan.choose import copies_bytes, describe, disk_shortfall, record_bytes, required_bytes
+from hotrow.plan.choose import describe, disk_shortfall
+from hotrow.plan.demand import copies_bytes, record_bytes, required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
