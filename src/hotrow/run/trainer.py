@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow.base.files import size
@@ -28,7 +28,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.kernels import ops
-from hotrow.models import look_up
+from hotrow.models.layers import Network
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.lookahead import lookahead
 from hotrow.plan.choose import close_tiers
@@ -42,7 +42,7 @@ from hotrow.run.meters_device import DeviceReport
 from hotrow.run.meters_tiers import TierReport
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.session import Interrupt, StepClock
-from hotrow.run.setup import Parts, build, tables_of
+from hotrow.run.setup import Parts, build, look_up, tables_of
 from hotrow.run.state import Extra, State, read_extra
 from hotrow.run.turns import Turns
 from hotrow.run.wear import LEDGER, WriteLedger, Writes, checkpoint_bytes
@@ -96,7 +96,7 @@ def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
 @torch.no_grad()
 def evaluate(
     embedding: EmbeddingCollection,
-    model: nn.Module,
+    model: Network,
     loader: Loader,
     *,
     num_batches: int | None = None,
