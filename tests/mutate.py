@@ -981,7 +981,7 @@ def config_case(rng: random.Random, world: World) -> Case:
     """A changed config, or a changed recipe of the repository."""
     from hotrow.config.load import options
 
-    known = tuple(name for name, _ in options())
+    known = tuple(options())
     recipe = rng.choice([None, None, *sorted(RECIPES.glob("*.yaml"))])
     value = copied(CONFIG)
     if recipe is not None:

@@ -28,7 +28,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotrow.base.files import atomic_write, explain_full_disk, size
 from hotrow.base.progress import ProgressCallback, progress_bar
@@ -45,14 +45,14 @@ from hotrow.data.sources.registry import OpenedSource, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.embedding import EmbeddingCollection
 from hotrow.export.export import export_checkpoint
-from hotrow.models import look_up
-from hotrow.models.tbsm import SampleError
+from hotrow.models.layers import Network
+from hotrow.models.spec import SampleError
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_manifest import read_manifest
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.parts import build_network
+from hotrow.run.parts import build_network, look_up
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import train
 from hotrow.run.setup import Place, Setup, cpu_instead, read_model
@@ -129,7 +129,7 @@ class Run:
         return checkpoints[step]
 
     @cached_property
-    def _network(self) -> tuple[EmbeddingCollection, nn.Module, Place]:
+    def _network(self) -> tuple[EmbeddingCollection, Network, Place]:
         checkpoint, kept = self.checkpoint, PackedDataset.open(self.folder.vocabulary)
         config, _ = read_model(checkpoint, read_manifest(checkpoint), kept)
         setup = Setup.decide(_on_this_machine(config), kept, self.path, training=False)
@@ -495,7 +495,7 @@ def _as_yaml(name: str, value: Any) -> str:
 
 def _option(name: str) -> str:
     """Returns the dotted path of the option `name`: a full path, or a last part that only one option has."""
-    paths = [path for path, _ in options()]
+    paths = list(options())
     found = [path for path in paths if name in (path, path.rpartition(".")[2])]
     if len(found) == 1:
         return found[0]

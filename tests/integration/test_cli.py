@@ -282,7 +282,7 @@ def test_help_has_an_example(verb: str) -> None:
     [
         (["train", "absent.yaml"], r"config absent\.yaml is no file; pass a YAML file"),
         (["train"], "pass a config to start a run, or --resume RUN"),
-        (["train", "small.yaml", "--set", "train.epoch=2"], r"train\.epoch is no known key; did you mean 'epochs'"),
+        (["train", "small.yaml", "--set", "train.epoch=2"], r"unknown key train\.epoch; did you mean 'epochs'"),
         (["train", "small.yaml"], r"packed: no dataset\.json"),
         (["train", "--resume", "nowhere"], r"nowhere is not a run: it has no run\.json"),
         (["prepare", "cireto", "clicks.txt", "--out", "x"], "source 'cireto' is not known; did you mean 'criteo'"),

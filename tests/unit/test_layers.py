@@ -17,8 +17,9 @@ ROOMS = (
     "base",
     "tables",
     "batch",
-    "config",
     "kernels",
+    "models",
+    "config",
     "draw",
     "placement",
     "torch_tables",
@@ -26,7 +27,6 @@ ROOMS = (
     "gradients",
     "optim",
     "study",
-    "models",
     "data",
     "data/packed",
     "data/sources",
@@ -77,6 +77,13 @@ def test_imports_point_down(path: Path) -> None:
             assert relative.as_posix() in MAY_IMPORT_NATIVE, f"{relative} imports the native module"
         elif top != "__version__":
             assert LEVELS[room_of(name)] <= LEVELS[own], f"{relative} imports {name}, of a higher room"
+
+
+def test_a_model_needs_torch_and_two_modules() -> None:
+    """An export copies its file, and has what stands for these two."""
+    for path in (SOURCE / "models").glob("*.py"):
+        if path.stem not in ("__init__", "spec", "layers"):
+            assert imported(ast.parse(path.read_text(encoding="utf-8"))) <= {"models.layers", "models.spec"}, path
 
 
 RIVALS = {"rocksdict", "fbgemm_gpu", "torchrec", "polars", "benchmarks"}

@@ -1,80 +1,47 @@
-"""The one YAML schema of a run: what every option means, its unit, its effect and what it may be.
+"""The YAML schema of a run: what every option means, its unit, its effect and its allowed values.
 
-Nothing here acts on a value: `parts.build` does. Read and checked by config.py; docs/config.md has the same as tables.
+The options of a model are in its file (hotrow.models); `Config.model` may be any of them, selected by `name`. Nothing
+here acts on a value. load.py reads and checks a config; docs/config.md shows the same as tables.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from hotrow.base.files import ByteRate, parse_byte_rate, parse_bytes
+from hotrow.base.records import SECTION
+from hotrow.models import MODELS
+from hotrow.models.spec import ModelSpec
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
-Width = Annotated[int, Field(ge=1, le=65536)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """How often within training: up to 1 a share of an epoch, above 1 a whole number of steps."""
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = SECTION
 
 
-class ModelConfig(_Section):
-    """Which network stands on the tables, and how wide it is."""
-
-    name: Literal["dlrm", "tbsm"] = "dlrm"
-    """The network. `dlrm`: bottom MLP on the dense inputs, pairwise dot products with the embeddings, top MLP. `tbsm`:
-    such a network makes a vector of every step of a history, and attention compares them with the last step's; features
-    named X_history hold the earlier ids of feature X (docs/prepare.md)."""
-    embedding_dim: Width = 16
-    """Columns D of every table; also the width of the bottom MLP's last layer."""
-    embedding_init: NotNegative | None = None
-    """Rows start uniform between minus and plus this; null means sqrt(1 / rows of the table), the reference's choice.
-    With 0 they start at zero, which is better on small data: an id then says nothing until it has been seen."""
-    bottom_mlp: list[Width] = [512, 256, 64]
-    """Widths of the bottom MLP's hidden layers; a last layer of `embedding_dim` follows by itself."""
-    top_mlp: list[Width] = [512, 256]
-    """Widths of the top MLP's hidden layers; the last layer, one logit, follows by itself. With `tbsm` all widths of
-    the top MLP of a step, the last that of its vector."""
-    first_order: bool = False
-    """Whether the logit also gets the first column of every pooled row and a linear map of the dense inputs, as in a
-    logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP. Only for
-    dlrm."""
-    history_steps: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Most ids of a history; a longer one is an error. null means 20. Only for tbsm."""
-    attention_mlp: list[Width] | None = None
-    """Widths of the hidden layers between the products of all steps with the last and the steps' weights; null means
-    [15, 15]. Only for tbsm."""
-    final_mlp: list[Width] | None = None
-    """Widths of the hidden layers on the attended history beside the last step's vector; one logit follows by itself.
-    null means [60]. Only for tbsm."""
-
-    @model_validator(mode="after")
-    def _only_what_acts(self) -> ModelConfig:
-        if self.name == "tbsm" and self.first_order:
-            raise ValueError("first_order is true, but tbsm has no first-order term; remove it or choose dlrm")
-        for field in _TBSM_DEFAULTS:
-            if self.name != "tbsm" and (value := getattr(self, field)) is not None:
-                raise ValueError(f"{field} is {value}, but {self.name} has no history; remove it or choose tbsm")
-        if self.name == "tbsm" and not self.top_mlp:
-            raise ValueError("top_mlp is [], but with tbsm its last width is that of a step's vector; give one or more")
-        return self
-
-    def tbsm_options(self) -> dict[str, Any]:
-        """The options that tbsm alone has, defaults filled in."""
-        given = {name: getattr(self, name) for name in _TBSM_DEFAULTS}
-        return {name: _TBSM_DEFAULTS[name] if value is None else value for name, value in given.items()}
+def _model_name(value: Any) -> str:
+    """Returns which model a `model` section is for."""
+    default = next(iter(MODELS))
+    return str(value.get("name", default)) if isinstance(value, dict) else str(getattr(value, "name", default))
 
 
-_TBSM_DEFAULTS: dict[str, Any] = {"history_steps": 20, "attention_mlp": [15, 15], "final_mlp": [60]}
-"""Those of the reference's script for Taobao."""
+if TYPE_CHECKING:
+    Model = ModelSpec
+else:
+    Model = Annotated[
+        Union[tuple(Annotated[spec, Tag(name)] for name, spec in MODELS.items())],  # noqa: UP007  # made of a list
+        Discriminator(_model_name),
+    ]
 
 
 class DenseOptimizerConfig(_Section):
@@ -321,11 +288,8 @@ class HotConfig(_Section):
         return self.schedule in ("fae", "fixed")
 
 
-MEMORY_TAGS = ("word", "mapping")
-
-
 def _memory_tag(value: Any) -> str:
-    return MEMORY_TAGS[not isinstance(value, str)]
+    return "word" if isinstance(value, str) else "mapping"
 
 
 class Config(_Section):
@@ -337,7 +301,7 @@ class Config(_Section):
     """Where dense layers compute. `auto`: the CPU, but a GPU where `memory.hbm` gives tables slots there. `cuda`
     without `memory.hbm`: tables train on the CPU, and pooled rows and their gradients cross; with `hot.schedule` `fae`
     or `fixed` hot batches train on copies of the hot rows on the GPU."""
-    model: ModelConfig = ModelConfig()
+    model: Model = next(iter(MODELS.values())).model_validate({})
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

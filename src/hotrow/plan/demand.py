@@ -101,8 +101,11 @@ def spread(demands: Sequence[Demand]) -> dict[str, Any]:
 def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
     """Returns what the tables' rows take; training: with optimizer state."""
     name = config.optimizer.sparse.name
-    states = NUM_STATES[name] * (1 if name == "row_wise_adagrad" else config.model.embedding_dim) if training else 0
-    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states) for t in tables]
+
+    def states(table: TableConfig) -> int:
+        return NUM_STATES[name] * (1 if name == "row_wise_adagrad" else table.embedding_dim) if training else 0
+
+    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states(t)) for t in tables]
 
 
 def record_bytes(config: Config, tables: Sequence[TableConfig]) -> dict[str, int]:

@@ -15,9 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotrow import optim
+from hotrow.batch import KeyedJaggedTensor
 from hotrow.config.schema import Config
 from hotrow.embedding import EmbeddingCollection
-from hotrow.models import build_model
+from hotrow.models.layers import Network
 from hotrow.run.checkpoint import Part
 from hotrow.run.setup import ARITHMETIC, Place, Setup
 
@@ -36,7 +37,7 @@ class Parts:
     """The objects that a step works on."""
 
     embedding: EmbeddingCollection
-    model: nn.Module
+    model: Network
     dense_optimizer: Optimizer
     sparse_optimizer: optim.SparseOptimizer
     schedule: Schedule
@@ -48,12 +49,13 @@ class Parts:
         return {name: part for name, part in vars(self).items() if name not in ("schedule", "place")}
 
 
-def build_network(setup: Setup) -> tuple[EmbeddingCollection, nn.Module]:
+def build_network(setup: Setup) -> tuple[EmbeddingCollection, Network]:
     """Returns the tables, and the model on its device; all random draws follow from `config.train.seed`."""
-    config, feature_names = setup.config, [name for table in setup.tables for name in table.feature_names]
-    seed, num_dense = config.train.seed, len(setup.dataset.info.dense)
-    model = build_model(config.model, num_dense=num_dense, feature_names=feature_names, seed=seed)
-    return EmbeddingCollection(setup.tables, memory=setup.memory, seed=seed), model.to(setup.place.device)
+    config, tables = setup.config, setup.tables
+    seed, dims = config.train.seed, {name: table.embedding_dim for table in tables for name in table.feature_names}
+    generator = torch.Generator().manual_seed(seed)
+    model = config.model.build(num_dense=len(setup.dataset.info.dense), dims=dims, generator=generator)
+    return EmbeddingCollection(tables, memory=setup.memory, seed=seed), model.to(setup.place.device)
 
 
 def build(setup: Setup) -> Parts:
@@ -77,6 +79,11 @@ def build_optimizers(
         # nonfinite=None: train_step checks both sides itself, before either is changed.
         _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
     )
+
+
+def look_up(model: Network, embedding: EmbeddingCollection, sparse: KeyedJaggedTensor) -> Any:
+    """Returns the rows of a batch as `model` takes them."""
+    return embedding.sequence(sparse) if model.lookup == "sequence" else embedding(sparse)
 
 
 def splits_dense(config: Config) -> bool:

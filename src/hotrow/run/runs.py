@@ -14,19 +14,15 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import lacks_bfloat16_products
 from hotrow.base.progress import ProgressLine
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
-from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
-from hotrow.models.tbsm import SUFFIX
 from hotrow.placement.stores import StoreError
 from hotrow.plan.choose import describe, disk_shortfall
 from hotrow.plan.demand import required_bytes
@@ -51,7 +47,7 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     runs = folder.path if folder else Path(config.run or "runs")
     # What cannot work is refused before a folder is made.
     _check_vocabularies(dataset)
-    _check_histories(config, dataset)
+    config.model.check(dataset)
     setup = Setup.decide(config, dataset, runs)
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
@@ -69,38 +65,6 @@ def _check_vocabularies(dataset: PackedDataset) -> None:
     for table in dataset.info.tables:
         if table.vocabulary_file in dataset.info.files:
             dataset.vocabulary(table.name)
-
-
-def _check_histories(config: Config, dataset: PackedDataset) -> None:
-    """Raises ValueError where a history is longer than tbsm takes, or two of a sample differ in length.
-
-    The model itself would say so at its batch.
-
-    Reads every block once: the checksums it looks at on the way are not looked at again.
-    """
-    if config.model.name != "tbsm":
-        return
-    most, names = config.model.tbsm_options()["history_steps"], [feature.name for feature in dataset.info.features]
-
-    def check(good: NDArray[np.bool_], own: NDArray[np.int64], where: tuple[str, int, str], reason: str) -> None:
-        if not good.all():
-            sample = int(np.argmin(good))
-            split, first_row, name = where
-            at = f"feature {name!r}, sample {first_row + sample:,} of {split} in {dataset.path}"
-            raise ValueError(f"{at}: {own[sample]} ids, {reason}")
-
-    long = f"but model.history_steps is {most}; raise it, or prepare shorter histories"
-    for split, part in dataset.splits.items():
-        row = 0
-        for block in map(part.block, range(part.num_blocks)):
-            lists = [(name, ids) for name, ids in zip(names, block.ids, strict=True) if name.endswith(SUFFIX)]
-            lengths = {name: np.diff(ids.row_splits) for name, ids in lists if isinstance(ids, Ragged)}
-            for name, own in lengths.items():
-                first = next(iter(lengths))
-                check(own <= most, own, (split, row, name), long)
-                unlike = f"but {first!r} has another number; steps must agree: prepare histories of equal lengths"
-                check(own == lengths[first], own, (split, row, name), unlike)
-            row += len(block.label)
 
 
 FEWEST_OF_EACH = 100

@@ -184,10 +184,8 @@ def _check_cuda(config: Config) -> None:
 
 
 def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
-    """Returns the dataset's tables, with the dimension, initial rows and dtype that `config` says."""
-    bound, dtype = config.model.embedding_init, _TABLE_DTYPES[config.train.precision]
-    tables = dataset.table_configs(config.model.embedding_dim)
-    return tuple(replace(table, init=replace(table.init, bound=bound), dtype=dtype) for table in tables)
+    """Returns the dataset's tables as the model needs them, in the dtype that `config` says."""
+    return config.model.tables(dataset, dtype=_TABLE_DTYPES[config.train.precision])
 
 
 def place_tables(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow.base.progress import ProgressLine, duration, rate
@@ -27,7 +27,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
-from hotrow.models import look_up
+from hotrow.models.layers import Network
 from hotrow.placement.lookahead import lookahead
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
@@ -36,7 +36,7 @@ from hotrow.run.checkpoint_tensors import CURE
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, meters_of_rows
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.parts import Parts, build
+from hotrow.run.parts import Parts, build, look_up
 from hotrow.run.record import Extra, State, read_extra
 from hotrow.run.session import Interrupt
 from hotrow.run.setup import Place, Setup
@@ -91,7 +91,7 @@ def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
 @torch.no_grad()
 def evaluate(
     embedding: EmbeddingCollection,
-    model: nn.Module,
+    model: Network,
     loader: Loader,
     *,
     num_batches: int | None = None,

@@ -10,13 +10,16 @@ import hashlib
 import struct
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hotrow.data.packed.format import (
     MANIFEST,
@@ -210,6 +213,10 @@ def _to_numpy(column: pa.Array) -> Any:
     return Ragged(column.values.to_numpy(zero_copy_only=True), splits)
 
 
+def _list_lengths(ids: Any) -> Tensor:
+    return torch.from_numpy(np.diff(ids.row_splits) if isinstance(ids, Ragged) else np.ones(len(ids), np.int64))
+
+
 class PackedDataset:
     """A packed dataset on disk, opened by `PackedDataset.open`; docs/format.md describes the folder.
 
@@ -279,18 +286,33 @@ class PackedDataset:
             raise ValueError(f"{path} has id {found.id}, {MANIFEST} names {wanted}; {CURE}")
         return found
 
-    def table_configs(self, embedding_dim: int) -> tuple[TableConfig, ...]:
-        """Returns a config of `embedding_dim` columns for each table; row 0 (rare and unseen ids) starts at zero."""
+    def table_configs(self, embedding_dim: int | Mapping[str, int]) -> tuple[TableConfig, ...]:
+        """Returns a config for each table; row 0 (rare and unseen ids) starts at zero.
+
+        embedding_dim: columns of all tables, or of each by its name.
+        """
         return tuple(
             TableConfig(
                 name=table.name,
                 num_embeddings=table.num_embeddings,
-                embedding_dim=embedding_dim,
+                embedding_dim=embedding_dim if isinstance(embedding_dim, int) else embedding_dim[table.name],
                 feature_names=tuple(f.name for f in self.info.features if f.table == table.name),
                 init=Uniform(zero_rows=1),
             )
             for table in self.info.tables
         )
+
+    def list_lengths(self, features: Iterable[str]) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
+        """Yields, for each block, its split, its first row there, and the number of ids of each row by feature.
+
+        Reads every block once; the first reading verifies it.
+        """
+        places = {name: self.info.feature_names.index(name) for name in features}
+        for name, split in self.splits.items():
+            row = 0
+            for block in map(split.block, range(split.num_blocks)):
+                yield name, row, {feature: _list_lengths(block.ids[place]) for feature, place in places.items()}
+                row += len(block.label)
 
     def _table(self, name: str) -> Any:
         if name not in self.info.table_by_name:
