@@ -19,7 +19,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.kernels import ops
 from hotrow.plan.demand import required_bytes
-from hotrow.run import runs
+from hotrow.run import runs, setup
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 DIMS = {"default": 16, "user": 8, "hour": 1}
