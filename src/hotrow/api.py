@@ -475,6 +475,7 @@ def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> l
     train = config.train
     recipe = choose_recipe(
         dataset.split("train").num_rows,
+        num_features=len(dataset.info.features),
         model=config.model.name,
         batch_size=train.batch_size if "train.batch_size" in given else None,
         epochs=train.epochs if "train.epochs" in given else None,

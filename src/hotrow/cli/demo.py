@@ -50,7 +50,8 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
             run_prepare("criteo", raw, packed, progress=progress)
     say("3/3  training a DLRM")
     memory = {"memory": {"dram": DRAM}} if tiers else {}
-    recipe = choose_recipe(PackedDataset.open(packed).split("train").num_rows)
+    dataset = PackedDataset.open(packed)
+    recipe = choose_recipe(dataset.split("train").num_rows, num_features=len(dataset.info.features))
     config = make_config(apply_overrides({"data": str(packed), **memory}, as_overrides(recipe)), origin="demo")
     run = Run(train(config, folder=RunFolder.create(None, name=f"demo-{config.model.name}")).path)
     commands = ["hotrow demo --data YOUR_LOGS --label CLICK_COLUMN", "make demo DATA=YOUR_LOGS LABEL=CLICK_COLUMN"]
