@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.mix import mix64
+from hotrow.data.native import mix64
 from hotrow.data.sources.synthetic_config import SyntheticConfig, SyntheticTable
 
 CELL_ROWS = 16_384
