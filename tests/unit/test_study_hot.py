@@ -23,7 +23,7 @@ from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.hot.calibrate import calibrate
-from hotrow.hot.classify import hot_samples
+from hotrow.hot.hot_set import hot_samples
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
