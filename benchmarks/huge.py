@@ -174,7 +174,7 @@ def digest(emb: hotrow.EmbeddingCollection, rows: list[NDArray[np.int64]]) -> st
     """SHA-256 of these rows of every table."""
     found = hashlib.sha256()
     for table, own in zip(emb.tables, rows, strict=True):
-        stored = emb.stored(table.name) if emb.tiers is None else emb.rows(table.name)
+        stored = emb.rows(table.name)
         for piece in np.array_split(own, max(1, len(own) // 4096)):
             found.update(stored.read(torch.from_numpy(piece)).numpy().tobytes())
     return found.hexdigest()

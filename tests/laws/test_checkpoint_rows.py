@@ -184,7 +184,7 @@ def test_what_is_written_is_at_most_twice_what_changed(big: Model, tmp_path: Pat
         path = save_checkpoint(tmp_path / f"step-{step}", big.parts)
         links = chains(path)["embedding/t"]["links"]
         changed, written = changed + len(rows), written + links[-1]
-        assert sum(links) <= 2 * big.emb.tiers.num_changed(0, ever=True)  # type: ignore[union-attr]
+        assert sum(links) <= 2 * big.emb.placement.num_changed("t", ever=True)
         prune_checkpoints(tmp_path, keep_last=1)
     assert changed < written <= 2 * changed
 
@@ -259,7 +259,7 @@ def test_a_failed_save_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "hotrow.base.records.write_sealed",
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(f"hotrow.{what}", full)
+            patch.setattr(what, full)
             with pytest.raises(OSError, match="No space left"):
                 save_checkpoint(tmp_path / "step-2", model.parts)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "rows") == ["step-1"]

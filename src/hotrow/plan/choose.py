@@ -19,6 +19,7 @@ from hotrow.data.packed.dataset import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.placement.device import Device
 from hotrow.placement.folder import takes_no_files
 from hotrow.placement.store_file import no_disk
 from hotrow.placement.tiers import Tiers
@@ -254,11 +255,11 @@ def moved(memory: Memory | None, before: Path, after: Path) -> Memory | None:
 
 def close_tiers(embedding: EmbeddingCollection, run: Path) -> None:
     """Remove the files of tables in tiers, and the run's folder for them."""
-    if embedding.tiers is not None:
-        embedding.tiers.close()
-        if embedding.tiers.memory.folder == run / FOLDER:
-            with suppress(OSError):  # somebody else's may lie there
-                (run / FOLDER).rmdir()
+    embedding.placement.close()
+    tiers = embedding.placement.find(Tiers)
+    if tiers is not None and tiers.memory.folder == run / FOLDER:
+        with suppress(OSError):  # somebody else's may lie there
+            (run / FOLDER).rmdir()
 
 
 def disk_bytes(tiers: Tiers) -> int:
@@ -283,7 +284,7 @@ def dram_bytes(tiers: Tiers) -> int:
 
 def describe(embedding: EmbeddingCollection, needed: int, *, copies: int = 0) -> str:
     """What lies where, in a line for the user. needed: bytes of tables and optimizer state; copies: `copies_bytes`."""
-    tiers, slots = embedding.tiers, _describe_slots(embedding)
+    tiers, slots = embedding.placement.find(Tiers), _describe_slots(embedding)
     beside = f", beside them up to {size(copies)} in DRAM for copies of hot rows" if copies else ""
     if tiers is None:
         return f"memory: {slots}tables and optimizer state are {size(needed)}, all in DRAM{beside}"
@@ -298,7 +299,7 @@ def describe(embedding: EmbeddingCollection, needed: int, *, copies: int = 0) ->
 
 
 def _describe_slots(embedding: EmbeddingCollection) -> str:
-    rows = embedding.device_rows
+    rows = embedding.placement.find(Device)
     if rows is None:
         return ""
     whole = sum(sum(own) == table.num_embeddings for own, table in zip(rows.slots, rows.tables, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from hotrow.placement.device import DeviceRows
+from hotrow.placement.device import Device
 from hotrow.run.meters_tiers import CountsApart, ratio, sum_of
 
 
@@ -15,7 +15,7 @@ class DeviceReport(CountsApart):
     overflow_rows = 0
     """A batch without room for its rows is an error here."""
 
-    def __init__(self, rows: DeviceRows) -> None:
+    def __init__(self, rows: Device) -> None:
         super().__init__(rows.counters)
         self.rows = rows
 
@@ -28,7 +28,7 @@ class DeviceReport(CountsApart):
     def to_json(self, *, seconds: float, epochs: float) -> dict[str, Any]:
         """For run.json."""
         rows, training = self.rows, self._training()
-        batches = {name: getattr(rows, name) for name in ("foreseen", "unannounced", "altered", "postponed")}
+        batches = {**rows.announced.counts(), "postponed": rows.postponed}
         tables = {
             table.name: {"pinned": own.pinned, "cached": own.cached, "hits_per_row": _hits(training[table.name])}
             for table, own in zip(rows.tables, rows.slots, strict=True)

@@ -73,7 +73,7 @@ class TierReport(CountsApart):
             "disk_bytes": disk_bytes(tiers),
             "folder": str(tiers.memory.folder),
             "writes": tiers.memory.writes,
-            "batches": {"foreseen": tiers.foreseen, "unannounced": tiers.unannounced, "altered": tiers.altered},
+            "batches": tiers.announced.counts(),
             **figures(sum_of(training.values())),
             "tiers": self._by_tier(training),
             "aside": {**hits(aside), **io(aside)},

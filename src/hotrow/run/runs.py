@@ -31,6 +31,7 @@ from hotrow.models.tbsm import SUFFIX
 from hotrow.placement.budget import Memory
 from hotrow.placement.device_budget import DeviceMemory
 from hotrow.placement.stores import StoreError
+from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import copies_bytes, describe, disk_shortfall, record_bytes, required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
@@ -341,7 +342,7 @@ def _warn_of_little_disk(training: Training) -> None:
 
 
 def _warn_of_tiers(training: Training) -> None:
-    tiers, folder = training.parts.embedding.tiers, training.folder
+    tiers, folder = training.parts.embedding.placement.find(Tiers), training.folder
     if tiers is None:
         return
     fallbacks = [store.fallback for store in tiers.stores if store.fallback]

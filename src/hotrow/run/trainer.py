@@ -30,8 +30,10 @@ from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.kernels import ops
 from hotrow.models import look_up, takes_sequences
 from hotrow.placement.budget import Memory
+from hotrow.placement.device import Device
 from hotrow.placement.device_budget import DeviceMemory
 from hotrow.placement.lookahead import lookahead
+from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import close_tiers, record_bytes
 from hotrow.run.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest
@@ -151,8 +153,8 @@ class Training:
         device = device_of_copies(config, place)
         sequences = takes_sequences(self.parts.model)
         self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, sequences=sequences, device=device)
-        tiers = self.parts.embedding.tiers
-        slots = self.parts.embedding.device_rows
+        tiers = self.parts.embedding.placement.find(Tiers)
+        slots = self.parts.embedding.placement.find(Device)
         self.reports: list[TierReport | DeviceReport] = [] if tiers is None else [TierReport(tiers)]
         self.reports += [] if slots is None else [DeviceReport(slots)]
         self.lookahead = config.memory.lookahead if isinstance(config.memory, MemoryConfig) else LOOKAHEAD
@@ -264,8 +266,7 @@ class Training:
         self.clock.end_step()
         state.seconds = dict(self.clock.seconds)
         self.writes.end_step()
-        if (slots := self.parts.embedding.in_slots) is not None:
-            state.stall_s = round(self._before.stall_s + slots.stall_s, 6)
+        state.stall_s = round(self._before.stall_s + self.parts.embedding.placement.stall_s, 6)
         if state.step >= self.num_steps:
             state.ended = ALL_DONE
 

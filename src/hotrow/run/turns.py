@@ -21,13 +21,13 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.copies import HotCopies
-from hotrow.hot.fast_memory import room_bytes
 from hotrow.hot.find import FoundHot, find_hot
 from hotrow.hot.hot_set import check_budget
 from hotrow.hot.learner import Learner, whole_batches
 from hotrow.hot.link import Link
 from hotrow.hot.order import BatchOrder, Turn, batch_order, mixed_samples
 from hotrow.optim import SparseOptimizer
+from hotrow.placement.copies import room_bytes
 
 
 def check_hot(
