@@ -22,10 +22,8 @@ from hotrow import torch_tables
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, to_float16
-from hotrow.placement.base import Lease, Placement, Recipe, Rows
-from hotrow.placement.budget import Memory
-from hotrow.placement.device_budget import DeviceMemory
-from hotrow.placement.place import place
+from hotrow.placement.base import Lease, Placement, Rows
+from hotrow.placement.place import AnyMemory, place
 from hotrow.tables import TableConfig, check_tables
 
 BATCHES_TO_WARN_OF = 3
@@ -69,13 +67,7 @@ class EmbeddingCollection(nn.Module):
     Raises ValueError for repeated names, for an unknown `memory` and for tables larger than the memory there is.
     """
 
-    def __init__(
-        self,
-        tables: Iterable[TableConfig],
-        *,
-        memory: Memory | DeviceMemory | Recipe | str | None = None,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, tables: Iterable[TableConfig], *, memory: AnyMemory = None, seed: int = 0) -> None:
         super().__init__()
         self.tables = check_tables(tables)
         for table in self.tables:  # not by register_parameter, which refuses dots; state_dict has the same names

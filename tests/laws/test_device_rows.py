@@ -24,7 +24,7 @@ from hotrow.kernels import ops
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.placement.budget import TableDemand, TableSlots
 from hotrow.placement.device_budget import MOVING_SHARE, plan_slots_on_device
-from hotrow.placement.directory import Directory
+from hotrow.placement.slots import Directory
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Flight, Tiers
 from hotrow.tables import TableConfig, Uniform

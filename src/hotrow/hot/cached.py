@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hotrow.batch import Batch
 from hotrow.data.packed.format import DatasetInfo
 from hotrow.placement.budget import TableSlots
-from hotrow.placement.directory import Directory
+from hotrow.placement.slots import Directory
 
 SLOT_BYTES = 4
 """Of a slot's number beside a lookup, which is sent twice: for the lookup and for its update."""

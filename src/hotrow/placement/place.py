@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
-from hotrow.placement.base import Placement
+from hotrow.placement.base import Placement, Recipe
 from hotrow.placement.budget import Memory
 from hotrow.placement.device import Backing, Device
 from hotrow.placement.device_budget import DeviceMemory
@@ -13,22 +13,24 @@ from hotrow.placement.dram import Dram
 from hotrow.placement.tiers import Tiers
 from hotrow.tables import TableConfig
 
+AnyMemory: TypeAlias = Memory | DeviceMemory | Recipe | str | None
+"""What `EmbeddingCollection(memory=...)` takes."""
 
-def place(tables: Sequence[TableConfig], memory: Any, *, seed: int) -> Placement:
+
+def place(tables: Sequence[TableConfig], memory: AnyMemory, *, seed: int) -> Placement:
     """Makes the placement of `tables` that `memory` says: what `EmbeddingCollection(memory=...)` takes.
 
     Raises ValueError for anything else, and if tables are larger than the memory there is.
     """
     if isinstance(memory, DeviceMemory):
         return Device(memory, _backing(tables, memory.below, seed=seed))
-    if isinstance(memory, Memory) or memory in (None, "dram"):
+    if isinstance(memory, Memory) or memory is None or memory == "dram":
         return _backing(tables, memory, seed=seed)
-    if not callable(getattr(memory, "place", None)):
+    if isinstance(memory, str) or not callable(getattr(memory, "place", None)):
         raise ValueError(
             f"memory is {memory!r}; pass None or 'dram' (all rows in DRAM), hotrow.Memory or hotrow.DeviceMemory"
         )
-    made: Placement = memory.place(tables, seed=seed)
-    return made
+    return memory.place(tables, seed=seed)
 
 
 def _backing(tables: Sequence[TableConfig], memory: Memory | str | None, *, seed: int) -> Backing:
