@@ -45,7 +45,9 @@ from torch import Tensor, nn
 
 import hotrow
 from benchmarks.markdown import held
-from hotrow.base.files import available_memory_bytes, parse_bytes
+from benchmarks.results import end_on_signals
+from hotrow.base.files import parse_bytes
+from hotrow.base.machine import available_memory_bytes
 from hotrow.data.sources.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
@@ -538,7 +540,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, time, print, in a fresh process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parsed(arguments)
-    bench.end_on_signals()
+    end_on_signals()
     if not options.here:
         report = bench.in_fresh_process("benchmarks.gpu", [*arguments, "--here"], options.threads)
         if options.json:

@@ -44,7 +44,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import hot_quality, hot_trackers
-from benchmarks.results import record
+from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, column_ids, make_setting
 from hotrow.data.packed.dataset import PackedDataset
@@ -109,12 +109,6 @@ def rounds_of(sides: Mapping[str, Callable[[], Any]], num_rounds: int) -> tuple[
 
     rounds = bench.clean_rounds(one_round, num_rounds)
     return {name: [own[name] for own in rounds.results] for name in sides}, rounds.counts()
-
-
-def spread(values: list[float]) -> list[float]:
-    """The first and the last tenth."""
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return [tenths[0], tenths[-1]]
 
 
 def read_bytes_per_s(threads: int) -> float:
@@ -203,7 +197,7 @@ def classify(data: Data, name: str, threads: int, num_rounds: int) -> dict[str, 
         "listed_rows": sum(len(rows.listed) for rows in hot.rows.values()),
         "bitmaps_samples_per_s": data.num_samples / statistics.median(found["bitmaps"]),
         "ratio": statistics.median(b / a for a, b in zip(found["ours"], found["bitmaps"], strict=True)),
-        "ratio_spread": spread([b / a for a, b in zip(found["ours"], found["bitmaps"], strict=True)]),
+        "ratio_spread": bench.spread([b / a for a, b in zip(found["ours"], found["bitmaps"], strict=True)]),
         "dict_slice_samples": small,
         "dict_extrapolated_s": dict_s / small * data.num_samples,
         "limit_s": limit_s,
@@ -218,7 +212,7 @@ def classified(rates: list[float], data: Data, hot: HotSet) -> dict[str, Any]:
         "samples": data.num_samples,
         "hot_rows": hot.num_rows,
         "samples_per_s": statistics.median(rates),
-        "spread": spread(rates),
+        "spread": bench.spread(rates),
         "target": TARGET_SAMPLES_PER_S,
     }
 
@@ -279,7 +273,7 @@ def calibrations(data: Data, threads: int, num_rounds: int, *, quick: bool) -> d
         "ways": {
             how: {
                 "seconds": statistics.median(found[how]),
-                "spread": spread(found[how]),
+                "spread": bench.spread(found[how]),
                 "hot_samples": float(hot_samples(data.dataset, calibrated(data, how), threads=threads).mean()),
                 "share_of_epoch": (statistics.median(found[how]) + classify_s) / epoch_s,
             }
@@ -322,7 +316,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
         "step_ms": 1e3 * statistics.median(found["step"]),
         "observe_ms": 1e3 * statistics.median(found["observe"]),
         "share": statistics.median(shares),
-        "spread": spread(shares),
+        "spread": bench.spread(shares),
         "most": MOST_OF_STEP,
         "lookups": sum(len(ids) for ids in batches[0].values()),
         "tracker_bytes": tracker.num_bytes,
@@ -385,7 +379,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     options.data = options.data or Path(os.environ.get("HOTROW_DATA", hot_trackers.DATA))
     if unknown := set(options.names) - set(CELLS):
         sys.exit(f"no cell is called {', '.join(unknown)}; choose from {', '.join(CELLS)}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.hot_quality import link_table, quality_table
-from benchmarks.markdown import clean_rounds, held, table
+from benchmarks.markdown import clean_rounds, heads, held, table
 from hotrow.study.bench import how_clean
 
 
@@ -26,11 +25,6 @@ def hot_tables(cells: list[dict[str, Any]]) -> list[str]:
         if own:
             lines += ["", *make(own)]
     return lines[1:]
-
-
-def sides(columns: Sequence[str]) -> dict[str, str]:
-    """The first column is text, the others numbers."""
-    return {name: "left" if k == 0 else "right" for k, name in enumerate(columns)}
 
 
 def millions(value: float) -> str:
@@ -64,7 +58,7 @@ def classified(cells: list[dict[str, Any]]) -> list[str]:
         f"released code (a look-up per id, up to the first that is cold) ran on {on_slice:,} samples, its dict made "
         "beforehand; its column is that time scaled to all."
     )
-    return [text, "", *table(sides(head), rows)]
+    return [text, "", *table(heads(head), rows)]
 
 
 def calibrated(cells: list[dict[str, Any]]) -> list[str]:
@@ -85,7 +79,7 @@ def calibrated(cells: list[dict[str, Any]]) -> list[str]:
         f"{how_clean(cell)}."
     )
     head = ("way", "calibrate, s, measured", "hot samples", "with classifying, of the epoch", "promised")
-    return [text, "", *table(sides(head), rows)]
+    return [text, "", *table(heads(head), rows)]
 
 
 def tracked(cells: list[dict[str, Any]]) -> list[str]:
@@ -117,4 +111,4 @@ def compared(cells: list[dict[str, Any]]) -> list[str]:
         [stream, *(" / ".join(f"{ways[name][field]:.0%}" for field in fields) for name in names)]
         for stream, ways in cell["streams"].items()
     ]
-    return [text, "", *table(sides(("rows, k of all", *names)), rows)]
+    return [text, "", *table(heads(("rows, k of all", *names)), rows)]

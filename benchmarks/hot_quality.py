@@ -1,5 +1,5 @@
 """What turns of hot and cold batches do to quality, and to what crosses a link: the cells quality_* and link of
-benchmarks.hot. Nothing is timed; `hotrow study hot` measures the same over more axes."""
+benchmarks.hot. Nothing is timed; `python -m benchmarks.studies hot` measures the same over more axes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.markdown import held, table
+from benchmarks import hot_study
+from benchmarks.hot_cells import HotCell, counted, make_shape, sizes_of
+from benchmarks.markdown import heads, held, table
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
@@ -16,9 +18,6 @@ from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.classify import hot_samples
 from hotrow.hot.student import interval
-from hotrow.study import hot
-from hotrow.study.hot_counted import counted, sizes_of
-from hotrow.study.shapes import make_shape
 
 CRITEO, TAOBAO = "criteo_terabyte_80k.tsv.gz", "taobao_userbehavior_110k.csv.gz"
 SMALL_TABLE = "32KiB"
@@ -91,13 +90,13 @@ def measure(name: str, data: Path, folder: Path, *, quick: bool) -> dict[str, An
 
 def quality(packed: Path, folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
     """An epoch of a schedule, FAE's where `fields` name none, beside one in shuffled order."""
-    cell = hot.HotCell(group="quality", kind="quality", **{"schedule": "fae", **fields})
+    cell = HotCell(group="quality", kind="quality", **{"schedule": "fae", **fields})
     dataset = PackedDataset.open(packed)
-    row = hot.quality(cell, dataset, folder) | label_rates(cell, dataset)
+    row = hot_study.quality(cell, dataset, folder) | label_rates(cell, dataset)
     return {"samples": dataset.split("train").num_rows, **{n: getattr(cell, n) for n in SETTINGS}, **row}
 
 
-def label_rates(cell: hot.HotCell, dataset: PackedDataset) -> dict[str, float]:
+def label_rates(cell: HotCell, dataset: PackedDataset) -> dict[str, float]:
     """Of hot training samples and of cold ones, the share with a click."""
     record_bytes, table_bytes = sizes_of(cell, dataset)
     sizes = {"record_bytes": record_bytes, "small_table_bytes": cell.small_table_bytes}
@@ -116,7 +115,7 @@ def budgets(packed: Path, shape: dict[str, Any]) -> list[dict[str, Any]]:
             kind = {"kind": "cached", "rows": "exact"} if way == SLOTS else {"kind": "coverage", "rows": way}
             fields = {**shape, **kind, "amount": amount, "optimizer": "sgd", "batch_size": LINK_BATCH}
             try:
-                row = counted(hot.HotCell(group="link", **fields), dataset)
+                row = counted(HotCell(group="link", **fields), dataset)
             except ValueError as error:  # no batch fits the slots
                 found.append({"rows": way, "amount": amount, "refused": str(error)})
             else:
@@ -162,7 +161,7 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
     )
     head = ("data", "samples", "first rate", "shuffled end", "rates fall", "seeds", "hot samples")
     head = (*head, "clicks, hot / cold", "swaps", "AUC", "difference", "promised", "LogLoss")
-    return [text, "", *table({name: "left" if k in (0, 11) else "right" for k, name in enumerate(head)}, rows)]
+    return [text, "", *table(heads(head, left=(0, 11)), rows)]
 
 
 def at_most(bar: float, low: float, high: float) -> str:
@@ -191,7 +190,7 @@ def link_table(cells: list[dict[str, Any]]) -> list[str]:
     )
     head = ("way", "budget, of the tables' bytes", "hot samples", "rows of a batch there", "MB over the link")
     head = (*head, "times fewer")
-    return [text, "", *table({name: "left" if k == 0 else "right" for k, name in enumerate(head)}, rows)]
+    return [text, "", *table(heads(head), rows)]
 
 
 def best_ratio(cell: dict[str, Any], ways: tuple[str, ...]) -> float:

@@ -3,14 +3,14 @@
     python -m benchmarks.huge --folder DIR [--out docs/benchmarks.json] [--quick]
 
 The tables are as many and as wide as those of MLPerf training v6.1's dlrm_v4: 11 tables of dim 512, 293,051,712 rows
-together, 600 GB in float32. How the rows are shared among the tables, the ids (Zipf 1.05 over each table's rows) and the
-DLRM on top are ours: this shows what tables of that size cost, not how that model trains. Rows that no batch has looked
-up exist only as a function of their number, so the files hold what training touched.
+together, 600 GB in float32. How the rows are shared among the tables, the ids (Zipf 1.05 over each table's rows) and
+the DLRM on top are ours: this shows what tables of that size cost, not how that model trains. Rows that no batch has
+looked up exist only as a function of their number, so the files hold what training touched.
 
-One process trains STEPS steps of 2,048 samples with row-wise Adagrad and DRAM_BYTES of DRAM, the rest under --folder; its
-peak memory is what the operating system counted for it. Another builds small tables in DRAM of just the rows that the
-first CHECKED steps look up, each row's initial weights computed by its number, and trains those steps on them. Every
-loss, and every one of these rows afterwards, must be the same to the bit, or nothing is reported.
+One process trains STEPS steps of 2,048 samples with row-wise Adagrad and DRAM_BYTES of DRAM, the rest under --folder;
+its peak memory is what the operating system counted for it. Another builds small tables in DRAM of just the rows that
+the first CHECKED steps look up, each row's initial weights computed by its number, and trains those steps on them.
+Every loss, and every one of these rows afterwards, must be the same to the bit, or nothing is reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hotrow
-from benchmarks.results import record
+from benchmarks.results import end_on_signals, record
 from hotrow.kernels import ops
 from hotrow.kernels.reference import row_key
 from hotrow.models.dlrm import DLRM
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="where the files lie: on the disk to measure")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     if options.quick:
         rows = tuple(n // QUICK_SCALE for n in ROWS)
         work = Work(rows, QUICK_STEPS, QUICK_CHECKED, 4 * DIM * sum(rows) // 4, str(options.folder))

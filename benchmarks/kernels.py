@@ -1,4 +1,4 @@
-"""The cells of `hotrow bench`, and those against FBGEMM's CPU kernels, into docs/benchmarks.json.
+"""The cells of `hotrow bench`, those of a DLRM's dense parts, and those against FBGEMM's CPU kernels.
 
     python -m benchmarks.kernels --out docs/benchmarks.json [--quick] [CELL ...]
 
@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks import dense_cells
 from benchmarks.results import run_as_script
 from hotrow.kernels import ops
 from hotrow.study import cells
@@ -101,15 +102,15 @@ def compiled_mlp_cell(*, quick: bool) -> cells.Cell:
     batch_size, widths = (64, (20, 16, 1)) if quick else (2048, (367, 512, 256, 1))
 
     def build() -> tuple[cells.Contender, cells.Contender]:
-        side = partial(cells.Dense, batch_size=batch_size, widths=widths)
+        side = partial(dense_cells.Dense, batch_size=batch_size, widths=widths)
         ours = side(lambda x, *p: ops.mlp(x, p[::2], p[1::2], last="linear"))
-        return ours, side(torch.compile(cells.mlp_in_torch))
+        return ours, side(torch.compile(dense_cells.mlp_in_torch))
 
     return cells.Cell(
         name="mlp_367_512_256_1_vs_compiled",
         peer="torch.compile of linear + relu",
         build=build,
-        limit_s=partial(cells.mlp_limit_s, widths, batch_size),
+        limit_s=partial(dense_cells.mlp_limit_s, widths, batch_size),
     )
 
 
@@ -120,8 +121,13 @@ def promises(name: str) -> dict[str, float]:
 
 
 def kernel_cells(*, quick: bool) -> list[cells.Cell]:
-    """Those of `hotrow bench` and those against FBGEMM, with their promises."""
-    found = [*cells.cells(quick=quick), compiled_mlp_cell(quick=quick), *fbgemm_cells(quick=quick)]
+    """Returns all cells with their promises."""
+    found = [
+        *cells.cells(quick=quick),
+        *dense_cells.dense_cells(quick=quick),
+        compiled_mlp_cell(quick=quick),
+        *fbgemm_cells(quick=quick),
+    ]
     return [replace(cell, **promises(cell.name)) for cell in found]
 
 

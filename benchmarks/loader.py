@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.results import end_on_signals
 from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Split, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.study import bench
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         dataset = write(Path(folder) / "data", arguments.rows)

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import end_on_signals
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.draw.charts import line_chart
 from hotrow.inspect.accesses import Accesses, TableAccesses, open_accesses
 from hotrow.inspect.hotness import CURVE_SHARES, Hotness, measure_hotness
 from hotrow.inspect.reuse import ReuseProfile
-from hotrow.study import bench
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH_SIZE, DIM, SEED = 2048, 16, 0
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--speed", action="store_true")
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     with tempfile.TemporaryDirectory() as work:
         found = prepared(options.data, Path(work))
         if options.speed:

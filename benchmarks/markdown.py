@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hotrow.study.bench import is_disturbed
@@ -28,6 +28,11 @@ def across(values: Sequence[float], form: str) -> str:
 def clean_rounds(cell: Mapping[str, Any]) -> str:
     """How many of how many rounds were clean, for a table; the figure is of others too if too few were."""
     return f"{cell['clean_rounds']} of {cell['taken_rounds']}" + (" (disturbed)" if is_disturbed(cell) else "")
+
+
+def heads(columns: Sequence[str], *, left: Collection[int] = (0,)) -> dict[str, str]:
+    """Returns the heads of a table: the columns numbered in `left` are text, the others numbers."""
+    return {name: "left" if k in left else "right" for k, name in enumerate(columns)}
 
 
 def table(columns: dict[str, str], rows: list[list[Any]]) -> list[str]:

@@ -35,7 +35,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from benchmarks.results import record
+from benchmarks.results import end_on_signals, record
 from hotrow.data.chunk import Chunk, Keys
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.spill import CounterPool
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     args = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     pa.set_cpu_count(2)
     with tempfile.TemporaryDirectory() as name:
         path, sizes = Path(name) / "rows.tsv", cardinalities(args.keys)

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from benchmarks.results import record
+from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import Parts, Step, make_model, make_ours, make_plain, peers
 from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
 from hotrow.study import bench
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     parser.add_argument("--side", choices=get_args(Side), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     if not Path("/proc/self/clear_refs").exists():
         sys.exit("benchmarks.peak_memory needs Linux's /proc/self/clear_refs")
     if options.side:

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.results import end_on_signals
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 from hotrow.inspect.accesses import open_accesses
 from hotrow.inspect.hotness import measure_hotness
 from hotrow.placement.budget import TableDemand, TableSlots, plan_slots
 from hotrow.plan.solve import TableUse, expected_hit_rate, solve
-from hotrow.study import bench
 
 BATCH_SIZE, DIM, STATE_BYTES = 2048, 64, 4
 SHARES = (2, 4, 10, 32)
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=os.environ.get("HOTROW_DATA", "../shared/data"))
     data = Path(parser.parse_args().data)
-    bench.end_on_signals()
+    end_on_signals()
     for exponent in (1.05, 0.9):
         print_table(f"Criteo-Kaggle cardinalities, Zipf {exponent}", {"counts": zipf_uses(exponent)})
     source = data / "criteo_terabyte_80k.tsv.gz"

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.results import record
+from benchmarks.results import end_on_signals, record
 from hotrow.batch import Batch
 from hotrow.config.load import load_config
 from hotrow.data.prepare.prepare import run_prepare
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="the sample of 80,000 rows of Criteo 1TB")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     if unknown := set(options.variants) - set(VARIANTS):
         parser.error(f"no variant is called {', '.join(sorted(unknown))}; choose from {', '.join(VARIANTS)}")
     scores = measure(options.variants or list(VARIANTS), options.data)

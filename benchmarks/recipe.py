@@ -1,11 +1,12 @@
 """The automatic recipe beside hand-made ones, on real rows: mean scores over seeds and paired differences.
 
-    python -m benchmarks.recipe --data ../shared/data [--seeds 5] [--out FILE.json]
+    python -m benchmarks.recipe --data ../shared/data [--seeds 5] [--search] [--out FILE.json]
 
 Hand-made: recipes/criteo-small.yaml, and the best of a search over optimizers, rates, batches and epochs for each file,
-chosen by validation LogLoss (SEARCHED). A file's recipes train on the same rows from the same seeds; the weights that
-are best by validation LogLoss are scored on its test rows. The label of Taobao is any behaviour but a page view. Each
-training has one thread.
+chosen by validation LogLoss (SEARCHED). With --search also the best of OTHERS, recipes outside that family: other
+optimizers of tables and MLPs, other widths; the one with the lowest mean validation LogLoss is scored on the test rows.
+A file's recipes train on the same rows from the same seeds; the weights that are best by validation LogLoss are scored
+on its test rows. The label of Taobao is any behaviour but a page view. Each training has one thread.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.results import end_on_signals
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs
-from hotrow.study import bench
 
 FILES = {
     "criteo 80k": "criteo_terabyte_80k.tsv.gz",
@@ -38,6 +39,27 @@ FILES = {
 SEARCHED = {"criteo 80k": (1.8, 64, 3, 0.015), "criteo 10k": (4.0, 64, 6, 0.005)}
 SEARCHED |= {"taobao 110k": (1.8, 64, 3, 0.015), "taobao 10k": (4.0, 64, 6, 0.015)}
 """Rate of the tables, batch, epochs and rate of the MLPs that had the lowest validation LogLoss (2 or 3 seeds)."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "ftrl": {"optimizer.sparse": {"name": "ftrl", "lr": 0.1, "l1": 0.0, "l2": 1e-5}},
+    "ftrl with l1": {"optimizer.sparse": {"name": "ftrl", "lr": 0.05, "l1": 1e-4, "l2": 1e-4}},
+    "adagrad": {"optimizer.sparse": {"name": "adagrad", "lr": 0.02}},
+    "adagrad, sum 0.01": {"optimizer.sparse": {"name": "adagrad", "lr": 0.05, "initial_accumulator_value": 0.01}},
+    "row-wise adagrad": {
+        "optimizer.sparse": {"name": "row_wise_adagrad", "lr": 0.03, "initial_accumulator_value": 0.001}
+    },
+    "adam": {
+        "optimizer.sparse": {"name": "adam", "lr": 0.001},
+        "optimizer.dense": {"name": "adam", "lr": 0.001},
+    },
+    "adam of the MLPs": {"optimizer.dense": {"name": "adam", "lr": 0.001, "weight_decay": 1e-5}},
+    "sgd of the MLPs": {"optimizer.dense": {"name": "sgd", "lr": 0.1, "weight_decay": 1e-5}},
+    "4 columns": {"model.embedding_dim": 4},
+    "16 columns": {"model.embedding_dim": 16},
+    "narrow MLPs": {"model.bottom_mlp": [32], "model.top_mlp": [32]},
+    "wide MLPs": {"model.bottom_mlp": [128, 64], "model.top_mlp": [256, 128]},
+}
+"""What each recipe changes in the automatic one."""
 
 
 def prepared(folder: Path, name: str, file: Path) -> PackedDataset:
@@ -66,25 +88,37 @@ def hand_made(rate: float, batch_size: int, epochs: int, dense: float, num_rows:
     return as_overrides({**small, **widths, **optimizers, **size})
 
 
-def scores(dataset: PackedDataset, overrides: list[str], seeds: int) -> NDArray[np.float64]:
-    """AUC, LogLoss and NE on the test rows: [seeds, 3]."""
+def scores(dataset: PackedDataset, overrides: list[str], seeds: int, *, split: str = "test") -> NDArray[np.float64]:
+    """AUC, LogLoss and NE on the rows of `split`: [seeds, 3]."""
     found = []
     for seed in range(1, seeds + 1):
         with tempfile.TemporaryDirectory() as folder:
             raw: dict[str, Any] = {"data": str(dataset.path), "run": f"{folder}/run"}
             changes = [*overrides, f"train.seed={seed}", "train.threads=1"]
             run = runs.train(make_config(apply_overrides(raw, changes)), quiet=True)
-            metrics = run.record["metrics"]["test"]
+            metrics = run.record["metrics"][split]
             found.append([metrics["auc"], metrics["logloss"], metrics["ne"]])
     return np.array(found)
 
 
-def compare(dataset: PackedDataset, name: str, seeds: int) -> list[dict[str, Any]]:
+def search(dataset: PackedDataset) -> tuple[str, list[str]]:
+    """The name and overrides of the recipe of OTHERS with the lowest mean validation LogLoss over two seeds."""
+    automatic, found = choose_recipe(dataset.split("train").num_rows), {}
+    for name, changes in OTHERS.items():
+        logloss = scores(dataset, as_overrides(automatic | changes), 2, split="val")[:, 1].mean()
+        found[name] = float(logloss)
+        print(json.dumps({"recipe": name, "validation_logloss": round(found[name], 5)}), flush=True)
+    best = min(found, key=found.__getitem__)
+    return best, as_overrides(automatic | OTHERS[best])
+
+
+def compare(dataset: PackedDataset, name: str, seeds: int, *, searching: bool) -> list[dict[str, Any]]:
     """A row for the automatic recipe, and one for each hand-made one with what the automatic one is better by."""
     num_rows = dataset.split("train").num_rows
     automatic = scores(dataset, as_overrides(choose_recipe(num_rows)), seeds)
     others = {"criteo-small": hand_made(1.8, 64, 3, 0.015, num_rows)}
     others["searched"] = hand_made(*SEARCHED[name], num_rows)
+    others |= dict([search(dataset)]) if searching else {}
     rows = [row(name, "automatic", automatic)]
     for other, overrides in others.items():
         found = scores(dataset, overrides, seeds)
@@ -110,15 +144,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--search", action="store_true", help="look outside the searched family too (half an hour)")
     parser.add_argument("--out", type=Path)
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}; default: all")
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.files or FILES:
             dataset = prepared(Path(folder), name, options.data / FILES[name])
-            for found in compare(dataset, name, options.seeds):
+            for found in compare(dataset, name, options.seeds, searching=options.search):
                 print(json.dumps(found), flush=True)
                 rows.append(found)
     if options.out:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -43,13 +44,28 @@ def run_as_script(
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     add_options(parser)
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     if options.here:
         chosen = bench.choose(options.names or None, cells(options))
         print(json.dumps(bench.measure(chosen, quick=options.quick)))
         return
     measured = bench.in_fresh_process(f"benchmarks.{name}", [*sys.argv[1:], "--here"], options.threads)
     record(name, measured, options.out, under=report)
+
+
+def end_on_signals() -> None:
+    """Makes SIGTERM and Ctrl-C end this process like an exception, so that it removes its files.
+
+    A second signal does nothing, so that it cannot interrupt the removal.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, end)
 
 
 def record(name: str, report: dict[str, Any], out: str | None, *, under: str | None = None) -> None:

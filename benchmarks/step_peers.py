@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from benchmarks.dense_cells import interact_in_torch
 from benchmarks.step_shapes import Setting
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
@@ -153,7 +154,7 @@ def make_plain(setting: Setting, parts: Parts, *, copy_rows: bool = True) -> Ste
     )
     bottom = plain_mlp(parts.layers("bottom"), last_relu=True)
     top = plain_mlp(parts.layers("top"), last_relu=False)
-    interact = cells.interact_in_torch(num_tables)
+    interact = interact_in_torch(num_tables)
 
     def forward(entry: tuple[Tensor, list[Tensor], Tensor]) -> Tensor:
         dense, ids, offsets = entry
@@ -263,7 +264,7 @@ def make_torchrec(setting: Setting, parts: Parts, *, sparse: cells.Optimizer, pl
     if plain_dense:
         bottom = plain_mlp(parts.layers("bottom"), last_relu=True)
         top = plain_mlp(parts.layers("top"), last_relu=False)
-        dense, interact = [bottom, top], cells.interact_in_torch(len(names))
+        dense, interact = [bottom, top], interact_in_torch(len(names))
 
         def forward(inputs: tuple[Tensor, Any]) -> Tensor:
             pooled = collection(inputs[1]).values().view(-1, len(names), shape.embedding_dim)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.compiled import compiled
-from benchmarks.results import record
+from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, StepShape, floor_parts_s, make_setting, products_s
 from hotrow.kernels import ops
@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     if options.here:
         print(json.dumps(measure(options.names, quick=options.quick)))
         return

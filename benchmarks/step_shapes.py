@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.dense_cells import interaction_limit_s, mlp_flops, products_flops_per_s
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 from hotrow.study import cells
@@ -195,14 +196,14 @@ def floor_parts_s(shape: StepShape, sparse: cells.Optimizer, threads: int) -> di
         )
         for what, part in parts
     }
-    found["interaction"] = cells.interaction_limit_s(shape.batch_size, len(shape.rows), shape.embedding_dim, threads)
+    found["interaction"] = interaction_limit_s(shape.batch_size, len(shape.rows), shape.embedding_dim, threads)
     known = {what: seconds for what, seconds in found.items() if seconds is not None}
     return {**known, "products": products_s(shape, threads)} if len(known) == len(found) else None
 
 
 def products_s(shape: StepShape, threads: int) -> float:
     """What the matrix products of one step take, forward and backward, as fast as this machine multiplies at all."""
-    return product_operations(shape) / cells.products_flops_per_s(threads)
+    return product_operations(shape) / products_flops_per_s(threads)
 
 
 def mlp_widths(shape: StepShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -213,6 +214,6 @@ def mlp_widths(shape: StepShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def product_operations(shape: StepShape) -> int:
     """Operations of these products, a multiply-add being two: forward, weights' gradients, inputs' but the first."""
     bottom, top = mlp_widths(shape)
-    return cells.mlp_flops(bottom, shape.batch_size, gradient_of_inputs=False) + cells.mlp_flops(
+    return mlp_flops(bottom, shape.batch_size, gradient_of_inputs=False) + mlp_flops(
         top, shape.batch_size, gradient_of_inputs=True
     )

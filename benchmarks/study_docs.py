@@ -1,8 +1,7 @@
-"""The page below docs/ of a study as it was measured: text and charts, made from the JSON file beside it."""
+"""The page of a study in docs/: text and charts, made from the JSON file beside it."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from hotrow.study.page import by_reason, machine_line
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 CIRCUMSTANCES = ("machine", "backend", "versions", "skipped")
-"""Of a study's file, beside its cells."""
+"""Fields of a study's file that are kept, beside its cells."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +21,15 @@ class StudyDocs:
     """One study's page: `docs/NAME-study.md`, its charts, and `docs/NAME-study.json`, which holds what they show."""
 
     name: str
-    """The study's, as `hotrow study` takes it."""
+    """The name that `python -m benchmarks.studies` takes."""
     head: str
-    """What the page begins with."""
+    """The beginning of the page."""
     kept: Sequence[str]
     """Fields of a cell that the page shows. No path of the machine is among them."""
     charts: Callable[[Mapping[str, Any]], Mapping[str, tuple[str, str]]]
-    """Of a report: by heading, the file's name and the SVG."""
+    """Returns (file, SVG) by heading, for a report."""
     body: Callable[[Mapping[str, Any]], list[str]]
-    """Of a report: the lines below the charts."""
+    """Returns the lines below the charts, for a report."""
     also_kept: Sequence[str] = ()
     """Fields of the report itself that the page shows."""
 
@@ -40,15 +39,16 @@ class StudyDocs:
         return DOCS / f"{self.name}-study.json"
 
     def kept_of(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """What the page shows of the study's file."""
+        """Returns the part of a study's file that the page shows."""
         own = {name: report[name] for name in (*CIRCUMSTANCES, *self.also_kept)}
         cells = [{name: row[name] for name in self.kept if name in row} for row in report["cells"]]
         return {**own, "cells": cells}
 
     def files(self) -> dict[str, str]:
-        """Names below docs/, and their text."""
+        """Returns file names in docs/, and their text."""
         report = json.loads(self.json.read_text(encoding="utf-8"))
-        made = f"Made by `hotrow study {self.name} --data ...` and `python -m benchmarks.{self.name}_study`."
+        command = f"python -m benchmarks.studies {self.name}"
+        made = f"Made by `{command} --data ...` and `{command} --docs`."
         lines = [self.head, f"{machine_line(report)} {made}"]
         charts = self.charts(report)
         for title, (file, _) in charts.items():
@@ -56,13 +56,10 @@ class StudyDocs:
         lines += [*self.body(report), *not_measured(report)]
         return {f"{self.name}-study.md": "\n".join(lines) + "\n", **dict(charts.values())}
 
-    def main(self, description: str | None) -> None:
-        """Keep what is shown of a study's file, if one is named, and write the pages."""
-        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("file", nargs="?", type=Path, help=f"{self.name}.json of the study's folder of results")
-        options = parser.parse_args()
-        if options.file is not None:
-            kept = self.kept_of(json.loads(options.file.read_text(encoding="utf-8")))
+    def write(self, file: Path | None) -> None:
+        """Writes the page and its charts. file: new results, of which docs/ keeps what the page shows."""
+        if file is not None:
+            kept = self.kept_of(json.loads(file.read_text(encoding="utf-8")))
             self.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         for name, text in self.files().items():
             (DOCS / name).write_text(text, encoding="utf-8")
@@ -70,13 +67,13 @@ class StudyDocs:
 
 
 def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, str]], words: Sequence[str]) -> list[str]:
-    """A table of fields by head; those of `words` are set to the left."""
+    """Returns a table of fields by head; the fields in `words` are left-aligned."""
     heads = {head: "left" if field in words else "right" for head, field in columns.items()}
     return table(heads, [[row[field] for field in columns.values()] for row in rows])
 
 
 def not_measured(report: Mapping[str, Any]) -> list[str]:
-    """The section of cells that were refused, by reason; nothing where there are none."""
+    """Returns the section on cells that were refused, by reason, if there are any."""
     if not report["skipped"]:
         return []
     reasons = [[line["reason"], line["count"], f"`{line['key']}`"] for line in by_reason(report["skipped"])]

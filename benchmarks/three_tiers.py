@@ -24,6 +24,7 @@ import torch
 
 import hotrow
 from benchmarks.markdown import clean_rounds, table
+from benchmarks.results import end_on_signals
 from hotrow.placement.budget import Memory
 from hotrow.study import bench
 
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", type=int, default=MIDDLE_PARTS, metavar="PART")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     args = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     heads = ("middle, of the tables' bytes", "hits there, of what slots lacked", "speed over two", "slots over two")
     print("\n".join(table(dict.fromkeys((*heads, "clean rounds"), "left"), [])), flush=True)
     for part in args.parts:

@@ -34,17 +34,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.results import record
+from benchmarks.results import end_on_signals, record
+from benchmarks.rivals import memory
+from benchmarks.rivals.group import MemoryGroup
+from benchmarks.rivals.memory import MemoryCell
+from benchmarks.rivals.sides import Settings, Side
+from benchmarks.rivals.work import SEED
+from benchmarks.rivals.worker import Worker
 from hotrow.base.machine import usable_cores
 from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.budget import Memory
 from hotrow.placement.stores import TableRows, open_store
-from hotrow.study import bench, memory
-from hotrow.study.group import MemoryGroup
-from hotrow.study.memory import MemoryCell
-from hotrow.study.sides import Settings, Side
-from hotrow.study.work import SEED
-from hotrow.study.worker import Worker
+from hotrow.study import bench
 from hotrow.tables import TableConfig
 
 VARIANTS = (("tiers", "auto", (4, 0)), ("tiers", "threads", (4,)), ("mmap", "auto", (1, 0)), ("rocksdb", "auto", (0,)))
@@ -286,7 +287,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="where files lie: on the disk to measure")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     options = parser.parse_args()
-    bench.end_on_signals()
+    end_on_signals()
     options.folder.mkdir(parents=True, exist_ok=True)
     try:
         report = measure(options)

@@ -76,7 +76,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
  public:
   uint32_t last_batch = 0;  // its number; the next is one more, and they begin again after the last
 
-  void add(const std::tuple<int64_t, int64_t, int64_t>& sizes, int policy, int admission,
+  void add(const std::tuple<int64_t, int64_t, int64_t>& sizes,
            const std::tuple<uint64_t, float, int64_t, int64_t, int>& initial,
            const std::vector<std::tuple<int64_t, float, float, float>>& states, std::shared_ptr<Store> store,
            std::vector<Memory> arrays) {
@@ -96,9 +96,8 @@ class Caches : public std::enable_shared_from_this<Caches> {
     arrays_.push_back(std::move(arrays));
     stores_.push_back(store);
     nb::gil_scoped_release release;
-    caches_.push_back(std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, static_cast<Policy>(policy),
-                                                 static_cast<Admission>(admission), std::move(first), std::move(store),
-                                                 std::move(slots)));
+    caches_.push_back(std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, std::move(first),
+                                                 std::move(store), std::move(slots)));
   }
 
   // Sleeps until no read is under way.

@@ -1,4 +1,4 @@
-// The map and the policies; contract in hotrow/row_cache.h.
+// The map from rows to slots, and which row makes room; contract in hotrow/row_cache.h.
 #include <hotrow/kernels.h>
 #include <hotrow/memory.h>
 #include <hotrow/row_cache.h>
@@ -17,10 +17,8 @@ constexpr int64_t kAhead = 12;                     // ids between what they need
 
 }  // namespace
 
-RowCache::RowCache(const CacheSizes& sizes, Policy policy, Admission admission, InitialRow initial,
-                   std::shared_ptr<Store> store, Slots slots)
+RowCache::RowCache(const CacheSizes& sizes, InitialRow initial, std::shared_ptr<Store> store, Slots slots)
     : sizes_(sizes),
-      policy_(policy),
       initial_(std::move(initial)),
       store_(std::move(store)),
       slots_(std::move(slots)),
@@ -29,22 +27,12 @@ RowCache::RowCache(const CacheSizes& sizes, Policy policy, Admission admission, 
   map_.resize(least_map());
   places_.resize(static_cast<size_t>(sizes_.cached));
   row_.resize(static_cast<size_t>(initial_.dim));
-  if (admission == Admission::frequency) frequencies_.emplace(sizes_.cached);
-  if (policy_ == Policy::lru || frequencies_) {
-    before_.resize(static_cast<size_t>(sizes_.cached + 2));
-    after_.resize(before_.size());
-    for (const int32_t ring : {lru_ring(), trial_ring()}) {
-      before_[static_cast<size_t>(ring)] = after_[static_cast<size_t>(ring)] = ring;
-    }
-  }
   for (int64_t row = 0; row < sizes_.pinned; ++row) create(static_cast<uint32_t>(row), row);
 }
 
 int64_t RowCache::num_bytes() const {
-  const size_t bytes =
-      places_.capacity() * sizeof(Entry) + free_overflow_.capacity() * 4 + (before_.size() + after_.size()) * 4;
-  const int64_t sketch_bytes = frequencies_ ? frequencies_->num_bytes() : 0;
-  return map_bytes() + exists_.num_bytes() + changed_.num_bytes() + static_cast<int64_t>(bytes) + sketch_bytes;
+  const size_t bytes = places_.capacity() * sizeof(Entry) + free_overflow_.capacity() * 4;
+  return map_bytes() + exists_.num_bytes() + changed_.num_bytes() + static_cast<int64_t>(bytes);
 }
 
 // ---- the map
@@ -94,100 +82,19 @@ void RowCache::erase(uint32_t row) {
   --num_mapped_;
 }
 
-// ---- the policy
+// ---- which row makes room
 
-void RowCache::unlink(int32_t place) {
-  const auto p = static_cast<size_t>(place);
-  after_[static_cast<size_t>(before_[p])] = after_[p];
-  before_[static_cast<size_t>(after_[p])] = before_[p];
-}
-
-void RowCache::link_first(int32_t place, int32_t ring) {
-  const auto p = static_cast<size_t>(place), head = static_cast<size_t>(ring);
-  before_[p] = ring;
-  after_[p] = after_[head];
-  before_[static_cast<size_t>(after_[head])] = place;
-  after_[head] = place;
-}
-
-// A resident row is used again.
-void RowCache::touch(int32_t place) {
-  Entry& entry = places_[static_cast<size_t>(place)];
-  if (frequencies_) frequencies_->count(entry.row);
-  if (place >= sizes_.cached) return;
-  if (entry.on_trial) {
-    unlink(place);
-    link_first(place, trial_ring());
-    return;
-  }
-  switch (policy_) {
-    case Policy::clock:
-      entry.uses = 1;
-      break;
-    case Policy::lfu:
-      if (entry.uses < kMostUses) ++entry.uses;
-      break;
-    case Policy::lru:
-      unlink(place);
-      link_first(place, lru_ring());
-      break;
-  }
-}
-
-// A cached place that holds nothing, or whose row goes; kNone when all are in use.
-int32_t RowCache::room_for(uint32_t row, bool& admitted) {
+// Returns a cached place that holds nothing or whose row makes room; kNone if a batch uses every one.
+int32_t RowCache::room() {
   if (num_used_ < sizes_.cached) return static_cast<int32_t>(num_used_++);
   if (num_pinned_places_ >= sizes_.cached) return kNone;
-  const int64_t in_use = num_pinned_places_ - num_pinned_on_trial_;  // of the admitted
-  int32_t place = in_use < sizes_.cached - num_on_trial_ ? next_to_go() : kNone;
-  if (frequencies_) {
-    admitted =
-        place == kNone || frequencies_->estimate(row) > frequencies_->estimate(places_[static_cast<size_t>(place)].row);
-    if (num_pinned_on_trial_ < num_on_trial_) place = oldest(trial_ring());
-  }
-  take_out(place);
-  return place;
-}
-
-// Of the admitted, the place of the row that the policy would let go; one of them is in no batch.
-int32_t RowCache::next_to_go() {
-  if (policy_ == Policy::lru) return oldest(lru_ring());
-  for (;; hand_ = hand_ + 1 == sizes_.cached ? 0 : hand_ + 1) {
-    Entry& entry = places_[static_cast<size_t>(hand_)];
-    if (entry.pins != 0 || entry.on_trial) continue;
-    if (entry.uses == 0) return static_cast<int32_t>(hand_);
-    --entry.uses;
-  }
-}
-
-// Of a ring, the place used longest ago that is in no batch; there is one.
-int32_t RowCache::oldest(int32_t ring) const {
-  int32_t place = before_[static_cast<size_t>(ring)];
-  while (places_[static_cast<size_t>(place)].pins != 0) place = before_[static_cast<size_t>(place)];
-  return place;
-}
-
-// Its row goes.
-void RowCache::take_out(int32_t place) {
-  const bool on_trial = places_[static_cast<size_t>(place)].on_trial;
-  num_on_trial_ -= on_trial;
-  if (on_trial || policy_ == Policy::lru) {
-    unlink(place);
-  } else {  // the hand is there
+  for (;;) {
+    const auto place = static_cast<int32_t>(hand_);
     hand_ = hand_ + 1 == sizes_.cached ? 0 : hand_ + 1;
-  }
-}
-
-// A row has come.
-void RowCache::put_in(int32_t place, bool admitted) {
-  Entry& entry = places_[static_cast<size_t>(place)];
-  entry.uses = policy_ == Policy::clock;
-  entry.on_trial = !admitted;
-  num_on_trial_ += !admitted;
-  if (!admitted) {
-    link_first(place, trial_ring());
-  } else if (policy_ == Policy::lru) {
-    link_first(place, lru_ring());
+    Entry& entry = places_[static_cast<size_t>(place)];
+    if (entry.pins != 0) continue;
+    if (entry.uses == 0) return place;
+    --entry.uses;
   }
 }
 
@@ -234,17 +141,14 @@ void RowCache::evict(int32_t place, std::vector<Move>& moves) {
 }
 
 int32_t RowCache::place_for(uint32_t row, bool keep, std::vector<Move>& evicted) {
-  bool admitted = true;
-  if (keep && frequencies_) frequencies_->count(row);
-  // Where overflow is full, a cached place is empty: there are as many slots as rows.
-  int32_t place = keep || overflow_is_full() ? room_for(row, admitted) : kNone;
+  // If overflow is full, a cached place is empty: there are as many slots as rows.
+  int32_t place = keep || overflow_is_full() ? room() : kNone;
   if (place == kNone) {
     place = overflow_place();
     counters_.overflow_rows += keep;
   } else {
     counters_.evicted_rows += places_[static_cast<size_t>(place)].row != kNoRow;
     evict(place, evicted);
-    put_in(place, admitted);
   }
   places_[static_cast<size_t>(place)].row = row;
   insert(row, place);
@@ -254,11 +158,9 @@ int32_t RowCache::place_for(uint32_t row, bool keep, std::vector<Move>& evicted)
 void RowCache::pin(int32_t place, uint32_t batch, bool keep, Pins& pins) {
   Entry& entry = places_[static_cast<size_t>(place)];
   if (entry.batch == batch) return;
-  if (keep && entry.batch != 0) touch(place);
+  if (keep && entry.batch != 0 && entry.uses < kMostUses) ++entry.uses;
   entry.batch = batch;
-  const bool is_first = entry.pins++ == 0 && place < sizes_.cached;
-  num_pinned_places_ += is_first;
-  num_pinned_on_trial_ += is_first && entry.on_trial;
+  num_pinned_places_ += entry.pins++ == 0 && place < sizes_.cached;
   pins.slots.push_back(place);
   ++counters_.rows;
 }
@@ -271,11 +173,7 @@ bool RowCache::admit(const Id* ids, int64_t n, int32_t* slot_of, uint32_t batch,
   counters_.lookups += n;
   for (int64_t i = 0; i < n; ++i) {
     // Only a hint: an id that is out of range is found below.
-    if (i + kAhead < n) {
-      const auto ahead = static_cast<uint32_t>(ids[i + kAhead]);
-      __builtin_prefetch(&map_[home(ahead)]);
-      if (frequencies_) frequencies_->prefetch(ahead);
-    }
+    if (i + kAhead < n) __builtin_prefetch(&map_[home(static_cast<uint32_t>(ids[i + kAhead]))]);
     const auto id = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
     if (id >= num_rows) return false;
     if (id < pinned) {
@@ -343,7 +241,6 @@ void RowCache::release(Pins& pins, bool dirty) {
     if (--entry.pins != 0) continue;
     if (place < sizes_.cached) {
       --num_pinned_places_;
-      num_pinned_on_trial_ -= entry.on_trial;
     } else {
       evict(place, leaving);
       free_overflow_.push_back(place);

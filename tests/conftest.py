@@ -17,6 +17,7 @@ import torch
 
 from hotrow.base import files
 from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+from hotrow.kernels import ops
 from packed_data import counts_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +42,15 @@ def _no_fsync() -> Iterator[None]:
     """Tests kill processes, never the machine: waiting until the disk has each file would show nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tiers_need_the_native_module() -> Iterator[None]:
+    """Without it tables in tiers are refused (test_ops.py): a test that asks for them is skipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not ops.isas():
+            patch.setattr(ops, "native_module", lambda: pytest.skip("tables in tiers need the native module"))
         yield
 
 

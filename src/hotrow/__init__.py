@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from hotrow.embedding import EmbeddingCollection
     from hotrow.gradients import clip_grad_norm_
     from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
-    from hotrow.placement.budget import Memory
-    from hotrow.placement.device_budget import DeviceMemory
+    from hotrow.placement.budget import DeviceMemory, Memory
     from hotrow.placement.lookahead import lookahead
     from hotrow.plan.solve import plan_by_counts
     from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
@@ -62,8 +61,7 @@ _HOMES = {
     "hotrow.data.packed.dataset": ("PackedDataset",),
     "hotrow.embedding": ("EmbeddingCollection",),
     "hotrow.gradients": ("clip_grad_norm_",),
-    "hotrow.placement.budget": ("Memory",),
-    "hotrow.placement.device_budget": ("DeviceMemory",),
+    "hotrow.placement.budget": ("DeviceMemory", "Memory"),
     "hotrow.placement.lookahead": ("lookahead",),
     "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16"),
     "hotrow.plan.solve": ("plan_by_counts",),

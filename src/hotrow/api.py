@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hotrow.base.files import atomic_write, explain_full_disk, size
-from hotrow.base.progress import progress_bar
-from hotrow.base.progress_meter import ProgressCallback
+from hotrow.base.progress import ProgressCallback, progress_bar
 from hotrow.config.load import apply_overrides, make_config, options, read_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config

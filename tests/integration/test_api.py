@@ -20,7 +20,7 @@ import pytest
 
 import hotrow
 from hotrow import api
-from hotrow.base.progress_meter import Progress
+from hotrow.base.progress import Progress
 from hotrow.data.chunk import RowError
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare

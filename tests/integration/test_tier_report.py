@@ -17,6 +17,7 @@ from hotrow.data.packed.dataset import DatasetInfo, Feature, PackedDataset, Pack
 from hotrow.kernels import ops
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
+from store_rig import UsesClock
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 
@@ -63,21 +64,21 @@ def train(dataset: PackedDataset, run: Path, *, quiet: bool = True, **memory: An
         "model": {"embedding_dim": DIM, "bottom_mlp": [8], "top_mlp": [8]},
         "optimizer": {"sparse": {"name": "adagrad", "lr": 0.1}},
         "train": {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "threads": 1, "log_every": 4},
-        "memory": {"dram": 180_000, "policy": "lru", "lookahead": 0, **memory},
+        "memory": {"dram": 180_000, "lookahead": 0, **memory},
     }
     return runs.train(make_config(raw), quiet=quiet)
 
 
 def by_hand(ids: np.ndarray[Any, Any], cached: int) -> Counter[str]:
-    """What an LRU cache of `cached` rows does: no row of a batch makes room for another of it."""
+    """What a cache of `cached` rows does, by the clock in lists."""
     counts: Counter[str] = Counter()
-    used: dict[int, int] = {}
+    clock = UsesClock(cached)
     exists: set[int] = set()
     for step in range(STEPS * EPOCHS):
         at = step % STEPS * BATCH
         batch = ids[at : at + BATCH].tolist()
         rows = list(dict.fromkeys(batch))
-        missing = [row for row in rows if row not in used]
+        missing = [row for row in rows if row not in clock.rows]
         counts += Counter(
             lookups=len(batch),
             lookup_misses=sum(row in missing for row in batch),
@@ -86,16 +87,10 @@ def by_hand(ids: np.ndarray[Any, Any], cached: int) -> Counter[str]:
             created_rows=sum(row not in exists for row in missing),
             read_rows=sum(row in exists for row in missing),
         )
-        for row in rows:
-            if row not in missing:
-                used[row] = used.pop(row)
-        for row in missing:
-            if len(used) == cached:
-                oldest = next(row for row in used if row not in rows)
-                del used[oldest]
-                exists.add(oldest)
-                counts += Counter(evicted_rows=1, written_rows=1)
-            used[row] = step
+        _, left = clock.admit(rows)
+        clock.release(rows)
+        exists.update(row for row in left if row is not None)
+        counts += Counter(evicted_rows=len(left), written_rows=len(left))
     return counts
 
 

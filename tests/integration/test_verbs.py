@@ -24,7 +24,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import hotrow
 from hotrow.base import progress
-from hotrow.base.progress_meter import Progress
+from hotrow.base.progress import Progress
 from hotrow.cli import app as cli
 from hotrow.run import runs
 from hotrow.run.checkpoint import list_checkpoints

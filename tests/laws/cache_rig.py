@@ -1,8 +1,7 @@
-"""Caches of the native module or of its readable twin, with slots and stores of their own, for the tests of them."""
+"""Native caches with slots and stores of their own, for the tests of them."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -13,17 +12,11 @@ import pytest
 import torch
 
 from hotrow.kernels import ops, reference
-from hotrow.placement.budget import ADMISSIONS, POLICIES
 from hotrow.placement.store_file import page_records
 from hotrow.placement.stores import Engines, Kind, Store, TableRows, open_cached_store, open_store
 
 needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is absent")
-MODULES = ["native", "twin"] if ops.backend().name == "native" else ["twin"]
 KEY, BOUND, ZERO_ROWS = 77, 0.5, 1
-
-
-def module_of(name: str) -> Any:
-    return importlib.import_module("hotrow._native" if name == "native" else "hotrow.placement.reference")
 
 
 class Shape(NamedTuple):
@@ -68,16 +61,15 @@ def records_of(arrays: Sequence[np.ndarray], slots: np.ndarray) -> np.ndarray:
 
 
 class Rig:
-    """Caches of one module, their slots and their stores."""
+    """Caches, their slots and their stores."""
 
-    def __init__(self, name: str, shapes: Sequence[Shape], policy: str, admission: str = "none") -> None:
-        self.module, self.shapes = module_of(name), list(shapes)
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.module, self.shapes = ops.native_module(), list(shapes)
         self.caches = self.module.make_caches()
-        self.caches.last_batch = 2**32 - 12  # so that numbers begin again, in the native module, as a schedule runs
+        self.caches.last_batch = 2**32 - 12  # so that numbers begin again as a schedule runs
         self.arrays = [shape.arrays() for shape in shapes]
         self.natives: list[Any] = []
         self.stores: list[Store] = []
-        self._policy = (POLICIES.index(policy), ADMISSIONS.index(admission))  # type: ignore[arg-type]
 
     def in_memory(self, places: Sequence[int] | None = None) -> Rig:
         """places: of each table, what a tier before its store holds; None: there is none."""
@@ -110,7 +102,7 @@ class Rig:
         first = (KEY, BOUND, ZERO_ROWS, shape.dim, shape.storage)
         self.natives.append(native)
         sizes = (shape.num_rows, shape.pinned, shape.cached)
-        self.caches.add(sizes, *self._policy, first, list(shape.states), native, self.arrays[t])
+        self.caches.add(sizes, first, list(shape.states), native, self.arrays[t])
 
     def grow(self, t: int, shape: Shape) -> None:
         if self.stores:

@@ -25,7 +25,6 @@ from expanded import expanded
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import RowWiseAdagrad
-from hotrow.placement.budget import POLICIES
 from hotrow.run import checkpoint_rows
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, verify
 from hotrow.tables import TableConfig
@@ -103,7 +102,7 @@ def test_saved_pruned_and_resumed_again_and_again(
             load_checkpoint(tmp_path / "plain" / f"step-{start}", plain.parts)
             if rng.random() < 0.7:  # a new process, elsewhere
                 where = None if rng.random() < 0.2 else tmp_path / f"rows-{step}"
-                options = {"policy": rng.choice(POLICIES), "kind": rng.choice(["ssd", "file"])} if where else {}
+                options = {"kind": rng.choice(["ssd", "file"])} if where else {}
                 seed = int(rng.integers(3, 5))
                 tiered = make(where, optimizer, dtype, seed=seed, slots=int(rng.integers(100, 500)), **options)
             load_checkpoint(here / f"step-{start}", tiered.parts)

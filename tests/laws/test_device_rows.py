@@ -22,8 +22,7 @@ import hotrow
 from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
-from hotrow.placement.budget import TableDemand, TableSlots
-from hotrow.placement.device_budget import MOVING_SHARE, plan_slots_on_device
+from hotrow.placement.budget import MOVING_SHARE, TableDemand, TableSlots, plan_slots_on_device
 from hotrow.placement.slots import Directory
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Flight, Tiers
@@ -211,11 +210,10 @@ def test_every_optimizer_before_tiers(tmp_path: Path, optimizer: str, dtype: str
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_schedules_before_tiers(tmp_path: Path, seed: int) -> None:
-    """From caches that hold fewer rows than a batch to all in DRAM; waits for room, pins and policies."""
+    """From caches that hold fewer rows than a batch to all in DRAM; waits for room, and pins."""
     rng = np.random.default_rng(seed)
     dtype, optimizer = str(rng.choice(["float32", "float16", "bfloat16"])), str(rng.choice(list(OPTIMIZERS)))
-    more: dict[str, Any] = {"policy": str(rng.choice(["clock", "lfu", "lru"]))}
-    below = tiers(tmp_path, int(rng.choice([3, 12, 60])), str(rng.choice(["ssd", "file", "both"])), **more)
+    below = tiers(tmp_path, int(rng.choice([3, 12, 60])), str(rng.choice(["ssd", "file", "both"])))
     rows = int(rng.choice([24, 40, 59]))
     plan = plan_for(rows, int(rng.integers(0, 8)))
     sides = make_sides(dtype, optimizer, hbm=["1MiB", "12KiB"][seed % 2], plan=plan, below=below)

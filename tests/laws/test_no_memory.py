@@ -50,7 +50,7 @@ def write_back():
 
 
 move, cached = sys.argv[1], int(sys.argv[2])
-rig = Rig("native", [Shape(3 * NUM, 0, cached, dim=1)], "clock").in_memory()
+rig = Rig([Shape(3 * NUM, 0, cached, dim=1)]).in_memory()
 held = admit(0, keep=move != "release")
 assert held[0].wait()
 rig.arrays[0][0][held[1], 0] = np.arange(NUM)

@@ -112,7 +112,7 @@ def test_stopped_and_resumed_elsewhere(
     """From tiers to DRAM, from DRAM to tiers, and from tiers to others."""
     expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
     here = tiers(data, changes)
-    other = tiers(data, changes, lookahead=0, policy="lru", file=str(tmp_path / "files"))
+    other = tiers(data, changes, lookahead=0, file=str(tmp_path / "files"))
     moves = {"out": (here, "dram"), "in": ("dram", here), "about": (here, other)}
     for stop, (name, (before, after)) in zip((6, 14, expected["state"]["step"] - 1), moves.items(), strict=True):
         with monkeypatch.context() as patch:

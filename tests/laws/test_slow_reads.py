@@ -16,6 +16,7 @@ from cache_rig import Rig, Shape, initial_rows, needs_native, records_of, use
 
 from hotrow.placement.stores import Engines, StoreError
 
+pytestmark = needs_native
 NUM = 400
 SLOW = Shape(3 * NUM, 0, NUM, dim=1024)  # records of a page each
 SEVEN = np.arange(NUM)
@@ -24,7 +25,7 @@ SEVEN = np.arange(NUM)
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[Rig]:
     """Rows [0, NUM) hold 7 and are not resident, but in a file of which one row is read at a time."""
-    rig = Rig("native", [SLOW], "lru").in_files(tmp_path, "block", Engines(io="threads", depth=1, num_threads=1))
+    rig = Rig([SLOW]).in_files(tmp_path, "block", Engines(io="threads", depth=1, num_threads=1))
     flight, slots = rig.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
     assert flight.wait()
     rig.arrays[0][0][slots] = 7
@@ -44,7 +45,6 @@ def check_fresh(rig: Rig) -> None:
     np.testing.assert_array_equal(records_of(rig.arrays[0], slots), initial_rows(SLOW)[rows])
 
 
-@needs_native
 def test_a_batch_waits_for_rows_that_an_earlier_one_brings(slow: Rig) -> None:
     earlier, _ = slow.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
     later, slots = slow.caches.admit(SEVEN[::-1].copy(), [(0, 0, NUM)], False, 1)
@@ -53,7 +53,6 @@ def test_a_batch_waits_for_rows_that_an_earlier_one_brings(slow: Rig) -> None:
     del earlier
 
 
-@needs_native
 def test_rows_under_way_come_into_the_arrays_of_a_table_that_grows(slow: Rig) -> None:
     flight, slots = slow.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
     slow.grow(0, SLOW._replace(num_rows=3 * NUM + 5))
@@ -61,28 +60,24 @@ def test_rows_under_way_come_into_the_arrays_of_a_table_that_grows(slow: Rig) ->
     assert (slow.arrays[0][0][slots] == 7).all()
 
 
-@needs_native
 def test_a_batch_released_at_once_lays_nothing_into_slots_of_others(slow: Rig) -> None:
     flight, _ = slow.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
     flight.release(False)
     check_fresh(slow)
 
 
-@needs_native
 def test_a_batch_that_is_dropped_lays_nothing_into_slots_of_others(slow: Rig) -> None:
     flight, _ = slow.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
     del flight
     check_fresh(slow)
 
 
-@needs_native
 def test_a_batch_with_a_bad_id_lays_nothing_into_slots_of_others(slow: Rig) -> None:
     flight, _ = slow.caches.admit(np.array([*SEVEN, -1]), [(0, 0, NUM), (0, NUM, NUM + 1)], True, 1)
     assert flight is None
     check_fresh(slow)
 
 
-@needs_native
 def test_a_read_that_fails_is_told_to_all_that_wait_for_it(slow: Rig, tmp_path: Path) -> None:
     os.truncate(tmp_path / "0.rows", 4096)
     earlier, _ = slow.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)

@@ -33,7 +33,7 @@ from hotrow.placement.stores import (
 RECORD_BYTES = (4, 17, 64, 100, 252, 256, 260, 512, 768, 1024, 4096, 5000)
 NUM_SLOTS = 400
 PLACES = (1, 2, 15, 16, 17, 50, 200, 1200)
-needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: these are its threads")
+pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 MEDIA = ["dram", "mapped", "threads", "io_uring", "dram before threads", "mapped before io_uring"]
 MEDIA += ["gathered threads", "gathered io_uring", "dram before gathered threads"]
 """Stores, and tiers before stores."""
@@ -48,8 +48,6 @@ def engines_of(medium: str, *, depth: int = 16, most_waiting_bytes: int = 1 << 2
 
 @pytest.fixture(params=MEDIA)
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if "io_uring" in request.param and not ops.isas():
-        pytest.skip("the native module is absent")
     return str(request.param)
 
 
@@ -197,7 +195,6 @@ def test_against_a_plain_array(tmp_path: Path, medium: str, record_bytes: int) -
         run_schedule(tmp_path, medium, seed, (record_bytes,), num_steps=60, depth=16)
 
 
-@needs_native
 @pytest.mark.parametrize("medium", MEDIA[2:])
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -211,7 +208,6 @@ def test_any_schedule_of_several_tables_on_one_engine(
     run_schedule(tmp_path, medium, seed, tuple(sizes), num_steps=80, depth=depth)
 
 
-@needs_native
 @pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize("record_bytes", [4, 100, 512])
 def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: int) -> None:
@@ -243,7 +239,6 @@ def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: i
     assert errors == []
 
 
-@needs_native
 @pytest.mark.parametrize("io", ["threads", "io_uring"])
 def test_a_row_is_read_out_of_its_waiting_write(tmp_path: Path, io: str) -> None:
     rows = TableRows(table="t", parts=(("w", 512),), num_rows=5000)
@@ -259,7 +254,6 @@ def test_a_row_is_read_out_of_its_waiting_write(tmp_path: Path, io: str) -> None
         assert store.counters()["served_from_queue"] > 1000
 
 
-@needs_native
 @pytest.mark.parametrize("num_threads", [1, 8])
 def test_threads_read_holes_and_written_rows_in_turn(tmp_path: Path, num_threads: int) -> None:
     """Holes take the processor alone, and the engine's thread reads them too; written rows are the pool's."""
@@ -281,7 +275,6 @@ def test_threads_read_holes_and_written_rows_in_turn(tmp_path: Path, num_threads
             np.testing.assert_array_equal(array[: len(read)], np.repeat(truth[read, None], words, 1))
 
 
-@needs_native
 @pytest.mark.parametrize("io", ["threads", "io_uring"])
 def test_what_ios_are_merged(tmp_path: Path, io: str) -> None:
     """Reads by page; writes of neighbouring units; a sector that is whole is not read first."""

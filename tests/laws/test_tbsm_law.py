@@ -64,8 +64,8 @@ VARIANTS = {
 }
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((variant, {}) for variant in VARIANTS),
-    ("adam", {"lookahead": 0, "policy": "lru"}),
-    ("split weights", {"lookahead": 1, "policy": "lfu"}),
+    ("adam", {"lookahead": 0}),
+    ("split weights", {"lookahead": 1}),
 ]
 
 

@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 
 from hotrow.kernels import ops
-from hotrow.placement import reference, stores
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_cached_store, open_store
 
-needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
+pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 ROWS = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
 TIER = replace(ROWS, table="item (middle tier)")
 BEFORE: list[Kind] = ["dram", "mapped"]
@@ -57,15 +56,6 @@ def held(store: Store, rows: list[int]) -> list[int]:
     return found
 
 
-@pytest.fixture(params=["native", "twin"])
-def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "native" and not ops.isas():
-        pytest.skip("the native module is absent")
-    if request.param == "twin":
-        monkeypatch.setattr(stores, "backend", lambda: reference)
-    return str(request.param)
-
-
 # ---- which rows stay
 
 
@@ -83,7 +73,7 @@ def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         (1008, list(range(1000)), list(range(1000))),  # places for all rows, in whole sets, hold all
     ],
 )
-def test_who_stays(tmp_path: Path, module: str, places: int, written: list[int], stay: list[int]) -> None:
+def test_who_stays(tmp_path: Path, places: int, written: list[int], stay: list[int]) -> None:
     with cached(tmp_path, places, below="dram") as store:
         for row in written:
             write(store, [row], value=row % 250)
@@ -98,7 +88,7 @@ def written_down(written: list[int], stay: list[int]) -> set[int]:
     return set(written) - set(stay)
 
 
-def test_one_call_is_as_many(tmp_path: Path, module: str) -> None:
+def test_one_call_is_as_many(tmp_path: Path) -> None:
     """Rows of one call leave in their order too, also where it has more than there are places, and some twice."""
     rng = np.random.default_rng(3)
     for places in (1, 3, 16, 48):
@@ -117,7 +107,7 @@ def test_one_call_is_as_many(tmp_path: Path, module: str) -> None:
 
 
 @pytest.mark.parametrize("before", BEFORE)
-def test_only_what_is_newer_goes_down_and_once(tmp_path: Path, module: str, before: Kind) -> None:
+def test_only_what_is_newer_goes_down_and_once(tmp_path: Path, before: Kind) -> None:
     with cached(tmp_path, 48, before=before) as store:
         write(store, list(range(40)))
         assert store.counters()["written_rows"] == 0, "nothing had to leave"
@@ -131,7 +121,6 @@ def test_only_what_is_newer_goes_down_and_once(tmp_path: Path, module: str, befo
         assert read(store, [0, 39, 100, 147, 40]).tolist() == [7, 7, 7, 7, 0]
 
 
-@needs_native
 def test_what_is_counted(tmp_path: Path) -> None:
     with cached(tmp_path, 32, before="mapped") as store:
         write(store, list(range(48)))
@@ -162,7 +151,6 @@ def test_against_a_plain_dict(tmp_path: Path, before: Kind) -> None:
         assert read(store, list(truth)).tolist() == list(truth.values()), "closing wrote all down"
 
 
-@needs_native
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_row_is_read_while_its_write_down_waits(tmp_path: Path, before: Kind) -> None:
     rows = replace(ROWS, num_rows=5000)
@@ -187,7 +175,7 @@ def test_tiers_before_tiers(tmp_path: Path) -> None:
         assert (read(store, list(range(100))) == 3).all()
 
 
-def test_a_table_grows(tmp_path: Path, module: str) -> None:
+def test_a_table_grows(tmp_path: Path) -> None:
     with cached(tmp_path, 16) as store:
         write(store, [1, 999])
         store.grow(3000)
@@ -200,7 +188,7 @@ def test_a_table_grows(tmp_path: Path, module: str) -> None:
 
 
 @pytest.mark.parametrize("below", ["block", "mapped"])
-def test_what_is_discarded_writes_nothing_more(tmp_path: Path, module: str, below: Kind) -> None:
+def test_what_is_discarded_writes_nothing_more(tmp_path: Path, below: Kind) -> None:
     """Neither as it is closed nor as the last holder of its native part goes; who asks it then is told."""
     store = cached(tmp_path, 96, below=below)
     write(store, [500], value=9)
@@ -241,7 +229,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
             write(store, [-1])
 
 
-@needs_native
 def test_more_rows_than_a_tier_can_name() -> None:
     rows = replace(ROWS, num_rows=2**32, parts=(("weight", 1),))
     held_rows = replace(TIER, parts=rows.parts)
@@ -265,7 +252,6 @@ for path, kind, table, num_rows in (sys.argv[1:5], sys.argv[5:]):
 """
 
 
-@needs_native
 def test_two_processes_cannot_open_its_files(tmp_path: Path) -> None:
     with cached(tmp_path, 16, before="mapped"):
         files = [tmp_path / "rows", "block", ROWS.table, 1000, tmp_path / "middle", "mapped", TIER.table, 16]
@@ -293,7 +279,6 @@ def fails_for_ever(store: Store, message: str) -> None:
         store.close()
 
 
-@needs_native
 @pytest.mark.parametrize("failing", ["writing", "reading"])
 def test_an_error_below_is_told_for_ever(tmp_path: Path, failing: str) -> None:
     """Also by rows that lie in the middle, which could still be read: no step goes on."""
@@ -312,7 +297,6 @@ def test_an_error_below_is_told_for_ever(tmp_path: Path, failing: str) -> None:
     fails_for_ever(store, message)
 
 
-@needs_native
 def test_a_full_disk_below(small_disk: tuple[Path, Callable[[int], None]], tmp_path: Path) -> None:
     folder, resize = small_disk
     resize(512)
@@ -326,7 +310,6 @@ def test_a_full_disk_below(small_disk: tuple[Path, Callable[[int], None]], tmp_p
     fails_for_ever(store, message)
 
 
-@needs_native
 def test_a_full_disk_in_the_middle(small_disk: tuple[Path, Callable[[int], None]], tmp_path: Path) -> None:
     """No signal, but an error that names table, rows and the file; the tier's own words count places."""
     folder, resize = small_disk
@@ -344,7 +327,6 @@ def test_a_full_disk_in_the_middle(small_disk: tuple[Path, Callable[[int], None]
     fails_for_ever(store, message)
 
 
-@needs_native
 def test_a_file_below_truncated_while_open(tmp_path: Path) -> None:
     store = cached(tmp_path, 16)
     write(store, [900])
@@ -389,7 +371,6 @@ open_store(rows, kind="block", path=sys.argv[2], engines=Engines(io="threads")).
 """
 
 
-@needs_native
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_forked_child_is_told(tmp_path: Path, before: Kind) -> None:
     line = [sys.executable, "-c", FORK, before, str(tmp_path / "t")]

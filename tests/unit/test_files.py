@@ -6,15 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hotrow.base.files import (
-    _cgroup_available_bytes,
-    atomic_write,
-    available_memory_bytes,
-    check_name,
-    disk_free_bytes,
-    file_name,
-    write_json,
-)
+from hotrow.base.files import atomic_write, check_name, disk_free_bytes, file_name, write_json
+from hotrow.base.machine import _cgroup_available_bytes, available_memory_bytes
 
 
 def test_atomic_write_replaces_whole_and_private(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows,
 from hotrow.tables import TableConfig
 from store_rig import each_io
 
-needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its twin gathers nothing")
+pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 
 
 def open_rows(folder: Path, io: str, num_rows: int, record_bytes: int = 256, kind: Kind = "gathered") -> Store:
@@ -44,7 +44,6 @@ def read(store: Store, rows: np.ndarray) -> np.ndarray:
     return out
 
 
-@needs_native
 @each_io
 def test_scattered_rows_are_written_side_by_side(tmp_path: Path, io: str) -> None:
     """640 rows of which hardly two share a page: ten pages of 64, where each took an I/O of its own."""
@@ -63,7 +62,6 @@ def test_scattered_rows_are_written_side_by_side(tmp_path: Path, io: str) -> Non
     assert counts["block"]["writes"] == 640
 
 
-@needs_native
 @each_io
 def test_pages_are_cut_where_memory_for_them_ends(tmp_path: Path, io: str) -> None:
     """I/Os of more than 4 KiB take as much memory as `depth` of 4 KiB at most: here not one page of 16 KiB."""
@@ -80,7 +78,6 @@ def test_pages_are_cut_where_memory_for_them_ends(tmp_path: Path, io: str) -> No
     assert (counts["reads"], counts["read_bytes"]) == (40, 163_840)
 
 
-@needs_native
 @each_io
 @pytest.mark.parametrize(
     "record_bytes", [17, 512, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 256, 1024, 2048))]
@@ -113,7 +110,6 @@ def test_long_use_of_several_regions(tmp_path: Path, io: str, record_bytes: int)
         assert store.path.stat().st_blocks * 512 <= store.padded_record_bytes * (num_rows + 2 * 255) + 64 * 1024
 
 
-@needs_native
 def test_a_table_that_grows_over_regions(tmp_path: Path) -> None:
     g, num_rows = np.random.default_rng(0), 1
     truth = np.zeros((120_000, 64), np.uint8)
@@ -127,7 +123,6 @@ def test_a_table_that_grows_over_regions(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read(store, np.arange(num_rows)), truth[:num_rows])
 
 
-@needs_native
 @each_io
 def test_failures_name_rows(tmp_path: Path, io: str) -> None:
     """Not the places in which they lie, which nobody knows."""
@@ -140,7 +135,6 @@ def test_failures_name_rows(tmp_path: Path, io: str) -> None:
     assert any(f"writing rows {pair}" in str(told.value) for pair in ("7, 900", "41000, 60000"))
 
 
-@needs_native
 @each_io
 def test_a_failed_read_names_its_row(tmp_path: Path, io: str) -> None:
     store = open_rows(tmp_path, io, 70_000)
@@ -153,7 +147,6 @@ def test_a_failed_read_names_its_row(tmp_path: Path, io: str) -> None:
         store.close()
 
 
-@needs_native
 @each_io
 def test_discarded_rows_are_not_written(tmp_path: Path, io: str) -> None:
     store = open_rows(tmp_path, io, 70_000)
@@ -225,7 +218,6 @@ def test_auto_writes_in_place_where_too_little_would_be_left(tmp_path: Path) -> 
     emb.placement.close()
 
 
-@needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are resident")
 def test_slots_of_a_large_piece_give_their_memory_back(tmp_path: Path) -> None:
     emb = EmbeddingCollection(table(100_000), memory=Memory(dram="4MiB", ssd=tmp_path), seed=1)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import hot_trackers
-from hotrow.data import reference_caches
+from hotrow.data import reference_reuse
 from hotrow.data.native import backend
 from hotrow.hot import tracker as tracker_module
 from hotrow.hot.hot_set import HotRows
@@ -45,7 +45,7 @@ def test_the_sketch_against_its_readable_twin(num_buckets: int, dtype: Any) -> N
     for seed, first_key in ((0, 1), (7, (1 << 40) - 5000)):
         for k in range(5):
             ids = skewed(4000, 700, k).astype(dtype)
-            for module, own in zip((backend(), reference_caches), slots, strict=True):
+            for module, own in zip((backend(), reference_reuse), slots, strict=True):
                 module.sketch_add(own, seed, first_key, 4000, ids)
             assert slots[0].tolist() == slots[1].tolist()
     assert (slots[0] != 0).all()
@@ -57,7 +57,7 @@ def test_a_score_stops_at_the_highest() -> None:
     assert slots.tolist() == [0, 0, 0, 2 << 24 | (1 << 24) - 1], "it neither wraps nor runs into the key"
 
 
-@pytest.mark.parametrize("module", [backend(), reference_caches])
+@pytest.mark.parametrize("module", [backend(), reference_reuse])
 def test_what_the_sketch_refuses(module: Any) -> None:
     ids = np.array([1], np.int64)
     with pytest.raises(ValueError, match="four for each"):
@@ -83,7 +83,7 @@ def test_lru_against_an_ordered_dict(stream: list[int], capacity: int) -> None:
             cached.popitem(last=False)
     assert lru_hits(rows, 6, capacity).tolist() == expected
     out = np.empty(len(rows), np.bool_)
-    reference_caches.lru_hits(rows, 6, capacity, out)
+    reference_reuse.lru_hits(rows, 6, capacity, out)
     assert out.tolist() == expected
 
 
@@ -111,7 +111,7 @@ def test_belady_against_trying_everything(stream: list[int], capacity: int) -> N
     hits = belady_hits(rows, 6, capacity)
     assert int(hits.sum()) == most_hits(tuple(stream), capacity)
     out = np.empty(len(rows), np.bool_)
-    reference_caches.belady_hits(rows, 6, capacity, out)
+    reference_reuse.belady_hits(rows, 6, capacity, out)
     assert out.tolist() == hits.tolist()
 
 
@@ -121,7 +121,7 @@ def test_belady_on_a_long_stream(capacity: int) -> None:
     rows = skewed(3000, 4000, 3).astype(np.uint32)
     hits = belady_hits(rows, 3000, capacity)
     out = np.empty(len(rows), np.bool_)
-    reference_caches.belady_hits(rows, 3000, capacity, out)
+    reference_reuse.belady_hits(rows, 3000, capacity, out)
     assert out.tolist() == hits.tolist()
     best_fixed = sum(n - 1 for _, n in Counter(rows.tolist()).most_common(capacity))
     assert hits.sum() >= max(best_fixed, int(lru_hits(rows, 3000, capacity).sum()))

@@ -25,6 +25,7 @@ ROOMS = (
     "embedding",
     "gradients",
     "optim",
+    "study",
     "models",
     "data",
     "data/packed",
@@ -35,12 +36,11 @@ ROOMS = (
     "run",
     "inspect",
     "export",
-    "study",
     "api",
     "cli",
 )
 LEVELS = {room: level for level, room in enumerate(ROOMS)}
-MAY_IMPORT_NATIVE = {"kernels/ops.py", "data/native.py", "placement/native.py"}
+MAY_IMPORT_NATIVE = {"kernels/ops.py", "data/native.py"}
 MODULES = sorted(
     path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in ("__init__.py", "__main__.py")
 )
@@ -97,6 +97,23 @@ def test_no_placement_imports_itself_through_others() -> None:
         bottom = [name for name, below in imports.items() if not below & imports.keys()]
         assert bottom, f"in a circle, or above one: {sorted(imports)}"
         imports = {name: below for name, below in imports.items() if name not in bottom}
+
+
+RIVALS = {"rocksdict", "fbgemm_gpu", "torchrec", "polars", "benchmarks"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_comparisons_with_others_stay_out_of_the_package(path: Path) -> None:
+    """Other people's stores and engines are for benchmarks/, which the package does not know."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)  # a name for importlib
+    assert not found & RIVALS
 
 
 def test_the_root_stays_small() -> None:

@@ -64,7 +64,7 @@ def test_rows_lost_while_they_are_copied_are_named(tmp_path: Path, how: str, cau
     assert ("something cut the file short" if cause == "cut" else "its medium failed") in first
     assert "hotrow train --resume" in first
     assert bool(rest) == bool(options), done.stderr
-    assert not options or ("Bus error" in rest[0] and any("memory/stores.py" in line for line in rest))
+    assert not options or ("Bus error" in rest[0] and any("placement/stores.py" in line for line in rest))
 
 
 OTHER_FAULTS = """

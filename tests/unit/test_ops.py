@@ -144,6 +144,24 @@ def test_the_reference_is_announced_once_and_trains_to_the_same_bits() -> None:
         assert checksum == native_checksum
 
 
+IN_TIERS = """
+import sys, warnings
+import hotrow
+warnings.simplefilter("ignore")
+table = hotrow.TableConfig(name="t", num_embeddings=50, embedding_dim=5, feature_names=("f",))
+hotrow.EmbeddingCollection([table], memory=hotrow.Memory(dram="1MiB", ssd=sys.argv[1]))
+"""
+
+
+def test_tiers_are_refused_without_the_native_module(tmp_path: Path) -> None:
+    env = {**os.environ, "HOTROW_NATIVE": "0"}
+    command = [sys.executable, "-c", IN_TIERS, tmp_path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    what = "ValueError: tables in tiers need the native module, and HOTROW_NATIVE=0 is set: build it with `pip install"
+    assert what in done.stderr and "keep the tables in DRAM" in done.stderr
+
+
 def test_allocate_gives_zeros_that_live_as_long_as_the_tensor() -> None:
     large, small = ops.allocate(1 << 19, 4), ops.allocate(3)
     row = large[-1]

@@ -18,7 +18,8 @@ from hotrow.data.packed.dataset import PackedDataset, Table
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.plan import choose as placement
-from hotrow.plan.choose import choose, required_bytes
+from hotrow.plan.choose import choose
+from hotrow.plan.demand import demands_of, required_bytes
 from hotrow.tables import TableConfig
 
 TABLES = [
@@ -82,12 +83,10 @@ def test_what_leaves_no_room_beside_copies_is_refused(tmp_path: Path) -> None:
     assert choose(config({"dram": asked}, *tight), TABLES, tmp_path) is not None, "what it asks for is enough"
 
 
-def test_a_mapping_decides_size_folder_and_policy(tmp_path: Path) -> None:
-    chosen = choose(
-        config({"dram": "40MiB", "file": str(tmp_path), "policy": "lfu", "admission": "frequency"}), TABLES, tmp_path
-    )
+def test_a_mapping_decides_size_and_folder(tmp_path: Path) -> None:
+    chosen = choose(config({"dram": "40MiB", "file": str(tmp_path)}), TABLES, tmp_path)
     assert chosen is not None
-    assert (chosen.ssd, chosen.folder, chosen.policy, chosen.admission) == (None, tmp_path, "lfu", "frequency")
+    assert (chosen.ssd, chosen.folder) == (None, tmp_path)
     assert choose(config({"ssd": str(tmp_path)}), TABLES, Path("run")).folder == tmp_path  # type: ignore[union-attr]
     assert choose(config({"dram": "99MiB"}, "optimizer.sparse.name=sgd"), TABLES, tmp_path) is None, "all of it fits"
 
@@ -164,7 +163,7 @@ class Counted:
 
 
 def test_the_accesses_of_the_training_split_decide(tmp_path: Path) -> None:
-    demands = placement.demands_of(config({}), TABLES, training=True)
+    demands = demands_of(config({}), TABLES, training=True)
     memory = choose(config({"dram": "40MiB"}, "train.batch_size=500"), TABLES, tmp_path, dataset=Counted())  # type: ignore[arg-type]
     assert memory is not None and memory.plan is not None
     large, small = memory.plan(demands, memory.slots_bytes)

@@ -6,10 +6,8 @@ import re
 
 import pytest
 
-import hotrow.base.progress
-import hotrow.base.progress_meter
-from hotrow.base.progress import progress_bar
-from hotrow.base.progress_meter import Progress, ProgressMeter
+from hotrow.base import progress
+from hotrow.base.progress import Progress, ProgressMeter, progress_bar
 
 
 class Clock:
@@ -25,8 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(hotrow.data.progress, "time", clock)
-    monkeypatch.setattr(hotrow.progress, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     return clock
 
 
@@ -53,10 +50,10 @@ def test_without_a_terminal_there_are_timed_lines_while_it_works(
     with progress_bar() as show:
         show(Progress("count", 250, 1000, rows_per_s=12_300.0, remaining_s=3675.0))
         first = capsys.readouterr().err
-        clock.now += hotrow.progress.PLAIN_SECONDS / 2
+        clock.now += progress.PLAIN_SECONDS / 2
         show(Progress("count", 500, 1000, rows_per_s=50.0, remaining_s=10.0))
         assert capsys.readouterr().err == "", "not one line per report"
-        clock.now += hotrow.progress.PLAIN_SECONDS / 2
+        clock.now += progress.PLAIN_SECONDS / 2
         show(Progress("count", 750, 1000, rows_per_s=75.0, remaining_s=3.4))
         show(Progress("count", 1000, 1000, rows_per_s=100.0, remaining_s=0.0))
         show(Progress("encode", 0, 1000, rows_per_s=0.0, remaining_s=0.0))

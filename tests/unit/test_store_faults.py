@@ -17,6 +17,8 @@ import pytest
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, io_uring_refused, open_store
 from store_rig import FILE_KINDS, each_io, needs_native, read_rows, table_rows, write_rows
 
+pytestmark = needs_native
+
 
 def fails_for_ever(store: Store, message: str) -> None:
     for _ in range(2):
@@ -31,7 +33,6 @@ def fails_for_ever(store: Store, message: str) -> None:
         store.close()
 
 
-@needs_native
 @each_io
 @pytest.mark.parametrize("record_bytes", [64, 512, 5000])
 def test_an_error_of_a_write_is_told_for_ever(tmp_path: Path, io: str, record_bytes: int) -> None:
@@ -48,7 +49,6 @@ def test_an_error_of_a_write_is_told_for_ever(tmp_path: Path, io: str, record_by
     other.close()
 
 
-@needs_native
 @each_io
 @pytest.mark.parametrize("record_bytes", [64, 512, 5000])
 def test_an_error_of_a_read_is_told_for_ever(tmp_path: Path, io: str, record_bytes: int) -> None:
@@ -61,7 +61,6 @@ def test_an_error_of_a_read_is_told_for_ever(tmp_path: Path, io: str, record_byt
     fails_for_ever(store, r"reading row (1|500) of table 'item'")
 
 
-@needs_native
 @each_io
 def test_an_error_while_a_writer_waits_for_room(tmp_path: Path, io: str) -> None:
     store = open_store(table_rows(), kind="block", path=tmp_path / "t", engines=Engines(io=io, most_waiting_bytes=0))
@@ -74,7 +73,6 @@ def test_an_error_while_a_writer_waits_for_room(tmp_path: Path, io: str) -> None
         store.close()
 
 
-@needs_native
 @each_io
 def test_another_tables_failure_gives_its_room_back(tmp_path: Path, io: str) -> None:
     """A writer that waits for room goes on when the bytes it waits for are dropped with a table that failed."""
@@ -96,7 +94,6 @@ def test_another_tables_failure_gives_its_room_back(tmp_path: Path, io: str) -> 
         bad.close()
 
 
-@needs_native
 @each_io
 def test_a_file_truncated_while_open(tmp_path: Path, io: str) -> None:
     store = open_store(table_rows(), kind="block", path=tmp_path / "t", engines=Engines(io=io))
@@ -107,7 +104,6 @@ def test_a_file_truncated_while_open(tmp_path: Path, io: str) -> None:
         store.close()
 
 
-@needs_native
 @each_io
 @pytest.mark.parametrize("written", [[700], [999], list(range(992, 1000))])
 @pytest.mark.parametrize("flushed", [False, True])
@@ -127,7 +123,6 @@ def test_a_file_truncated_and_written_behind_its_end(
         store.close()
 
 
-@needs_native
 def test_a_mapped_file_truncated_while_open(tmp_path: Path) -> None:
     """Memory behind the end of its file ends the process that touches it, so this is another one."""
     program = """
@@ -169,7 +164,6 @@ for name, call in calls.items():
     assert sum("are lost" in line and "something truncated it" in line for line in lines) == 2 * 6
 
 
-@needs_native
 @pytest.mark.parametrize("kind", FILE_KINDS)
 def test_a_file_truncated_is_not_grown(tmp_path: Path, kind: Kind) -> None:
     """It would be long enough again, with zeros where rows were."""
@@ -182,7 +176,6 @@ def test_a_file_truncated_is_not_grown(tmp_path: Path, kind: Kind) -> None:
         store.close()
 
 
-@needs_native
 @pytest.mark.parametrize("kind", FILE_KINDS)
 def test_a_full_disk(small_disk: tuple[Path, Callable[[int], None]], kind: Kind) -> None:
     folder, resize = small_disk
@@ -196,7 +189,6 @@ def test_a_full_disk(small_disk: tuple[Path, Callable[[int], None]], kind: Kind)
     fails_for_ever(store, "No space left on device")
 
 
-@needs_native
 def test_a_disk_full_after_a_mapped_table_has_grown(small_disk: tuple[Path, Callable[[int], None]]) -> None:
     """New rows in a piece of the file whose old rows have their space: an error, and no signal."""
     folder, resize = small_disk
@@ -212,7 +204,6 @@ def test_a_disk_full_after_a_mapped_table_has_grown(small_disk: tuple[Path, Call
     fails_for_ever(store, "No space left on device")
 
 
-@needs_native
 def test_a_full_disk_while_io_uring_writes(tmp_path: Path) -> None:
     """A file system of its own in a file, as tmpfs is not written past the page cache."""
     if reason := io_uring_refused():
@@ -263,7 +254,6 @@ if sys.argv[1] != "gathered":
 """
 
 
-@needs_native
 @each_io
 @pytest.mark.parametrize("kind", [*FILE_KINDS, "gathered"])
 def test_a_forked_child_is_told(tmp_path: Path, kind: Kind, io: str) -> None:
@@ -305,7 +295,6 @@ store.close()
 """
 
 
-@needs_native
 def test_a_child_forked_while_rows_are_read_does_not_wait_for_them(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORK_WHILE_READING, str(tmp_path / "t")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

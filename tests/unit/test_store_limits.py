@@ -13,10 +13,12 @@ import pytest
 
 from hotrow.base import files
 from hotrow.cli import tools
-from hotrow.placement import store_file, stores
-from hotrow.placement.native import backend
+from hotrow.kernels import ops
+from hotrow.placement import store_file
 from hotrow.placement.stores import Engines, io_uring_refused, open_store
 from store_rig import each_io, needs_native, read_rows, table_rows, write_rows
+
+pytestmark = needs_native
 
 # ---- memory
 
@@ -51,7 +53,6 @@ print(counted, peak)
 """
 
 
-@needs_native
 @each_io
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's memory")
 @pytest.mark.parametrize("record_bytes", [64, pytest.param(1024, marks=pytest.mark.slow)])
@@ -93,7 +94,6 @@ for store in stores.values():
 """
 
 
-@needs_native
 @each_io
 def test_large_records_beside_small_ones(tmp_path: Path, io: str) -> None:
     """Memory for one record of more than 2 MiB, which comes in huge pages, holds thousands of small ones beside it."""
@@ -106,7 +106,6 @@ def test_large_records_beside_small_ones(tmp_path: Path, io: str) -> None:
 # ---- what is fallen back to
 
 
-@needs_native
 def test_memory_that_looks_like_a_disk_is_named(small_disk: tuple[Path, Callable[[int], None]]) -> None:
     folder, _ = small_disk
     assert files.file_system(folder / "t") == "tmpfs"
@@ -122,10 +121,9 @@ def test_memory_that_looks_like_a_disk_is_named(small_disk: tuple[Path, Callable
         open_store(table_rows(), kind="block", path=folder / "t", engines=Engines(io="io_uring"))
 
 
-@needs_native
 @pytest.mark.parametrize("refused", ["open", "read", "ring"])
 def test_a_refusal_names_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
-    plain, native = os.open, backend()
+    plain, native = os.open, ops.native_module()
 
     class Refusing:
         def __getattr__(self, name: str) -> object:
@@ -142,8 +140,7 @@ def test_a_refusal_names_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     if refused == "open":
         monkeypatch.setattr(os, "open", no_direct)
-    monkeypatch.setattr(stores, "backend", Refusing)
-    monkeypatch.setattr(store_file, "backend", Refusing)
+    monkeypatch.setattr(ops, "native_module", Refusing)
     cause = {"open": "refuses O_DIRECT", "read": "direct reads of 512 bytes fail", "ring": "io_uring is refused"}
     with pytest.warns(UserWarning, match=cause[refused]):
         store = open_store(table_rows(), kind="block", path=tmp_path / "t")
@@ -202,10 +199,10 @@ def run_as_another(script: str, *arguments: object) -> str:
 FEWER_THREADS = """
 import os, resource, signal, sys, tempfile, warnings, numpy as np
 from hotrow.placement.stores import *
-from hotrow.placement.stores import backend
+from hotrow.kernels.ops import native_module
 rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
 before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-backend()  # all modules are loaded, from a folder that only root may be able to read
+native_module()  # all modules are loaded, from a folder that only root may be able to read
 if os.geteuid() == 0: become(20_000 + os.getpid() % 30_000)  # root may start what it likes; nobody's user, alone
 most = len(os.listdir("/proc/self/task")) + int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
@@ -225,7 +222,6 @@ assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 """
 
 
-@needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's limit of a user's threads")
 @pytest.mark.parametrize(
     ("more", "said"),
@@ -253,7 +249,6 @@ print(io_uring_refused())
 """
 
 
-@needs_native
 @pytest.mark.parametrize("limit", [0, 64 << 10])
 def test_too_little_locked_memory_is_a_reason(limit: int) -> None:
     """Also where a shorter queue than that of training would have enough."""

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import hot_study
+from benchmarks import hot_study, hot_study_page, studies
+from benchmarks.hot_cells import HotCell, coverage
+from benchmarks.hot_study_page import coverage_lines, megabytes, schedule_of, shown_quality
 from hotrow.config.load import make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
 from hotrow.hot.threshold import by_threshold
 from hotrow.run import runs
-from hotrow.study import hot, runner
-from hotrow.study.hot_counted import coverage
-from hotrow.study.hot_page import coverage_lines, megabytes, schedule_of, shown_quality
+from hotrow.study import runner
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
@@ -49,7 +49,7 @@ def test_hot_samples_of_a_threshold_by_hand(dataset: PackedDataset) -> None:
 
 def test_bytes_over_the_link_are_those_of_a_run(dataset: PackedDataset, tmp_path: Path) -> None:
     """The formula of a coverage cell against what a run of turns of 50 % counts, without what evaluations add."""
-    cell = hot.HotCell(**{**CELL, "small_table": "0", "embedding_dim": 8})
+    cell = HotCell(**{**CELL, "small_table": "0", "embedding_dim": 8})
     row = coverage(cell, dataset)
     raw = {
         "data": str(dataset.path),
@@ -93,7 +93,7 @@ def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, model: dict[str
     inputs, ids_and_offsets = 3 * (4 + 4), 4 * 7 + 8 * (2 * 3 + 1)
     hybrid = inputs + 2 * num_vectors * 4 * 4
     sgd: dict[str, Any] = {"embedding_dim": 4, "optimizer": "sgd", "small_table": "0"}
-    row = coverage(hot.HotCell(**{**CELL, **sgd, "amount": 1.0}), made)
+    row = coverage(HotCell(**{**CELL, **sgd, "amount": 1.0}), made)
     assert (row["hot_samples"], row["hybrid_bytes"]) == (1.0, hybrid)
     assert row["link_bytes"] == inputs + 4 * 7 + 2 * 5 * 16, "all is hot: ids, and the five rows over and back"
     raw = {
@@ -115,7 +115,7 @@ def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, model: dict[str
 
 def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset, tmp_path: Path) -> None:
     """A TBSM as the recipe has it on histories, else a DLRM; the quality cell trains it by both orders."""
-    assert hot.model_of(hot.HotCell(**CELL), dataset) == hot.dense_of(dataset) == {}
+    assert hot_study.model_of(HotCell(**CELL), dataset) == hot_study.dense_of(dataset) == {}
     info = DatasetInfo(
         name="histories",
         dense=(),
@@ -130,14 +130,14 @@ def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset,
             writer.append(split, (item < 20).astype(np.float32), np.zeros((num_rows, 0), np.float32), ids)
         made = writer.close()
     fields = {**CELL, "kind": "quality", "amount": 0.5, "small_table": "0", "embedding_dim": 4, "batch_size": 32}
-    cell = hot.HotCell(**{**fields, "seeds": 2, "schedule": "fixed"})
-    config = hot.config_of(cell, made, 2000, "fixed", 1)
+    cell = HotCell(**{**fields, "seeds": 2, "schedule": "fixed"})
+    config = hot_study.config_of(cell, made, 2000, "fixed", 1)
     recipe = make_config(parse_yaml((RECIPES / "taobao-tbsm.yaml").read_text(), origin="the recipe"))
     assert config.model.model_copy(update={"embedding_dim": 16, "history_steps": 20}) == recipe.model
     assert config.optimizer.dense == recipe.optimizer.dense
     assert config.optimizer.sparse.lr == recipe.optimizer.sparse.lr
     with pytest.warns(UserWarning, match="its training split is counted"):
-        row = hot.quality(cell, made, tmp_path)
+        row = hot_study.quality(cell, made, tmp_path)
     assert 0 < row["hot_samples"] < 1 and row["num_swaps"] >= 2
     assert row["auc_difference"] == pytest.approx(row["auc_fae"] - row["auc_baseline"])
 
@@ -147,8 +147,8 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
         model, options = {"bottom_mlp": [4], "top_mlp": [4]}, {"threads": 1}
         return make_config({**raw, "model": raw["model"] | model, "train": raw["train"] | options}, origin=origin)
 
-    monkeypatch.setattr(hot, "make_config", small)
-    preset = runner.load_preset("hot")
+    monkeypatch.setattr(hot_study, "make_config", small)
+    preset = runner.read_preset(hot_study_page.PRESET)
     fixed = {"num_samples": 3000, "scale": 0.001, "seeds": 2, "small_table": "0", "embedding_dim": 4, "batch_size": 64}
     axes = {
         "thresholds": {"amount": [1.0]},
@@ -158,7 +158,8 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
     }
     axes = {name: {**own, "source": ["avazu"] if name != "quality" else []} for name, own in axes.items()}
     preset["quick"] = {"leave_out": ["rates", "ends"], "fixed": fixed, "axes": axes}
-    result = runner.run_study("hot", tmp_path / "out", quick=True, preset=preset, data=[str(dataset.path)])
+    study = studies.make_study("hot", [str(dataset.path)], preset)
+    result = runner.run_study(study, tmp_path / "out", quick=True)
     report = json.loads((tmp_path / "out" / "hot.json").read_text())
     assert result["measured"] + len(report["skipped"]) == result["num_cells"] == 12
     assert result["cells"] == report["cells"]
@@ -179,11 +180,13 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
         if cell["schedule"] == "fae":
             assert cell["link_bytes"] / 12e9 == pytest.approx(cell["modelled_link_s"], rel=1e-3, abs=1e-6)
             assert 0 < cell["sync_bytes"] < cell["link_bytes"]
-    kept = hot_study.STUDY.kept_of(report)
-    assert hot_study.body_of(kept) == hot_study.body_of(report), "the page in docs/ shows what is kept of the report"
-    assert hot_study.charts_of(kept) == hot_study.charts_of(report)
+    kept = hot_study_page.STUDY.kept_of(report)
+    assert hot_study_page.body_of(kept) == hot_study_page.body_of(report), (
+        "the page in docs/ shows what is kept of the report"
+    )
+    assert hot_study_page.charts_of(kept) == hot_study_page.charts_of(report)
     page = (tmp_path / "out" / "hot.html").read_text()
-    assert "Made by: <code>hotrow.study.run_study(" in page
+    assert "Made by: <code>python -m benchmarks.studies hot --data " in page
     assert "No fast device was" in page and "planted" in page and page.count("<svg") == 2
     assert [row["speedup"] for row in report["speedups"]] == ["not measured"] * 5
     assert page.count('<td class="n">not measured</td>') == 5, "no GPU was used"
@@ -193,8 +196,8 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
 
 def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: PackedDataset, tmp_path: Path) -> None:
     fields = {**CELL, "source": str(dataset.path), "group": "budgets", "small_table": "1MiB"}
-    cells = [hot.HotCell(**{**fields, "amount": amount}) for amount in (0.01, 1.0)]
-    found = dict(hot.measure(cells, quick=True, folder=tmp_path))
+    cells = [HotCell(**{**fields, "amount": amount}) for amount in (0.01, 1.0)]
+    found = dict(hot_study.measure(cells, quick=True, folder=tmp_path))
     assert "is too small: tables below 1,048,576 bytes, which are hot whole, and a row" in found[cells[0]]
     assert found[cells[1]]["hot_samples"] == 1.0  # type: ignore[index]
 
@@ -203,29 +206,33 @@ def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: Pack
 def test_what_is_no_packed_dataset_is_refused_before_anything_is_measured(tmp_path: Path, estimate_only: bool) -> None:
     (tmp_path / "trace.txt").write_text("1\n2\n")
     (tmp_path / "empty").mkdir()
+
+    def run(path: Path) -> None:
+        runner.run_study(studies.make_study("hot", [str(path)]), tmp_path / "out", estimate_only=estimate_only)
+
     for name in ("trace.txt", "absent"):
-        message = rf"data is '{tmp_path}/{name}', which is no folder.*packed dataset.* `hotrow study memory`"
+        message = rf"data is '{tmp_path}/{name}', not a folder.*packed dataset.* `python -m benchmarks.studies memory`"
         with pytest.raises(ValueError, match=message):
-            runner.run_study("hot", tmp_path / "out", data=[str(tmp_path / name)], estimate_only=estimate_only)
+            run(tmp_path / name)
     with pytest.raises(ValueError, match=r"empty: no dataset\.json"):
-        runner.run_study("hot", tmp_path / "out", data=[str(tmp_path / "empty")], estimate_only=estimate_only)
+        run(tmp_path / "empty")
     assert not (tmp_path / "out").exists()
 
 
 def test_the_estimate_of_a_packed_dataset_is_of_its_own_samples(dataset: PackedDataset) -> None:
     """A shape is made first, and has as many samples as the cell says."""
     fields = {**CELL, "kind": "quality", "schedule": "fae", "seeds": 3}
-    packed = hot.HotCell(**{**fields, "source": str(dataset.path)})
-    assert hot.estimate_s([packed]) == pytest.approx(1098 / 1e6 + 6 * 1098 / 3e4)
-    shape = hot.HotCell(**{**fields, "source": "avazu", "num_samples": 1098})
-    assert hot.estimate_s([shape]) == pytest.approx(hot.estimate_s([packed]) + 1098 / 1e5)
+    packed = HotCell(**{**fields, "source": str(dataset.path)})
+    assert hot_study.estimate_s([packed]) == pytest.approx(1098 / 1e6 + 6 * 1098 / 3e4)
+    shape = HotCell(**{**fields, "source": "avazu", "num_samples": 1098})
+    assert hot_study.estimate_s([shape]) == pytest.approx(hot_study.estimate_s([packed]) + 1098 / 1e5)
 
 
 def test_a_run_that_took_a_signal_stops_the_study(
     dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends well, without scores: the study must neither go on nor fail for want of them."""
-    train = hot.train
+    train = hot_study.train
 
     def interrupted(config: Config, **options: Any) -> Any:
         run = train(config, **options)
@@ -233,11 +240,11 @@ def test_a_run_that_took_a_signal_stops_the_study(
         run.record["status"] = "interrupted"
         return run
 
-    monkeypatch.setattr(hot, "train", interrupted)
+    monkeypatch.setattr(hot_study, "train", interrupted)
     model = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
     raw = {"data": str(dataset.path), "model": model, "train": {"threads": 1, "max_steps": 2}}
     with pytest.raises(KeyboardInterrupt):
-        hot.epoch(make_config(raw), tmp_path / "run")
+        hot_study.epoch(make_config(raw), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -245,7 +252,7 @@ def test_a_run_that_took_a_signal_stops_the_study(
 def test_a_dataset_without_counts_is_counted(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
     rows = {"train": 900, "val": 99}
     made = [make_dataset(tmp_path / f"{counts}", counts=counts, rows=rows) for counts in (True, False)]
-    found = [coverage(hot.HotCell(**{**CELL, "small_table": "0"}), dataset) for dataset in made]
+    found = [coverage(HotCell(**{**CELL, "small_table": "0"}), dataset) for dataset in made]
     assert found[0]["hybrid_bytes"] == found[1]["hybrid_bytes"] > 0
 
 
@@ -255,10 +262,10 @@ def test_slots_of_a_dataset_without_counts(make_dataset: Callable[..., PackedDat
     found = []
     for counts in (True, False):
         made = make_dataset(tmp_path / f"{counts}", counts=counts, rows={"train": 900, "val": 99})
-        cell = hot.HotCell(**{**fields, "source": str(made.path)})
+        cell = HotCell(**{**fields, "source": str(made.path)})
         expected = nullcontext() if counts else pytest.warns(UserWarning, match="its training split is counted")
         with expected:
-            ((_, row),) = hot.measure([cell], quick=True, folder=tmp_path)
+            ((_, row),) = hot_study.measure([cell], quick=True, folder=tmp_path)
         assert isinstance(row, dict), row
         found.append({name: row[name] for name in ("hit_rows", "link_bytes", "hybrid_bytes")})
     assert found[0] == found[1] and 0 < found[0]["hit_rows"] < 1
@@ -280,8 +287,8 @@ def test_megabytes_of_little_and_of_much() -> None:
 def test_learning_rates_fall_over_the_last_steps(dataset: PackedDataset) -> None:
     """900 samples are 15 steps of 64, of which 8 fall: by hand, (1 - k / 8)^2 at the k-th of them."""
     fields = {**CELL, "kind": "quality", "schedule": "fae", "batch_size": 64}
-    cells = [hot.HotCell(**fields), hot.HotCell(**{**fields, "decay": 0.5})]
-    level, falling = (hot.config_of(cell, dataset, 2000, "none", 1).optimizer.schedule for cell in cells)
+    cells = [HotCell(**fields), HotCell(**{**fields, "decay": 0.5})]
+    level, falling = (hot_study.config_of(cell, dataset, 2000, "none", 1).optimizer.schedule for cell in cells)
     assert level.decay_steps == 0 and (falling.decay_start_step, falling.decay_steps) == (7, 8)
     assert cells[0].key != cells[1].key and "rates falling over the last 50%" in schedule_of(asdict(cells[1]))
     assert "falling" not in schedule_of(asdict(cells[0]))
@@ -289,16 +296,16 @@ def test_learning_rates_fall_over_the_last_steps(dataset: PackedDataset) -> None
 
 def test_narrow_layers_are_said(dataset: PackedDataset) -> None:
     fields = {**CELL, "kind": "quality", "schedule": "fae"}
-    plain, narrow = hot.HotCell(**fields), hot.HotCell(**{**fields, "width": 8})
-    model = hot.config_of(narrow, dataset, 2000, "none", 1).model
+    plain, narrow = HotCell(**fields), HotCell(**{**fields, "width": 8})
+    model = hot_study.config_of(narrow, dataset, 2000, "none", 1).model
     assert (model.bottom_mlp, model.top_mlp) == ([8], [8])
-    assert hot.config_of(plain, dataset, 2000, "none", 1).model.bottom_mlp != [8]
+    assert hot_study.config_of(plain, dataset, 2000, "none", 1).model.bottom_mlp != [8]
     assert plain.key != narrow.key and "hidden layers of 8" in schedule_of(asdict(narrow))
     assert "hidden" not in schedule_of(asdict(plain))
 
 
 def test_differences_are_paired_by_seed() -> None:
-    found = hot.paired("auc", {"baseline": [0.70, 0.80, 0.75], "fae": [0.71, 0.81, 0.77]})
+    found = hot_study.paired("auc", {"baseline": [0.70, 0.80, 0.75], "fae": [0.71, 0.81, 0.77]})
     differences = np.array([0.01, 0.01, 0.02])
     assert found["auc_difference"] == pytest.approx(differences.mean())
     assert found["auc_difference_se"] == pytest.approx(differences.std(ddof=1) / np.sqrt(3))
@@ -318,7 +325,7 @@ def test_seeds_that_learned_nothing_are_counted_and_said() -> None:
     }
     run["hot"] = {"hot_bytes": 9, "hot_rows": 3, "hot_samples": 0.5, "calibrate_s": 0.1, "classify_s": 0.1}
     runs_ = {"baseline": [{**run, "ne": ne} for ne in (0.9, 0.995, 1.2)], "fae": 3 * [{**run, "ne": 1.2}]}
-    row = hot.compared(runs_)
+    row = hot_study.compared(runs_)
     assert (row["num_steps"], row["unlearned_seeds"]) == (34, 2)
     text = shown_quality({"name": "n", "schedule": "window", "shuffled_end": 0.0, "seeds": 3, **row})
     assert (text["steps"], text["unlearned"], text["auc_difference"]) == ("34", "2", "none, to the bit")
@@ -326,10 +333,10 @@ def test_seeds_that_learned_nothing_are_counted_and_said() -> None:
 
 def test_time_to_auc_is_the_first_evaluation_that_reached_it() -> None:
     run = {"num_steps": 40, "curve": [(10, 0.6), (20, 0.7), (30, 0.65), (40, 0.72)]}
-    assert hot.share_until(run, 0.65) == 0.5
-    assert hot.share_until(run, 0.73) is None
+    assert hot_study.share_until(run, 0.65) == 0.5
+    assert hot_study.share_until(run, 0.73) is None
 
 
 def test_one_seed_is_no_study() -> None:
     with pytest.raises(ValueError, match="seeds is 1; differences between runs need at least 2"):
-        hot.HotCell(**{**CELL, "seeds": 1})
+        HotCell(**{**CELL, "seeds": 1})

@@ -1,4 +1,4 @@
-"""`hotrow study memory`: sides that compute the same, groups that limit or say why not, cells that add up."""
+"""The study `memory`: sides that compute the same, groups that limit or say why not, cells that add up."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import memory_study
+from benchmarks import studies
+from benchmarks.rivals import memory, page
+from benchmarks.rivals.group import GroupError, MemoryGroup, own_group
+from benchmarks.rivals.memory import LossError, MemoryCell, Turns, check_losses
+from benchmarks.rivals.page import speed_charts
+from benchmarks.rivals.sides import InTiers, Settings, Side
+from benchmarks.rivals.stores import Mapped, Rocks, RowLru
+from benchmarks.rivals.work import Work, even_lengths, read_batches, shared_batches
+from benchmarks.rivals.worker import Server, Worker, WorkerError
 from benchmarks.tiers import name_of, open_table, step_cells
 from benchmarks.tiers_page import tiers_sentence, tiers_table
 from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
 from hotrow.placement.budget import TableSlots
-from hotrow.study import memory, runner
-from hotrow.study.group import GroupError, MemoryGroup, own_group
-from hotrow.study.memory import LossError, MemoryCell, Turns, check_losses
-from hotrow.study.memory_page import speed_charts
-from hotrow.study.rivals import Mapped, Rocks, RowLru
-from hotrow.study.sides import InTiers, Settings, Side
-from hotrow.study.work import Work, even_lengths, read_batches, shared_batches
-from hotrow.study.worker import Server, Worker, WorkerError
+from hotrow.study import runner
 
 WORK = Work(rows=(3, 900, 4000), embedding_dim=8, batch_size=64, zipf=1.05, bottom_mlp=(16,), top_mlp=(16,))
 TINY: dict[str, Any] = {
@@ -109,7 +110,7 @@ def no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_tiny(out: Path, **changes: Any) -> dict[str, Any]:
-    return runner.run_study("memory", out, preset=TINY, memory_bytes=1 << 30, **changes)
+    return runner.run_study(studies.make_study("memory", preset=TINY), out, memory_bytes=1 << 30, **changes)
 
 
 def losses(side: Side, *, ahead: int) -> list[str]:
@@ -370,7 +371,7 @@ def test_a_group_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match="no memory group can be made in"):
         MemoryGroup(tmp_path / "absent")
     with pytest.raises(GroupError, match="has no memory groups"):
-        own_group("1:cpu:/", tmp_path)
+        own_group(tmp_path, tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
@@ -393,11 +394,18 @@ def test_a_limit_leaves_nothing_to_swap(tmp_path: Path, v1: bool, files: dict[st
 
 
 def test_own_group_of_either_version(tmp_path: Path) -> None:
+    member = tmp_path / "member"
     (tmp_path / "memory" / "a").mkdir(parents=True)
-    assert own_group("3:cpu,memory:/a\n", tmp_path) == tmp_path / "memory" / "a"
-    assert own_group("3:memory:/elsewhere\n", tmp_path) == tmp_path / "memory"
+    (tmp_path / "b").mkdir()
+    member.write_text("3:cpu,memory:/a\n0::/b\n")
+    assert own_group(tmp_path, member) == tmp_path / "memory" / "a"
+    member.write_text("3:memory:/elsewhere\n")
+    assert own_group(tmp_path, member) == tmp_path / "memory"
+    member.write_text("0::/b\n")
+    with pytest.raises(GroupError, match="no memory groups under"):
+        own_group(tmp_path, member)
     (tmp_path / "cgroup.controllers").touch()
-    assert own_group("0::/b\n", tmp_path) == tmp_path / "b"
+    assert own_group(tmp_path, member) == tmp_path / "b"
 
 
 def test_without_groups_no_cell_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,12 +440,12 @@ def test_the_study_measures_once_and_holds_its_fields(
     assert report["machines"][0]["source"] == "Zipf 1.05"
     with (out / "memory.csv").open(newline="") as stream:
         assert [line["key"] for line in csv.DictReader(stream)] == [row["key"] for row in report["cells"]]
-    kept = memory_study.STUDY.kept_of(report)
-    assert memory_study.body_of(kept) == memory_study.body_of(report), "the page in docs/ shows what is kept of it"
-    assert memory_study.charts_of(kept) == memory_study.charts_of(report)
-    page = (out / "memory.html").read_text()
-    assert "Made by: <code>hotrow.study.run_study(" in page
-    assert "hotrow, 2 ahead" in page and "<script>" not in page
+    kept = page.STUDY.kept_of(report)
+    assert page.body_of(kept) == page.body_of(report), "the page in docs/ shows what is kept of it"
+    assert page.charts_of(kept) == page.charts_of(report)
+    html = (out / "memory.html").read_text()
+    assert "Made by: <code>python -m benchmarks.studies memory " in html
+    assert "hotrow, 2 ahead" in html and "<script>" not in html
     assert not [*out.glob("hotrow-study-*")]
     before = report["cells"]
     run_tiny(out)
@@ -483,9 +491,9 @@ def test_machines_count_where_enough_speed_is_kept() -> None:
 
 def test_presets_expand_and_the_quick_one_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "group_refused", lambda: None)
-    preset = memory.with_data(runner.load_preset("memory"), [])
+    study = studies.make_study("memory")
     for quick, least in ((True, 7), (False, 30)):
-        plan = runner.make_plan(preset, quick=quick, memory_bytes=32 << 30, cores=2, study=memory)
+        plan = runner.make_plan(study, quick=quick, memory_bytes=32 << 30, cores=2)
         assert len(plan.cells) + len(plan.skipped) >= least and len({c.key for c in plan.cells}) == len(plan.cells)
         assert (memory.estimate_s(plan.cells) < 300) is quick
 
@@ -559,8 +567,3 @@ def test_a_table_that_is_opened_is_timed_and_its_file_goes(tmp_path: Path) -> No
     assert row["table_bytes"] == pytest.approx(1e9, rel=0.01)
     assert 0 < row["open_s"] <= row["worst_s"] and row["collection_s"] > 0
     assert not [*tmp_path.iterdir()]
-
-
-def test_data_is_for_this_study_alone(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the study 'kernels' takes no data"):
-        runner.run_study("kernels", tmp_path, data=["x"])

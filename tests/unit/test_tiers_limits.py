@@ -95,13 +95,6 @@ def test_a_middle_tier_has_a_size(size: Any) -> None:
         Memory(dram="1GiB", ssd="a", file="b", file_bytes=size)
 
 
-def test_an_unknown_policy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="policy is 'mru'; choose one of clock, lfu, lru"):
-        Memory(dram="1GiB", ssd=tmp_path, policy="mru")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="admission is 'all'; choose one of none, frequency"):
-        Memory(dram="1GiB", ssd=tmp_path, admission="all")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("memory", ["disk", 3, {"dram": "1GiB"}])
 def test_memory_of_another_kind(memory: Any) -> None:
     tables = [TableConfig(name="a", num_embeddings=9, embedding_dim=8, feature_names=("a",))]

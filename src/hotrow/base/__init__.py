@@ -1,1 +1,1 @@
-"""What everything stands on: files that are whole or absent, sealed records, this machine, progress."""
+"""The ground floor: atomic files, sealed records, facts about this machine, and progress."""

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a value, in words of ours: one sentence for configs, schemas and records alike."""
+"""Pydantic's errors in our words: the same sentences for configs, schemas and records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LIMITS = {
 
 
 def in_words(fault: Mapping[str, Any]) -> str:
-    """The reason of one of `ValidationError.errors()`, without the field's place and value."""
+    """Returns the reason of one of `ValidationError.errors()`, without the field and its value."""
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     if fault["type"] in _LIMITS:
@@ -43,7 +43,7 @@ def in_words(fault: Mapping[str, Any]) -> str:
 
 
 def innermost(faults: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """`faults` without those of a place whose parts are wrong: a list that lacks entries because they were refused."""
+    """Removes faults that follow from others: a list is too short because its entries were refused."""
     places = [fault["loc"] for fault in faults]
     return [
         fault
@@ -53,7 +53,7 @@ def innermost(faults: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def describe(error: ValidationError) -> str:
-    """The first thing that is wrong, as `field.subfield is <value>: <reason>`."""
+    """Returns the first fault as `field.subfield is <value>: <reason>`."""
     first = innermost(error.errors(include_url=False))[0]
     where = ".".join(str(step) for step in first["loc"])
     if not where:

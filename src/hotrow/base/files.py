@@ -1,7 +1,7 @@
-"""Files that are whole or absent, names that stay in their folder, and how much memory and disk there is to use.
+"""Files that are either complete or absent, safe file names, sizes in bytes, and free disk space.
 
-Everything hotrow writes goes through `atomic_write`: beside the target, fsync, rename, so that a half-written artifact
-cannot be mistaken for a whole one. Data is private: files are created readable by their owner alone (0600).
+Everything hotrow writes goes through `atomic_write` (write beside the target, fsync, rename), so that a half-written
+file cannot be mistaken for a complete one. Data is private: only the owner can read the files (mode 0600).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from urllib.parse import quote
 PARTIAL_SUFFIX = ".partial"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_NAME_BYTES = 200
-"""File names end at 255 bytes on every common file system; this leaves room for our own suffixes."""
+"""Common file systems allow 255 bytes in a name; this leaves room for our suffixes."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes from a number or from text such as "2GiB", "500 MB" or "4g". Raises ValueError for anything else."""
+    """Returns the bytes in text such as "2GiB", "500 MB" or "4g", or the number itself. Raises ValueError."""
     if isinstance(size, int):
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())
@@ -38,7 +38,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people; fewer than none are none."""
+    """Formats a number of bytes for people; a negative number is shown as 0."""
     for unit, form in (("GiB", ",.2f"), ("MiB", ",.1f"), ("KiB", ",.1f")):
         if num_bytes >= _UNITS[unit.lower()]:
             return f"{num_bytes / _UNITS[unit.lower()]:{form}} {unit}"
@@ -46,16 +46,16 @@ def size(num_bytes: float) -> str:
 
 
 class ByteRate(NamedTuple):
-    """So many bytes in so many seconds."""
+    """A number of bytes per number of seconds."""
 
     num_bytes: int
     seconds: int
     text: str
-    """As it was written."""
+    """The text it was read from."""
 
 
 def parse_byte_rate(text: str) -> ByteRate:
-    """Bytes per hour or day from text such as "200GB/day". Raises ValueError for anything else."""
+    """Reads bytes per hour or day from text such as "200GB/day". Raises ValueError for anything else."""
     size, _, unit = text.partition("/")
     seconds = {"day": 86_400, "d": 86_400, "hour": 3600, "h": 3600}.get(unit.strip().lower())
     try:
@@ -70,19 +70,19 @@ def parse_byte_rate(text: str) -> ByteRate:
 
 
 def folder_bytes(path: Path) -> int:
-    """Of the files in the folder `path`, those it shares with another by hard links left out."""
+    """Returns the bytes of the files in `path`, without those that have hard links elsewhere."""
     found = (file.stat() for file in path.rglob("*") if file.is_file())
     return sum(stat.st_size for stat in found if stat.st_nlink == 1)
 
 
 def open_private(path: Path) -> BinaryIO:
-    """A new, empty binary file at `path`, mode 0600; an existing file is emptied, a symbolic link is not followed."""
+    """Opens an empty binary file at `path`, mode 0600. It empties an existing file and follows no symbolic link."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     return os.fdopen(descriptor, "wb", buffering=1 << 20)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the renames and removals done in `folder` durable."""
+    """Makes renames and removals in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,11 +92,11 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path | str) -> Iterator[BinaryIO]:
-    """Yield a binary file that becomes `path` when the block ends well, and vanishes when it raises.
+    """Yields a binary file that becomes `path` when the block ends, or is removed if the block raises.
 
-    The bytes go to `<path>.partial` (mode 0600), are flushed to disk, then renamed over `path`, whose folder is synced
-    too. Raises OSError as the file system gives it, with neither file changed or left behind; where the disk is full,
-    `filename` is `path`.
+    The bytes go to `<path>.partial` (mode 0600), are flushed to disk, and then replace `path`, whose folder is synced
+    too. Raises the file system's OSError; `path` is then unchanged and the partial file is gone. If the disk is full,
+    the error's `filename` is `path`.
     """
     path = Path(path)
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
@@ -110,13 +110,13 @@ def atomic_write(path: Path | str) -> Iterator[BinaryIO]:
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
-            error.filename = str(path)  # a write does not know its file
+            error.filename = str(path)  # write() does not know the name of its file
         raise
     sync_folder(path.parent)
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Write `value` as UTF-8 JSON for others to read, atomically; what hotrow reads back goes through records.py.
+    """Writes `value` as UTF-8 JSON for other programs, atomically. Files that hotrow reads back use records.py.
 
     Raises ValueError for NaN and infinity, which JSON does not have.
     """
@@ -125,9 +125,9 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def check_name(name: str, *, what: str = "name") -> str:
-    """`name`, if it may become a file name: one path component, printable, not hidden, at most 200 bytes.
+    """Returns `name` if it may become a file name: one path component, printable, not hidden, at most 200 bytes.
 
-    Raises ValueError saying `what` is wrong otherwise: empty, a leading ".", "/", a backslash, a control character.
+    Raises ValueError, which names `what`, for an empty name, a leading ".", "/", a backslash or a control character.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"{what} is {name!r}; it must be a non-empty string")
@@ -146,7 +146,7 @@ def check_name(name: str, *, what: str = "name") -> str:
 
 
 def check_text(name: str, *, what: str = "name") -> str:
-    """`name`, if it is text that can be written as UTF-8; it may be empty. Raises ValueError saying `what` is not."""
+    """Returns `name` if it can be written as UTF-8; it may be empty. Raises ValueError, which names `what`."""
     try:
         name.encode()
     except (UnicodeEncodeError, AttributeError):
@@ -155,7 +155,7 @@ def check_text(name: str, *, what: str = "name") -> str:
 
 
 def file_name(name: str) -> str:
-    """A file name for whatever text a table is called: itself if `check_name` allows that, else an escaped form.
+    """Returns a file name for any name of a table: the name itself if `check_name` allows it, else an escaped form.
 
     Escaped names begin with "%": bytes other than letters, digits, "_", "." and "-" become %XX, and a long one ends in
     a hash instead. Different names have different file names. Raises ValueError for what is not valid Unicode.
@@ -171,7 +171,7 @@ def file_name(name: str) -> str:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises ValueError where the new folder or file `folder` cannot be made in the nearest parent that exists."""
+    """Raises ValueError if `folder`, a new folder or file, cannot be made in its nearest existing parent."""
     parent = folder.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -181,7 +181,7 @@ def check_writable(folder: Path) -> None:
 
 
 def disk_free_bytes(path: Path | str) -> int:
-    """Bytes this process may still write at `path`, or at its nearest existing parent."""
+    """Returns how many bytes this process may still write at `path` or its nearest existing parent."""
     path = Path(path).absolute()
     while not path.exists():
         path = path.parent
@@ -189,7 +189,7 @@ def disk_free_bytes(path: Path | str) -> int:
 
 
 def file_system(path: Path | str) -> str | None:
-    """The type of the file system `path` lies on ("ext4", "tmpfs", ...); None where the system does not tell."""
+    """Returns the type of the file system of `path` ("ext4", "tmpfs", ...); None if unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -198,86 +198,24 @@ def file_system(path: Path | str) -> str | None:
     for line in lines:
         before, after = line.split(" - ", 1)
         point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4])
-        if resolved.is_relative_to(point) and len(point) >= longest:  # of two on one point, the later covers the other
+        if (
+            resolved.is_relative_to(point) and len(point) >= longest
+        ):  # a later mount on the same point covers an earlier one
             found, longest = after.split()[0], len(point)
     return found
 
 
-def available_memory_bytes() -> int:
-    """Memory this process may still take without swapping: min(the machine's, each enclosing cgroup's), in bytes."""
-    cgroup = _cgroup_available_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return min(value for value in (_machine_available_bytes(), cgroup) if value is not None)
-
-
-def _machine_available_bytes() -> int:
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-    except OSError:  # not Linux: all there is to ask portably is the machine's size
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    assert match is not None, "Linux older than 3.14 is not supported"
-    return int(match[1]) * 1024
-
-
-def cgroup_folders(controller: str, root: Path, membership: Path) -> Iterator[tuple[int, Path]]:
-    """Version (1 or 2) and folder of this process's cgroup and each of its parents, for one controller.
-
-    root: where they are mounted, such as /sys/fs/cgroup; membership: such as /proc/self/cgroup. Folders may be absent.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        version, base = (1, root / controller) if controllers else (2, root)
-        # Inside a container the path may be the host's, absent here; its visible ancestors still hold.
-        relative = Path(path.lstrip("/"))
-        for folder in (relative, *relative.parents):
-            yield version, base / folder
-
-
-_MEMORY_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
-}
-
-
-def _cgroup_available_bytes(root: Path, membership: Path) -> int | None:
-    """The tightest of limit - use + reclaimable page cache over this process's cgroup and its parents, v1 or v2."""
-    folders = cgroup_folders("memory", root, membership)
-    free = [_cgroup_folder_bytes(folder, *_MEMORY_FILES[version]) for version, folder in folders]
-    return min((each for each in free if each is not None), default=None)
-
-
-def _cgroup_folder_bytes(folder: Path, limit: str, use: str, cache: str) -> int | None:
-    try:
-        limit_text = (folder / limit).read_text().strip()
-        if limit_text == "max":
-            return None
-        free = int(limit_text) - int((folder / use).read_text())
-        stat = (folder / "memory.stat").read_text()
-    except OSError:
-        return None
-    match = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
-    return max(0, free + (int(match[1]) if match else 0))
-
-
 class FullDiskError(OSError):
-    """No space on disk, with what is kept and how to go on already said."""
+    """No space on disk. The message already says what is kept and how to continue."""
 
 
 @contextmanager
 def explain_full_disk(
     folder: Path, doing: str, kept: str | Callable[[], str], cure: str = "run the same command again"
 ) -> Iterator[None]:
-    """Raise "no space" errors of the block again, saying what was being done, what is kept and how to go on.
+    """Adds to "no space" errors of the block what was being done, what is kept and how to continue.
 
-    kept: a function where it is known only once the disk is full.
-
-    Those of an inner block have said so, and pass.
+    kept: text, or a function if the text is known only once the disk is full. Errors of an inner block pass unchanged.
     """
     try:
         yield
@@ -287,7 +225,7 @@ def explain_full_disk(
         if error.errno not in _FULL:
             raise
         path = error.filename if isinstance(error.filename, (str, Path)) and os.sep in str(error.filename) else None
-        file = f", writing {path}" if path else ""  # native code that was given a descriptor knows no path
+        file = f", writing {path}" if path else ""  # native code has only a descriptor
         told = kept if isinstance(kept, str) else kept()
         raise FullDiskError(
             error.errno,

@@ -1,26 +1,29 @@
-"""What this machine is and how much of it this process may use, for reports and for `threads: auto`."""
+"""This machine: what it is, how much of it this process may use, and what other processes take from it.
+
+Everything that reads cgroups is here.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
 import re
-from collections.abc import Set
+import time
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hotrow.base.files import cgroup_folders
-
 ISAS = ("baseline", "avx2", "avx512")
-"""Instruction sets that the native kernels are built for, narrowest first."""
+"""The instruction sets that the native kernels are built for, narrowest first."""
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes."""
+    """Returns the versions of hotrow, Python, torch and numpy."""
     from hotrow import __version__
 
     names = {"hotrow": __version__, "python": platform.python_version(), "torch": torch.__version__}
@@ -28,9 +31,9 @@ def versions() -> dict[str, str]:
 
 
 def host_facts() -> dict[str, Any]:
-    """What kind of machine this is; no names of host or user."""
+    """Returns the kind of machine, without the names of host or user."""
     model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
-    # Hypervisors cut names short: "AMD EPYC" may be any of five generations.
+    # Hypervisors shorten names: "AMD EPYC" may be any of five generations.
     numbers = re.search(r"^cpu family\s*:\s*(\d+)$.*?^model\s*:\s*(\d+)$", cpuinfo(), re.MULTILINE | re.DOTALL)
     generation = f", family {numbers[1]} model {numbers[2]}" if numbers else ""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -44,7 +47,7 @@ def host_facts() -> dict[str, Any]:
 
 
 def cpuinfo() -> str:
-    """What the kernel says of the processor; empty where it says nothing."""
+    """Returns what the kernel says about the processor, or an empty text."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -52,9 +55,9 @@ def cpuinfo() -> str:
 
 
 def isa_limit() -> str | None:
-    """The widest instruction set that the environment variable HOTROW_ISA allows; None if it is not set.
+    """Returns the widest instruction set that the environment variable HOTROW_ISA allows; None if it is not set.
 
-    It makes a processor behave like an older one: hotrow's kernels, torch's and all that hotrow says of the machine.
+    The variable makes a processor look like an older one to hotrow's kernels, to torch's, and in reports.
     Raises ValueError for an unknown word.
     """
     limit = os.environ.get("HOTROW_ISA") or None
@@ -64,7 +67,7 @@ def isa_limit() -> str | None:
 
 
 def lacks_bfloat16_products() -> bool:
-    """Whether the processor is known to have no instructions that multiply bfloat16: x86-64's or arm64's."""
+    """Returns whether the processor is known to lack instructions that multiply bfloat16 (x86-64 and arm64)."""
     if isa_limit() in ("baseline", "avx2"):
         return True
     features = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo(), re.MULTILINE)
@@ -72,16 +75,16 @@ def lacks_bfloat16_products() -> bool:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, cut by the CPU quota of its cgroup or one around it."""
+    """Returns the number of cores this process may use: its affinity, limited by the CPU quotas of its cgroups."""
     affinity = len(process_cores())
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return affinity if quota is None else max(1, min(affinity, int(quota)))
 
 
 def default_threads() -> int:
-    """Threads if nobody asks for a number: torch's, as OMP_NUM_THREADS or torch.set_num_threads has set it.
+    """Returns the number of threads to use by default: torch's, as set by OMP_NUM_THREADS or torch.set_num_threads.
 
-    Without OMP_NUM_THREADS no more than `usable_cores`: torch does not know of CPU quotas.
+    Without OMP_NUM_THREADS it is at most `usable_cores`, because torch ignores CPU quotas.
     """
     own = torch.get_num_threads()
     return own if "OMP_NUM_THREADS" in os.environ else min(own, usable_cores())
@@ -89,19 +92,19 @@ def default_threads() -> int:
 
 @functools.cache
 def process_cores() -> frozenset[int]:
-    """The cores this process may use, as it was started: asked once, because pinned threads know only their own."""
+    """Returns the cores this process may use. Asked once, at the start, because pinned threads see only their own."""
     if not hasattr(os, "sched_getaffinity"):
         return frozenset(range(os.cpu_count() or 1))
     return frozenset(os.sched_getaffinity(0))
 
 
 def numa_nodes() -> list[list[int]]:
-    """The cores this process may use, by NUMA node; within a node each core's second hardware threads come last."""
+    """Returns the cores this process may use by NUMA node; second hardware threads come last within a node."""
     return nodes_of(process_cores(), Path("/sys/devices/system"))
 
 
 def nodes_of(mine: Set[int], system: Path) -> list[list[int]]:
-    """`numa_nodes` of the cores `mine`, as the folder `system` describes the machine; one node where it does not."""
+    """Returns the cores `mine` by node, as the folder `system` describes them; one node if it does not."""
     folders = sorted((system / "node").glob("node[0-9]*"), key=lambda folder: int(folder.name.removeprefix("node")))
     nodes = [mine & _core_list(folder / "cpulist") for folder in folders]
     if set().union(*nodes) != mine:
@@ -118,7 +121,7 @@ def _siblings_last(cores: Set[int], system: Path) -> list[int]:
 
 
 def _core_list(path: Path) -> set[int]:
-    """A list such as "0-3,8" as a set; empty where there is none."""
+    """Reads a list such as "0-3,8"; an absent file is an empty set."""
     try:
         parts = [part.split("-") for part in path.read_text().strip().split(",") if part]
     except OSError:
@@ -127,7 +130,7 @@ def _core_list(path: Path) -> set[int]:
 
 
 def _cgroup_quota(root: Path, membership: Path) -> float | None:
-    """The tightest CPU quota, in cores, over this process's cgroup and its parents, v1 or v2."""
+    """Returns the least CPU quota, in cores, of this process's cgroup and its parents (v1 or v2)."""
     quotas = [_folder_quota(folder, version) for version, folder in cgroup_folders("cpu", root, membership)]
     return min((each for each in quotas if each is not None), default=None)
 
@@ -141,3 +144,133 @@ def _folder_quota(folder: Path, version: int) -> float | None:
     except (OSError, ValueError):
         return None
     return None if quota.strip() in ("max", "-1") else int(quota) / int(period)
+
+
+# ---- memory
+
+
+def available_memory_bytes() -> int:
+    """Returns how many bytes this process may still take without swapping, here and in all enclosing cgroups."""
+    cgroup = _cgroup_available_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return min(value for value in (_machine_available_bytes(), cgroup) if value is not None)
+
+
+def _machine_available_bytes() -> int:
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux: the size of the machine is all that can be asked portably
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    assert match is not None, "Linux older than 3.14 is not supported"
+    return int(match[1]) * 1024
+
+
+def cgroup_folders(controller: str, root: Path, membership: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the version (1 or 2) and folder of this process's cgroup and its parents, for one controller.
+
+    root: where they are mounted, such as /sys/fs/cgroup; membership: such as /proc/self/cgroup. Folders may be absent.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        version, base = (1, root / controller) if controllers else (2, root)
+        # Inside a container the path may be the host's and absent here; the limits of its visible parents still hold.
+        relative = Path(path.lstrip("/"))
+        for folder in (relative, *relative.parents):
+            yield version, base / folder
+
+
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def _cgroup_available_bytes(root: Path, membership: Path) -> int | None:
+    """Returns the least of limit - use + reclaimable page cache over this process's cgroup and its parents."""
+    folders = cgroup_folders("memory", root, membership)
+    free = [_cgroup_folder_bytes(folder, *_MEMORY_FILES[version]) for version, folder in folders]
+    return min((each for each in free if each is not None), default=None)
+
+
+def _cgroup_folder_bytes(folder: Path, limit: str, use: str, cache: str) -> int | None:
+    try:
+        limit_text = (folder / limit).read_text().strip()
+        if limit_text == "max":
+            return None
+        free = int(limit_text) - int((folder / use).read_text())
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return None
+    match = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
+    return max(0, free + (int(match[1]) if match else 0))
+
+
+# ---- what others do to this process
+
+LEAST_COUNTED_S = 0.2
+"""The system counts processor time in ticks of 10 ms, too coarse for a shorter time than this."""
+
+
+def stolen_s() -> float:
+    """Returns the processor seconds that the hypervisor took since the machine started; 0 if unknown."""
+    return _cpu_ticks((7,)) / os.sysconf("SC_CLK_TCK")
+
+
+def others_s(processes: Iterable[int]) -> float:
+    """Returns the processor seconds of all but `processes` and their ended children; 0 if unknown."""
+    own = 0
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            own += sum(map(int, fields[11:15]))  # user and system time, its own and its children's
+    return max(0, _cpu_ticks((0, 1, 2, 5, 6)) - own) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_ticks(columns: Sequence[int]) -> int:
+    """Returns the sum of these columns of the first line of /proc/stat; 0 if there is no such file."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0
+    ticks = stat.read_text().split("\n", 1)[0].split()[1:]
+    return sum(int(ticks[column]) for column in columns)
+
+
+def waited_s(processes: Iterable[int]) -> float:
+    """Returns the seconds that threads of `processes` were ready to run but had no processor; 0 if unknown.
+
+    The sum is over their present threads, from the start of each.
+    """
+    waited_ns = 0
+    for process in processes:
+        for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, IndexError):  # a thread that ended, a kernel without the numbers
+                waited_ns += int(task.read_text().split()[1])
+    return waited_ns / 1e9
+
+
+class Disturbance:
+    """What others take from this process, and from the `workers` it waits for, from now on."""
+
+    def __init__(self, workers: Sequence[int] = ()) -> None:
+        self._processes = (os.getpid(), *workers)
+        self._before, self._start = self._now(), time.perf_counter()
+
+    def _now(self) -> tuple[float, float, float]:
+        return stolen_s(), waited_s(self._processes), others_s(self._processes)
+
+    def share(self) -> float:
+        """Returns the share of the time since then in which the hypervisor or other processes had the processors.
+
+        Waiting counts only as far as other processes computed: threads also wait for one another.
+        """
+        seconds = time.perf_counter() - self._start
+        stolen, waited, others = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        if seconds >= LEAST_COUNTED_S:
+            waited = min(waited, others)
+        return (stolen + max(0.0, waited)) / seconds

@@ -1,10 +1,11 @@
-"""What a user sees while something runs: one live line on a terminal, timed plain lines elsewhere; always on stderr."""
+"""Progress on stderr: a live line on a terminal, and a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
@@ -13,18 +14,62 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from hotrow.base.progress_meter import Progress, ProgressCallback
-
 PLAIN_SECONDS = 10.0
-"""Least time between two plain progress lines, so that a log of hours stays readable."""
+"""The least time between two plain progress lines, so that the log of a long run stays readable."""
+REPORT_EVERY_S = 0.25
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One report on preparation. rows_total is an estimate until a stage has read all rows once."""
+
+    stage: str
+    """scan, count, match or encode."""
+    rows_done: int
+    rows_total: int
+    rows_per_s: float
+    """The rate since this stage began in this process."""
+    remaining_s: float
+    """The time left in this stage."""
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class ProgressMeter:
+    """Reports on one stage, at most every REPORT_EVERY_S."""
+
+    def __init__(self, callback: ProgressCallback | None, stage: str, rows_total: int, rows_done: int = 0) -> None:
+        self._callback, self.stage, self._total = callback, stage, rows_total
+        self._first_row, self._started = rows_done, time.monotonic()
+        self._reported = 0.0
+
+    def update(self, rows_done: int, *, rows_total: int | None = None) -> None:
+        """Reports if the last report is old enough. rows_total: a better estimate."""
+        self._total = rows_total if rows_total is not None else self._total
+        if time.monotonic() - self._reported >= REPORT_EVERY_S:
+            self._report(rows_done)
+
+    def finish(self, rows_done: int) -> None:
+        """Reports the end of the stage, when the number of rows is known."""
+        self._total = rows_done
+        self._report(rows_done)
+
+    def _report(self, rows_done: int) -> None:
+        if self._callback is None:
+            return
+        now = self._reported = time.monotonic()
+        rate = (rows_done - self._first_row) / max(now - self._started, 1e-9)
+        remaining_s = max(self._total - rows_done, 0) / rate if rate > 0 else 0.0
+        self._callback(Progress(self.stage, rows_done, max(self._total, rows_done), rate, remaining_s))
 
 
 class ProgressLine:
-    """`update` shows the newest state of the work, `say` leaves a line that stays.
+    """The state of the work, which `update` replaces, and lines that stay, which `say` prints.
 
-    On a terminal the state may have several lines; elsewhere its first one is said now and then.
+    On a terminal the state may have several lines; elsewhere its first line is printed now and then.
 
-    quiet: show nothing. Use as a context manager, so that the terminal is restored whatever happens.
+    quiet: show nothing. Use it as a context manager, so that the terminal is restored even after an error.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -36,7 +81,7 @@ class ProgressLine:
         self._last_plain = float("-inf")
 
     def update(self, text: Callable[[], str]) -> None:
-        """Show `text()`; it is called only when it will be seen."""
+        """Shows `text()`, which is called only if it will be shown."""
         now = time.monotonic()
         if now - self._last_plain < (0.2 if self._live else PLAIN_SECONDS):
             return
@@ -47,11 +92,11 @@ class ProgressLine:
             self.say(text().partition("\n")[0])
 
     def say(self, text: str) -> None:
-        """Print `text` after the time since the start."""
+        """Prints `text` after the time since the start."""
         self._console.print(Text(f"[{duration(time.monotonic() - self._started)}] {text}"))
 
     def __enter__(self) -> ProgressLine:
-        """Start the live line where there is a terminal."""
+        """Starts the live line if there is a terminal."""
         if self._live:
             self._live.start()
         return self
@@ -59,16 +104,16 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the live line."""
+        """Removes the live line."""
         if self._live:
             self._live.stop()
 
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
-    """A callback that shows rows, rate and remaining time on stderr.
+    """Yields a callback that shows rows, rate and remaining time on stderr.
 
-    On a terminal one bar per stage; elsewhere, where a bar would be drawn once all is over, timed lines.
+    On a terminal there is one bar per stage; elsewhere there are timed lines, as a bar would appear only at the end.
     """
     console = Console(stderr=True)
     with _bars(console) if console.is_terminal else _lines() as show:
@@ -80,7 +125,7 @@ def _bars(console: Console) -> Iterator[ProgressCallback]:
     tasks: dict[str, TaskID] = {}
     columns = (
         TextColumn("{task.description:<7}"),
-        BarColumn(bar_width=14),  # so that eight digits of rows fit into 80 columns
+        BarColumn(bar_width=14),  # leaves room for eight digits of rows in 80 columns
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows, {task.fields[rate]}/s"),
         TextColumn("{task.fields[remaining]}"),
     )
@@ -89,7 +134,7 @@ def _bars(console: Console) -> Iterator[ProgressCallback]:
     def show(report: Progress) -> None:
         if report.stage not in tasks:
             if not tasks:
-                bars.start()  # not before: without a bar there is nothing to draw, and an error stays one line
+                bars.start()  # not earlier, so that an error before the first row stays one line
             tasks[report.stage] = bars.add_task(report.stage, rate="0", remaining="")
         bars.update(
             tasks[report.stage],
@@ -129,13 +174,13 @@ def _lines() -> Iterator[ProgressCallback]:
 
 
 def duration(seconds: float) -> str:
-    """`h:mm:ss`."""
+    """Formats seconds as `h:mm:ss`."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def rate(per_s: float) -> str:
-    """A rate in three digits: 950, 12.3k, 4.56M."""
+    """Formats a rate with three digits: 950, 12.3k, 4.56M."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if per_s >= size:
             return f"{per_s / size:.3g}{unit}"

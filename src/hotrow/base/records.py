@@ -1,4 +1,4 @@
-"""The one door for JSON that hotrow writes and reads back: strict types, and a checksum of itself.
+"""JSON files that hotrow writes and reads back: strict types, and a checksum inside the file.
 
     RECORD = Document(Notes, marks={"hotrow_notes": 1}, cure="restore it from a copy")
     RECORD.write(path, Notes(...)); RECORD.read(path) == Notes(...)
@@ -26,12 +26,12 @@ from hotrow.base.files import atomic_write
 
 T = TypeVar("T")
 MAX_COUNT = (1 << 62) - 1
-"""Limit of every count, size and offset, so that sums of two stay within int64."""
+"""Upper limit of every count, size and offset, so that the sum of two fits int64."""
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-"""Seconds, losses and other numbers that are not negative."""
+"""A finite number that is not negative: seconds, losses."""
 STRICT = ConfigDict(strict=True, extra="forbid")
-"""Configuration of a record: 3.0 is no whole number, "3" no number, and an unknown field an error."""
+"""Configuration of a record: 3.0 is not an integer, "3" is not a number, and an unknown field is an error."""
 CHECKSUM = "checksum"
 _KEY = f' "{CHECKSUM}": "'
 
@@ -47,13 +47,13 @@ class Document(Generic[T]):
         self._record = TypeAdapter(record)
 
     def write(self, path: Path | str, record: T) -> None:
-        """Write the file, atomically (mode 0600). Raises ValueError for NaN and infinity, OSError as the disk does."""
+        """Writes the file atomically (mode 0600). Raises ValueError for NaN and infinity, and OSError."""
         fields = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
         assert isinstance(fields, Mapping)
         write_sealed(path, {**self.marks, **fields})
 
     def read(self, path: Path | str) -> T:
-        """The record in the file. Raises ValueError naming the file, the field if one is wrong, and the cure."""
+        """Returns the record in the file. Raises ValueError, which names the file, the wrong field and the cure."""
         fields = read_sealed(path, cure=self.cure)
         for name, wanted in self.marks.items():
             if (found := fields.pop(name, None)) != wanted or isinstance(found, bool):
@@ -65,7 +65,7 @@ class Document(Generic[T]):
 
 
 def checked(record: TypeAdapter[T], value: Any, *, where: str, cure: str) -> T:
-    """`value`, from JSON, as a record. The ValueError begins with `where`, names the field and ends with the cure."""
+    """Returns `value`, from JSON, as a record. Raises ValueError: `where`, the field, and the cure."""
     try:
         return record.validate_json(json.dumps(value))
     except ValidationError as error:
@@ -75,7 +75,7 @@ def checked(record: TypeAdapter[T], value: Any, *, where: str, cure: str) -> T:
 
 
 def write_sealed(path: Path | str, fields: Mapping[str, Any]) -> None:
-    """Write a JSON object and its checksum, atomically. Raises ValueError for NaN and infinity."""
+    """Writes a JSON object and its checksum, atomically. Raises ValueError for NaN and infinity."""
     assert CHECKSUM not in fields
     text = json.dumps({**fields, CHECKSUM: ""}, indent=1, ensure_ascii=False, allow_nan=False)
     body = text.removesuffix(f'{_KEY}"\n}}').encode()
@@ -84,7 +84,7 @@ def write_sealed(path: Path | str, fields: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path | str, *, cure: str) -> dict[str, Any]:
-    """The fields in a file of `write_sealed`. Raises ValueError unless its bytes are those that were written."""
+    """Returns the fields in a file of `write_sealed`. Raises ValueError if its bytes have changed."""
     text = Path(path).read_bytes()
     body, key, _ = text.rpartition(_KEY.encode())
     if not key:
@@ -103,7 +103,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
-    """The object in `text`, which has a right checksum: what is wrong here was made so on purpose."""
+    """Returns the object in `text`. Its checksum is right, so a fault here was made on purpose."""
 
     def refuse(word: str) -> Any:
         raise ValueError(f"it holds {word}, which is no number of JSON")

@@ -428,20 +428,12 @@ def bench(
 
 @verb(
     "study",
-    home="hotrow.study",
+    home="hotrow.study.runner",
     example="hotrow study kernels --quick   (what it would take: hotrow study kernels --estimate)",
 )
 def study(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="kernels: embedding kernels over shapes. memory: a part of the tables in DRAM. hot: hot rows first."
-        ),
-    ],
+    name: Annotated[str, typer.Argument(help="kernels: the embedding kernels over many shapes.")],
     *,
-    data: Annotated[
-        list[str] | None, typer.Option(help="memory, hot: a packed dataset (memory: or plain trace); may be repeated.")
-    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of results; default: studies/NAME. Goes on there.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look, in minutes at most.")] = False,
     memory: Annotated[str | None, typer.Option(help="Most that tables may take, e.g. 8GiB; default: 60 %.")] = None,
@@ -450,16 +442,15 @@ def study(
 ) -> None:
     """Repeat a published experiment here: JSON, CSV and one HTML page. Started again, it measures what is left."""
     from hotrow.data.prepare.prepare import parse_bytes
-    from hotrow.study import run_study
+    from hotrow.study.runner import find_study, run_study
 
     result = run_study(
-        name,
+        find_study(name),
         out,
         quick=quick,
         memory_bytes=parse_bytes(memory),
         estimate_only=estimate,
         say=lambda line: print(line, file=sys.stderr),
-        data=data or (),
     )
     told = {name: value for name, value in result.items() if name != "cells"}
     print_result(result, as_json=json_, human=lambda: _print_fields(told))

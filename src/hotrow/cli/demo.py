@@ -39,7 +39,7 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     clicks = criteo_kaggle(NUM_ROWS, scale=TABLE_SCALE)
     raw, packed = folder / f"clicks-{clicks.digest}.txt", folder / f"packed-{clicks.digest}"
-    tiers = ops.backend().reason is None  # the reference's are slow
+    tiers = ops.backend().reason is None  # tiers need the native module
     where = f"the tables in {DRAM} of memory, the rest on disk" if tiers else "the tables in memory"
     say(f"1/3  {NUM_ROWS:,} synthetic clicks: made up, in Criteo's layout, from a planted truth; {where}")
     if not raw.exists():

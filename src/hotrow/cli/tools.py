@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hotrow.base.files import available_memory_bytes, disk_free_bytes, file_system, parse_bytes
-from hotrow.base.machine import host_facts, isa_limit, versions
-from hotrow.base.progress_meter import ProgressCallback
+from hotrow.base.files import disk_free_bytes, file_system, parse_bytes
+from hotrow.base.machine import available_memory_bytes, host_facts, isa_limit, versions
+from hotrow.base.progress import ProgressCallback
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.reader import crc32_of_file
 from hotrow.export.export import EXPORT, verify_export
@@ -27,8 +27,7 @@ from hotrow.inspect.hotness import measure_hotness
 from hotrow.inspect.report import write_inspection
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Algorithm
-from hotrow.placement.folder import remove_left_folders
-from hotrow.placement.store_file import direct_io
+from hotrow.placement.store_file import direct_io, remove_left_folders
 from hotrow.placement.stores import io_uring_refused
 from hotrow.plan.choose import FOLDER
 from hotrow.run.checkpoint import list_checkpoints, prune_checkpoints, verify

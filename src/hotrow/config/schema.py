@@ -43,8 +43,6 @@ class ModelConfig(_Section):
     top_mlp: list[Width] = [512, 256]
     """Widths of the top MLP's hidden layers; the last layer, one logit, follows by itself. With `tbsm` all widths of
     the top MLP of a step, the last that of its vector."""
-    interaction: Literal["dot"] = "dot"
-    """How features meet. `dot`: every pair of the F + 1 vectors, without the pair of a vector with itself."""
     first_order: bool = False
     """Whether the logit also gets the first column of every pooled row and a linear map of the dense inputs, as in a
     logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP. Only for
@@ -212,42 +210,35 @@ class CheckpointConfig(_Section):
 
 
 class MemoryConfig(_Section):
-    """Tables in tiers: as many rows in DRAM as it says, the rest on disk, with the same bits in every result."""
+    """Tables in tiers: some rows in DRAM, the rest on disk, with the same bits in every result."""
 
     hbm: str | int | None = None
-    """Bytes, or text such as 8GiB, of the memory of a GPU for slots, where lookups and updates run, before `dram`
-    (docs/gpu.md). null: there are none, and tables train on the CPU."""
+    """Bytes, or text such as 8GiB, of a GPU's memory for slots, in which lookups and updates run (docs/gpu.md). null:
+    there are none, and tables train on the CPU."""
     dram: str | int = "auto"
-    """Bytes, or text such as 2GiB, for tables, optimizer state, what is known of rows in memory, buffers, and copies of
-    hot rows (`hot.link`). `auto`: 60 % of what this process may use."""
+    """Bytes, or text such as 2GiB, for tables, optimizer state, bookkeeping about rows, buffers, and copies of hot rows
+    (`hot.link`). `auto`: 60 % of what this process may use."""
     ssd: str | None = None
-    """Folder of a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
-    the folder `memory` of the run. What is there goes when the run ends."""
+    """Folder on a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
+    the folder `memory` of the run. The files are removed when the run ends."""
     file: str | None = None
-    """Instead of `ssd`: a folder whose files are used as memory (DAX, CXL, tmpfs, or plain files). With `file_bytes`: a
-    tier before `ssd`."""
+    """Instead of `ssd`: a folder whose files are used as memory (DAX, CXL, tmpfs, or plain files). With `file_bytes`
+    it is a tier between DRAM and `ssd`."""
     file_bytes: str | int | None = None
-    """Bytes, or text such as 8GiB, that `file` holds of rows that leave DRAM, before they go to `ssd`; null: it is no
-    such tier. To know which rows lie there takes at most 6 bytes of DRAM for each."""
-    policy: Literal["clock", "lfu", "lru"] = "clock"
-    """Which row makes room for another. `lru`: the one used longest ago. `clock`: nearly so, in less work. `lfu`: one
-    that was used few times. It changes speed, no result."""
-    admission: Literal["none", "frequency"] = "none"
-    """Which rows that come in `policy` decides about. `none`: every one. `frequency`: those that were used more often
-    lately than the row that would make room; others make room first. It changes speed, no result: what is popular stays
-    in a small cache, what has just become so is slower to come."""
+    """Bytes, or text such as 8GiB, of rows that `file` holds before they go to `ssd`; null: there is no such tier. To
+    know which rows lie there takes at most 6 bytes of DRAM for each."""
     writes: Literal["auto", "in_place", "gathered"] = "auto"
     """How rows that leave DRAM are written to `ssd`. `in_place`: each to its own sector. `gathered`: side by side, a
-    page in one I/O, wherever the file has room, which takes some 3 bytes of DRAM for each row and files of twice the
-    rows' bytes. `auto`: gathered where there is room for both. It changes speed, no result."""
+    page in one I/O, wherever the file has room, which takes about 3 bytes of DRAM for each row and files of twice the
+    rows' bytes. `auto`: gathered if there is room for both. It changes speed, never results."""
     lookahead: Annotated[int, Field(ge=0, le=64)] = 4
     """Batches whose rows are fetched before they are needed; 0: rows are read when they are looked up."""
     force: bool = False
-    """Whether `ssd` may lie on a network file system or in memory (tmpfs), which is refused else."""
+    """Whether `ssd` may lie on a network file system or in memory (tmpfs), which is refused otherwise."""
     write_budget: str | None = None
     """Bytes that this run may write to its drive, rows and checkpoints, in any 24 hours or any hour: text such as
-    200GB/day or 10GiB/hour, for instance the endurance a drive is declared for. Before it is spent training saves a
-    checkpoint and ends with an error that says when it can be resumed. null means no limit."""
+    200GB/day or 10GiB/hour, for instance the endurance a drive is rated for. Before the budget is spent, training saves
+    a checkpoint and ends with an error that says when it can be resumed. null means no limit."""
 
     @model_validator(mode="after")
     def _a_size_and_a_folder(self) -> MemoryConfig:
@@ -340,17 +331,6 @@ class HotConfig(_Section):
         return self.schedule in ("fae", "fixed")
 
 
-class ParallelConfig(_Section):
-    """Training over several processes; this version runs in one, where these have nothing to decide."""
-
-    sharding: Literal["auto"] = "auto"
-    """`auto`: all tables in this process."""
-    exchange: Literal["all_to_all"] = "all_to_all"
-    """How pooled embeddings would travel between processes."""
-    wire_dtype: Literal["fp32"] = "fp32"
-    """Number format in which they would travel."""
-
-
 MEMORY_TAGS = ("word", "mapping")
 
 
@@ -379,7 +359,6 @@ class Config(_Section):
     count), the rest on disk in the run's folder. `dram`: all in DRAM; a run that does not fit is refused. A mapping
     says how much and where (below). The log's first line says what came of it; results are the same bits."""
     hot: HotConfig = HotConfig()
-    parallel: ParallelConfig = ParallelConfig()
     run: str | None = None
     """Folder of the run, which must not exist yet; null means runs/<dataset>-<model>-NNN with the next free number."""
 

@@ -1,8 +1,8 @@
 """Parsing, counting, hashing and lookup of raw rows: typed doors to the native module, or to its readable twin.
 
-With `hotrow.kernels.ops` and `hotrow.placement.native` the only importer of the native module. Without it (not built,
-or HOTROW_NATIVE=0) the functions of `hotrow.data.reference` serve, announced by `hotrow.kernels.ops`: the same results
-and file bytes, many times slower.
+With `hotrow.kernels.ops` the only importer of the native module. Without it (not built, or HOTROW_NATIVE=0) the
+functions of `hotrow.data.reference` serve, announced by `hotrow.kernels.ops`: the same results and file bytes, many
+times slower.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.reference_caches import belady_hits as belady_hits
-from hotrow.data.reference_caches import lru_hits as lru_hits
-from hotrow.data.reference_caches import sketch_add as sketch_add
 from hotrow.data.reference_reuse import StackDistances as StackDistances
+from hotrow.data.reference_reuse import belady_hits as belady_hits
 from hotrow.data.reference_reuse import fmix64
+from hotrow.data.reference_reuse import lru_hits as lru_hits
+from hotrow.data.reference_reuse import sketch_add as sketch_add
 
 NUMBER = re.compile(rb"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 INTEGER = re.compile(rb"-?\d+")

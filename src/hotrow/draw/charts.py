@@ -1,4 +1,4 @@
-"""Charts as SVG text, drawn without a library: lines, a roofline, a heat map, in colours that anyone tells apart."""
+"""Charts as SVG text, drawn without a library, in colours that colour-blind readers can tell apart."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Literal
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito's palette
 WIDTH, HEIGHT = 720, 420
 FEW = 12
-"""Points of a line that are dots too."""
+"""Lines with at most this many points also get a dot at each point."""
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 20, 50
 
 
 class LogLog:
-    """Maps positive numbers to a plot area whose axes are logarithmic, ends at whole powers of ten."""
+    """A plot area with logarithmic axes that end at whole powers of ten."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self.x0, self.x1 = math.floor(math.log10(min(xs))), math.ceil(math.log10(max(xs)) + 1e-9)
         self.y0, self.y1 = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)) + 1e-9)
 
     def x(self, value: float) -> float:
-        """Pixels from the left."""
+        """Returns pixels from the left."""
         return LEFT + (WIDTH - LEFT - RIGHT) * (math.log10(value) - self.x0) / (self.x1 - self.x0)
 
     def y(self, value: float) -> float:
-        """Pixels from the top."""
+        """Returns pixels from the top."""
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (math.log10(value) - self.y0) / (self.y1 - self.y0)
 
     def axes(self, x_label: str, y_label: str) -> list[str]:
-        """Grid lines and labels."""
+        """Returns grid lines and labels."""
         lines = []
         for power in range(self.x0, self.x1 + 1):
             x = self.x(10.0**power)
@@ -48,7 +48,7 @@ class LogLog:
 
 
 def svg(body: Sequence[str], *, width: int = WIDTH, height: int = HEIGHT, label: str) -> str:
-    """The element, self-contained."""
+    """Returns a self-contained SVG element."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(label)}" font-family="sans-serif" font-size="12">'
@@ -57,7 +57,7 @@ def svg(body: Sequence[str], *, width: int = WIDTH, height: int = HEIGHT, label:
 
 
 class Shares:
-    """Maps to a plot area whose y is a share from 0 to 1, or to `top`, and whose x is linear from 0, or logarithmic."""
+    """A plot area whose y is a share from 0 to 1 or `top`, and whose x is logarithmic, or linear from 0."""
 
     def __init__(
         self,
@@ -78,17 +78,17 @@ class Shares:
         self._x1 += self._x1 == self._x0
 
     def x(self, value: float) -> float:
-        """Pixels from the left; a value below the first power of ten lies on the edge."""
+        """Returns pixels from the left; a value below the first power of ten is drawn on the edge."""
         if self._scale == "log":
             value = max(math.log10(value), self._x0) if value > 0 else self._x0
         return LEFT + (self._width - LEFT - RIGHT) * (value - self._x0) / (self._x1 - self._x0)
 
     def y(self, share: float) -> float:
-        """Pixels from the top."""
+        """Returns pixels from the top."""
         return self._height - BOTTOM - (self._height - TOP - BOTTOM) * share * 4 / self._quarters
 
     def axes(self, x_label: str, y_label: str) -> list[str]:
-        """Grid lines and labels."""
+        """Returns grid lines and labels."""
         lines = []
         for quarter in range(0, self._quarters + 1, math.ceil(self._quarters / 8)):
             share = quarter / 4
@@ -126,12 +126,11 @@ def line_chart(
     ticks: Mapping[float, str] | None = None,
     label: str,
 ) -> str:
-    """Shares (y, 0 to 1 or more) against x, one line per name; nothing where there is no point.
+    """Returns a chart of shares (y, 0 to 1 or more) against x, one line per name, or nothing without points.
 
-    The first six are coloured and named below the plot; those after them are thin and grey. Few points, and one alone,
-    are dots.
-    "stairs": a value holds until the next point. dashed: names of lines drawn so. ticks: x and its name, in place of
-    round numbers. Hover says the name.
+    The first six lines have colours and are named below the plot; the others are thin and grey. Hovering shows a name.
+    A line of few points has dots. shape "stairs": a value holds until the next point. dashed: names of dashed lines.
+    ticks: values of x with their labels, instead of round numbers.
     """
     points = [point for line in lines.values() for point in line if x_scale == "linear" or point[0] > 0]
     if not points:
@@ -143,7 +142,7 @@ def line_chart(
     plot = Shares([x for x, _ in points], x_scale=x_scale, width=WIDTH, height=height, top=top, ticks=ticks)
     body = plot.axes(x_label, y_label)
     drawn = sorted(enumerate(lines.items()), key=lambda item: (item[1][0] in dashed, -item[0]))
-    for i, (name, line) in drawn:  # the named ones above the grey, dashes on top, so that what lies under them shows
+    for i, (name, line) in drawn:  # grey lines lowest; dashed lines on top, as what is under them shows through
         colour, stroke = (COLOURS[i], 2.2) if i < len(COLOURS) else ("#bbb", 1.0)
         dashes = ' stroke-dasharray="7 5"' if name in dashed else ""
         pixels: list[tuple[float, float]] = []
@@ -161,7 +160,7 @@ def line_chart(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}"{dashes}>'
             f"<title>{escape(name)}</title></polyline>"
         )
-        if len(pixels) <= FEW and shape == "line" and i < len(COLOURS):  # what lies between them was not measured
+        if len(pixels) <= FEW and shape == "line" and i < len(COLOURS):  # values between the dots were not measured
             body.extend(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in pixels)
     for i, name in enumerate(named):
         x, y = LEFT + (WIDTH - LEFT - RIGHT) / per_row * (i % per_row), height + 16 + 18 * (i // per_row)
@@ -172,7 +171,7 @@ def line_chart(
 
 
 def bar_chart(values: Mapping[str, float], *, y_label: str, label: str) -> str:
-    """Positive values as bars on a logarithmic axis, in the order given; nothing where there is none."""
+    """Returns positive values as bars on a logarithmic axis, in the given order; nothing without values."""
     shown = {name: value for name, value in values.items() if value > 0}
     if not shown:
         return ""
@@ -186,7 +185,7 @@ def bar_chart(values: Mapping[str, float], *, y_label: str, label: str) -> str:
         body.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
         body.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
     step = (WIDTH - LEFT - RIGHT) / len(shown)
-    every = math.ceil(14 / step)  # names are left out where they would lie on one another
+    every = math.ceil(14 / step)  # skips labels that would overlap
     for i, (name, value) in enumerate(shown.items()):
         x, high_px = LEFT + step * i, area * (math.log10(value) - low) / (high - low)
         body.append(
@@ -206,9 +205,9 @@ def bar_chart(values: Mapping[str, float], *, y_label: str, label: str) -> str:
 def roofline(
     points: Mapping[str, Sequence[tuple[float, float, str]]], *, gb_per_s: float | None, gflop_per_s: float
 ) -> str:
-    """Arithmetic against its intensity, under what memory and arithmetic allow.
+    """Returns a roofline: arithmetic rate against flops per byte, under the limits of memory and arithmetic.
 
-    points: series -> (flops per byte, GFLOP/s, what it is); gb_per_s: of memory, no slanted roof where None.
+    points: series -> (flops per byte, GFLOP/s, label). gb_per_s: memory bandwidth; None: no slanted roof.
     """
     everything = [point for series in points.values() for point in series]
     if not everything:
@@ -240,7 +239,7 @@ def roofline(
 
 
 def heat_map(values: Mapping[tuple[str, str], float | None], *, x_label: str, y_label: str, label: str) -> str:
-    """(column, row) -> a share, written in its cell and shown as its shade; nothing is drawn where there is none."""
+    """Returns a heat map of (column, row) -> share, written in its cell and shown as its shade."""
     columns = list(dict.fromkeys(column for column, _ in values))
     lines = list(dict.fromkeys(line for _, line in values))
     side, high, left, top = 68, 34, 84, 30

@@ -1,21 +1,29 @@
-"""HTML pages: self-contained, from templates beside the code, text escaped."""
+"""HTML pages: self-contained, made from templates that lie beside the code. Text is escaped."""
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+PACKAGE = Path(__file__).resolve().parent.parent
 
-def load_template(name: str, **filters: Any) -> Template:
-    """The template `name`, a path below the package such as "study/page.html"; it may extend "draw/page.html"."""
-    from jinja2 import Environment, FunctionLoader, StrictUndefined  # late: importing hotrow stays lean
 
-    loader = FunctionLoader(lambda path: files("hotrow").joinpath(path).read_text("utf-8"))
+def load_template(name: str, *, folder: Path = PACKAGE, **filters: Any) -> Template:
+    """Returns the template at the path `name` below `folder`, or below the package, such as "study/page.html".
+
+    A template may extend "draw/page.html".
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, because importing hotrow stays lean
+
     environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader([folder, PACKAGE]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters.update(filters)
     return environment.get_template(name)

@@ -37,7 +37,7 @@ from hotrow.base.files import (
     file_name,
     sync_folder,
 )
-from hotrow.base.progress_meter import ProgressCallback, ProgressMeter
+from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.schema import Config
 from hotrow.data.chunk import Keys

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hotrow.base.progress_meter import ProgressCallback, ProgressMeter
+from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.data.packed.format import Ids, Ragged, concatenate_ids, slice_ids
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.rowcounts import RowCounts

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.base.progress_meter import ProgressCallback, ProgressMeter
+from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.inspect.accesses import Accesses, TableAccesses
 from hotrow.inspect.locality import Locality, measure_locality
 from hotrow.inspect.reuse import ACCESSES, OVERLAP_BATCHES, Access

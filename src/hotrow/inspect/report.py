@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotrow.base.files import atomic_write, write_json
+from hotrow.base.files import atomic_write, size, write_json
 from hotrow.draw.charts import bar_chart, line_chart
 from hotrow.draw.pages import load_template
 
@@ -52,14 +52,6 @@ def as_csv(report: Mapping[str, Any]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in three digits: 950 B, 12.3 kB, 4.56 MB."""
-    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= bytes_:
-            return f"{num_bytes / bytes_:.3g} {unit}"
-    return f"{num_bytes:.3g} B"
 
 
 def print_inspection(report: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """One function per op: the native kernels where they are built, their readable twins in `reference` where not.
 
-With data/native.py and memory/native.py the only importer of the native module. Functions check what a caller can get
+With data/native.py the only importer of the native module. Functions check what a caller can get
 wrong, allocate outputs and follow `torch.get_num_threads()`; arithmetic and the order of sums are stated in
 native/include/hotrow/kernels.h and docs/numerics.md. `backend()` says what runs.
 """
@@ -65,6 +65,18 @@ def _load() -> tuple[Any, str | None]:
         stacklevel=3,
     )
     return None, reason
+
+
+def native_module() -> Any:
+    """Returns the native module. Raises ValueError, with the command that builds it, if there is none."""
+    module, reason = _load()
+    if module is None:
+        raise ValueError(
+            f"tables in tiers need the native module, and {reason}: build it with `pip install -e .` (needs a C++20 "
+            "compiler) and leave HOTROW_NATIVE unset, or keep the tables in DRAM (config memory: dram; in Python "
+            "memory=None)"
+        )
+    return module
 
 
 def _limit_isa(module: Any) -> None:

@@ -1,4 +1,7 @@
-"""How much memory tables may take, and how it is shared: bytes in, slots per table out. Plain numbers, no I/O."""
+"""Budgets of memory for tables, in DRAM and on a device, and their default plans: bytes in, slots per table out.
+
+Plain numbers; nothing is opened or allocated. The plan that knows how often rows are used: plan/solve.py.
+"""
 
 from __future__ import annotations
 
@@ -7,77 +10,71 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
 from numpy.typing import ArrayLike
 
 from hotrow.base.files import parse_bytes, size
+from hotrow.base.machine import available_memory_bytes
 from hotrow.placement.store_file import LARGE_IO_BYTES, PLACES_PER_ROW, page_records
 
-Policy = Literal["clock", "lfu", "lru"]
-POLICIES: tuple[Policy, ...] = ("clock", "lfu", "lru")
-"""In the order of the native module's numbers."""
-Admission = Literal["none", "frequency"]
-ADMISSIONS: tuple[Admission, ...] = ("none", "frequency")
-"""So too."""
 Writes = Literal["auto", "in_place", "gathered"]
 WRITES: tuple[Writes, ...] = ("auto", "in_place", "gathered")
 Io = Literal["auto", "io_uring", "threads"]
 IOS: tuple[Io, ...] = ("auto", "io_uring", "threads")
 METADATA_BYTES = 32
-"""Of a cached row beside its record, at most: 8 of the map from ids to slots, 12 of the slot's own, 8 of the rings of
-lru and of rows on trial, 4 of the sketch of frequencies."""
+"""The most that a cached row takes beside its record: 8 bytes in the map from ids to slots, 12 for its slot, and 12
+more once a batch has needed slots beside the cache."""
 MIDDLE_PLACE_BYTES = 6
-"""Of DRAM for each place of the middle tier, at most: 5 of the place, 1 of its set."""
+"""The most DRAM that each place of the middle tier takes: 5 bytes for the place, 1 for its set."""
 SET_PLACES = 16
-"""Places of the middle tier come in sets of so many (cached_store.h)."""
+"""Number of places in a set of the middle tier (cached_store.h)."""
 REGION_BYTES = 1024
-"""Of a region of gathered rows beside its map and its page, with what memory is rounded up to."""
+"""Memory that a region of gathered rows takes beside its map and its page, rounding included."""
 ROW_BYTES = 2 / 8
-"""Of every row wherever it lies: a bit whether it was ever written to, one whether it was since the last checkpoint."""
+"""Two bits for every row, wherever it lies: was it ever written to, and was it since the last checkpoint?"""
 MOST_PLACES_SHARE = 0.5
-"""Of the budget for slots, that knowing where gathered rows lie may take; else each has its own place (docs/memory.md
-says what was measured)."""
+"""Rows are gathered only if knowing where they lie takes no more than this share of the budget for slots
+(docs/memory.md says what was measured)."""
 LEAST_GATHERED_ROWS = 1 << 15
-"""Of a table, for its writes to be gathered: hardly a smaller one leaves memory, and its open page is much of it."""
+"""Writes of smaller tables are not gathered: few of their rows leave memory, and an open page is much of them."""
 LEAST_ROWS = 100
-"""That a table in tiers caches, or all where it has fewer."""
+"""A table in tiers caches at least this many rows, or all that it has."""
 SMALL_TABLES_SHARE = 0.5
-"""Of the budget, given to whole tables, smallest first: every lookup of one saves an I/O that its few rows would cost
-over and over."""
+"""Share of the budget for tables that lie in memory whole, smallest first: their few rows would else be read over and
+over."""
 MOST_WAITING_SHARE, MOST_GATHERED_SHARE = 8, 64
-"""Buffers of I/O and rows that wait to be written take up to this part of the budget, 64 MiB at most; where writes are
-gathered, and take a 25th of the I/Os, up to the smaller one, or 2 MiB."""
+"""I/O buffers and rows that wait to be written take at most 1/8 of the budget, and at most 64 MiB. If writes are
+gathered, which takes a 25th of the I/Os, they take at most 1/64 or 2 MiB, whichever is more."""
+MOVING_SHARE = 8
+"""1/8 of a device's budget is for rows on their way, half for each direction; larger moves go in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Where the rows of a collection lie: some in DRAM, the rest on disk, and some between the two where you say so.
+    """How a collection keeps its rows: some in DRAM, the rest on disk, and, if you ask for it, some in a tier between.
 
         emb = hotrow.EmbeddingCollection(tables, memory=hotrow.Memory(dram="2GiB", ssd="/nvme/emb"))
         memory = hotrow.Memory(dram="1GiB", file="/mnt/cxl", file_bytes="8GiB", ssd="/nvme/emb")
 
-    dram: bytes for slots (weights and optimizer states), what is known of rows, and buffers. One of, or both
-    ssd: a folder for block files, read and written past the page cache; file: a folder for files that are used as
-    memory (DAX, CXL, tmpfs, or plain). Files are made there and removed with the collection.
-    file_bytes: of both, how much `file` holds: rows that leave DRAM lie there before they go to `ssd`.
-    policy: which row of the tail makes room: "clock", "lfu" or "lru"; it changes speed, no result.
-    admission: which rows that come in the policy decides about: "none", that is every one, or "frequency": those that
-    were used more often lately than the row that would make room; others make room first. Speed, no result.
-    plan: shares the bytes among the tables, given what each would need: `hotrow.plan_by_counts` makes one that knows
-    how often each row is used; None: `plan_slots`, which does not.
-    pins: by table, ids of rows that stay in DRAM beside those that the plan pins: each takes a cached slot for good.
-    writes: how rows that leave DRAM are written to block files: "in_place", each to its own sector, "gathered", side by
-    side, a page in one I/O, which takes some 3 bytes of DRAM for each row and files of twice the rows' bytes, or
-    "auto": gathered where there is room for both. Speed, no result.
-    force: whether `ssd` may lie on a network file system or in memory, which a collection refuses else.
-    io: what reads and writes block files: "io_uring", "threads", or "auto": io_uring where the system allows it.
+    dram: bytes for slots (weights and optimizer states), for bookkeeping, and for buffers.
+    ssd: a folder for block files, which are read and written past the page cache.
+    file: a folder for files that are used as memory (DAX, CXL, tmpfs, or plain). Name `ssd` or `file`, or both with
+    `file_bytes`: rows that leave DRAM then lie in `file`, up to so many bytes, before they go to `ssd`. The files are
+    made there and removed with the collection.
+    plan: shares the bytes among the tables, given what each needs. `hotrow.plan_by_counts` makes a plan that knows how
+    often each row is used; None means `plan_slots`, which does not.
+    pins: by table, ids of rows that stay in DRAM beside those that the plan pins; each takes a cached slot for good.
+    writes: how rows that leave DRAM are written to block files. "in_place": each to its own sector. "gathered": side by
+    side, a page in one I/O, which takes about 3 bytes of DRAM for each row and files of twice the rows' bytes. "auto":
+    gathered if there is room for both. It changes speed, never results.
+    force: allows `ssd` on a network file system or in memory, which a collection otherwise refuses.
+    io: what reads and writes block files: "io_uring", "threads", or "auto" (io_uring if the system allows it).
     """
 
     dram: int | str
     ssd: str | Path | None = None
     file: str | Path | None = None
     file_bytes: int | str | None = None
-    policy: Policy = "clock"
-    admission: Admission = "none"
     plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
     pins: Mapping[str, ArrayLike] | None = None
     force: bool = False
@@ -96,8 +93,6 @@ class Memory:
                 "exactly one folder, or, for rows to lie in file before they go to ssd, all three"
             )
         choices: dict[str, tuple[str, tuple[str, ...]]] = {
-            "policy": (self.policy, POLICIES),
-            "admission": (self.admission, ADMISSIONS),
             "writes": (self.writes, WRITES),
             "io": (self.io, IOS),
         }
@@ -109,38 +104,38 @@ class Memory:
 
     @property
     def dram_bytes(self) -> int:
-        """`dram` as a number."""
+        """`dram` in bytes."""
         return parse_bytes(self.dram)
 
     @property
     def waiting_bytes(self) -> int:
-        """What buffers of I/O and rows that wait to be written may take of it."""
+        """The most that I/O buffers and rows that wait to be written may take of `dram`."""
         most = min(64 << 20, self.dram_bytes // MOST_WAITING_SHARE)
         return min(most, max(2 << 20, self.dram_bytes // MOST_GATHERED_SHARE)) if self.writes == "gathered" else most
 
     @property
     def engine_bytes(self) -> int:
-        """Of these, what is left beside I/Os of gathered pages; at least half."""
+        """The part of `waiting_bytes` that I/Os of gathered pages leave; at least half."""
         large = LARGE_IO_BYTES if self.writes == "gathered" else 0
         return max(self.waiting_bytes - large, self.waiting_bytes // 2)
 
     @property
     def slots_bytes(self) -> int:
-        """The rest: for slots and what is known of rows."""
+        """The rest of `dram`: for slots and for bookkeeping about rows."""
         return self.dram_bytes - self.waiting_bytes
 
     @property
     def folder(self) -> Path:
-        """Where the files go that hold every row."""
+        """The folder of the files that hold every row."""
         return Path(self.ssd if self.ssd is not None else self.file or "")
 
     @property
     def middle(self) -> Path | None:
-        """Where the files of the tier before them go; None: there is no such tier."""
+        """The folder of the middle tier's files; None if there is no middle tier."""
         return None if self.file_bytes is None else Path(self.file or "")
 
     def settled(self, tables: Sequence[TableDemand], free_bytes: int) -> Memory:
-        """With `writes` decided, where it is "auto"; free_bytes: of the disk."""
+        """Returns this memory with "auto" of `writes` decided; free_bytes: what is free on the disk."""
         if self.writes != "auto" or self.ssd is None:
             return self
         gathered = replace(self, writes="gathered")
@@ -151,7 +146,7 @@ class Memory:
         return gathered if known and fits else replace(self, writes="in_place")
 
     def with_places(self, tables: Sequence[TableDemand]) -> list[TableDemand]:
-        """The tables with what it takes to know where their rows lie, those of which writes are gathered."""
+        """Returns the tables with `place_bytes` set for those whose writes are gathered."""
         if self.writes != "gathered":
             return [*tables]
         return [
@@ -160,9 +155,9 @@ class Memory:
         ]
 
     def budget_bytes(self, tables: Sequence[TableDemand]) -> int:
-        """Of `slots_bytes`, what is left when it is known which rows lie in the middle tier, at most.
+        """Returns the bytes for slots that the map of the middle tier leaves.
 
-        Raises ValueError where nothing is.
+        Raises ValueError if it leaves none.
         """
         if self.file_bytes is None:
             return self.slots_bytes
@@ -177,11 +172,11 @@ class Memory:
         return self.slots_bytes - map_bytes
 
     def plan_places(self, tables: Sequence[TableDemand], slots: Sequence[TableSlots]) -> list[int]:
-        """How many rows of each table the middle tier holds: `file_bytes` shared as `plan_slots` shares.
+        """Returns how many rows of each table the middle tier holds: `file_bytes` shared as `plan_slots` shares.
 
-        As many rows each, since each is looked up as often, and no more than the tail that the slots do not pin; 0 for
-        tables that lie in them whole, and where there is no such tier. Raises ValueError where a table would get fewer
-        than a hundred, with the shortfall.
+        Every table gets as many rows, because every table is looked up as often, but no more than the tail that its
+        slots do not pin. Tables that lie in DRAM whole get 0, and so do all if there is no middle tier. Raises
+        ValueError, with the shortfall, if a table would get fewer than a hundred rows.
         """
         places = [0] * len(tables)
         if self.file_bytes is None:
@@ -205,35 +200,35 @@ class Memory:
 
 
 class TableDemand(NamedTuple):
-    """What a table would need."""
+    """What one table needs."""
 
     name: str
     num_rows: int
     record_bytes: int
-    """Of a slot: weights and states."""
+    """Bytes of a slot: weights and optimizer states."""
     listed: int = 0
-    """Rows that `Memory(pins=...)` names; those behind the prefix take cached slots for good."""
+    """Number of rows that `Memory(pins=...)` names; those behind the pinned prefix take cached slots for good."""
     place_bytes: float = 0.0
-    """For each row, unless the table lies in DRAM whole: of knowing where it lies on disk, where it is gathered."""
+    """Bytes per row for knowing where gathered rows lie on disk; a table that lies in DRAM whole does not take them."""
 
     @property
     def row_bytes(self) -> float:
-        """For each row wherever it lies, unless the table lies in DRAM whole."""
+        """Bytes of bookkeeping per row of a table that does not lie in DRAM whole."""
         return ROW_BYTES + self.place_bytes
 
 
 class TableSlots(NamedTuple):
-    """What a table gets: slots that hold its first rows for good, and slots for whichever rows are in use."""
+    """What one table gets: slots that hold its first rows for good, and slots for whichever rows are in use."""
 
     pinned: int
     cached: int
 
 
 def place_bytes(table: TableDemand) -> float:
-    """Of DRAM for each row whose writes are gathered, at most: map, free places, open pages; 0: they cannot be.
+    """Returns the most DRAM that a row takes if its writes are gathered: map, free places, open pages.
 
-    gathered_store.h: 2 bytes of the map, a bit for each of two places, a byte for each page of places; and of a region,
-    or a table that is less, the open page and what else it has.
+    0 if they cannot be. By gathered_store.h: 2 bytes of the map, a bit for each of two places, a byte for each page of
+    places; and for each region, or a smaller table, the open page and REGION_BYTES.
     """
     if (page_rows := page_records(table.record_bytes)) is None or table.num_rows == 0:
         return 0.0
@@ -248,11 +243,11 @@ def _whole_sets(num_rows: int) -> int:
 
 
 def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
-    """Slots for each table within `budget_bytes`, everything counted.
+    """Returns slots for each table within `budget_bytes`, with everything counted.
 
-    Small tables lie in DRAM whole, smallest first, as long as they take up to SMALL_TABLES_SHARE of the budget; what is
-    left is cut so that the others get as many cached rows each, since each is looked up as often. ROW_BYTES of each row
-    are counted too. Raises ValueError where the bits alone, or a hundred rows a table, are over the budget.
+    Small tables lie in DRAM whole, smallest first, until they take SMALL_TABLES_SHARE of the budget. The rest is shared
+    so that every other table caches as many rows, because every table is looked up as often. Raises ValueError if the
+    bookkeeping alone, or a hundred rows a table, are over the budget.
     """
     left = float(budget_bytes)
     slots = [TableSlots(0, 0)] * len(tables)
@@ -274,14 +269,14 @@ def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSl
 
 
 def num_bytes(table: TableDemand, slots: TableSlots) -> float:
-    """What they take, all counted."""
+    """Returns what a table with these slots takes, with everything counted."""
     cached = slots.cached * (table.record_bytes + METADATA_BYTES)
     row_bytes = ROW_BYTES if slots.pinned == table.num_rows else table.row_bytes
     return slots.pinned * table.record_bytes + cached + table.num_rows * row_bytes
 
 
 def check_plan(tables: Sequence[TableDemand], slots: Sequence[TableSlots], budget_bytes: int) -> list[TableSlots]:
-    """`slots`, if there are some for each table, no more than it has rows, and within the budget; else ValueError."""
+    """Returns `slots`. Raises ValueError if a table has none or more than rows, or all exceed the budget."""
     if len(slots) != len(tables):
         raise ValueError(f"Memory: plan gave slots for {len(slots)} tables; there are {len(tables)}")
     slots = [TableSlots(*map(int, each)) for each in slots]
@@ -298,7 +293,7 @@ def check_plan(tables: Sequence[TableDemand], slots: Sequence[TableSlots], budge
 
 
 def _level(tables: Sequence[TableDemand], rest: Sequence[int], left: float) -> dict[int, int]:
-    """As many slots for each table of `rest`, smallest first, as their bytes allow, and no more than it has rows."""
+    """Returns equal numbers of slots for the tables of `rest`, smallest first, but no more than a table has rows."""
     shares = {}
     for k, t in enumerate(rest):
         per_level = sum(tables[u].record_bytes + METADATA_BYTES for u in rest[k:])
@@ -316,3 +311,119 @@ def _level(tables: Sequence[TableDemand], rest: Sequence[int], left: float) -> d
         shares[t] = cached
         left -= cached * (tables[t].record_bytes + METADATA_BYTES)
     return shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Slots in the memory of a device, where lookups and updates run, in front of tables in DRAM or in tiers.
+
+        emb = hotrow.EmbeddingCollection(tables, memory=hotrow.DeviceMemory(hbm="8GiB"))
+        memory = hotrow.DeviceMemory(hbm="8GiB", below=hotrow.Memory(dram="64GiB", ssd="/nvme/emb"))
+
+    hbm: bytes of device memory for slots (weights and optimizer states) and for rows on their way.
+    below: how rows are kept that have no slot; None means all rows lie in DRAM.
+    device: torch's name, such as "cuda:0"; "cpu" works only if Triton's interpreter runs the kernels.
+    plan: shares the bytes among the tables, as `Memory.plan` does; None means `plan_slots_on_device`.
+    """
+
+    hbm: int | str
+    below: Memory | None = None
+    device: str = "cuda"
+    plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hbm, int | str) or isinstance(self.hbm, bool) or parse_bytes(self.hbm) <= 0:
+            raise ValueError(f"DeviceMemory: hbm is {self.hbm!r}; it must be positive bytes, such as '8GiB'")
+        if self.below is not None and not isinstance(self.below, Memory):
+            raise ValueError(f"DeviceMemory: below is {self.below!r}; pass None (all rows in DRAM) or hotrow.Memory")
+        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"DeviceMemory: device is {self.device!r}, but torch {torch.__version__} finds no CUDA device here; "
+                "leave memory out, or use hotrow.Memory, to train on the CPU"
+            )
+
+    @property
+    def hbm_bytes(self) -> int:
+        """`hbm` in bytes."""
+        return parse_bytes(self.hbm)
+
+    def slots(self, tables: Sequence[TableDemand], hbm_bytes: int | None = None) -> list[TableSlots]:
+        """Returns each table's slots by the plan, for this budget or another."""
+        plan = self.plan or plan_slots_on_device
+        budget_bytes = slot_bytes(self.hbm_bytes if hbm_bytes is None else hbm_bytes)
+        return [TableSlots(*map(int, own)) for own in plan(tables, budget_bytes)]
+
+    def checked_slots(self, tables: Sequence[TableDemand]) -> list[TableSlots]:
+        """Returns `slots`. Raises ValueError if a table has none, they exceed the budget, or it exceeds the device."""
+        if self.hbm_bytes > (free := free_bytes(self.device)):
+            raise ValueError(
+                f"DeviceMemory: hbm is {self.hbm_bytes:,} bytes, and of the memory of {self.device} {free:,} are free; "
+                "lower it, and leave room there for dense layers and for the rows of a step"
+            )
+        slots = self.slots(tables)
+        for table, own in zip(tables, slots, strict=True):
+            if min(own) < 0 or not 0 < sum(own) <= table.num_rows:
+                raise ValueError(
+                    f"DeviceMemory: table {table.name!r} would have {own.pinned:,} pinned and {own.cached:,} other "
+                    f"slots for its {table.num_rows:,} rows in hbm of {self.hbm_bytes:,} bytes; "
+                    f"{raise_to(self.least_bytes(tables, [1] * len(tables)))}"
+                )
+        needed = sum(sum(own) * table.record_bytes for table, own in zip(tables, slots, strict=True))
+        if needed > slot_bytes(self.hbm_bytes):
+            raise ValueError(
+                f"DeviceMemory: plan takes {needed:,} bytes; there are {slot_bytes(self.hbm_bytes):,} for slots"
+            )
+        return slots
+
+    def least_bytes(self, tables: Sequence[TableDemand], needed: Sequence[int]) -> int:
+        """Returns the least `hbm` that gives each table `needed` slots for passing rows, or a slot for every row."""
+        total = sum(table.num_rows * table.record_bytes for table in tables)
+        low, high = 0, total * MOVING_SHARE // (MOVING_SHARE - 1) + MOVING_SHARE
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._suffices(tables, middle, needed) else (middle + 1, high)
+        return high
+
+    def _suffices(self, tables: Sequence[TableDemand], hbm_bytes: int, needed: Sequence[int]) -> bool:
+        try:
+            slots = self.slots(tables, hbm_bytes)
+        except ValueError:  # a user's plan may have a least budget
+            return False
+        return all(
+            own.cached >= n or own.pinned >= table.num_rows for own, n, table in zip(slots, needed, tables, strict=True)
+        )
+
+
+def free_bytes(device: str) -> int:
+    """Returns how much memory of a device is free now."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    return available_memory_bytes()
+
+
+def raise_to(hbm_bytes: int) -> str:
+    """Returns the cure for a budget that is too small."""
+    return f"raise it to {hbm_bytes:,} bytes (hbm={hbm_bytes})"
+
+
+def slot_bytes(hbm_bytes: int) -> int:
+    """Returns the part of a device's budget that is for slots."""
+    return hbm_bytes - hbm_bytes // MOVING_SHARE
+
+
+def plan_slots_on_device(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
+    """Returns slots: small tables whole, smallest first, up to half of the budget; equal numbers for the others."""
+    slots = [TableSlots(0, 0)] * len(tables)
+    costs = [table.num_rows * table.record_bytes for table in tables]
+    order = sorted(range(len(tables)), key=lambda t: costs[t])
+    share = 1.0 if sum(costs) <= budget_bytes else SMALL_TABLES_SHARE
+    left, limit = budget_bytes, budget_bytes * (1 - share)
+    while order and left - costs[order[0]] >= limit:
+        t = order.pop(0)
+        slots[t], left = TableSlots(tables[t].num_rows, 0), left - costs[t]
+    order.sort(key=lambda t: tables[t].num_rows)
+    for k, t in enumerate(order):
+        level = left // sum(tables[u].record_bytes for u in order[k:])
+        slots[t] = TableSlots(0, min(tables[t].num_rows, level))
+        left -= slots[t].cached * tables[t].record_bytes
+    return slots

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.base.files import available_memory_bytes
+from hotrow.base.machine import available_memory_bytes
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, Rule
@@ -36,7 +36,7 @@ from hotrow.placement.base import (
     State,
     Use,
 )
-from hotrow.placement.device_budget import free_bytes
+from hotrow.placement.budget import free_bytes
 from hotrow.tables import TableConfig
 
 PIECE_BYTES = 32 << 20

@@ -5,7 +5,7 @@
 Every row of a table lies below: in DRAM, or in tiers (`Backing`). Device memory has slots for some: the first rows of a
 table for good, and whichever of the others are in use. Updates happen in slots; a row that was updated is copied back
 when its slot is needed, and by `flush`. Kernels are given slots instead of ids: no result depends on what is decided
-here. Which row lies where: slots.py; how many slots there are: device_budget.py. Next: gpu/.
+here. Which row lies where: slots.py; how many slots there are: budget.py. Next: kernels/triton_moves.py.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels.ops import Kernels
 from hotrow.kernels.reference import Layout, Rule
 from hotrow.placement.base import SOME_FROZEN, Attached, Changes, KernelSet, Placement, Rows, State, Use
-from hotrow.placement.budget import TableDemand, TableSlots
-from hotrow.placement.device_budget import MOVING_SHARE, DeviceMemory, raise_to
+from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, TableSlots, raise_to
 from hotrow.placement.slots import Announced, Directory, Held, Moves, Span, bad_id, spans_of
 from hotrow.placement.stores import StoreError
 from hotrow.tables import TableConfig

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.base.files import available_memory_bytes, size
+from hotrow.base.files import size
+from hotrow.base.machine import available_memory_bytes
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, row_key
 from hotrow.placement.base import (

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from hotrow.placement.base import Placement, Recipe
-from hotrow.placement.budget import Memory
+from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.device import Backing, Device
-from hotrow.placement.device_budget import DeviceMemory
 from hotrow.placement.dram import Dram
 from hotrow.placement.tiers import Tiers
 from hotrow.tables import TableConfig

@@ -1,10 +1,10 @@
-"""The file of one table's rows: a header that says whose it is, a lock, and what its file system allows.
+"""The file of one table's rows (a header, a lock, what its file system allows), and the folder of a collection's files.
 
     [ header: one page, JSON and zeros | records ... | tail: one page that is never written ]
 
-The header holds format version, kind, identity of the model, table, the parts of a record, rows and sector: a truncated
-file, one of another model or table, and one that another process has open are refused by name. The file is sparse, so
-making one costs the same whatever its size. Where records lie: native/include/hotrow/block_layout.h.
+The header holds format version, kind, identity of the model, table, the parts of a record, rows and sector. A truncated
+file, a file of another model or table, and a file that another process has open are refused by name. The file is
+sparse, so making one takes the same time at any size. Where records lie: native/include/hotrow/block_layout.h.
 """
 
 from __future__ import annotations
@@ -13,38 +13,43 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hotrow.base.files import file_system, sync_folder
-from hotrow.placement.native import backend
+from hotrow.kernels import ops
 
 VERSION = 2
-"""1 had no tail."""
+"""Version 1 had no tail."""
 HEADER_BYTES = 4096
 SECTORS = (512, 1024, 2048, 4096)
 DIRECT = getattr(os, "O_DIRECT", 0)
 NO_ATIME = getattr(os, "O_NOATIME", 0)
-"""No look at the time of the last access, a fortieth of what a read takes. Only who owns a file may ask for it."""
+"""Leaves the time of the last access alone, which saves a fortieth of a read. Only a file's owner may ask for it."""
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _NETWORK_FUSE = ("sshfs", "glusterfs", "ceph", "ceph-fuse", "s3fs", "rclone", "gcsfuse", "juicefs", "mount-s3")
 NETWORK = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "afs", "beegfs", "gpfs", "pvfs2", "virtiofs"),
     *(f"fuse.{name}" for name in _NETWORK_FUSE),
 )
-"""Both as the system names them in /proc/self/mountinfo. What an overlay lies on it does not tell, nor a FUSE mount
-without a subtype: these pass for disks."""
+"""File systems by their names in /proc/self/mountinfo. An overlay, and a FUSE mount without a subtype, do not tell what
+they lie on: they pass for disks."""
+PREFIX, SUFFIX = "hotrow-rows-", ".rows"
+"""How the name of a collection's folder begins, and how the name of every file in it ends."""
 Kind = Literal["dram", "mapped", "block", "gathered"]
 BLOCKS: tuple[Kind, ...] = ("block", "gathered")
-"""Files past the page cache. Of "gathered" ones their process alone knows where which row lies (gathered_store.h)."""
+"""Files past the page cache. Only the process that made a "gathered" one can find its rows (gathered_store.h)."""
 PLACES_PER_ROW = 2
-"""Of a gathered file."""
+"""Places in a gathered file for each row."""
 DEPTH = 128
-"""I/Os under way together: what an SSD needs for all of its channels, in 512 KiB of locked memory."""
+"""I/Os under way together: enough to keep all channels of an SSD busy, in 512 KiB of locked memory."""
 LARGE_IO_BYTES = 4096 * DEPTH
-"""Of I/Os of more than 4 KiB under way together, at most, but for records of that size: of gathered pages."""
+"""The most memory for I/Os of gathered pages that are under way together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +61,7 @@ class TableRows:
     """Name and bytes of each part of a record, in order: weights, low halves, optimizer states."""
     num_rows: int
     identity: str = ""
-    """Of the model the table belongs to; a file that carries another is refused."""
+    """Identity of the model that the table belongs to; a file with another identity is refused."""
 
     def __post_init__(self) -> None:
         if not self.parts or any(num_bytes < 1 for _, num_bytes in self.parts):
@@ -66,7 +71,7 @@ class TableRows:
 
     @property
     def record_bytes(self) -> int:
-        """Of one row, all parts."""
+        """Bytes of one row, all parts together."""
         return sum(num_bytes for _, num_bytes in self.parts)
 
 
@@ -79,38 +84,38 @@ class OpenFile:
     sector: int | None
 
     def close(self) -> None:
-        """Give the lock and the descriptor back; the lock by name, for a forked child may hold the descriptor too."""
+        """Unlocks and closes the file; unlocks it explicitly, because a forked child may hold the descriptor too."""
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         os.close(self.descriptor)
 
 
 def file_bytes(rows: TableRows, sector: int | None, kind: Kind) -> int:
-    """Size of the file, holes included."""
+    """Returns the size of the file, holes included."""
     if sector is None:
-        return int(backend().mapped_file_bytes(rows.record_bytes, rows.num_rows))
-    return int(backend().block_layout(rows.record_bytes, sector, rows.num_rows, kind == "gathered")[4])
+        return int(ops.native_module().mapped_file_bytes(rows.record_bytes, rows.num_rows))
+    return int(ops.native_module().block_layout(rows.record_bytes, sector, rows.num_rows, kind == "gathered")[4])
 
 
 def padded_record_bytes(rows: TableRows, sector: int | None, kind: Kind) -> float:
-    """What a record takes on disk, padding included, and where it is gathered the places that are kept free for it."""
+    """Returns what a record takes on disk, with padding and, if gathered, the places that are kept free for it."""
     if sector is None:
         return float(rows.record_bytes)
     gathered = kind == "gathered"
-    _, unit_rows, page_bytes, page_units, _ = backend().block_layout(rows.record_bytes, sector, 0, gathered)
+    _, unit_rows, page_bytes, page_units, _ = ops.native_module().block_layout(rows.record_bytes, sector, 0, gathered)
     return float(page_bytes / (page_units * unit_rows)) * (PLACES_PER_ROW if gathered else 1)
 
 
 def page_records(record_bytes: int) -> int | None:
-    """How many records a page of a gathered file holds, in sectors of 512 bytes; None where they cannot be gathered."""
-    layout = backend().block_layout(record_bytes, SECTORS[0], 0, True)  # noqa: FBT003
+    """Returns how many records a page of a gathered file holds in sectors of 512 bytes; None if it holds none."""
+    layout = ops.native_module().block_layout(record_bytes, SECTORS[0], 0, True)  # noqa: FBT003
     return layout[1] * layout[3] if layout else None
 
 
 def open_file(path: Path, rows: TableRows, kind: Kind) -> OpenFile:
-    """The file of `rows` at `path`, locked: made where there is none (mode 0600, sparse), else checked.
+    """Opens and locks the file of `rows` at `path`; makes it if there is none (mode 0600, sparse), else checks it.
 
-    Raises BlockingIOError where another process has it open, ValueError where it is another's, truncated or no store
-    file, OSError as the file system gives it.
+    Raises BlockingIOError if another process has it open, ValueError if it belongs to another table, is truncated or is
+    not a store's file, and OSError from the file system.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -147,7 +152,7 @@ def _lock(descriptor: int, path: Path) -> None:
 def _make(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
     sector = None
     if kind in BLOCKS:
-        told = _with_direct(path, lambda direct: int(backend().direct_sector(direct)))
+        told = _with_direct(path, lambda direct: int(ops.native_module().direct_sector(direct)))
         sector = told if told in SECTORS else SECTORS[0]
     write_header(descriptor, rows, kind, sector)
     os.ftruncate(descriptor, file_bytes(rows, sector, kind))
@@ -157,7 +162,7 @@ def _make(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | Non
 
 
 def write_header(descriptor: int, rows: TableRows, kind: Kind, sector: int | None) -> None:
-    """Write the first page, to be synced by the caller. Raises ValueError where names are too long for it."""
+    """Writes the first page; the caller syncs it. Raises ValueError if names are too long for it."""
     header = {"format": "hotrow store", "version": VERSION, "kind": kind, "sector": sector, **asdict(rows)}
     page = json.dumps(header).encode()
     if len(page) > HEADER_BYTES:
@@ -221,7 +226,7 @@ def _read_header(descriptor: int, path: Path) -> dict[str, Any]:
 
 
 def _with_direct(path: Path, ask: Any) -> Any:
-    """What `ask` says of a descriptor open for direct I/O; -1 where that is refused."""
+    """Returns `ask` of a descriptor that is open for direct I/O; -1 if direct I/O is refused."""
     try:
         descriptor = os.open(path, os.O_RDWR | DIRECT | os.O_CLOEXEC)
     except OSError:
@@ -233,7 +238,7 @@ def _with_direct(path: Path, ask: Any) -> Any:
 
 
 def no_disk(folder: Path) -> str | None:
-    """Why `folder` is no place for what memory does not hold: it is memory itself, or far away. None: it may be."""
+    """Returns why rows that leave memory should not go to `folder`: it is memory, or remote. None if they may."""
     kind = file_system(folder)
     if kind in IN_MEMORY:
         return f"{folder} is memory ({kind}): what lies there is no smaller than in DRAM; name a disk's folder"
@@ -243,7 +248,7 @@ def no_disk(folder: Path) -> str | None:
 
 
 def open_direct(path: Path, sector: int) -> tuple[int | None, str]:
-    """A descriptor past the page cache, tried by one real read; or None, and why not."""
+    """Returns a descriptor past the page cache, tried with one real read; or None and the reason."""
     if reason := no_disk(path.parent):
         return None, reason
     kind = file_system(path)
@@ -257,7 +262,7 @@ def open_direct(path: Path, sector: int) -> tuple[int | None, str]:
             descriptor = os.open(path, flags)
     except OSError as error:
         return None, f"the file system of {path.parent} ({kind}) refuses O_DIRECT ({error.strerror}); use ext4 or xfs"
-    error_number = backend().try_read(descriptor, sector)
+    error_number = ops.native_module().try_read(descriptor, sector)
     if error_number:
         os.close(descriptor)
         text = os.strerror(error_number)
@@ -266,13 +271,15 @@ def open_direct(path: Path, sector: int) -> tuple[int | None, str]:
 
 
 def direct_io(folder: Path) -> dict[str, Any]:
-    """Whether block stores in `folder` go past the page cache: {"direct_io", "direct_io_refused", "sector_bytes"}."""
+    """Returns whether block stores in `folder` go past the page cache, if not why, and their sector's bytes."""
+    if (absent := ops.backend().reason) is not None:
+        return {"direct_io": False, "direct_io_refused": absent, "sector_bytes": None}
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hotrow-") as file:
             file.write(bytes(HEADER_BYTES))
             file.flush()
             path = Path(file.name)
-            told = _with_direct(path, lambda direct: int(backend().direct_sector(direct)))
+            told = _with_direct(path, lambda direct: int(ops.native_module().direct_sector(direct)))
             sector = told if told in SECTORS else SECTORS[0]
             descriptor, reason = open_direct(path, sector)
     except OSError as error:
@@ -281,3 +288,80 @@ def direct_io(folder: Path) -> dict[str, Any]:
         return {"direct_io": False, "direct_io_refused": reason, "sector_bytes": None}
     os.close(descriptor)
     return {"direct_io": True, "direct_io_refused": None, "sector_bytes": sector}
+
+
+class FolderError(OSError):
+    """The error for a folder that takes no files. Its text leaves out the system's number, which is in `errno`."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def takes_no_files(folder: Path) -> str | None:
+    """Returns why no folder can be made in `folder`; None if it seems that one can. Makes nothing."""
+    there = folder.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"this process may not write in {there}"
+
+
+class OwnFolder:
+    """A new folder in `parent`, with a lock that says that it is in use.
+
+    Folders beside it whose owner is dead are removed first, because a killed process cannot remove its own. Raises
+    FolderError, which names `parent`, if it cannot be written.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        try:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(parent):  # so that nobody removes the new folder before it is locked
+                remove_left_folders(parent)
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            cure = "choose another folder for tables on disk (config memory.ssd or memory.file, or hotrow.Memory)"
+            raise FolderError(error.errno, f"no files can be made in {parent}: {error.strerror}; {cure}") from error
+
+    def remove(self) -> None:
+        """Removes the folder with its files, and gives back the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # explicitly: a forked child may hold the descriptor too
+        os.close(self._descriptor)
+
+
+def remove_left_folders(parent: Path) -> list[Path]:
+    """Removes folders of rows that nobody has locked, and returns them."""
+    return [
+        path for path in parent.glob(f"{PREFIX}*") if path.is_dir() and not path.is_symlink() and _remove_left(path)
+    ]
+
+
+def _remove_left(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False  # another user's
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if any(file.suffix != SUFFIX for file in path.iterdir()):
+            return False  # not hotrow's
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+    except (BlockingIOError, FileNotFoundError):  # in use, or just removed by its owner
+        return False
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

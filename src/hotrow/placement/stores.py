@@ -3,9 +3,9 @@
     slots of fast memory  <- read -  store  (dram | mapped file | block file past the page cache | one before another)
                           - write ->
 
-A store moves whole records (a row's weights and optimizer states) between its medium and slots of fast arrays, and
-knows nothing of which rows exist: what was never written reads as zeros. Contract: native/include/hotrow/store.h. The
-native cache holds the same objects (`Store.native`); the methods here are the door for Python.
+A store moves whole records (a row's weights and optimizer states) between its medium and slots of fast arrays. It does
+not know which rows exist: what was never written reads as zeros. Contract: native/include/hotrow/store.h. The native
+cache holds the same objects (`Store.native`); the methods here are for Python.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hotrow.kernels import ops
 from hotrow.placement import store_file
-from hotrow.placement.native import backend
 from hotrow.placement.store_file import DEPTH, Kind, OpenFile, TableRows
 
 NUM_THREADS = 40
-"""Of io_uring's rate on two cores they reach 88 % on reads and 84 % on reads and writes; 64 of them 93 and 79 %, 32
-85 and 84 %, 128 86 and 76 % (benchmarks/block_store.py; medians of two to six runs)."""
+"""Threads of a pool. On two cores 40 reach 88 % of io_uring's rate on reads and 84 % on reads and writes; 32 reach 85
+and 84 %, 64 reach 93 and 79 %, 128 reach 86 and 76 % (benchmarks/block_store.py; medians of two to six runs)."""
 MOST_WAITING_BYTES = 64 << 20
 
 
 class StoreError(OSError):
-    """A store's medium has failed: which operation, table, rows and file, why, and the cure. Nothing works after it."""
+    """A store's medium has failed. Names operation, table, rows, file, cause and cure; the store stays unusable."""
 
 
 class Engines:
-    """What does the I/O of any number of block stores: one background thread, started when a store first needs it.
+    """The engines that do the I/O of any number of block stores, each started when a store first needs it.
 
-    depth: I/Os under way together. most_waiting_bytes: memory for rows that wait to be written and for buffers; writers
-    wait while there is none (`num_bytes`). io: "io_uring", "threads" (a pool of num_threads that read and write), or
-    "auto": io_uring where system and file allow it.
+    io: "io_uring", "threads" (a pool of num_threads that read and write), or "auto" (io_uring if system and file allow
+    it). depth: I/Os under way together. most_waiting_bytes: memory for buffers and for rows that wait to be written;
+    while it is used up, writers wait (`num_bytes`).
     """
 
     def __init__(
@@ -53,35 +53,35 @@ class Engines:
     ) -> None:
         self.io, self.depth, self.num_threads, self.most_waiting_bytes = io, depth, num_threads, most_waiting_bytes
         self.fallbacks: dict[str, str] = {}
-        """Files that are served by threads though io_uring was wanted, and why: for the run's report."""
+        """Files that threads serve although io_uring was wanted, with the reason: for the run's report."""
         self._started: dict[bool, tuple[Any, str]] = {}
 
     def _start(self, *, ring: bool) -> tuple[Any, str]:
         if ring not in self._started:
             sizes = (self.depth, self.num_threads, self.most_waiting_bytes)
-            engine, reason = self._started[ring] = backend().start_engine(ring, *sizes)
+            engine, reason = self._started[ring] = ops.native_module().start_engine(ring, *sizes)
             if engine is not None and reason:
                 warnings.warn(reason, stacklevel=6)
         return self._started[ring]
 
     @property
     def num_bytes(self) -> int:
-        """Memory held now: buffers, and rows that wait or waited, whose memory is kept for others.
+        """Memory held now: buffers, and rows that wait to be written or did (their memory is kept for others).
 
-        At most most_waiting_bytes, or the buffers and 64 KiB where that is more; units of more than a page (records of
-        over 4 KiB) come on top while their I/Os are under way, and of gathered pages LARGE_IO_BYTES at most.
+        At most most_waiting_bytes, or the buffers and 64 KiB if that is more. I/Os of more than a page come on top
+        while they are under way: of records over 4 KiB all, of gathered pages LARGE_IO_BYTES at most.
         """
         return sum(engine.num_bytes() for engine, _ in self._started.values() if engine is not None)
 
     @property
     def blocked_s(self) -> float:
-        """Seconds in which some writer waited for room."""
+        """Seconds that writers waited for room."""
         return float(sum(engine.blocked_ns() for engine, _ in self._started.values() if engine is not None)) / 1e9
 
     def open(self, path: Path, sector: int) -> tuple[Any, int, str | None]:
-        """(engine, descriptor, None), or threads, a descriptor they can use, and why it is not io_uring.
+        """Returns (engine, descriptor, None), or the threads, a descriptor for them, and why it is not io_uring.
 
-        Raises StoreError where not one thread can be started, and warns where fewer than num_threads can.
+        Raises StoreError if not one thread can be started; warns if fewer than num_threads can.
         """
         descriptor, reason = store_file.open_direct(path, sector)
         engine = None
@@ -105,17 +105,17 @@ class Engines:
 
 
 class Reading:
-    """A read under way. The arrays must not be resized until it is over; dropping it waits for that."""
+    """A read under way. Its arrays must not be resized until it is over; dropping the object waits for that."""
 
     def __init__(self, native: Any, store: Store) -> None:
         self._native, self._store = native, store
 
     def finished(self) -> bool:
-        """Whether every row lies in its slot, or never will."""
+        """Returns whether the read is over: every row lies in its slot, or failed to come."""
         return bool(self._native.finished())
 
     def wait(self) -> None:
-        """Sleep until every row lies in its slot. Raises StoreError where one could not be read."""
+        """Sleeps until every row lies in its slot. Raises StoreError if one could not be read."""
         if not self._native.wait():
             self._store.raise_failure()
 
@@ -135,57 +135,57 @@ class Store:
         self.native: Any = native
         self.rows, self.kind = rows, kind
         self.fallback = fallback
-        """Why a block store runs on threads; None when it does not, or was asked to."""
+        """Why a block store runs on threads; None if it does not, or was asked to."""
         self.middle = middle
-        """The tier before it, which `open_cached_store` put there: its rows are places. What else is said here is of
-        the lowest tier. None: there is none."""
+        """The tier that `open_cached_store` put before it, whose rows are places; None if there is none. All other
+        attributes are the lowest tier's."""
         self._file, self._process = file, os.getpid()
 
     @property
     def path(self) -> Path | None:
-        """Its file; None for dram."""
+        """The store's file; None for dram."""
         return None if self._file is None else self._file.path
 
     @property
     def write_bytes(self) -> float:
-        """The least that is written of the medium for one row: its sector, or what the row takes."""
+        """The fewest bytes that are written to the medium for one row: its sector, or what the row takes."""
         sector = None if self._file is None else self._file.sector
         return max(float(sector or 0), self.padded_record_bytes)
 
     @property
     def padded_record_bytes(self) -> float:
-        """What a record takes on its medium at most, padding and places that are kept free included."""
+        """The most that a record takes on its medium, with padding and places that are kept free."""
         return store_file.padded_record_bytes(self.rows, None if self._file is None else self._file.sector, self.kind)
 
     def start_read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> Reading:
-        """Start to read row rows[i] into slot slots[i] of `arrays`.
+        """Starts to read row rows[i] into slot slots[i] of `arrays`.
 
         arrays: one per part of a record, [num_slots, ...], contiguous, numpy or torch on the CPU, without gradient.
-        Rows whose write waits come from that write. Raises ValueError for rows and slots out of range.
+        A row that waits to be written is read from what waits. Raises ValueError for rows and slots out of range.
         """
-        native = self._open().read(_ids(rows), _ids(slots), backend().Records(list(arrays)))
+        native = self._open().read(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays)))
         return Reading(native, self)
 
     def read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
-        """`start_read` and wait. Raises StoreError where a row could not be read."""
+        """Reads as `start_read` does, and waits. Raises StoreError if a row could not be read."""
         self.start_read(rows, slots, arrays).wait()
 
     def write(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
-        """Write slot slots[i] of `arrays` as row rows[i]: copied now, on the medium after `flush`.
+        """Writes slot slots[i] of `arrays` as row rows[i]: copied now, on the medium after `flush`.
 
-        Waits only while rows that wait fill Engines.most_waiting_bytes. Of a row given twice the last counts.
-        Raises ValueError as `start_read`, and StoreError where the store has failed.
+        Waits only while waiting rows fill Engines.most_waiting_bytes. If a row is given twice, the last one counts.
+        Raises ValueError as `start_read` does, and StoreError if the store has failed.
         """
-        self._open().write(_ids(rows), _ids(slots), backend().Records(list(arrays)))
+        self._open().write(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays)))
         self.raise_failure(only_if_failed=True)
 
     def flush(self) -> None:
-        """Wait until everything written is on the medium. Raises StoreError where it cannot be."""
+        """Waits until everything written is on the medium. Raises StoreError if that fails."""
         if not self._open().flush():
             self.raise_failure()
 
     def grow(self, num_rows: int) -> None:
-        """Make room for rows up to `num_rows`, which read as zeros. Raises StoreError where there is none."""
+        """Makes room for rows up to `num_rows`, which read as zeros. Raises StoreError if there is no room."""
         if not self._open().grow(num_rows):
             self.raise_failure()
         self.rows = replace(self.rows, num_rows=max(num_rows, self.rows.num_rows))
@@ -194,23 +194,23 @@ class Store:
             os.fsync(self._file.descriptor)
 
     def counters(self) -> dict[str, int]:
-        """I/Os, rows, bytes and times since it was opened: StoreCounters in store.h."""
+        """Returns I/Os, rows, bytes and times since the store was opened: StoreCounters in store.h."""
         return dict(self._open().counters())
 
     def failure(self) -> str | None:
-        """What went wrong; None while all is well."""
+        """Returns what went wrong; None while all is well."""
         return self._open().failure() or None
 
     def raise_failure(self, *, only_if_failed: bool = False) -> None:
-        """Raise StoreError with what went wrong."""
+        """Raises StoreError with what went wrong."""
         what = self.failure()
         if what or not only_if_failed:
             raise StoreError(what or f"table {self.rows.table!r}: the store failed without saying why")
 
     def close(self) -> None:
-        """Write what waits, and give file and lock back. Raises StoreError where something was not written.
+        """Writes what waits, then closes and unlocks the file. Raises StoreError if something was not written.
 
-        In a forked child it only lets go: the store is the other process's.
+        In a forked child it writes nothing: the store belongs to the parent.
         """
         if self.native is None:
             return
@@ -220,9 +220,9 @@ class Store:
             raise StoreError(what)
 
     def discard(self) -> None:
-        """Close, and write nothing of what waits: its files are removed next. In a forked child it only lets go.
+        """Closes without writing what waits, because the files are removed next.
 
-        Whoever holds `native` still is told StoreError by every later call.
+        Whoever still holds `native` gets StoreError from every later call.
         """
         if self.native is None:
             return
@@ -234,7 +234,7 @@ class Store:
         self.native = None
         if self._file is not None and self._process == os.getpid():
             self._file.close()
-        if self.middle is not None:  # what lies there is written down, and need not last
+        if self.middle is not None:  # its rows have been written down
             self.middle._let_go()
 
     def __del__(self) -> None:
@@ -263,18 +263,19 @@ def _ids(values: ArrayLike) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, engines: Engines | None = None) -> Store:
-    """The store of `rows`: "dram" (no path), "mapped" (a file as memory), "block" or "gathered" (files past the page
-    cache: each row at its own place, or wherever the file has one, beside the rows that were written with it).
+    """Opens the store of `rows`.
 
-    path: the store's file, made where there is none (sparse, so at once, whatever its size), else checked and opened;
-    a file with fewer rows grows; a gathered one, whose rows its process alone can find, is always made. engines: shared
-    by block stores; None: one of its own. A block store that cannot have io_uring or direct I/O runs on threads, with a
-    warning that says why (`Store.fallback`, `Engines.fallbacks`).
-    Raises ValueError where the file is truncated or another's, and for records that cannot be gathered (of less than 17
-    or more than 2048 bytes), BlockingIOError where it is open elsewhere, OSError as the file system gives it.
+    kind: "dram" (no path), "mapped" (a file as memory), "block" (a file past the page cache, each row at its own place)
+    or "gathered" (so too, each row beside the rows that were written with it).
+    path: the store's file. It is made if there is none (sparse, so at once at any size), else checked and opened; a
+    file with fewer rows grows. A gathered file is always made, because only its own process can find the rows.
+    engines: shared by block stores; None makes one for this store. A block store that cannot have io_uring or direct
+    I/O runs on threads, with a warning that says why (`Store.fallback`, `Engines.fallbacks`).
+    Raises ValueError if the file is truncated or another table's, and for records that cannot be gathered (of less than
+    17 or more than 2048 bytes); BlockingIOError if it is open elsewhere; OSError from the file system.
     """
     if kind == "dram":
-        native = backend().open_dram_store(rows.record_bytes, rows.num_rows, rows.table)
+        native = ops.native_module().open_dram_store(rows.record_bytes, rows.num_rows, rows.table)
         return Store(native, rows, kind, None, None)
     if path is None:
         raise ValueError(f"table {rows.table!r}: a {kind} store needs the path of its file")
@@ -292,24 +293,24 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
 
 
 def open_cached_store(middle: Store, lower: Store) -> Store:
-    """`middle`, a "dram" or "mapped" store of as many rows as it shall hold, as a tier before `lower`: a store itself.
+    """Opens a store that has `middle` as a tier before `lower`.
 
-    What is written lies in the middle until its place is needed, and is written down then; see cached_store.h. The two
-    belong to the new store from here on: it closes them, and the middle's rows are lost but for those written down.
-    Raises ValueError where the middle is a block store or holds no row, where records differ in length, and for a lower
-    store of 2^32 rows or more.
+    middle: a "dram" or "mapped" store of as many rows as the tier holds. A row that is written lies there until its
+    place is needed, and is written to `lower` then; see cached_store.h. The new store owns both and closes them; of the
+    middle only rows that were written down remain. Raises ValueError if the middle is a block store or holds no row, if
+    records differ in length, and for a lower store of 2^32 rows or more.
     """
     if middle.kind in store_file.BLOCKS:
         raise ValueError(f"table {lower.rows.table!r}: a tier before another is dram or mapped, not a block store")
-    native = backend().open_cached_store(middle._open(), lower._open(), lower.rows.table)
+    native = ops.native_module().open_cached_store(middle._open(), lower._open(), lower.rows.table)
     cached = Store(native, lower.rows, lower.kind, lower._file, lower.fallback, middle)
     lower.native = lower._file = None
     return cached
 
 
 def _open_mapped(rows: TableRows, file: OpenFile) -> Store:
-    descriptor = os.dup(file.descriptor)
-    native = backend().open_mapped_store(descriptor, rows.record_bytes, rows.num_rows, rows.table, str(file.path))
+    sizes = (rows.record_bytes, rows.num_rows)
+    native = ops.native_module().open_mapped_store(os.dup(file.descriptor), *sizes, rows.table, str(file.path))
     return Store(native, rows, "mapped", file, None)
 
 
@@ -323,10 +324,13 @@ def _open_block(rows: TableRows, file: OpenFile, engines: Engines, kind: Kind) -
             stacklevel=4,
         )
     sizes = (rows.record_bytes, file.sector, rows.num_rows)
-    native = backend().open_block_store(engine, descriptor, *sizes, rows.table, str(file.path), kind == "gathered")
+    gathered = kind == "gathered"
+    native = ops.native_module().open_block_store(engine, descriptor, *sizes, rows.table, str(file.path), gathered)
     return Store(native, rows, kind, file, reason)
 
 
 def io_uring_refused() -> str | None:
-    """Why io_uring cannot be used here; None where it can."""
+    """Returns why io_uring cannot be used here; None if it can."""
+    if (reason := ops.backend().reason) is not None:
+        return reason
     return Engines(most_waiting_bytes=0)._start(ring=True)[1] or None

@@ -43,9 +43,7 @@ from hotrow.placement.base import (
     as_stored,
 )
 from hotrow.placement.budget import (
-    ADMISSIONS,
     LEAST_ROWS,
-    POLICIES,
     Memory,
     TableDemand,
     TableSlots,
@@ -53,10 +51,8 @@ from hotrow.placement.budget import (
     plan_slots,
 )
 from hotrow.placement.budget import num_bytes as planned_bytes
-from hotrow.placement.folder import SUFFIX, OwnFolder
-from hotrow.placement.native import backend
 from hotrow.placement.slots import Announced, Held, bad_id, spans_of
-from hotrow.placement.store_file import TableRows, no_disk
+from hotrow.placement.store_file import SUFFIX, OwnFolder, TableRows, no_disk
 from hotrow.placement.stores import Engines, Store, StoreError, open_cached_store, open_store
 from hotrow.tables import TableConfig
 
@@ -126,6 +122,7 @@ class Tiers(Placement):
     """Seconds that training batches waited for their rows, and for room to write those that made way for them."""
 
     def __init__(self, tables: Sequence[TableConfig], memory: Memory, *, seed: int) -> None:
+        ops.native_module()  # refused here if there is none, not at the first lookup
         for table in tables:
             _check_rows(table)
         self.tables, self.layout, self.memory, self.seed = tuple(tables), Layout.of(tables), memory, seed
@@ -214,7 +211,7 @@ class Tiers(Placement):
         folders.append(OwnFolder(self.memory.folder))
         if self.memory.middle is not None and any(places):
             folders.append(OwnFolder(self.memory.middle))
-        caches = backend().make_caches()
+        caches = ops.native_module().make_caches()
         self._engines = engines = Engines(io=self.memory.io, most_waiting_bytes=self.memory.engine_bytes)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
             rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
@@ -230,7 +227,7 @@ class Tiers(Placement):
             self.stores.append(store)
             self._add_cache(caches, table, slots, self.stores[-1])
         ids, spans = _end_to_end(dict(enumerate(pins)))
-        # A flight that is never released: no policy lets its rows go, and batches find them.
+        # A flight that is never released: its rows never make room, and batches find them.
         self._pinned, _ = caches.admit(ids, spans, True, torch.get_num_threads())  # noqa: FBT003
         self.caches = caches
 
@@ -329,8 +326,6 @@ class Tiers(Placement):
         ]
         caches.add(
             (table.num_embeddings, slots.pinned, slots.cached),
-            POLICIES.index(self.memory.policy),
-            ADMISSIONS.index(self.memory.admission),
             (row_key(self.seed, table.name), bound, table.init.zero_rows, table.embedding_dim, _STORAGES[weight.dtype]),
             states,
             store.native,

@@ -1,7 +1,7 @@
 """Where the tables of a run lie: what they need, what this process may use, and what came of it.
 
-`choose` turns the config's `memory` into DRAM or tiers before anything is made. How rows are moved is the business of
-hotrow.placement, what the tiers then did that of tier_report.py.
+`choose` turns the config's `memory` into DRAM or tiers before anything is made. How rows move: hotrow.placement. What
+the tiers did: run/meters_tiers.py.
 """
 
 from __future__ import annotations
@@ -13,54 +13,29 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hotrow.base.files import available_memory_bytes, disk_free_bytes, parse_bytes, size
+from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.placement.device import Device
-from hotrow.placement.folder import takes_no_files
-from hotrow.placement.store_file import no_disk
+from hotrow.placement.store_file import no_disk, takes_no_files
 from hotrow.placement.tiers import Tiers
+from hotrow.plan.demand import copies_bytes, demands_of, most_rows, required_bytes
 from hotrow.plan.solve import CountsPlan, plan_by_counts
 from hotrow.tables import TableConfig
 
 AUTO_SHARE = 0.6
-"""Of the memory this process may use; the rest is for data, MLPs, Python and whoever else is there."""
+"""Share of the memory this process may use; the rest is for data, MLPs, Python and other processes."""
 FOLDER = "memory"
-"""Of a run: where its tables go that memory does not hold, unless the config names a folder."""
+"""Folder in a run for rows that memory does not hold, unless the config names another."""
 SLOT_OF_ROW_BYTES = 4
-"""Of DRAM for each row of a table with slots on a device: which of them it has."""
+"""DRAM for each row of a table with slots on a device, to know which slot it has."""
 _CURES = (
     "lower model.embedding_dim, use optimizer.sparse.name row_wise_adagrad or sgd, set train.precision to fp16, or "
     "prepare the data with a higher --min-count"
 )
-
-
-def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
-    """What the tables' rows take; training: with optimizer state."""
-    name = config.optimizer.sparse.name
-    states = NUM_STATES[name] * (1 if name == "row_wise_adagrad" else config.model.embedding_dim) if training else 0
-    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states) for t in tables]
-
-
-def record_bytes(config: Config, tables: Sequence[TableConfig]) -> dict[str, int]:
-    """Of a row of each table, its optimizer state included."""
-    demands = demands_of(config, tables, training=True)
-    return {table.name: demand.record_bytes for table, demand in zip(tables, demands, strict=True)}
-
-
-def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
-    """Bytes of the tables; training: and of their optimizer state."""
-    return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
-
-
-def copies_bytes(config: Config, tables: Sequence[TableConfig]) -> int:
-    """What copies of hot rows may take of DRAM beside the tables; 0 where there are none."""
-    if config.hot.link is None:
-        return 0
-    return min(parse_bytes(config.hot.budget), required_bytes(config, tables))
 
 
 def choose(
@@ -71,12 +46,12 @@ def choose(
     dataset: PackedDataset | None = None,
     training: bool = True,
 ) -> Memory | None:
-    """The tiers that `config.memory` asks for here and now; None: everything lies in DRAM.
+    """Returns the tiers that `config.memory` asks for on this machine now; None if everything lies in DRAM.
 
-    run: the run's folder, or where it will be. dataset: what is trained on; its access counts, where it has them, say
-    which rows are worth their memory. training: else tables are only read, without optimizer state, and what does not
-    fit goes to disk whatever the config said.
-    Raises ValueError with the shortfall where memory is too small, and for a folder that is no disk.
+    run: the run's folder, or where it will be. dataset: what is trained on; its access counts, if it has them, say
+    which rows are worth their memory. training: if False, tables are only read, without optimizer state, and what does
+    not fit goes to disk even if the config says "dram".
+    Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.
     """
     needed, available = required_bytes(config, tables, training=training), available_memory_bytes()
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
@@ -122,7 +97,7 @@ def _check_available(config: Config, num_bytes: int, available: int, copies: int
 
 
 def _without_pieces(budget: int) -> int:
-    """What is left for tables, less what rows beside the caches take: pieces of checkpoints, and evaluations."""
+    """Returns what a budget leaves for tables beside pieces of checkpoints and rows that evaluations read."""
     return max(budget * 8 // 9, budget - (64 << 20))
 
 
@@ -134,15 +109,13 @@ def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
         ssd=ssd,
         file=chosen.file,
         file_bytes=chosen.file_bytes,
-        policy=chosen.policy,
-        admission=chosen.admission,
         writes=chosen.writes,
         force=chosen.force,
     )
 
 
 def _check_folders(chosen: MemoryConfig, memory: Memory, run: Path) -> None:
-    """Raises ValueError for a folder that takes no files, and where the disk's is no disk."""
+    """Raises ValueError for a folder that takes no files, and for `ssd` if it is not on a disk."""
     for name, folder in (("ssd", chosen.ssd), ("file", chosen.file)):
         if folder is not None and (reason := takes_no_files(Path(folder))):
             raise ValueError(f"memory.{name} is {folder!r}, but {reason}: choose another folder (memory.{name})")
@@ -160,7 +133,7 @@ def _check_folders(chosen: MemoryConfig, memory: Memory, run: Path) -> None:
 def _plan(
     config: Config, tables: Sequence[TableConfig], chosen: MemoryConfig, dataset: PackedDataset | None
 ) -> CountsPlan | None:
-    """By the accesses that preparation counted; None where it did not."""
+    """Returns the plan by the accesses that preparation counted; None if it counted none."""
     if dataset is None or not dataset.has_counts:
         return None
     num_rows = dataset.split("train").num_rows
@@ -174,14 +147,6 @@ def _plan(
     )
 
 
-def most_rows(config: Config, table: TableConfig) -> int:
-    """Different ones of the table that a step may look up.
-
-    A list of ids counts as one: how long it gets is not known, and what is over goes beside the cache.
-    """
-    return config.train.batch_size * len(table.feature_names)
-
-
 def _check_slots(
     config: Config,
     tables: Sequence[TableConfig],
@@ -192,10 +157,10 @@ def _check_slots(
     training: bool,
     beside: int,
 ) -> Writes:
-    """How rows are to be written: as `memory` says, but in place where "auto" would leave too few slots for that.
+    """Returns how rows are written: as `memory` says, but in place if "auto" would leave too few slots to gather them.
 
-    Raises ValueError where a table's cache would not hold the rows of a batch, with what is missing.
-    beside: bytes of `memory.dram` that are not in `budget`, because they are not for tables.
+    beside: bytes of `memory.dram` that are not in `budget`, because they are not for tables. Raises ValueError, with
+    what is missing, if a table's cache would not hold the rows of a batch.
     """
     plain, free = demands_of(config, tables, training=training), disk_free_bytes(memory.folder)
 
@@ -236,7 +201,7 @@ def _check_slots(
 
 
 def _least(short: Any, budget: int) -> int:
-    """The smallest budget, to 64 KiB, of which `short` has nothing to say."""
+    """Returns the smallest budget, to 64 KiB, for which `short` finds no shortfall."""
     low, high = budget, 2 * budget
     while short(high):
         low, high = high, 2 * high
@@ -247,35 +212,35 @@ def _least(short: Any, budget: int) -> int:
 
 
 def moved(memory: Memory | None, before: Path, after: Path) -> Memory | None:
-    """The same choice for the run folder `after`, where it was made for `before`."""
+    """Returns a choice that was made for the run folder `before` as it is for the folder `after`."""
     if memory is None or memory.ssd != before / FOLDER:
         return memory
     return replace(memory, ssd=after / FOLDER)
 
 
 def close_tiers(embedding: EmbeddingCollection, run: Path) -> None:
-    """Remove the files of tables in tiers, and the run's folder for them."""
+    """Removes the files of tables in tiers, and the run's folder for them."""
     embedding.placement.close()
     tiers = embedding.placement.find(Tiers)
     if tiers is not None and tiers.memory.folder == run / FOLDER:
-        with suppress(OSError):  # somebody else's may lie there
+        with suppress(OSError):  # others' files may lie there
             (run / FOLDER).rmdir()
 
 
 def disk_bytes(tiers: Tiers) -> int:
-    """What the files of the tables may come to, once every row has been written."""
+    """Returns the size that the tables' files reach once every row has been written."""
     stores = [store for store in tiers.stores if store.path is not None]
     return sum(int(store.padded_record_bytes * store.rows.num_rows) for store in stores)
 
 
 def middle_bytes(tiers: Tiers) -> int:
-    """What the files of the tier between DRAM and disk may come to; 0 where there is none."""
+    """Returns the size that the files of the middle tier may reach; 0 if there is no middle tier."""
     before = [store.middle.rows for store in tiers.stores if store.middle is not None]
     return sum(rows.num_rows * rows.record_bytes for rows in before)
 
 
 def dram_bytes(tiers: Tiers) -> int:
-    """What slots, maps of what lies there and of places on disk, and buffers may come to."""
+    """Returns the DRAM that slots, maps of rows and of places on disk, and buffers may take."""
     records = [store.rows.record_bytes for store in tiers.stores]
     slots = sum((s.pinned + s.cached) * num_bytes for s, num_bytes in zip(tiers.slots, records, strict=True))
     maps = sum(c["num_bytes"] + c["middle_map_bytes"] for c in tiers.counters().values())
@@ -283,7 +248,7 @@ def dram_bytes(tiers: Tiers) -> int:
 
 
 def describe(embedding: EmbeddingCollection, needed: int, *, copies: int = 0) -> str:
-    """What lies where, in a line for the user. needed: bytes of tables and optimizer state; copies: `copies_bytes`."""
+    """Returns what lies where, as a line for the user. needed: `required_bytes`; copies: `copies_bytes`."""
     tiers, slots = embedding.placement.find(Tiers), _describe_slots(embedding)
     beside = f", beside them up to {size(copies)} in DRAM for copies of hot rows" if copies else ""
     if tiers is None:
@@ -309,7 +274,7 @@ def _describe_slots(embedding: EmbeddingCollection) -> str:
 
 
 def disk_shortfall(tiers: Tiers) -> str | None:
-    """Why a disk may become full before every row has been written; None where it cannot."""
+    """Returns why a disk may become full before every row has been written; None if it cannot."""
     wanted = {tiers.memory.folder: disk_bytes(tiers)}
     if tiers.memory.middle is not None:
         wanted[tiers.memory.middle] = wanted.get(tiers.memory.middle, 0) + middle_bytes(tiers)

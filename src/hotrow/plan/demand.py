@@ -19,42 +19,48 @@ from typing import Any
 
 import numpy as np
 
+from hotrow.base.files import parse_bytes
+from hotrow.config.schema import Config
+from hotrow.kernels.reference import NUM_STATES
+from hotrow.placement.budget import TableDemand
+from hotrow.tables import TableConfig
+
 STATE_BYTES = 4
-"""Of row-wise Adagrad, the usual optimizer of tables: one float32 per row."""
+"""Bytes of state per row of row-wise Adagrad, the usual optimizer of tables: one float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """One table's, in bytes per step."""
+    """What a training step demands of one table, in bytes."""
 
     table: str
     num_embeddings: int
     row_bytes: int
     state_bytes: int
-    """Of optimizer state, per row."""
+    """Bytes of optimizer state per row."""
     lookups: float
-    """Per step: B L."""
+    """Lookups per step: B L."""
     rows: float
-    """Different ones per step: u B L."""
+    """Different rows per step: u B L."""
 
     @property
     def gross_bytes(self) -> float:
-        """Every lookup's row."""
+        """Bytes if every lookup read its row."""
         return self.lookups * self.row_bytes
 
     @property
     def net_bytes(self) -> float:
-        """Every different row, once."""
+        """Bytes of every different row, once."""
         return self.rows * self.row_bytes
 
     @property
     def training_bytes(self) -> float:
-        """Rows read, read again and written, and their state read and written."""
+        """Bytes of rows read, read again and written, and of their state read and written."""
         return 3 * self.net_bytes + 2 * self.rows * self.state_bytes
 
     @property
     def table_bytes(self) -> int:
-        """Of the weights."""
+        """Bytes of the table's weights."""
         return self.num_embeddings * self.row_bytes
 
     @property
@@ -64,13 +70,14 @@ class Demand:
 
 
 def spread(demands: Sequence[Demand]) -> dict[str, Any]:
-    """How unevenly the tables' demand falls on their bytes.
+    """Returns how unevenly the tables' demand falls on their bytes.
 
     curve: (share of all table bytes, share of all training bytes) along the tables, densest first, from (0, 0).
-    gini: 0 where every byte of table is demanded equally, towards 1 where a few bytes take all; from that curve.
-    max_over_median: of the densities. bytes_of_half_the_demand: share of the table bytes, densest tables first and the
-    last one in proportion, that half of the demand falls on. top_tables: the densest tables that together have at most
-    1 % and 10 % of the bytes: their number, their share of bytes and of demand. None where there is one table.
+    gini: from that curve: 0 if every byte of table is demanded equally, near 1 if a few bytes take all.
+    max_over_median: the highest density over the median. bytes_of_half_the_demand: the share of the table bytes,
+    densest tables first and the last one in proportion, that takes half of the demand. top_tables: the densest tables
+    that together have at most 1 % and 10 % of the bytes: their number, their share of bytes and of demand. All are None
+    if there is only one table.
     """
     ordered = sorted(demands, key=lambda demand: (-demand.density, demand.table))
     curve = np.zeros((len(ordered) + 1, 2))
@@ -90,3 +97,36 @@ def spread(demands: Sequence[Demand]) -> dict[str, Any]:
         "bytes_of_half_the_demand": float(np.interp(0.5, curve[:, 1], curve[:, 0])),
         "top_tables": [{"tables": n, "bytes": float(curve[n, 0]), "demand": float(curve[n, 1])} for n in tops],
     }
+
+
+def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
+    """Returns what the tables' rows take; training: with optimizer state."""
+    name = config.optimizer.sparse.name
+    states = NUM_STATES[name] * (1 if name == "row_wise_adagrad" else config.model.embedding_dim) if training else 0
+    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states) for t in tables]
+
+
+def record_bytes(config: Config, tables: Sequence[TableConfig]) -> dict[str, int]:
+    """Returns the bytes of a row of each table, optimizer state included."""
+    demands = demands_of(config, tables, training=True)
+    return {table.name: demand.record_bytes for table, demand in zip(tables, demands, strict=True)}
+
+
+def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
+    """Returns the bytes of all tables; training: with optimizer state."""
+    return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
+
+
+def copies_bytes(config: Config, tables: Sequence[TableConfig]) -> int:
+    """Returns what copies of hot rows may take of DRAM beside the tables; 0 if there are none."""
+    if config.hot.link is None:
+        return 0
+    return min(parse_bytes(config.hot.budget), required_bytes(config, tables))
+
+
+def most_rows(config: Config, table: TableConfig) -> int:
+    """Returns how many different rows of the table a step may look up.
+
+    A list of ids counts as one: its length is not known, and rows that find no slot lie beside the cache.
+    """
+    return config.train.batch_size * len(table.feature_names)

@@ -1,15 +1,15 @@
-"""How many rows each table pins and caches: greedy by marginal hits per byte from access counts. Plain numbers, no I/O.
+"""How many rows each table pins and caches, from access counts: greedy by hits per byte. Plain numbers, no I/O.
 
     counts -> of n bytes the best cut into pinned and cached slots, for every n -> bytes per table
 
     memory = hotrow.Memory(dram="2GiB", ssd="/nvme/emb", plan=plan_by_counts({"user": counts}, num_steps=1000))
 
-A hit is a row of a step that lies in DRAM already; of a row that a batch names twice it is one. Accesses are taken as
-independent: row i, of c_i accesses in all steps, is in a step with chance `e_i = 1 - exp(-c_i / num_steps)`. A pinned
-prefix then hits the sum of its e_i, which nothing of its size can beat where rows are numbered by popularity; and the
-cache behind it, by Che's approximation, what was used in the last T steps, T such that these rows fill it. So nearly
-all slots of ranked rows are pinned, and none where the order says nothing. A measured miss-ratio curve says how much
-more than independence a cache earns. Next: memory/budget.py, the plan without counts.
+A hit is a row of a step that lies in DRAM already; a row that a batch names twice is one hit. Accesses are taken as
+independent: row i, with c_i accesses in all steps, is in a step with chance `e_i = 1 - exp(-c_i / num_steps)`. A pinned
+prefix then hits the sum of its e_i; if rows are numbered by popularity, nothing of its size can hit more. The cache
+behind it, by Che's approximation, hits rows that were used in the last T steps, with T such that these rows fill it.
+So nearly all slots of ranked rows are pinned, and none if the order says nothing. A measured miss-ratio curve says how
+much more than independence a cache earns. Next: placement/budget.py, the plan without counts.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from numpy.typing import ArrayLike, NDArray
 from hotrow.placement.budget import LEAST_ROWS, METADATA_BYTES, TableDemand, TableSlots, num_bytes, plan_slots
 
 LOOKAHEAD = 4
-"""Batches that are announced before their step, unless told."""
+"""Default number of batches that are announced before their step."""
 FLIGHT_SIGMAS = 4
-"""Rows of batches in flight are cached up to so many standard deviations above what is expected of them."""
+"""Caches have room for the expected rows of batches in flight and so many standard deviations more."""
 CUTS_PER_OCTAVE = 64
-"""Prefixes looked at, per doubling of their rows; so all of up to some 90."""
+"""Prefixes looked at per doubling of their rows, so all of up to about 90 rows."""
 WINDOWS = 160
-"""Times for which rows stay that are looked at: some 5 per doubling, linear between."""
+"""Lengths of stay that are looked at: about 5 per doubling, linear between them."""
 RATES_PER_OCTAVE, LEAST_RATE, MOST_RATE = 16, 2.0**-60, 2.0**40
 MOST_RATES = 2048
-"""Of tables up to so many rows all rates are told apart; of larger ones RATES_PER_OCTAVE."""
+"""Tables of up to so many rows keep every rate apart; larger ones RATES_PER_OCTAVE."""
 PIECE_ROWS = 1 << 20
-"""Whose counts are looked at at once."""
+"""Rows whose counts are looked at at once."""
 POINTS_PER_OCTAVE = 16
 EXACT_POINTS = 64
-"""Sizes of a table looked at: all up to this, then so many per doubling."""
+"""Sizes of a table that are looked at: all up to EXACT_POINTS slots, then POINTS_PER_OCTAVE per doubling."""
 LEAST_HITS = 1e-9
-"""Per step, that more slots must bring: less is rounding."""
+"""Hits per step that more slots must bring; less is rounding."""
 
 Array = NDArray[np.float64]
 
 
 class MissRatio(Protocol):
-    """Of an LRU cache of so many rows, per distinct row of a batch: data/reuse.py's MissRatioCurve."""
+    """The misses of an LRU cache by its rows, per distinct row of a batch: inspect/reuse.py's MissRatioCurve."""
 
     def miss_ratio(self, capacity_rows: Any, /) -> Any:
-        """Share of accesses missed."""
+        """Returns the share of accesses that miss."""
 
 
 class TableUse:
     """One table's accesses, and what slots are worth to it.
 
     counts: accesses of each row in `num_steps` steps, [num_rows]. curve: measured hits of caches, in which the first
-    access to a row is a miss. depth: batches looked ahead to, whose rows lie in cached slots. least_cached: rows that
-    are cached at least, or all. Raises ValueError where counts are negative, not finite, or of another number of rows.
+    access to a row is a miss. depth: batches looked ahead to, whose rows lie in cached slots. least_cached: at least so
+    many rows are cached, or all. Raises ValueError if counts are negative, not finite, or of another number of rows.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TableUse:
         chance = -np.expm1(-rates)
 
         def behind(each: Array) -> Array:
-            """Sum of `each`, by rate, over the rows behind every cut."""
+            """Returns the sum of `each`, by rate, over the rows behind every cut."""
             sums = rows @ each
             return np.concatenate([np.cumsum(sums[::-1], axis=0)[::-1], np.zeros_like(sums[:1])])
 
@@ -89,7 +89,7 @@ class TableUse:
         self._resident, self._cached = behind(came), behind(chance[:, None] * came)
         self._pinned = np.concatenate([[0.0], np.cumsum(rows @ chance)])
         self.rows_per_step = float(self._pinned[-1])
-        """Expected different rows of a step."""
+        """Expected number of different rows in a step."""
         if curve is not None:
             self._measure(curve, behind(np.sign(rates)) / num_steps)
         tail = demand.num_rows - self._cuts
@@ -113,11 +113,11 @@ class TableUse:
 
     @property
     def whole_bytes(self) -> float:
-        """Of the table in memory whole."""
+        """Bytes of the table if all of it lies in memory."""
         return num_bytes(self.demand, TableSlots(self.demand.num_rows, 0))
 
     def least_bytes(self, floor: Array) -> float:
-        """The least of which a cut caches `floor` rows, by its prefix."""
+        """Returns the fewest bytes with which some cut caches `floor` rows; floor: by prefix."""
         return min(self.whole_bytes, float(np.min(self._bytes(self._cuts, floor))))
 
     def _bytes(self, pinned: Any, cached: Any) -> Any:
@@ -125,7 +125,7 @@ class TableUse:
         return pinned * record + cached * (record + METADATA_BYTES) + self.demand.num_rows * self.demand.row_bytes
 
     def cut(self, most_bytes: Sequence[float], floor: Array) -> list[TableSlots]:
-        """Of each, from `least_bytes(floor)` up, the cut that hits most; of equal ones the one that pins least."""
+        """Returns for each budget from `least_bytes(floor)` up the cut that hits most, of equals the least pinned."""
         given = np.asarray(most_bytes, np.float64)
         cuts = self._cuts[:-1]
         cached = np.floor((given - self._bytes(cuts, 0)[:, None]) / (self.demand.record_bytes + METADATA_BYTES))
@@ -144,26 +144,26 @@ class TableUse:
         ]
 
     def hits(self, slots: TableSlots) -> float:
-        """Expected per step."""
+        """Returns the hits that are expected per step."""
         k = min(int(np.searchsorted(self._cuts, slots.pinned)), len(self._cuts) - 1)
         near = range(max(k - 1, 0), k + 1)
         hits = [self._pinned[j] + np.interp(slots.cached, self._resident[j], self._cached[j]) for j in near]
         return float(np.interp(slots.pinned, self._cuts[near.start : near.stop], hits))
 
     def keeps(self, slots: TableSlots, floor: Array) -> bool:
-        """Whether it caches `floor` rows."""
+        """Returns whether `slots` cache `floor` rows."""
         return slots.cached >= float(np.interp(slots.pinned, self._cuts, floor))
 
 
 def _cuts(num_rows: int) -> NDArray[np.int64]:
-    """Lengths of prefixes to look at, rising, from none to all."""
+    """Returns lengths of prefixes to look at, rising, from none to all."""
     octaves = math.log2(max(num_rows, 1))
     powers = 2.0 ** np.linspace(0, octaves, 1 + math.ceil(octaves * CUTS_PER_OCTAVE))
     return np.unique(np.concatenate([[0], np.round(powers).astype(np.int64), [num_rows]]))
 
 
 def _rates(name: str, counts: NDArray[Any], num_steps: float, cuts: NDArray[np.int64]) -> tuple[Array, Array]:
-    """Different rates [K], and how many rows between each two cuts have each, [len(cuts) - 1, K]."""
+    """Returns the different rates [K], and how many rows between two cuts have each, [len(cuts) - 1, K]."""
     if len(counts) <= MOST_RATES:
         _check(name, counts)
         place = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
@@ -198,7 +198,7 @@ def _check(name: str, counts: NDArray[Any]) -> None:
 
 
 def _windows(rates: Array, rows: Array) -> Array:
-    """Steps for which rows may stay: from none to so many that every row that is ever used has been."""
+    """Returns steps for which rows may stay: from none to so many that every row with accesses has been used."""
     if not rates.any():
         return np.array([0.0, 1.0])
     first = 0.5 / float((rows @ rates).sum())
@@ -206,21 +206,21 @@ def _windows(rates: Array, rows: Array) -> Array:
 
 
 class _Piece(NamedTuple):
-    """What one table gets more: from what it had with the piece before."""
+    """What one table gets on top of the piece before."""
 
     density: float
     """Hits per byte."""
     table: int
     slots: TableSlots
-    """Of the table, with this piece."""
+    """The table's slots with this piece."""
 
 
 def solve(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
-    """Slots for each table within `budget_bytes`: the greedy plan, or `budget.plan_slots` where that hits more.
+    """Returns slots for each table within `budget_bytes`: the greedy plan, or `budget.plan_slots` if that hits more.
 
-    First every table gets the slots that batches in flight want, of as many batches as these fit for; then bytes
-    go in the order of hits per byte, along the concave hull of each table's curve, so that less than one piece of it is
-    lacking to the best there is, and nothing where all slots cost the same. Raises ValueError as `plan_slots`.
+    First every table gets the slots that batches in flight need, for as many batches as fit. Then bytes go in the order
+    of hits per byte, along the concave hull of each table's curve; so the plan lacks less than one piece of the best
+    plan, and nothing if all slots cost the same. Raises ValueError as `plan_slots` does.
     """
     floors = flight_floors(tables, budget_bytes)
     found = _greedy(tables, floors, budget_bytes) if _fits(tables, floors, budget_bytes) else None
@@ -237,7 +237,7 @@ def solve(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
 
 
 def flight_floors(tables: Sequence[TableUse], budget_bytes: float) -> list[Array]:
-    """Of each table's floors the one for the most batches in flight that all tables have room for, or for none."""
+    """Returns each table's floor for the most batches in flight that all tables have room for."""
     floors: list[Array] = []
     for batches in reversed(range(max((len(table.floors) for table in tables), default=1))):
         floors = [table.floors[min(batches, len(table.floors) - 1)] for table in tables]
@@ -251,7 +251,7 @@ def _fits(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: flo
 
 
 def _greedy(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: float) -> list[TableSlots]:
-    """Each table's first piece, then the others by what they hit per byte, and of those that do not fit a part."""
+    """Takes each table's first piece, then the others by hits per byte; of a piece that does not fit, a part."""
     pieces = [_pieces(t, table, floor) for t, (table, floor) in enumerate(zip(tables, floors, strict=True))]
     found = [first.slots for first, *_ in pieces]
     left = budget_bytes - sum(num_bytes(table.demand, slots) for table, slots in zip(tables, found, strict=True))
@@ -269,7 +269,7 @@ def _greedy(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: f
 
 
 def _pieces(t: int, table: TableUse, floor: Array) -> list[_Piece]:
-    """The least that the table may have, then pieces of falling density."""
+    """Returns the least that the table may have, then pieces of falling density."""
     slots = table.cut(_sizes(table, floor), floor)
     taken = np.array([num_bytes(table.demand, each) for each in slots])
     hull = _concave_hull(taken, np.array([table.hits(each) for each in slots]))
@@ -280,7 +280,7 @@ def _pieces(t: int, table: TableUse, floor: Array) -> list[_Piece]:
 
 
 def _sizes(table: TableUse, floor: Array) -> list[float]:
-    """Bytes to look at, from the least to those of the whole table."""
+    """Returns sizes to look at, from the least to the whole table's."""
     least, per_slot = table.least_bytes(floor), table.demand.record_bytes + METADATA_BYTES
     span = math.ceil((table.whole_bytes - least) / per_slot)
     octaves = np.log2(max(span / EXACT_POINTS, 1.0))
@@ -291,7 +291,7 @@ def _sizes(table: TableUse, floor: Array) -> list[float]:
 
 
 def _concave_hull(num_bytes: Array, hits: Array) -> list[tuple[float, float, int]]:
-    """(bytes, hits, index) of the points that no mix of others beats, from the first, rising in both."""
+    """Returns (bytes, hits, index) of the points that no mix of others beats, rising in both."""
     hull: list[tuple[float, float, int]] = [(float(num_bytes[0]), float(hits[0]), 0)]
     for k in np.argsort(num_bytes, kind="stable").tolist():
         x, y = float(num_bytes[k]), float(hits[k])
@@ -311,12 +311,12 @@ def _is_below(a: tuple[float, float, int], b: tuple[float, float, int], x: float
 
 
 def expected_hits(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
-    """Per step, over all tables."""
+    """Returns the hits expected per step over all tables."""
     return float(sum(table.hits(s) for table, s in zip(tables, slots, strict=True)))
 
 
 def expected_hit_rate(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
-    """Share of the different rows of a step that lie in DRAM already, over all tables; 1 where nothing is accessed."""
+    """Returns the share of a step's different rows that lie in DRAM already, over all tables; 1 without accesses."""
     rows = sum(table.rows_per_step for table in tables)
     return expected_hits(tables, slots) / rows if rows else 1.0
 
@@ -333,12 +333,12 @@ class CountsPlan:
     _solved: dict[tuple[Any, ...], list[TableSlots]] = field(default_factory=dict, repr=False)
 
     def __call__(self, demands: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
-        """Slots for each table. Raises ValueError where a table has no counts, and as `solve`."""
+        """Returns slots for each table. Raises ValueError if a table has no counts, and as `solve` does."""
         key = (*demands, budget_bytes)
         return self._solved[key] if key in self._solved else self.solver(demands)(budget_bytes)
 
     def solver(self, demands: Sequence[TableDemand]) -> Callable[[int], list[TableSlots]]:
-        """The plan for these tables, by budgets, once their counts have been read; what it finds is remembered."""
+        """Reads the tables' counts and returns their plan as a function of the budget; it remembers what it finds."""
         uses = self.uses(demands)
 
         def solved(budget_bytes: int) -> list[TableSlots]:
@@ -350,7 +350,7 @@ class CountsPlan:
         return solved
 
     def uses(self, demands: Sequence[TableDemand]) -> list[TableUse]:
-        """The tables with their accesses."""
+        """Returns the tables with their accesses."""
         for demand in demands:
             if demand.name not in self.counts:
                 raise ValueError(
@@ -377,7 +377,7 @@ def plan_by_counts(
     depth: int = LOOKAHEAD,
     least_cached: Mapping[str, int] | None = None,
 ) -> CountsPlan:
-    """A plan for `Memory(plan=...)` from accesses per row, such as those of a packed dataset.
+    """Returns a plan for `Memory(plan=...)` from accesses per row, such as those of a packed dataset.
 
     counts: by table, accesses of each row [num_embeddings]; pinned rows are a prefix, so rows should be numbered by
     popularity, as `hotrow prepare` does; they are read when tables are laid out, one table's after another's.

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from hotrow.base.files import parse_bytes, size
 from hotrow.config.schema import Config, DenseDtype
 from hotrow.data.packed.dataset import PackedDataset
-from hotrow.placement.budget import Memory
-from hotrow.placement.device_budget import DeviceMemory
-from hotrow.plan.choose import choose, demands_of, most_rows, moved, required_bytes
+from hotrow.placement.budget import DeviceMemory, Memory
+from hotrow.plan.choose import choose, moved
+from hotrow.plan.demand import demands_of, most_rows, required_bytes
 from hotrow.tables import TableConfig
 
 ARITHMETIC = {

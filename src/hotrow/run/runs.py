@@ -28,11 +28,11 @@ from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.format import Ragged
 from hotrow.kernels import ops
 from hotrow.models.tbsm import SUFFIX
-from hotrow.placement.budget import Memory
-from hotrow.placement.device_budget import DeviceMemory
+from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.choose import copies_bytes, describe, disk_shortfall, record_bytes, required_bytes
+from hotrow.plan.choose import describe, disk_shortfall
+from hotrow.plan.demand import copies_bytes, record_bytes, required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
 from hotrow.run.folder import CONFIG, RunFolder, resume_command

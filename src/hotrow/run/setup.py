@@ -19,8 +19,7 @@ from hotrow.config.schema import Config
 from hotrow.data.packed.dataset import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models import build_model
-from hotrow.placement.budget import Memory
-from hotrow.placement.device_budget import DeviceMemory
+from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.run.checkpoint import Part
 from hotrow.run.device import ARITHMETIC, Place
 from hotrow.run.schedule import Schedule

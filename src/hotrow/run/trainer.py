@@ -29,12 +29,12 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.kernels import ops
 from hotrow.models import look_up, takes_sequences
-from hotrow.placement.budget import Memory
+from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.device import Device
-from hotrow.placement.device_budget import DeviceMemory
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.choose import close_tiers, record_bytes
+from hotrow.plan.choose import close_tiers
+from hotrow.plan.demand import record_bytes
 from hotrow.run.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest
 from hotrow.run.checkpoint_tensors import CURE

@@ -22,7 +22,7 @@ from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.schema import Config
 from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.choose import required_bytes
+from hotrow.plan.demand import required_bytes
 from hotrow.run.checkpoint_manifest import read_manifest
 from hotrow.tables import TableConfig
 

@@ -1,127 +1,63 @@
-"""`hotrow bench`: our kernels against torch's, interleaved in one process, beside what this machine allows.
+"""`hotrow bench`: our kernels against torch's, alternating in one process, beside the limit of this machine.
 
-Before anything is timed the outputs of both sides are compared, and a cell whose outputs differ is refused. Then
-rounds of (ours, peer) alternate; a round in which the hypervisor or another process had the processors counts for
-neither, as long as enough others are clean. Reported are medians of the times and of the rounds' ratios, between which
-ratios four rounds of five lie, how many rounds were clean, and the time of a separate loop (native/limit.cpp) that only
-moves the same rows. What is compared is in hotrow.cells. Every benchmark and study takes its rounds by `clean_rounds`
-or `cleanest`.
+The outputs of both sides are compared before anything is timed, and a cell whose outputs differ is refused. Then rounds
+of (ours, peer) alternate. A round during which the hypervisor or another process had the processors does not count, as
+long as enough other rounds are clean. The report gives medians of the times and of the rounds' ratios, the range of
+four ratios in five, the number of clean rounds, and the time of a separate loop (native/limit.cpp) that only moves the
+same rows. cells.py says what is compared. Every benchmark and study takes its rounds with `clean_rounds` or `cleanest`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from hotrow.base.machine import host_facts, versions
+from hotrow.base.machine import Disturbance, host_facts, versions
 from hotrow.kernels import ops
 from hotrow.study.cells import Cell, Contender, cells, timed
 
 NUM_ROUNDS = 31
-"""Enough that a neighbour's burst on the same memory, which nothing here can see, does not become the median."""
+"""Enough that a burst of memory traffic by a neighbour, which we cannot detect, does not become the median."""
 CLEAN_SHARE = 0.02
-"""A round is clean if others had the processors for at most this share of its time."""
+"""A round is clean if other processes had the processors for at most this share of its time."""
 MOST_ROUNDS = 2
-"""Rounds are taken until as many as wanted are clean, at most this many times as many."""
-LEAST_COUNTED_S = 0.2
-"""The system counts processor time in ticks of 10 ms, which say nothing of a shorter round."""
+"""Limit on the rounds that are taken, as a multiple of the clean rounds that are wanted."""
 T = TypeVar("T")
 
 
 # ---- how clean a round was
 
 
-def stolen_s() -> float:
-    """Processor seconds the hypervisor took from this machine since it started; 0 where that is not told."""
-    return _cpu_ticks((7,)) / os.sysconf("SC_CLK_TCK")
-
-
-def others_s(processes: Iterable[int]) -> float:
-    """Processor seconds of all but `processes` and their children that have ended; 0 where that is not told."""
-    own = 0
-    for process in processes:
-        with contextlib.suppress(OSError):  # it has ended
-            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            own += sum(map(int, fields[11:15]))  # user and system time, its own and its children's
-    return max(0, _cpu_ticks((0, 1, 2, 5, 6)) - own) / os.sysconf("SC_CLK_TCK")
-
-
-def _cpu_ticks(columns: Sequence[int]) -> int:
-    """The sum of these columns of the first line of /proc/stat; 0 where there is none."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0
-    ticks = stat.read_text().split("\n", 1)[0].split()[1:]
-    return sum(int(ticks[column]) for column in columns)
-
-
-def waited_s(processes: Iterable[int]) -> float:
-    """Seconds for which threads of `processes` were ready to run and had no processor; 0 where that is not told.
-
-    Summed over the threads that they have now, from each one's start.
-    """
-    waited_ns = 0
-    for process in processes:
-        for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError, IndexError):  # a thread that ended, a kernel without the numbers
-                waited_ns += int(task.read_text().split()[1])
-    return waited_ns / 1e9
-
-
-class Disturbance:
-    """What others do to this process, and to the `workers` it waits for, from now on."""
-
-    def __init__(self, workers: Sequence[int] = ()) -> None:
-        self._processes = (os.getpid(), *workers)
-        self._before, self._start = self._now(), time.perf_counter()
-
-    def _now(self) -> tuple[float, float, float]:
-        return stolen_s(), waited_s(self._processes), others_s(self._processes)
-
-    def share(self) -> float:
-        """The share of the time since then in which the hypervisor or other processes had the processors.
-
-        Threads that waited for one another are not counted: waiting counts as far as other processes computed.
-        """
-        seconds = time.perf_counter() - self._start
-        stolen, waited, others = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        if seconds >= LEAST_COUNTED_S:
-            waited = min(waited, others)
-        return (stolen + max(0.0, waited)) / seconds
-
-
 @dataclass(frozen=True)
 class Rounds(Generic[T]):
-    """What the rounds that a figure is made of returned, and how clean they all were."""
+    """The results of the rounds that a figure is made of, and how many of all rounds were clean."""
 
     results: list[T]
     num_clean: int
     num_taken: int
 
     def counts(self) -> dict[str, int]:
-        """As fields of a report."""
+        """Returns the fields of a report."""
         return {"rounds": len(self.results), "clean_rounds": self.num_clean, "taken_rounds": self.num_taken}
 
 
 def cleanest(taken: Sequence[tuple[float, T]], num_rounds: int) -> Rounds[T]:
-    """Choose the rounds of a figure, of pairs of a disturbed share and a result.
+    """Chooses the rounds of a figure. taken: pairs of the share of time that others took, and a result.
 
-    The clean ones, if they are half of the `num_rounds` wanted; else so many of the least disturbed, in their order.
+    The clean rounds, if they are at least half of `num_rounds`; otherwise the `num_rounds` least disturbed, in order.
     """
     clean = [i for i, (share, _) in enumerate(taken) if share <= CLEAN_SHARE]
     kept = clean
@@ -131,9 +67,9 @@ def cleanest(taken: Sequence[tuple[float, T]], num_rounds: int) -> Rounds[T]:
 
 
 def wants_more(taken: Sequence[tuple[float, T]], num_rounds: int) -> bool:
-    """Whether a further round is worth its time: not if `num_rounds` are clean or MOST_ROUNDS times as many were taken.
+    """Returns whether to take another round: not after `num_rounds` clean ones or MOST_ROUNDS times as many in all.
 
-    Nor once `num_rounds` were taken, if so few were clean that as many more would hardly bring half of those wanted.
+    Also not after `num_rounds` rounds if so few were clean that as many again would hardly make half of those wanted.
     """
     num_clean = cleanest(taken, num_rounds).num_clean
     if num_clean >= num_rounds or len(taken) >= MOST_ROUNDS * num_rounds:
@@ -142,10 +78,7 @@ def wants_more(taken: Sequence[tuple[float, T]], num_rounds: int) -> bool:
 
 
 def clean_rounds(one_round: Callable[[int], T], num_rounds: int) -> Rounds[T]:
-    """Take rounds, each given its number, as long as `wants_more`.
-
-    There is always a figure: see `cleanest`, and `Rounds.counts` for how clean it is.
-    """
+    """Takes rounds while `wants_more`; `one_round` receives the number of the round. See `cleanest`."""
     taken: list[tuple[float, T]] = []
     while wants_more(taken, num_rounds):
         disturbance = Disturbance()
@@ -155,41 +88,26 @@ def clean_rounds(one_round: Callable[[int], T], num_rounds: int) -> Rounds[T]:
 
 
 def how_clean(row: Mapping[str, Any]) -> str:
-    """A report's counts of rounds in words."""
+    """Describes the rounds of a report's row in words."""
     words = f"{row['clean_rounds']} of {row['taken_rounds']} rounds clean"
     return f"{words}: a disturbed machine" if is_disturbed(row) else words
 
 
 def is_disturbed(row: Mapping[str, Any]) -> bool:
-    """Whether a report's figure is of rounds that were not clean, because too few were."""
+    """Returns whether a figure is made of rounds that were not clean, because too few were."""
     return bool(row["clean_rounds"] < row["rounds"])
-
-
-def end_on_signals() -> None:
-    """From now on SIGTERM and Ctrl-C end this process as an exception does, so that it removes its files.
-
-    A second signal does nothing, or it would interrupt that.
-    """
-
-    def end(number: int, frame: object) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, end)
 
 
 # ---- cells
 
 
 def check_agreement(name: str, ours: Contender, peer: Contender, *, batch: int = 0) -> None:
-    """Run both once on `batch` and compare; raises ValueError naming the cell and the largest difference."""
+    """Runs both sides once on `batch`. Raises ValueError with the largest difference if their outputs differ."""
     for side in (ours, peer):
         side.prepare(batch)
         side.run()
     for i, (a, b) in enumerate(zip(ours.outputs(), peer.outputs(), strict=True)):
-        # Sums in another order: float32 rounding of up to thousands of addends; one update is lr * |g|, about 1e-2.
+        # The sides add up to thousands of float32 numbers in different orders. One update is lr * |g|, about 1e-2.
         if not torch.allclose(a, b, rtol=1e-4, atol=2e-5 * float(b.abs().max())):
             worst = float((a - b).abs().max())
             raise ValueError(
@@ -199,7 +117,7 @@ def check_agreement(name: str, ours: Contender, peer: Contender, *, batch: int =
 
 
 def interleave(ours: Contender, peer: Contender, num_rounds: int) -> Rounds[tuple[float, float]]:
-    """Alternate the two, swapping who goes first, by `clean_rounds`: seconds of (ours, peer)."""
+    """Runs both sides in every round, in alternating order; returns the seconds of (ours, peer)."""
 
     def one_round(number: int) -> tuple[float, float]:
         seconds = {}
@@ -211,44 +129,49 @@ def interleave(ours: Contender, peer: Contender, num_rounds: int) -> Rounds[tupl
     return clean_rounds(one_round, num_rounds)
 
 
+def spread(values: Sequence[float]) -> list[float]:
+    """Returns the first and the last tenth, between which four values of five lie."""
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return [tenths[0], tenths[-1]]
+
+
 def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]:
-    """One row of the report; raises ValueError where the outputs disagree."""
+    """Returns one row of the report. Raises ValueError if the outputs of the two sides differ."""
     limit_s = cell.limit_s(threads)
     ours, peer = cell.build()
     check_agreement(cell.name, ours, peer)
     rounds = interleave(ours, peer, num_rounds)
-    ours_s, peer_s = (statistics.median(seconds) for seconds in zip(*rounds.results, strict=True))
+    ours_s, peer_s = map(statistics.median, zip(*rounds.results, strict=True))
     ratios = [b / a for a, b in rounds.results]
-    tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+    note = None if cell.note is None else cell.note()
+    told = {"target": cell.target, "most_over_limit": cell.most_over_limit, "note": note}
     return {
         "name": cell.name,
         "ours_ms": ours_s * 1e3,
         "peer": cell.peer,
         "peer_ms": peer_s * 1e3,
         "ratio": statistics.median(ratios),
-        "spread": [tenths[0], tenths[-1]],
+        "spread": spread(ratios),
         "limit_ms": None if limit_s is None else limit_s * 1e3,
         "share_of_limit": None if limit_s is None else limit_s / ours_s,
-        **({} if cell.target is None else {"target": cell.target}),
-        **({} if cell.most_over_limit is None else {"most_over_limit": cell.most_over_limit}),
-        **({} if cell.note is None else {"note": cell.note()}),
+        **{name: value for name, value in told.items() if value is not None},
         **rounds.counts(),
     }
 
 
 def measure(chosen: Sequence[Cell], *, quick: bool) -> dict[str, Any]:
-    """Measure `chosen` in this process, one line per cell on stderr as they finish."""
+    """Measures `chosen` in this process, and prints a line on stderr after each cell."""
     rows = []
     for cell in chosen:
         row = measure_cell(cell, threads=torch.get_num_threads(), num_rounds=3 if quick else NUM_ROUNDS)
         print(format_row(row), file=sys.stderr, flush=True)
         rows.append(row)
-        gc.collect()  # gigabytes of tables hang on cycles of a few small objects: too few to be collected by themselves
+        gc.collect()  # the tables hang on cycles of a few small objects, too few for Python to collect them by itself
     return {"cells": rows, "quick": quick, **circumstances()}
 
 
 def circumstances() -> dict[str, Any]:
-    """What a figure means nothing without: machine, versions, backend, threads, huge pages, commit, date."""
+    """Returns what a figure depends on: machine, versions, backend, threads, huge pages, commit and date."""
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
@@ -269,19 +192,17 @@ def circumstances() -> dict[str, Any]:
 
 
 def in_fresh_process(module: str, arguments: Sequence[str], threads: int | None) -> dict[str, Any]:
-    """Run `python -m module arguments` with torch's huge pages on, and return the JSON it prints last.
+    """Runs `python -m module arguments` with torch's huge pages, and returns the JSON on its last line of output.
 
-    THP_MEM_ALLOC_ENABLE and the thread count are read when torch loads, so they need a process of their own.
+    torch reads THP_MEM_ALLOC_ENABLE and the number of threads when it loads, so they need a process of their own.
     """
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
-    if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             printed, _ = process.communicate()
         except BaseException:
-            process.terminate()  # and on leaving it is waited for: it may have gigabytes of files to remove
+            process.terminate()  # the with block then waits, as the process may have gigabytes of files to remove
             raise
     if process.returncode:
         raise RuntimeError(f"{module} ended with status {process.returncode}; its message is above")
@@ -290,7 +211,7 @@ def in_fresh_process(module: str, arguments: Sequence[str], threads: int | None)
 
 
 def choose(names: Sequence[str] | None, available: Sequence[Cell]) -> list[Cell]:
-    """The cells called `names`, all where None; raises ValueError with the known names."""
+    """Returns the cells called `names`, or all. Raises ValueError with the known names."""
     by_name = {cell.name: cell for cell in available}
     for name in names or ():
         if name not in by_name:
@@ -299,12 +220,11 @@ def choose(names: Sequence[str] | None, available: Sequence[Cell]) -> list[Cell]
 
 
 def run_bench(names: Sequence[str] | None = None, *, quick: bool = False, threads: int | None = None) -> dict[str, Any]:
-    """Measure the cells called `names` (all by default): `{"cells": [...], "machine": {...}, ...}`, JSON-ready.
+    """Measures the cells called `names`, or all; returns `{"cells": [...], "machine": {...}, ...}`, ready for JSON.
 
-    Each cell: name, ours_ms, peer, peer_ms (medians), ratio (the median over rounds of peer / ours), spread (the first
-    and the last tenth of the rounds' ratios), limit_ms, share_of_limit (limit / ours), rounds (of the
-    figures), clean_rounds and taken_rounds (see `how_clean`).
-    Full cells need about 7 GB of memory, `quick` ones 0.5 GB.
+    Each cell has name, ours_ms, peer, peer_ms (medians), ratio (the median over rounds of peer / ours), spread (the
+    first and the last tenth of the ratios), limit_ms, share_of_limit (limit / ours), and counts of rounds (`Rounds`).
+    Full cells need about 7 GB of memory, quick ones 0.5 GB.
     """
     choose(names, cells())
     arguments = [*(names or ()), *(["--quick"] if quick else [])]
@@ -312,7 +232,7 @@ def run_bench(names: Sequence[str] | None = None, *, quick: bool = False, thread
 
 
 def format_row(row: dict[str, Any]) -> str:
-    """One cell as a line for people."""
+    """Returns the row of a cell as a line of text."""
     low, high = row["spread"]
     share = "" if row["share_of_limit"] is None else f"  {row['share_of_limit']:4.0%} of the limit"
     return (
@@ -322,12 +242,11 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """The process that measures: cell names and --quick in, one JSON line out."""
+    """Measures in this process; prints the report as one line of JSON."""
     parser = argparse.ArgumentParser(description="internal: `hotrow bench` runs this in a process of its own")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    end_on_signals()
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
     chosen = choose(options.names or None, cells(quick=options.quick))
     print(json.dumps(measure(chosen, quick=options.quick)))

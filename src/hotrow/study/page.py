@@ -1,4 +1,4 @@
-"""The page of a study: one HTML file with its charts inside, from the preset and the measured rows. Text is escaped."""
+"""The page of the study `kernels`: one HTML file with its charts, from the preset and the measured rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 def study_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """The HTML; `report` is what the study's JSON file holds."""
+    """Returns the HTML. report: the content of the study's JSON file."""
     template = load_template("study/page.html")
     rows: Sequence[Row] = report["cells"]
     threads = max((row["threads"] for row in rows), default=1)
@@ -42,7 +42,6 @@ def study_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
             gb_per_s=report["roofs"]["sequential_gb_per_s"],
             gflop_per_s=report["roofs"]["matmul_gflop_per_s"],
         ),
-        figures=[{**figure, "here": here(figure.get("ours"), widest)} for figure in preset["figures"]],
         skipped=report["skipped"],
         skipped_by_reason=by_reason(report["skipped"]),
         rows=[shown(row) for row in sorted(rows, key=lambda row: str(row["key"]))],
@@ -50,7 +49,7 @@ def study_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
 
 
 def machine_line(report: Mapping[str, Any]) -> str:
-    """Where and with what it was measured."""
+    """Returns a sentence with the machine, versions and dates of a report."""
     machine, backend = report["machine"], report["backend"]
     commits = sorted({str(row["commit"]) for row in report["cells"]})
     dates = sorted({row["date"] for row in report["cells"]})
@@ -62,7 +61,7 @@ def machine_line(report: Mapping[str, Any]) -> str:
 
 
 def shown(row: Row) -> dict[str, Any]:
-    """A row's numbers as text."""
+    """Returns the numbers of a row as text."""
     limit = row["limit_ms"]
     return {
         "key": row["key"],
@@ -81,7 +80,7 @@ def shown(row: Row) -> dict[str, Any]:
 
 
 def group_table(group: Mapping[str, Any], rows: Sequence[Row], *, left_out: bool) -> dict[str, Any]:
-    """A group's description, what was cut in it, and its rows, unless they are the many of a grid."""
+    """Returns a group's description, what was cut in it, and its rows, except for those of a large grid."""
     own = [row for row in rows if row["group"] == group["name"]]
     wanted = group["fixed"].get("num_embeddings")
     cut = sorted({row["num_embeddings"] for row in own if wanted and row["num_embeddings"] < wanted})
@@ -97,7 +96,7 @@ def group_table(group: Mapping[str, Any], rows: Sequence[Row], *, left_out: bool
 
 
 def share_maps(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A heat map per part of the grid: the median share at each dim and number of lookups."""
+    """Returns a heat map for each part of the grid: the median share of the limit by dim and ids per bag."""
     grid = [row for row in rows if row["group"] == "grid" and row["share_of_limit"] is not None]
     maps = []
     for part in ("lookup", "update"):
@@ -114,23 +113,8 @@ def share_maps(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return maps
 
 
-def here(wanted: Mapping[str, Any] | None, rows: Sequence[Row]) -> str:
-    """The milliseconds of the cells that a figure names: lookup and update, and their sum."""
-    if wanted is None:
-        return "see docs/claims.md"
-    fields = {name: value for name, value in wanted.items() if name != "optimizer"}
-    own = [row for row in rows if all(row[name] == value for name, value in fields.items())]
-    ms = {row["part"]: row["ms"] for row in own if row["optimizer"] in ("none", wanted["optimizer"])}
-    if set(ms) != {"lookup", "update"}:
-        return "not measured"
-    return (
-        f"{ms['lookup'] + ms['update']:.3g} ms (lookup {ms['lookup']:.3g}, update {ms['update']:.3g}), "
-        f"{own[0]['threads']} threads, embedding part alone"
-    )
-
-
 def by_reason(skipped: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """The reasons, with how many cells each holds and the first of them."""
+    """Groups skipped cells by reason: the reason, the number of cells, and the key of the first."""
     found: dict[str, dict[str, Any]] = {}
     for cell in skipped:
         line = found.setdefault(cell["reason"], {"reason": cell["reason"], "count": 0, "key": cell["key"]})

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 
-from hotrow.base.files import available_memory_bytes, explain_full_disk, file_name
-from hotrow.base.machine import usable_cores
-from hotrow.base.progress_meter import ProgressCallback, ProgressMeter
+from hotrow.base.files import explain_full_disk, file_name
+from hotrow.base.machine import available_memory_bytes, usable_cores
+from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, checked
 from hotrow.data.chunk import Chunk, Position, SourceInfo
 from hotrow.data.packed.dataset import (

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from pydantic import JsonValue, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 
-from hotrow.base.files import available_memory_bytes
-from hotrow.base.machine import usable_cores
-from hotrow.base.progress_meter import ProgressCallback
+from hotrow.base.machine import available_memory_bytes, usable_cores
+from hotrow.base.progress import ProgressCallback
 from hotrow.base.records import STRICT, Count, checked
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError

@@ -1,10 +1,10 @@
-"""The cells of the study `memory`: training with a part of the tables' bytes as DRAM, beside having all of them there.
+"""The cells of the study `memory`: training with DRAM for a part of the tables, or for all.
 
     all in DRAM   | settle, steps |               | settle, steps |          one process, not limited
     a side        |               | settle, steps |               | ...      another, in a memory cgroup
 
 Stretches of steps alternate, so that no two compute at once; a round is one of each. Both see the same batches from the
-same weights, and a side whose losses differ in a bit is refused. Who the sides are: sides.py and rivals.py.
+same weights, and a side whose losses differ in a bit is refused. Who the sides are: sides.py and stores.py.
 """
 
 from __future__ import annotations
@@ -23,61 +23,62 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rivals import stores
+from benchmarks.rivals.group import GroupError, MemoryGroup
+from benchmarks.rivals.sides import Settings
+from benchmarks.rivals.work import Work, shared_batches, trace_rows
+from benchmarks.rivals.worker import Worker, WorkerError
 from hotrow.batch import Batch
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
-from hotrow.study import bench, rivals
-from hotrow.study.group import GroupError, MemoryGroup
-from hotrow.study.sides import Settings
-from hotrow.study.work import Work, shared_batches, trace_rows
-from hotrow.study.worker import Worker, WorkerError
+from hotrow.study import bench
 
 SLACK_BYTES = {"tiers": 64 << 20, "mmap": 64 << 20, "rocksdb": 128 << 20}
-"""Beside the budget and what a process used before it had tables: what allocators keep, and RocksDB's threads and
+"""Memory beside the budget and what a process used before it had tables: for allocators, and RocksDB's threads and
 buffers."""
 ENOUGH = 0.9
-"""Of the speed in DRAM: what a smaller machine must keep to count as one that does the work."""
+"""The share of the speed in DRAM that a smaller machine must reach to count as a replacement."""
 SETUP_S, BUILT_BYTES_PER_S, STEP_S, TABLE_STEP_S = 10.0, 1.4e8, 0.011, 0.0004
 SLOWER = {"tiers": 1.6, "mmap": 3.0, "rocksdb": 5.0}
-"""For the estimate alone, as found on a machine of two cores; steps over those in DRAM."""
+"""Step time relative to DRAM on a machine with two cores; used in the estimate only."""
 
 
 class LossError(AssertionError):
-    """A side did not compute what training in DRAM does."""
+    """A side's losses differ from those of training in DRAM."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCell:
-    """One measurement: a side, its DRAM, and how far it looks ahead."""
+    """One measurement: a side, its DRAM, and its look-ahead."""
 
     group: str
     side: str
     """tiers | mmap | rocksdb"""
     dram_parts: int
-    """DRAM is the tables' bytes over this."""
+    """DRAM is the tables' bytes divided by this."""
     ahead: int
-    """Batches whose rows are asked for before they are needed: of tiers the depth, of mmap advice, of rocksdb none."""
+    """Batches whose rows are requested early: the look-ahead depth of tiers, or madvise of mmap; rocksdb has none."""
     io: str = "auto"
     zipf: float | None = None
     trace: str | None = None
     scale: float = 1.0
-    """Of the rows of Criteo Kaggle's tables."""
+    """The share of the rows of Criteo Kaggle's tables."""
     embedding_dim: int = 64
     batch_size: int = 2048
     threads: int = 2
     rounds: int = 10
     steps: int = 50
     settle: int = 10
-    """Steps of a stretch before those that count."""
+    """Steps at the start of a stretch that do not count."""
     turns: int = 2000
-    """Batches that come and go at most, before the first step, for the cache to hold what its policy keeps."""
+    """Upper limit on the batches that pass through the cache before the first step, so that it holds what it keeps."""
     warm_up: int = 100
     """Steps before the first round."""
     checkpoint_steps: int = 0
-    """Between two checkpoints, saved after the rounds, of which the second is timed; 0: none is. Only tiers do."""
+    """Steps between two checkpoints after the rounds; the second is timed. 0: no checkpoint. Only tiers save them."""
 
     @property
     def key(self) -> str:
-        """Names the cell in files."""
+        """The name of the cell in files."""
         source = f"zipf{self.zipf:g}" if self.trace is None else Path(self.trace).name
         io = "" if self.io == "auto" else f"_{self.io}"
         shape = f"{self.scale:g}x{self.embedding_dim}x{self.batch_size}"
@@ -85,12 +86,12 @@ class MemoryCell:
 
     @property
     def source(self) -> str:
-        """Of the ids, in words."""
+        """The source of the ids, in words."""
         return f"Zipf {self.zipf:g}" if self.trace is None else Path(self.trace).name
 
     @property
     def work(self) -> Work:
-        """What is trained."""
+        """The model and its batches."""
         rows = tuple(max(3, int(n * self.scale)) for n in KAGGLE_ROWS) if self.trace is None else rows_of(self.trace)
         return Work(
             rows=rows, embedding_dim=self.embedding_dim, batch_size=self.batch_size, zipf=self.zipf, trace=self.trace
@@ -98,7 +99,7 @@ class MemoryCell:
 
     @property
     def dram_bytes(self) -> int:
-        """The budget."""
+        """DRAM for the tables."""
         return self.work.table_bytes // self.dram_parts
 
 
@@ -106,7 +107,7 @@ rows_of = functools.lru_cache(maxsize=32)(trace_rows)
 
 
 def expand(group: Mapping[str, Any], axes: Mapping[str, Any], *, memory_bytes: int) -> list[MemoryCell]:
-    """The cells of a group of the preset; `variants` are pairs of a side and how far it looks ahead."""
+    """Returns the cells of a group of the preset; `variants` are pairs of a side and its look-ahead."""
     cells = []
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
@@ -116,12 +117,12 @@ def expand(group: Mapping[str, Any], axes: Mapping[str, Any], *, memory_bytes: i
 
 
 def setup_of(cell: MemoryCell) -> tuple[Any, ...]:
-    """Cells with the same one are measured by the same processes, on the same files."""
+    """Returns a value that is equal for cells that are measured by the same processes on the same files."""
     return tuple(str(value) for name, value in asdict(cell).items() if name not in ("ahead", "group"))
 
 
 def refusal(cell: MemoryCell, *, memory_bytes: int, cores: int) -> str | None:
-    """Why the cell cannot be measured here, or None."""
+    """Returns why the cell cannot be measured here, or None."""
     wanted = cell.work.table_bytes * (1 + 1 / cell.dram_parts)
     if wanted > memory_bytes:
         return f"both sides need {wanted / 1e9:.1f} GB, --memory allows {memory_bytes / 1e9:.1f} GB"
@@ -135,19 +136,19 @@ def refusal(cell: MemoryCell, *, memory_bytes: int, cores: int) -> str | None:
             f"beside its DRAM a process has {slack / 1e6:.0f} MB, in which the page cache would hold more of the files "
             "than in that"
         )
-    return rivals.missing(cell.side) or group_refused()
+    return stores.missing(cell.side) or group_refused()
 
 
 @functools.lru_cache(maxsize=64)
 def batch_bytes(work: Work) -> int:
-    """Of the different rows of the first batch."""
+    """Returns the bytes of the distinct rows of the first batch."""
     sparse = next(work.batches()).sparse
     return 4 * work.embedding_dim * sum(len(np.unique(sparse.bags(key)[0])) for key in sparse.keys)
 
 
 @functools.cache
 def group_refused() -> str | None:
-    """Why no memory group can be made here, or None."""
+    """Returns why no memory group can be made here, or None."""
     try:
         with MemoryGroup():
             return None
@@ -158,7 +159,7 @@ def group_refused() -> str | None:
 
 
 def estimate_s(cells: Sequence[MemoryCell]) -> float:
-    """About how long measuring them takes: the tables on disk, then the steps of both sides."""
+    """Returns about how many seconds the cells take: the tables on disk, then the steps of both sides."""
     setups = {setup_of(cell): cell for cell in cells}.values()
     built = sum(SETUP_S + setup.work.table_bytes / BUILT_BYTES_PER_S for setup in setups)
     return built + sum(
@@ -170,31 +171,31 @@ def estimate_s(cells: Sequence[MemoryCell]) -> float:
 
 
 def headline(row: Mapping[str, Any]) -> str:
-    """A measured row in a word."""
+    """Returns the main figure of a row."""
     low, high = row["spread"]
     return f"{row['relative_speed']:.0%} ({low:.0%} .. {high:.0%}) of the speed in DRAM  {bench.how_clean(row)}"
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the page needs beside the rows."""
+    """Returns what the page needs beside the rows."""
     return {"machines": machines(rows)}
 
 
 # ---- measuring
 
 FAILURES = (GroupError, WorkerError)
-"""What ends the measurement of one set-up and not the study."""
+"""Errors that end the cells of one setup but not the study."""
 
 
 def measure(cells: Sequence[MemoryCell], *, quick: bool, folder: Path) -> Iterator[tuple[MemoryCell, dict[str, Any]]]:
-    """`run`, its files below `folder`; what is quick is said by the preset."""
+    """Calls `run` with files below `folder`. The preset says what a quick cell is."""
     return run(cells, folder=folder)
 
 
 def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[tuple[MemoryCell, dict[str, Any]]]:
-    """The cells, all of one `setup_of`, with their rows. Raises WorkerError, GroupError and LossError.
+    """Yields the cells, all of one `setup_of`, with their rows. Raises WorkerError, GroupError and LossError.
 
-    folder: where files of tables lie while this runs; on the disk to measure.
+    folder: for the files of tables while this runs, on the disk to measure.
     """
     first = cells[0]
     with ExitStack() as stack:
@@ -221,23 +222,23 @@ def run(cells: Sequence[MemoryCell], *, folder: Path | None = None) -> Iterator[
 
 
 def checkpoint_of(feed: Feed, side: Worker, cell: MemoryCell) -> dict[str, Any]:
-    """What the second of two checkpoints takes, `checkpoint_steps` after the first, and of what it writes the bytes."""
+    """Saves two checkpoints, `checkpoint_steps` apart; returns the seconds and bytes of the second."""
     if not cell.checkpoint_steps:
         return {}
     side.ask(do="save")
-    for left in range(cell.checkpoint_steps, 0, -cell.steps):  # their batches lie in memory while a stretch lasts
+    for left in range(cell.checkpoint_steps, 0, -cell.steps):  # a stretch holds its batches in memory
         feed.train([side], settle=0, steps=min(cell.steps, left), ahead=cell.ahead)
     return side.ask(do="save")
 
 
 class Feed:
-    """The batches that workers have not trained on yet."""
+    """The batches that the workers have not trained on yet."""
 
     def __init__(self, work: Work) -> None:
         self._source, self._waiting = work.batches(), deque[Batch]()
 
     def train(self, workers: Sequence[Worker], *, settle: int, steps: int, ahead: int) -> list[dict[str, Any]]:
-        """What each answers, one after the other; the batches looked ahead to come again in the next stretch."""
+        """Lets the workers train one after the other; returns their answers. Look-ahead batches are used again."""
         wanted = settle + steps + ahead
         self._waiting.extend(islice(self._source, max(0, wanted - len(self._waiting))))
         with shared_batches([*islice(self._waiting, wanted)]) as path:
@@ -249,14 +250,14 @@ class Feed:
 
 
 class Turns:
-    """Both processes, one stretch each at a time."""
+    """Both processes, which train in alternating stretches."""
 
     def __init__(self, feed: Feed, dram: Worker, side: Worker) -> None:
         self.feed, self.dram, self.side = feed, dram, side
         self.num_compared = self._number = 0
 
     def stretch(self, cell: MemoryCell, *, steps: int, ahead: int) -> dict[str, Any]:
-        """The same steps on both sides, who begins alternates: {"dram": ..., "side": ..., "disturbed": share}."""
+        """Trains the same steps on both sides, in alternating order: {"dram": ..., "side": ..., "disturbed": share}."""
         self._number += 1
         workers = {"dram": self.dram, "side": self.side}
         order = sorted(workers, reverse=self._number % 2 == 0)
@@ -270,7 +271,7 @@ class Turns:
 
 
 def check_losses(key: str, first_step: int, wanted: Sequence[str], found: Sequence[str]) -> None:
-    """Raises LossError naming the first step whose loss is not the same to the bit."""
+    """Raises LossError, which names the first step whose losses differ in a bit."""
     for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
         if a != b or not math.isfinite(float.fromhex(a)):
             raise LossError(
@@ -280,7 +281,7 @@ def check_losses(key: str, first_step: int, wanted: Sequence[str], found: Sequen
 
 
 def measure_rounds(turns: Turns, cells: Sequence[MemoryCell]) -> dict[str, bench.Rounds[Mapping[str, Any]]]:
-    """Rounds of each cell as long as bench.wants_more; a round visits every cell that still wants one."""
+    """Takes rounds of each cell while bench.wants_more; a round visits every cell that wants one."""
     taken: dict[str, list[tuple[float, Mapping[str, Any]]]] = {cell.key: [] for cell in cells}
     while wanting := [cell for cell in cells if bench.wants_more(taken[cell.key], cell.rounds)]:
         for cell in wanting:
@@ -290,7 +291,7 @@ def measure_rounds(turns: Turns, cells: Sequence[MemoryCell]) -> dict[str, bench
 
 
 def row_of(cell: MemoryCell, rounds: bench.Rounds[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What the files hold of a measured cell."""
+    """Returns the row of a measured cell."""
     kept = rounds.results
     ratios = [r["dram"]["seconds"] / r["side"]["seconds"] for r in kept]
     sides = [r["side"] for r in kept]
@@ -314,7 +315,7 @@ def row_of(cell: MemoryCell, rounds: bench.Rounds[Mapping[str, Any]], facts: Map
 
 
 def shares_of(sides: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
-    """Hit rates, waiting and traffic of a side over its stretches; None where it does not know."""
+    """Returns hit rates, waiting and traffic of a side over its stretches; None for what it does not count."""
     total = {name: sum(side[name] for side in sides) for name in sides[0] if name not in ("losses", "steps_s")}
     num_steps = steps * len(sides)
 
@@ -353,7 +354,7 @@ def shares_of(sides: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def machines(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each source, the least DRAM at which tiers keep ENOUGH of the speed, and how many machines that saves."""
+    """Returns how many machines one replaces, at the least DRAM where tiers keep ENOUGH of the speed, by source."""
     found = []
     for source in sorted({row["source"] for row in rows}):
         own = [row for row in rows if row["source"] == source and row["side"] == "tiers" and row["ahead"]]
@@ -363,7 +364,7 @@ def machines(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_data(preset: Mapping[str, Any], traces: Sequence[str]) -> dict[str, Any]:
-    """The preset, its group of traces with those paths; without paths that group is left out."""
+    """Returns the preset with these paths in its group of traces; without paths the group is left out."""
     groups = []
     for group in preset["groups"]:
         if "trace" not in group["axes"]:

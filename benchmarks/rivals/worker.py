@@ -1,7 +1,7 @@
-"""The processes of the study `memory`: one side each, told over pipes when to train, so that no two compute at once.
+"""The processes of the study `memory`, one per side. Pipes tell them when to train, so that no two compute at once.
 
-A worker reads one JSON object a line and answers with one: {"do": "build"}, {"do": "train", ...}; it ends where its
-input does. `Worker` is the end of the one who tells.
+A worker reads one JSON object a line and answers with one: {"do": "build"}, {"do": "train", ...}; it ends when its
+input ends. `Worker` is the parent's side of the pipes, `Server` the child's.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, TextIO
 
-from hotrow.study.group import MemoryGroup, enter_and
+from benchmarks.rivals.group import MemoryGroup, enter_and
+
+ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class WorkerError(RuntimeError):
-    """A worker's process is gone or said why it cannot go on."""
+    """A worker's process ended, or reported why it cannot continue."""
 
 
 class Worker:
-    """A side in a process of its own, inside `group` where one is given. A context manager that ends it."""
+    """A side in a process of its own, inside `group` if there is one. A context manager, which ends the process."""
 
     def __init__(self, side: str, work: Any, settings: Any, *, threads: int, group: MemoryGroup | None = None) -> None:
         self.side, self.group = side, group
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1", "PYTHONPATH": ROOT}
         self._process: subprocess.Popen[str] = subprocess.Popen(
-            enter_and(group, [sys.executable, "-c", "from hotrow.study.worker import main; main()"]),
+            enter_and(group, [sys.executable, "-c", "from benchmarks.rivals.worker import main; main()"]),
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -43,21 +46,21 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The number of the worker's process."""
+        """The id of the worker's process."""
         return self._process.pid
 
     def ready(self) -> None:
-        """Wait until it has warmed up; before the first `ask`. Raises WorkerError."""
+        """Waits until the worker has warmed up; call it before the first `ask`. Raises WorkerError."""
         self._answer()
 
     def ask(self, **what: Any) -> dict[str, Any]:
-        """The answer. Raises WorkerError with the reason."""
+        """Returns the answer. Raises WorkerError with the reason."""
         self._tell(**what)
         return self._answer()
 
     def _tell(self, **what: Any) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # that there is no answer says so
+        with suppress(BrokenPipeError):  # the missing answer reports it
             self._process.stdin.write(json.dumps(what) + "\n")
             self._process.stdin.flush()
 
@@ -66,7 +69,7 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
-            why = "it was killed, as where memory is over the limit" if status in (-9, 137) else f"status {status}"
+            why = "it was killed, as happens above the memory limit" if status in (-9, 137) else f"status {status}"
             raise WorkerError(f"the process of side {self.side} ended: {why}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -74,7 +77,7 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """End the process, and remove its group."""
+        """Ends the process and removes its group."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -92,51 +95,51 @@ class Worker:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
-            self._process.kill()  # what it is about is of no use any more
+            self._process.kill()  # nobody needs its work any more
         self.close()
 
 
 class Server:
-    """A side in its process."""
+    """The child's end: a side and the requests it answers."""
 
     def __init__(self, side: str, work: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        from hotrow.study import rivals, sides
-        from hotrow.study.work import Work
+        from benchmarks.rivals import sides, stores
+        from benchmarks.rivals.work import Work
 
         lists: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in work.items()}
         self.work = Work(**lists)
-        kinds = {"dram": sides.Side, "tiers": sides.InTiers, "mmap": rivals.Mapped, "rocksdb": rivals.Rocks}
+        kinds = {"dram": sides.Side, "tiers": sides.InTiers, "mmap": stores.Mapped, "rocksdb": stores.Rocks}
         self._warm_up(sides)
         self.side = kinds[side](self.work, sides.Settings(**settings))
 
     def _warm_up(self, sides: Any) -> None:
-        """Three steps on tables of one row: buffers and code that every side needs are there before it is limited."""
+        """Trains three steps on tables of one row, to load common buffers and code before the limit is set."""
         small = replace(self.work, rows=(1,) * len(self.work.rows), zipf=1.05, trace=None)
         side = sides.Side(small, None)
         side.build()
         side.train(list(islice(small.batches(), 3)), settle=1, steps=2, ahead=0)
 
     def build(self) -> dict[str, Any]:
-        """Make the tables; what is known of them. Memory that only making them took is given back."""
+        """Makes the tables and returns their facts. Memory that was needed only to make them is given back."""
         self.side.build()
-        with suppress(AttributeError):  # where malloc is another
+        with suppress(AttributeError):  # another malloc
             ctypes.CDLL(None).malloc_trim(0)
         return self.side.facts()
 
     def train(self, *, batches: str, settle: int, steps: int, ahead: int) -> dict[str, Any]:
-        """A stretch on the batches of that file, `ahead` of which it only looks ahead to."""
-        from hotrow.study.work import read_batches
+        """Trains on the batches of a file; to the last `ahead` of them it only looks ahead."""
+        from benchmarks.rivals.work import read_batches
 
         return self.side.train([*read_batches(batches, self.work)], settle=settle, steps=steps, ahead=ahead)
 
     def save(self) -> dict[str, Any]:
-        """A checkpoint, and what it took."""
+        """Saves a checkpoint and returns what it took."""
         found: dict[str, Any] = self.side.save()
         return found
 
 
 def serve(lines: TextIO, answers: TextIO) -> None:
-    """Answer each line until there is none, or until one cannot be."""
+    """Answers each line, until the input ends or a request fails."""
     server: Server | None = None
     answer: dict[str, Any] = {}
     for line in lines:
@@ -146,7 +149,7 @@ def serve(lines: TextIO, answers: TextIO) -> None:
                 server = Server(**what)
             else:
                 answer = getattr(server, what.pop("do"))(**what)
-        except Exception as error:  # told to the one who asked, who says it
+        except Exception as error:  # the parent reports it
             answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
             answers.flush()
             return
@@ -155,9 +158,9 @@ def serve(lines: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Serve on what was stdout; whatever prints goes to stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks, who then ends this
+    """Answers on the original stdout; everything that prints goes to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    warnings.filterwarnings("ignore", "table .* is read and written by .* threads")  # asked for, or told in `facts`
+    warnings.filterwarnings("ignore", "table .* is read and written by .* threads")  # wanted, or reported by `facts`
     serve(sys.stdin, answers)

@@ -1,4 +1,4 @@
-"""The rivals of the study `memory`: the whole tables as mapped files, and RocksDB behind a cache of rows.
+"""Other stores for the study `memory`: whole tables as mapped files, and RocksDB behind a cache of rows.
 
 Both compute with hotrow's kernels on memory of their own, so that what differs is how rows come and go, and their
 losses must equal those in DRAM to the bit as ours must. They are rivals only: hotrow trains with neither.
@@ -23,25 +23,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.rivals.sides import Settings, Side, collection_over, past_page_cache
+from benchmarks.rivals.work import SEED, Work
 from hotrow.batch import Batch
 from hotrow.kernels import ops
 from hotrow.kernels.reference import row_key
-from hotrow.study.sides import Settings, Side, collection_over, past_page_cache
-from hotrow.study.work import SEED, Work
 from hotrow.tables import TableConfig
 
 PAGE_BYTES = mmap.PAGESIZE
 PIECE_ROWS = 1 << 15
 ROCKS_THREADS = 16
 ROCKS_BYTES_PER_ROW = 4
-"""Of filters (10 bits a key) and of the index (about 40 bytes a block of 4 KiB), which RocksDB holds in memory."""
+"""Memory that RocksDB needs for filters (10 bits a key) and the index (about 40 bytes per block of 4 KiB)."""
 MEMTABLE_BYTES = 8 << 20
 PIDFD_OPEN, PROCESS_MADVISE = 434, 440  # the same on every architecture of Linux
 MADV_WILLNEED, MOST_RANGES = 3, 1024
 
 
 def initial_rows(table: TableConfig) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows [n, D]) of the values that every side starts from."""
+    """Yields (first row, rows [n, D]) of the values that every side starts from."""
     bound, key = table.init.bound_for(table.num_embeddings), row_key(SEED, table.name)
     for first in range(0, table.num_embeddings, PIECE_ROWS):
         rows = ops.allocate(min(PIECE_ROWS, table.num_embeddings - first), table.embedding_dim)
@@ -53,10 +53,10 @@ def initial_rows(table: TableConfig) -> Iterator[tuple[int, Tensor]]:
 
 
 class Mapped(Side):
-    """Every table is a file used as memory; the pages of the next batch are asked for while this one is trained on."""
+    """Every table is a mapped file; the pages of the next batch are requested while this one is trained on."""
 
     def build(self) -> None:
-        """Write and map the files."""
+        """Writes and maps the files."""
         self.files = [self._write(table) for table in self.work.tables]
         arrays = [np.memmap(file, np.float32, "r+", shape=(n, self.work.embedding_dim)) for file, n in self._sizes()]
         for array in arrays:
@@ -75,11 +75,11 @@ class Mapped(Side):
             for _, rows in initial_rows(table):
                 file.write(rows.numpy().tobytes())
         with past_page_cache(path):
-            pass  # synced and dropped
+            pass  # leaving the block syncs the file and drops it from the page cache
         return path
 
     def coming(self, batches: Iterable[Batch], ahead: int) -> Iterator[Batch]:
-        """Each batch; meanwhile another thread advises of the one `ahead` of it."""
+        """Yields each batch, while another thread requests the pages of the batch that is `ahead` of it."""
         waiting: deque[Batch] = deque()
         with ThreadPoolExecutor(1) as adviser:
             for batch in batches:
@@ -90,7 +90,7 @@ class Mapped(Side):
                     yield waiting.popleft()
 
     def _advise(self, batch: Batch) -> None:
-        """MADV_WILLNEED of every page with a row of the batch, many ranges a call."""
+        """Calls MADV_WILLNEED for every page with a row of the batch, many ranges at a time."""
         sizes = np.array([len(batch.sparse.bags(key)[0]) for key in batch.sparse.keys])
         addresses = np.repeat(self.starts, sizes) + batch.sparse.values.numpy() * (4 * self.work.embedding_dim)
         pages = np.unique(addresses // PAGE_BYTES)
@@ -103,12 +103,12 @@ class Mapped(Side):
             self.refused_calls += done < 0
 
     def facts(self) -> dict[str, Any]:
-        """Rows and bytes of the files."""
+        """Returns rows and bytes of the files."""
         disk_bytes = sum(file.stat().st_blocks * 512 for file in self.files)
         return {"rows_on_disk": sum(self.work.rows), "disk_bytes": disk_bytes}
 
     def counters(self) -> dict[str, float]:
-        """Calls of advice that the system refused: it is not given then."""
+        """Returns the number of madvise calls that the system refused."""
         return {"refused_advice": float(self.refused_calls)}
 
 
@@ -116,7 +116,7 @@ class Mapped(Side):
 
 
 class RowLru:
-    """Which rows lie in which of `num_slots` slots, the least recently used leave: in arrays, a batch at a time.
+    """Which rows are in which of `num_slots` slots; the least recently used leave. Works on arrays, a batch at a time.
 
     Uses are appended to a log; what leaves is taken from its front, where an entry that is not its slot's last is
     skipped. The log is rid of such entries when it has grown to four times the slots.
@@ -132,7 +132,7 @@ class RowLru:
         self.lookups = self.missed = 0
 
     def take(self, rows: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
-        """For different rows: (slots, mask of those that were absent, rows that left, the slots they left)."""
+        """Returns, for distinct rows: slots, mask of absent rows, rows that left, and the slots they left."""
         self.now += 1
         slots = self.slot_of[rows]
         absent = slots < 0
@@ -173,7 +173,7 @@ class RowLru:
 
 
 class Rocks(Side):
-    """RocksDB on 16 threads with direct reads, in front of it a cache of rows that the steps read and change."""
+    """RocksDB on 16 threads with direct reads, behind a cache of rows that the steps read and change."""
 
     def __init__(self, work: Work, settings: Settings) -> None:
         super().__init__(work, settings)
@@ -184,7 +184,7 @@ class Rocks(Side):
         self.slots = ops.allocate(len(self.lru.row_of), work.embedding_dim)
 
     def build(self) -> None:
-        """Fill the database."""
+        """Fills the database."""
         self.rocks = importlib.import_module("rocksdict")
         self.path = Path(self.settings.folder) / "rocks"
         self.db = self.rocks.Rdict(str(self.path), self._options())
@@ -209,7 +209,7 @@ class Rocks(Side):
         return options
 
     def _ingest(self) -> None:
-        """Sorted files, taken over as they are: compacted from the start."""
+        """Writes sorted files that RocksDB takes over as they are, so the database is compacted from the start."""
         for t, table in enumerate(self.work.tables):
             file = str(Path(self.settings.folder) / f"{t}.sst")
             writer = self.rocks.SstFileWriter(self._options())
@@ -224,7 +224,7 @@ class Rocks(Side):
             self.db.ingest_external_file([file], options)
 
     def _fill_cache(self) -> None:
-        """The first rows of each table, as many of every one as fit: what a long training would find there."""
+        """Caches the first rows of each table, as many as fit, as a long training would leave them."""
         room = len(self.lru.row_of)
         level = bisect.bisect(
             range(max(self.work.rows)), room, key=lambda n: sum(min(n, rows) for rows in self.work.rows)
@@ -238,7 +238,7 @@ class Rocks(Side):
                 self.slots[torch.from_numpy(slots).long()] = rows[:count]
 
     def step(self, batch: Batch) -> Tensor:
-        """Bring the rows that the cache lacks, then train."""
+        """Reads the rows that the cache lacks, then trains."""
         sparse = batch.sparse
         sizes = [len(sparse.bags(key)[0]) for key in sparse.keys]
         ids = sparse.values.numpy() + np.repeat(self.starts[:-1], sizes)
@@ -267,17 +267,17 @@ class Rocks(Side):
         self.slots.numpy()[slots] = np.frombuffer(values, np.float32).reshape(len(rows), -1)
 
     def facts(self) -> dict[str, Any]:
-        """Rows and bytes of the database, and the rows cached."""
+        """Returns rows and bytes of the database, and the number of cached rows."""
         disk_bytes = sum(file.stat().st_blocks * 512 for file in self.path.rglob("*") if file.is_file())
         return {"rows_on_disk": sum(self.work.rows), "disk_bytes": disk_bytes, "cached_rows": len(self.lru.row_of)}
 
     def counters(self) -> dict[str, float]:
-        """Different rows of the batches, and those that were cached."""
+        """Returns the number of distinct rows of the batches, and how many of them were cached."""
         return {"rows": float(self.lru.lookups), "hit_rows": float(self.lru.lookups - self.lru.missed)}
 
 
 def missing(side: str) -> str | None:
-    """Why a rival cannot run here, or None."""
+    """Returns why a side cannot run here, or None."""
     if side == "rocksdb" and importlib.util.find_spec("rocksdict") is None:
         return "rocksdict is not installed: pip install rocksdict"
     return None

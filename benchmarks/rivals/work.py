@@ -1,4 +1,4 @@
-"""What the sides of the study `memory` train: a DLRM and an endless line of batches, the same for every side."""
+"""What the sides of the study `memory` train: a DLRM and an endless stream of batches, the same for every side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hotrow.tables import TableConfig
 
 NUM_DENSE = 13
 BOTTOM_MLP, TOP_MLP = (512, 256, 64), (512, 256)
-"""Of the reference DLRM on Criteo Kaggle."""
+"""The MLPs of the reference DLRM on Criteo Kaggle."""
 LR = 0.1
 SEED = 1
 
@@ -34,19 +34,19 @@ class Work:
     """A model and its batches."""
 
     rows: tuple[int, ...]
-    """Of each table."""
+    """Number of rows of each table."""
     embedding_dim: int
     batch_size: int
     zipf: float | None = None
-    """Each table's ids over its ranks; None: the ids of `trace`."""
+    """Exponent of the ids' Zipf law in each table; None: the ids of `trace`."""
     trace: str | None = None
-    """A packed dataset or a plain trace, which is repeated where it ends."""
+    """A packed dataset or a plain trace, which starts again when it ends."""
     bottom_mlp: tuple[int, ...] = BOTTOM_MLP
     top_mlp: tuple[int, ...] = TOP_MLP
 
     @property
     def table_bytes(self) -> int:
-        """Of float32 weights; SGD has no state."""
+        """Bytes of the float32 weights; SGD has no state."""
         return 4 * sum(self.rows) * self.embedding_dim
 
     @property
@@ -58,13 +58,13 @@ class Work:
         ]
 
     def batches(self, *, stream: int = 0) -> Iterator[Batch]:
-        """From the first, without end; other draws in another stream, but of a trace, which has one."""
+        """Yields batches without end. Another stream draws other batches, except from a trace, which has only one."""
         ids = zipf_ids(self, stream) if self.trace is None else trace_ids(open_accesses(self.trace), self.batch_size)
         for number, columns in enumerate(ids):
             yield self._batch(columns, np.random.default_rng((SEED, 2 + 2 * stream, number)))
 
     def counts(self) -> Mapping[str, NDArray[np.float64]]:
-        """Of each table, how often a step is expected to look up each row."""
+        """Returns how often a step is expected to look up each row, by table."""
         return _Counts(self, None if self.trace is None else open_accesses(self.trace))
 
     def _batch(self, columns: Sequence[np.ndarray[Any, Any]], generator: np.random.Generator) -> Batch:
@@ -80,7 +80,7 @@ class Work:
 
 @dataclass(frozen=True)
 class _Counts(Mapping[str, NDArray[np.float64]]):
-    """Made when they are asked for: those of all tables at once would be as large as a small model."""
+    """Counts made on demand: those of all tables at once would be as large as a small model."""
 
     work: Work
     accesses: Accesses | None
@@ -102,12 +102,12 @@ class _Counts(Mapping[str, NDArray[np.float64]]):
 
 
 def names_of(num_tables: int) -> tuple[str, ...]:
-    """Of tables and their features."""
+    """Returns the names of the tables, which are also those of their features."""
     return tuple(f"C{i + 1}" for i in range(num_tables))
 
 
 def zipf_ids(work: Work, stream: int) -> Iterator[list[np.ndarray[Any, Any]]]:
-    """Each table's ids, batch after batch: id k in proportion to about (k + 1) ** -zipf (the continuous law, cut)."""
+    """Yields each table's ids: id k has a probability of about (k + 1) ** -zipf (the continuous law, truncated)."""
     assert work.zipf is not None
     power = 1.0 - work.zipf
     for number in itertools.count():
@@ -119,7 +119,7 @@ def zipf_ids(work: Work, stream: int) -> Iterator[list[np.ndarray[Any, Any]]]:
 
 
 def zipf_chances(work: Work, table: int) -> NDArray[np.float64]:
-    """Of each id of a table, to be the one that `zipf_ids` draws."""
+    """Returns the probability of each id of a table under `zipf_ids`."""
     assert work.zipf is not None
     power, n = 1.0 - work.zipf, work.rows[table]
     below: NDArray[np.float64] = (np.arange(1, n + 2, dtype=np.float64) ** power - 1) / ((n + 1.0) ** power - 1)
@@ -127,7 +127,7 @@ def zipf_chances(work: Work, table: int) -> NDArray[np.float64]:
 
 
 def trace_ids(accesses: Accesses, batch_size: int) -> Iterator[list[np.ndarray[Any, Any]]]:
-    """Each table's ids, batch after batch, as they were recorded; whole batches alone, from the start when they end."""
+    """Yields each table's ids as recorded, in whole batches, and starts again at the end."""
     while True:
         yield from itertools.islice(
             zip(*(table.batches(batch_size) for table in accesses.tables), strict=False),
@@ -136,20 +136,20 @@ def trace_ids(accesses: Accesses, batch_size: int) -> Iterator[list[np.ndarray[A
 
 
 def even_lengths(num_ids: int, num_bags: int) -> np.ndarray[Any, Any]:
-    """Lengths of bags that share the ids evenly: the rows that a batch touches are real, which sample has which not."""
+    """Returns lengths of bags that share the ids evenly: the rows of a batch are real, their samples are not."""
     return num_ids // num_bags + (np.arange(num_bags) < num_ids % num_bags)
 
 
 def trace_rows(path: str) -> tuple[int, ...]:
-    """Rows of each table of a packed dataset or trace."""
+    """Returns the number of rows of each table of a packed dataset or trace."""
     return tuple(table.num_embeddings for table in open_accesses(path).tables)
 
 
 @contextmanager
 def shared_batches(batches: Sequence[Batch]) -> Iterator[str]:
-    """The path of a file in memory that holds them, for other processes to read while this lasts; Linux alone.
+    """Yields the path of a file in memory with the batches, for other processes to read inside the block; Linux only.
 
-    Its memory counts where this process's does, not in the memory group of one that reads it.
+    Its memory counts in this process's memory group, not in that of a reader.
     """
     tensors: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
@@ -164,7 +164,7 @@ def shared_batches(batches: Sequence[Batch]) -> Iterator[str]:
 
 
 def read_batches(path: str, work: Work) -> Iterator[Batch]:
-    """Those of `shared_batches`, over its memory."""
+    """Yields the batches of `shared_batches`, without copying them."""
     with safe_open(path, "pt") as file:
         known = set(file.keys())
         for number in itertools.count():
@@ -178,7 +178,7 @@ def read_batches(path: str, work: Work) -> Iterator[Batch]:
 
 
 class Training:
-    """The dense part of the model from a fixed seed, and one step."""
+    """The dense layers, initialized from a fixed seed, and the training step."""
 
     def __init__(self, work: Work) -> None:
         self.model = DLRM(
@@ -195,7 +195,7 @@ class Training:
     def step(
         self, look_up: Callable[[KeyedJaggedTensor], Tensor], tables: torch.optim.Optimizer, batch: Batch
     ) -> Tensor:
-        """Forward, loss, gradients, both optimizers; the loss."""
+        """Runs forward, backward and both optimizers; returns the loss."""
         loss = binary_cross_entropy_with_logits(self.model(batch.dense, look_up(batch.sparse)), batch.label)
         self.optimizer.zero_grad()
         tables.zero_grad()

@@ -1,6 +1,6 @@
-"""A memory cgroup for one process: what it may use of DRAM, its page cache included. Linux, v1 and v2.
+"""A memory cgroup for one process, which limits its DRAM including the page cache. Linux, cgroup v1 and v2.
 
-Groups are made below the group of this process, so that limits above it still hold, and go with their object.
+Groups are made below the group of this process, so that the limits above it still hold.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import time
 import uuid
 from pathlib import Path
 
+from hotrow.base.machine import cgroup_folders
+
 MOUNT = Path("/sys/fs/cgroup")
 CURE = "run as root, or under `systemd-run --scope -p Delegate=yes`"
 
 
 class GroupError(RuntimeError):
-    """No memory group can be made here, and why."""
+    """No memory group can be made here; the message says why."""
 
 
 class MemoryGroup:
-    """A group without a limit until `limit`. A context manager that removes it. Raises GroupError."""
+    """A group, without a limit until `limit` is called. A context manager, which removes it. Raises GroupError."""
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = parent or own_group()
@@ -35,11 +37,11 @@ class MemoryGroup:
 
     @property
     def entry(self) -> Path:
-        """The file into which a process writes its id to enter."""
+        """The file into which a process writes its id to enter the group."""
         return self.path / "cgroup.procs"
 
     def limit(self, num_bytes: int) -> None:
-        """Bytes of memory and page cache; what is above is taken back now, and none swapped. Raises GroupError."""
+        """Limits memory and page cache. The system reclaims what is above now, and swaps nothing. Raises GroupError."""
         limits = {"memory.swap.max": 0, "memory.max": num_bytes}
         if self._v1:  # in this order: the limit of memory and swap may not be below that of memory
             limits = {"memory.limit_in_bytes": num_bytes, "memory.memsw.limit_in_bytes": num_bytes}
@@ -52,18 +54,18 @@ class MemoryGroup:
                 raise GroupError(f"{self.path / name} takes no limit of {limit:,} bytes ({error.strerror})") from None
 
     def used_bytes(self) -> int:
-        """In use now but for the page cache, which makes room."""
+        """Returns the bytes in use without the page cache, which the system can reclaim."""
         fields = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
         cached = int(fields["total_cache"] if self._v1 else fields["file"])
         return int((self.path / ("memory.usage_in_bytes" if self._v1 else "memory.current")).read_text()) - cached
 
     def peak_bytes(self) -> int | None:
-        """The most that was in use, page cache included; None where the system does not tell."""
+        """Returns the peak use in bytes, with the page cache; None if unknown."""
         file = self.path / ("memory.max_usage_in_bytes" if self._v1 else "memory.peak")
         return int(file.read_text()) if file.exists() else None
 
     def remove(self) -> None:
-        """Remove the group, whose processes have ended."""
+        """Removes the group. Its processes must have ended."""
         for _ in range(100):  # the system takes a moment to forget a process
             try:
                 self.path.rmdir()
@@ -82,26 +84,17 @@ class MemoryGroup:
         self.remove()
 
 
-def own_group(text: str | None = None, mount: Path = MOUNT) -> Path:
-    """The memory group of this process as a folder. text: of /proc/self/cgroup. Raises GroupError."""
-    file = Path("/proc/self/cgroup")
-    if text is None:
-        text = file.read_text() if file.exists() else ""
-    paths = {}
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths[controllers] = path.lstrip("/")
-    for controllers, path in paths.items():
-        if "memory" in controllers.split(","):
-            root = mount / "memory"
-            return root / path if (root / path).is_dir() else root  # in a container the root is its own group
-    if "" in paths and (mount / "cgroup.controllers").exists():
-        return mount / paths[""]
+def own_group(mount: Path = MOUNT, membership: Path = Path("/proc/self/cgroup")) -> Path:
+    """Returns the folder of this process's memory group. Raises GroupError."""
+    for version, folder in sorted(cgroup_folders("memory", mount, membership), key=lambda found: found[0]):
+        # Version 2 has no memory controller in a folder that merely lies at the mount point.
+        if folder.is_dir() and (version == 1 or (mount / "cgroup.controllers").exists()):
+            return folder
     raise GroupError(f"this system has no memory groups under {mount}, so memory and page cache cannot be limited")
 
 
 def enter_and(group: MemoryGroup | None, command: list[str]) -> list[str]:
-    """`command` as a process that enters the group before its first byte of memory."""
+    """Returns a command that enters the group before it runs `command`."""
     if group is None:
         return command
     return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', os.fspath(group.entry), *command]

@@ -1,4 +1,4 @@
-"""Who trains in the study `memory`: all in DRAM, hotrow's tiers, and the rivals of rivals.py, each in its own process.
+"""The sides of the study `memory`: all in DRAM, hotrow's tiers, and the stores of stores.py, one process each.
 
 A side holds tables, looks up and updates; `Side.train` takes a stretch of steps and says what they took.
 """
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from benchmarks.rivals.work import LR, SEED, Training, Work
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
@@ -30,62 +31,61 @@ from hotrow.plan.solve import plan_by_counts
 from hotrow.run.checkpoint import Part, save_checkpoint
 from hotrow.run.checkpoint_manifest import read_manifest
 from hotrow.run.meters_tiers import GAUGES
-from hotrow.study.work import LR, SEED, Training, Work
 from hotrow.tables import TableConfig
 
 ZEROS_BYTES = 1 << 23
 WORN_ROWS, WORN_SHARE = 1 << 15, 1.25
-"""Rows that are written again together, and how often one is on average."""
+"""Rows that are rewritten together, and how often each is on average."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a side is given beside the work."""
+    """The settings of a side."""
 
     dram_bytes: int
-    """For the tables; means nothing to the side that has all of them there."""
+    """DRAM for the tables; the side that has all tables in DRAM ignores it."""
     folder: str
-    """For files, on the disk to measure."""
+    """Folder for files, on the disk to measure."""
     io: str = "auto"
-    """Of our block stores: io_uring, threads, or auto."""
+    """How hotrow's block stores read: io_uring, threads, or auto."""
     turns: int = 2000
-    """Batches that come and go at most before a cache is taken as it is."""
+    """Upper limit on the batches that pass through the cache before training."""
 
 
 class Side:
-    """All tables in DRAM. Others replace `build`, and what of the rest differs."""
+    """All tables in DRAM. Other sides override `build` and whatever else differs."""
 
     def __init__(self, work: Work, settings: Settings) -> None:
         self.work, self.settings = work, settings
         self.seconds: dict[str, float] = {}
-        """By what a side waited for or did, since the process began."""
+        """Seconds since the start of the process, by what the side waited for or did."""
         self.num_saved = 0
 
     def build(self) -> None:
-        """Make tables whose every row lies where it would after long training."""
+        """Makes tables whose rows lie where they would after long training."""
         self.use(EmbeddingCollection(self.work.tables, seed=SEED))
 
     def use(self, emb: EmbeddingCollection) -> None:
-        """Train with these tables, from the fixed weights of the dense layers."""
+        """Uses these tables, and dense layers with fixed initial weights."""
         self.emb = emb
         self.tables = SGD(emb, LR)
         self.training = Training(self.work)
 
     def coming(self, batches: Iterable[Batch], ahead: int) -> Iterator[Batch]:
-        """The batches; `ahead` of them are asked for before they are needed, by sides that can."""
+        """Yields the batches. Sides that can look `ahead` so many batches."""
         yield from batches
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on it; the loss."""
+        """Trains on the batch and returns the loss."""
         return self.training.step(self.emb, self.tables, batch)
 
     def drain(self) -> None:
-        """Return when nothing that a step left behind is under way."""
+        """Waits until all work that a step left behind is done."""
 
     def save(self) -> dict[str, Any]:
-        """A checkpoint of all that is trained, of tiers the rows that changed since the last; what it took and wrote.
+        """Saves a checkpoint (tiers: the rows that changed since the last one); returns its seconds and bytes.
 
-        Each stays, for the next has its files by other names; they go with the folder of the tables.
+        Checkpoints are kept, because the next one links to their files; they are removed with the folder.
         """
         parts: dict[str, Part] = {"embedding": self.emb, "sparse_optimizer": self.tables}
         parts |= {"model": self.training.model, "dense_optimizer": self.training.optimizer}
@@ -97,17 +97,17 @@ class Side:
         return {"checkpoint_s": seconds, "checkpoint_bytes": read_manifest(path).written_bytes}
 
     def facts(self) -> dict[str, Any]:
-        """Rows and bytes on disk."""
+        """Returns rows and bytes on disk."""
         return {"rows_on_disk": 0, "disk_bytes": 0}
 
     def counters(self) -> dict[str, float]:
-        """What grows as a side trains."""
+        """Returns counters that grow while a side trains."""
         return {}
 
     def train(self, batches: Sequence[Batch], *, settle: int, steps: int, ahead: int) -> dict[str, Any]:
-        """Train `settle` steps, then `steps` that count, to the end of what they left to write; and what that took.
+        """Trains `settle` steps, then `steps` that count, and waits for their writes; returns what that took.
 
-        batches: those and `ahead` more, which are looked ahead to and not trained on.
+        batches: those to train on, and `ahead` more to look ahead to.
         """
         losses: list[Tensor] = []
         times: list[float] = []
@@ -115,7 +115,7 @@ class Side:
         source = self.coming(batches, ahead)
         for number in range(settle + steps):
             if number == settle:
-                self.drain()  # so that what is written in the end is what these steps left
+                self.drain()  # so that the writes at the end belong to these steps alone
                 before = self._counted()
             start = time.perf_counter()
             losses.append(self.step(next(source)))
@@ -145,11 +145,11 @@ class Side:
 
 
 class InTiers(Side):
-    """hotrow's tiers."""
+    """Training with hotrow's tiers."""
 
     def build(self) -> None:
-        """Tables whose every row exists and has its place on the disk."""
-        plan = plan_by_counts(self.work.counts(), num_steps=1)  # as a prepared dataset's counts would have it
+        """Makes tables whose every row exists and has its place on disk."""
+        plan = plan_by_counts(self.work.counts(), num_steps=1)  # as with the counts of a prepared dataset
         memory = Memory(dram=self.settings.dram_bytes, ssd=self.settings.folder, io=self.settings.io, plan=plan)  # type: ignore[arg-type]
         self.use(EmbeddingCollection(self.work.tables, memory=memory, seed=SEED))
         tiers = self.emb.placement.find(Tiers)
@@ -167,7 +167,7 @@ class InTiers(Side):
             self.stopwatch(owner, method)
 
     def wear(self) -> None:
-        """Write rows again at random, until free places lie in gathered files as long training leaves them.
+        """Rewrites rows at random, until the free places in log-structured files lie as after long training.
 
         A file that was written in order has whole pages free; of those that stay so the first rows that leave would
         profit, and none later.
@@ -184,9 +184,9 @@ class InTiers(Side):
                 store.write(again, again - first, records)
 
     def turn_over(self) -> None:
-        """Let batches that are not trained on come and go until as many rows have left as are cached, or `turns` have.
+        """Passes at most `turns` batches through the cache, without training, until as many rows have left as it holds.
 
-        The rows cached are then those that the policy keeps, and no longer those that are looked up most.
+        The rows cached are then those that the cache keeps by itself, and no longer those that are looked up most.
         """
         wanted = self.rows_on_disk + sum(slots.cached for slots in self.tiers.slots)
         for batch in islice(self.work.batches(stream=1), self.settings.turns):
@@ -197,7 +197,7 @@ class InTiers(Side):
                 return
 
     def stopwatch(self, owner: type, method: str) -> None:
-        """Add up what a method takes from now on; this process does nothing but be measured."""
+        """Adds up the seconds of a method from now on. It patches the class, as this process only measures."""
         real, name = getattr(owner, method), method.strip("_")
         self.seconds[name] = 0.0
 
@@ -211,16 +211,16 @@ class InTiers(Side):
         setattr(owner, method, timed)
 
     def coming(self, batches: Iterable[Batch], ahead: int) -> Iterator[Batch]:
-        """The batches behind a look-ahead."""
+        """Yields the batches through a look-ahead."""
         yield from lookahead(batches, self.emb, depth=ahead)
 
     def drain(self) -> None:
-        """Return when nothing waits to be written."""
+        """Waits until no write is pending."""
         while any(store.counters()["waiting_bytes"] for store in self.tiers.stores):
             time.sleep(0.0005)
 
     def facts(self) -> dict[str, Any]:
-        """Rows and bytes on disk, and how the tables lie."""
+        """Returns rows and bytes on disk, and how the tables are stored."""
         files = [store.path for store in self.tiers.stores if store.path is not None]
         return {
             "rows_on_disk": int(self.rows_on_disk),
@@ -234,14 +234,14 @@ class InTiers(Side):
         }
 
     def counters(self) -> dict[str, float]:
-        """Of all tables: row_cache.h, store.h."""
+        """Returns the sums over all tables of the counters in row_cache.h and store.h."""
         tables = self.tiers.counters().values()
         total = {name: float(sum(table[name] for table in tables)) for name in next(iter(tables))}
         return {name: value for name, value in total.items() if name not in GAUGES}
 
 
 def disk_bytes_moved() -> dict[str, float]:
-    """By this process, as the system counts them: what the page cache served is not among it."""
+    """Returns the bytes that this process moved from and to the disk. Reads served by the page cache do not count."""
     file = Path("/proc/self/io")
     if not file.exists():
         return {}
@@ -251,7 +251,7 @@ def disk_bytes_moved() -> dict[str, float]:
 
 @contextmanager
 def past_page_cache(path: Path) -> Iterator[int]:
-    """A descriptor for large writes that leave nothing in the page cache, where the file system allows it."""
+    """Yields a descriptor for large writes that leave nothing in the page cache, if the file system allows that."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
@@ -267,7 +267,7 @@ def past_page_cache(path: Path) -> Iterator[int]:
 
 
 def write_zeros(path: Path, *, start: int = 4096) -> None:
-    """Give every hole of a file from `start` on its place on the disk: writing into one is much slower than over it."""
+    """Fills the holes of a file from `start`: writing into a hole is much slower than overwriting."""
     size = path.stat().st_size
     with past_page_cache(path) as descriptor, mmap.mmap(-1, ZEROS_BYTES) as zeros:
         for offset in range(start, size, ZEROS_BYTES):
@@ -276,7 +276,7 @@ def write_zeros(path: Path, *, start: int = 4096) -> None:
 
 
 def collection_over(tables: Sequence[TableConfig], weights: Sequence[Tensor]) -> EmbeddingCollection:
-    """A collection whose tables lie in the arrays `weights` [N, D]: hotrow's kernels on a rival's memory."""
+    """Returns a collection whose tables are the arrays `weights` [N, D]: hotrow's kernels on another store's memory."""
     return EmbeddingCollection(tables, memory=_Over(weights))
 
 

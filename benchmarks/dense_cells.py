@@ -1,0 +1,175 @@
+"""The dense parts of a DLRM, dot interaction and MLP, against torch's, and the limit of the machine for each.
+
+These are cells of benchmarks.kernels; those of embedding tables are hotrow.study.cells, which `hotrow bench` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.kernels import ops
+from hotrow.study.cells import Cell, Contender, matmul_flops_per_s, sequential_limit_s
+
+
+class Interaction:
+    """Pairwise dot products of 1 + num_features vectors per sample, forward and backward, computed by `function`."""
+
+    def __init__(
+        self, function: Callable[[Tensor, Tensor], Tensor], batch_size: int, num_features: int, dim: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.function = function
+        self.dense = torch.randn(batch_size, dim, generator=generator, requires_grad=True)
+        self.pooled = torch.randn(batch_size, num_features, dim, generator=generator, requires_grad=True)
+        self.gradient = torch.randn(batch_size, dim + num_features * (num_features + 1) // 2, generator=generator)
+
+    def prepare(self, batch: int) -> None:
+        """Clears the gradients; every batch is the same."""
+        self.dense.grad = self.pooled.grad = None
+
+    def run(self) -> None:
+        """Runs forward and backward."""
+        self.out = self.function(self.dense, self.pooled)
+        torch.autograd.backward(self.out, self.gradient)
+
+    def outputs(self) -> Iterable[Tensor]:
+        """Returns the output and both gradients."""
+        assert self.dense.grad is not None and self.pooled.grad is not None
+        return [self.out.detach(), self.dense.grad, self.pooled.grad]
+
+
+def interact_in_torch(num_features: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns the reference DLRM's interaction, cat -> bmm -> lower triangle -> cat, with a precomputed flat index."""
+    n = num_features + 1
+    rows, columns = torch.tril_indices(n, n, offset=-1)
+    flat = rows * n + columns
+
+    def interact(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
+        vectors = torch.cat([dense_BD.unsqueeze(1), pooled_BFD], 1)
+        dots = torch.bmm(vectors, vectors.transpose(1, 2))
+        return torch.cat([dense_BD, dots.flatten(1).index_select(1, flat)], 1)
+
+    return interact
+
+
+class Dense:
+    """An MLP, forward and backward, computed by `function` of the input and of weights and biases in turn.
+
+    All numbers are small integers, so that every sum is exact in any order. Otherwise rounding could put a value near 0
+    on either side of a ReLU, and the two sides would have different gradients without either being wrong.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], batch_size: int, widths: Sequence[int]) -> None:
+        generator = torch.Generator().manual_seed(6)
+
+        def small(*shape: int) -> Tensor:
+            return torch.randint(-1, 2, shape, generator=generator).float()
+
+        self.function = function
+        self.x = small(batch_size, widths[0]).requires_grad_()
+        self.parameters: list[Tensor] = []
+        for num_inputs, num_outputs in pairwise(widths):
+            self.parameters += [small(num_outputs, num_inputs).requires_grad_(), small(num_outputs).requires_grad_()]
+        self.gradient = small(batch_size, widths[-1])
+
+    def prepare(self, batch: int) -> None:
+        """Clears the gradients; every batch is the same."""
+        self.x.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def run(self) -> None:
+        """Runs forward and backward."""
+        self.out = self.function(self.x, *self.parameters)
+        torch.autograd.backward(self.out, self.gradient)
+
+    def outputs(self) -> Iterable[Tensor]:
+        """Returns the output and all gradients."""
+        grads = [tensor.grad for tensor in (self.x, *self.parameters)]
+        return [self.out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def mlp_in_torch(x: Tensor, *parameters: Tensor) -> Tensor:
+    """Applies torch's linear and relu; no relu after the last layer."""
+    for weight, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
+        x = torch.relu(nn.functional.linear(x, weight, bias))
+    return nn.functional.linear(x, *parameters[-2:])
+
+
+# ---- limits
+
+
+def interaction_limit_s(batch_size: int, num_features: int, dim: int, threads: int) -> float | None:
+    """Returns the larger of the times to move every operand once and to do the arithmetic at the machine's top rate.
+
+    Forward reads 1 + F vectors and writes the output; backward reads them and the output's gradient and writes 1 + F
+    gradients. The arithmetic is a multiply and an add per column of each pair forward, of each ordered pair backward.
+    """
+    if ops.backend().name != "native":
+        return None
+    vectors = batch_size * (num_features + 1) * dim
+    out = batch_size * (dim + num_features * (num_features + 1) // 2)
+    run = partial(sequential_limit_s, threads=threads)
+    moved = run(2 * vectors + out, write=False) + run(vectors + out, write=True)
+    num_flops = batch_size * (num_features + 1) * num_features * dim * 3
+    return max(moved, num_flops / products_flops_per_s(threads))
+
+
+@cache
+def products_flops_per_s(threads: int) -> float:
+    """Returns the highest rate of products on this machine: of a large torch.mm, or of multiply-adds without memory.
+
+    Usually the latter. torch.mm alone is not a limit: MKL runs slow code on processors of other makers than Intel.
+    """
+    bare = max(ops.multiply_adds_per_s(threads) for _ in range(100)) if ops.backend().name == "native" else 0.0
+    return max(bare, matmul_flops_per_s())
+
+
+def mlp_flops(widths: Sequence[int], batch_size: int, *, gradient_of_inputs: bool) -> int:
+    """Returns the operations of an MLP's products, forward and backward, down to its inputs or its first weights.
+
+    A multiply-add counts as two. Each layer has one product forward, one for its weights and one for its inputs.
+    """
+    layers = [num_inputs * num_outputs for num_inputs, num_outputs in pairwise(widths)]
+    return 2 * batch_size * (3 * sum(layers) - (0 if gradient_of_inputs else layers[0]))
+
+
+def mlp_limit_s(widths: Sequence[int], batch_size: int, threads: int) -> float:
+    """Returns the seconds of an MLP's products, forward and backward, at the machine's top rate."""
+    return mlp_flops(widths, batch_size, gradient_of_inputs=True) / products_flops_per_s(threads)
+
+
+# ---- cells
+
+
+def interaction_cell(name: str, batch_size: int, num_features: int, dim: int) -> Cell:
+    """Returns a cell of dot interaction, forward and backward, against cat + bmm + gather."""
+
+    def build() -> tuple[Contender, Contender]:
+        side = partial(Interaction, batch_size=batch_size, num_features=num_features, dim=dim)
+        return side(ops.dot_interaction), side(interact_in_torch(num_features))
+
+    limit = partial(interaction_limit_s, batch_size, num_features, dim)
+    return Cell(name=name, peer="torch cat + bmm + index_select", build=build, limit_s=limit)
+
+
+def mlp_cell(name: str, batch_size: int, widths: Sequence[int]) -> Cell:
+    """Returns a cell of an MLP, forward and backward, against torch's linear and relu."""
+
+    def build() -> tuple[Contender, Contender]:
+        side = partial(Dense, batch_size=batch_size, widths=widths)
+        return side(lambda x, *p: ops.mlp(x, p[::2], p[1::2], last="linear")), side(mlp_in_torch)
+
+    return Cell(name=name, peer="torch linear + relu", build=build, limit_s=partial(mlp_limit_s, widths, batch_size))
+
+
+def dense_cells(*, quick: bool) -> list[Cell]:
+    """Returns every cell; quick ones have few samples."""
+    batch_size = 128 if quick else 2048
+    found = [interaction_cell(f"interaction_26_dim{dim}", batch_size, 26, dim) for dim in (16, 64, 128)]
+    return [*found, mlp_cell("mlp_367_512_256_1", batch_size, (367, 512, 256, 1))]
