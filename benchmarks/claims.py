@@ -1,10 +1,10 @@
-"""The pages made of measurements: docs/benchmarks.md, docs/claims.md and the figures of the README.
+"""The pages made from measurements: docs/benchmarks.md, docs/claims.md, the README's figures and its picture.
 
     python -m benchmarks.claims [--check | --missing]
 
 Reads docs/benchmarks.json (what was measured) and docs/claims.yaml (what papers say); writes no number of its own.
-With --check nothing is written, and the exit status says whether the pages are what these two files make; with
---missing it is said which processors lack which cells.
+With --check it writes nothing, and the exit status says whether the pages are up to date. With --missing it lists the
+cells that are still to be measured, by processor.
 """
 
 from __future__ import annotations
@@ -18,28 +18,36 @@ from typing import Any
 
 import yaml
 
+from benchmarks.hot_lab import interval
 from benchmarks.hot_page import hot_tables
 from benchmarks.kernels import promises
-from benchmarks.markdown import across, clean_rounds, held, table
+from benchmarks.markdown import across, clean_rounds, held, span, table
 from benchmarks.results import Cell, Reports, missing, over_processors
 from benchmarks.step_shapes import SHAPES
-from benchmarks.tiers_page import tiers_sentence, tiers_shown, tiers_table
-from hotrow.hot.student import interval
+from benchmarks.tiers_page import memory_chart, tiers_sentence, tiers_shown, tiers_table
 
 ROOT = Path(__file__).resolve().parent.parent
-README_CELLS = {
+SUMMARY_CELLS = {
     "step_sgd_8x50_uniform": "embedding forward + backward + SGD, 8 tables x 1M rows x 64, 50 ids per bag, uniform",
     "step_sgd_8x50_zipf": "the same, skewed ids (Zipf 1.05)",
     "step_adagrad_26x1_dim64": "26 tables, one id each, dim 64, Adagrad",
     "interaction_26_dim64": "dot interaction of 27 vectors, dim 64, forward + backward",
     "train_step_kaggle_vs_torch": "whole DLRM training step, Criteo-Kaggle shape",
-    "train_step_kaggle_vs_torch_as_intel": "the same, MKL told that it is on a processor of Intel's",
-    "train_step_kaggle_vs_dlrm": "the same step",
+    "train_step_kaggle_vs_torch_as_intel": "the same, MKL told that it runs on an Intel processor",
+    "train_step_kaggle_vs_dlrm": "the same step, against the reference implementation",
     "train_step_mlperf-like_vs_torchrec": "whole step, 26 tables of dim 128, large MLPs",
     "train_step_sc20-small_vs_dlrm": "whole step, 8 tables, 50 ids per bag, large MLPs",
     "train_step_embedding-bound_vs_torchrec": "whole step, 26 tables, 20 ids per bag, small MLPs",
     "peak_memory_kaggle_vs_torch": "peak memory beyond tables, Criteo-Kaggle step",
 }
+README_CELLS = {
+    "train_step_kaggle_vs_torch": ("whole training step, Criteo-Kaggle shape", "plain PyTorch"),
+    "train_step_kaggle_vs_torch_as_intel": ("the same, with PyTorch's MKL on its fast path", "plain PyTorch"),
+    "train_step_embedding-bound_vs_torchrec": ("whole step, 26 tables, 20 ids per bag", "torchrec (FBGEMM)"),
+    "tiers_tiers_dram10_zipf1.05_ahead4": ("whole step, 1/10 of the tables in DRAM, the rest on SSD", "all in DRAM"),
+    "tiers_tiers_dram32_zipf1.05_ahead4": ("whole step, 1/32 of the tables in DRAM, the rest on SSD", "all in DRAM"),
+}
+"""The README's five rows: cell -> what was done, and what it is compared with."""
 ByProcessor = dict[str, Cell]
 """What was measured of one cell, by processor."""
 FIGURES_OF_SPEED = ("relative_speed", "{:.0%}")
@@ -49,40 +57,55 @@ BEGIN, END = "<!-- figures: made by `python -m benchmarks.claims` -->\n", "<!-- 
 BENCHMARKS_HEAD = """\
 # Benchmarks
 
-Made from docs/benchmarks.json, which `make bench` fills; studies of accuracy by the command above them. `make bench
-DLRM=path` measures a checkout of facebookresearch/dlrm too, and torchrec is measured where it is installed. What is not
-there is skipped and named.
+Read this page if you want to know how fast hotrow is, against what, and how that was measured. To measure your own
+machine run `hotrow bench` (minutes, the kernels alone) or `make bench` (2 hours, everything below).
 
-Ours and the peer alternate in one process on the same ids, after their outputs were compared. Figures are medians over
-rounds; the ratio is the median of the rounds' peer / ours, beside it the range of four rounds in five. A round is clean
-if neither the hypervisor nor another process had the processors for more than 2 % of its time. Figures are of the clean
-rounds; if fewer than half of those wanted are clean, of the rounds that were disturbed least, and marked "disturbed".
-A disturbed figure counts in no range, says nothing of a promise, and is still to be measured.
-Up to November 2026 rounds with other processes on the processors counted as clean.
+This page is generated from docs/benchmarks.json, which `make bench` fills. Studies of accuracy are filled by the
+command printed above them. `make bench DLRM=path` also measures a checkout of facebookresearch/dlrm, and torchrec is
+measured if it is installed. A peer that is not there is skipped and named.
 
-Ratios differ from processor to processor: each has a report of its own, and a benchmark that was measured on several
-begins with the range over them. `python -m benchmarks.claims --missing` names what is still to be measured on which.
-"AMD EPYC" alone is a processor whose generation was not written down; it counts in no range.
+**How a ratio is measured.** hotrow and the peer alternate in one process on the same ids, after their outputs were
+compared. A figure is the median over rounds. The ratio is the median of peer / ours over rounds; the range beside it
+holds four rounds in five.
 
-The limit is a separate loop that only moves the same rows (native/limit.cpp), and the pooled rows and their gradient
-once each; for an MLP its arithmetic, at the most operations a second that a large torch.mm or bare multiply-adds in
-registers reach; for the interaction the larger of moving its operands and of its arithmetic; for a training step, where
-it is called its floor, the sum of rows, interaction and products. A share above 100 % says that the kernels did what
-the limit's loop did not: it is marked, and the loop is to be mended. Where hotrow promises a ratio it stands beside
-what was measured, and whether the median holds it. torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Its products are
-MKL's, which on AMD's processors of family 26 (Zen 5) takes code half as fast as they can run; with `--mkl-as-intel`
-whole steps are measured a second time, MKL being told that it is on one of Intel's, which nobody's torch does by
-itself. Milliseconds mean something only beside each other: compare ratios and shares between machines.
+**Clean rounds.** A round is clean if neither the hypervisor nor another process used the processors for more than 2 %
+of its time. Figures come from clean rounds only. If fewer than half of the rounds wanted were clean, the figure comes
+from the least disturbed rounds and is marked "disturbed": it enters no range, decides no promise, and is still to be
+measured. Up to November 2026, rounds with other processes on the processors counted as clean.
 
-Limits of family 26 model 2 are of 22 November 2026. Those of products were measured then by bare multiply-adds, in
-`step_profile`. Those of rows are of a loop whose threads shared the cores with torch's, which still spun: it is mended
-since, and shares above 100 % are to be measured again. Shares of the interaction are left out until then."""
+**Processors.** Ratios differ from one processor to the next, so each processor has its own report. A benchmark that
+was measured on several begins with the range over them. `python -m benchmarks.claims --missing` lists what is still
+to be measured on which. "AMD EPYC" alone is a processor whose generation was not recorded; it enters no range.
+
+**The limit** is what the hardware allows, measured by a separate loop (native/limit.cpp):
+
+- for embeddings, a loop that only moves the same rows, and the pooled rows and their gradient once each;
+- for an MLP, its arithmetic at the highest rate that a large torch.mm or bare multiply-adds in registers reach;
+- for the interaction, the larger of moving its operands and of its arithmetic;
+- for a whole training step, where it is called the floor, the sum of rows, interaction and products.
+
+A share above 100 % means that the kernels did something the limit's loop failed to do. It is marked, and that loop
+has to be fixed. If hotrow promises a ratio, the promise stands beside the measurement, with whether the median holds
+it.
+
+**torch's settings.** torch runs on huge pages (THP_MEM_ALLOC_ENABLE=1). Its matrix products come from MKL, which on
+AMD processors of family 26 (Zen 5) picks code that is half as fast as the processor allows. With `--mkl-as-intel`
+whole steps are measured a second time with MKL told that it runs on an Intel processor; no torch installation does
+that by itself. Milliseconds mean something only beside each other: between machines, compare ratios and shares.
+
+**Known gaps.** The limits of family 26 model 2 are from 22 November 2026. Those of matrix products were measured then
+by bare multiply-adds, in `step_profile`. Those of rows come from a loop whose threads shared the cores with torch's
+threads, which were still spinning; the loop has been fixed since, and shares above 100 % have to be measured again.
+Shares of the interaction are left out until then."""
 CLAIMS_HEAD = """\
 # Claims
 
-What the papers behind hotrow say, and what was measured here; made from docs/claims.yaml and docs/benchmarks.json. "Not
-read": the paper's body was not at hand, so no figure is printed for it. "Not yet": not built, or not measured. Figures
-of one row come from different machines and peers: see docs/benchmarks.md."""
+What the papers behind hotrow claim, and what we measured of it. The page is generated from docs/claims.yaml and
+docs/benchmarks.json by `python -m benchmarks.claims`.
+
+"Not read" means that the paper's body was not at hand, so we print no figure for it. "Not yet" means not built, or not
+measured. The two figures of a row come from different machines and were taken against different peers; how ours were
+measured is in [benchmarks.md](benchmarks.md)."""
 NOT_MEASURED = "Not measured yet: `make bench` fills this in.\n"
 
 
@@ -195,9 +218,9 @@ def not_held_table(cells: list[dict[str, Any]]) -> list[str]:
     if not missed:
         return []
     text = (
-        "Promises that are not held. Allowed is the peer's time over the promise. Where the limit alone takes as long, "
-        "only code faster than that limit would keep the promise on this machine; where it takes less, what lies "
-        "between is measured part by part by `python -m benchmarks.step_profile`."
+        "Promises that are not held. Allowed is the peer's time over the promise. If the limit alone takes as long, "
+        "only code faster than that limit would keep the promise on this machine. If it takes less, the difference "
+        "is measured part by part by `python -m benchmarks.step_profile`."
     )
     head = {"cell": "left", "promised": "right", "measured": "right"} | dict.fromkeys(
         ("allowed, ms", "ours, ms", "limit alone, ms", "limit / allowed", "peer / limit"), "right"
@@ -250,11 +273,12 @@ def step_tables(cells: list[dict[str, Any]]) -> list[str]:
 def profile_tables(cells: list[dict[str, Any]]) -> list[str]:
     """Our own steps part by part: whole training steps, then embeddings alone."""
     text = (
-        "Our own steps, part by part, medians in ms; in brackets the limit of that part. Products: what the matrix "
-        "products of the dense part take as fast as the machine multiplies at all; the dense part also holds "
-        "interaction, biases, activations, loss and update. Outside kernels: while no kernel of ours runs, but Python, "
-        "autograd, torch's loss and dense update, from caches that products have emptied. The bare loop copies the "
-        "rows out and subtracts the gradients from them, in C++ with nothing around it; both begin with cold caches."
+        "hotrow's own steps, part by part, medians in ms; in brackets the limit of that part. Products: the time of "
+        "the dense part's matrix products at the highest rate at which the machine multiplies at all. The dense part "
+        "also holds interaction, biases, activations, loss and update. Outside kernels: time in which no kernel of "
+        "ours runs, but Python, autograd, torch's loss and dense update, with caches that products have emptied. The "
+        "bare loop copies the rows out and subtracts the gradients from them, in C++ with nothing around it; both "
+        "begin with cold caches."
     )
     steps = [cell for cell in cells if "dense_share" in cell]
     alone = [cell for cell in cells if "dense_share" not in cell]
@@ -315,8 +339,9 @@ def embedding_profile_row(cell: dict[str, Any]) -> list[str]:
 def memory_table(cells: list[dict[str, Any]]) -> list[str]:
     """Peak memory."""
     text = (
-        "Memory that training adds, at its peak, to what is resident before the first step: imports, batches, model, "
-        "tables and optimizer state. Each side in processes of its own; the range is that of all rounds."
+        "The memory that training adds, at its peak, to what is resident before the first step (imports, batches, "
+        "model, tables and optimizer state). Each side runs in processes of its own; the range is that of all "
+        "rounds."
     )
     head = {"cell": "left", "peer": "left", "peer / ours": "right", "promised": "left"} | dict.fromkeys(
         ("ours, MB", "peer, MB", "tables, MB"), "right"
@@ -339,8 +364,9 @@ def update_table(cells: list[dict[str, Any]]) -> list[str]:
         peer = next(cell["peer"] for cell in own if cell)
         rows.append([peer, *(factor(cell) if cell else "" for cell in own), "; ".join(notes) or "equal to ours"])
     text = (
-        "How much longer other ways of applying the same gradients take than hotrow's backward and update, which sorts "
-        "the ids and gives each thread the rows it owns. 2 tables of 1M rows, dim 64, 2048 bags of 50 ids, SGD."
+        "How much longer other ways of applying the same gradients take than hotrow's backward and update, which "
+        "sorts the ids and gives each thread the rows it owns. 2 tables of 1M rows, dim 64, 2048 bags of 50 ids, "
+        "SGD."
     )
     head = {"variant": "left", **{f"variant / ours, {skew}": "right" for skew in skews}, "tables": "left"}
     return [text, "", *table(head, rows)]
@@ -349,14 +375,25 @@ def update_table(cells: list[dict[str, Any]]) -> list[str]:
 def overlap_table(cells: list[dict[str, Any]]) -> list[str]:
     """What could run ahead of a step."""
     text = (
-        "What could be taken out of a step, and what happens when it is: above 1 the plain step is faster. Ids are "
-        "ordered for the update of row-wise Adagrad; where a second thread does it, the step still orders its own, so "
-        "the saving would be at most what the note says. Nothing of it pays where every core computes: hotrow orders "
-        "ids inline, makes batches inline, and pins threads only on machines of several NUMA nodes (`train.pin`)."
+        "Work that could be taken out of a step, and what happens if it is: above 1 the plain step is faster. Ids "
+        "are ordered for the update of row-wise Adagrad. If a second thread does it, the step still orders its own, "
+        "so the saving would be at most what the note says. None of this pays if every core computes already. So "
+        "hotrow orders ids inline, makes batches inline, and pins threads only on machines with several NUMA nodes "
+        "(`train.pin`)."
     )
     head = {"cell": "left", "beside": "left", "that / plain": "right", "plain, ms": "right", "note": "left"}
     rows = [[c["name"], c["peer"], factor(c), f"{c['ours_ms']:.3g}", c.get("note", "")] for c in cells]
     return [text, "", *table(head, rows)]
+
+
+def huge_lines(cells: list[dict[str, Any]]) -> list[str]:
+    """Returns how tables of 600 GB were measured; what came of it is in the summary."""
+    return [
+        f"`{cell['name']}`: {cell['num_tables']} tables, created in {cell['build_s']:.1f} s; a step took "
+        f"{cell['step_s'][1]:.2f} s (median; 8 steps in 10 took {cell['step_s'][0]:.2f} to {cell['step_s'][2]:.2f} s); "
+        f"{cell['written_rows']:,} rows were written to the disk and {cell['read_rows']:,} read back."
+        for cell in cells
+    ]
 
 
 TABLES = {
@@ -369,6 +406,7 @@ TABLES = {
     "updates": update_table,
     "tiers": tiers_table,
     "hot": hot_tables,
+    "huge": huge_lines,
 }
 """Of the reports that have a form of their own."""
 
@@ -388,7 +426,7 @@ def measured_elsewhere(report: dict[str, Any]) -> list[str]:
 
 def benchmarks_page(reports: Reports) -> str:
     """docs/benchmarks.md."""
-    lines = [BENCHMARKS_HEAD]
+    lines = [BENCHMARKS_HEAD, *summary(over_processors(reports))]
     for name, by_processor in reports.items():
         lines += ["", f"## {name}", *over_table({name: by_processor})]
         for processor, report in by_processor.items():
@@ -476,35 +514,72 @@ def claims_page(papers: list[dict[str, Any]], cells: dict[str, ByProcessor]) -> 
 
 
 def readme_figures(cells: dict[str, ByProcessor]) -> str:
-    """The README's table."""
+    """Returns the README's table of five rows, and the line on very large tables."""
     shown = {name: cells[name] for name in README_CELLS if name in cells}
     if not shown:
         return NOT_MEASURED
-    head = {
-        "work": "left",
-        "faster by": "right",
-        "best (spread)": "right",
-        "than": "left",
-        "share of the limit": "right",
-    }
+    head = {"work": "left", "compared with": "left", "speed": "right", "processors": "right"}
+    rows = [[*README_CELLS[name], speed_of(own), len(own)] for name, own in shown.items()]
+    lines = [*table(head, rows), "", where_measured(shown)]
+    if huge := cells.get("huge"):
+        lines += ["", huge_sentence(best(huge))]
+    return "\n".join(lines) + "\n"
+
+
+def where_measured(shown: dict[str, ByProcessor]) -> str:
+    """Returns which machines the README's rows come from, in a sentence or two."""
+    machines = {own["machine"]["cpu"]: own["machine"] for found in shown.values() for own in found.values()}
+    sizes = " or ".join(
+        dict.fromkeys(f"{m['usable_cores']} cores and {m['memory_bytes'] / 2**30:.0f} GiB" for m in machines.values())
+    )
+    return (
+        "Medians; a range is over the processors measured, each with its own disk. A ratio depends on the processor: "
+        f"these are {' and '.join(sorted(machines))}, with {sizes} each."
+    )
+
+
+def speed_of(found: ByProcessor) -> str:
+    """Returns a figure's range over processors without their number: "2.72x", or "81% - 90%"."""
+    key, form = figure(found) or ("", "")
+    return span([cell[key] for cell in found.values()], form)
+
+
+def huge_sentence(cell: Cell) -> str:
+    """Returns what tables of 600 GB took, with the conditions of the measurement."""
+    machine, gib = cell["machine"], 2**30
+    busy = f" ({cell['note']})" if "note" in cell else ""
+    back = f"{cell['read_rows']:,} rows had come back from the SSD" if cell["read_rows"] else "no row had left DRAM yet"
+    return (
+        f"**Tables of {cell['table_bytes'] / 1e9:.0f} GB train on a machine with "
+        f"{machine['memory_bytes'] / gib:.0f} GiB of memory**, "
+        f"{cell['dram_bytes'] / gib:.0f} GiB of it for rows: {cell['num_rows']:,} rows of {cell['dim']}, "
+        "as many and as wide as the tables of MLPerf training v6.1's dlrm_v4. "
+        f"After {cell['num_steps']:,} steps of 2,048 samples (Zipf {cell['zipf']}), which touched only a small part of "
+        f"the rows, {back}. The last steps ran at "
+        f"{cell['samples_per_s']:,.0f} samples/s{busy}; memory peaked at {cell['peak_bytes'] / gib:.1f} GiB. "
+        f"Every loss and all {cell['checked_rows']:,} rows of the first {cell['checked_steps']} steps equal a run in "
+        "DRAM to the bit (`python -m benchmarks.huge`)."
+    )
+
+
+def summary(cells: dict[str, ByProcessor]) -> list[str]:
+    """Returns the section of docs/benchmarks.md that gives the main figures at a glance."""
+    shown = {name: cells[name] for name in SUMMARY_CELLS if name in cells}
+    if not shown:
+        return []
+    heads = ("work", "times faster, over processors", "best (range of rounds)", "than", "share of the limit")
+    head = dict(zip(heads, ("left", "right", "right", "left", "right"), strict=True))
     rows = [
-        [README_CELLS[name], range_of(own), factor(best(own)), best(own)["peer"], shares(own)]
+        [SUMMARY_CELLS[name], range_of(own), factor(best(own)), best(own)["peer"], shares(own)]
         for name, own in shown.items()
     ]
     machines = {p: cell for own in [*tiers_shown(cells), *shown.values()][::-1] for p, cell in own.items()}
-    lines = [
-        *table(head, rows),
-        "",
-        "A ratio hangs on the processor: how fast torch's own products are there, and how far memory is. Not every "
-        "row was measured on every processor yet; `python -m benchmarks.claims --missing` names the cells. Share of "
-        "the limit: the machine's own limit over our time; above 100 % another loop of ours did not reach what the "
-        "kernels do. How measured: [docs/benchmarks.md](docs/benchmarks.md).",
-    ]
+    lines = ["", "## At a glance", "", *table(head, rows)]
     if sentence := tiers_sentence(cells):
-        more = "more: [docs/memory-study.md](docs/memory-study.md)"
-        lines += ["", f"Tables larger than memory: {sentence} {more[0].upper()}{more[1:]}."]
-    lines += ["", *(f"- {machine_line(cell)}" for cell in machines.values())]
-    return "\n".join(lines) + "\n"
+        lines += ["", f"Tables larger than memory: {sentence} More: [memory-study.md](memory-study.md)."]
+    if huge := cells.get("huge"):
+        lines += ["", huge_sentence(best(huge))]
+    return [*lines, "", *(f"- {machine_line(cell)}" for cell in machines.values())]
 
 
 def shares(found: ByProcessor) -> str:
@@ -526,6 +601,7 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "docs" / "benchmarks.md": benchmarks_page(reports),
         ROOT / "docs" / "claims.md": claims_page(papers, cells),
+        ROOT / "docs" / "speed-by-memory.svg": memory_chart(cells),
         ROOT / "README.md": figures.sub(lambda _: BEGIN + readme_figures(cells) + END, readme),
     }
 

@@ -44,6 +44,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import hotrow
+from benchmarks.hot_lab import Link
 from benchmarks.markdown import held
 from benchmarks.results import end_on_signals
 from hotrow.base.files import parse_bytes
@@ -51,7 +52,6 @@ from hotrow.base.machine import available_memory_bytes
 from hotrow.data.sources.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
-from hotrow.hot.link import Link
 from hotrow.models.dlrm import DLRM
 from hotrow.study import bench
 
@@ -209,7 +209,7 @@ class Fae(OurHybrid):
     def __init__(self, model: nn.Module, device: torch.device, emb: hotrow.EmbeddingCollection, hot: HotSet) -> None:
         super().__init__(model, device, emb)
         self.link = Link()
-        self.copies = HotCopies(emb, self.optimizer, hot, self.link, device=device)
+        self.copies = HotCopies(emb, self.optimizer, hot, device=device)
 
     def begin(self, *, hot: bool) -> None:
         """A swap, where the last turn was another class'."""
@@ -218,13 +218,15 @@ class Fae(OurHybrid):
     def pooled(self, batch: hotrow.Batch) -> Tensor:
         """Counted as it crosses."""
         row_bytes = 4 * len(batch) * self.emb.output_dim
-        self.link.count(batch, row_bytes=row_bytes, hot=self.copies.live, uploads=self.copies.uploads)
+        self.link.count(batch, row_bytes=row_bytes, hot=self.copies.live, uploads=2)
         return super().pooled(batch)
 
     def facts(self) -> dict[str, Any]:
-        """Of the link, since the beginning."""
-        found = self.link.to_json(bytes_per_s=None)
-        return {"swaps": found["num_swaps"], "sync_s": self.copies.seconds, "hybrid_ratio": found["hybrid_ratio"]}
+        """Returns the swaps, their seconds, and how many times fewer bytes crossed than in a hybrid."""
+        swaps = self.copies.num_copied
+        crossed = self.link.batch_bytes + swaps * self.copies.hot.num_bytes
+        ratio = round(self.link.hybrid_bytes / crossed, 3) if crossed else None
+        return {"swaps": swaps, "sync_s": self.copies.seconds, "hybrid_ratio": ratio}
 
 
 class Cached(OurHybrid):

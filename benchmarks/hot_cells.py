@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.hot_lab import by_threshold, cached_crossing, crossing
 from hotrow.base.files import parse_bytes
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import Loader
@@ -23,15 +24,10 @@ from hotrow.data.sources.registry import OpenedSource
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.synthetic import SyntheticSource
 from hotrow.data.sources.synthetic_config import SyntheticConfig, avazu, criteo_kaggle, criteo_terabyte
-from hotrow.hot.cached import cached_crossing
 from hotrow.hot.calibrate import calibrate
-from hotrow.hot.classify import hot_samples
-from hotrow.hot.compare import record_bytes_of
-from hotrow.hot.find import find_hot
-from hotrow.hot.hot_set import HotSet
-from hotrow.hot.link import crossing
-from hotrow.hot.table_use import counts_of
-from hotrow.hot.threshold import by_threshold
+from hotrow.hot.classify import find_hot, hot_samples
+from hotrow.hot.hot_set import HotSet, counts_of
+from hotrow.inspect.hot_rows import record_bytes_of
 from hotrow.kernels.reference import Algorithm
 from hotrow.models.tbsm import SUFFIX as HISTORY
 from hotrow.placement.budget import TableDemand, slot_bytes

@@ -51,12 +51,12 @@ def classified(cells: list[dict[str, Any]]) -> list[str]:
     head = (*head, "dict and loop, s, **extrapolated**", "listed rows", "share of limit", "clean rounds")
     on_slice = max(cell.get("dict_slice_samples", 0) for cell in cells)
     text = (
-        f"Which of {samples:,} synthetic samples of Criteo Kaggle's shape are hot (26 one-hot columns). `prefix`: hot "
-        "rows are prefixes, the data already read once; `listed`: those of a tracker, part of them a list; `first`: "
-        "prefixes, the data opened anew, so that checksums and values are checked as blocks are read. The limit is "
-        "reading the ids once, at the rate that memory is summed by as many threads. The dict and loop of FAE's "
-        f"released code (a look-up per id, up to the first that is cold) ran on {on_slice:,} samples, its dict made "
-        "beforehand; its column is that time scaled to all."
+        f"How fast hotrow finds which of {samples:,} synthetic samples of Criteo Kaggle's shape are hot (26 one-hot "
+        "columns). `prefix`: hot rows are prefixes, and the data was read once before. `listed`: the hot rows of a "
+        "tracker, some of them a list. `first`: prefixes, and the data is opened anew, so checksums and values are "
+        "checked as blocks are read. The limit is reading the ids once, at the rate at which as many threads can sum "
+        "memory. The dict and loop of FAE's released code (one look-up per id, up to the first cold one) ran on "
+        f"{on_slice:,} samples, with its dict made beforehand; its column is that time scaled to all samples."
     )
     return [text, "", *table(heads(head), rows)]
 
@@ -88,10 +88,10 @@ def tracked(cells: list[dict[str, Any]]) -> list[str]:
     low, high = cell["spread"]
     promise = held(f"at most {cell['most']:.0%}", holds=cell["share"] <= cell["most"])
     return [
-        f"A batch of {cell['lookups']:,} lookups shown to the tracker: {cell['observe_ms']:.2f} ms, one thread, beside "
-        f"a step of {cell['step_ms']:.1f} ms at Kaggle's full cardinalities, dim 16: {cell['share']:.1%} "
-        f"({low:.1%}-{high:.1%}) of it ({promise}). Budget 256 MiB, of which {cell['hot_rows']:,} rows are named hot "
-        f"in {cell['hot_set_s']:.2f} s, once; the tracker takes {cell['tracker_bytes'] / 2**20:.0f} MiB. "
+        f"The tracker takes {cell['observe_ms']:.2f} ms on one thread for a batch of {cell['lookups']:,} lookups. "
+        f"A step takes {cell['step_ms']:.1f} ms at Kaggle's full cardinalities, dim 16, so that is {cell['share']:.1%} "
+        f"({low:.1%}-{high:.1%}) of it ({promise}). With a budget of 256 MiB it names {cell['hot_rows']:,} rows hot in "
+        f"{cell['hot_set_s']:.2f} s, once, and takes {cell['tracker_bytes'] / 2**20:.0f} MiB. "
         f"{how_clean(cell)}."
     ]
 
@@ -102,9 +102,10 @@ def compared(cells: list[dict[str, Any]]) -> list[str]:
     names = list(next(iter(cell["streams"].values())))
     text = (
         "Ways to find hot rows in one pass (benchmarks/hot_trackers.py), on real rows in their stored order; "
-        "`renamed`: three rows in ten exchange their names after each tenth. k rows are named before each tenth but "
-        "the first. Each cell: recall of the k rows of most accesses so far / of those of the tenth before / accesses "
-        "of the tenth that they take, of the most that any k rows take. Means over nine tenths; no times."
+        "`renamed`: three rows in ten exchange their names after each tenth. k rows are named before each tenth except "
+        "the first. Each cell has three shares: of the k rows with most accesses so far, how many are named; of those "
+        "of the tenth before, how many are named; and the accesses of the tenth that the named rows take, relative to "
+        "the most that any k rows take. Means over nine tenths; no times."
     )
     fields = ("recall_so_far", "recall_last_part", "of_best")
     rows = [

@@ -10,14 +10,14 @@ import numpy as np
 
 from benchmarks import hot_study
 from benchmarks.hot_cells import HotCell, counted, make_shape, sizes_of
+from benchmarks.hot_lab import interval
 from benchmarks.markdown import heads, held, table
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.layouts import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.classify import hot_samples
-from hotrow.hot.student import interval
 
 CRITEO, TAOBAO = "criteo_terabyte_80k.tsv.gz", "taobao_userbehavior_110k.csv.gz"
 SMALL_TABLE = "32KiB"
@@ -58,7 +58,7 @@ def taobao(data: Path, folder: Path) -> Path:
     """The real clicks, packed: at each event of a user but the first what came, and what did not."""
     packed = folder / "taobao-110k"
     if not (packed / "dataset.json").exists():
-        value = HISTORIES_SCHEMA.to_json()
+        value = TAOBAO_HISTORIES_SCHEMA.to_json()
         value["histories"] |= {"every": 1}
         schema = parse_schema(value, where="benchmarks.hot_quality")
         run_prepare("taobao-histories", str(data / TAOBAO), packed, schema=schema, min_count=1)
@@ -150,14 +150,15 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         told = f"{difference:+.5f} ({low:+.5f} to {high:+.5f})"
         rows.append([*what, *shares, auc, told, promise, loss])
     text = (
-        "An epoch of turns of cold and hot batches whose rate follows the validation loss, beside one in shuffled "
-        "order, from the same weights: `criteo` the 80,000 real rows (half of the tables' bytes hot, chosen so that "
-        "most samples are), `synthetic` clicks of Criteo Kaggle's shape with a planted teacher (a fifth of the bytes, "
-        "by counts), both with a DLRM; `taobao` two hours of real clicks with a TBSM, layers by the published rate, "
-        "hot rows as of `criteo`. Dim 16, row-wise Adagrad. Pairs: shuffled / turns, means over seeds; the difference "
-        "is paired by seed, in brackets where it lies with 95 % confidence (Student's t). `window of 4`: no turns, of "
-        "every four batches the hot ones come first. Rates fall: the share of the steps, the last, over which learning "
-        "rates fall as the reference DLRM's do. Clicks: the share of hot samples and of cold ones with a click."
+        "An epoch of turns of cold and hot batches, whose rate follows the validation loss, beside one in shuffled "
+        "order from the same weights. Dim 16, row-wise Adagrad. `criteo`: the 80,000 real rows with a DLRM, half of "
+        "the tables' bytes hot, chosen so that most samples are. `synthetic`: clicks of Criteo Kaggle's shape with a "
+        "planted teacher and a DLRM, a fifth of the bytes hot, by counts. `taobao`: two hours of real clicks with a "
+        "TBSM, its layers at the published rate, hot rows as for `criteo`.\n\n"
+        "Pairs are shuffled / turns, means over seeds. The difference is paired by seed; the brackets hold its 95 % "
+        "interval (Student's t). `window of 4`: no turns, but of every four batches the hot ones come first. Rates "
+        "fall: the share of the steps, at the end, over which learning rates fall as in the reference DLRM. Clicks: "
+        "the share of hot samples and of cold ones with a click."
     )
     head = ("data", "samples", "first rate", "shuffled end", "rates fall", "seeds", "hot samples")
     head = (*head, "clicks, hot / cold", "swaps", "AUC", "difference", "promised", "LogLoss")
@@ -183,9 +184,10 @@ def link_table(cells: list[dict[str, Any]]) -> list[str]:
     text = (
         "Bytes over the link to a fast device in an epoch on the same real rows, dim 16, SGD; the hybrid (pooled rows "
         f"over, their gradients back) takes {cell['budgets'][0]['hybrid_bytes'] / 1e6:.0f} MB. `exact`, `covering`: "
-        "turns of 50 %, by the formulas of hot/link.py, which a run's counts equal. `slots`: mixed batches of "
-        f"{LINK_BATCH:,} through slots on the device (hotrow.DeviceMemory), by hot/cached.py, which a run's moves "
-        f"equal. With half of the bytes there, turns {held(bar, holds=turns >= cell['least_ratio'])} ({turns:.2f}x), "
+        "turns of 50 %, by the formulas of benchmarks/hot_lab.py. `slots`: mixed batches of "
+        f"{LINK_BATCH:,} through slots on the device (hotrow.DeviceMemory), by benchmarks/hot_lab.py, which a run's "
+        f"moves equal. With half of the bytes there, "
+        f"turns {held(bar, holds=turns >= cell['least_ratio'])} ({turns:.2f}x), "
         f"slots {held(bar, holds=slots >= cell['least_ratio'])} ({slots:.2f}x)."
     )
     head = ("way", "budget, of the tables' bytes", "hot samples", "rows of a batch there", "MB over the link")

@@ -5,8 +5,8 @@
     cached      so many bytes of slots before the tables, and mixed batches  ->  the same, and which rows were there
     quality     an epoch of a hot schedule beside one in shuffled order, from the same weights, over seeds
 
-Without a GPU the fast device is a second memory of this machine: bytes and schedules are real, seconds on a link are
-bytes over a rate, and are named modelled.
+Bytes over the link are counted from the data; a quality cell has them only in reports of before, whose runs metered a
+link that a second memory of the machine stood at the end of.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
     if schedule != "none":
         hot |= {"budget": budget_bytes, "rows": cell.rows, "small_table": cell.small_table}
     if schedule in ("fae", "fixed"):
-        hot |= {"link": LINK, "rate": cell.rate, "shuffled_end": cell.shuffled_end}
+        hot |= {"rate": cell.rate, "shuffled_end": cell.shuffled_end}
     return make_config(
         {
             "data": str(dataset.path),
@@ -245,10 +245,10 @@ def share_until(run: Mapping[str, Any], auc: float) -> float | None:
 
 
 def hot_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns figures of the scheduled runs: what was hot, the number of swaps, and what crossed the link."""
+    """Returns what was hot in the scheduled runs, and how often phases changed."""
     hot = [run["hot"] for run in runs]
     rates = [line["rate"] for line in runs[0]["swaps"]]
-    figures = {
+    return {
         "hot_bytes": hot[0]["hot_bytes"],
         "hot_rows": hot[0]["hot_rows"],
         "hot_samples": hot[0]["hot_samples"],
@@ -256,12 +256,3 @@ def hot_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "rates": rates,
         "preprocess_s": statistics.median(own["calibrate_s"] + own["classify_s"] for own in hot),
     }
-    if "link" in hot[0]:
-        link = [own["link"] for own in hot]
-        figures |= {
-            "link_bytes": statistics.mean(own["to_device_bytes"] + own["from_device_bytes"] for own in link),
-            "sync_share": statistics.median(own["sync_s"] / run["train_s"] for own, run in zip(hot, runs, strict=True)),
-            **{n: statistics.mean(own[n] for own in link) for n in ("sync_bytes", "hybrid_bytes", "hybrid_ratio")},
-            **{n: statistics.mean(own[n] for own in link) for n in ("modelled_link_s", "modelled_hybrid_link_s")},
-        }
-    return figures

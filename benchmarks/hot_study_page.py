@@ -173,16 +173,20 @@ KEPT = (
 )  # fmt: skip
 """Fields of a cell that are kept in docs/. None is a path of the machine."""
 HEAD = """\
-# Study: hot rows
+# Hot rows study
 
-How few rows serve whole samples, what that saves on the link to a fast device, and what training hot and cold batches
-in turns does to quality: how it is done, and what each field means, is in [Studies](study.md#hot). `kaggle`,
-`terabyte` and `avazu`: synthetic samples over tables of those cardinalities, cut to the scale that the study names.
-`criteo` and `taobao`: the real rows of [Locality](locality.md); they are few, so that a share of their tables holds
-few rows. No fast device was used: hot rows are copied to a second memory of the machine, so rows, samples, bytes and
-quality are measured; seconds on a link are bytes over its rate, and stand in the column titled "modelled" alone. MB
-over the link: of one epoch. The hybrid: embeddings on the CPU, MLPs on the device. Pairs: shuffled order / the
-schedule, means over seeds; differences are paired by seed, with their standard error.
+For readers who ask whether hot batches are worth it. This page shows how few rows serve whole samples, what that
+saves on the link to a fast device, and what training hot and cold batches in turns does to quality. How it was
+measured, and what each field means, is in [Studies](study.md#hot).
+
+- `kaggle`, `terabyte` and `avazu` are synthetic samples over tables of those cardinalities, cut to the scale that
+  the study names. `criteo` and `taobao` are the real rows of [Locality](locality.md). They are few, so a share of
+  their tables holds few rows.
+- No fast device was used. Hot rows were copied to a second memory of the machine, so rows, samples, bytes and
+  quality are measured. Seconds on a link are bytes over its rate, and appear only in the column titled "modelled".
+- "MB over the link" is for one epoch. "The hybrid" has embeddings on the CPU and MLPs on the device.
+- Pairs are shuffled order / the schedule, means over seeds. Differences are paired by seed, with their standard
+  error.
 """
 
 

@@ -1,4 +1,4 @@
-"""Ways to find hot rows while a model trains, on real rows in their stored order: which one hotrow.hot.tracker took.
+"""Ways to find hot rows while a model trains, on real rows in their stored order: how hot_tracker.py was chosen.
 
 For each tenth of a stream each way names k rows, from what it saw before; asked is how many of them are among the k
 rows of most accesses so far, how many among those of the tenth before, and which share of the tenth's accesses they
@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import hot_tracker as tracker
+from benchmarks.hot_tracker import HotTracker
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.reference_reuse import fmix64
-from hotrow.hot import tracker
-from hotrow.hot.tracker import HotTracker
 from hotrow.inspect.accesses import Accesses, open_accesses
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"

@@ -40,10 +40,12 @@ RATES = (0.3, 0.1, 0.03)
 HEAD = """\
 # Locality
 
-Two observations that tiered memory for embedding tables rests on, as the abstract of MTrainS (arXiv 2305.01515) states
-them: the bandwidth demanded differs between tables, and temporal locality is high. The paper's own figures were not
-read, so none stand here. Every number and plot of this page is made by `python -m benchmarks.locality` from three real
-files; how each is defined: [Inspect](inspect.md).
+For readers who ask whether tiered memory can work on real click logs. Tiered memory for embedding tables rests on two
+observations, which the abstract of MTrainS (arXiv 2305.01515) states: the bandwidth demanded differs between tables,
+and temporal locality is high. This page checks both on three real files. The paper's own figures were not read, so
+none are printed here.
+
+Every number and plot is made by `python -m benchmarks.locality`. How each is defined is in [Inspect](inspect.md).
 
 | data | what | order |
 |---|---|---|
@@ -110,15 +112,16 @@ def demand_section(reports: Mapping[str, Any]) -> str:
     return f"""
 ## 1. The bandwidth demanded is not uniform
 
-Density: training bytes per step of {BATCH_SIZE:,} samples at dim {DIM}, over the bytes of the table. Half of all bytes
-demanded fall on that share of the tables' bytes. Densest tenth: which share of the demand falls on the densest tables
-that together have at most a tenth of the bytes.
+Density is training bytes per step of {BATCH_SIZE:,} samples at dim {DIM}, divided by the bytes of the table. "Bytes
+of half the demand" is the share of the tables' bytes on which half of all demanded bytes fall. "Densest tenth" is the
+share of the demand that falls on the densest tables that together have at most a tenth of the bytes.
 
 {lines_of(header, rows)}
 [![Share of demand against share of bytes](locality-demand.svg)](locality-demand.svg)
 
-So few samples leave large tables small (Criteo's largest has {largest_rows(reports["Criteo 80k"]):,} rows here; in the
-full set it has millions) and the small ones as they are: the spread of the full set must be wider than this.
+With so few samples, large tables stay small (Criteo's largest has {largest_rows(reports["Criteo 80k"]):,} rows here,
+and millions in the full set), while small ones are as they are. So the spread in the full set must be wider than
+this.
 """
 
 
@@ -153,19 +156,23 @@ def locality_section(stored: Mapping[str, Hotness], random: Mapping[str, Hotness
     return f"""
 ## 2. Temporal locality
 
-Batches of {BATCH_SIZE:,}; all tables of a data set together. unique: different rows of a batch over its lookups.
-last k: share of a batch's different rows that were in one of the k batches before it. miss: by LRU caches of 1 % and
-10 % of each table's rows, per lookup, and per different row of a batch, which is what in-batch deduplication leaves to
-a cache. first: the part of the misses that are first accesses, which no cache avoids: large, as the files are short.
+Batches of {BATCH_SIZE:,}, all tables of a data set together. The columns:
+
+- unique: different rows of a batch over its lookups;
+- last k: share of a batch's different rows that were in one of the k batches before it;
+- miss: misses of LRU caches of 1 % and 10 % of each table's rows, per lookup and per different row of a batch (what
+  is left for a cache after repeats within a batch are removed);
+- first: the part of the misses that are first accesses, which no cache avoids. It is large, because the files are
+  short.
 
 {lines_of(header, rows)}
-The second line of each is the same samples in a random order: what popularity alone gives. What the first differs
-from it is what the order adds. Largest difference of the two miss ratios per lookup, over caches of 0.01 % to 100 %
-of the rows: {told}.
+The second line of each shows the same samples in a random order: what popularity alone gives. The difference to the
+first line is what the order adds. The largest difference of the two miss ratios per lookup, over caches of 0.01 % to
+100 % of the rows: {told}.
 
 The lines of the Criteo sample are in no order of time, so their reuse distances are those of a shuffle, and the
-difference is noise: they show the locality that popularity makes, and say nothing of time. What time adds is in the
-other two.
+difference is noise. They show the locality that popularity makes, and say nothing about time. The other two show what
+time adds.
 
 [![Share of lookups missed against cache size](locality-misses.svg)](locality-misses.svg)
 """
@@ -184,9 +191,10 @@ def coverage_section(stored: Mapping[str, Hotness]) -> str:
     return f"""
 ## Coverage and drift
 
-Which share of the accesses the hottest rows of each table take; and the hottest 1 % of the rows of the first tenth of
-the batches: what they take of that tenth, of the nine later ones (mean), and what as many rows chosen anew in each
-would take. Where the last two are far apart, the hot rows change, and a set pinned once grows stale.
+The first three columns give the share of the accesses that the hottest rows of each table take. The others follow the
+hottest 1 % of the rows of the first tenth of the batches: what they take of that tenth, what they take of the nine
+later ones (mean), and what as many rows chosen anew in each tenth would take. If the last two are far apart, the hot
+rows change, and a set that was pinned once becomes stale.
 
 {lines_of(header, rows)}"""
 
@@ -207,9 +215,9 @@ def sampling_section(trace: Accesses) -> str:
     return f"""
 ## What sampling costs
 
-The access trace again: the absolute error of the miss ratio from a sample of its rows, against the exact curve, at 200
-cache sizes from 100 rows up, over five seeds. Unless `--sample` says otherwise, tables of up to 1,048,576 rows are
-followed exactly.
+This is the access trace again. The table gives the absolute error of the miss ratio from a sample of its rows,
+against the exact curve, at 200 cache sizes from 100 rows up, over five seeds. Unless `--sample` says otherwise,
+tables of up to 1,048,576 rows are followed exactly.
 
 {lines_of(header, rows)}"""
 

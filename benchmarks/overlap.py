@@ -31,8 +31,10 @@ from benchmarks.step_peers import Step, make_ours
 from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
 from hotrow.base.machine import numa_nodes
 from hotrow.batch import Batch
-from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.writer import PackedWriter
 from hotrow.kernels import ops
 from hotrow.kernels.reference import ALGORITHMS
 from hotrow.study import cells

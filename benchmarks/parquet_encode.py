@@ -24,13 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.results import run_as_script
-from hotrow.data.prepare.encoder import EncoderPool
-from hotrow.data.prepare.rowencoder import RowEncoder
+from hotrow.data.prepare.encoder import DenseTransform, EncoderPool, RowEncoder
 from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.sources.columns import ColumnsSource
-from hotrow.data.sources.dictionary import column_of
+from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.transforms import DenseTransform
 from hotrow.study import cells
 
 INTEGERS = {"user": 1_000_000, "item": 300_000, "category": 5_000}

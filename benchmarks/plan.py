@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.results import end_on_signals
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 from hotrow.inspect.accesses import open_accesses
 from hotrow.inspect.hotness import measure_hotness

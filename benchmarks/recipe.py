@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from benchmarks.results import end_on_signals
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs
 

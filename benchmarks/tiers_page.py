@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.markdown import clean_rounds, held, span, table
+from hotrow.draw.charts import line_chart
 
 Cell = Mapping[str, Any]
 OVER_MAPPED, OVER_ROCKSDB = "ours over the whole tables mapped", "ours over RocksDB behind an LRU cache"
@@ -14,15 +16,17 @@ OVER_MAPPED, OVER_ROCKSDB = "ours over the whole tables mapped", "ours over Rock
 def tiers_table(cells: Sequence[Cell]) -> list[str]:
     """Training with a part of the tables in DRAM."""
     text = (
-        "A DLRM with Criteo Kaggle's MLPs and 26 tables of its cardinalities (33.8M rows), dim 64, batches of 2,048, "
-        "SGD, ids Zipf over each table's ranks. DRAM is a part of the tables' bytes, every row lies on disk, and the "
-        "process trains in a memory group that holds that DRAM, what it used before it had tables, and 64 MiB (128 "
-        "for RocksDB), page cache included. Speed is samples per second over all in DRAM, in stretches that alternate: "
-        "the median and the range of the rounds that count. Losses equal those in DRAM to the bit. After its rounds "
-        "ours saves a checkpoint and, 500 steps later, the next, with the rows that changed: what that one took and "
-        "wrote; no round has one in it. Such shares hang on how a machine's processor and disk stand to each other: "
-        "the slower its steps, the more of a side's reads hide behind them. A second machine's are in the "
-        "[study](memory-study.md)."
+        "What training costs if only a part of the tables is in DRAM. The model is a DLRM with Criteo Kaggle's MLPs "
+        "and 26 tables of its cardinalities (33.8M rows), dim 64, batches of 2,048, SGD, ids Zipf over each table's "
+        "ranks. DRAM is a share of the tables' bytes, and every row is on disk. The process trains in a memory "
+        "cgroup that holds that DRAM, what it used before it had tables, and 64 MiB (128 for RocksDB), page cache "
+        "included.\n\n"
+        "Speed is samples per second relative to all in DRAM, in stretches that alternate: the median, and the range "
+        "of the rounds that count. Losses equal those in DRAM to the bit. After its rounds hotrow saves a "
+        "checkpoint, and 500 steps later the next one with the rows that changed; the table says what that second "
+        "one took and wrote. No round contains a checkpoint. These shares depend on how fast a machine's processor "
+        "is compared with its disk: the slower its steps, the more reads hide behind them. The "
+        "[study](memory-study.md) has a second machine."
     )
     head = {"cell": "left", "speed, share of DRAM's": "right", "promised": "left"} | dict.fromkeys(
         (
@@ -96,16 +100,45 @@ def tiers_sentence(cells: Mapping[str, Mapping[str, Cell]]) -> str | None:
         return None
     speeds = [span([cell["relative_speed"] for cell in own.values()], "{:.0%}") for own in (tenth, least)]
     return (
-        "a DLRM of Criteo Kaggle's tables (dim 64, Zipf 1.05) with a tenth of their bytes as DRAM and the rest on an "
-        f"SSD trains at {speeds[0]} of its speed all in DRAM ({len(tenth)} processors, each with its disk), with a "
-        f"thirty-second at {speeds[1]} ({len(least)}). The latter is {span(mapped, '{:.1f}')} times the speed of "
-        f"mapped files and {span(rocksdb, '{:.1f}')} times that of RocksDB behind a cache of rows."
+        "a DLRM with Criteo Kaggle's tables (dim 64, Zipf 1.05) trains at "
+        f"{speeds[0]} of its speed all in DRAM if DRAM holds a tenth of the tables' bytes and an SSD the rest "
+        f"({len(tenth)} processors, each with its own disk), and at {speeds[1]} if DRAM holds a thirty-second "
+        f"({len(least)}). At a thirty-second hotrow is {span(mapped, '{:.1f}')} times as fast as mapped files and "
+        f"{span(rocksdb, '{:.1f}')} times as fast as RocksDB behind a cache of rows."
     )
 
 
 def tiers_shown(cells: Mapping[str, Mapping[str, Cell]]) -> list[Mapping[str, Cell]]:
     """Ours, looking ahead, with a tenth and with a thirty-second as DRAM, at Zipf 1.05: by processor."""
     return [cells.get(f"tiers_tiers_dram{parts}_zipf1.05_ahead4", {}) for parts in (10, 32)]
+
+
+def memory_chart(cells: Mapping[str, Mapping[str, Cell]]) -> str:
+    """Returns the README's picture as SVG: speed by the share of the tables that DRAM holds, side and processor.
+
+    cells: name -> processor -> cell. Only Zipf 1.05, with look-ahead if the side has it; all in DRAM is 100 % by
+    definition.
+    """
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for side, (name, ahead) in CHART_SIDES.items():
+        for own in cells.values():
+            for processor, cell in own.items():
+                wanted = {"side": side, "ahead": ahead, "zipf": 1.05, "io": "auto"}
+                if wanted.items() <= cell.items() and "relative_speed" in cell:
+                    line = f"{name}, EPYC {'.'.join(re.findall(r'[0-9]+', processor)[:2])}"  # of family and model
+                    lines.setdefault(line, []).append((1 / cell["dram_parts"], cell["relative_speed"]))
+    ours = CHART_SIDES["tiers"][0]
+    return line_chart(
+        {name: sorted([*line, *([(1.0, 1.0)] if name.startswith(ours) else [])]) for name, line in lines.items()},
+        x_label="share of the tables' bytes that DRAM holds; the rest is on an SSD",
+        y_label="training speed, all in DRAM = 100%",
+        ticks={1 / 32: "1/32", 1 / 10: "1/10", 1 / 4: "1/4", 1: "all"},
+        label="training speed by the share of the tables in DRAM",
+    )
+
+
+CHART_SIDES = {"tiers": ("hotrow", 4), "mmap": ("mapped files", 1), "rocksdb": ("RocksDB", 0)}
+"""Side -> its name in the picture, and how many batches it looks ahead there."""
 
 
 def tiers_row(cell: Cell) -> list[str]:
@@ -136,10 +169,10 @@ def open_line(cell: Cell) -> str:
     """A table that is made and opened, in a sentence."""
     promise = held(f"less than {cell['most_s']:g} s", holds=cell["worst_s"] < cell["most_s"])
     return (
-        f"A table of {cell['table_bytes'] / 1e9:.0f} GB, dim {cell['dim']}, on disk, each to the end of "
-        f"{cell['lookups']:,} lookups and closed: its file made {cell['make_s']:.3f} s, opened again "
-        f"{cell['open_s']:.3f} s, a collection with it {cell['collection_s']:.3f} s; "
-        f"the longest of all {cell['worst_s']:.3f} s ({promise})."
+        f"A table of {cell['table_bytes'] / 1e9:.0f} GB, dim {cell['dim']}, on disk: making its file took "
+        f"{cell['make_s']:.3f} s, opening it again {cell['open_s']:.3f} s, and making a collection with it "
+        f"{cell['collection_s']:.3f} s, each including {cell['lookups']:,} lookups and closing. "
+        f"The longest of all took {cell['worst_s']:.3f} s ({promise})."
     )
 
 
@@ -148,9 +181,9 @@ def large_line(cell: Cell) -> str:
     losses = f"{cell['losses'][0]:.3f} to {cell['losses'][-1]:.3f}"
     return (
         f"Tables of {cell['table_bytes'] / 2**30:.0f} GiB, dim {cell['dim']}, Zipf {cell['zipf']} "
-        f"({cell['disk_bytes'] / 2**30:.0f} GiB on disk) in a group of {cell['limit_bytes'] / 2**30:.0f} GiB: "
+        f"({cell['disk_bytes'] / 2**30:.0f} GiB on disk) in a cgroup of {cell['limit_bytes'] / 2**30:.0f} GiB: "
         f"{cell['num_steps']:,} steps, {cell['samples_per_s']:,.0f} samples/s, "
         f"peak {cell['peak_bytes'] / 2**30:.2f} GiB, {cell['hit_rate']:.1%} of lookups hit, "
-        f"{cell['evicted_rows'] / 1e6:.1f}M rows left and {cell['read_rows'] / 1e6:.1f}M came back, "
+        f"{cell['evicted_rows'] / 1e6:.1f}M rows evicted and {cell['read_rows'] / 1e6:.1f}M read back, "
         f"{cell['written_bytes'] / 2**30:.1f} GiB written; loss {losses}."
     )

@@ -13,7 +13,7 @@ import hotrow
 
 
 def clicks(num_rows: int, seed: int) -> pa.Table:
-    """Rows in which the item decides most, the hour a little."""
+    """Returns rows in which the item decides most and the hour a little."""
     generator = np.random.default_rng(seed)
     item, hour = generator.integers(0, 200, num_rows), generator.integers(0, 24, num_rows)
     chance = np.where(item % 4 == 0, 0.5, 0.1) + 0.1 * (hour > 18)
@@ -27,7 +27,7 @@ def clicks(num_rows: int, seed: int) -> pa.Table:
 
 
 def main() -> None:
-    """Train on one frame, score another whose labels are not given."""
+    """Train on one frame, and score another that has no labels."""
     with tempfile.TemporaryDirectory() as folder:
         run = hotrow.fit(clicks(20_000, seed=0), label="click", run=Path(folder) / "run", epochs=2)
         print(f"test AUC {run.metrics['auc']:.4f}, LogLoss {run.metrics['logloss']:.4f}")

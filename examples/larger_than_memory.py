@@ -1,4 +1,4 @@
-"""Tables of which memory holds a part: the rest on disk, rows fetched before they are needed, the same bits.
+"""Tables larger than memory: part of the rows on disk, fetched before they are needed, with the same bits as in DRAM.
 
 .venv/bin/python examples/larger_than_memory.py
 """
@@ -15,7 +15,7 @@ NUM_ITEMS, NUM_USERS, BATCH_SIZE = 300_000, 200_000, 512
 
 
 def make_batches(number: int) -> list[hotrow.Batch]:
-    """Skewed ids; an item is clicked when its number and the user's are both even or both odd."""
+    """Returns batches of skewed ids; an item is clicked when its number and the user's are both even or both odd."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(number):
@@ -27,7 +27,7 @@ def make_batches(number: int) -> list[hotrow.Batch]:
 
 
 def train(memory: hotrow.Memory | None) -> float:
-    """The loss of the last step, with tables where `memory` says."""
+    """Returns the loss of the last step, with the tables where `memory` puts them."""
     tables = [
         hotrow.TableConfig(name=name, num_embeddings=n, embedding_dim=16, feature_names=(name,))
         for name, n in {"user": NUM_USERS, "item": NUM_ITEMS}.items()
@@ -47,7 +47,7 @@ def train(memory: hotrow.Memory | None) -> float:
 
 
 def main() -> None:
-    """Train with a tenth of the tables in memory, and with all of them."""
+    """Trains with a tenth of the tables in memory, then with all of them, and compares the losses."""
     with tempfile.TemporaryDirectory(dir=".", prefix="hotrow-example-") as folder:
         part = train(hotrow.Memory(dram="4MiB", ssd=folder))
     everything = train(None)

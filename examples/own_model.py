@@ -26,7 +26,7 @@ class TwoTowers(nn.Module):
 
 
 def make_batch(generator: torch.Generator, batch_size: int = 512) -> tuple[hotrow.KeyedJaggedTensor, torch.Tensor]:
-    """History of 1 to 5 items and a candidate; clicked when the candidate is of the last item's kind (id modulo 10)."""
+    """Returns histories of 1 to 5 items and a candidate, clicked if it is of the last item's kind (id modulo 10)."""
     lengths = torch.randint(1, 6, (batch_size,), generator=generator)
     history = torch.randint(0, 1000, (int(lengths.sum()),), generator=generator)
     candidate = torch.randint(0, 1000, (batch_size,), generator=generator)
@@ -43,7 +43,7 @@ def main(num_steps: int = 300) -> None:
     """Train and print the loss now and then."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
-    # One table, two features: what an item means is learnt from both.
+    # One table, two features: both teach what an item means.
     tables = [
         hotrow.TableConfig(
             name="items", num_embeddings=1000, embedding_dim=16, feature_names=("history", "candidate"), pooling="mean"
@@ -51,7 +51,7 @@ def main(num_steps: int = 300) -> None:
     ]
     emb = hotrow.EmbeddingCollection(tables, seed=0)
     model = TwoTowers(emb, dim=16)
-    dense_opt = torch.optim.Adam(model.parameters(), lr=1e-2)  # passes the tables by, which are not parameters
+    dense_opt = torch.optim.Adam(model.parameters(), lr=1e-2)  # does not touch the tables: they are not parameters
     sparse_opt = hotrow.Adagrad(emb, lr=0.1)
     for step in range(num_steps):
         sparse, label = make_batch(generator)

@@ -1,4 +1,4 @@
-"""Your own model over a packed dataset: `hotrow.Loader` gives its batches, as many an epoch as `len(loader)`.
+"""Your own model over a packed dataset: `hotrow.Loader` gives `len(loader)` batches per epoch.
 
 .venv/bin/python examples/packed_dataset.py
 """
@@ -18,7 +18,7 @@ from hotrow.data.prepare.prepare import run_prepare  # `hotrow prepare csv click
 
 
 def write_clicks(path: Path, num_rows: int = 5000) -> None:
-    """Raw rows, in which the item decides."""
+    """Writes raw rows in which the item decides."""
     generator = np.random.default_rng(0)
     item, user = generator.integers(0, 50, num_rows), generator.integers(0, 300, num_rows)
     click = (generator.random(num_rows) < np.where(item % 2, 0.6, 0.1)).astype(int)

@@ -1,4 +1,4 @@
-"""The shortest loop: tables and a linear layer, an optimizer for each, the norm of both sides' gradients clipped.
+"""The shortest loop: tables and a linear layer, an optimizer for each, and one clip of both sides' gradients.
 
 .venv/bin/python examples/plain_loop.py
 """
@@ -25,12 +25,12 @@ class Model(nn.Module):
         self.head = nn.Linear(self.emb.output_dim, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits [B] of ids [B, 2]."""
+        """Returns logits [B] for ids [B, 2]."""
         return self.head(self.emb(ids)).squeeze(1)
 
 
 def make_batches(number: int = 50) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids [B, 2] and labels [B]: every other item is clicked."""
+    """Returns ids [B, 2] and labels [B]: every other item is clicked."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, NUM_ITEMS, (256, 2), generator=generator) for _ in range(number)]
     return [(each, (each[:, 1] % 2).float()) for each in ids]
@@ -41,12 +41,12 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model()
     dense_opt = torch.optim.Adam(model.parameters(), lr=0.01)  # the layers
-    sparse_opt = hotrow.Adagrad(model.emb, lr=0.1)  # the tables, which optimizers of torch do not see
+    sparse_opt = hotrow.Adagrad(model.emb, lr=0.1)  # the tables, which torch's optimizers do not see
     for ids, label in make_batches():
         loss = binary_cross_entropy_with_logits(model(ids), label)
         dense_opt.zero_grad()
         loss.backward()
-        hotrow.clip_grad_norm_(model, 1.0)  # torch.nn.utils.clip_grad_norm_ would see the layers alone
+        hotrow.clip_grad_norm_(model, 1.0)  # torch.nn.utils.clip_grad_norm_ would see only the layers
         dense_opt.step()
         sparse_opt.step()
     print(f"last loss {loss.item():.6f}")

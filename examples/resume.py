@@ -2,7 +2,7 @@
 
     .venv/bin/python examples/resume.py
 
-Trains six steps at once, then three steps, a checkpoint, and three more in fresh objects: the same bits.
+Trains six steps in one go, then three steps, a checkpoint, and three more steps in fresh objects: the same bits.
 """
 
 import tempfile

@@ -23,7 +23,7 @@ def main() -> None:
         loss = binary_cross_entropy_with_logits(model(ids), label)
         dense_opt.zero_grad()
         accelerator.backward(loss)
-        hotrow.clip_grad_norm_(model, 1.0)  # accelerator.clip_grad_norm_ would see the layers alone
+        hotrow.clip_grad_norm_(model, 1.0)  # accelerator.clip_grad_norm_ would see only the layers
         dense_opt.step()
         sparse_opt.step()
     print(f"last loss {loss.item():.6f}")

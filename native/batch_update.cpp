@@ -11,7 +11,7 @@
 namespace hotrow {
 namespace {
 
-// Hands out aligned pieces of a block. Over a null block it only counts, so one routine both sizes and lays out.
+// Hands out aligned pieces of a block. With a null block it only counts, so one routine both sizes and lays out.
 struct Arena {
   std::byte* base;
   size_t used = 0;
@@ -24,32 +24,33 @@ struct Arena {
   }
 };
 
-// One segment of an update on its way to keys.
+// One segment of an update while it is turned into keys.
 struct Part {
   const Segment* segment;
   int64_t dim, num_rows;
   uint64_t source;  // its number among the table's segments, shifted into place
   int row_shift;
   uint64_t* keys;   // of the segment's first occurrence
-  int64_t* bag_of;  // with weights: per occurrence; else null and the bag itself is the index
-  float* scale;     // to be filled: per occurrence (weights and mean), per bag (mean); else null
+  int64_t* bag_of;  // with weights: per occurrence; else null, and the index is the bag
+  float* scale;     // filled later: per occurrence (weights and mean), per bag (mean); else null
 };
 
 struct TablePlan {
   const TableUpdate* table = nullptr;
   int64_t num_keys = 0;
   int row_bits = 0, row_shift = 0, source_shift = 0;
-  int ordered_from = 0;  // keys stand in the order of their bits from here up; below, as the batch has them
+  int ordered_from = 0;  // keys are in the order of their bits from here up; below, in the batch's order
   uint64_t* keys = nullptr;
   uint64_t* spare = nullptr;
   std::vector<Source> sources = {};
   std::vector<Part> parts = {};
 };
 
-constexpr int kDigitBits = 11;   // of one pass of the radix sort: 2048 counters stay in L1
-constexpr int kLeadingBits = 8;  // of the one pass for SGD: cuts for many threads, and a scatter that stays in L1
+constexpr int kDigitBits = 11;  // of one pass of the radix sort: 2048 counters stay in L1
+constexpr int kLeadingBits =
+    8;  // of the one pass for SGD: enough ranges for many threads, and a scatter that stays in L1
 
-// Bits that hold every number below n.
+// The number of bits that holds every number below n.
 int bits_below(int64_t n) { return n > 1 ? std::bit_width(static_cast<uint64_t>(n - 1)) : 0; }
 
 TablePlan plan_table(const TableUpdate& table) {
@@ -92,7 +93,7 @@ void lay_out(Arena& arena, TablePlan& plan) {
   }
 }
 
-// Writes the keys and scales of bags [first, last); false when an id or offset is out of range.
+// Writes the keys and scales of bags [first, last); false if an id or offset is out of range.
 template <class Id>
 bool make_keys(const Part& part, int64_t first, int64_t last) {
   const Bags& bags = part.segment->bags;
@@ -133,7 +134,7 @@ bool make_all_keys(const std::vector<TablePlan>& plans, int num_threads) {
   return good.load();
 }
 
-// One pass of the radix sort over plan.keys, on the key bits [shift, shift + bits). Any number of chunks, one per
+// One pass of the radix sort over plan.keys, by the key bits [shift, shift + bits). Any number of chunks, one per
 // thread, gives the same order.
 class Pass {
  public:
@@ -178,7 +179,7 @@ class Pass {
     });
   }
 
-  // counts[chunk, digit] becomes the place where that chunk's keys of that digit start.
+  // counts[chunk, digit] becomes the index at which that chunk's keys of that digit start.
   void counts_to_places() {
     int64_t start = 0;
     for (int64_t digit = 0; digit < num_digits_; ++digit) {
@@ -204,11 +205,11 @@ void sort_by_row(TablePlan& plan, int num_threads) {
   }
 }
 
-// SGD steps once per occurrence: it needs a row's occurrences in order, not side by side, unless the row is rounded
-// when it is written: then it must be written once, or results would depend on what lies between. One thread takes them
-// as they come. Several at one table need them cut by row, for which one pass over the leading bits is enough, unless
-// one range of rows would then be more than `most_keys` (ids numbered by popularity crowd in the first): false, and
-// nothing has moved.
+// SGD steps once per occurrence: it needs a row's occurrences in order, but not adjacent, unless the row is rounded
+// when it is written: then it must be written once, or results would depend on what comes between. One thread takes
+// occurrences as they come. Several threads on one table need them divided by row; one pass over the leading bits is
+// enough, unless one range of rows would then have more than `most_keys` (ids numbered by popularity crowd in the first
+// range): then the result is false, and nothing has moved.
 bool order_for_sgd(TablePlan& plan, int64_t most_keys, int num_threads, bool cut) {
   plan.ordered_from = plan.row_shift + plan.row_bits;
   if (!cut || plan.row_bits == 0) return true;
@@ -220,9 +221,9 @@ bool order_for_sgd(TablePlan& plan, int64_t most_keys, int num_threads, bool cut
   return true;
 }
 
-// Whether a thread to each table keeps all of them busy to the end. Then SGD needs no order at all and reads gradients
-// one after another: of the time of tables cut by row the update takes 0.77 (26 tables x 2048 ids, dim 16), 0.86
-// (dim 64), 0.93 (20 ids a bag) to 0.95 (8 tables x 50 ids a bag).
+// Whether one thread per table keeps all threads busy to the end. SGD then needs no order at all and reads gradients
+// one after another. Compared with tables divided by row, the update takes 0.77 of the time (26 tables x 2048 ids, dim
+// 16), 0.86 (dim 64), 0.93 (20 ids per bag) to 0.95 (8 tables x 50 ids per bag).
 bool whole_tables_do(const std::vector<TablePlan>& plans, int num_threads) {
   int64_t largest = 0, total = 0;
   for (const TablePlan& plan : plans) {
@@ -233,8 +234,8 @@ bool whole_tables_do(const std::vector<TablePlan>& plans, int num_threads) {
   return largest * 4 * num_threads <= total;
 }
 
-// Brings the keys of every table into the order its rule needs. Large tables are sorted by all threads together, the
-// rest each by one.
+// Brings the keys of every table into the order that its rule needs. All threads together sort a large table; one
+// thread each sorts the others.
 void sort_all(std::vector<TablePlan>& plans, int num_threads) {
   constexpr int64_t kWorthSharing = 1 << 15;
   int64_t total = 0;
@@ -259,7 +260,7 @@ void sort_all(std::vector<TablePlan>& plans, int num_threads) {
                [&](int64_t task, int) { sort(*alone[static_cast<size_t>(task)], 1); });
 }
 
-// The ordered keys of all tables in ranges of about equal bytes; no row is split.
+// The ordered keys of all tables, in ranges of about equal bytes; no row is split.
 std::vector<Range> cut_rows(const std::vector<TablePlan>& plans, int num_threads) {
   const auto bytes = [](const TablePlan& plan) {
     return plan.num_keys * plan.table->table.dim * static_cast<int64_t>(sizeof(float));

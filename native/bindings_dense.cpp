@@ -42,7 +42,7 @@ void bind_interact_backward(ConstFloats grad, ConstFloats dense, ConstFloats poo
 
 using Matrices = std::vector<ConstFloats>;
 
-// Checks that each layer takes what the one before makes of x [B, I].
+// Checks that each layer takes what the layer before it makes from x [B, I].
 std::vector<Layer> layers_of(const ConstFloats& x, const Matrices& weights) {
   require(x.ndim() == 2 && !weights.empty(), "x must be [B, I], and there must be layers");
   std::vector<Layer> layers;

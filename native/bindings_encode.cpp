@@ -37,7 +37,7 @@ void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);  // becomes ValueError
 }
 
-// OSError with the errno; EBADMSG is a damaged file, for which Python has a better word: ValueError.
+// OSError with the errno; EBADMSG means a damaged file, which in Python is a ValueError.
 void raise_for(int error, const std::string& what) {
   if (error == 0) return;
   if (error == EBADMSG) throw std::invalid_argument(what + " is truncated or altered");

@@ -1,4 +1,4 @@
-// Stores as Python objects, and what decides whether a block store runs here; see bindings_ops.cpp for the rules.
+// Stores as Python objects, and the checks whether a block store can run here; see bindings_ops.cpp for the rules.
 #include <hotrow/block_store.h>
 #include <hotrow/cached_store.h>
 #include <hotrow/gathered_store.h>
@@ -64,15 +64,15 @@ std::vector<Move> moves_of(const Store& store, const Records& records, const Num
   return moves;
 }
 
-// A read that was started: holds what it writes into.
+// A read that was started; it holds the memory into which it writes.
 struct Reading {
   Reading(std::shared_ptr<Store> s, std::shared_ptr<Records> r) : store(std::move(s)), records(std::move(r)) {}
   ~Reading() {
-    if (getpid() != process) return;  // a forked child: who reads is not in it
+    if (getpid() != process) return;  // a forked child does not have the thread that reads
     nb::gil_scoped_release release;
     ticket.wait();
   }
-  // In a forked child the store says that it is another's, and has failed from then on.
+  // In a forked child the store says that it belongs to another process, and has failed from then on.
   bool wait() { return getpid() == process || ticket.finished() ? ticket.wait() : store->flush(); }
   std::shared_ptr<Store> store;
   std::shared_ptr<Records> records;
@@ -127,7 +127,7 @@ nb::dict counters_of(const Store& store) {
   return d;
 }
 
-// The engine, or None, and the reason why it is none or has fewer threads.
+// The engine or None, and the reason why there is none or why it has fewer threads.
 std::pair<std::shared_ptr<Engine>, std::string> bind_start_engine(bool ring, int depth, int num_threads,
                                                                   int64_t most_waiting_bytes) {
   require(1 <= depth && depth <= 4096, "depth must be in [1, 4096]");
@@ -139,7 +139,7 @@ std::pair<std::shared_ptr<Engine>, std::string> bind_start_engine(bool ring, int
   return {std::move(engine), std::move(reason)};
 }
 
-// Refuses tables whose bytes do not fit 63 bits, with room for rounding.
+// Refuses tables whose size in bytes, with room for rounding, does not fit 63 bits.
 void check_sizes(int64_t record_bytes, int64_t num_rows) {
   require(record_bytes >= 1 && record_bytes <= (1 << 30), "record_bytes must be in [1, 2^30]");
   require(num_rows >= 0 && num_rows <= (int64_t{1} << 50) / record_bytes, "num_rows is negative or beyond 2^50 bytes");
@@ -183,8 +183,8 @@ std::shared_ptr<Store> bind_open_cached(std::shared_ptr<Store> middle, std::shar
   return open_cached_store(std::move(middle), std::move(lower), std::move(table));
 }
 
-// (unit_bytes, unit_rows, page_bytes, page_units, file_bytes) of a block store's file; of a gathered one's, which is
-// empty where its records cannot be gathered.
+// (unit_bytes, unit_rows, page_bytes, page_units, file_bytes) of the file of a block store or of a gathered store; for
+// the latter it is empty if its records cannot be gathered.
 std::vector<int64_t> bind_block_layout(int64_t record_bytes, int64_t sector, int64_t num_rows, bool gathered) {
   const BlockLayout layout = BlockLayout::of(record_bytes, sector, gathered);
   if (gathered && !can_gather(layout)) return {};
@@ -192,7 +192,7 @@ std::vector<int64_t> bind_block_layout(int64_t record_bytes, int64_t sector, int
           layout.file_bytes(gathered ? num_places(layout, num_rows) : num_rows)};
 }
 
-// The sector that direct I/O on this file asks for: 0 where the file system refuses it, -1 where it does not say.
+// The sector size that direct I/O on this file needs: 0 if the file system refuses it, -1 if it does not say.
 int direct_sector(int fd) {
 #if defined(__linux__) && defined(STATX_DIOALIGN)
   struct statx facts{};
@@ -204,7 +204,7 @@ int direct_sector(int fd) {
   return -1;
 }
 
-// One real read of `bytes` at the start of the file, into memory aligned to a page: 0, or an errno.
+// Makes one real read of `bytes` at the start of the file, into page-aligned memory; returns 0 or an errno.
 int try_read(int fd, int64_t bytes) {
   void* page = std::aligned_alloc(kPageBytes, kPageBytes);
   if (!page) return ENOMEM;

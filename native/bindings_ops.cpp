@@ -1,5 +1,5 @@
-// The embedding kernels as Python functions: checks shapes and pointers, releases the GIL, raises ValueError. Together
-// with the other bindings_*.cpp the only code that sees nanobind.
+// The embedding kernels as Python functions: checks shapes and pointers, releases the GIL, raises ValueError. Only this
+// file and the other bindings_*.cpp use nanobind.
 #include <hotrow/dispatch.h>
 #include <hotrow/embedding.h>
 #include <hotrow/finite.h>
@@ -37,14 +37,14 @@ using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using LowHalves = nb::ndarray<int16_t, nb::c_contig, nb::device::cpu>;
 using Offsets = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Which table a feature reads, which output columns it fills and how: the part of a lookup that never changes.
+// The part of a lookup that never changes: which table a feature reads, which output columns it fills, and how.
 struct Feature {
   size_t table;
   int64_t column;
   Pooling pooling;
 };
 
-// The features of a collection that a lookup serves, each in its place among all of them; none: left out.
+// The features of a collection that a lookup serves, at their positions among all features; none: not served.
 struct Layout {
   std::vector<std::optional<Feature>> features;
   explicit Layout(const std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>& specs) {
@@ -69,8 +69,8 @@ std::optional<Storage> storage_of(const Array& array) {
   return std::nullopt;
 }
 
-// Arrays of a collection, one per table: weights [N, D] (float32, float16, or bfloat16 with their lower halves beside
-// them), or optimizer state, float32. Keeps their memory alive.
+// Arrays of a collection, one per table: weights [N, D] (float32, float16, or bfloat16 with their lower halves), or
+// optimizer state, float32. Keeps their memory alive.
 struct Arrays {
   std::vector<Array> arrays;
   std::vector<std::optional<LowHalves>> low;
@@ -94,8 +94,8 @@ struct Arrays {
   }
 };
 
-// The bags of a batch as the kernels see them: feature f of the layout owns bags starts[f] .. starts[f] + num_bags; a
-// feature that the layout leaves out starts at 0.
+// The bags of a batch as the kernels see them: feature f of the layout has bags starts[f] .. starts[f] + num_bags; a
+// feature that is not in the layout starts at 0.
 struct Batch {
   Ids ids;
   std::optional<Offsets> offsets;
@@ -142,7 +142,7 @@ std::vector<FeatureBags> join(const Layout& layout, const Arrays& weights, const
 
 int64_t row_stride(const GradMatrix& grad, int64_t num_bags) {
   require(extent(grad, 0) == num_bags, "grad must have one row per sample");
-  // Strides of a matrix without values mean nothing.
+  // Strides of a matrix without values have no meaning.
   require(grad.size() == 0 || grad.shape(1) <= 1 || grad.stride(1) == 1, "grad rows must be contiguous");
   return grad.stride(0);
 }
@@ -182,7 +182,7 @@ States states_of(const std::vector<const Arrays*>& states, size_t table, Algorit
   return found;
 }
 
-// Lookups whose gradients have come, in forward order.
+// Lookups that have got their gradients, in forward order.
 using Pending = std::vector<std::tuple<const Layout*, const Batch*, GradMatrix>>;
 
 std::vector<TableUpdate> plan_update(size_t num_features, const Arrays& weights,
@@ -239,7 +239,7 @@ size_t num_bytes(const std::vector<size_t>& shape) {
   return bytes;
 }
 
-// A float32 array on `pages`, which go to `release` with it.
+// A float32 array on `pages`; `release` gets the pages when the array is freed.
 template <void (*release)(const Pages&)>
 nb::ndarray<nb::numpy, float> array_on(const Pages& pages, const std::vector<size_t>& shape) {
   if (!pages.data) throw std::bad_alloc();
@@ -250,14 +250,14 @@ nb::ndarray<nb::numpy, float> array_on(const Pages& pages, const std::vector<siz
   return {pages.data, shape.size(), shape.data(), owner};
 }
 
-// A zeroed array, and whether the system took the request for huge pages.
-// sparse: most of it will never be touched, so it may be more than memory.
+// Returns a zeroed array, and whether the system took the request for huge pages.
+// sparse: most of it will never be touched, so it may be larger than memory.
 std::pair<nb::ndarray<nb::numpy, float>, bool> bind_allocate(const std::vector<size_t>& shape, bool sparse) {
   const Pages pages = allocate_pages(num_bytes(shape), sparse);
   return {array_on<free_pages>(pages, shape), pages.huge};
 }
 
-// An array of whatever values, whose pages are kept for the next one.
+// Returns an uninitialized array, whose pages are kept for the next one.
 nb::ndarray<nb::numpy, float> bind_take(const std::vector<size_t>& shape) {
   return array_on<give_back_pages>(take_pages(num_bytes(shape)), shape);
 }
@@ -282,7 +282,7 @@ double bind_touch_rows(FloatMatrix rows, Offsets ids, int64_t distance, bool int
 }  // namespace
 
 NB_MODULE(_native, m) {
-  // What still lives when the interpreter ends (a collection in a script's globals) is no leak of ours.
+  // What is still alive when the interpreter ends (a collection in a script's globals) is not our leak.
   nb::set_leak_warnings(false);
   watch_forks();
   m.doc() = "hotrow's kernels; call them through hotrow.kernels.ops and hotrow.data.native";

@@ -1,4 +1,4 @@
-// The door to the engine: copies what a call needs and hands it over; see hotrow/block_store.h.
+// Calls into the engine: copies what a call needs and hands it over; see hotrow/block_store.h.
 #include <unistd.h>
 
 #include <algorithm>
@@ -39,7 +39,7 @@ class Door final : public BlockStore {
 
   void write(std::span<const Move> moves, const Slots& slots) override {
     if (moves.empty() || !is_usable()) return;
-    // By row, and those of one row as they were given: the last counts. An order takes less memory than sorted moves.
+    // By row, and moves of one row as they were given: the last counts. An order takes less memory than sorted moves.
     std::vector<uint32_t> order(moves.size());
     std::iota(order.begin(), order.end(), 0u);
     const auto before = [&](uint32_t a, uint32_t b) {
@@ -79,14 +79,14 @@ class Door final : public BlockStore {
   }
 
   bool flush() override { return is_usable() && ask(Call::Kind::flush); }
-  // The engine drops what waits of a table that has failed.
+  // The engine drops what waits for a table that has failed.
   void fail(const char* why) override { table_->failure.set(table_->file.table, why); }
 
   bool grow(int64_t num_rows) override {
     if (!is_usable()) return false;
     const TableFile& file = table_->file;
     if (num_rows <= table_->num_rows.load()) return true;
-    if (!table_->is_whole()) return false;  // it would be long enough again
+    if (!table_->is_whole()) return false;  // growing would make it long enough again
     if (ftruncate(file.fd, static_cast<off_t>(file.layout.file_bytes(num_rows))) != 0) {
       table_->failure.set("growing table '" + file.table + "' to " + std::to_string(num_rows) + " rows in " +
                           file.path + ": " + std::strerror(errno) + "; use a disk and file system that hold files of " +
@@ -126,7 +126,7 @@ class Door final : public BlockStore {
     return ticket.wait();
   }
 
-  // A failed store takes no calls; nor does one whose thread stayed in the process that this one was forked from.
+  // A failed store takes no calls; nor does a store in a forked child, whose parent has the thread.
   bool is_usable() {
     if (!engine_->is_of_this_process()) {
       table_->failure.set(forked_text(table_->file.table, table_->file.path));

@@ -1,4 +1,4 @@
-// Which units wait to be written, and with which bytes; see engine.h.
+// Units that wait to be written, and their bytes; see engine.h.
 #include <hotrow/memory.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace hotrow {
 namespace {
 
-constexpr int64_t kChunkBytes = 1 << 16;  // some hundred sectors: few calls of the system, and little that is idle
+constexpr int64_t kChunkBytes = 1 << 16;  // some hundred sectors: few system calls, and little idle memory
 
 }  // namespace
 
@@ -21,8 +21,8 @@ bool Table::has_rows(int64_t first, int64_t last) {
   return false;
 }
 
-// A write behind the end of a file that was truncated makes it longer again, though never so long as it was
-// (kTailBytes), and the rows between read as zeros.
+// A write beyond the end of a truncated file makes it longer again, though never as long as it was (kTailBytes), and
+// the rows between read as zeros.
 bool Table::is_whole() {
   return hotrow::is_whole(file.fd, file.layout.file_bytes(num_rows.load()), file.table, file.path, failure);
 }
@@ -32,7 +32,7 @@ bool Table::is_whole() {
 Dirty* Table::make(std::byte* at, Chunk* chunk, int64_t unit) {
   Dirty* made = new (at) Dirty{this, unit, chunk, nullptr, 0, true};
   std::memset(made->known(), 0, static_cast<size_t>(known_words) * sizeof(uint64_t));
-  // What lies behind the last row is written too.
+  // What follows the last row is written too.
   const int64_t rows_bytes = file.layout.unit_rows * file.layout.record_bytes;
   std::memset(made->image() + rows_bytes, 0, static_cast<size_t>(file.layout.unit_bytes - rows_bytes));
   return made;
@@ -83,7 +83,7 @@ Room::~Room() {
   for (Chunk* chunk : free_) release(chunk);
 }
 
-// Behind a unit with a chunk of its own there is room for others, of less than a page: more of its memory is not used.
+// After a unit with its own chunk there is room for others of less than a page: more of the chunk is not used.
 int64_t Room::most_units(int64_t unit_bytes) const {
   return (std::max(most_bytes_, kChunkBytes) + kPageBytes) / unit_bytes + 1;
 }
@@ -110,7 +110,7 @@ Room::Place Room::take(int64_t unit_bytes, int64_t count, const FailureSlot& fai
   return place;
 }
 
-// A chunk of which units still wait is only let go of: it comes back with the last of them.
+// A chunk whose units still wait is only released: it comes back with the last of them.
 bool Room::open_chunk(int64_t unit_bytes) {
   if (filling_ && filling_->num_units == 0) free_.push_back(filling_), filling_ = nullptr;
   const auto fits = [&](const Chunk* chunk) { return chunk->size >= unit_bytes; };
@@ -180,7 +180,7 @@ Dirty* Index::find(const Table* table, int64_t unit) const { return units_[place
 
 void Index::insert(Dirty* unit) { units_[place_of(unit->table, unit->unit)] = unit; }
 
-// Units behind the hole move into it where their search would else end there.
+// Units after the hole move into it if their search would otherwise end there.
 void Index::erase(const Dirty* unit) {
   const size_t mask = units_.size() - 1;
   size_t hole = place_of(unit->table, unit->unit);

@@ -43,14 +43,14 @@ void hash_keys(const uint8_t* bytes, const int64_t* offsets, size_t num_keys, ui
 }
 
 namespace {
-constexpr size_t kBatch = 64;  // keys in flight: enough to cover a memory access, few enough for the first-level cache
+constexpr size_t kBatch = 64;  // keys in flight: enough to hide a memory access, few enough for the first-level cache
 constexpr size_t kAhead = 16;  // how far a loop over entries prefetches
 constexpr size_t kMaxEntries = 0xffffffff - 1;
 constexpr size_t kWriteBuffer = size_t{1} << 18;
 
 inline uint32_t slot_entry(uint64_t slot) { return static_cast<uint32_t>(slot) - 1; }
 inline uint64_t make_slot(uint64_t hash, size_t entry) { return (hash & 0xffffffff00000000ULL) | (entry + 1); }
-// Probes hit random pages: with 4 KiB pages each would also miss the TLB.
+// Probes go to random pages: with 4 KiB pages each would also miss the TLB.
 inline void advise_huge_pages(void* block, size_t num_bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kHuge = uintptr_t{1} << 21;
@@ -114,7 +114,8 @@ bool Counter::same_key(uint32_t entry, uint64_t hash, const uint8_t* key, size_t
 }
 
 void Counter::rebuild(size_t num_slots) {
-  std::free(slots_);  // before the new one: entries hold all that is needed, and the two together would be the peak
+  std::free(
+      slots_);  // before the new one is allocated: entries have all that is needed, and both together would be the peak
   num_slots_ = 0;
   slots_ = static_cast<uint64_t*>(std::calloc(num_slots, sizeof(uint64_t)));
   if (slots_ == nullptr && num_slots != 0) throw std::bad_alloc();
@@ -189,7 +190,7 @@ bool Counter::before(uint32_t a, uint32_t b) const {
   return order != 0 ? order < 0 : bytes_a < bytes_b;
 }
 
-// Packs the used slots to the front and sorts them by (hash, key): no memory beyond the index itself.
+// Packs the used slots to the front and sorts them by (hash, key), in the memory of the index itself.
 void Counter::sort_slots() {
   uint64_t* end = std::remove(slots_, slots_ + num_slots_, uint64_t{0});
   std::sort(slots_, end);

@@ -1,5 +1,5 @@
-// The dot interaction of a whole batch, cut into tasks for the leaf kernels; see hotrow/dense.h. Compiled once, for the
-// baseline.
+// The dot interaction of a whole batch, divided into tasks for the leaf kernels; see hotrow/dense.h. Compiled once, for
+// the baseline.
 #include <hotrow/cut.h>
 #include <hotrow/dense.h>
 #include <hotrow/parallel.h>
@@ -7,7 +7,7 @@
 namespace hotrow {
 namespace {
 
-// Runs kernel(first, last, scratch of `scratch_floats`) over all samples; every thread has scratch of its own.
+// Runs kernel(first, last, scratch of `scratch_floats`) over all samples; every thread has its own scratch.
 template <class Kernel>
 void for_all_samples(int64_t num_samples, int64_t scratch_floats, int num_threads, const Kernel& kernel) {
   const int64_t samples_per_task = std::max<int64_t>(16, num_samples / (num_threads * kTasksPerThread));

@@ -1,4 +1,4 @@
-// Chooses one set of kernels: the widest that this machine can run, unless told otherwise.
+// Chooses a set of kernels: the widest that this machine can run, unless told otherwise.
 #include <hotrow/dispatch.h>
 #include <hotrow/kernels.h>
 
@@ -34,7 +34,7 @@ constexpr Kernels kSets[] = {
 #endif
 };
 
-// What this processor has of the names that num_runnable asks for.
+// Which of the names that num_runnable asks for this processor has.
 std::vector<std::string> processor_features() {
   std::vector<std::string> features;
 #define HOTROW_ASK(name) \

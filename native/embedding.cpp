@@ -1,4 +1,4 @@
-// Lookups and initial rows of a whole batch, cut into tasks for the leaf kernels; see hotrow/embedding.h.
+// Lookups and initial rows of a whole batch, divided into tasks for the leaf kernels; see hotrow/embedding.h.
 // Compiled once, for the baseline. The update is in batch_update.cpp.
 #include <hotrow/cut.h>
 #include <hotrow/embedding.h>
@@ -11,7 +11,7 @@ namespace {
 
 std::pair<const Bags*, int64_t> view_feature(const FeatureBags& feature) { return {&feature.bags, feature.table.dim}; }
 
-// Runs kernel(feature, range) over all bags of all features; false when any call says so.
+// Runs kernel(feature, range) over all bags of all features; false if any call returns false.
 template <class Kernel>
 bool for_all_bags(const std::vector<FeatureBags>& features, int num_threads, const Kernel& kernel) {
   for (const FeatureBags& feature : features) {

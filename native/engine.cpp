@@ -1,5 +1,5 @@
-// The thread that does the I/O of all block stores: its life, and the calls it takes in order. What becomes of them is
-// in engine_io.cpp.
+// The thread that does the I/O of all block stores: its life, and the calls that it takes in order. engine_io.cpp
+// carries them out.
 #include "engine.h"
 
 #include <pthread.h>
@@ -16,23 +16,22 @@
 namespace hotrow {
 namespace {
 
-constexpr int64_t kRingEntryBytes = 128;   // of a queue of calls and one of results, in the kernel's memory
-constexpr int64_t kStackBytes = 16 << 10;  // that a thread here touches
+constexpr int64_t kRingEntryBytes = 128;   // of a submission queue and a result queue, in the kernel's memory
+constexpr int64_t kStackBytes = 16 << 10;  // that a thread touches here
 
-// What it takes beside waiting rows.
+// The memory that it takes besides waiting rows.
 int64_t fixed_bytes(const EngineOptions& options) {
   const int64_t frames = options.depth * (kPageBytes + static_cast<int64_t>(sizeof(Job)) + kRingEntryBytes);
   return frames + (1 + (options.ring ? 0 : options.num_threads)) * kStackBytes;
 }
 
-// The rest, less the index of waiting units, which is at most a sixteenth of them; where nearly nothing is allowed,
-// half.
+// The rest, less the index of waiting units, which is at most a sixteenth of them; half if nearly nothing is allowed.
 int64_t room_bytes(const EngineOptions& options) {
   const int64_t most = options.most_waiting_bytes;
   return std::max(most - fixed_bytes(options), most / 2) / 16 * 15;
 }
 
-// What an exception says on this thread would end the process.
+// An exception on this thread would end the process.
 std::unique_ptr<IoQueue> make_queue(const EngineOptions& options, std::string& reason) {
   try {
     return options.ring ? make_ring(options.depth, reason) : make_pool(options.depth, options.num_threads, reason);
@@ -42,7 +41,7 @@ std::unique_ptr<IoQueue> make_queue(const EngineOptions& options, std::string& r
   }
 }
 
-// Threads started while it lives take no signal.
+// Threads started while it is alive take no signals.
 class NoSignals {
  public:
   NoSignals() {
@@ -75,7 +74,7 @@ std::string rows_text(const TableFile& file, int64_t first, int64_t last) {
 
 bool Engine::is_of_this_process() const { return getpid() == process_; }
 
-// The queue is made by the thread that uses it; no signal is for that thread.
+// The thread that uses the queue makes it; that thread takes no signals.
 bool Engine::open(std::string& reason) {
   std::promise<bool> promise;
   std::future<bool> opened = promise.get_future();
@@ -140,11 +139,11 @@ void Engine::run() {
     for (Call& call : taken_) handle(std::move(call));
     taken_.clear();
     send();
-    // Before it sleeps: whatever gave room, or failed a table, since it last did.
+    // Before it sleeps: tell about room that was freed, or a table that failed, since it last did.
     if (!left_.empty() || has_failed_) room_.give_back(left_, has_failed_);
     left_.clear();
     has_failed_ = false;
-    // A quarter of what is under way at once: fewer wakes per I/O, and the queue stays three quarters full.
+    // Wait for a quarter of what is under way: fewer wakes per I/O, and the queue stays three quarters full.
     const auto in_flight = static_cast<int64_t>(jobs_.size() - free_jobs_.size());
     queue_->wait(in_flight / 4, ended_);
     for (Io* io : ended_) finish(*static_cast<Job*>(io));
@@ -152,7 +151,7 @@ void Engine::run() {
   }
 }
 
-// False when the engine ends: no store is left then, so there is nothing under way.
+// False when the engine ends: no store is left then, so nothing is under way.
 bool Engine::take_calls() {
   const std::lock_guard lock(mutex_);
   taken_.swap(calls_);
@@ -205,7 +204,7 @@ void Engine::start_writing(const Call& call) {
 }
 
 std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason) {
-  // In a forked child the thread is not there to be joined, and locks may be held for ever: there, it is left alone.
+  // A forked child does not have the thread to join, and locks may be held for ever: there, nothing is touched.
   const auto end = [](Engine* engine) {
     if (engine->is_of_this_process()) delete engine;
   };

@@ -1,4 +1,4 @@
-// The inside of the block store: what its engine's thread knows of tables, and the I/Os under way.
+// The inside of the block store: what the engine's thread knows about tables, and the I/Os under way.
 #pragma once
 
 #include <hotrow/block_store.h>
@@ -19,7 +19,7 @@ std::string rows_text(const TableFile& file, int64_t first, int64_t last);
 
 struct Table;
 
-// Memory of units that wait. Filled from the front up to `size`, and used again when none of them waits any more.
+// Memory for units that wait. Filled from the front up to `size`, and reused when none of them waits any more.
 struct Chunk {
   Pages pages;
   int64_t size, filled = 0, num_units = 0;
@@ -27,31 +27,31 @@ struct Chunk {
   int64_t num_bytes() const { return static_cast<int64_t>(pages.bytes); }
 };
 
-// A unit of the file that stands in the engine's queue or is being written. Behind it lie a bit for each row that it
-// knows, and its bytes: the newest of the rows it knows, and of every row once the unit was read.
+// A unit of the file that is in the engine's queue or is being written. It is followed by a bit for each row that it
+// knows, and by its bytes: the newest of the rows that it knows, and of every row once the unit has been read.
 struct Dirty {
   Table* table;
   int64_t unit;
   Chunk* chunk;
-  Dirty* next;  // of the call that brings it, then of the queue
+  Dirty* next;  // the next in the call that brings it, then in the queue
   int32_t num_known;
-  bool changed;  // since an I/O took its bytes
+  bool changed;  // since an I/O last took its bytes
 
   uint64_t* known() { return reinterpret_cast<uint64_t*>(this + 1); }
   std::byte* image();
   bool knows(int64_t row_in_unit) { return known()[row_in_unit / 64] >> (row_in_unit % 64) & 1; }
 };
 
-// The memory of all that waits, and of nothing else: a bounded number of chunks, kept to be used again.
+// The memory of everything that waits, and of nothing else: a bounded number of chunks, kept for reuse.
 class Room {
  public:
-  // most_bytes: of chunks; where nothing waits there is always room for one.
+  // most_bytes: limit of all chunks; if nothing waits there is always room for one.
   explicit Room(int64_t most_bytes);
   ~Room();
 
-  // Memory for units of `unit_bytes`: as many of `count` as lie in a chunk, at least one. Waits while there is none,
-  // unless has_failed; then it has none. It must be handed to the engine before more is asked for: nobody waits who
-  // holds what another waits for.
+  // Memory for units of `unit_bytes`: as many of `count` as fit in a chunk, at least one. Waits while there is none; if
+  // has_failed, returns none. It must be handed to the engine before more is asked for, so that nobody waits while
+  // holding what another waits for.
   struct Place {
     Chunk* chunk = nullptr;
     std::byte* bytes = nullptr;
@@ -59,13 +59,13 @@ class Room {
     int64_t blocked_ns = 0;
   };
   Place take(int64_t unit_bytes, int64_t count, const FailureSlot& failure);
-  // One unit of each. look_again: a table has failed, so that who waits may be waiting in vain.
+  // One unit of each. look_again: a table has failed, so a waiting thread may be waiting in vain.
   void give_back(const std::vector<Chunk*>& chunks, bool look_again);
 
   int64_t num_bytes() const { return num_bytes_.load(std::memory_order_relaxed); }
-  // How long somebody waited, however many at a time.
+  // How long at least one thread waited.
   int64_t blocked_ns() const { return blocked_ns_.load(std::memory_order_relaxed); }
-  // Units of at least `unit_bytes` there may be at once.
+  // How many units of at least `unit_bytes` there may be at a time.
   int64_t most_units(int64_t unit_bytes) const;
 
  private:
@@ -83,7 +83,7 @@ class Room {
   std::atomic<int64_t> blocked_ns_{0};
 };
 
-// Which units wait, of all tables: open addressing, made as large as there can be units. Of the engine's thread alone.
+// The units of all tables that wait: open addressing, as large as there can be units. For the engine's thread alone.
 class Index {
  public:
   explicit Index(int64_t most_units);
@@ -105,12 +105,12 @@ struct Counted {
       served_from_queue{0}, read_modify_writes{0}, waiting_bytes{0}, blocked_ns{0};
 };
 inline void bump(std::atomic<int64_t>& counter, int64_t n) { counter.fetch_add(n, std::memory_order_relaxed); }
-// The same where one thread alone counts: several times cheaper.
+// The same if only one thread counts: several times cheaper.
 inline void bump_own(std::atomic<int64_t>& counter, int64_t n) {
   counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
 }
 
-// Of the engine's thread alone, but for what is atomic, and `file`, which does not change.
+// Used by the engine's thread alone, except what is atomic, and `file`, which does not change.
 struct Table {
   explicit Table(TableFile f)
       : file(std::move(f)), known_words((file.layout.unit_rows + 63) / 64), num_rows(file.num_rows) {}
@@ -129,21 +129,21 @@ struct Table {
   std::vector<Ticket*> flushes;
   Ticket* leaving = nullptr;
 
-  // Whether they are rows of it; else it has failed.
+  // Whether these are rows of the table; if not, it fails.
   bool has_rows(int64_t first, int64_t last);
-  // Whether its file is as long as its rows need; else it has failed.
+  // Whether the file is as long as its rows need; if not, the table fails.
   bool is_whole();
-  // What a unit takes that waits.
+  // The memory of a unit that waits.
   int64_t dirty_bytes() const {
     const auto bytes = static_cast<int64_t>(sizeof(Dirty)) + known_words * 8 + file.layout.unit_bytes;
     return (bytes + 7) / 8 * 8;
   }
-  // A unit that knows nothing yet, in memory of dirty_bytes.
+  // A unit that knows no row yet, in memory of dirty_bytes.
   Dirty* make(std::byte* at, Chunk* chunk, int64_t unit);
   static void put(Dirty& unit, int64_t row, const Slots& slots, int64_t slot);
-  // Takes what `newer` knows.
+  // Takes the rows that `newer` knows.
   static void merge(Dirty& unit, Dirty& newer);
-  // Takes the rows that the image lacks from the unit as it lies on disk.
+  // Takes the rows that the image lacks from the unit on disk.
   static void complete(Dirty& unit, const std::byte* on_disk);
 };
 
@@ -153,11 +153,11 @@ struct Call {
   enum class Kind { read, write, flush, attach, detach };
   Kind kind;
   Table* table;
-  std::vector<Move> moves;  // of a read, by row
+  std::vector<Move> moves;  // for a read, by row
   Slots slots;
-  Dirty* units;  // of a write
+  Dirty* units;  // for a write
   Ticket* ticket;
-  size_t next = 0, ended = 0;  // of the moves of a read
+  size_t next = 0, ended = 0;  // counts of the moves of a read
   bool good = true;
 };
 
@@ -165,19 +165,19 @@ inline constexpr int64_t kMostUnits = kPackedPageBytes / 512;
 
 struct Job : Io {
   std::byte* frame;  // its own kPageBytes of the queue's frames
-  std::byte* base;   // where the I/O began: the frame, a large one, or own_bytes of its own where a unit is larger
+  std::byte* base;   // the memory of the I/O: the frame, a large one, or own_bytes if a unit is larger
   Table* table;
   int64_t unit;  // the first
   int64_t own_bytes;
-  Call* call;  // a read's, and its moves
+  Call* call;  // for a read, with its moves
   size_t first_move, last_move;
-  std::array<Dirty*, kMostUnits> units;  // a write's
+  std::array<Dirty*, kMostUnits> units;  // for a write
   int64_t num_units;
   bool merging;  // reads what a write lacks
   std::vector<Ticket*> flushes;
 };
 
-// Of a unit of one sector, beside its rows' bits.
+// Of a unit of one sector, not counting the bits of its rows.
 inline constexpr int64_t kLeastDirtyBytes = static_cast<int64_t>(sizeof(Dirty)) + 512;
 
 class Engine {
@@ -190,7 +190,7 @@ class Engine {
   void push(Call call);
   Room& room() { return room_; }
   int64_t cpu_ns();
-  // What it holds now: of memory that waiting rows take or took, and of its own.
+  // The memory it holds now: what waiting rows take or took, and its own.
   int64_t num_bytes() const;
   int64_t num_ios() const { return num_ios_.load(std::memory_order_relaxed); }
   bool is_of_this_process() const;
@@ -229,24 +229,24 @@ class Engine {
   std::unique_ptr<IoQueue> queue_;
   Room room_;
   std::atomic<int64_t> num_ios_{0};
-  std::atomic<int64_t> large_bytes_{0};  // of large frames ever used, and of I/Os of larger units
+  std::atomic<int64_t> large_bytes_{0};  // large frames used so far, and I/Os of larger units
 
   std::mutex mutex_;
   std::vector<Call> calls_;  // these under the lock
   bool ending_ = false;
 
-  std::vector<Call> taken_;  // from here on of the engine's thread
+  std::vector<Call> taken_;  // from here on used by the engine's thread alone
   std::vector<std::unique_ptr<Job>> jobs_;
   std::vector<Job*> free_jobs_;
   Pages large_frames_{};  // of kPackedPageBytes, for packed pages: as much as all frames; address space until used
   std::vector<std::byte*> free_large_frames_;
-  size_t fewest_free_ = 0;                                // of them so far
-  std::deque<std::unique_ptr<Call>> reading_;             // calls of which moves wait
+  size_t fewest_free_ = 0;                                // the fewest free frames so far
+  std::deque<std::unique_ptr<Call>> reading_;             // calls whose moves wait
   Dirty *first_dirty_ = nullptr, *last_dirty_ = nullptr;  // units that wait
-  Index index_;                                           // of them and those being written
-  std::vector<Chunk*> left_;                              // of units that wait no more, until the room is told
-  bool has_failed_ = false;                               // some table, since the room was told
-  std::vector<Table*> ending_tables_;                     // that flush or leave
+  Index index_;                                           // of these units and those being written
+  std::vector<Chunk*> left_;                              // of units that no longer wait, until the room is told
+  bool has_failed_ = false;                               // a table has, since the room was told
+  std::vector<Table*> ending_tables_;                     // tables that flush or leave
   int64_t writes_in_flight_ = 0;
   std::vector<Io*> ended_;
 };

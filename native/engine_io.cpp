@@ -1,8 +1,8 @@
-// The I/Os of the engine: keeps the queue full and gives results out.
+// The I/Os of the engine: keeps the queue full and hands out results.
 //
-// Everything that decides which bytes are the newest happens on the engine's one thread. A unit is in at most one write
-// at a time; rows written meanwhile change its image, which is written again after. Reads of rows with an image are
-// served from it; others may read beside a write of their sector, which leaves their bytes as they were.
+// Everything that decides which bytes are newest happens on the engine's one thread. A unit is in at most one write at
+// a time; rows written meanwhile change its image, which is then written again. Reads of rows with an image are served
+// from it; other reads may run during a write of their sector, because the write leaves their bytes unchanged.
 #include <algorithm>
 #include <cerrno>
 #include <new>
@@ -20,14 +20,14 @@ const char* cure_of(int error) {
 
 }  // namespace
 
-// Reads go first, for somebody waits for them, but leave a quarter of the queue to writes; those take at most half.
+// Reads go first, because somebody waits for them, but leave a quarter of the queue to writes, which take at most half.
 void Engine::send() {
   const auto reserve = [&] { return !first_dirty_ ? 0 : std::max<int64_t>(options_.depth / 4 - writes_in_flight_, 0); };
   while (!reading_.empty() && static_cast<int64_t>(free_jobs_.size()) > reserve()) {
     Call& call = *reading_.front();
     read_next(call);
     if (call.next < call.moves.size()) continue;
-    // Owned by its jobs from here on, or ended.
+    // From here on it is owned by its jobs, or has ended.
     Call* whole = reading_.front().release();
     reading_.pop_front();
     if (whole->ended == whole->moves.size()) delete whole;
@@ -37,7 +37,7 @@ void Engine::send() {
   flush_and_detach();
 }
 
-// Sends the next page of a read; rows whose write waits are served on the way.
+// Sends the next page of a read; rows whose write waits are served directly.
 void Engine::read_next(Call& call) {
   Table& table = *call.table;
   const BlockLayout& layout = table.file.layout;
@@ -73,8 +73,7 @@ void Engine::read_next(Call& call) {
   queue_->submit(&job);
 }
 
-// The waiter is told once, of all moves. The last to end take the call with them, unless it still stands in the queue
-// of calls.
+// The waiter is told once, about all moves. The last moves to end also end the call, unless it is still queued.
 void Engine::end_moves(Call& call, size_t count, bool good) {
   call.ended += count;
   call.good = call.good && good;
@@ -86,8 +85,8 @@ void Engine::end_moves(Call& call, size_t count, bool good) {
   call.good ? call.ticket->done(n) : call.ticket->fail(n);
 }
 
-// Sends the unit that has waited longest, together with those behind it in the queue that lie behind it in its page.
-// One that knows nothing lay between others, and now begins an I/O: it need not be written.
+// Sends the unit that has waited longest, together with units that follow it both in the queue and in its page. A unit
+// without rows was between others; if it now begins an I/O, it need not be written.
 void Engine::write_next() {
   Dirty* first = pop_first();
   Table& table = *first->table;
@@ -116,7 +115,7 @@ void Engine::write_next() {
   queue_->submit(&job);
 }
 
-// That an I/O moves: of packed pages no more than a frame where no large one is free.
+// How many bytes an I/O moves: of packed pages, no more than a frame if no large frame is free.
 int64_t Engine::most_units(const BlockLayout& layout) const {
   return free_large_frames_.empty() ? std::max<int64_t>(kPageBytes / layout.unit_bytes, 1) : layout.page_units;
 }
@@ -136,7 +135,7 @@ void Engine::start_write(Job& job) {
   queue_->submit(&job);
 }
 
-// A flush waits until nothing of its table waits; what is written meanwhile, it writes too.
+// A flush waits until nothing of its table waits; it also writes what is added meanwhile.
 void Engine::flush_and_detach() {
   std::erase_if(ending_tables_, [&](Table* table) {
     if (table->num_dirty) return false;
@@ -198,7 +197,7 @@ void Engine::give_back(Job& job) {
   free_jobs_.push_back(&job);
 }
 
-// Less than was asked for is no error yet: the rest is asked for again, and then either comes or names its error.
+// A short result is not an error yet: the rest is requested again, and then comes or gives its error.
 void Engine::finish(Job& job) {
   Table& table = *job.table;
   const bool is_write = job.kind == Io::Kind::write;
@@ -290,13 +289,13 @@ void Engine::drop(Dirty* unit) {
   forget(unit);
 }
 
-// Its memory is another's as soon as the room is told.
+// Its memory may belong to another unit as soon as the room is told.
 void Engine::forget(Dirty* unit) {
   bump(unit->table->counted.waiting_bytes, -unit->table->dirty_bytes());
   left_.push_back(unit->chunk);
 }
 
-// What was read, or is said to be on the disk, is so only where the file is still as long as its rows need.
+// What was read, or is reported to be on disk, is valid only if the file is still as long as its rows need.
 bool Engine::is_whole(Table& table) {
   if (table.is_whole()) return true;
   has_failed_ = true;

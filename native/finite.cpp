@@ -26,7 +26,7 @@ bool any_nonfinite(const float* values, int64_t n) {
 }  // namespace
 
 int64_t first_nonfinite(const float* values, int64_t num_rows, int64_t num_columns, int64_t stride, int num_threads) {
-  if (stride == num_columns) {  // one long row, so that tasks can be cut anywhere
+  if (stride == num_columns) {  // one long row, which can be divided anywhere
     num_columns *= num_rows;
     num_rows = std::min<int64_t>(num_rows, 1);
   }

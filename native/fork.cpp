@@ -1,4 +1,4 @@
-// What a fork leaves behind; see hotrow/parallel.h and hotrow/memory.h.
+// What to do around a fork; see hotrow/parallel.h and hotrow/memory.h.
 #include <hotrow/memory.h>
 #include <hotrow/parallel.h>
 #include <pthread.h>
@@ -6,7 +6,7 @@
 namespace hotrow {
 namespace {
 
-bool forked = false;  // written by a child's only thread, before anything else runs in it
+bool forked = false;  // written by the child's only thread before anything else runs there
 
 }  // namespace
 

@@ -8,7 +8,7 @@ HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 namespace hotrow::HOTROW_ISA {
 namespace {
 
-// Accumulators of one tile: kTileRows x kParts vectors, two operands besides, within the machine's registers.
+// Accumulators of one tile: kTileRows x kParts vectors and two operands fit the machine's registers.
 constexpr int kTileRows = kLanes == 16 ? 8 : 4;
 constexpr int kTileParts = 2;
 
@@ -73,7 +73,7 @@ inline void clear(float* p, int64_t count) {
   for (int64_t j = 0; j < count; ++j) p[j] = 0.0f;
 }
 
-// The strict lower triangle of T T^t, packed by rows into `triangle`, which may be overrun by one vector.
+// The strict lower triangle of T T^t, packed by rows into `triangle`; may write up to one vector beyond its end.
 inline void dot_triangle(const float* pooled, int64_t num_features, int64_t dim, const float* transposed,
                          int64_t stride, float* product, float* triangle) {
   for (int64_t first = 1; first <= num_features; first += kTileRows) {
@@ -84,7 +84,7 @@ inline void dot_triangle(const float* pooled, int64_t num_features, int64_t dim,
     }
     const int64_t last = first + kTileRows - 1 < num_features ? first + kTileRows - 1 : num_features;
     multiply_rows(rows, transposed, dim, last, stride, product);
-    // In rising order, so that what overruns a row is overwritten by the next.
+    // In rising order, so that what is written beyond a row is overwritten by the next row.
     for (int64_t i = first; i <= last; ++i) {
       float* put = triangle + i * (i - 1) / 2;
       for (int64_t j = 0; j < i; j += kLanes) store<kLanes>(put + j, load<kLanes>(product + (i - first) * stride + j));

@@ -1,4 +1,4 @@
-// pread and pwrite on a pool of threads, and by the caller where they are quick; see hotrow/io_queue.h.
+// pread and pwrite on a pool of threads, and by the caller if they are quick; see hotrow/io_queue.h.
 #include <hotrow/block_layout.h>
 #include <hotrow/io_queue.h>
 #include <hotrow/memory.h>
@@ -21,11 +21,11 @@
 namespace hotrow {
 namespace {
 
-constexpr size_t kMostTaken = 2;  // by a thread at once, of slow I/Os: each takes the lock for several
-// I/Os that need only the processor (holes, memory) take less than kQuickNs, those of a medium more. While nearly all
-// do, the engine's thread serves too, and others only where there are kWorthServing for each: to wake one costs more
-// than several I/Os. A point for each, and a slow one takes kSlowPoints: the first may have been bad luck, two together
-// are the medium.
+constexpr size_t kMostTaken = 2;  // slow I/Os that a thread takes at a time, so that it takes the lock once for several
+// I/Os that need only the processor (holes, memory) take less than kQuickNs, those of a medium take more. While nearly
+// all are quick, the engine's thread serves too, and other threads only if there are kWorthServing for each, because
+// waking one costs more than several I/Os. A quick I/O adds a point, a slow one takes kSlowPoints: one slow I/O may be
+// bad luck, two together are the medium.
 constexpr int64_t kQuickNs = 20'000;
 constexpr int kSlowPoints = 32, kMostPoints = 64;
 constexpr size_t kWorthServing = 64;
@@ -62,7 +62,7 @@ class Pool final : public IoQueue {
     free_pages(frames_);
   }
 
-  // Fewer, and the reason, where the system refuses more. False where it is none.
+  // Starts fewer threads, and gives the reason, if the system refuses more. False if there is none.
   bool start(int num_threads, std::string& reason) {
     const auto wanted = static_cast<size_t>(num_threads);
     threads_.reserve(wanted);
@@ -131,7 +131,7 @@ class Pool final : public IoQueue {
   void wake_idle(std::unique_lock<std::mutex>& lock, size_t most) {
     const size_t news = std::min(most, idle_);
     if (news == 0) return;
-    lock.unlock();  // or those who wake would sleep again until it is free
+    lock.unlock();  // else threads that wake would sleep again until it is free
     for (size_t i = 0; i < news; ++i) more_.notify_one();
     lock.lock();
   }
@@ -165,14 +165,14 @@ class Pool final : public IoQueue {
   }
 
   Pages frames_;
-  std::vector<Io*> submitted_, mine_;  // of the engine's thread alone; the rest under the lock
+  std::vector<Io*> submitted_, mine_;  // used by the engine's thread alone; the rest under the lock
   std::mutex mutex_;
   std::condition_variable more_, some_;
   std::deque<Io*> queue_;
   std::vector<Io*> ended_;
   size_t wanted_ = 1, idle_ = 0;
   bool woken_ = false, ending_ = false;
-  std::atomic<int> points_{0};  // about: threads count at the same time
+  std::atomic<int> points_{0};  // approximate: threads count concurrently
   std::vector<std::thread> threads_;
 };
 

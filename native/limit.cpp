@@ -1,6 +1,6 @@
-// How fast this machine can touch rows at all, and multiply: the yardsticks of the benchmarks. They share the kernels'
-// threads and none of their code, so that a flaw of theirs cannot lower the limit they are measured against. Threads of
-// their own would share the cores with those of the pool, which spin for milliseconds after their last work.
+// How fast this machine can touch rows and multiply at all: the yardsticks of the benchmarks. They share the kernels'
+// threads but none of their code, so that a flaw in the kernels cannot lower the limit that they are measured against.
+// Separate threads would share the cores with those of the pool, which spin for milliseconds after their last work.
 #include <hotrow/kernels.h>
 #include <hotrow/limit.h>
 #include <hotrow/parallel.h>
@@ -14,11 +14,11 @@ namespace {
 
 constexpr int64_t kLine = 64;
 
-// kLines: of a row; 0: any number. Loops of a fixed length are unrolled, which an inner loop that waits for memory
-// feels.
+// kLines: lines of a row; 0: any number. Loops of a fixed length are unrolled, which matters to an inner loop that
+// waits for memory.
 template <int kLines, bool kWrite, int kLocality>
 uint64_t touch_range(const RowPass& pass, int64_t first, int64_t last) {
-  // Copies: for all the compiler knows, what is written may be a field of `pass`.
+  // Copies, because the compiler must assume that a write may change a field of `pass`.
   const int64_t row_bytes = kLines ? kLines * kLine : pass.row_bytes, distance = pass.distance;
   const int64_t* ids = pass.ids;
   char* rows = pass.rows;
@@ -77,7 +77,7 @@ double seconds_of(int64_t num_tasks, int num_threads, const Task& task) {
 }  // namespace
 
 double touch_rows(const RowPass& pass, int num_threads) {
-  constexpr int64_t kPiece = 1 << 13;  // rows; whoever is free takes the next
+  constexpr int64_t kPiece = 1 << 13;  // rows; a free thread takes the next piece
   const TouchRange range = choose_range(pass);
   std::atomic<uint64_t> total{0};  // so that the loads count as used
   return seconds_of((pass.num_ids + kPiece - 1) / kPiece, num_threads, [&](int64_t piece, int) {

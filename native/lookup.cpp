@@ -7,7 +7,7 @@ HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 namespace hotrow::HOTROW_ISA {
 namespace {
 
-// Output rows to fetch ahead, which lie too far apart for the machine to foresee: with one id a sample and dim 16 the
+// Output rows to prefetch, which are too far apart for the machine to predict: with one id per sample and dim 16 the
 // lookup takes 0.7 of the time.
 constexpr int64_t kAheadOut = 16;
 
@@ -34,7 +34,7 @@ struct IdStream {
     prefetch_row<Into::l2>(data, static_cast<uint64_t>(ids[i]), row_bytes);
   }
 
-  // The row of position i, or null when its id is out of range.
+  // The row at position i, or null if its id is out of range.
   const T* row(int64_t i) const {
     if (i + kRowsAhead < end) fetch(i + kRowsAhead);
     const uint64_t id = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
@@ -62,8 +62,8 @@ inline bool pool(Acc& acc, const IdStream<Id, T>& stream, const Bags& bags, int6
   return true;
 }
 
-// Bags of one id without a weight, as most features of click logs have: the sum is the row (and +0 where that is -0).
-// The loop over bags of any length takes 1.3 (dim 64) to 2 times (dim 16) as long.
+// Bags of one id without a weight, as in most features of click logs: the sum is the row (with +0 in place of -0). The
+// loop over bags of any length takes 1.3 (dim 64) to 2 times (dim 16) as long.
 template <int kDim, class Id, class T>
 bool lookup_single(const Rows& any_table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride,
                    bool streamed) {
@@ -161,7 +161,7 @@ bool weight_gradient_rows(const Rows& table, const Bags& bags, int64_t first, in
   return true;
 }
 
-// work(an element of what lookups read of the table)
+// Calls work(an element of what lookups read in the table).
 template <class Work>
 inline bool with_element(const Rows& table, const Work& work) {
   switch (table.storage) {

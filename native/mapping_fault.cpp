@@ -1,5 +1,5 @@
-// See hotrow/mapping_fault.h. What the handler calls is safe in one: fstat, sigaction, raise, lock-free atomics, and
-// writev, which no standard lists beside write and which is a bare system call like it.
+// See hotrow/mapping_fault.h. The handler calls only what is safe in a signal handler: fstat, sigaction, raise,
+// lock-free atomics, and writev, which no standard lists with write but which is a bare system call like it.
 #include <hotrow/mapping_fault.h>
 #include <pthread.h>
 #include <signal.h>
@@ -14,14 +14,14 @@
 
 namespace hotrow {
 
-// Places for mappings, a list that only grows: a place that is given up is taken again.
+// Places for mappings, a list that only grows; places that are given up are reused.
 struct FaultRegistry {
   struct Place {
     std::atomic<const WatchedMapping*> mapping;
     Place* next;
   };
   static inline std::atomic<Place*> first{nullptr};
-  static inline std::atomic<int> readers{0};  // handlers that look at mappings now
+  static inline std::atomic<int> readers{0};  // handlers that are looking at mappings now
   static_assert(decltype(first)::is_always_lock_free && decltype(readers)::is_always_lock_free);
 
   static void add(const WatchedMapping* mapping) {
@@ -34,7 +34,7 @@ struct FaultRegistry {
     }
   }
 
-  // Returns when no handler looks at it any more.
+  // Returns when no handler is looking at it any more.
   static void remove(const WatchedMapping* mapping) {
     for (Place* place = first; place; place = place->next) {
       const WatchedMapping* own = mapping;
@@ -43,7 +43,7 @@ struct FaultRegistry {
     while (readers != 0) usleep(1000);
   }
 
-  // Whether the address lies in a mapping that is watched; if so, it has been told.
+  // Whether the address is in a watched mapping; if so, the message has been printed.
   static bool tell(const siginfo_t& info) {
     const auto at = reinterpret_cast<uintptr_t>(info.si_addr);
     ++readers;
@@ -64,11 +64,11 @@ struct FaultRegistry {
 
 namespace {
 
-struct sigaction before;  // written before the handler is there
+struct sigaction before;  // written before the handler is installed
 std::atomic<bool> installed{false};
 int64_t page_bytes = 4096;
 
-// A number in decimal, without the libraries' formatting, which may take locks or memory.
+// Formats a number in decimal without library functions, which may take locks or memory.
 struct Digits {
   char text[20];
   char* begin = text + sizeof text;
@@ -90,10 +90,10 @@ bool medium_said_so(const siginfo_t& info) {
 #endif
 }
 
-// By an instruction, which runs again when the handler returns; others were sent.
+// Whether an instruction caused it, which runs again when the handler returns; other signals were sent.
 bool is_fault(const siginfo_t& info) { return info.si_code == BUS_ADRERR || medium_said_so(info); }
 
-// To what was there before, as if we were not. An ignored fault ends the process all the same: by the system's rules.
+// Calls the earlier handler, as if ours did not exist. An ignored fault still ends the process, by the system's rules.
 void pass_on(int signal, siginfo_t* info, void* context) {
   if (before.sa_flags & SA_SIGINFO) return before.sa_sigaction(signal, info, context);
   if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) return before.sa_handler(signal);
@@ -118,7 +118,7 @@ void install() {
   sigaction(SIGBUS, nullptr, &before);
   struct sigaction ours = {};
   ours.sa_sigaction = on_fault;
-  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;  // the stack that faulthandler gives, where it does
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;  // on faulthandler's stack, if it has one
   sigemptyset(&ours.sa_mask);
   sigaction(SIGBUS, &ours, nullptr);
   // Handlers on other threads are not in the child.
@@ -127,7 +127,7 @@ void install() {
 
 }  // namespace
 
-// The rows of the page that is not there: each of them is lost.
+// The rows of the missing page; each of them is lost.
 void FaultRegistry::tell_of(const WatchedMapping& mapping, int64_t offset, const siginfo_t& info) {
   const MappedRows& rows = mapping.rows_;
   const int64_t start = offset / page_bytes * page_bytes - rows.first_row_bytes;
@@ -148,7 +148,7 @@ void FaultRegistry::tell_of(const WatchedMapping& mapping, int64_t offset, const
                 : "its medium failed; look into the kernel's log (dmesg)"),
       piece(", then go on from the last checkpoint: hotrow train --resume FOLDER. Nothing was trained on wrong rows\n"),
   };
-  if (writev(STDERR_FILENO, text, sizeof text / sizeof *text) < 0) return;  // nobody is left to tell
+  if (writev(STDERR_FILENO, text, sizeof text / sizeof *text) < 0) return;  // there is nobody left to tell
 }
 
 WatchedMapping::WatchedMapping(const MappedRows& rows, const std::string& table, const std::string& path)

@@ -18,7 +18,7 @@ size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 }  // namespace
 
 Pages allocate_pages(size_t bytes, bool sparse) {
-  // Under one huge page there is nothing to win: a rounded-up tiny table would only waste memory.
+  // Below one huge page there is nothing to gain: rounding up a tiny table would only waste memory.
   const bool large = bytes >= kHugePage;
   const size_t unit = large ? kHugePage : static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t size = round_up(bytes ? bytes : 1, unit);
@@ -83,7 +83,7 @@ Pages take_pages(size_t bytes) {
       return pages;
     }
   }
-  // An eighth more than asked: multi-hot batches differ in size, and each would else ask for new pages.
+  // An eighth more than asked for: multi-hot batches differ in size, and otherwise each would need new pages.
   return allocate_pages(bytes + bytes / 8);
 }
 

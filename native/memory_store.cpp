@@ -13,7 +13,8 @@
 namespace hotrow {
 namespace {
 
-constexpr int64_t kChunkBytes = 1 << 16;  // of a file, claimed at once: one call per 16 pages, and still sparse
+constexpr int64_t kChunkBytes =
+    1 << 16;  // claimed in a file at a time: one call per 16 pages, and the file stays sparse
 
 struct Counted {
   std::atomic<int64_t> read_rows{0}, written_rows{0};
@@ -28,7 +29,7 @@ struct Counted {
   }
 };
 
-// The check and the loop that both stores share; `transfer(move)` is false on an error it has told.
+// The check and the loop that both stores share; `transfer(move)` is false on an error, which it has reported.
 template <class Transfer>
 bool for_each_move(std::span<const Move> moves, int64_t num_rows, const std::string& table, FailureSlot& failure,
                    const Transfer& transfer) {
@@ -44,7 +45,7 @@ bool for_each_move(std::span<const Move> moves, int64_t num_rows, const std::str
   return true;
 }
 
-// A call of the system, again where a signal cut it short before it did anything.
+// Makes a system call, again if a signal interrupted it before it did anything.
 template <class Call>
 ssize_t retried(const Call& call) {
   ssize_t result;
@@ -136,8 +137,8 @@ class Dram final : public Store {
   Counted counted_;
 };
 
-// Rows in chunks known to have space are read and written in memory; others through the descriptor, which tells a full
-// or failing disk as an error, and reads a hole without filling it.
+// Rows in chunks that are known to have space are read and written in memory; others through the descriptor, which
+// reports a full or failing disk as an error and reads a hole without filling it.
 class Mapped final : public Store {
  public:
   explicit Mapped(MappedFile file) : file_(std::move(file)), process_(getpid()) {}
@@ -154,7 +155,7 @@ class Mapped final : public Store {
     madvise(map, static_cast<size_t>(bytes), MADV_RANDOM);
     auto claimed = std::make_unique<std::atomic<uint8_t>[]>(static_cast<size_t>(bytes / kChunkBytes + 1));
     if (base_) {
-      // But for the last, of which no more was claimed than the file had.
+      // Except the last chunk, of which no more was claimed than the file has.
       for (int64_t i = 0; i < (bytes_ - kTailBytes) / kChunkBytes; ++i) claimed[i] = claimed_[i].load();
       watched_.reset();
       munmap(base_, static_cast<size_t>(bytes_));
@@ -191,14 +192,14 @@ class Mapped final : public Store {
     return is_whole();
   }
 
-  // The system drops pages that are to be written with the file that has them.
+  // The system drops pages that wait to be written together with their file.
   void fail(const char* why) override { failure_.set(file_.table, why); }
 
   bool grow(int64_t num_rows) override {
     const std::unique_lock lock(growing_);
     if (!is_here() || failure_.get()) return false;
     if (num_rows <= num_rows_) return true;
-    if (!is_whole()) return false;  // it would be long enough again
+    if (!is_whole()) return false;  // growing would make it long enough again
     const int64_t bytes = mapped_file_bytes(file_.record_bytes, num_rows);
     if (ftruncate(file_.fd, static_cast<off_t>(bytes)) == 0 && map(num_rows)) return true;
     return fail("growing", num_rows);
@@ -220,8 +221,8 @@ class Mapped final : public Store {
     return false;
   }
 
-  // Before memory is touched: behind the end of a file that was truncated the system ends the process (SIGBUS), and a
-  // write would make the file longer again, though never so long as it was (kTailBytes). And after a read: rows that
+  // Checked before memory is touched: beyond the end of a truncated file the system ends the process (SIGBUS), and a
+  // write would make the file longer again, though never as long as it was (kTailBytes). And after a read: rows that
   // were cut off meanwhile may have read as zeros.
   bool is_whole() { return hotrow::is_whole(file_.fd, bytes_, file_.table, file_.path, failure_); }
 
@@ -244,7 +245,7 @@ class Mapped final : public Store {
     return true;
   }
 
-  // Whether the row's chunks have space now; where the file system cannot promise it, they never have.
+  // Whether the row's chunks have space now; never true if the file system cannot promise space.
   bool claim(int64_t row) {
 #ifdef __linux__
     const int64_t first = place(row) / kChunkBytes, last = (place(row + 1) - 1) / kChunkBytes;

@@ -1,8 +1,8 @@
-// The layers of an MLP over a whole batch, cut into tasks for the leaf kernels; see hotrow/dense.h. Compiled once, for
-// the baseline.
+// The layers of an MLP over a whole batch, divided into tasks for the leaf kernels; see hotrow/dense.h. Compiled once,
+// for the baseline.
 //
-// A block of samples goes through all layers before the next one does: what a layer wrote is still in a near cache when
-// the next one reads it, and threads wait for each other once, not after every layer.
+// A block of samples goes through all layers before the next block does: what a layer wrote is still in a near cache
+// when the next layer reads it, and threads wait for each other once and not after every layer.
 #include <hotrow/dense.h>
 #include <hotrow/memory.h>
 #include <hotrow/parallel.h>
@@ -12,9 +12,10 @@
 namespace hotrow {
 namespace {
 
-// Of a task: panels come from afar once a task, so it is long; what a layer wrote must stay near, so not longer.
+// Samples per task: many, because panels come from a far cache once per task; not more, because what a layer wrote must
+// stay in a near one.
 constexpr int64_t kMostSamples = 512;
-// Of a sum over samples that one task makes, whatever the number of threads.
+// Samples in a sum that one task makes, whatever the number of threads.
 constexpr int64_t kSamplesPerSum = 128;
 
 KeptPages floats(int64_t count) { return KeptPages(static_cast<size_t>(count) * sizeof(float)); }
@@ -33,7 +34,7 @@ struct View {
   int64_t num_panels() const { return (depth + kMostDepth - 1) / kMostDepth * panels_per_stretch(); }
 };
 
-// Panel `index` of B: stretches of kMostDepth of its depth lie one after another, each as pack_panels lays it out.
+// Panel `index` of B: stretches of kMostDepth of its depth, one after another, each as pack_panels lays it out.
 void pack(const View& b, int64_t index, float* panels) {
   const int64_t k = index / b.panels_per_stretch() * kMostDepth, n = index % b.panels_per_stretch() * kPanelColumns;
   const int64_t depth = std::min(kMostDepth, b.depth - k), columns = std::min(kPanelColumns, b.columns - n);
@@ -71,7 +72,7 @@ class Panels {
   std::vector<float*> starts_;
 };
 
-// The stretch of `product`, whose depth is all of it, from k on: what is done to C's values waits for the last.
+// The stretch from k on of `product`, which has the whole depth: what is done to C's values waits for the last stretch.
 Product stretch(Product product, int64_t k) {
   const int64_t depth = std::min(kMostDepth, product.depth - k);
   product.add = k > 0;
@@ -93,7 +94,7 @@ void multiply_rows(const Product& product, int64_t first, int64_t last) {
   }
 }
 
-// Calls task(first, last) for blocks of samples: no longer than kMostSamples, and every thread gets some.
+// Calls task(first, last) for blocks of at most kMostSamples samples, so small that every thread gets some.
 template <class Task>
 void for_blocks(int64_t num_samples, int num_threads, const Task& task) {
   const int64_t most = round_up(std::max<int64_t>(1, num_samples / (2 * num_threads)), kTileRows);
@@ -115,8 +116,8 @@ void output(const Layer& layer, const float* x, float bias, bool relu, float* y,
 
 // ---- backward
 
-// A layer of one output. Every task sums the weight's gradient over its own samples, whatever the number of threads;
-// these sums are added in the order of the samples.
+// A layer of one output. Each task sums the weight's gradient over its own samples, whatever the number of threads; the
+// sums are added in the order of the samples.
 void output_backward(const Layer& layer, int64_t num_samples, const float* x, const float* g, bool gated,
                      const LayerGradients& gradients, int num_threads) {
   const int64_t num_inputs = layer.num_inputs;
@@ -138,7 +139,7 @@ void output_backward(const Layer& layer, int64_t num_samples, const float* x, co
   for (int64_t b = 0; b < num_samples; ++b) *gradients.bias += g[b];
 }
 
-// One layer's part in a backward pass: x and g are what stands before and after it.
+// One layer in a backward pass: x is its input, g the gradient of its output.
 struct Passage {
   Layer layer;
   const float* x;
@@ -147,7 +148,7 @@ struct Passage {
   LayerGradients gradients;
 };
 
-// The gradients of the inputs of layers that follow each other, the last of them first.
+// The gradients of the inputs of consecutive layers, the last layer first.
 void inputs_backward(const std::vector<Passage>& passages, int64_t num_samples, int num_threads) {
   std::vector<View> weights;
   for (const Passage& p : passages) {
@@ -182,7 +183,7 @@ void weight_backward(const Passage& passage, int64_t num_samples, int64_t first,
   }
 }
 
-// Of all layers: tasks of the largest come first, so that threads end together.
+// For all layers: tasks of the largest layer come first, so that threads finish together.
 void weights_backward(std::vector<Passage> passages, int64_t num_samples, int num_threads) {
   const auto size = [](const Passage& p) { return p.layer.num_inputs * p.layer.num_outputs; };
   std::stable_sort(passages.begin(), passages.end(), [&](const auto& a, const auto& b) { return size(a) > size(b); });
@@ -210,7 +211,7 @@ void weights_backward(std::vector<Passage> passages, int64_t num_samples, int nu
 
 void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
          int64_t num_samples, const std::vector<float*>& outputs, int num_threads) {
-  std::vector<View> weights;  // a layer of one output needs none, and leaves an empty place
+  std::vector<View> weights;  // empty for a layer of one output, which needs none
   for (const Layer& layer : layers)
     weights.push_back(
         {layer.weight, layer.num_outputs == 1 ? 0 : layer.num_inputs, layer.num_outputs, 1, layer.num_inputs});

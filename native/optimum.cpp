@@ -8,10 +8,10 @@ namespace hotrow {
 
 namespace {
 constexpr uint32_t kNever = 0xffffffff;
-constexpr size_t kFewEntries = 1024;  // of a heap, that are not worth cleaning
+constexpr size_t kFewEntries = 1024;  // a heap of fewer entries is not worth cleaning
 }  // namespace
 
-// A ring of the cached rows: after[ring] was accessed last, before[ring] longest ago.
+// A ring of the cached rows: after[ring] is the row accessed last, before[ring] the one accessed longest ago.
 void lru_hits(const uint32_t* rows, size_t n, size_t num_rows, size_t capacity, uint8_t* hits) {
   const auto ring = static_cast<uint32_t>(num_rows);
   std::vector<uint32_t> before(num_rows + 1), after(num_rows + 1);
@@ -43,14 +43,13 @@ void lru_hits(const uint32_t* rows, size_t n, size_t num_rows, size_t capacity, 
 }
 
 void belady_hits(const uint32_t* rows, size_t n, size_t num_rows, size_t capacity, uint8_t* hits) {
-  std::vector<uint32_t> next_use(n);               // of the row of each access, after it
-  std::vector<uint32_t> use_of(num_rows, kNever);  // the next one of each row
+  std::vector<uint32_t> next_use(n);               // the next access to the same row, for each access
+  std::vector<uint32_t> use_of(num_rows, kNever);  // the next access to each row
   for (size_t i = n; i-- > 0;) {
     next_use[i] = use_of[rows[i]];
     use_of[rows[i]] = static_cast<uint32_t>(i);
   }
-  // A use names its row. The heap holds the uses of cached rows, farthest first, and some of rows that left or moved
-  // on.
+  // An access identifies its row. The heap holds next accesses to cached rows, farthest first, and some outdated ones.
   std::vector<uint8_t> cached(num_rows);
   std::vector<uint32_t> heap;
   size_t size = 0;

@@ -1,5 +1,5 @@
-// A layer of one output, which a tile of a product would fill to one part in sixteen: it reads x once, as fast as
-// memory gives it. Contract in hotrow/kernels.h; compiled with contraction, as the products.
+// A layer of one output, which would use only a sixteenth of a product's tile: this reads x once, as fast as memory
+// allows. Contract in hotrow/kernels.h; compiled with contraction, like the products.
 #include <hotrow/kernels.h>
 #include <hotrow/vec.h>
 
@@ -8,7 +8,7 @@ HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 namespace hotrow::HOTROW_ISA {
 namespace {
 
-constexpr int kTogether = 4;  // samples: as many sums that do not wait for each other, and w is read once for them
+constexpr int kTogether = 4;  // samples: so many sums do not wait for each other, and w is read once for all of them
 
 template <int kSamples>
 inline void dots(const float* x, const float* w, int64_t num_inputs, float* out) {
@@ -32,7 +32,7 @@ inline Value gated_by(Value x, Value grad) {
   return x <= 0.0f ? Value{} : grad;
 }
 
-// Column by column of kSamples rows: what they add to the weight's gradient, and x's where it is wanted.
+// For each column of kSamples rows: adds to the weight's gradient, and computes x's if it is wanted.
 template <int kSamples>
 inline void grads(const float* x, const float* w, const float* g, int64_t num_inputs, bool gated, float* grad_weight,
                   float* grad_x) {

@@ -1,5 +1,5 @@
-// Criteo-like text into columns; see encode_parse.h. Plain scalar code: a row is some 40 short fields, and the branches
-// of a field's length, not the arithmetic, are its cost.
+// Parses Criteo-like text into columns; see encode_parse.h. Plain scalar code: a row is some 40 short fields, and its
+// cost is the branches on a field's length, not the arithmetic.
 #include <array>
 #include <charconv>
 #include <cmath>
@@ -27,7 +27,7 @@ constexpr std::array<uint8_t, 256> kHexDigits = make_hex_digits();
 inline uint8_t hex_digit(char c) { return kHexDigits[static_cast<uint8_t>(c)]; }
 inline bool is_digit(char c) { return static_cast<uint8_t>(c - '0') < 10; }
 
-// Walks one line. `at` is the next unread character; a line's '\n' is always inside the text, so it bounds every loop.
+// Reads one line. `at` is the next unread character; a line's '\n' is always within the text, so it ends every loop.
 struct Cursor {
   const char* at;
   const char* text_end;
@@ -74,12 +74,12 @@ RowFault parse_decimal(const char* first, const char* last, float* out) {
 #else
   const bool in_range = false;
 #endif
-  if (!in_range) value = std::strtod(std::string(first, last).c_str(), nullptr);  // 0 or infinity, as the case may be
+  if (!in_range) value = std::strtod(std::string(first, last).c_str(), nullptr);  // becomes 0 or infinity
   *out = static_cast<float>(value);
   return std::isfinite(*out) ? RowFault::kNone : RowFault::kOverflow;
 }
 
-// Up to 18 digits with a sign are read here; anything else by parse_decimal.
+// Reads up to 18 digits with a sign; parse_decimal reads anything else.
 inline RowFault parse_dense(Cursor& cursor, float* out) {
   const char* first = cursor.at;
   const char* p = first;
@@ -138,7 +138,7 @@ inline RowFault parse_category(Cursor& cursor, uint32_t* key, uint8_t* valid) {
   return RowFault::kNone;
 }
 
-// Steps over the end of field `column`; `garbage` is the fault when the field holds more than was read.
+// Steps over the end of field `column`; `garbage` is the fault if the field holds more than was read.
 inline RowFault end_field(Cursor& cursor, int column, int num_columns, RowFault garbage) {
   const bool last = column + 1 == num_columns;
   if (!last && *cursor.at == cursor.delimiter) {
@@ -151,7 +151,7 @@ inline RowFault end_field(Cursor& cursor, int column, int num_columns, RowFault 
   return RowFault::kNone;
 }
 
-// One line into row `row`; on a fault, *column is the 0-based column it is in.
+// Parses one line into row `row`; on a fault, *column is its 0-based column.
 inline RowFault parse_row(Cursor& cursor, const RowLayout& layout, const RowColumns& out, size_t row, int* column) {
   const int num_columns = layout.num_ignored + layout.has_label + layout.num_dense + layout.num_categories;
   int& c = *column;

@@ -1,4 +1,4 @@
-// Thread affinity by the system call of Linux; elsewhere nothing is moved. See hotrow/pin.h.
+// Thread affinity by Linux's system call; on other systems nothing is moved. See hotrow/pin.h.
 #include <hotrow/parallel.h>
 #include <hotrow/pin.h>
 
@@ -30,7 +30,7 @@ bool move_this_thread([[maybe_unused]] const std::vector<int>& cores) {
 int pin_threads(const std::vector<std::vector<int>>& cores) {
   const int num_threads = static_cast<int>(cores.size());
   if (num_threads == 0) return 0;
-  // Without a team of lasting threads there is only the caller to move.
+  // Without a team of lasting threads, only the caller can be moved.
   if (num_threads == 1 || in_forked_child()) return move_this_thread(cores[0]);
 #ifdef _OPENMP
   int moved = 0;

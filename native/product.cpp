@@ -1,13 +1,13 @@
-// Matrix products of an MLP layer, cut into tiles that stay in registers; contract in hotrow/kernels.h. Compiled with
-// contraction, as the interaction: dense ops agree within docs/numerics.md.
+// Matrix products of an MLP layer, divided into tiles that stay in registers; contract in hotrow/kernels.h. Compiled
+// with contraction, like the interaction: dense ops agree within docs/numerics.md.
 //
-// A tile of C is kTileRows x kPanelColumns sums, 24 vectors of 16 floats beside 3 of B and one broadcast element of A:
-// what AVX-512 has registers for. Narrower sets take the tile in pieces. A panel of B is read in full for every tile of
-// rows, so it must fit the second-level cache: the caller cuts the depth.
+// A tile of C is kTileRows x kPanelColumns sums: 24 vectors of 16 floats, which with 3 of B and one broadcast element
+// of A fit AVX-512's registers. Narrower sets take the tile in pieces. A panel of B is read in full for every tile of
+// rows, so it must fit the second-level cache: the caller limits the depth.
 //
-// What comes next and the machine does not foresee is brought near a little at a time between stretches of the depth:
-// the values of C that the sums will meet, the rows of A below, and where B lies as rows, a part of its next panel.
-// Asked for all at once it would fill the queue of misses, and the products would wait behind it for what they read
+// What comes next, and the machine cannot predict, is prefetched a little at a time between stretches of the depth: the
+// values of C to which sums will be added, the rows of A below, and, if B is stored as rows, a part of its next panel.
+// Prefetched all at once, it would fill the queue of misses, and the products would wait behind it for what they read
 // now.
 #include <hotrow/kernels.h>
 #include <hotrow/vec.h>
@@ -19,14 +19,14 @@ namespace {
 
 constexpr int kRows = kLanes == 16 ? 8 : 4;  // of one piece: with kMaxParts vectors of columns it fills the registers
 constexpr int kMaxParts = 3;
-constexpr int64_t kStretches = kRows + 1;  // of a product's depth; in the last, what was asked for arrives
+constexpr int64_t kStretches = kRows + 1;  // of a product's depth; during the last, prefetched data arrives
 constexpr int64_t kAheadRows = 16;         // of G while it is packed
 constexpr int64_t kPiece = kMaxParts * kLanes;
 static_assert(kTileRows % kRows == 0 && kPanelColumns % kPiece == 0);
 
 inline int64_t at_most(int64_t n, int64_t limit) { return n < limit ? n : limit; }
 
-// Rows of A as they lie in memory, and as pack_tiles lays them.
+// Rows of A as they are in memory, and as pack_tiles lays them out.
 struct RowMajor {
   const float* at;
   int64_t stride;
@@ -67,7 +67,7 @@ template <int kParts, class Left>
   }
 }
 
-// Turns sums into C: what is done to a vector of values, in the order the contract states.
+// Turns sums into C: what is done to a vector of values, in the order of the contract.
 template <class Load, class Store>
 [[gnu::always_inline]] inline void finish(const Product& product, Vec<kLanes> sum, int64_t row, int64_t column,
                                           const Load& read, const Store& write) {
@@ -84,7 +84,7 @@ struct Ahead {
   const float* at;
   int64_t stride, rows, floats;
 
-  // Brings the n-th of kRows parts of it into the second-level cache; the first is full of what is read now.
+  // Prefetches the n-th of kRows parts of it into the second-level cache; the first-level one is full of current data.
   void fetch(int64_t n) const {
     for (int64_t row = rows * n / kRows; row < rows * (n + 1) / kRows; ++row) {
       for (int64_t j = 0; j < floats; j += kFloatsPerLine) __builtin_prefetch(at + row * stride + j, 0, 2);
@@ -127,7 +127,7 @@ void multiply_piece(const Product& product, const Left a, const Panel panel, con
     }
     return;
   }
-  Vec<kLanes> edge[kRows][kParts];  // indexed as it goes; the sums themselves stay in registers
+  Vec<kLanes> edge[kRows][kParts];  // indexed at run time; the sums themselves stay in registers
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 3
@@ -168,7 +168,7 @@ void multiply_tile(const Product& product, const Left a, const Panel whole, Ahea
   }
 }
 
-// A last, incomplete tile of rows, as pack_tiles would lay it.
+// The last, incomplete tile of rows, as pack_tiles would lay it out.
 inline void pack_last_rows(const RowMajor rows, int64_t num_rows, int64_t depth, float* to) {
   for (int64_t k = 0; k < depth; ++k) {
     for (int64_t r = 0; r < kTileRows; ++r) to[k * kTileRows + r] = r < num_rows ? rows(r, k) : 0.0f;
@@ -207,7 +207,7 @@ inline void transpose_panel(const float* from, int64_t stride, int64_t depth, in
   }
 }
 
-// Of the panel of B that follows, where it lies as rows, the part that tile `tile` of `num_tiles` is to bring near.
+// The part of the next panel of B, if B is stored as rows, that tile `tile` of `num_tiles` has to prefetch.
 inline Ahead next_panel(const Product& product, int64_t column, int64_t tile, int64_t num_tiles) {
   const int64_t next = column + kPanelColumns;
   if (product.b_stride == 0 || next >= product.columns) return {};
@@ -230,7 +230,7 @@ void pack_panels(const float* from, int64_t depth_stride, int64_t column_stride,
   }
 }
 
-// Two tiles, as long as there are: their columns are one cache line of a row, which is then read once.
+// Two tiles at a time while there are two: their columns share a cache line of a row, which is then read once.
 void pack_tiles(const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums) {
   int64_t m = 0;
   for (; m + 2 * kTileRows <= rows; m += 2 * kTileRows) {
@@ -238,7 +238,7 @@ void pack_tiles(const float* from, int64_t stride, int64_t depth, int64_t rows, 
     Vec<8> sum[2] = {};
     for (int64_t k = 0; k < depth; ++k) {
       const float* at = from + k * stride + m;
-      __builtin_prefetch(at + kAheadRows * stride, 0, 3);  // rows lie too far apart for the machine to foresee
+      __builtin_prefetch(at + kAheadRows * stride, 0, 3);  // rows are too far apart for the machine to predict
       const Vec<8> first = load<8>(at), second = load<8>(at + kTileRows);
       store<8>(low + k * kTileRows, first);
       store<8>(high + k * kTileRows, second);

@@ -11,7 +11,7 @@ namespace hotrow {
 
 namespace {
 constexpr size_t kAhead = 16;              // ids between a prefetch of an entry and its use
-constexpr uint64_t kPlacesPerRow = 8;      // of bits: compacting is then rare, at 1.5 bytes per row
+constexpr uint64_t kPlacesPerRow = 8;      // bits per row: compacting is then rare, at 1.5 bytes per row
 constexpr uint64_t kMaxRows = 1ULL << 28;  // places stay below 2^32
 }  // namespace
 
@@ -42,7 +42,7 @@ void StackDistances::add(const Id* ids, size_t num_ids, bool once) {
 template void StackDistances::add(const int32_t*, size_t, bool);
 template void StackDistances::add(const int64_t*, size_t, bool);
 
-// The entry of `id`, made ready where there is none; there is room for it, and a place for its access, after this.
+// The entry of `id`, made if there is none; after this there is room for it, and a place for its access.
 StackDistances::Entry& StackDistances::find(uint64_t id, uint64_t hash) {
   if (next_place_ == bits_.size() * 64) compact();
   if (2 * (live_ + 1) > entries_.size()) grow();

@@ -1,4 +1,4 @@
-// io_uring by its system calls; see hotrow/io_queue.h.
+// io_uring through its system calls; see hotrow/io_queue.h.
 #include <hotrow/io_queue.h>
 
 #if defined(__linux__) && __has_include(<linux/io_uring.h>)
@@ -17,7 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 
-// Newer than some systems' headers; the kernel is asked, and refuses what it does not know.
+// Newer than the headers of some systems; the kernel is asked, and refuses what it does not know.
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER (1U << 12)
 #endif
@@ -65,7 +65,7 @@ class Ring final : public IoQueue {
     free_pages(frames_);
   }
 
-  // False, and the reason.
+  // False, with the reason, if it fails.
   bool open(int depth, std::string& reason) {
     if (!open_ring(static_cast<unsigned>(depth), reason)) return false;
     frames_ = allocate_pages(static_cast<size_t>(depth * kPageBytes));
@@ -144,12 +144,12 @@ class Ring final : public IoQueue {
 
  private:
   bool open_ring(unsigned depth, std::string& reason) {
-    // Completions are best gathered by the thread that waits for them (Linux 6.1); older systems refuse the flags.
+    // The thread that waits for completions should also gather them (Linux 6.1); older systems refuse the flags.
     io_uring_params params{};
     for (const unsigned flags : {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, 0u}) {
       params = {};
       params.flags = flags;
-      ring_ = setup(depth + 2, &params);  // beside them: the wake-up
+      ring_ = setup(depth + 2, &params);  // one more entry is the wake-up
       if (ring_ >= 0 || errno != EINVAL) break;
     }
     if (ring_ < 0) {
@@ -186,7 +186,7 @@ class Ring final : public IoQueue {
     return true;
   }
 
-  // One real read through the ring, of what wakes it: a filter may let io_uring be set up and refuse to enter it.
+  // Makes one real read through the ring, of its wake-up: a filter may allow io_uring_setup and refuse io_uring_enter.
   bool try_once(std::string& reason) {
     wake();
     if (enter(ring_, to_submit_, 1) < 0) {
@@ -228,11 +228,11 @@ class Ring final : public IoQueue {
         to_submit_ -= static_cast<unsigned>(sent);
         if (to_submit_ == 0) return;
       } else if (errno != EINTR && errno != EAGAIN && errno != EBUSY) {
-        // The kernel may still write into the frames, and nobody could be told which rows are whole.
+        // The kernel may still write into the frames, and nobody could say which rows are whole.
         std::fprintf(stderr, "hotrow: io_uring_enter failed: %s\n", std::strerror(errno));
         std::abort();
       } else if (errno == EBUSY || std::atomic_ref(*done_tail_).load(std::memory_order_acquire) != done_head_value_) {
-        return;  // what has ended must be taken before more is sent
+        return;  // ended I/Os must be taken before more are sent
       }
     }
   }

@@ -48,7 +48,7 @@ inline void uniform(const Blocks& blocks, float bound, float (&value)[4][kBlocks
   }
 }
 
-// Writes four blocks to their places; width[i] says how many columns are left from there.
+// Writes four blocks to their positions; width[i] says how many columns are left from there.
 inline void put_four(const float (&value)[4][kBlocks], int first, float* const* place, const int64_t* width) {
   const bool whole = width[first] >= 4 && width[first + 1] >= 4 && width[first + 2] >= 4 && width[first + 3] >= 4;
   if (whole) {

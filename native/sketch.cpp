@@ -1,4 +1,4 @@
-// Rows of most accesses in fixed memory; see sketch.h.
+// Finds the rows with most accesses in fixed memory; see sketch.h.
 #include "hotrow/sketch.h"
 
 #include "hotrow/encode_hash.h"

@@ -1,4 +1,4 @@
-// Apply an optimizer to sorted occurrences, row by row; contract in hotrow/kernels.h.
+// Applies an optimizer to sorted occurrences, row by row; contract in hotrow/kernels.h.
 #include <hotrow/kernels.h>
 #include <hotrow/storage.h>
 
@@ -7,14 +7,14 @@ HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 namespace hotrow::HOTROW_ISA {
 namespace {
 
-// A table's gradient columns mostly lie in L2 already, but where samples have one id each. At one line a row more of
-// them must be in flight then: 20 ahead take 0.8 of the time of 6.
+// A table's gradient columns are mostly in L2 already, except when samples have one id each. With one line per row,
+// more of them must then be in flight: 20 ahead take 0.8 of the time of 6.
 inline int64_t grads_ahead(int64_t dim) { return dim <= kFloatsPerLine ? 20 : 6; }
-// Keys in row order jump between gradients; those of the next row are not needed at once. Into L2 they take 0.92 of the
-// time of adaptive rules.
+// Keys in row order jump between gradients; those of the next row are not needed at once. Prefetched into L2 they take
+// 0.92 of the time of adaptive rules.
 inline constexpr int64_t kScatteredGradsAhead = 16;
 
-// The weights of a table from its element `at` on, as a P that `load` and `store` take.
+// The weights of a table from element `at` on, as a P for `load` and `store`.
 template <class P>
 P weights_from(const Rows& table, uint64_t at) {
   return static_cast<P>(table.data) + at;
@@ -32,7 +32,7 @@ constexpr bool kInHalves = false;
 template <>
 constexpr bool kInHalves<Joined> = true;
 
-// One gradient: where it lies and what it is multiplied by.
+// One gradient: where it is, and its factor.
 struct Gradient {
   const float* at;
   float scale;
@@ -51,7 +51,8 @@ struct Cursor {
   P weights(uint64_t row) const { return weights_from<P>(table, row * static_cast<uint64_t>(table.dim)); }
   uint64_t row(int64_t i) const { return all.keys[i] >> all.row_shift; }
 
-  // Always inlined, and so the loops below: of so many copies GCC 12 keeps some as calls, 25 % of the time at dim 16.
+  // Always inlined, like the loops below: GCC 12 keeps some of so many copies as calls, which cost 25 % of the time at
+  // dim 16.
   [[gnu::always_inline]] Gradient gradient(int64_t i) const {
     const uint64_t item = all.keys[i] & ((uint64_t{1} << all.row_shift) - 1);
     const Source& source = all.sources[item >> all.source_shift];
@@ -67,7 +68,7 @@ struct Cursor {
       if (s < num_states) prefetch_row<Into::l2>(states.data[s], row(i), state_dim * 4);
     }
   }
-  // Called once per occurrence, in order. scattered: the keys are in row order, not in that of the batch.
+  // Called once per occurrence, in order. scattered: the keys are in row order, not in the batch's order.
   template <bool kScattered>
   [[gnu::always_inline]] void fetch_ahead(int64_t i) const {
     if (i + kRowsAhead < all.num_keys) fetch_row(i + kRowsAhead);
@@ -136,14 +137,14 @@ inline void ftrl(const Rule& rule, int64_t dim, const float* __restrict g, float
     n[j] = n[j] + g[j] * g[j];
     const float after = __builtin_sqrtf(n[j]);
     z[j] = z[j] + (g[j] - (after - before) / rule.lr * w[j]);
-    // Written so that NaN is not within l1 and goes on to the weight.
+    // Written so that NaN is not within l1 and reaches the weight.
     const float shrunk = __builtin_fabsf(z[j]) <= rule.l1 ? 0.0f : z[j] - __builtin_copysignf(rule.l1, z[j]);
     w[j] = -(shrunk / ((rule.beta + after) / rule.lr + rule.l2));
   }
 }
 
-// Rule and cursor by value, so that they live in registers whether or not these two are inlined: a store to a row
-// could, for all the compiler knows, change what a reference refers to.
+// Rule and cursor are passed by value, so that they are in registers whether or not these two are inlined: the compiler
+// must assume that a store to a row changes what a reference refers to.
 template <int kDim, class P>
 void sgd_rows(const Rule rule, const Cursor<P> cursor, float* room) {
   for (int64_t i = 0; i < cursor.all.num_keys;) {
@@ -161,7 +162,7 @@ void sgd_rows(const Rule rule, const Cursor<P> cursor, float* room) {
   }
 }
 
-// One step of the row from its summed gradient. Inlined, that the loops of each algorithm see a constant dim.
+// One step of the row with its summed gradient. Inlined, so that the loops of each algorithm see a constant dim.
 [[gnu::always_inline]] inline void step(const Rule& rule, int64_t dim, const float* g, const States& states,
                                         uint64_t row, float* w) {
   const uint64_t at = row * static_cast<uint64_t>(state_dim(rule.algorithm, dim));

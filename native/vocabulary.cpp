@@ -1,4 +1,4 @@
-// Merging runs, ranking, writing and searching vocabularies; see encode_vocabulary.h.
+// Merges runs, ranks keys, writes and searches vocabularies; see encode_vocabulary.h.
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -39,7 +39,7 @@ void put_key(Writer& out, bool has_bytes, const KeyCount& key) {
   out.put(key.bytes.data(), key.bytes.size());
 }
 
-// Reads a run from its start; damage of any kind ends it with the error EBADMSG.
+// Reads a run from its start; any damage ends it with the error EBADMSG.
 class RunReader {
  public:
   RunReader(int fd, bool has_bytes, size_t buffer_bytes)
@@ -140,7 +140,7 @@ class RunMerger {
 
  private:
   struct Head {
-    uint64_t hash;  // key->hash, at hand for comparisons
+    uint64_t hash;  // copy of key->hash for comparisons
     KeyCount* key;
     bool operator<(const Head& other) const {
       return hash != other.hash ? hash < other.hash : key->compare(*other.key) < 0;
@@ -159,8 +159,8 @@ class RunMerger {
 struct Candidate {
   uint64_t count;
   uint64_t
-      first;  // twice the first-appearance number, plus 1 for keys: a missing value goes before the key of its number
-  uint64_t index;  // place in hash order, or kMissing
+      first;  // twice the first-appearance number, plus 1 for keys: a missing value precedes the key with its number
+  uint64_t index;  // index in hash order, or kMissing
   bool operator<(const Candidate& other) const {
     return count != other.count ? count > other.count : first < other.first;
   }
@@ -349,7 +349,7 @@ void lookup_rows(const LookupTable<Index>& table, const uint64_t* hashes, const 
       first[i] = inside ? table.directory[bucket] : 0;
       last[i] = inside ? table.directory[bucket + 1] : 0;
       __builtin_prefetch(table.hashes + first[i]);
-      __builtin_prefetch(table.rows + first[i]);  // a bucket's few rows share its line or the next
+      __builtin_prefetch(table.rows + first[i]);  // the few rows of a bucket are in this line or the next
     }
     for (size_t i = 0; i < n; ++i) {
       uint64_t j = first[i];

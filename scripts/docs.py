@@ -26,19 +26,21 @@ FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> list[Path]:
-    """Markdown files of the site, the README first."""
-    readme = ROOT / "README.md"
-    return [readme, *sorted((ROOT / "docs").rglob("*.md")), *sorted(set(ROOT.glob("*.md")) - {readme})]
+    """Returns the Markdown files of the site, in the order of docs/index.md; those it does not list come last."""
+    index = ROOT / "docs" / "index.md"
+    listed = [(index.parent / target).resolve() for target in LINK.findall(index.read_text(encoding="utf-8"))]
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(found, key=lambda page: (listed.index(page) if page in listed else len(listed), page))
 
 
 def render(page: Path) -> tuple[str, set[str]]:
-    """HTML of `page` and the ids of its headings."""
+    """Returns the HTML of `page` and the ids of its headings."""
     html = markdown.markdown(page.read_text(encoding="utf-8"), extensions=["tables", "fenced_code", "toc"])
     return html, set(re.findall(r' id="([^"]+)"', html))
 
 
 def links(page: Path) -> list[tuple[Path, str, str]]:
-    """Relative links of `page` outside code blocks: (file, heading or "", the link as written)."""
+    """Returns the relative links of `page` outside code blocks: (file, heading or "", the link as written)."""
     found = []
     for target in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         if not re.match(r"[a-z]+:", target):
@@ -48,7 +50,7 @@ def links(page: Path) -> list[tuple[Path, str, str]]:
 
 
 def dead_links() -> list[str]:
-    """What is wrong with the links, one line each; empty where all is well."""
+    """Returns one line for each dead link; an empty list if there are none."""
     problems = []
     for page in pages():
         for file, heading, target in links(page):
@@ -60,13 +62,13 @@ def dead_links() -> list[str]:
 
 
 def title(page: Path) -> str:
-    """First heading, or the file's name."""
+    """Returns the first heading, or the file's name."""
     heading = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return heading[1].split(":")[0] if heading else page.stem
 
 
 def write(page: Path, site: Path) -> None:
-    """One page with its navigation, and the files it links to."""
+    """Writes one page with its navigation, and the files it links to."""
     out = site / page.relative_to(ROOT).with_suffix(".html")
     out.parent.mkdir(parents=True, exist_ok=True)
     up = "../" * len(page.relative_to(ROOT).parent.parts)
@@ -85,7 +87,7 @@ def write(page: Path, site: Path) -> None:
 
 
 def main() -> None:
-    """Check the links; then, with a folder given, write the site into it."""
+    """Checks the links, then writes the site into each folder given."""
     if problems := dead_links():
         sys.exit("\n".join(["dead links:", *problems]))
     for folder in sys.argv[1:]:

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from hotrow.base import files
-from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
+from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.writer import PackedWriter
 from hotrow.kernels import ops
 from packed_data import counts_file
 

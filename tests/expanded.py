@@ -27,7 +27,10 @@ def expanded(path: Path) -> dict[str, bytes]:
                     f"{part}/{table}.safetensors:weight" if name == "weight" else f"{part}.safetensors:{number}.{name}"
                 )
                 found[whole] = tensor
-    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in sorted(found.items())}
+    return {
+        name: tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        for name, tensor in sorted(found.items())
+    }
 
 
 def _table(folder: Path, chain: dict[str, Any]) -> dict[str, Tensor]:

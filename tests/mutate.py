@@ -981,7 +981,7 @@ def config_case(rng: random.Random, world: World) -> Case:
     """A changed config, or a changed recipe of the repository."""
     from hotrow.config.load import options
 
-    known = tuple(name for name, _ in options())
+    known = tuple(options())
     recipe = rng.choice([None, None, *sorted(RECIPES.glob("*.yaml"))])
     value = copied(CONFIG)
     if recipe is not None:
@@ -1075,7 +1075,7 @@ OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["packed"],
         (
             *("--split", "--batch-size", "--dim", "--batches", "--sample", "--seed", "--hot", "--parts"),
-            *("--confidence", "--optimizer", "--out"),
+            *("--optimizer", "--out"),
         ),
     ),
     "train": (["config.yaml", "--set", "run=case/run"], ("--set", "--resume")),
@@ -1161,7 +1161,7 @@ def option_case(rng: random.Random, world: World) -> Case:
             arguments[arguments.index(option) + 1] = value
         else:
             arguments += [option, value]
-        if verb == "inspect" and option in ("--parts", "--confidence", "--optimizer"):
+        if verb == "inspect" and option in ("--parts", "--optimizer"):
             arguments += ["--hot", "64KiB", *(["--drift"] if option == "--parts" else [])]
         if verb == "train" and option == "--resume":
             arguments = ["--resume", value]

@@ -119,13 +119,17 @@ KEPT = (
 )  # fmt: skip
 """Fields of a cell that are kept in docs/. None is a path of the machine."""
 HEAD = """\
-# Study: memory
+# Memory study
 
-Training with a half to a thirty-second of the tables' bytes as DRAM, the rest on disk: how, and what each field means,
-is in [Studies](study.md#memory). Speed is samples per second over those with all tables in DRAM, in stretches that
-alternate: the median, and the range of all rounds. Every loss equals that in DRAM to the bit. Zipf: ids drawn over the
-ranks of tables of Criteo Kaggle's cardinalities. `criteo`, `taobao` and `trace.txt.gz`: the three real files of
-[Locality](locality.md); their tables are small, so that a thirty-second holds little more than a batch.
+For readers who ask how much DRAM they need. This page shows the training speed with DRAM for 1/2 to 1/32 of the
+tables' bytes and the rest on disk, beside mapped files and RocksDB. How it was measured, and what each field means,
+is in [Studies](study.md#memory).
+
+- Speed is samples per second relative to all tables in DRAM, in stretches that alternate: the median, and the range
+  of all rounds. Every loss equals that in DRAM to the bit.
+- "Zipf" means ids drawn over the ranks of tables with Criteo Kaggle's cardinalities.
+- `criteo`, `taobao` and `trace.txt.gz` are the three real files of [Locality](locality.md). Their tables are small,
+  so a thirty-second holds little more than a batch.
 """
 
 
@@ -148,8 +152,8 @@ def body_of(report: Mapping[str, Any]) -> list[str]:
 def machines_of(report: Mapping[str, Any]) -> list[str]:
     """Returns the table of how many machines one with an SSD replaces."""
     text = (
-        "At 90 % of the speed in DRAM or more, one machine does the work of how many with as much DRAM that would hold "
-        "the tables together:"
+        "How many machines, whose DRAM together would hold the tables, can one machine with the same DRAM and an SSD "
+        "replace if it must keep at least 90 % of the speed?"
     )
     rows = [[line["source"], line["machines_in_dram"]] for line in machines(report["cells"]) if line["measured"]]
     return [text, "", *table({"ids": "left", "machines": "right"}, rows)]

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from hotrow.batch import Batch, KeyedJaggedTensor
     from hotrow.config.load import load_config
     from hotrow.config.schema import Config
-    from hotrow.data.packed.dataset import PackedDataset
     from hotrow.data.packed.loader import Loader
+    from hotrow.data.packed.reader import PackedDataset
     from hotrow.embedding import EmbeddingCollection
     from hotrow.gradients import clip_grad_norm_
     from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
@@ -58,7 +58,7 @@ _HOMES = {
     "hotrow.config.load": ("load_config",),
     "hotrow.config.schema": ("Config",),
     "hotrow.data.packed.loader": ("Loader",),
-    "hotrow.data.packed.dataset": ("PackedDataset",),
+    "hotrow.data.packed.reader": ("PackedDataset",),
     "hotrow.embedding": ("EmbeddingCollection",),
     "hotrow.gradients": ("clip_grad_norm_",),
     "hotrow.placement.budget": ("DeviceMemory", "Memory"),

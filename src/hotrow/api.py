@@ -28,16 +28,16 @@ import pyarrow.csv
 import pyarrow.parquet
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotrow.base.files import atomic_write, explain_full_disk, size
 from hotrow.base.progress import ProgressCallback, progress_bar
 from hotrow.config.load import apply_overrides, make_config, options, read_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import fingerprint, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.sources.guess import Role
@@ -45,8 +45,8 @@ from hotrow.data.sources.registry import OpenedSource, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.embedding import EmbeddingCollection
 from hotrow.export.export import export_checkpoint
-from hotrow.models import look_up
-from hotrow.models.tbsm import SampleError
+from hotrow.models.layers import Network
+from hotrow.models.spec import SampleError
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_manifest import read_manifest
@@ -54,7 +54,7 @@ from hotrow.run.device import Place, cpu_instead, place_tables
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.runs import train
-from hotrow.run.setup import build_network
+from hotrow.run.setup import build_network, look_up
 from hotrow.run.state import read_model
 from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 
@@ -143,7 +143,7 @@ class Run:
         return checkpoints[step]
 
     @cached_property
-    def _network(self) -> tuple[EmbeddingCollection, nn.Module, Place]:
+    def _network(self) -> tuple[EmbeddingCollection, Network, Place]:
         checkpoint, kept = self.checkpoint, PackedDataset.open(self.folder.vocabulary)
         config, tables = read_model(checkpoint, read_manifest(checkpoint), kept)
         config, place = _place_here(config)
@@ -514,7 +514,7 @@ def _as_yaml(name: str, value: Any) -> str:
 
 def _option(name: str) -> str:
     """The dotted path of the config option called `name`: its full path, or its last part where only one ends so."""
-    paths = [path for path, _ in options()]
+    paths = list(options())
     found = [path for path in paths if name in (path, path.rpartition(".")[2])]
     if len(found) == 1:
         return found[0]

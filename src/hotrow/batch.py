@@ -1,4 +1,4 @@
-"""What flows through a step: a batch of dense values, jagged ids and labels.
+"""The data of a step: a batch of dense values, jagged ids and labels.
 
 Shape legend, used in suffixes everywhere: B batch, F sparse features, D embedding dim, I dense inputs, N table rows.
 
@@ -29,11 +29,11 @@ class KeyedJaggedTensor:
 
     keys: feature names, length F. values: int32 or int64 ids [sum of lengths], feature-major.
     weights: optional float32 per-id weights, same length as values.
-    lengths: int [F * B], or offsets: int [F * B + 1]. With neither, every bag holds exactly one id (values is [F * B]),
-    the common case of one-hot features, for which kernels skip the offsets altogether.
+    lengths: int [F * B], or offsets: int [F * B + 1]. With neither, every bag holds exactly one id (values is [F * B]):
+    the common case of one-hot features, for which kernels need no offsets.
 
-    Where both are given they must agree. Raises ValueError where shapes, dtypes and numbers do not fit together, naming
-    the argument, or the feature and sample.
+    If both are given, they must agree. Raises ValueError naming the argument, or the feature and sample, if shapes,
+    dtypes or numbers do not fit together.
     """
 
     __slots__ = ("_offsets", "keys", "stride", "values", "weights")
@@ -69,10 +69,11 @@ class KeyedJaggedTensor:
         self.weights = None if weights is None else weights.contiguous()
         self._offsets = offsets
         self.stride = num_bags // max(len(self.keys), 1)
-        """Samples B in the batch."""
+        """Number B of samples in the batch."""
 
     def _checked_offsets(self, lengths: Tensor | None, offsets: Tensor | None, num_values: int) -> Tensor | None:
-        """Int64 offsets that rise from 0 to `num_values`, from either; both must then say the same."""
+        """Returns int64 offsets that rise from 0 to `num_values`, from either argument; if both are given they must
+        agree."""
         for name, given in (("lengths", lengths), ("offsets", offsets)):
             if given is None:
                 continue
@@ -103,7 +104,7 @@ class KeyedJaggedTensor:
         return offsets
 
     def _check_lengths(self, what: str, lengths: Tensor, num_values: int, rule: str) -> None:
-        """Each lies in [0, num_values]: longer ones might overflow, and sum to the right number."""
+        """Raises ValueError unless each length is in [0, num_values]; longer ones could overflow to the right sum."""
         if bool((lengths < 0).any()):
             raise ValueError(self._explain_bag(what, lengths, lengths < 0, rule))
         if bool((lengths > num_values).any()):
@@ -124,7 +125,8 @@ class KeyedJaggedTensor:
 
     @classmethod
     def from_dense(cls, keys: Sequence[str], ids_BF: Tensor) -> KeyedJaggedTensor:
-        """One id per bag from an integer matrix [B, F] (column f belongs to keys[f]); ValueError where it is none."""
+        """Makes bags of one id from an integer matrix [B, F], column f for keys[f]. Raises ValueError for other
+        input."""
         if ids_BF.dim() != 2 or ids_BF.shape[1] != len(keys) or ids_BF.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"ids are {ids_BF.dtype} with shape {tuple(ids_BF.shape)}; pass int32 or int64 [B, {len(keys)}], one "
@@ -134,7 +136,7 @@ class KeyedJaggedTensor:
 
     @classmethod
     def of(cls, bags: Any) -> KeyedJaggedTensor:
-        """`bags` as it is, or made from another library's object with torchrec's methods, sharing its ids.
+        """Returns `bags`, or makes it from another library's object with torchrec's methods, sharing its ids.
 
         Raises ValueError for anything else, and for one whose features have different numbers of samples.
         """
@@ -155,7 +157,7 @@ class KeyedJaggedTensor:
 
     @property
     def one_hot(self) -> bool:
-        """Whether every bag is known to hold exactly one id (constructed without lengths and offsets)."""
+        """Whether every bag is known to hold exactly one id: it was made without lengths and offsets."""
         return self._offsets is None
 
     @property
@@ -171,7 +173,7 @@ class KeyedJaggedTensor:
         return self.offsets.diff()
 
     def with_values(self, values: Tensor) -> KeyedJaggedTensor:
-        """The same bags with other ids: int32 or int64, as many."""
+        """Returns the same bags with other ids: int32 or int64, as many as before."""
         assert values.shape == self.values.shape
         changed = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         changed.keys, changed.weights, changed.stride = self.keys, self.weights, self.stride
@@ -179,7 +181,7 @@ class KeyedJaggedTensor:
         return changed
 
     def samples(self, start: int, stop: int) -> KeyedJaggedTensor:
-        """Samples [start, stop) of the batch, as a copy."""
+        """Returns a copy of samples [start, stop)."""
         bags = [slice(f * self.stride + start, f * self.stride + stop) for f in range(len(self.keys))]
         offsets = self.offsets
         ids = [slice(int(offsets[own.start]), int(offsets[own.stop])) for own in bags]
@@ -188,13 +190,13 @@ class KeyedJaggedTensor:
         return KeyedJaggedTensor(self.keys, torch.cat([self.values[own] for own in ids]), weights, lengths=lengths)
 
     def span(self, key: str) -> slice:
-        """Where the ids of a feature lie among `values`."""
+        """Returns the slice of `values` that holds the ids of a feature."""
         f = self.keys.index(key)
         ends = f * self.stride, (f + 1) * self.stride
         return slice(*ends) if self._offsets is None else slice(*(int(self._offsets[end]) for end in ends))
 
     def bags(self, key: str) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(values, offsets [B + 1], weights)` of one feature, as views, offsets starting at 0."""
+        """Returns `(values, offsets [B + 1], weights)` of one feature as views; offsets start at 0."""
         f, span = self.keys.index(key), self.span(key)
         offsets = self.offsets[f * self.stride : (f + 1) * self.stride + 1]
         return self.values[span], offsets - offsets[0], None if self.weights is None else self.weights[span]
@@ -215,7 +217,7 @@ class Batch:
         return self.label.numel()
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """The batch with dense values and labels on `device`; ids stay in host memory, from where tables are read."""
+        """Returns the batch with dense values and labels on `device`; ids stay in host memory."""
         dense, label = (each.to(device, non_blocking=non_blocking) for each in (self.dense, self.label))
         return Batch(dense, self.sparse, label)
 

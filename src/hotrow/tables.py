@@ -1,6 +1,6 @@
-"""The nouns of hotrow as plain data: what a table is. No torch, no I/O.
+"""Embedding tables as plain data, without torch and I/O.
 
-`TableConfig` says what one embedding table is; who stores its rows, and where, is said elsewhere. Checkpoints carry
+`TableConfig` describes one embedding table; who stores its rows, and where, is decided elsewhere. Checkpoints store
 these records.
 """
 
@@ -20,49 +20,50 @@ MAX_POOLING = (
     "there is no max pooling: take the rows of every id with EmbeddingCollection.sequence(), and their maximum with "
     "torch.segment_reduce(values, 'max', offsets=offsets), which is -inf for an empty bag"
 )
-"""How to do without."""
+"""What to use in place of max pooling."""
 Dtype = Literal["float32", "float16", "bfloat16"]
 BYTES_PER_WEIGHT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 4}
-"""Memory by storage; of bfloat16, half is touched by lookups."""
+"""Memory per weight by dtype; lookups touch half of a bfloat16's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform:
     """Initial rows: U(-bound, bound), a function of (seed, table name, row, column) alone; see docs/numerics.md.
 
-    Order of creation, thread count and memory tier cannot move a value, so a row need not exist before it is touched.
+    Order of creation, thread count and memory tier change no value, so a row need not exist before it is touched.
     """
 
     bound: Amount | None = None
-    """Half-width of the interval; None means sqrt(1 / num_embeddings), the reference DLRM's choice. 0 means zeros."""
+    """Half the width of the interval; None means sqrt(1 / num_embeddings), as in the reference DLRM. 0 means zeros."""
     zero_rows: Count = 0
-    """How many leading rows start at zero: 1 for tables of a packed dataset, whose row 0 is rare and unseen ids."""
+    """Number of leading rows that start at zero: 1 for tables of a packed dataset, whose row 0 is rare and unseen
+    ids."""
 
     def bound_for(self, num_embeddings: int) -> float:
-        """The half-width for a table of `num_embeddings` rows."""
+        """Returns the bound for a table of `num_embeddings` rows."""
         return math.sqrt(1.0 / num_embeddings) if self.bound is None else self.bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableConfig:
-    """One embedding table, in torchrec's words.
+    """One embedding table, in torchrec's terms.
 
-    Raises ValueError naming the field, the value and the cure when a field is out of range.
+    Raises ValueError naming the field, the value and the cure if a field is out of range.
     """
 
     name: str
     num_embeddings: int
-    """Rows N."""
+    """Number N of rows."""
     embedding_dim: int
-    """Columns D."""
+    """Number D of columns."""
     feature_names: tuple[str, ...]
-    """Features that look rows up here; several features may share one table."""
+    """Features that look up rows here; several features may share one table."""
     pooling: Pooling = "sum"
     """How the rows of one bag become one vector."""
     dtype: Dtype = "float32"
-    """How weights are stored; lookups and updates compute in float32 whatever it is. "float16" takes half the memory
-    and rounds a row at every update. "bfloat16" is float32 split in halves: lookups read the upper one, a bfloat16,
-    half the bytes; updates join both and lose nothing (Split-SGD-BF16, for any optimizer)."""
+    """How weights are stored; lookups and updates always compute in float32. "float16" takes half the memory and rounds
+    a row at every update. "bfloat16" is float32 split in halves: lookups read only the upper half, which is a bfloat16;
+    updates join both halves and lose nothing (Split-SGD-BF16, for any optimizer)."""
     init: Uniform = Uniform()
     lr_scale: float = 1.0
     """Multiplies the optimizer's learning rate for this table."""
@@ -104,12 +105,12 @@ class TableConfig:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights alone, both halves of split ones."""
+        """Bytes of the weights without optimizer state; of bfloat16, both halves."""
         return self.num_embeddings * self.embedding_dim * BYTES_PER_WEIGHT[self.dtype]
 
 
 def check_tables(tables: Iterable[TableConfig]) -> tuple[TableConfig, ...]:
-    """`tables` as a tuple; raises ValueError where a table or feature name is used twice, or there is no table."""
+    """Returns `tables` as a tuple. Raises ValueError if a table or feature name is used twice, or there is no table."""
     tables = tuple(tables)
     if not tables:
         raise ValueError("no tables given; an EmbeddingCollection needs at least one TableConfig")

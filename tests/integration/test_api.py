@@ -22,7 +22,7 @@ import hotrow
 from hotrow import api
 from hotrow.base.progress import Progress
 from hotrow.data.chunk import RowError
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.run.folder import RunFolder
 from hotrow.run.metrics import BinaryMetrics
@@ -174,7 +174,7 @@ def test_fit_stopped_in_preparation_goes_on_by_the_same_call(
     with monkeypatch.context() as patch:
         patch.setattr(api, "prepare", partial(prepare, options=Options(rows_per_chunk=50)))
         patch.setattr(api, "progress_bar", lambda: nullcontext(press))
-        with pytest.raises(Interrupted, match="run the same command to go on"):
+        with pytest.raises(Interrupted, match="run the same command to continue"):
             hotrow.fit(data, **options)
     begun = sorted(path.parent for path in Path().glob("**/run.json"))
     with pytest.raises(ValueError, match=r"was stopped in preparing its data.* to go on there, run again: "):
@@ -307,7 +307,7 @@ def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
         ({"schema": "nowhere.yaml"}, r"nowhere.yaml: No such file or directory; `hotrow init"),
         ({"schema": {"label": "click"}}, "schema: categorical is missing"),
         ({"config": "nowhere.yaml"}, "config nowhere.yaml is no file"),
-        ({"config": {"trane": {}}}, "trane is no known key; did you mean 'train'"),
+        ({"config": {"trane": {}}}, "unknown key trane; did you mean 'train'"),
         ({"split": "chrono"}, "split.kind is 'chrono'"),
         ({"split": {"share": 1}}, "split has 'share'; it may have kind, fractions and seed"),
         ({"split": {"fractions": [1, 1, 1]}}, "fractions .* must be"),

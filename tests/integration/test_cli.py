@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from hotrow.cli import app as cli
 from hotrow.cli import demo
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from resealed import reseal
@@ -282,7 +282,7 @@ def test_help_has_an_example(verb: str) -> None:
     [
         (["train", "absent.yaml"], r"config absent\.yaml is no file; pass a YAML file"),
         (["train"], "pass a config to start a run, or --resume RUN"),
-        (["train", "small.yaml", "--set", "train.epoch=2"], r"train\.epoch is no known key; did you mean 'epochs'"),
+        (["train", "small.yaml", "--set", "train.epoch=2"], r"unknown key train\.epoch; did you mean 'epochs'"),
         (["train", "small.yaml"], r"packed: no dataset\.json"),
         (["train", "--resume", "nowhere"], r"nowhere is no run: it holds no run\.json"),
         (["prepare", "cireto", "clicks.txt", "--out", "x"], "source 'cireto' is not known; did you mean 'criteo'"),
@@ -320,9 +320,9 @@ def test_bad_input_is_one_line_with_a_cure(
         (["prepare", "csv", "absent.csv", "--out", "x", "--sample", "2"], r"sample is 2\.0"),
         (["prepare", "csv", "absent.csv", "--out", "x", "--memory", "much"], "memory is 'much'"),
         (["prepare", "csv", "absent.csv", "--out", "x", "--schema", "small.yaml"], "unknown key 'model'"),
-        (["prepare", "csv", "absent.csv", "--out", "."], r"\. exists and is no dataset folder"),
+        (["prepare", "csv", "absent.csv", "--out", "."], r"\. exists and is not a dataset folder"),
         (["prepare", "csv", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x cannot be made: .* is no folder"),
-        (["init", "absent.csv", "--out", "made"], "made/recipe.yaml exists and is not overwritten"),
+        (["init", "absent.csv", "--out", "made"], "made/recipe.yaml exists and will not be overwritten"),
         (["init", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x/recipe.yaml cannot be made"),
         (["demo", "--data", "absent.csv", "--set", "train.epoch=2"], "option 'train.epoch' is not known"),
         (["demo", "--data", "absent.csv", "--set", "data=x"], "--set data: this is no option of a config"),
@@ -410,7 +410,7 @@ def test_synthetic_data_from_a_file_to_scores(
     assert (one_step["steps"], one_step["status"]) == (1, "finished")
     Path("new.csv").write_text("user,item,price\n7,8,1.5\n,9,\n")
     err = hotrow("predict", one_step["run_dir"], "new.csv", "--out", "scores.csv", code=2, **tools)
-    assert "new.csv: the header, cut at ',', lacks column 'tags'" in err
+    assert "new.csv: the header, split at ',', lacks column 'tags'" in err
     row = {"user": 7, "item": 8, "price": 1.5, "tags": [1, 2], "last_items": [3]}
     pq.write_table(pa.Table.from_pylist([row, row | {"user": None, "tags": []}]), "new.parquet")
     scored = hotrow("predict", one_step["run_dir"], "new.parquet", "--out", "scores.csv", "--json", **tools)
@@ -461,7 +461,7 @@ def test_a_signal_to_stop_says_what_it_left(sent: signal.Signals, capsys: pytest
             os.kill(os.getpid(), sent)
             time.sleep(10)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("stopped; run the same command to go on") from None
+            raise KeyboardInterrupt("stopped; run the same command to continue") from None
     assert ended.value.exit_code == 128 + sent
-    assert capsys.readouterr().err == "hotrow: stopped; run the same command to go on\n"
+    assert capsys.readouterr().err == "hotrow: stopped; run the same command to continue\n"
     assert signal.getsignal(signal.SIGTERM) == before

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.config.load import load_config
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs, trainer
 from hotrow.run.metrics import BinaryMetrics

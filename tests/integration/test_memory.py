@@ -16,7 +16,7 @@ import hotrow
 from expanded import expanded
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.stores import Engines, StoreError
 from hotrow.placement.tiers import Tiers

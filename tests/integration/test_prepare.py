@@ -23,11 +23,11 @@ import pytest
 
 from hotrow.data.chunk import RowError
 from hotrow.data.packed import writer as packed_writer
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import estimate, pipeline
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder, parse_bytes, run_prepare
-from hotrow.data.sources.avazu import COLUMNS as AVAZU_COLUMNS
+from hotrow.data.sources.layouts import AVAZU_COLUMNS
 from hotrow.data.sources.registry import open_source, recognise
 from hotrow.data.sources.schema import parse_schema
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
@@ -285,7 +285,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path) -> None:
     lines[30], lines[40] = "2,u1", "0,u1,u2"
     path.write_text("click,user\n" + "\n".join(lines) + "\n")
     schema = parse_schema({"label": "click", "categorical": ["user"]}, where="test")
-    with pytest.raises(RowError, match=rf"{path}:42: 3 columns instead of 2|{path}:32 \(click\): '2' is no label"):
+    with pytest.raises(RowError, match=rf"{path}:42: 3 columns instead of 2|{path}:32 \(click\): '2' is not a label"):
         run_prepare("csv", path, tmp_path / "out", schema=schema)
     assert not (tmp_path / "out").exists()
     said: list[str] = []
@@ -305,7 +305,7 @@ def test_a_bad_row_found_late_leaves_what_can_be_gone_on_from_and_nothing_else(t
     said: list[str] = []
     for snapshot_every_s, is_kept in ((120.0, False), (1e-9, True)):
         options = Options(snapshot_every_s=snapshot_every_s)
-        with pytest.raises(RowError, match="'2' is no label"):
+        with pytest.raises(RowError, match="'2' is not a label"):
             prepare(open_source("csv", path, schema=schema), out, options, announce=said.append)
         assert (out / ".prepare").exists() == out.exists() == is_kept
         assert any("the counts are kept" in line for line in said) == is_kept
@@ -326,7 +326,7 @@ def test_finished_and_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="mine exists and is no dataset folder"):
+        with pytest.raises(ValueError, match="mine exists and is not a dataset folder"):
             run_prepare("parquet", logs, tmp_path / "mine", schema=SCHEMA, overwrite=overwrite)
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
@@ -344,9 +344,9 @@ def test_ctrl_c_leaves_work_that_only_the_same_command_continues(tmp_path: Path)
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)  # the main thread shall see it before this worker is through
 
-    with pytest.raises(Interrupted, match=r"its state is kept in .*\.prepare: run the same command to go on"):
+    with pytest.raises(Interrupted, match=r"its state is kept in .*\.prepare: run the same command to continue"):
         prepare(opened, out, options, progress=press)
-    with pytest.raises(ValueError, match=r"begun otherwise: schema.split.seed is 6, was 5.*--overwrite"):
+    with pytest.raises(ValueError, match=r"work of another command: schema.split.seed is 6, was 5.*--overwrite"):
         prepare(opened.with_options(seed=6), out, options)
     prepare(opened, out, options)
     prepare(opened, tmp_path / "plain", options)

@@ -13,7 +13,9 @@ import pytest
 
 import hotrow
 from hotrow.config.load import make_config
-from hotrow.data.packed.dataset import DatasetInfo, Feature, PackedDataset, PackedWriter, Table
+from hotrow.data.packed.format import DatasetInfo, Feature, Table
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.writer import PackedWriter
 from hotrow.kernels import ops
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder

@@ -20,7 +20,7 @@ from hotrow import Run
 from hotrow.base import progress
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
@@ -362,7 +362,7 @@ def test_dense_inputs_are_optional(tmp_path: Path, make_dataset: Callable[..., P
 
 
 def test_a_packed_dataset_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no dataset\.json, so this is no complete packed dataset"):
+    with pytest.raises(ValueError, match=r"no dataset\.json, so this is not a complete packed dataset"):
         runs.train(make_config({"data": str(tmp_path)}))
 
 

@@ -82,7 +82,7 @@ def test_eval_judges_new_labelled_rows(
     bad = new.set_column(0, "click", pa.array(["1"] * 7 + ["x"] + ["0"] * (N - 8)))
     pyarrow.csv.write_csv(bad, tmp_path / "bad.csv")
     _, err = command("eval", run.path, tmp_path / "bad.csv", capfd=capfd, monkeypatch=monkeypatch, code=2)
-    assert "bad.csv:9 (click): 'x' is no label" in err
+    assert "bad.csv:9 (click): 'x' is not a label" in err
     pyarrow.csv.write_csv(new.slice(0, 0), tmp_path / "empty.csv")
     _, err = command("eval", run.path, tmp_path / "empty.csv", capfd=capfd, monkeypatch=monkeypatch, code=2)
     assert "empty.csv'] has no rows" in err
@@ -116,7 +116,7 @@ def test_predict_keeps_columns(
     assert found["big, id"].to_pylist() == new["big, id"].to_pylist()
     assert found["ts"].to_pylist() == new["ts"].to_pylist()
     np.testing.assert_allclose(found["score"].to_numpy(), run.predict(new), rtol=1e-6)
-    for wrong, message in [("bigg", "column 'bigg' to keep is not there"), ("score", "is the name of the scores")]:
+    for wrong, message in [("bigg", "column 'bigg' to keep is not there"), ("score", "has the name of the scores")]:
         options = ("--out", tmp_path / "x.csv", "--keep", wrong)
         _, err = command("predict", run.path, folder, *options, capfd=capfd, monkeypatch=monkeypatch, code=2)
         assert message in err and not (tmp_path / "x.csv").exists()

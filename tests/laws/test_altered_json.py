@@ -26,7 +26,7 @@ from hotrow.base.progress import ProgressLine
 from hotrow.base.records import CHECKSUM, write_sealed
 from hotrow.cli import tools
 from hotrow.config.load import load_config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.sources.registry import open_source
@@ -72,7 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("altered")
     opened = open_source("frame", to_table(make_rows(600)), schema=SCHEMA)
     prepare(opened, folder / "data", Options(rows_per_part=200, rows_per_block=100))
-    hot = {"schedule": "fixed", "budget": "20KB", "small_table": 0, "link": "1GB", "shuffled_end": 0.2}
+    hot = {"schedule": "fixed", "budget": "20KB", "small_table": 0, "shuffled_end": 0.2}
     memory = {"dram": "60KB", "ssd": str(folder), "force": True, "write_budget": "1GB/day"}
     for name, more in (("plain", {"hot": hot}), ("tiered", {"memory": memory})):
         (folder / f"{name}.yaml").write_text(json.dumps(config_of(folder / "data", folder / name, **more)))

@@ -21,7 +21,7 @@ import hotrow
 from expanded import expanded
 from hotrow.base import machine as host
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import triton_kernels as kernels
 from hotrow.models.dlrm import DLRM
 from hotrow.models.tbsm import TBSM

@@ -1,7 +1,8 @@
 """Law: an export is the model. It scores without hotrow what `predict` scores, for every kind of id and storage.
 
-The truth is two programs that share nothing: score.py, as it lies in the exported folder (plain torch, dictionaries),
-and `predict` (vocabulary files, native kernels, tiers). Raw rows hold ids that were rare, unseen and missing.
+The truth is a second program: score.py and model.py, as they lie in the exported folder (plain torch, dictionaries),
+beside `predict` (vocabulary files, native kernels, tiers). They share the file of the network alone, which has a plain
+twin of its own in tests/unit. Raw rows hold ids that were rare, unseen and missing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
+from hotrow.export import score
+from hotrow.export.export import network_source
 from hotrow.kernels import ops
+from hotrow.models import MODELS
 from hotrow.run import runs
 from hotrow.run.checkpoint_manifest import read_manifest
 
@@ -124,11 +128,12 @@ def train(data: Path, run: Path, *changes: str, **memory: Any) -> hotrow.Run:
 
 
 def scorer_of(folder: Path) -> Any:
-    """The Scorer of the folder's own score.py, which knows nothing of hotrow."""
-    tree = ast.parse((folder / "score.py").read_text())
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not any("hotrow" in name for name in names)
+    """The Scorer of the folder's own score.py, which knows nothing of hotrow; nor does model.py."""
+    for file in ("score.py", "model.py"):
+        tree = ast.parse((folder / file).read_text())
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not any("hotrow" in name or "pydantic" in name for name in names)
     spec = importlib.util.spec_from_file_location("exported_score", folder / "score.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -241,6 +246,34 @@ def test_histories_of_tbsm(tmp_path: Path) -> None:
     columns |= {f"{name}_history": [rng.integers(0, 60, n).tolist() for n in lengths] for name in ("item", "category")}
     new = pa.table({name: pa.array(v, pa.list_(pa.int64()) if "_h" in name else None) for name, v in columns.items()})
     check(run, new, columns, tmp_path / "out")
+
+
+@pytest.mark.parametrize("num_dense", [0, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_exported_file_of_every_model_computes_the_same(name: str, num_dense: int, tmp_path: Path) -> None:
+    """With all default options, on random weights and rows."""
+    features = ["user", "item", "item_history"]
+    spec = make_config({"data": "d", "model": {"name": name}}).model
+    network = spec.build(
+        num_dense=num_dense, dims=dict.fromkeys(features, 16), generator=torch.Generator().manual_seed(4)
+    )
+    (tmp_path / "model.py").write_text(network_source(name))
+    about = {
+        "model": {**spec.model_dump(mode="json"), "num_dense": num_dense},
+        "tables": [{"name": "t", "embedding_dim": 16}],
+        "features": [{"name": feature, "table": "t"} for feature in features],
+    }
+    exported = score.build_network(tmp_path / "model.py", about)
+    exported.load_state_dict(network.state_dict())
+    g = torch.Generator().manual_seed(5)
+    dense, lengths = torch.randn(9, num_dense, generator=g), [1] * 9
+    rows: Any = torch.randn(9, 48, generator=g)
+    if spec.network.lookup == "sequence":
+        bags = {"user": lengths, "item": lengths, "item_history": [0, 3, 20, 1, 0, 2, 5, 7, 4]}
+        rows = {f: (torch.randn(sum(n), 16, generator=g), torch.tensor([0, *n]).cumsum(0)) for f, n in bags.items()}
+    logits = network(dense, rows).detach()
+    assert logits.std() > 0 and exported.lookup == network.lookup
+    torch.testing.assert_close(exported(dense, rows).detach(), logits, rtol=1e-5, atol=1e-5 * float(logits.abs().max()))
 
 
 def test_its_own_command_and_readme_work_where_hotrow_is_not(logs: Path, tmp_path: Path) -> None:

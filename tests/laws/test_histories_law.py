@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 from test_prepare_laws import StopAfter
 
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import pipeline
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.sources import histories
+from hotrow.data.sources.histories import RowSort
 from hotrow.data.sources.registry import OpenedSource, open_source
-from hotrow.data.sources.rowsort import RowSort
 from hotrow.data.sources.schema import parse_schema
 from prepare_data import file_hashes, plan_of
 

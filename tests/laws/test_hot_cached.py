@@ -1,4 +1,4 @@
-"""Bytes through slots on a device, as hot/cached.py counts them, against the slots of a run and a set of ids."""
+"""Bytes through slots on a device, as benchmarks.hot_lab counts them, against the slots of a run and a set of ids."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from gpu_device import DEVICE
 
 import hotrow
-from hotrow.data.packed.dataset import PackedDataset
+from benchmarks.hot_lab import MOVE_BYTES, SLOT_BYTES, Link, cached_crossing
 from hotrow.data.packed.loader import Loader
-from hotrow.hot.cached import MOVE_BYTES, SLOT_BYTES, cached_crossing
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.optim import RowWiseAdagrad
 from hotrow.placement.budget import TableSlots
 
@@ -69,3 +69,15 @@ def test_a_batch_without_room_is_refused_by_name(dataset: PackedDataset) -> None
     few = {table.name: TableSlots(0, 3) for table in dataset.info.tables}
     with pytest.raises(ValueError, match=r"a batch looks up \d+ rows of table 't\d', \d+ more than have room"):
         cached_crossing(loader(dataset).epoch(0), dataset.info, few, RECORD)
+
+
+def test_bytes_of_hot_and_cold_batches_by_hand(dataset: PackedDataset) -> None:
+    """Three dense inputs and a label; pooled rows and their gradients of a cold batch; ids, twice, of a hot one."""
+    link, hybrid, crossed = Link(), 0, 0
+    for number, batch in enumerate(loader(dataset).epoch(0)):
+        inputs, row_bytes = 4 * (3 + 1) * len(batch), 4 * 4 * 4 * len(batch)
+        ids = 4 * len(batch.sparse.values) + 8 * (4 * len(batch) + 1)  # and an offset for each bag, and one more
+        link.count(batch, row_bytes=row_bytes, hot=number % 3 == 0, uploads=2)
+        hybrid += inputs + 2 * row_bytes
+        crossed += inputs + (2 * ids if number % 3 == 0 else 2 * row_bytes)
+    assert (link.batch_bytes, link.hybrid_bytes) == (crossed, hybrid)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrow.batch import Batch
-from hotrow.data.packed.dataset import PackedDataset, Split
 from hotrow.data.packed.loader import Loader, LoaderState, permutation
+from hotrow.data.packed.reader import PackedDataset, Split
 from packed_data import make_rows, write_dataset
 
 NUM_ROWS = 1037  # 4 parts, 11 blocks, the last of 37 rows
@@ -159,7 +159,7 @@ def test_rows_left_out_and_rows_moved_are_refused_together(split: Split) -> None
     with pytest.raises(ValueError, match="only and front are both given"):
         Loader(split, 8, shuffle_seed=1, only=every, front=every)
     for name in ("only", "front"):
-        with pytest.raises(ValueError, match=rf"{name} says \(5,\) of rows, but split 'train' has 1037"):
+        with pytest.raises(ValueError, match=rf"{name} has shape \(5,\), but split 'train' has 1037 rows"):
             Loader(split, 8, shuffle_seed=1, **{name: every[:5]})
     with pytest.raises(ValueError, match="front_batches is 0"):
         Loader(split, 8, shuffle_seed=1, front=every, front_batches=0)

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hotrow.data.packed.dataset import PackedDataset, Part
-from hotrow.data.packed.format import arrow_schema
+from hotrow.data.packed.format import Part, arrow_schema
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from packed_data import make_rows, write_dataset
 from resealed import reseal
 

@@ -21,7 +21,7 @@ import hotrow
 from expanded import expanded
 from hotrow.base.machine import lacks_bfloat16_products
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
 from hotrow.plan import choose as placement

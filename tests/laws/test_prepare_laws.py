@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import pipeline
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.sources.registry import OpenedSource, open_source

@@ -19,7 +19,7 @@ import pytest
 
 from expanded import expanded
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.checkpoint_manifest import read_manifest

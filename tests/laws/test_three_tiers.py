@@ -12,7 +12,7 @@ from test_placement import config, tiers
 from test_resume import outcome, signal_at
 
 import hotrow
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.run import runs
 

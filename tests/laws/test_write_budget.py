@@ -21,7 +21,7 @@ from test_resume import BASE, outcome, signal_at
 from hotrow.base.files import folder_bytes
 from hotrow.cli import app as cli
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
 from hotrow.run import runs, trainer

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
-from hotrow.data.rowcounts import RowCounts
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.inspect import accesses
-from hotrow.inspect.accesses import open_accesses, split_accesses, trace_accesses
+from hotrow.inspect.accesses import RowCounts, open_accesses, split_accesses, trace_accesses
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
@@ -117,7 +116,7 @@ def test_a_cut_and_an_absent_trace(tmp_path: Path) -> None:
 
 
 def test_row_counts_against_one_count_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.data.rowcounts.LEAST_WAITING", 50)
+    monkeypatch.setattr("hotrow.inspect.accesses.LEAST_WAITING", 50)
     ids = np.random.default_rng(0).integers(0, 300, 2000)
     found = RowCounts()
     for piece in np.array_split(ids, 37):

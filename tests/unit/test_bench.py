@@ -280,7 +280,7 @@ def test_claims_and_readme_name_cells_that_exist() -> None:
     known |= {f"hot_{name}" for name in hot.CELLS}
     papers = yaml.safe_load((claims.ROOT / "docs" / "claims.yaml").read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
-    assert named | set(claims.README_CELLS) <= known
+    assert named | set(claims.README_CELLS) | set(claims.SUMMARY_CELLS) <= known
 
 
 def test_a_measured_claim_shows_figure_command_machine_and_date() -> None:
@@ -548,12 +548,15 @@ def test_every_processor_keeps_its_report(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_pages_show_the_range_over_known_processors() -> None:
-    name = next(iter(claims.README_CELLS))
+    name = next(iter(set(claims.README_CELLS) & set(claims.SUMMARY_CELLS)))
     reports = {"kernels": {str(m): report_of(m, ratio, name) for m, ratio in ((1, 1.36), (17, 2.72))}}
     named = {results.processor_of(r): r for r in (*reports["kernels"].values(), report_of(0, 9.0, name, date="2027"))}
     cells = results.over_processors({"kernels": named})
     readme = claims.readme_figures(cells)
-    assert "| 1.36x - 2.72x over 2 processors | 2.72x (2.22-3.22) | torch | 50% |" in readme and "9.0" not in readme
+    assert "| 1.36x - 2.72x | 2 |" in readme and "9.0" not in readme
+    assert "AMD EPYC, family 25 model 1 and AMD EPYC, family 25 model 17, with 2 cores and 1 GiB each" in readme
+    summary = "\n".join(claims.summary(cells))
+    assert "| 1.36x - 2.72x over 2 processors | 2.72x (2.22-3.22) | torch | 50% |" in summary and "9.0" not in summary
     row = claims.claim_row({"claim": "x", "figure": "not read", "ours": name}, cells)
     assert "| 1.36x - 2.72x over 2 processors; best 2.72x (2.22-3.22) over torch | `make it` |" in row
     assert "family 25 model 17, 2 threads" in row
@@ -566,7 +569,7 @@ def test_pages_show_the_range_over_known_processors() -> None:
     assert results.over_processors(with_it) == cells
     assert any("model 49, avx2: 1 of 1 cells not measured: all" in line for line in results.missing(with_it))
     only = results.over_processors({"kernels": {"AMD EPYC, avx2": report_of(0, 9.0, name)}})
-    assert "9.00x on 1 processor" in claims.readme_figures(only)
+    assert "| 9.00x | 1 |" in claims.readme_figures(only)
 
 
 def test_a_share_above_the_limit_is_marked() -> None:

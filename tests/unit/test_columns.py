@@ -19,8 +19,8 @@ import pytest
 from hotrow.data.chunk import RowError
 from hotrow.data.sources import tabular
 from hotrow.data.sources.columns import ColumnsSource, open_table
-from hotrow.data.sources.dictionary import CodedKeys, column_of
-from hotrow.data.sources.guess import guess_schema
+from hotrow.data.sources.convert import CodedKeys, column_of
+from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.inputs import InputFile, find_files
 from hotrow.data.sources.schema import CsvSpec, Schema, parse_schema
 from raw_rows import read
@@ -104,15 +104,15 @@ def test_separated_text_becomes_lists() -> None:
 @pytest.mark.parametrize(
     ("array", "spec", "message"),
     [
-        (pa.array([1.0, 2.5]), {}, r"<frame>:2 \(a\): 2.5 is no exact integer id; an id must be a whole number"),
-        (pa.array([1.0, 2.0**53]), {}, r"<frame>:2 \(a\): 9007199254740992.0 is no exact integer id"),
-        (pa.array([float("inf")]), {}, r"<frame>:1 \(a\): inf is no exact integer id"),
-        (pa.array(["1", "007"]), {"type": "int"}, r"<frame>:2 \(a\): '007' is no exact integer id; set type: text"),
-        (pa.array(["-0"]), {"type": "int"}, "'-0' is no exact integer id"),
-        (pa.array(["1", "x"]), {"type": "int"}, r"<frame>:2 \(a\): 'x' is no exact integer id"),
-        (pa.array(["99999999999999999999"]), {"type": "int"}, "'99999999999999999999' is no exact integer id"),
+        (pa.array([1.0, 2.5]), {}, r"<frame>:2 \(a\): 2.5 is not an exact integer id; an id must be a whole number"),
+        (pa.array([1.0, 2.0**53]), {}, r"<frame>:2 \(a\): 9007199254740992.0 is not an exact integer id"),
+        (pa.array([float("inf")]), {}, r"<frame>:1 \(a\): inf is not an exact integer id"),
+        (pa.array(["1", "007"]), {"type": "int"}, r"<frame>:2 \(a\): '007' is not an exact integer id; set type: text"),
+        (pa.array(["-0"]), {"type": "int"}, "'-0' is not an exact integer id"),
+        (pa.array(["1", "x"]), {"type": "int"}, r"<frame>:2 \(a\): 'x' is not an exact integer id"),
+        (pa.array(["99999999999999999999"]), {"type": "int"}, "'99999999999999999999' is not an exact integer id"),
         (pa.array([[1], [2, 3]]).cast(pa.list_(pa.float64())), {"kind": "sequence"}, None),
-        (pa.array([[1.0], [2.0, 3.5, 4.5]]), {"kind": "sequence"}, r"<frame>:2 \(a\): 3.5 is no exact"),
+        (pa.array([[1.0], [2.0, 3.5, 4.5]]), {"kind": "sequence"}, r"<frame>:2 \(a\): 3.5 is not an exact"),
         (
             pa.array([["a"]]),
             {},
@@ -170,17 +170,17 @@ def test_labels_by_every_rule(array: pa.Array, spec: dict[str, Any], want: list[
 @pytest.mark.parametrize(
     ("array", "spec", "message"),
     [
-        (pa.array([0, 2]), {}, r"<frame>:2 \(y\): 2 is no label; it must be 0 or 1"),
-        (pa.array([0.0, float("nan")]), {}, r"<frame>:2 \(y\): nan is no label"),
-        (pa.array([0, None]), {}, r"<frame>:2 \(y\): an empty value is no label"),
-        (pa.array(["0", "yes"]), {}, r"<frame>:2 \(y\): 'yes' is no label"),
+        (pa.array([0, 2]), {}, r"<frame>:2 \(y\): 2 is not a label; it must be 0 or 1"),
+        (pa.array([0.0, float("nan")]), {}, r"<frame>:2 \(y\): nan is not a label"),
+        (pa.array([0, None]), {}, r"<frame>:2 \(y\): an empty value is not a label"),
+        (pa.array(["0", "yes"]), {}, r"<frame>:2 \(y\): 'yes' is not a label"),
         (pa.array(["a", None]), {"positive": ["a"]}, r"<frame>:2 \(y\): an empty value is missing"),
         (
             pa.array([1]),
             {"positive": ["a"]},
             r"label.positive \['a'\] cannot be compared with column 'y' of type int64",
         ),
-        (pa.array([[1]]), {}, "column 'y' has type list<item: int64>, which is no number"),
+        (pa.array([[1]]), {}, "column 'y' has type list<item: int64>, which is not a number"),
     ],
 )
 def test_labels_outside_their_rule_are_named(array: pa.Array, spec: dict[str, Any], message: str) -> None:
@@ -209,7 +209,7 @@ def test_dense_numbers_and_what_is_none() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, "abc", "nan", "1e999", "0x10"])
 def test_dense_that_is_no_finite_number_is_named(value: Any) -> None:
     table = pa.table({"y": [0, 1], "a": [1, 2], "d": pa.array([type(value)(1), value])})
-    with pytest.raises(RowError, match=r"<frame>:2 \(d\): .* is no finite float32 number"):
+    with pytest.raises(RowError, match=r"<frame>:2 \(d\): .* is not a finite float32 number"):
         read(ColumnsSource(table, schema_of("a", dense=["d"])))
 
 
@@ -233,7 +233,7 @@ def test_times_of_every_type(array: pa.Array, options: dict[str, str], want: lis
 
 def test_a_bad_first_time_is_the_only_bad_row() -> None:
     table = pa.table({"y": [0, 1, 0], "a": ["x", "y", "z"], "t": ["soon", "1700000000", "1700000001"]})
-    with pytest.raises(RowError, match=r"<frame>:1 \(t\): 'soon' is no time"):
+    with pytest.raises(RowError, match=r"<frame>:1 \(t\): 'soon' is not a time"):
         read(ColumnsSource(table, schema_of("a", time="t")))
     assert read(ColumnsSource(table, schema_of("a", time="t"), skip_bad_rows=1))["a"] == ["y", "z"]
 
@@ -241,7 +241,7 @@ def test_a_bad_first_time_is_the_only_bad_row() -> None:
 @pytest.mark.parametrize("values", [[1, None], ["1970-01-01", "soon"], ["5", "x"], [1.0, float("nan")]])
 def test_times_that_cannot_be_read_are_named(values: list[Any]) -> None:
     table = pa.table({"y": [0, 0], "a": [1, 2], "t": pa.array(values)})
-    with pytest.raises(RowError, match=r"<frame>:2 \(t\): .* is no time like the others"):
+    with pytest.raises(RowError, match=r"<frame>:2 \(t\): .* is not a time like the others"):
         read(ColumnsSource(table, schema_of("a", time="t")))
 
 
@@ -267,7 +267,7 @@ def test_frames_of_other_libraries_through_arrow() -> None:
         assert read(ColumnsSource(older_or_newer, schema_of("a")))["a"] == [5]
     with pytest.raises(ValueError, match="read once, preparation reads twice"):
         ColumnsSource(pa.table({"y": [1], "a": [5]}).to_reader(), schema_of("a"))
-    with pytest.raises(ValueError, match="dict is no path and no Arrow-capable frame"):
+    with pytest.raises(ValueError, match="dict is not a path and not an Arrow-capable frame"):
         ColumnsSource({"y": [1]}, schema_of("a"))
     with pytest.raises(ValueError, match=r"LazyFrame is .* not computed yet: pass what its collect\(\) returns"):
         ColumnsSource(frame.lazy(), schema_of("a"))
@@ -315,7 +315,7 @@ def test_delimiters_are_found_and_announced(tmp_path: Path, delimiter: str) -> N
     assert source.notes == (f"columns are cut at {delimiter!r} (found in {path})",)
     assert read(source)["a"][3] == "k3"
     assert ColumnsSource(path, schema_of("a", csv={"delimiter": delimiter})).notes == ()
-    with pytest.raises(ValueError, match=r"x\.csv: the header, cut at '#', lacks column 'y'.*set csv.delimiter"):
+    with pytest.raises(ValueError, match=r"x\.csv: the header, split at '#', lacks column 'y'.*set csv.delimiter"):
         ColumnsSource(path, schema_of("a", csv={"delimiter": "#"}))
 
 
@@ -330,9 +330,9 @@ def test_csv_faults_name_file_line_and_column(tmp_path: Path) -> None:
     schema = schema_of("a", dense=["d"])
     with pytest.raises(RowError, match=rf"{path}:3: 2 columns instead of 3 in '1,k'"):
         read(ColumnsSource(path, schema))
-    with pytest.raises(RowError, match=rf"{path}:4 \(d\): 'zz' is no finite"):
+    with pytest.raises(RowError, match=rf"{path}:4 \(d\): 'zz' is not a finite"):
         read(ColumnsSource(path, schema, skip_bad_rows=1))
-    with pytest.raises(RowError, match=rf"{path}:5 \(y\): '2' is no label"):
+    with pytest.raises(RowError, match=rf"{path}:5 \(y\): '2' is not a label"):
         read(ColumnsSource(path, schema, skip_bad_rows=2))
     source = ColumnsSource(path, schema, skip_bad_rows=3)
     assert read(source)["label"] == [0]
@@ -480,7 +480,7 @@ def test_drift_between_parquet_files_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "schema", "message"),
     [
-        ({"y": [[1]], "a": [1]}, {}, "column 'y' has type list<element: int64>, which is no number"),
+        ({"y": [[1]], "a": [1]}, {}, "column 'y' has type list<element: int64>, which is not a number"),
         ({"y": [1], "a": [{"x": 1}]}, {}, "column 'a' has type struct<x: int64>, which cannot be an id"),
         ({"y": [1], "a": [["b"]]}, {}, "column 'a' has type list<element: string>, which does not fit kind one_hot"),
         ({"y": [1], "a": [1], "d": [datetime.date(2020, 1, 1)]}, {"dense": ["d"]}, "column 'd' has type date32"),
@@ -524,7 +524,7 @@ def test_hive_columns_are_those_of_the_path_however_a_file_is_named(tmp_path: Pa
     for paths in (tmp_path / "t", str(tmp_path / "t" / "*" / "*" / "p.*"), files, [f.parent for f in files]):
         rows = read(ColumnsSource(paths, schema))
         assert {name: rows[name] for name in want} == want
-        assert "day" in guess_schema(paths, label="y").feature_names
+        assert "day" in guess_columns(paths, label="y").schema().feature_names
     rows = read(ColumnsSource(files[1].parent, schema))
     assert rows["day"] == [10, 10], "as when a folder of new rows is scored"
 

@@ -6,9 +6,19 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from hotrow.config.load import apply_overrides, config_markdown, load_config, make_config, options, parse_yaml
+from hotrow.config.load import (
+    apply_overrides,
+    config_markdown,
+    load_config,
+    make_config,
+    options_of,
+    parse_yaml,
+    sections,
+)
 from hotrow.config.schema import interval_steps, is_due
+from hotrow.models import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,15 +28,6 @@ data
 device auto
 memory auto
 run None
-model.name dlrm
-model.embedding_dim 16
-model.embedding_init None
-model.bottom_mlp [512, 256, 64]
-model.top_mlp [512, 256]
-model.first_order False
-model.history_steps None
-model.attention_mlp None
-model.final_mlp None
 optimizer.dense.name sgd
 optimizer.dense.lr 0.1
 optimizer.dense.weight_decay 0.0
@@ -71,22 +72,62 @@ hot.schedule none
 hot.budget 512MiB
 hot.small_table 1MiB
 hot.rows exact
-hot.confidence 0.999
 hot.rate 50
 hot.shuffled_end 0
 hot.window 4
 hot.eval_samples 65536
-hot.link None
 """
+OPTIONS_OF_EVERY_MODEL = """
+embedding_dim 16
+embedding_init None
+"""
+OPTIONS_OF_MODELS = {
+    "dlrm": """
+bottom_mlp [512, 256, 64]
+top_mlp [512, 256]
+first_order False
+""",
+    "tbsm": """
+bottom_mlp [512, 256, 64]
+top_mlp [512, 256]
+history_steps 20
+attention_mlp [15, 15]
+final_mlp [60]
+""",
+}
+
+
+def listed(section: type[BaseModel], path: str = "") -> list[str]:
+    options = options_of(section).items()
+    return [f"{path}{name}" + ("" if field.is_required() else f" {field.default}") for name, field in options]
 
 
 def test_public_options() -> None:
-    listed = [f"{path} {field.default}" if not field.is_required() else path for path, field in options()]
-    assert listed == PUBLIC_OPTIONS.split("\n")[1:-1]
+    found = [line for title, path, section in sections() if path != "model." for line in listed(section, path)]
+    assert found == PUBLIC_OPTIONS.split("\n")[1:-1]
+
+
+@pytest.mark.parametrize("model", OPTIONS_OF_MODELS)
+def test_public_options_of_models(model: str) -> None:
+    assert listed(MODELS[model]) == [
+        f"name {model}",
+        *OPTIONS_OF_EVERY_MODEL.split("\n")[1:-1],
+        *OPTIONS_OF_MODELS[model].split("\n")[1:-1],
+    ]
 
 
 def test_every_option_is_documented() -> None:
-    assert [path for path, field in options() if not field.description] == []
+    found = {path + name: field for _, path, section in sections() for name, field in options_of(section).items()}
+    assert [path for path, field in found.items() if not field.description] == []
+
+
+def test_every_model_is_in_the_union() -> None:
+    """A config of each, by its name alone, is of that model, and comes back so from its YAML."""
+    for name, spec in MODELS.items():
+        config = make_config({"data": "d", "model": {"name": name}})
+        assert type(config.model) is spec
+        assert make_config(parse_yaml(config.to_yaml(), origin="")) == config
+    assert type(make_config({"data": "d"}).model) is next(iter(MODELS.values()))
 
 
 def test_docs_are_generated() -> None:
@@ -109,10 +150,10 @@ def test_yaml_round_trip() -> None:
     ("raw", "message"),
     [
         ({}, "data is missing; set it to text"),
-        ({"data": "d", "trian": {}}, "trian is no known key; did you mean 'train'?"),
-        ({"data": "d", "train": {"batchsize": 1}}, r"train\.batchsize is no known key; did you mean 'batch_size'?"),
-        ({"data": "d", "": 1}, r"'' is no known key; known here: data, "),
-        ({"data": "d", "train": {"zzz": 1}}, r"train\.zzz is no known key; known here: batch_size, "),
+        ({"data": "d", "trian": {}}, "unknown key trian; did you mean 'train'?"),
+        ({"data": "d", "train": {"batchsize": 1}}, r"unknown key train\.batchsize; did you mean 'batch_size'?"),
+        ({"data": "d", "": 1}, r"unknown key ''; known here: data, "),
+        ({"data": "d", "train": {"zzz": 1}}, r"unknown key train\.zzz; known here: batch_size, "),
         ({"data": "d", "train": {"batch_size": 0}}, r"train\.batch_size is 0; allowed: an integer >= 1"),
         ({"data": "d", "train": {"batch_size": "64"}}, r"train\.batch_size is '64'; allowed: an integer >= 1"),
         ({"data": "d", "train": {"batch_size": 64.0}}, r"train\.batch_size is 64\.0; allowed: an integer"),
@@ -121,11 +162,27 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "model": {"top_mlp": [8, 0]}}, r"model\.top_mlp is 0; allowed: a list of integers >= 1"),
         (
             {"data": "d", "model": {"attention_mlp": [8]}},
-            r"model: attention_mlp is \[8\], but dlrm has no history; remove it or choose tbsm",
+            r"unknown key model\.attention_mlp for model dlrm; it is one of tbsm: remove it, or set model\.name to t",
         ),
         (
             {"data": "d", "model": {"name": "tbsm", "first_order": True}},
-            "model: first_order is true, but tbsm has no first-order term; remove it or choose dlrm",
+            r"unknown key model\.first_order for model tbsm; it is one of dlrm: remove it, or set model\.name to dlrm",
+        ),
+        (
+            {"data": "d", "model": {"botom_mlp": [8]}},
+            r"unknown key model\.botom_mlp for model dlrm; did you mean 'bottom_mlp'?",
+        ),
+        (
+            {"data": "d", "model": {"zzz": 8}},
+            r"unknown key model\.zzz for model dlrm; known here: name, embed",
+        ),
+        ({"data": "d", "model": {"name": "dlmr"}}, r"model\.name is 'dlmr'; did you mean 'dlrm'\? allowed: dlrm, tbsm"),
+        ({"data": "d", "model": {"name": 3}}, r"model\.name is 3; allowed: dlrm, tbsm"),
+        ({"data": "d", "model": "dlrm"}, "model is 'dlrm'; allowed: a mapping with name, embedding_dim, "),
+        ({"data": "d", "model": {"embedding_dim": {"t": 0}}}, r"model\.embedding_dim is 0; allowed: an integer >= 1"),
+        (
+            {"data": "d", "model": {"embedding_dim": "8"}},
+            r"model\.embedding_dim is '8'; allowed: an integer >= 1 and <= 65536 or a mapping from names to integers",
         ),
         ({"data": "d", "model": {"name": "tbsm", "top_mlp": []}}, r"model: top_mlp is \[\], but with tbsm its last"),
         (
@@ -136,15 +193,11 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "device": "gpu"}, "device is 'gpu'; allowed: auto, cpu, cuda"),
         ({"data": "d", "memory": {"hbm": "0"}}, "memory: hbm is '0'; it must be a positive number of bytes"),
         (
-            {"data": "d", "memory": {"hbm": "1GiB"}, "hot": {"schedule": "fae", "link": "12GB"}},
-            "hot.link is '12GB' and memory.hbm is '1GiB': slots on a device hold hot rows already",
-        ),
-        (
             {"data": "d", "memory": "ssd"},
             "memory is 'ssd'; allowed: auto, dram or a mapping with hbm, dram, ssd, file, file_bytes, writes, ",
         ),
         ({"data": "d", "memory": 3}, "memory is 3; allowed: auto, dram or a mapping with hbm, dram, "),
-        ({"data": "d", "memory": {"dran": "2GiB"}}, r"memory\.dran is no known key; did you mean 'dram'?"),
+        ({"data": "d", "memory": {"dran": "2GiB"}}, r"unknown key memory\.dran; did you mean 'dram'?"),
         (
             {"data": "d", "memory": {"dram": "2 foo"}},
             "memory: size '2 foo' is not understood; write a number and a unit",
@@ -156,16 +209,14 @@ def test_yaml_round_trip() -> None:
         ),
         ({"data": "d", "memory": {"write_budget": 5}}, r"memory\.write_budget is 5; allowed: text or null"),
         ({"data": "d", "memory": {"ssd": "a", "file": "b"}}, "memory: ssd is 'a' and file is 'b'; name one of them"),
-        ({"data": "d", "memory": {"policy": "lru"}}, r"memory\.policy is no known key"),
+        ({"data": "d", "memory": {"policy": "lru"}}, r"unknown key memory\.policy"),
         ({"data": "d", "memory": {"lookahead": -1}}, r"memory\.lookahead is -1; allowed: an integer >= 0"),
         ({"data": "d", "hot": {"schedule": "lru"}}, r"hot\.schedule is 'lru'; allowed: none, fae, fixed, window"),
         ({"data": "d", "hot": {"rate": 0.5}}, r"hot\.rate is 0\.5; allowed: a number >= 1 and <= 100"),
         ({"data": "d", "hot": {"budget": "much"}}, "hot: budget: size 'much' is not understood"),
         ({"data": "d", "hot": {"budget": 0}}, "hot: budget is 0; it must be a positive number of bytes"),
         ({"data": "d", "hot": {"small_table": -1}}, "hot: small_table is -1; it must be a positive number of bytes"),
-        ({"data": "d", "hot": {"schedule": "fae", "link": "fast"}}, "hot: link: size 'fast' is not understood"),
-        ({"data": "d", "hot": {"schedule": "window", "link": "12GB"}}, "hot: link is '12GB', but only hot turns"),
-        ({"data": "d", "parallel": {"sharding": "auto"}}, "parallel is no known key"),
+        ({"data": "d", "parallel": {"sharding": "auto"}}, "unknown key parallel"),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (
             {"data": "d", "optimizer": {"sparse": {"name": "sgd", "eps": 1e-8}}},

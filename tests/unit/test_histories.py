@@ -12,9 +12,8 @@ import pytest
 
 from hotrow.data.chunk import RowError
 from hotrow.data.sources import histories
-from hotrow.data.sources.histories import HistoriesSource, open_columns
+from hotrow.data.sources.histories import HistoriesSource, RowSort, open_columns
 from hotrow.data.sources.registry import open_source
-from hotrow.data.sources.rowsort import RowSort
 from hotrow.data.sources.schema import Schema, parse_schema
 from raw_rows import read
 
@@ -190,7 +189,7 @@ def test_bad_events_stop_or_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "events.csv"
     path.write_text("\n".join([*LINES[:3], "7,x,1,pv,30", *LINES[3:]]) + "\n")
     opened = open_source("taobao-histories", path)
-    with pytest.raises(RowError, match=r"events.csv:4 \(item\): 'x' is no exact integer id"):
+    with pytest.raises(RowError, match=r"events.csv:4 \(item\): 'x' is not an exact integer id"):
         list(opened.source.chunks())
     source = open_source("taobao-histories", path, skip_bad_rows=1).source
     rows = read(source)
@@ -221,7 +220,7 @@ def test_events_it_refuses(column: str, values: list[Any] | None, message: str) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"histories": {"user": "uid", "item": "item"}}, "histories.user is 'uid', which is no one_hot column"),
+        ({"histories": {"user": "uid", "item": "item"}}, "histories.user is 'uid', which is not a one_hot column"),
         ({"histories": {"user": "item", "item": "item"}}, "histories.user and histories.item are both 'item'"),
         ({"histories": {"user": "user", "item": "item", "length": 0}}, "histories.length is 0"),
         ({"histories": {"user": "user", "item": "item", "lenght": 5}}, "'histories.lenght'; did you mean 'length'"),
@@ -245,7 +244,7 @@ def test_schemas_it_refuses(change: dict[str, Any], message: str) -> None:
 
 
 def test_only_sources_of_columns_make_histories() -> None:
-    with pytest.raises(ValueError, match="source movielens makes no histories; use csv, parquet, jsonl or frame"):
+    with pytest.raises(ValueError, match="source movielens cannot make histories; use csv, parquet, jsonl or frame"):
         open_source("movielens", make_events(), schema=schema())
     with pytest.raises(ValueError, match=r"split.kind is 'random'"):
         open_source("frame", make_events(), schema=schema()).with_options(split="random")

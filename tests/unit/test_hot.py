@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy import stats
 
+from benchmarks.hot_lab import interval
 from hotrow.cli import tools
-from hotrow.data.packed.dataset import PackedDataset, Ragged
-from hotrow.hot.calibrate import WAYS, calibrate
+from hotrow.data.packed.format import Ragged
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.hot.calibrate import CHUNKS, CONFIDENCE, T_QUANTILE, WAYS, calibrate, estimate
 from hotrow.hot.classify import hot_samples
-from hotrow.hot.compare import compare_ways, record_bytes_of
 from hotrow.hot.covering import most_covered, prefixes_of
-from hotrow.hot.hot_set import HotRows, HotSet
-from hotrow.hot.sampled import estimate
-from hotrow.hot.student import interval, t_quantile
-from hotrow.hot.table_use import TableUse, count_accesses, most_accessed
+from hotrow.hot.hot_set import HotRows, HotSet, TableUse, count_accesses, most_accessed
+from hotrow.inspect.hot_rows import compare_ways, record_bytes_of
 from hotrow.inspect.report import estimate_sentences, print_inspection, size
 
 TABLE_ROWS = (60_000, 200, 30_000)
@@ -166,13 +166,8 @@ def test_prefixes_rise_to_all_rows(num_rows: int) -> None:
 # ---- the paper's estimate
 
 
-@pytest.mark.parametrize(
-    ("probability", "freedom", "expected"),
-    [(0.9995, 34, 3.6007), (0.975, 34, 2.0322), (0.975, 1, 12.7062), (0.95, 10, 1.8125), (0.5, 5, 0.0)],
-)
-def test_quantiles_of_student_against_tables(probability: float, freedom: int, expected: float) -> None:
-    """Values of printed tables (NIST, e-Handbook 1.3.6.7.2; 0.9995 of 34 by interpolation-free software)."""
-    assert t_quantile(probability, freedom) == pytest.approx(expected, abs=2e-4)
+def test_the_quantile_against_scipy() -> None:
+    assert pytest.approx(stats.t.ppf((1 + CONFIDENCE) / 2, CHUNKS - 1), abs=1e-6) == T_QUANTILE
 
 
 @pytest.mark.parametrize("num", [2, 3, 20])
@@ -193,29 +188,14 @@ def test_the_interval_holds_the_truth() -> None:
     assert all(high - low < 0.2 * 150_000 for low, high in bounds), "the paper has it within 10 % of the truth"
 
 
-@pytest.mark.parametrize(("confidence", "quantile"), [(0.999, 3.6007), (0.95, 2.0322)])
-def test_the_interval_is_as_wide_as_its_confidence_asks(confidence: float, quantile: float) -> None:
-    """By hand from the same chunks: their mean and variance, and the quantile of a printed table."""
+def test_the_interval_is_that_of_the_chunks() -> None:
+    """By hand from the same chunks: their mean and variance, and scipy's interval."""
     hot = np.random.default_rng(1).random(2_000_000) < 0.1
     chunks = hot[np.random.default_rng([7, 1]).choice(len(hot), 35 * 1024, replace=False)].reshape(35, 1024).sum(1)
     n = len(hot) / 1024
-    half = quantile * float(np.sqrt((n - 35) / n * chunks.var(ddof=1) / 35))
-    low, high = estimate(hot, 7, confidence)
-    assert (low, high) == pytest.approx(((chunks.mean() - half) * n, (chunks.mean() + half) * n), rel=1e-4)
-
-
-def test_a_lower_confidence_admits_more_and_one_that_means_nothing_is_refused(dataset: PackedDataset) -> None:
-    tried = [
-        calibrate(dataset, "sampled", 900_000, record_bytes=RECORD_BYTES, confidence=c).detail for c in (0.5, 0.999)
-    ]
-    assert [own["confidence"] for own in tried] == [0.5, 0.999]
-    for loose, tight in zip(*(own["thresholds"] for own in tried), strict=False):
-        assert loose["true_bytes"] == tight["true_bytes"] and loose["high_bytes"] <= tight["high_bytes"]
-    for bad in (0.2, 1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"confidence is .*; it must be a number from 0\.5 to 0\.9999"):
-            calibrate(dataset, "sampled", 900_000, record_bytes=RECORD_BYTES, confidence=bad)
-        with pytest.raises(ValueError, match="confidence is"):
-            compare_ways(dataset, 900_000, embedding_dim=8, confidence=bad)
+    error = float(np.sqrt((n - 35) / n * chunks.var(ddof=1) / 35))
+    expected = stats.t.interval(0.999, 34, loc=chunks.mean(), scale=error)
+    assert estimate(hot, 7) == pytest.approx(np.array(expected) * n, rel=1e-6)
 
 
 def test_the_sampled_way_tells_its_thresholds(dataset: PackedDataset) -> None:
@@ -297,10 +277,10 @@ def test_the_estimate_told_is_that_of_the_threshold_taken() -> None:
     sizes = [(1e-2, 1e3, 2e3, 1500), (1e-3, 4e3, 6e3, 5000), (1e-4, 8e3, 2e4, 9000)]
     fields = ("threshold_percent", "low_bytes", "high_bytes", "true_bytes")
     tried = [dict(zip(fields, own, strict=True)) for own in sizes]
-    ways = [{"name": "exact"}, {"name": "sampled", "confidence": 0.95, "thresholds": tried}]
+    ways = [{"name": "exact"}, {"name": "sampled", "confidence": 0.999, "thresholds": tried}]
     assert estimate_sentences({"budget_bytes": 10_000, "ways": ways}) == [
-        "sampled: rows of at least 0.001 % of their table's accesses were estimated at 4 kB to 6 kB, at 95 % "
-        "confidence; their true size is 5 kB."
+        "sampled: rows of at least 0.001 % of their table's accesses were estimated at 3.9 KiB to 5.9 KiB, at 99.9 % "
+        "confidence; their true size is 4.9 KiB."
     ]
 
 

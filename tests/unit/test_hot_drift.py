@@ -15,17 +15,17 @@ from typer.testing import CliRunner
 
 from hotrow.cli import tools
 from hotrow.cli.app import app
-from hotrow.data.packed.dataset import DatasetInfo, Feature, PackedDataset, PackedWriter, Ragged, Table
+from hotrow.data.packed.format import DatasetInfo, Feature, Ragged, Table
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.writer import PackedWriter
 from hotrow.hot.calibrate import calibrate
-from hotrow.hot.compare import record_bytes_of
 from hotrow.hot.hot_set import HotRows
-from hotrow.hot.tracker import HotTracker
-from hotrow.inspect import drift
-from hotrow.inspect.drift import measure_drift
+from hotrow.inspect import hot_rows
+from hotrow.inspect.hot_rows import measure_drift, record_bytes_of
 from hotrow.inspect.report import print_inspection
 
 BUDGET = 700_000
-NAMES = ("whole", "first", "tracked", "lru", "belady")
+NAMES = ("whole", "first", "lru", "belady")
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +108,8 @@ def test_as_many_parts_as_are_asked_for(dataset: PackedDataset, tmp_path: Path) 
             measure_drift(dataset, BUDGET, record_bytes=record_bytes, parts=wrong)
 
 
-def test_the_tracker_knows_only_what_came_before(dataset: PackedDataset) -> None:
-    record_bytes = {"t0": 64, "t1": 64, "t2": 96}
-    found = measure_drift(dataset, BUDGET, record_bytes=record_bytes, seed=3)
-    tracker = HotTracker({"t0": 60_000, "t1": 200, "t2": 30_000}, record_bytes, BUDGET, seed=3)
-    assert found["tracker_bytes"] == tracker.num_bytes
-    for part, own in zip(parts_of(samples_of(dataset)), found["parts"], strict=True):
-        hot = keys_of(dict(tracker.hot_set().rows))
-        assert own["tracked"] == pytest.approx(served(part, hot))
-        for table in record_bytes:  # rows in another order than measure_drift's: few enough that no bucket overflows
-            tracker.observe({table: np.array([row for sample in part for t, row in sample if t == table])})
+def test_caches_need_rows_of_one_size(dataset: PackedDataset) -> None:
+    found = measure_drift(dataset, BUDGET, record_bytes={"t0": 64, "t1": 64, "t2": 96})
     assert found["caches"].startswith("not run: rows of different tables differ in bytes")
     assert "lru" not in found["parts"][0] and "cache_rows" not in found
 
@@ -149,10 +141,10 @@ def test_caches_against_brute_force(dataset: PackedDataset) -> None:
 
 
 def test_too_many_accesses_for_caches_are_said(dataset: PackedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drift, "MOST_ACCESSES", 100)
+    monkeypatch.setattr(hot_rows, "MOST_ACCESSES", 100)
     found = measure_drift(dataset, BUDGET, record_bytes=dict.fromkeys(("t0", "t1", "t2"), 64))
     assert "accesses of 90,200 rows, above 100 accesses" in found["caches"]
-    assert set(found["parts"][0]) == {"samples", "accesses", "whole", "first", "tracked"}
+    assert set(found["parts"][0]) == {"samples", "accesses", "whole", "first"}
 
 
 def moving(folder: Path) -> PackedDataset:
@@ -172,11 +164,10 @@ def moving(folder: Path) -> PackedDataset:
 
 
 def test_moving_rows(tmp_path: Path) -> None:
-    """A set of the first tenth serves the first tenth alone; LRU follows within it; nothing follows ahead of time."""
+    """A set of the first tenth serves the first tenth alone; LRU follows within it."""
     found = measure_drift(moving(tmp_path / "data"), 64 * 101, record_bytes={"t": 64})
     first = [part["first"]["hot_accesses"] for part in found["parts"]]
     assert first == [1.0] + [0.0] * 9
-    assert all(part["tracked"]["hot_accesses"] == 0.0 for part in found["parts"])
     for part in found["parts"][1:]:
         assert part["lru"]["hot_accesses"] == pytest.approx(1 - 100 / 800), "all but the first access of each row"
         assert part["belady"]["hot_accesses"] >= part["lru"]["hot_accesses"]

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from hotrow.batch import Batch
 from hotrow.config.schema import HotConfig
-from hotrow.data.packed.dataset import Split
+from hotrow.data.packed.reader import Split
 from hotrow.hot import order as hot_order
 from hotrow.hot.order import BatchOrder, Rate, Turn, batch_order, mixed_samples
 from packed_data import make_rows, write_dataset

@@ -18,9 +18,8 @@ from hotrow.cli import tools
 from hotrow.draw import charts
 from hotrow.inspect.accesses import Accesses, TableAccesses, first_batches, trace_accesses
 from hotrow.inspect.hotness import Hotness, measure_hotness
-from hotrow.inspect.locality import measure_locality, sampling_rate
 from hotrow.inspect.report import inspection_page, print_inspection, sentences
-from hotrow.inspect.reuse import MissRatioCurve
+from hotrow.inspect.reuse import MissRatioCurve, measure_locality, sampling_rate
 from hotrow.plan.demand import Demand, spread
 
 GENERATOR = np.random.default_rng(5)

@@ -3,6 +3,7 @@
 import datetime
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +13,17 @@ import pytest
 import yaml
 
 from hotrow.data.chunk import RowError
-from hotrow.data.prepare.init import init_schema, run_init
+from hotrow.data.prepare.init import render_schema, run_init
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.columns import ColumnsSource
-from hotrow.data.sources.guess import Role, guess_columns, guess_schema
-from hotrow.data.sources.schema import load_schema
+from hotrow.data.sources.guess import Role, guess_columns
+from hotrow.data.sources.schema import Schema, load_schema
 
 N = 2000
+
+
+def guess_schema(source: Any, label: str | None = None, time: str | None = None) -> Schema:
+    return guess_columns(source, label=label, time=time).schema()
 
 
 def clicks(**more: object) -> pa.Table:
@@ -87,7 +92,7 @@ def test_written_schema_reads_back_as_guessed(tmp_path: Path) -> None:
     names = {"a: #b": "odd name", "yes": "a word YAML knows", "über/x": "no file name"}
     table = clicks(**{name: [f"v{i % 90}" for i in range(N)] for name in names})
     path = tmp_path / "schema.yaml"
-    path.write_text(init_schema(table))
+    path.write_text(render_schema(guess_columns(table)))
     assert load_schema(path) == guess_schema(table)
     lines = path.read_text().splitlines()
     assert any("price" in line and "# decimal numbers" in line for line in lines)
@@ -126,7 +131,7 @@ def test_which_ratings_are_positive_is_asked() -> None:
     assert guess_schema(odd, label="rating >= 4").label.at_least is None, "a column of that name wins"
     with pytest.raises(ValueError, match="label column 'ratin' is not there; did you mean 'rating'"):
         guess_schema(table, label="ratin >= 4")
-    text = init_schema(table)
+    text = render_schema(guess_columns(table))
     assert "FILL_IN" in text and "rating >= 4" in text and "{column: rating}" not in text
 
 
@@ -146,7 +151,7 @@ def test_told_roles_hold_for_the_columns_they_name() -> None:
     assert "price" in schema.feature_names and "weekday" in schema.dense_names
     assert {c.column: c.kind for c in schema.categorical}["tags"] == "multi_hot"
     for wrong, message in [
-        ({"item": "dense"}, "dense lists column 'item', which holds string values that are no numbers"),
+        ({"item": "dense"}, "dense lists column 'item', which holds string values that are not numbers"),
         ({"item": "lists"}, "lists lists column 'item', which holds single values"),
         ({"tags": "categorical"}, "categorical lists column 'tags', which holds list.* values; name it in lists"),
         ({"itm": "dense"}, "dense column 'itm' is not there; did you mean 'item'"),
@@ -186,7 +191,7 @@ def test_no_label_is_an_error_for_fit_and_a_blank_for_init() -> None:
     table = pa.table({"user": ["a", "b"] * 50, "x": [1.5, 2.5] * 50})
     with pytest.raises(ValueError, match=r"no column holds 0 and 1; column 'user' holds a, b; .*--label 'user = b'"):
         guess_schema(table)
-    assert "FILL_IN" in init_schema(table)
+    assert "FILL_IN" in render_schema(guess_columns(table))
 
 
 def test_csv_without_header_gets_numbered_columns(tmp_path: Path) -> None:
@@ -262,14 +267,14 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     assert [path.name for path in result.files] == ["schema.yaml", "recipe.yaml"]
     assert load_schema(tmp_path / "new" / "schema.yaml").label.column == "click"
     assert result.commands[0].endswith(f"--schema {tmp_path}/new/schema.yaml --out data/mine")
-    with pytest.raises(ValueError, match=r"recipe\.yaml exists and is not overwritten"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml exists and will not be overwritten"):
         run_init(tmp_path / "x.parquet", out=tmp_path / "new")
 
 
 def test_hostile_names_stay_within_their_line() -> None:
     evil = 'x"}\n!!python/object/apply:os.system ["true"]'
     table = pa.table({"click": [0, 1] * 50, evil: [f"v{i % 9}" for i in range(100)]})
-    text = init_schema(table)
+    text = render_schema(guess_columns(table))
     value = yaml.safe_load(text)
     assert value["categorical"][0]["column"] == evil
     assert json.dumps(evil) in text
@@ -283,7 +288,7 @@ def test_types_that_are_no_feature_are_left_out_aloud() -> None:
         "every": pa.array([pa.MonthDayNano([i % 9, 2, 3]) for i in range(N)]),
     }
     left_out = {g.column: g.reason for g in guess_columns(clicks(**spans)).of("")}
-    assert all(f"type {values.type} is no id, number" in left_out[name] for name, values in spans.items())
+    assert all(f"type {values.type} is not an id, a number" in left_out[name] for name, values in spans.items())
 
 
 @pytest.mark.parametrize("stray", ["7", "nan", "", "yes"])
@@ -295,7 +300,7 @@ def test_a_stray_value_in_a_label_is_a_bad_row_and_no_rating(stray: str, label: 
     path.write_text("user,click\n" + "".join(f"u{i % 9},{value}\n" for i, value in enumerate(labels)))
     schema = guess_schema(path, label=label)
     assert (schema.label.column, schema.label.at_least) == ("click", None)
-    with pytest.raises(RowError, match=r"rows.csv:22 \(click\): .* is no label; it must be 0 or 1"):
+    with pytest.raises(RowError, match=r"rows.csv:22 \(click\): .* is not a label; it must be 0 or 1"):
         list(ColumnsSource(path, schema).chunks())
     (guess,) = guess_columns(path, label=label).of("label")
     assert "1 rows are neither 0 nor 1" in guess.reason
@@ -309,7 +314,7 @@ def test_a_number_that_is_none_is_a_bad_row_and_no_id(word: str, tmp_path: Path)
     path.write_text("user,price,click\n" + "".join(f"u{i % 9},{p},{i % 2}\n" for i, p in enumerate(prices)))
     schema = guess_schema(path)
     assert schema.dense_names == ("price",)
-    with pytest.raises(RowError, match=rf"rows.csv:22 \(price\): '{word}' is no finite float32 number"):
+    with pytest.raises(RowError, match=rf"rows.csv:22 \(price\): '{word}' is not a finite float32 number"):
         list(ColumnsSource(path, schema).chunks())
 
 

@@ -7,8 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrow.data.chunk import Chunk, Keys, Position
-from hotrow.data.sources.jagged import interleave, select_rows
+from hotrow.data.chunk import Chunk, Keys, Position, interleave, select_rows
 from raw_rows import ids
 
 Column = list[list[str | None]]

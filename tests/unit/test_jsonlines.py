@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 import hotrow
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.columns import open_table
@@ -86,10 +86,10 @@ def test_from_raw_file_to_scores(pack: Callable[[str], bytes], tmp_path: Path) -
 
 
 BAD_LINES = {
-    '{"click": 1, "user": 7': "no JSON object at character",
-    "[1, 2]": "an object is wanted",
-    '{"click": 1, "user": 7, "user": 8}': "member 'user' is there twice",
-    '{"click": 1, "user": 7, "n.x": 8, "n": {"x": 1}}': "member 'n.x' is there twice, once within 'n'",
+    '{"click": 1, "user": 7': "not a JSON object at character",
+    "[1, 2]": "expected an object",
+    '{"click": 1, "user": 7, "user": 8}': "member 'user' appears twice",
+    '{"click": 1, "user": 7, "n.x": 8, "n": {"x": 1}}': "member 'n.x' appears twice, once within 'n'",
     '{"click": 1, "user": [7]}': "member 'user' is an array here",
     '{"click": 1, "user": "\\ud800"}': "half of a surrogate pair",
     '{"click": NaN, "user": 7}': "NaN is not JSON",

@@ -17,8 +17,9 @@ ROOMS = (
     "base",
     "tables",
     "batch",
-    "config",
     "kernels",
+    "models",
+    "config",
     "draw",
     "placement",
     "torch_tables",
@@ -26,7 +27,6 @@ ROOMS = (
     "gradients",
     "optim",
     "study",
-    "models",
     "data",
     "data/packed",
     "data/sources",
@@ -97,6 +97,13 @@ def test_no_placement_imports_itself_through_others() -> None:
         bottom = [name for name, below in imports.items() if not below & imports.keys()]
         assert bottom, f"in a circle, or above one: {sorted(imports)}"
         imports = {name: below for name, below in imports.items() if name not in bottom}
+
+
+def test_a_model_needs_torch_and_two_modules() -> None:
+    """An export copies its file, and has what stands for these two."""
+    for path in (SOURCE / "models").glob("*.py"):
+        if path.stem not in ("__init__", "spec", "layers"):
+            assert imported(ast.parse(path.read_text(encoding="utf-8"))) <= {"models.layers", "models.spec"}, path
 
 
 RIVALS = {"rocksdict", "fbgemm_gpu", "torchrec", "polars", "benchmarks"}

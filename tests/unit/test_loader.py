@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from hotrow.data.packed.dataset import DatasetInfo, Feature, PackedDataset, PackedWriter, Table
+from hotrow.data.packed.format import DatasetInfo, Feature, Table
 from hotrow.data.packed.loader import Loader, LoaderState
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.writer import PackedWriter
 from packed_data import make_info, make_rows, write_dataset
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,11 @@ import torch
 from torch import nn
 
 from hotrow.config.load import load_config
-from hotrow.config.schema import ModelConfig
-from hotrow.data.sources.avazu import SCHEMA as AVAZU_SCHEMA
+from hotrow.data.sources.layouts import AVAZU_SCHEMA, TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.registry import CRITEO_SCHEMA
-from hotrow.data.sources.taobao import HISTORIES_SCHEMA
-from hotrow.models import build_model
-from hotrow.models.layers import MLP, linear
+from hotrow.models.dlrm import DLRMSpec
+from hotrow.models.layers import MLP, Linear, Network, linear
+from hotrow.models.spec import ModelSpec
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -26,6 +26,13 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def names(num_features: int) -> list[str]:
     return [f"x{k}" for k in range(num_features)]
+
+
+def built(spec: ModelSpec, *, num_dense: int, feature_names: Sequence[str], seed: int) -> Network:
+    assert isinstance(spec.embedding_dim, int)
+    return spec.build(
+        num_dense=num_dense, dims=dict.fromkeys(feature_names, spec.embedding_dim), generator=seeded(seed)
+    )
 
 
 def test_linear_is_drawn_as_in_the_reference() -> None:
@@ -56,6 +63,19 @@ def test_mlp_against_sequential(last: str) -> None:
     torch.testing.assert_close(mlp(x), twin(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_module_against_torch(bias: bool) -> None:
+    layer, twin = Linear(6, 5, generator=seeded(), bias=bias), nn.Linear(6, 5, bias=bias)
+    twin.load_state_dict(layer.state_dict())
+    x = torch.randn(9, 6, generator=seeded(1))
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.testing.assert_close(layer(ours), twin(theirs), rtol=1e-5, atol=1e-6)
+    layer(ours).square().sum().backward()
+    twin(theirs).square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.weight.grad, twin.weight.grad, rtol=1e-5, atol=1e-5)
+
+
 def plain_dlrm(model: nn.Module, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
     x = dense
     for layer in model.bottom.layers if dense.shape[1] else ():
@@ -74,8 +94,8 @@ def plain_dlrm(model: nn.Module, dense: torch.Tensor, pooled: torch.Tensor) -> t
 @pytest.mark.parametrize("num_dense", [0, 1, 4])
 @pytest.mark.parametrize("num_features", [1, 5])
 def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
-    config = ModelConfig(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6])
-    model = build_model(config, num_dense=num_dense, feature_names=names(num_features), seed=3)
+    config = DLRMSpec(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6])
+    model = built(config, num_dense=num_dense, feature_names=names(num_features), seed=3)
     dense = torch.randn(7, num_dense, generator=seeded(1))
     pooled = torch.randn(7, num_features, 8, generator=seeded(2), requires_grad=True)
     twin = pooled.detach().clone().requires_grad_()
@@ -90,8 +110,8 @@ def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
 @pytest.mark.parametrize("num_dense", [0, 1, 4])
 def test_first_order_against_plain_torch(num_dense: int) -> None:
     model, without = (
-        build_model(
-            ModelConfig(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6], first_order=first_order),
+        built(
+            DLRMSpec(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6], first_order=first_order),
             num_dense=num_dense,
             feature_names=names(5),
             seed=3,
@@ -121,8 +141,8 @@ def test_first_order_against_plain_torch(num_dense: int) -> None:
 
 def test_first_order_at_the_start_is_the_logistic_regression_of_rows_at_zero() -> None:
     """Rows at zero get a gradient in their first column, equal for all features, and no draw differs from without."""
-    configs = [ModelConfig(embedding_dim=4, bottom_mlp=[8], top_mlp=[6], first_order=on) for on in (False, True)]
-    without, model = (build_model(config, num_dense=3, feature_names=names(5), seed=3) for config in configs)
+    configs = [DLRMSpec(embedding_dim=4, bottom_mlp=[8], top_mlp=[6], first_order=on) for on in (False, True)]
+    without, model = (built(config, num_dense=3, feature_names=names(5), seed=3) for config in configs)
     dense = torch.randn(7, 3, generator=seeded(1))
     grads = []
     for network in (without, model):
@@ -136,7 +156,7 @@ def test_first_order_at_the_start_is_the_logistic_regression_of_rows_at_zero() -
 
 
 def test_widths_follow_the_paper() -> None:
-    model = build_model(ModelConfig(), num_dense=13, feature_names=names(26), seed=0)
+    model = built(DLRMSpec(), num_dense=13, feature_names=names(26), seed=0)
     widths = [
         [layer.in_features for layer in mlp.layers] + [mlp.layers[-1].out_features] for mlp in (model.bottom, model.top)
     ]
@@ -150,7 +170,7 @@ SHAPES = {
     "criteo-terabyte": ([13, 512, 256, 64], [415, 512, 512, 256, 1], None),
     "avazu": (None, [16 + 21 * 22 // 2, 512, 256, 1], None),  # its bottom MLP has no input here: see the recipe
 }
-SCHEMAS = {"taobao": HISTORIES_SCHEMA, "criteo": CRITEO_SCHEMA, "avazu": AVAZU_SCHEMA}
+SCHEMAS = {"taobao": TAOBAO_HISTORIES_SCHEMA, "criteo": CRITEO_SCHEMA, "avazu": AVAZU_SCHEMA}
 
 
 def widths(mlp: nn.Module) -> list[int]:
@@ -160,7 +180,7 @@ def widths(mlp: nn.Module) -> list[int]:
 @pytest.mark.parametrize("recipe", SHAPES)
 def test_recipes_have_the_shapes_of_the_papers_workloads(recipe: str) -> None:
     config, schema = load_config(RECIPES / f"{recipe}.yaml").model, SCHEMAS[recipe.split("-")[0]]
-    model = build_model(config, num_dense=len(schema.dense), feature_names=schema.feature_names, seed=0)
+    model = built(config, num_dense=len(schema.dense), feature_names=schema.feature_names, seed=0)
     bottom, top, final = SHAPES[recipe]
     assert bottom is None or widths(model.bottom) == bottom
     assert widths(model.top) == top

@@ -17,7 +17,9 @@ import pyarrow.compute as pc
 import pytest
 
 from hotrow.data.packed import writer as packed_writer
-from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Ragged, Table
+from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Ragged, Table
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.writer import PackedWriter
 from packed_data import Rows, append_rows_to, counts_file, make_info, make_rows, write_dataset
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrow.base.files import parse_bytes
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.data.packed.dataset import PackedDataset, Table
+from hotrow.data.packed.format import Table
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.plan import choose as placement
@@ -49,38 +49,6 @@ def test_auto_takes_up_to_60_percent(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert choose(config("auto"), TABLES, tmp_path) is not None
     monkeypatch.setattr(placement, "available_memory_bytes", lambda: int(NEEDED / 0.6) + 8)
     assert choose(config("auto"), TABLES, tmp_path) is None
-
-
-COPIED = ("hot.schedule=fae", "hot.link=1GB")
-
-
-@pytest.mark.parametrize("memory", ["auto", {}, {"dram": "60MiB"}])
-def test_copies_of_hot_rows_come_off_the_budget(memory: Any, tmp_path: Path) -> None:
-    for hot in ("10MiB", "40MiB"):
-        chosen = choose(config(memory, *COPIED, f"hot.budget={hot}"), TABLES, tmp_path)
-        assert chosen is not None
-        assert 0.9 * 60 * MIB < chosen.dram_bytes + parse_bytes(hot) < 60 * MIB, "pieces of checkpoints are aside"
-
-
-def test_copies_take_no_more_than_all_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    both = config("auto", *COPIED, "hot.budget=99GiB")
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: int(2 * NEEDED / 0.6) + 8)
-    assert choose(both, TABLES, tmp_path) is None, "tables and copies are 60 % of it"
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: int(2 * NEEDED / 0.6) - 8)
-    assert choose(both, TABLES, tmp_path) is not None
-    assert choose(both, TABLES, tmp_path, training=False) is None, "nothing is copied where nothing is trained"
-
-
-def test_what_leaves_no_room_beside_copies_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"hot rows may take 60\.0 MiB, and there are 60\.0 MiB .*: lower hot"):
-        choose(config("auto", *COPIED, "hot.budget=60MiB"), TABLES, tmp_path)
-    with pytest.raises(ValueError, match=r"the 80\.0 MiB this process may use beside 20\.0 MiB of copies"):
-        choose(config("dram", *COPIED, "hot.budget=20MiB"), TABLES, tmp_path)
-    tight = ["train.batch_size=50000", *COPIED, "hot.budget=20MiB"]
-    with pytest.raises(ValueError, match="different ones") as refused:
-        choose(config({"dram": "30MiB"}, *tight), TABLES, tmp_path)
-    (asked,) = re.findall(r"memory\.dram=(\d+MiB)", str(refused.value))
-    assert choose(config({"dram": asked}, *tight), TABLES, tmp_path) is not None, "what it asks for is enough"
 
 
 def test_a_mapping_decides_size_and_folder(tmp_path: Path) -> None:

@@ -113,6 +113,15 @@ def test_example_own_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+def test_imports_shown_on_the_pages_work() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        for line in re.findall(r"^from hotrow[\w.]* import [\w, ]+", page.read_text(), re.MULTILINE):
+            try:
+                exec(line, {})
+            except ImportError as error:
+                pytest.fail(f"docs/{page.name}: {line}: {error}")
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrow.data.sources.rowsort import RowSort
+from hotrow.data.sources.histories import RowSort
 
 
 @pytest.mark.parametrize("rows_in_memory", [1, 2, 7, 64, 5000])

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from hotrow.data.sources import schema as words
+from hotrow.data.sources.layouts import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import load_schema, parse_schema
-from hotrow.data.sources.taobao import HISTORIES_SCHEMA
 
 MINIMAL = {"label": "click", "categorical": ["user", "item"]}
 
@@ -105,8 +105,8 @@ def test_the_documented_example_is_a_schema() -> None:
     schema = parse_schema(yaml.safe_load(plain), where="docs")
     assert schema.table_names == ("user_id", "item", "tags")
     schema = parse_schema(yaml.safe_load(histories), where="docs")
-    assert schema.feature_names == HISTORIES_SCHEMA.feature_names
-    assert schema.histories == HISTORIES_SCHEMA.histories
+    assert schema.feature_names == TAOBAO_HISTORIES_SCHEMA.feature_names
+    assert schema.histories == TAOBAO_HISTORIES_SCHEMA.histories
 
 
 def test_every_field_is_documented() -> None:

@@ -6,14 +6,19 @@ from pathlib import Path
 import pytest
 
 from hotrow.data.chunk import RowError
-from hotrow.data.sources.avazu import COLUMNS as AVAZU_COLUMNS
-from hotrow.data.sources.avazu import looks_like_avazu, open_avazu
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.criteo import CriteoSource
-from hotrow.data.sources.movielens import movielens_layout, open_movielens
+from hotrow.data.sources.layouts import (
+    AVAZU_COLUMNS,
+    looks_like_avazu,
+    looks_like_taobao,
+    movielens_layout,
+    open_avazu,
+    open_movielens,
+    open_taobao,
+)
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.taobao import looks_like_taobao, open_taobao
 from raw_rows import read
 
 
@@ -31,7 +36,7 @@ def test_an_unknown_behaviour_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "UserBehavior.csv"
     path.write_text("1,2,3,pv,1511544070\n1,2,3,share,1511561733\n2,2,3,,1511561734\n3,2,3,buy,1511561735\n")
     message = (
-        r"UserBehavior.csv:2 \(behaviour\): 'share' is no label; it must be one of cart, fav, buy, pv; correct "
+        r"UserBehavior.csv:2 \(behaviour\): 'share' is not a label; it must be one of cart, fav, buy, pv; correct "
         "the row, or let bad rows be left out \\(--skip-bad-rows N, in Python skip_bad_rows=N\\)"
     )
     with pytest.raises(RowError, match=message):
@@ -59,7 +64,7 @@ def test_integer_labels_may_be_listed_too(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("x,a\n3,u\n0,v\n5,w\n")
     schema = parse_schema({"label": {"column": "x", "positive": [3], "negative": [0]}, "categorical": ["a"]}, where="s")
-    with pytest.raises(RowError, match=r"x.csv:4 \(x\): '?5'? is no label; it must be one of 3, 0"):
+    with pytest.raises(RowError, match=r"x.csv:4 \(x\): '?5'? is not a label; it must be one of 3, 0"):
         read(ColumnsSource(path, schema))
     assert read(ColumnsSource(path, schema, skip_bad_rows=1))["label"] == [1, 0]
 
@@ -106,7 +111,7 @@ def test_movielens_layouts_read_alike(tmp_path: Path, name: str) -> None:
 def test_movielens_layout_must_be_one_of_the_published(tmp_path: Path) -> None:
     path = tmp_path / "u.item"
     path.write_text("1|Toy Story (1995)|01-Jan-1995\n")
-    with pytest.raises(ValueError, match=r"u\.item:1: '1\|Toy Story .* is no MovieLens rating"):
+    with pytest.raises(ValueError, match=r"u\.item:1: '1\|Toy Story .* is not a MovieLens rating"):
         open_movielens(path)
     assert movielens_layout("1::1193::5::978300760") == "1m"
 
@@ -167,5 +172,5 @@ def test_lines_are_those_of_an_editor(bad: str, end: str, tmp_path: Path) -> Non
 def test_bad_events_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("1,2,3,pv,10\n1,2.5,3,pv,11\n")
-    with pytest.raises(RowError, match=r"x\.csv:2 \(item\): '2.5' is no exact integer id"):
+    with pytest.raises(RowError, match=r"x\.csv:2 \(item\): '2.5' is not an exact integer id"):
         read(open_taobao(path))

@@ -21,8 +21,7 @@ from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare import encoder, spill
 from hotrow.data.prepare.encoder import EncoderPool, TableEncoder
 from hotrow.data.prepare.spill import CounterPool
-from hotrow.data.sources.convert import text_keys
-from hotrow.data.sources.dictionary import CodedKeys
+from hotrow.data.sources.convert import CodedKeys, text_keys
 from resealed import reseal
 
 
@@ -194,7 +193,7 @@ def test_a_snapshot_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         CounterPool(tmp_path, memory_bytes=1)
     snapshot.write_text(text)
     (tmp_path / "t.1.run").unlink()
-    with pytest.raises(ValueError, match=r"t.1.run is missing, the snapshot needs it; delete"):
+    with pytest.raises(ValueError, match=r"t.1.run is missing, but the snapshot needs it; delete"):
         CounterPool(tmp_path, memory_bytes=1)
 
 
@@ -245,9 +244,8 @@ def test_an_encoder_that_does_not_fit_equals_one_that_does(tmp_path: Path) -> No
         truth = Vocabulary.open(path)
         for seed in range(8):
             assert (encoders["t"].encode("f", chunk(seed), first_key=1000 * seed) == truth.lookup(chunk(seed))).all()
-            out = np.empty(10, np.int64)
-            encoders["t"].encode("g", chunk(seed + 100, n=10), first_key=10 * seed, out=out)
-            assert (out == truth.lookup(chunk(seed + 100, n=10))).all()
+            rows = encoders["t"].encode("g", chunk(seed + 100, n=10), first_key=10 * seed)
+            assert (rows == truth.lookup(chunk(seed + 100, n=10))).all()
         with pytest.raises(ValueError, match="the source yields keys 8000 to 9000, more than in the pass before"):
             encoders["t"].encode("f", chunk(0), first_key=8000)
     assert list((tmp_path / "tmp").iterdir()) == []

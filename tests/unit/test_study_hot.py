@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 
 from benchmarks import hot_study, hot_study_page, studies
-from benchmarks.hot_cells import HotCell, coverage
+from benchmarks.hot_cells import HotCell, coverage, sizes_of
+from benchmarks.hot_lab import Link, by_threshold
 from benchmarks.hot_study_page import coverage_lines, megabytes, schedule_of, shown_quality
 from hotrow.config.load import make_config, parse_yaml
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import DatasetInfo, DenseColumn, Feature, PackedDataset, PackedWriter, Table
-from hotrow.hot.threshold import by_threshold
-from hotrow.run import runs
+from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
+from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.writer import PackedWriter
+from hotrow.hot.calibrate import calibrate
+from hotrow.hot.classify import hot_samples
 from hotrow.study import runner
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -47,38 +51,32 @@ def test_hot_samples_of_a_threshold_by_hand(dataset: PackedDataset) -> None:
         by_threshold(dataset, 101, record_bytes=record_bytes)
 
 
-def test_bytes_over_the_link_are_those_of_a_run(dataset: PackedDataset, tmp_path: Path) -> None:
-    """The formula of a coverage cell against what a run of turns of 50 % counts, without what evaluations add."""
+def test_bytes_over_the_link_are_those_of_the_batches(dataset: PackedDataset) -> None:
+    """The formula of a coverage cell against an epoch's hot and cold batches, counted one by one."""
     cell = HotCell(**{**CELL, "small_table": "0", "embedding_dim": 8})
     row = coverage(cell, dataset)
-    raw = {
-        "data": str(dataset.path),
-        "model": {"embedding_dim": 8, "bottom_mlp": [4], "top_mlp": [4]},
-        "train": {"batch_size": 64, "eval_every": None, "threads": 1},
-        "hot": {"schedule": "fixed", "rate": 50, "budget": row["budget_bytes"], "small_table": 0, "link": "1GB"},
-        "run": str(tmp_path / "run"),
-    }
-    record = runs.train(make_config(raw), quiet=True).record["hot"]
-    assert {name: record[name] for name in ("hot_bytes", "hot_rows", "hot_samples")} == {
-        name: row[name] for name in ("hot_bytes", "hot_rows", "hot_samples")
-    }
-    link = record["link"]
-    assert link["hybrid_bytes"] == row["hybrid_bytes"]
-    assert link["num_swaps"] == 4 and link["sync_bytes"] == row["sync_bytes"]
-    crossed = link["to_device_bytes"] + link["from_device_bytes"]
-    offsets = link["hot_batches"] * 8 + round(record["hot_samples"] * 900) * 4 * 8  # of bags, which the cell leaves out
-    assert row["link_bytes"] == pytest.approx(crossed - offsets, rel=0.01)
+    sizes = {"record_bytes": sizes_of(cell, dataset)[0], "small_table_bytes": 0}
+    is_hot = hot_samples(dataset, calibrate(dataset, cell.rows, row["budget_bytes"], **sizes).hot)
+    assert row["hot_samples"] == is_hot.mean()
+    link, num_batches = Link(), 0
+    for hot, only in ((False, ~is_hot), (True, is_hot)):
+        for batch in Loader(dataset.split("train"), 64, shuffle_seed=None, only=only).epoch(0):
+            link.count(batch, row_bytes=4 * 8 * 4 * len(batch), hot=hot)
+            num_batches += hot
+    assert link.hybrid_bytes == row["hybrid_bytes"] and row["sync_bytes"] == 4 * row["hot_bytes"]
+    offsets = num_batches * 8 + int(is_hot.sum()) * 4 * 8  # of bags, which the cell leaves out
+    assert row["link_bytes"] == pytest.approx(link.batch_bytes + row["sync_bytes"] - offsets, rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize(
-    ("lists", "model", "num_vectors"),
+    ("lists", "num_vectors"),
     [
-        ("item_tags", {"top_mlp": [4]}, 3 * 2),  # of each sample one of `item`, one of its tags
-        ("item_history", {"name": "tbsm", "top_mlp": [4], "attention_mlp": [], "final_mlp": [4]}, 3 + 4),  # one an id
+        ("item_tags", 3 * 2),  # of each sample one of `item`, one of its tags
+        ("item_history", 3 + 4),  # one an id
     ],
 )
-def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, model: dict[str, Any], num_vectors: int) -> None:
+def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, num_vectors: int) -> None:
     """Three samples whose lists have 1, 0 and 3 ids, of 4 columns: pooled, and as sequences."""
     info = DatasetInfo(
         name="three",
@@ -96,21 +94,11 @@ def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, model: dict[str
     row = coverage(HotCell(**{**CELL, **sgd, "amount": 1.0}), made)
     assert (row["hot_samples"], row["hybrid_bytes"]) == (1.0, hybrid)
     assert row["link_bytes"] == inputs + 4 * 7 + 2 * 5 * 16, "all is hot: ids, and the five rows over and back"
-    raw = {
-        "data": str(made.path),
-        "model": {"embedding_dim": 4, "bottom_mlp": [], **model},
-        "optimizer": {"sparse": {"name": "sgd"}},
-        "train": {"batch_size": 3, "eval_every": None, "threads": 1},
-        "hot": {"schedule": "fixed", "small_table": 0, "link": "1GB"},
-    }
-    for budget, num_hot in ((5 * 16, 1), (16, 0)):
-        run = {"run": str(tmp_path / f"run-{budget}")}
-        raw["hot"]["budget"] = budget
-        link = runs.train(make_config({**raw, **run}), quiet=True).record["hot"]["link"]
-        assert (link["hot_batches"], link["cold_batches"]) == (num_hot, 1 - num_hot)
-        assert link["hybrid_bytes"] == hybrid
-        crossed = link["to_device_bytes"] + link["from_device_bytes"] - link["sync_bytes"]
-        assert crossed == (inputs + ids_and_offsets if num_hot else hybrid)
+    (batch,) = Loader(made.split("train"), 3, shuffle_seed=None).epoch(0)
+    for hot in (True, False):
+        (link := Link()).count(batch, row_bytes=4 * 4 * num_vectors, hot=hot)
+        assert link.hybrid_bytes == hybrid
+        assert link.batch_bytes == (inputs + ids_and_offsets if hot else hybrid)
 
 
 def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -174,12 +162,7 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
     for cell in quality:
         assert {"name", "auc_baseline", "auc_fae", "logloss_baseline", "logloss_fae", "seeds"} <= cell.keys()
         assert cell["auc_difference"] == pytest.approx(cell["auc_fae"] - cell["auc_baseline"])
-        assert ("modelled_link_s" in cell) == ("link_bytes" in cell) == (cell["schedule"] == "fae")
-        seconds = {name for name in cell if name.endswith("_s") and "link" in name}
-        assert all(name.startswith("modelled_") for name in seconds), "no link was timed"
-        if cell["schedule"] == "fae":
-            assert cell["link_bytes"] / 12e9 == pytest.approx(cell["modelled_link_s"], rel=1e-3, abs=1e-6)
-            assert 0 < cell["sync_bytes"] < cell["link_bytes"]
+        assert not any("link" in name for name in cell), "no link is crossed on a CPU"
     kept = hot_study_page.STUDY.kept_of(report)
     assert hot_study_page.body_of(kept) == hot_study_page.body_of(report), (
         "the page in docs/ shows what is kept of the report"
@@ -211,7 +194,8 @@ def test_what_is_no_packed_dataset_is_refused_before_anything_is_measured(tmp_pa
         runner.run_study(studies.make_study("hot", [str(path)]), tmp_path / "out", estimate_only=estimate_only)
 
     for name in ("trace.txt", "absent"):
-        message = rf"data is '{tmp_path}/{name}', not a folder.*packed dataset.* `python -m benchmarks.studies memory`"
+        what = rf"data is '{tmp_path}/{name}', which is not a folder"
+        message = rf"{what}.*packed dataset.* `python -m benchmarks.studies memory`"
         with pytest.raises(ValueError, match=message):
             run(tmp_path / name)
     with pytest.raises(ValueError, match=r"empty: no dataset\.json"):

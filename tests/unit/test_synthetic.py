@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from hotrow.data.chunk import Chunk, Position
-from hotrow.data.sources.synthetic import (
+from hotrow.data.sources.synthetic import SyntheticSource, write_criteo
+from hotrow.data.sources.synthetic_config import (
     PRESETS,
     SyntheticConfig,
     SyntheticDense,
-    SyntheticSource,
     SyntheticTable,
     criteo_kaggle,
     criteo_terabyte,
-    write_criteo,
 )
 from hotrow.data.sources.synthetic_rows import CELL_ROWS, Generator, _exchange, _salt, sigmoid
 from hotrow.run.metrics import auc
@@ -74,7 +73,6 @@ def test_what_a_source_says_of_itself(whole: Chunk) -> None:
     assert source.dense_names == ("n", "m") and source.key_kinds == dict.fromkeys(
         ("user", "site", "tags", "past"), "int"
     )
-    assert source.feature_kinds["past"] == "sequence"
     info = source.scout()
     assert (info.num_rows, info.num_rows_exact) == (40_000, True)
     assert info.fingerprint != SyntheticSource(make_config(seed=1)).scout().fingerprint

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from hotrow.data.sources.registry import open_source
+from hotrow.data.sources.synthetic import SyntheticPreset, open_synthetic, parse_synthetic
 from hotrow.data.sources.synthetic_config import (
     SyntheticConfig,
     SyntheticDense,
@@ -18,7 +19,6 @@ from hotrow.data.sources.synthetic_config import (
     criteo_kaggle,
     criteo_terabyte,
 )
-from hotrow.data.sources.synthetic_file import SyntheticPreset, open_synthetic, parse_synthetic
 
 DOCS = Path(__file__).parents[2] / "docs" / "prepare.md"
 TABLES = [
@@ -74,7 +74,7 @@ def test_the_documented_examples_are_read() -> None:
         ({"num_rows": 5, "tables": [TABLES[0] | {"zipf": 9}]}, "table 'user': zipf is 9.* from 0 to 5"),
         ({"num_rows": 5, "tables": [TABLES[0] | {"kind": "bag"}]}, r"tables\[0\].kind is 'bag': .*'one_hot'"),
         ({"num_rows": 5, "tables": TABLES, "dense": [{"name": "p", "std": 1}]}, r"unknown key 'dense\[0\].std'"),
-        ({"num_rows": 5, "preset": "kagle"}, "preset is 'kagle', which is none.*choose one of criteo-kaggle, "),
+        ({"num_rows": 5, "preset": "kagle"}, "preset 'kagle' is not known.*choose one of criteo-kaggle, "),
         ({"num_rows": 5, "preset": "avazu", "scale": 2}, "scale is 2.* at most 1"),
         ({"num_rows": 5, "preset": "avazu", "tables": TABLES}, "unknown key 'tables'.*known: preset, num_rows, scale"),
         ({"num_rows": 0, "preset": "avazu"}, "num_rows is 0; it must be at least 1"),
@@ -88,8 +88,8 @@ def test_what_is_wrong_is_named(value: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ("criteo-kaggle", {}, r"preset 'criteo-kaggle' has as many rows as you say; give rows \(--rows"),
-        ("criteo-kagle", {"rows": 5}, "'criteo-kagle' is no preset; did you mean 'criteo-kaggle'"),
+        ("criteo-kaggle", {}, r"preset 'criteo-kaggle' makes as many rows as you ask for; give rows \(--rows"),
+        ("criteo-kagle", {"rows": 5}, "'criteo-kagle' is not a preset; did you mean 'criteo-kaggle'"),
         ("none.yaml", {}, "none.yaml: No such file or directory; docs/prepare.md has an example"),
         (["a.yaml", "b.yaml"], {}, "takes one preset or one YAML file"),
         ("criteo-kaggle", {"rows": 5, "label": "click"}, "has its own schema, label and time"),

@@ -12,18 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hotrow import KeyedJaggedTensor, TableConfig
-from hotrow.config.schema import ModelConfig
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
-from hotrow.models import build_model, look_up
-from hotrow.models.tbsm import TBSM
+from hotrow.models.tbsm import TBSM, TBSMSpec
 from hotrow.optim import SGD
+from hotrow.run.setup import look_up
 from plain_tbsm import PlainTBSM
 
 DIM, STEPS, ROWS = 8, 6, {"user": 30, "item": 50, "category": 9}
 FEATURES = (("user", None), ("item", "item_history"), ("category", "category_history"))
-CONFIG = ModelConfig(
-    name="tbsm",
+CONFIG = TBSMSpec(
     embedding_dim=DIM,
     bottom_mlp=[5],
     top_mlp=[12, 7],
@@ -47,10 +45,13 @@ def make_embedding() -> EmbeddingCollection:
     return EmbeddingCollection(tables, seed=3)
 
 
+def built(spec: TBSMSpec, names: Sequence[str], *, num_dense: int = 0, seed: int = 0, dim: int = DIM) -> TBSM:
+    generator = torch.Generator().manual_seed(seed)
+    return spec.build(num_dense=num_dense, dims=dict.fromkeys(names, dim), generator=generator)
+
+
 def make_model(embedding: EmbeddingCollection, *, num_dense: int = 0) -> TBSM:
-    model = build_model(CONFIG, num_dense=num_dense, feature_names=embedding.feature_names, seed=5)
-    assert isinstance(model, TBSM)
-    return model
+    return built(CONFIG, embedding.feature_names, num_dense=num_dense, seed=5)
 
 
 def twin_of(model: TBSM, embedding: EmbeddingCollection, *, num_dense: int) -> PlainTBSM:
@@ -199,15 +200,13 @@ def test_batches_it_refuses() -> None:
 )
 def test_data_it_refuses(names: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_model(CONFIG, num_dense=0, feature_names=names, seed=0)
+        built(CONFIG, names)
 
 
 def test_defaults_are_those_of_the_reference_script() -> None:
     """1-16, 22-15-15, 20-15-15-20 and 30-60-1 with dimension 16 and three features."""
     names = ["user", "item", "item_history", "category", "category_history"]
-    config = ModelConfig(name="tbsm", embedding_dim=16, bottom_mlp=[], top_mlp=[15, 15])
-    model = build_model(config, num_dense=0, feature_names=names, seed=0)
-    assert isinstance(model, TBSM)
+    model = built(TBSMSpec(bottom_mlp=[], top_mlp=[15, 15]), names, dim=16)
     widths = {
         part: [getattr(model, part).layers[0].in_features, *(la.out_features for la in getattr(model, part).layers)]
         for part in ("bottom", "top", "attention", "final")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrow.data.sources.transforms import DenseTransform, Moments
+from hotrow.data.prepare.encoder import DenseTransform, Moments
 
 RAW = np.array([-5, 0, 3, np.nan, 1e6], dtype=np.float32)
 

@@ -1,5 +1,5 @@
-// How the work of a batch is cut into tasks: by bytes, so that long bags and wide tables weigh what they cost. Cuts
-// depend on the thread count; results may not.
+// How the work of a batch is divided into tasks: by bytes, so that long bags and wide tables count for what they cost.
+// The division depends on the number of threads; results must not.
 #pragma once
 
 #include <hotrow/types.h>
@@ -11,9 +11,9 @@
 
 namespace hotrow {
 
-// Below this a task costs more to hand out than its imbalance could.
+// Handing out a smaller task costs more than the imbalance that it could avoid.
 inline constexpr int64_t kSmallestTaskBytes = 1 << 16;
-// Tasks per thread: enough that a thread which lost its core for a while leaves little behind.
+// Tasks per thread: enough that little is left over if a thread loses its core for a while.
 inline constexpr int64_t kTasksPerThread = 16;
 
 inline int64_t task_bytes(int64_t total_bytes, int num_threads) {
@@ -32,7 +32,7 @@ struct Range {
 
 inline int64_t count_ids(const Bags& bags) { return bags.begin(bags.num_bags) - bags.begin(0); }
 
-// The first bag at which `target` rows (one per id, one per bag for its output) lie behind.
+// The first bag with at least `target` rows before it (one per id, and one per bag for its output).
 inline int64_t bag_at(const Bags& bags, int64_t target) {
   int64_t low = 0, high = bags.num_bags;
   while (low < high) {
@@ -46,7 +46,7 @@ inline int64_t bag_at(const Bags& bags, int64_t target) {
   return low;
 }
 
-// All bags of `items`, cut into ranges of about equal bytes. Each item yields {bags, dim}.
+// All bags of `items`, divided into ranges of about equal bytes. view(item) is {bags, dim}.
 template <class Items, class View>
 std::vector<Range> cut_bags(const Items& items, int num_threads, const View& view) {
   const auto bytes = [&](const auto& item) {
@@ -70,7 +70,7 @@ std::vector<Range> cut_bags(const Items& items, int num_threads, const View& vie
   return ranges;
 }
 
-// Whether the ends of the offsets can be trusted for cutting; the kernels check every bag.
+// Whether the first and last offsets can be trusted for the division; the kernels check every bag.
 inline bool ends_in_range(const Bags& bags) {
   return 0 <= bags.begin(0) && bags.begin(0) <= bags.begin(bags.num_bags) && bags.begin(bags.num_bags) <= bags.num_ids;
 }

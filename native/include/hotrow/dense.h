@@ -1,5 +1,5 @@
-// The dense ops of a whole batch: dot interaction and the layers of an MLP, cut into tasks for the leaf kernels
-// (kernels.h) and run on `num_threads` threads. All matrices are row-major. No result depends on the number of threads.
+// The dense ops of a whole batch: dot interaction and the layers of an MLP, divided into tasks for the leaf kernels
+// (kernels.h) on `num_threads` threads. All matrices are row-major. No result depends on the number of threads.
 #pragma once
 
 #include <hotrow/kernels.h>
@@ -24,15 +24,15 @@ struct Layer {
 void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
          int64_t num_samples, const std::vector<float*>& outputs, int num_threads);
 
-// What is to be made of one layer, for g = dL/dy [B, O] before its ReLU:
+// The gradients to compute for one layer, with g = dL/dy [B, O] before its ReLU:
 struct LayerGradients {
   float* weight;  // g^T x [O, I]
   float* bias;    // sum over b of g [O]
-  float* x;       // g W [B, I], and 0 where x <= 0 if a layer made x: g of that layer; null, of the first: not wanted
+  float* x;  // g W [B, I], and 0 where x <= 0 if a layer made x: g of that layer; null for the first layer: not wanted
 };
 
-// inputs[k]: what layer k was given, x or the outputs of the layer before. g: of the last layer, which has no ReLU here
-// (the caller's g has passed it). Throws std::bad_alloc.
+// inputs[k]: the inputs of layer k: x, or the outputs of the layer before. g: for the last layer, without its ReLU (the
+// caller's g has gone through it). Throws std::bad_alloc.
 void mlp_backward(const std::vector<Layer>& layers, const std::vector<const float*>& inputs, const float* g,
                   int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads);
 

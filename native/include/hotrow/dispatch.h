@@ -1,4 +1,4 @@
-// How the set of kernels is chosen, for tests to ask: what a machine with other features would run.
+// How the set of kernels is chosen; tests ask what a machine with other features would run.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace hotrow {
 
-// How many sets, narrowest first, a processor of these features ("avx2", "avx512f", ...) can run; at least one.
+// How many sets, narrowest first, a processor with these features ("avx2", "avx512f", ...) can run; at least one.
 int num_runnable(const std::vector<std::string>& features);
 
 }  // namespace hotrow

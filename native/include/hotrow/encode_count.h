@@ -2,8 +2,8 @@
 //
 //   for each key of the stream: count[key] += 1; if new: order[key] = number of keys seen before it
 //
-// Entries lie in order of first appearance, so the order costs no memory; an open-addressed index of (32 bits of the
-// hash, entry number) finds them. A counter that grows too large is written out as a run and emptied: a run holds
+// Entries are stored in order of first appearance, so the order costs no memory; an open-addressed index of (32 bits of
+// the hash, entry number) finds them. A counter that grows too large is written out as a run and emptied: a run holds
 // partial counts, sorted by (hash, key bytes), and runs are merged later (encode_vocabulary.h).
 //
 // Run file, little-endian: RunHeader, then per key: uint64 hash, uint64 count, uint64 first [, uint32 length, bytes].
@@ -26,12 +26,12 @@ struct RunHeader {
   uint64_t missing_first;
   uint64_t payload_bytes;
   uint32_t payload_crc;
-  uint32_t header_crc;  // of the bytes before it
+  uint32_t header_crc;  // of the header's bytes before it
 };
 static_assert(sizeof(RunHeader) == 56);
 inline constexpr char kRunMagic[8] = {'h', 'o', 't', 'r', 'o', 'w', 'r', 'n'};
 inline constexpr uint32_t kRunVersion = 1;
-inline constexpr uint64_t kNeverMissing = ~uint64_t{0};  // missing_first where no value was missing
+inline constexpr uint64_t kNeverMissing = ~uint64_t{0};  // missing_first if no value was missing
 
 // Fills in magic, version and header_crc, and writes the header at the start of `fd`; returns 0 or an errno.
 int write_run_header(int fd, RunHeader header);
@@ -80,9 +80,9 @@ class GrowArray {
   size_t capacity_ = 0;
 };
 
-// Rows by dictionary code, before their keys are counted:
+// Counts rows by dictionary code, before their keys are counted:
 //   for each row i with mask[i] (null: all): if counts[codes[i]]++ == 0: append codes[i] to appeared
-// counts is all zero at first and has an entry per code; returns how many codes appeared.
+// counts has an entry per code, all zero at first; returns how many codes appeared.
 size_t count_codes(const int64_t* codes, size_t num_rows, const uint8_t* mask, uint32_t* counts, int64_t* appeared);
 
 class Counter {
@@ -92,21 +92,21 @@ class Counter {
   Counter& operator=(const Counter&) = delete;
   ~Counter() { std::free(slots_); }
 
-  // Counts key i as if it came counts[i] times in a row (0: it did not come; counts null: once each). valid[i] == 0 is
-  // the missing value (null: none is). bytes and offsets give the keys of a counter that has bytes, else null. May
-  // throw std::bad_alloc, leaving what was counted so far.
+  // Counts key i counts[i] times, as if it had come so often in a row (counts null: each once). valid[i] == 0 means a
+  // missing value (valid null: none is missing). bytes and offsets hold the keys if the counter has bytes, else they
+  // are null. May throw std::bad_alloc, and keeps what was counted until then.
   void add(const uint64_t* hashes, size_t num_keys, const uint8_t* valid, const uint32_t* counts, const uint8_t* bytes,
            const int64_t* offsets);
 
   // Writes everything as one run from the start of `fd` and empties the counter; returns 0, or the errno of a failed
-  // write, after which nothing has changed.
+  // write, after which the counter is unchanged.
   int drain(int fd);
 
   uint64_t num_keys() const { return entries_.size(); }
   uint64_t missing_count() const { return missing_count_; }
   uint64_t order() const { return order_ + entries_.size(); }           // first-appearance number of the next new key
   size_t num_bytes() const;                                             // memory held
-  size_t num_bytes_after(size_t num_keys, size_t num_key_bytes) const;  // at most this if that many new keys came
+  size_t num_bytes_after(size_t num_keys, size_t num_key_bytes) const;  // upper limit after that many new keys
   bool has_bytes() const { return has_bytes_; }
 
  private:

@@ -1,4 +1,4 @@
-// Hashes of raw ids, part of the vocabulary file format (docs/vocabulary.md): they may never change under one version.
+// Hashes of raw ids, part of the vocabulary file format (docs/vocabulary.md): they must not change within a version.
 //
 //   mix64(x):            x ^= x >> 33; x *= 0xff51afd7ed558ccd; x ^= x >> 33; x *= 0xc4ceb9fe1a85ec53; x ^= x >> 33
 //   hash of an integer:  mix64(key)                 one-to-one, so equal hashes mean equal keys
@@ -38,8 +38,8 @@ inline uint64_t hash_string(const uint8_t* bytes, size_t num_bytes) {
   return h;
 }
 
-// out[i] = hash of keys[i]; cap = 0 means no cap. Negative keys count as their 64-bit two's complement without a cap,
-// and take the non-negative remainder with one.
+// out[i] = hash of keys[i]; cap = 0 means no cap. Without a cap a negative key is its 64-bit two's complement; with one
+// the non-negative remainder is taken.
 void hash_keys(const uint32_t* keys, size_t num_keys, uint64_t cap, uint64_t* out);
 void hash_keys(const int64_t* keys, size_t num_keys, uint64_t cap, uint64_t* out);
 

@@ -36,7 +36,7 @@ enum class RowFault : int {
   kLabel,        // not 0 or 1
   kNotNumber,    // dense: not a finite decimal number
   kOverflow,     // dense: beyond int64, or beyond float32
-  kNotHex,       // category: a character that is no hex digit
+  kNotHex,       // category: a character that is not a hex digit
   kTooLong,      // category: more than 8 hex digits
 };
 
@@ -44,12 +44,12 @@ struct RowResult {
   size_t num_rows;   // rows stored by this call
   size_t num_bytes;  // bytes of whole lines consumed, up to the start of the faulty line if there is one
   RowFault fault;
-  int column;  // 0-based column of the fault
+  int column;  // 0-based column of the faulty value
 };
 
-// Parses lines of text[0 : num_bytes] into rows first_row, first_row + 1, ... until the text, the capacity or a faulty
-// line ends it. The last byte must be '\n'. Never reads outside the text; stores nothing for a faulty line but may have
-// overwritten that row's place.
+// Parses lines of text[0 : num_bytes] into rows first_row, first_row + 1, ... until the end of the text, the capacity
+// or a faulty line. The last byte must be '\n'. Never reads outside the text; stores no row for a faulty line, but may
+// have overwritten the memory of that row.
 RowResult parse_rows(const char* text, size_t num_bytes, const RowLayout& layout, size_t first_row,
                      const RowColumns& out);
 

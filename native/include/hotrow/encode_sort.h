@@ -1,4 +1,4 @@
-// Sorting more records than fit in memory: sorted segments in one unlinked temporary file, merged while reading.
+// Sorts more records than fit in memory: sorted segments in one unlinked temporary file, merged while reading.
 #pragma once
 
 #include <fcntl.h>
@@ -15,7 +15,7 @@
 
 namespace hotrow {
 
-// A private file in `folder` that no name leads to, so that nothing is left behind whatever happens.
+// A private file in `folder` without a name, so that nothing is left behind whatever happens.
 class TemporaryFile {
  public:
   explicit TemporaryFile(const std::string& folder) {
@@ -37,7 +37,7 @@ class TemporaryFile {
   int error_;
 };
 
-// The heads of several ascending sequences, the smallest on top. Replacing the top is one walk down, where the standard
+// The heads of several ascending sequences, the smallest on top. Replacing the top takes one walk down; the standard
 // library's heaps need a pop and a push.
 template <class Head>
 class MergeHeap {
@@ -49,7 +49,7 @@ class MergeHeap {
     for (size_t i = heads_.size() - 1; i != 0 && heads_[i] < heads_[(i - 1) / 2]; i = (i - 1) / 2)
       std::swap(heads_[i], heads_[(i - 1) / 2]);
   }
-  // To be called after top() was given its sequence's next value.
+  // Must be called after top() has been set to the next value of its sequence.
   void settle_top() {
     const Head head = heads_.front();
     size_t i = 0;
@@ -60,7 +60,7 @@ class MergeHeap {
     }
     heads_[i] = head;
   }
-  // To be called when top()'s sequence has ended.
+  // Must be called when the sequence of top() has ended.
   void drop_top() {
     heads_.front() = heads_.back();
     heads_.pop_back();
@@ -71,7 +71,7 @@ class MergeHeap {
   std::vector<Head> heads_;
 };
 
-// Records are plain values with operator<. push() any number, then drain() visits them in ascending order, once.
+// Records are plain values with operator<. push() takes any number; drain() then visits them once, in ascending order.
 template <class Record>
 class ExternalSorter {
  public:
@@ -84,7 +84,8 @@ class ExternalSorter {
     records_.append(&record, 1);
   }
 
-  // Calls visit(record) for all in order, with read buffers of about memory_bytes together; returns 0 or an errno.
+  // Calls visit(record) for all records in order, with read buffers of about memory_bytes in all; returns 0 or an
+  // errno.
   template <class Visit>
   int drain(size_t memory_bytes, Visit visit) {
     if (error_ == 0 && segments_.empty()) {

@@ -1,5 +1,5 @@
-// Sequential streams over file descriptors, with a CRC-32 of what passed and an error that sticks: after the first
-// failure every call does nothing, and the caller asks once, at the end. The descriptor is borrowed, never closed.
+// Sequential streams over file descriptors, with a CRC-32 of the bytes and a sticky error: after the first failure
+// every call does nothing, so the caller needs to ask only once, at the end. The descriptor is borrowed, never closed.
 #pragma once
 
 #include <unistd.h>
@@ -13,7 +13,7 @@
 
 namespace hotrow {
 
-// CRC-32 as in zlib (polynomial 0xedb88320), eight bytes a step.
+// CRC-32 as in zlib (polynomial 0xedb88320), eight bytes per step.
 class Crc32 {
  public:
   void update(const void* data, size_t num_bytes) {
@@ -48,7 +48,7 @@ class Crc32 {
 };
 inline constexpr Crc32::Tables Crc32::kTables = Crc32::make_tables();
 
-// Writes from `offset` of the file on; several writers may share a descriptor at disjoint ranges.
+// Writes to the file from `offset` on; several writers may share a descriptor if their ranges are disjoint.
 class Writer {
  public:
   Writer(int fd, uint64_t offset, size_t buffer_bytes) : fd_(fd), offset_(offset), buffer_(buffer_bytes) {}
@@ -97,13 +97,13 @@ class Writer {
   Crc32 crc_;
 };
 
-// Reads file[offset : offset + num_bytes]; an end of file before that is the error EBADMSG.
+// Reads file[offset : offset + num_bytes]; if the file ends earlier, the error is EBADMSG.
 class Reader {
  public:
   Reader(int fd, uint64_t offset, uint64_t num_bytes, size_t buffer_bytes)
       : fd_(fd), offset_(offset), left_(num_bytes), buffer_(buffer_bytes) {}
 
-  // Copies the next num_bytes and returns true, or returns false: all read (error() == 0) or failed.
+  // Copies the next num_bytes and returns true; returns false if all is read (error() == 0) or reading failed.
   bool get(void* data, size_t num_bytes) {
     auto* p = static_cast<uint8_t*>(data);
     while (num_bytes != 0) {

@@ -1,8 +1,9 @@
-// From runs of partial counts to a vocabulary file, and lookups in one. The file's layout is in docs/vocabulary.md.
+// Turns runs of partial counts into a vocabulary file, and looks up keys in one. docs/vocabulary.md has its layout.
 //
-// Everything streams: runs are merged in hash order, survivors of the minimum count are sorted by popularity, and the
-// resulting (place in hash order, row) pairs are sorted back; each sort spills to unlinked temporary files beyond its
-// share of the memory budget. So the result does not depend on the budget, nor on how the counts were cut into runs.
+// Everything streams: runs are merged in hash order, keys that reach the minimum count are sorted by popularity, and
+// the resulting pairs (index in hash order, row) are sorted back; a sort that exceeds its share of the memory budget
+// spills to unlinked temporary files. So the result depends neither on the budget nor on how counts are divided into
+// runs.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,7 @@
 
 namespace hotrow {
 
-// error: 0, an errno, or EBADMSG where a file is damaged; what: which file, in words.
+// error: 0, an errno, or EBADMSG if a file is damaged; what: which file, in words.
 struct Status {
   int error = 0;
   std::string what;
@@ -29,11 +30,12 @@ class VocabularyBuilder {
   VocabularyBuilder(bool has_bytes, std::string tmp_dir, size_t memory_bytes);
   ~VocabularyBuilder();
 
-  // Sums the runs' counts; keys (and the missing value) seen min_count times or more become candidates for a row.
+  // Sums the counts of the runs; keys (and the missing value) seen at least min_count times become candidates for a
+  // row.
   Status merge(const std::vector<int>& run_fds, uint64_t min_count);
 
   // Numbers the candidates 1, 2, ... by falling count, ties by first appearance, up to max_rows rows in all (0: no
-  // limit), row 0 being everything else. Writes the counts by row at `offset` of counts_fd, uint32 or uint64 (wide).
+  // limit); row 0 is for everything else. Writes counts by row at `offset` of counts_fd, as uint32 or uint64 (wide).
   Status rank(uint64_t max_rows, int counts_fd, uint64_t offset, bool wide);
 
   // Sections of the vocabulary file. Sizes of all but key_bytes follow from num_rows(); key_bytes comes last.
@@ -49,7 +51,7 @@ class VocabularyBuilder {
   uint64_t num_distinct() const;  // after merge: keys seen, the missing value not included
   uint64_t num_keys() const;      // after rank: keys with a row of their own
   uint64_t num_rows() const;      // after rank: row 0 and the missing value's row included
-  uint64_t missing_row() const;   // after rank: 0 where the missing value has no row of its own
+  uint64_t missing_row() const;   // after rank: 0 if the missing value has no row of its own
 
  private:
   struct State;
@@ -73,7 +75,7 @@ struct LookupTable {
   const uint8_t* key_bytes;
 };
 
-// out[i] = row of key i; missing_row where valid[i] == 0 (valid may be null: none is). Keys outside the slice get 0.
+// out[i] = row of key i; missing_row if valid[i] == 0 (valid null: no key is missing). Keys outside the slice get 0.
 template <class Index, class Out>
 void lookup_rows(const LookupTable<Index>& table, const uint64_t* hashes, const uint8_t* valid, const uint8_t* bytes,
                  const int64_t* offsets, size_t num_keys, uint64_t missing_row, Out* out);

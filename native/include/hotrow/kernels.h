@@ -1,14 +1,14 @@
 // The leaf kernels, compiled once per instruction set; dispatch.cpp picks one set at run time.
 //
-// Rules for all of them: fp32 accumulators, no contraction (a*b+c rounds twice on every instruction set) but in
+// Rules for all kernels: fp32 accumulators, no contraction (a*b+c rounds twice on every instruction set) except in
 // `interact*`, `multiply` and `output*`, no reassociation: the order of every sum is written below, so each set returns
-// the same bits. They neither allocate nor throw, start no thread, and touch nothing beyond the ranges named. Outputs
-// do not alias inputs unless said. "fold16(x)" is the one way a vector is summed to a scalar:
+// the same bits. Kernels neither allocate nor throw, start no thread, and touch nothing outside the ranges named.
+// Outputs do not alias inputs unless stated. "fold16(x)" is the only way in which a vector is summed to a scalar:
 //   p[k] = +0 + x[k] + x[k + 16] + x[k + 32] + ...  for k = 0..15, in this order
 //   for h = 8, 4, 2, 1:  p[k] = p[k] + p[k + h]  for k = 0..h-1;      fold16 = p[0]
 //
-// row(r) and w are float32 whatever the storage of the table:
-//   float32  as it lies there.
+// row(r) and w are float32 for every storage of the table:
+//   float32  as stored.
 //   float16  widened when read; rounded to nearest even when written, once per update, a NaN to a quiet NaN.
 //   split    lookups and weight_gradient read the upper half, a bfloat16 by truncation, as float32 whose lower 16 bits
 //            are 0; updates join both halves, exactly the float32 that was split, and split the result.
@@ -20,9 +20,9 @@
 //     acc = +0;  for i in bag b, in order:  acc = acc + (weights ? weights[i] * row(ids[i]) : row(ids[i]))
 //     if mean and the bag is not empty:  acc = acc / float(length)
 //     out[b * stride .. + dim) = acc
-//   False when an id lies outside [0, num_rows) or an offset outside [begin, num_ids]; then the rows written mean
-//   nothing. streamed: rows of whole cache lines are written past the caches; `out` and stride are then multiples of a
-//   line.
+//   False if an id is outside [0, num_rows) or an offset outside [begin, num_ids]; the rows written are then
+//   meaningless. streamed: rows of whole cache lines bypass the caches when written; `out` and stride are then
+//   multiples of a line.
 //
 // weight_gradient: for every position i of bags [first, last):
 //     d = fold16(grad[b, :] * row(ids[i]));  out[i] = mean ? d / float(length of bag b) : d
@@ -37,42 +37,41 @@
 //     ftrl:              g as above;  n' = n + g * g;  z = z + (g - ((sqrt(n') - sqrt(n)) / lr) * w);  n = n'
 //                        w = |z| <= l1 ? 0 : -((z - copysign(l1, z)) / ((beta + sqrt(n)) / lr + l2))
 //   states: h [num_rows, dim] or, row-wise, [num_rows];  m, v or z, n [num_rows, dim];  none for sgd. Rows are in range
-//   and no other thread holds keys of the same row. Keys of one row stand in order; they must also be neighbours, but
-//   for sgd on a storage that loses nothing (not float16). scratch: 2 * dim floats.
+//   and no other thread has keys of the same row. Keys of one row are in order; they must also be adjacent, except for
+//   sgd with a storage that loses nothing (not float16). scratch: 2 * dim floats.
 //
 // fill_uniform: rows [first, first + count) of a table, written to out[count, dim]; x = the Philox4x32-10 block of
 //     counter (row mod 2^32, row / 2^32, column / 4, 0) and the key;  out = ((x[column mod 4] >> 8) * 2^-23 - 1) *
 //     bound
 //   Rows below zero_rows are 0.
 //
-// store_row: one row of floats into a table's storage, as update writes it; it becomes what was stored (rounded, in
-// float16). low: of split storage, else null.
+// store_row: writes one row of floats to a table's storage, as update does; the floats become what was stored (rounded,
+// for float16). low: the lower halves of split storage, else null.
 //
 // interact: samples [first, last); T = [dense; pooled] is [F + 1, D]
 //     out[b] = dense[b], then T_i . T_j for i = 1..F, j = 0..i-1   (D + (F + 1) F / 2 floats)
-//   The sum over D runs upward, contracted where the set has fma.
+//   The sum over D runs upward, contracted if the set has fma.
 // interact_backward: Z the triangle of grad, symmetric with a zero diagonal:
 //     (grad_dense[b], grad_pooled[b]) = Z T, plus grad[b, :D] on the dense row
-//   scratch: interact_scratch_floats(F, D), its contents are of no meaning before or after. streamed: grad_pooled is
-//   written past the caches; it and F * D are then multiples of a cache line.
+//   scratch: interact_scratch_floats(F, D), with no meaning before or after. streamed: grad_pooled bypasses the caches
+//   when written; it and F * D are then multiples of a cache line.
 //
 // pack_panels: B(k, n) = from[k * depth_stride + n * column_stride] for all k < depth, n < columns, rearranged:
 //     to[n / kPanelColumns][k][n mod kPanelColumns] = B(k, n), 0 beyond the last column
 // pack_tiles: A(m, k) = from[k * stride + m] for all m < rows, k < depth, rearranged, and its rows summed:
 //     to[m / kTileRows][k][m mod kTileRows] = A(m, k), 0 beyond the last row
 //     sums[m] = sums[m] + (A(m, 0) + A(m, 1) + ...)
-// multiply: rows [first, last) of C = A B as `product` says; where A is tiles, the first of them is row `first`.
-//   The sum over k runs upward from +0, contracted where the set has fma; then C, bias, relu, gate in this order.
+// multiply: rows [first, last) of C = A B as `product` says; if A is tiles, the first tile starts at row `first`.
+//   The sum over k runs upward from +0, contracted if the set has fma; then C, bias, relu, gate in this order.
 //
 // output: samples [first, last) of a layer of one output:  out[b] = x[b, :] . w
-//   Summed in as many lanes as the set has, contracted where it has fma.
-// output_backward: of the same samples, g [B]:
+//   Summed in as many lanes as the set has, contracted if it has fma.
+// output_backward: for the same samples, g [B]:
 //     grad_weight = grad_weight + g[first] * x[first, :] + ...  in rising order;
-//     grad_x[b, :] = gated and x <= 0 ? 0 : g[b] * w;  grad_x null: not wanted
+//     grad_x[b, :] = gated and x <= 0 ? 0 : g[b] * w;  grad_x may be null
 //
 // multiply_adds: x = x * 0.999 + 0.001, `rounds` times in as many lanes and registers as the set keeps busy; adds some
-// of
-//   them to *sum, and returns the number of operations, a multiply-add being two. For benchmarks.
+//   of them to *sum and returns the number of operations; a multiply-add counts as two. For benchmarks.
 #define HOTROW_KERNEL_LIST(KERNEL)                                                                                     \
   KERNEL(                                                                                                              \
       bool, lookup,                                                                                                    \
@@ -110,21 +109,22 @@ struct Kernels {
 };
 #undef HOTROW_FIELD
 
-// 16 lanes of slack on every row and column count cover the widest vectors.
+// 16 lanes of slack in every number of rows and columns cover the widest vectors.
 inline int64_t interact_scratch_floats(int64_t num_features, int64_t dim) {
   return 3 * (num_features + 17) * (num_features + 17 + dim + 16);
 }
 
-// An output of more floats than these leaves the caches before it is read again; written past them, its lines need not
-// be read first. 26 tables x 2048 samples x dim 64 (14 MB): lookup takes 0.7 of the time, with the interaction after it
-// 0.8 to 1. Up to half as many bytes the reader loses what the writer wins.
+// An output with more floats than this leaves the caches before it is read again; if writes bypass the caches, its
+// lines need not be read first. 26 tables x 2048 samples x dim 64 (14 MB): lookup takes 0.7 of the time, with the
+// interaction after it 0.8 to 1. Up to half as many bytes, the reader loses what the writer gains.
 inline constexpr int64_t kStreamedFloats = 1 << 21;
 
 inline bool on_whole_lines(const float* rows, int64_t stride) {
   return reinterpret_cast<uintptr_t>(rows) % (kFloatsPerLine * sizeof(float)) == 0 && stride % kFloatsPerLine == 0;
 }
 
-// The set in use, and its choice. `num_kernels` sets run on this machine; set 0 is the baseline, the last the widest.
+// The set in use, and how to choose one. `num_kernels` sets run on this machine; set 0 is the baseline, the last one
+// the widest.
 const Kernels& kernels();
 int num_kernels();
 const Kernels& kernels_at(int index);

@@ -11,15 +11,15 @@ struct RowPass {
   const int64_t* ids;  // in range: not checked
   int64_t num_ids;
   int64_t distance;  // rows to prefetch ahead; 0: none
-  bool into_l2;      // where to; else into L1
+  bool into_l2;      // prefetch into L2; else into L1
   bool write;        // also writes one word of every cache line back, incremented
 };
 
-// Loads one word of every cache line of rows[ids[i]] for all i, the ids in pieces among the threads; returns the
-// seconds it took.
+// Loads one word of every cache line of rows[ids[i]] for all i; each thread takes pieces of ids. Returns the seconds
+// that it took.
 double touch_rows(const RowPass& pass, int num_threads);
 
-// Float32 operations a second on so many threads that touch no memory, a multiply-add being two.
+// Float32 operations per second of `num_threads` threads that touch no memory; a multiply-add counts as two.
 double multiply_adds_per_s(int num_threads);
 
 }  // namespace hotrow

@@ -1,11 +1,11 @@
-// Names the rows when the system ends the process for a mapped file (SIGBUS): the file was cut short while its rows
-// were copied, or its medium failed under them. Else the process would end without a word.
+// Names the rows when the system ends the process because of a mapped file (SIGBUS): the file was cut short while its
+// rows were copied, or its medium failed. Otherwise the process would end without a message.
 //
-// The first mapping watched installs a handler. A fault in a watched mapping is told in one line on stderr (rows,
-// table, file, cause, cure); then what handled SIGBUS before is put back, and the fault, repeated, is its own:
-// faulthandler prints where it was, the system ends the process. Every other SIGBUS goes to that earlier handler as it
-// came. The process ends rather than raises: the copy that was cut short lies between callers who hold locks, on any
-// thread, and neither a jump out of it nor other pages in its place are promised to be safe in a signal handler.
+// The first watched mapping installs a handler. For a fault in a watched mapping it prints one line on stderr (rows,
+// table, file, cause, cure) and restores the earlier SIGBUS handler, which gets the fault when it repeats: faulthandler
+// prints where it happened, and the system ends the process. Every other SIGBUS goes to the earlier handler unchanged.
+// The process ends and does not raise: the copy may be interrupted on any thread, below callers who hold locks, and
+// neither a jump out of it nor mapping other pages is guaranteed to be safe in a signal handler.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,15 @@
 
 namespace hotrow {
 
-// One mapping of a file whose first row lies first_row_bytes behind its begin.
+// One mapping of a file; its first row is first_row_bytes after its begin.
 struct MappedRows {
   const void* begin;
   int64_t bytes, first_row_bytes, record_bytes, num_rows;
-  int fd;  // asked for its length, which tells a cut from a medium that failed
+  int fd;  // its length tells a file that was cut from a medium that failed
 };
 
-// Watched from construction until destruction, which comes before the memory is unmapped. Any thread may make and drop
-// them, in a fork's child too.
+// The mapping is watched from construction until destruction, which must come before the memory is unmapped. Any thread
+// may create and destroy these, also in a forked child.
 class WatchedMapping {
  public:
   WatchedMapping(const MappedRows& rows, const std::string& table, const std::string& path);

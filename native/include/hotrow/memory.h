@@ -1,12 +1,12 @@
-// Memory for tables, optimizer state and scratch: whole pages, huge ones where the system grants them.
+// Memory for tables, optimizer state and scratch: whole pages, huge ones if the system grants them.
 #pragma once
 
 #include <cstddef>
 
 namespace hotrow {
 
-// Zeroed memory in whole pages; from 2 MiB up it is aligned to 2 MiB and asked to lie on huge pages. sparse: address
-// space of which only a part will be touched; the system is not asked whether it has memory for all of it.
+// Zeroed memory in whole pages; from 2 MiB up it is aligned to 2 MiB, and huge pages are requested. sparse: only a part
+// of the address space will be touched, so the system is not asked whether it has memory for all of it.
 struct Pages {
   void* data;  // null: no memory
   size_t bytes;
@@ -14,17 +14,17 @@ struct Pages {
 };
 Pages allocate_pages(size_t bytes, bool sparse = false);
 void free_pages(const Pages& pages);
-// Gives the memory of whole pages among these bytes, of private memory, back to the system: what lay there is lost.
+// Gives whole pages within these bytes of private memory back to the system; their contents are lost.
 void drop_pages_within(void* data, size_t bytes);
 
-// Memory whose contents mean nothing, for what lives no longer than a step: pages given back are kept and handed out
-// again, because faulting in new ones costs as much as a pass over them. The process keeps at most kMostKeptBytes idle;
-// any thread may take and give back.
+// Uninitialized memory for what lives no longer than a step: pages given back are kept and handed out again, because
+// faulting in new ones costs as much as a pass over them. The process keeps at most kMostKeptBytes idle; any thread may
+// take and give back.
 inline constexpr size_t kMostKeptBytes = size_t{1} << 29;
 Pages take_pages(size_t bytes);
 void give_back_pages(const Pages& pages);
 
-// While locked, no thread takes or gives back: around a fork.
+// While locked, no thread can take or give back; used around a fork.
 void lock_kept_pages();
 void unlock_kept_pages();
 

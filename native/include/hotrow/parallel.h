@@ -1,11 +1,11 @@
-// Calls task(index, worker) once for every index in [0, num_tasks), worker in [0, num_threads). Indices are taken in
-// rising order by whichever thread is free, so no result may depend on who runs what. Tasks must not throw.
+// Calls task(index, worker) once for every index in [0, num_tasks), worker in [0, num_threads). Any free thread takes
+// the next index, in rising order, so results must not depend on which thread runs a task. Tasks must not throw.
 //
-// OpenMP where the build has it (torch's own pool: its libgomp is already loaded), std::thread elsewhere. Always asks
-// for num_threads: libgomp ends and restarts threads whenever the team's size changes.
+// Uses OpenMP if the build has it (torch's own pool: its libgomp is already loaded), else std::thread. Always asks for
+// num_threads: libgomp ends and restarts threads whenever the size of the team changes.
 //
-// In a forked child, everything runs on the calling thread: fork copies that thread alone, and libgomp would wait for
-// ever for the others of a team it believes to have. No result depends on it.
+// In a forked child, everything runs on the calling thread: fork copies only that thread, and libgomp would wait for
+// ever for the other threads of a team that it still believes in. No result depends on it.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 
 namespace hotrow {
 
-// From here on forks are noticed. Called once, before any kernel.
+// Begins to notice forks. Called once, before any kernel.
 void watch_forks();
 
 // Whether this process, or one it descends from, was forked after watch_forks.

@@ -1,15 +1,14 @@
-// LRU stack distances of a stream of row ids, exact, or of a sample of the rows (SHARDS: Waldspurger et al., FAST
-// 2015).
+// LRU stack distances of a stream of row ids: exact, or of a sample of rows (SHARDS: Waldspurger et al., FAST 2015).
 //
-//   distance of an access = number of different rows accessed since the same row was accessed last; none the first time
+//   distance of an access = number of distinct rows accessed since the last access to the same row; none the first time
 //   LRU cache of c rows hits an access  <=>  it has a distance, and distance < c
 //
-// A sampler keeps all accesses of the rows with mix64(id ^ mix64(seed + 1)) <= threshold and none of the others, so a
-// distance among them is the true one times the share of rows kept, in expectation; the caller scales it.
+// A sampler keeps all accesses to rows with mix64(id ^ mix64(seed + 1)) <= threshold and no others, so a distance among
+// them is, in expectation, the true one times the share of rows kept; the caller scales it.
 //
-// One bit per access, set while it is the latest of its row; a Fenwick tree over 64-bit words counts the bits after a
-// place. When the bits are used up, the set ones move to the front: O(log rows) per access, memory O(rows), about 40
-// bytes for each row seen at the worst moment of growing.
+// Each access has a bit, which is set while it is the latest access to its row; a Fenwick tree over 64-bit words counts
+// the bits after a position. When the bits are used up, the set ones move to the front: O(log rows) per access, memory
+// O(rows), at worst, while growing, about 40 bytes for each row seen.
 #pragma once
 
 #include <array>
@@ -25,14 +24,14 @@ class StackDistances {
 
   StackDistances(uint64_t threshold, uint64_t seed);
 
-  // A batch of accesses in order; with `once`, each different row of it counts once, at its first place.
+  // Adds a batch of accesses in order; with `once`, each distinct row in it counts once, at its first access.
   // Throws std::bad_alloc, and std::length_error beyond 2^28 rows or 2^32 - 2 batches.
   template <class Id>
   void add(const Id* ids, size_t num_ids, bool once);
 
   uint64_t num_accesses() const { return num_accesses_; }  // of sampled rows, as counted
-  uint64_t num_rows() const { return live_; }              // different sampled rows; each one's first access is cold
-  uint64_t num_distinct() const { return num_distinct_; }  // sum over batches of the different sampled rows in each
+  uint64_t num_rows() const { return live_; }              // distinct sampled rows; the first access to each is cold
+  uint64_t num_distinct() const { return num_distinct_; }  // sum over batches of the distinct sampled rows in each
   const std::vector<uint64_t>& histogram() const { return histogram_; }  // [d]: accesses at distance d
   const std::array<uint64_t, kGaps>& gaps() const {
     return gaps_;

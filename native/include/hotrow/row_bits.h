@@ -14,18 +14,18 @@ class RowBits {
   explicit RowBits(int64_t num_rows) : words_(static_cast<std::size_t>(num_rows + 63) / 64) {}
 
   bool has(uint32_t row) const { return words_[row / 64] >> (row % 64) & 1; }
-  // A hint that a row is asked for or added soon.
+  // A hint that a row will soon be asked for or added.
   void fetch(uint32_t row) const { __builtin_prefetch(&words_[row / 64]); }
   void add(uint32_t row) { words_[row / 64] |= uint64_t{1} << (row % 64); }
   void clear() { words_.assign(words_.size(), 0); }
-  // Those beyond are not in it.
+  // New rows are not in the set.
   void resize(int64_t num_rows) { words_.resize(static_cast<std::size_t>(num_rows + 63) / 64); }
   int64_t count() const {
     int64_t n = 0;
     for (const uint64_t word : words_) n += std::popcount(word);
     return n;
   }
-  // Its first `most` rows from `first` on, rising; fewer where there are no more.
+  // The first `most` rows from `first` on, in rising order; fewer if there are no more.
   std::vector<int64_t> rows(int64_t first, int64_t most) const {
     std::vector<int64_t> found;
     uint64_t mask = ~uint64_t{0} << (first % 64);

@@ -1,5 +1,5 @@
-// What tables may hold instead of floats, read and written as vectors of floats. Only for the kernel files, as vec.h:
-// `load` and `store` take a Half*, an Upper* or a Joined like a float*. kernels.h says what each storage means.
+// Reads and writes what tables may hold instead of floats, as vectors of floats. Only for the kernel files, like vec.h:
+// `load` and `store` take a Half*, an Upper* or a Joined as they take a float*. kernels.h says what each storage means.
 #pragma once
 
 #include <hotrow/vec.h>
@@ -18,7 +18,7 @@ struct Upper {
 };
 struct Joined {
   Upper* high;
-  uint16_t* low;  // its lower half, elsewhere
+  uint16_t* low;  // its lower half, in another array
   Joined operator+(int64_t k) const { return {high + k, low + k}; }
 };
 
@@ -53,14 +53,14 @@ inline void store(Joined p, Vec<N> v) {
   store_halves<N>(p.low, (Bits<N>)v & 0xFFFF);
 }
 
-// yes where the mask's lane is all ones, no where it is 0.
+// Per lane: yes if the mask is all ones, no if it is 0.
 template <int N, class Mask>
 inline Bits<N> choose(Mask mask, Bits<N> yes, Bits<N> no) {
   return ((Bits<N>)mask & yes) | (~(Bits<N>)mask & no);
 }
 
-// binary16 and float32 into each other without instructions for it, to the bits of those that there are (F16C).
-// Widening is exact; a NaN becomes quiet and keeps its sign and payload.
+// Converts binary16 and float32 into each other without instructions for it, bit for bit as those instructions (F16C)
+// do. Widening is exact; a NaN becomes quiet and keeps its sign and payload.
 template <int N>
 inline Vec<N> widen(Bits<N> half) {
   const Bits<N> size = (half & 0x7FFF) << 13;
@@ -77,7 +77,7 @@ inline Vec<N> widen(Bits<N> half) {
 template <int N>
 inline Bits<N> narrow(Vec<N> v) {
   const Bits<N> bits = (Bits<N>)v, size = bits & 0x7FFFFFFF;
-  // Half a unit less one, and one more where the last bit kept is odd: then cutting off rounds.
+  // Add half a unit less one, and one more if the last bit kept is odd: cutting off then rounds.
   const Bits<N> normal = (size + 0xC8000FFF + (size >> 13 & 1)) >> 13;
   // Subnormal: the sum with 0.5 has room for multiples of 2^-24 and rounds to them.
   const Bits<N> small = (Bits<N>)((Vec<N>)size + 0.5f) - 0x3F000000;
@@ -88,7 +88,7 @@ inline Bits<N> narrow(Vec<N> v) {
 }
 
 #if defined(__AVX512F__)
-// All lanes: of the forms without a mask GCC 12 warns that they use what is uninitialized. The instruction is the same.
+// All lanes: GCC 12 warns that the forms without a mask use uninitialized values. The instruction is the same.
 constexpr __mmask16 kAll = 0xFFFF;
 #endif
 template <int N>
@@ -133,7 +133,8 @@ inline void store(Half* p, Vec<N> v) {
   store_halves<N>(p, narrow<N>(v));
 }
 
-// A row as floats in memory: where it lies if it holds floats, else `room` with a copy of it; and that copy put back.
+// A row as floats in memory: the row itself if it holds floats, else a copy of it in `room`; put_back writes the copy
+// back.
 inline float* as_floats(float* row, int64_t, float*) { return row; }
 template <class P>
 inline float* as_floats(P row, int64_t dim, float* room) {

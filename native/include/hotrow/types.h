@@ -1,6 +1,6 @@
-// The nouns of the kernels: plain structs of raw pointers and sizes. No Python, no torch, no ownership.
+// The types of the kernels: plain structs of raw pointers and sizes. No Python, no torch, no ownership.
 //
-// Legend: B bags (samples), D embedding dim, N rows. All matrices are row-major, float32 where nothing else is said;
+// Legend: B bags (samples), D embedding dim, N rows. All matrices are row-major, and float32 unless stated otherwise;
 // sizes and offsets are 64-bit.
 #pragma once
 
@@ -8,19 +8,18 @@
 
 namespace hotrow {
 
-inline constexpr int64_t kFloatsPerLine = 16;  // of cache
+inline constexpr int64_t kFloatsPerLine = 16;  // of the cache
 
 enum class Pooling : int32_t { sum = 0, mean = 1 };
-// How the weights of a table are stored. Lookups and updates compute in float32 whatever it is; kernels.h has the
-// rules.
+// How the weights of a table are stored. Lookups and updates always compute in float32; kernels.h has the rules.
 enum class Storage : int32_t { float32 = 0, float16 = 1, split = 2 };
 enum class Algorithm : int32_t { sgd = 0, adagrad = 1, row_wise_adagrad = 2, adam = 3, ftrl = 4 };
 
-// The rows of one table that lie in fast memory. An id is a slot of this array: the kernels do not know whether the
+// The rows of one table that are in fast memory. An id is a slot of this array: the kernels do not know whether the
 // array is the whole table or a cache in front of a slower tier.
 struct Rows {
-  void* data;     // [num_rows, dim]: float; binary16; or, where the storage is split, the upper halves of floats
-  uint16_t* low;  // [num_rows, dim], their lower halves; else null
+  void* data;     // [num_rows, dim]: float; binary16; or, if the storage is split, the upper halves of floats
+  uint16_t* low;  // [num_rows, dim], the lower halves of split storage; else null
   int64_t num_rows;
   int64_t dim;
   Storage storage;
@@ -37,7 +36,7 @@ struct Bags {
   Pooling pooling;
   bool wide;
 
-  // Always inlined: one out-of-line copy shared by all instruction sets could hold the wrong one's instructions.
+  // Always inlined: an out-of-line copy shared by all instruction sets could contain instructions of the wrong one.
   [[gnu::always_inline]] int64_t begin(int64_t b) const { return offsets ? offsets[b] : start + b; }
 };
 
@@ -50,8 +49,8 @@ struct Source {
   const float* scale;
 };
 
-// Occurrences of one table's rows. key = row << row_shift | source << source_shift | index; those of one row keep the
-// order (feature, forward pass, bag, position) in which the batch holds them.
+// Occurrences of the rows of one table. key = row << row_shift | source << source_shift | index; occurrences of one row
+// keep the order (feature, forward pass, bag, position) of the batch.
 struct Occurrences {
   const uint64_t* keys;
   int64_t num_keys;
@@ -60,20 +59,20 @@ struct Occurrences {
   int source_shift;
 };
 
-// How a matrix product C = A B is cut: tiles of rows of A and C by panels of columns of B and C.
+// How a matrix product C = A B is divided: tiles of rows of A and C by panels of columns of B and C.
 inline constexpr int64_t kTileRows = 8;
 inline constexpr int64_t kPanelColumns = 48;
-inline constexpr int64_t kMostDepth = 512;  // of one product: a panel of B then takes 96 KiB, within any L2
+inline constexpr int64_t kMostDepth = 512;  // of one product: a panel of B then takes 96 KiB, which fits any L2
 
 // Some rows of a product, and what a layer does to them while they are in registers.
 struct Product {
-  const float* a;  // [rows, depth]; where its row stride is 0, tiles made by pack_tiles
+  const float* a;  // [rows, depth]; if its row stride is 0, tiles made by pack_tiles
   int64_t a_stride;
-  const float* b;  // [depth, columns]; where its row stride is 0, panels made by pack_panels
+  const float* b;  // [depth, columns]; if its row stride is 0, panels made by pack_panels
   int64_t b_stride;
   int64_t depth, columns;  // depth at most kMostDepth
   float* c;                // [rows, columns]
-  bool add;                // onto what C holds
+  bool add;                // to what C holds
   const float* bias;       // [columns], added; or null
   bool relu;               // C = C < 0 ? 0 : C, so that NaN stays
   const float* gate;  // [rows, columns] or null: C = gate <= 0 ? 0 : C, the gradient through a ReLU whose output it is

@@ -1,5 +1,5 @@
-// Vectors of the width this file is compiled for, and a row of D floats held in them. Only for the kernel files: all
-// names live in the namespace of the instruction set. GCC's vector extension, so the same text runs on any machine.
+// Vectors of the width that this file is compiled for, and a row of D floats in them. Only for the kernel files: all
+// names are in the namespace of the instruction set. Uses GCC's vector extension, so the same text runs on any machine.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ inline void store(float* p, Vec<N> v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
 
-// `store` past the caches, to an address that is a multiple of the vector: a line that is written whole need not be
+// A `store` that bypasses the caches, to an address aligned to the vector: a line that is written whole need not be
 // read first. finish_streams makes what was written visible to other threads, as plain stores are.
 inline void stream(float* p, Vec<kLanes> v) {
 #if defined(__AVX512F__)
@@ -55,7 +55,7 @@ inline void finish_streams() {
 #endif
 }
 
-// D floats in registers; D is a power of two of at least 4. A P is a float* or what storage.h has beside it.
+// D floats in registers; D is a power of two, at least 4. A P is a float* or one of storage.h's pointers.
 template <int D>
 struct Row {
   static constexpr int kWidth = D < kLanes ? D : kLanes;
@@ -111,7 +111,7 @@ struct Lanes {
   static constexpr int count = N;
 };
 
-// work(Lanes<n>, j) for pieces [j, j + n) of [0, dim): of whole vectors, then of 4, then of 1.
+// Calls work(Lanes<n>, j) for pieces [j, j + n) of [0, dim): whole vectors first, then pieces of 4, then of 1.
 template <class Work>
 inline void for_pieces(int64_t dim, const Work& work) {
   const int64_t whole = dim / kLanes * kLanes, fours = dim / 4 * 4;
@@ -173,15 +173,15 @@ inline void store_transposed(Vec<4> a0, Vec<4> a1, Vec<4> a2, Vec<4> a3, float* 
 #endif
 }
 
-// Where a prefetch puts a line. Few reads into L1 can be under way at once, more into L2: rows fetched far ahead into
-// L2 take 0.6 of the time of rows fetched into L1 (2048 bags of 50, dim 64), and 0.7 to 0.9 in an update.
+// Where a prefetch puts a line. Only few reads into L1 can be under way at a time, more into L2: rows fetched far ahead
+// into L2 take 0.6 of the time of rows fetched into L1 (2048 bags of 50, dim 64), and 0.7 to 0.9 in an update.
 enum class Into { l1, l1_to_write, l2 };
 
-// Brings a row's cache lines near. The address may lie anywhere: a bad id is found later, where it is used. A row that
-// starts inside a line may reach one line more; rows of whole lines, as tables have them, do not.
+// Prefetches a row's cache lines. The address may be anywhere: a bad id is found later, when it is used. A row that
+// starts inside a line may need one line more; rows of whole lines, as tables have them, do not.
 //
-// This and every function around it must be always inlined: GCC 12 takes a function that only prefetches for one
-// without effect and drops the calls before it would inline them.
+// This and every function around it must be always inlined: GCC 12 considers a function that only prefetches to have no
+// effect, and drops the calls before it would inline them.
 template <Into kInto>
 [[gnu::always_inline]] inline void prefetch_row(const void* base, uint64_t row, int64_t bytes) {
   constexpr int kWrite = kInto == Into::l1_to_write, kLocality = kInto == Into::l2 ? 2 : 3;
@@ -193,7 +193,7 @@ template <Into kInto>
   if (bytes % 64) __builtin_prefetch(reinterpret_cast<const void*>(address + bytes - 1), kWrite, kLocality);
 }
 
-// Rows to fetch ahead of their use: each is one or more random reads of memory. 16 to 64 are within 10 %.
+// How many rows ahead of their use to prefetch: each row is one or more random reads. 16 to 64 are within 10 %.
 inline constexpr int64_t kRowsAhead = 32;
 
 // v[k] + v[k + N / 2] for the first half of the lanes.
@@ -210,7 +210,7 @@ inline float fold16(const float* a, P b, int64_t dim) {
   Vec<16> p{};
   int64_t j = 0;
   for (; j + 16 <= dim; j += 16) p = p + load<16>(a + j) * load<16>(b + j);
-  // Where dim ends, the remaining partials take +0: a partial is never -0, so that changes no bit.
+  // Beyond dim, the remaining partials take +0: a partial is never -0, so that changes no bit.
   if (j < dim) {
     float tail[16] = {};
     for (int k = 0; j + k < dim; ++k) tail[k] = a[j + k] * load<1>(b + j + k)[0];

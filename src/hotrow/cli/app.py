@@ -367,9 +367,6 @@ def inspect(
     parts: Annotated[
         int | None, typer.Option(help="With --drift: how many parts, in stored order; default: 10.")
     ] = None,
-    confidence: Annotated[
-        float, typer.Option(help="With --hot: of the interval of the sampled way, 0.5 to 0.9999.")
-    ] = 0.999,
     optimizer: Annotated[str, typer.Option(help="Whose state is kept beside hot rows.")] = "sgd",
     out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
     json_: Json = False,
@@ -391,7 +388,6 @@ def inspect(
             hot=hot,
             drift=drift,
             parts=parts,
-            confidence=confidence,
             optimizer=optimizer,  # type: ignore[arg-type]
             out=out,
             progress=progress,

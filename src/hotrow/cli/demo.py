@@ -12,8 +12,8 @@ from hotrow.api import Run, fit
 from hotrow.base.progress import progress_bar
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.format import MANIFEST
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle

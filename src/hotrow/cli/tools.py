@@ -15,14 +15,11 @@ import torch
 from hotrow.base.files import disk_free_bytes, file_system, parse_bytes
 from hotrow.base.machine import available_memory_bytes, host_facts, isa_limit, versions
 from hotrow.base.progress import ProgressCallback
-from hotrow.data.packed.dataset import PackedDataset
-from hotrow.data.packed.reader import crc32_of_file
+from hotrow.data.packed.reader import PackedDataset, crc32_of_file
 from hotrow.export.export import EXPORT, verify_export
-from hotrow.hot.compare import compare_ways, record_bytes_of
 from hotrow.hot.hot_set import check_budget
-from hotrow.hot.sampled import CONFIDENCE, check_confidence
 from hotrow.inspect.accesses import first_batches, open_accesses
-from hotrow.inspect.drift import PARTS, check_parts, measure_drift
+from hotrow.inspect.hot_rows import PARTS, check_parts, compare_ways, measure_drift, record_bytes_of
 from hotrow.inspect.hotness import measure_hotness
 from hotrow.inspect.report import write_inspection
 from hotrow.kernels import ops
@@ -47,7 +44,6 @@ def inspect(
     hot: int | str | None = None,
     drift: bool = False,
     parts: int | None = None,
-    confidence: float = CONFIDENCE,
     optimizer: Algorithm = "sgd",
     out: Path | str | None = None,
     progress: ProgressCallback | None = None,
@@ -57,7 +53,7 @@ def inspect(
     The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
     read only so many, the first. hot: bytes of a fast device, or text such as 256MiB, of a packed dataset only: three
     ways to choose the rows for it are compared, the state of `optimizer` counted; drift: and how such rows age over the
-    training split, cut into `parts`, by default ten; confidence: of the sampled way. With `out` the report is also
+    training split, cut into `parts`, by default ten. With `out` the report is also
     written there, as JSON, CSV and HTML, and `files` names them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
@@ -72,7 +68,6 @@ def inspect(
         raise ValueError(f"report folder {out} is a file; choose another")
     parts = PARTS if parts is None else parts
     check_parts(parts)
-    check_confidence(confidence)
     budget = None if hot is None else _hot_budget(path, hot, embedding_dim=embedding_dim, optimizer=optimizer)
     found = open_accesses(path, split=split, progress=progress)
     if batches is not None:
@@ -85,9 +80,7 @@ def inspect(
         dataset = PackedDataset.open(path)
         report |= _dataset_facts(dataset, report["tables"], split)
         if budget is not None:
-            report["hot"] = compare_ways(
-                dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed, confidence=confidence
-            )
+            report["hot"] = compare_ways(dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed)
             if drift:
                 record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
                 report["hot"]["drift"] = measure_drift(

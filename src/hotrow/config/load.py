@@ -8,10 +8,12 @@ or a choice this version does not implement is a ValueError naming the field, th
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hotrow.config.schema import MEMORY_TAGS, Config, MemoryConfig
+from hotrow.config.schema import Config
 
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number"}
 
@@ -134,10 +136,10 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
     for override in overrides:
         ((path, value),) = overrides_of([override]).items()
         *parents, leaf = path.split(".")
+        if parents and isinstance(result.get(parents[0]), str) and parents[0] == "memory":
+            result["memory"] = {}  # in place of a word such as auto
         section = result
-        for depth, name in enumerate(parents):
-            if isinstance(section.get(name), str) and _section_at(parents[: depth + 1]) is MemoryConfig:
-                section[name] = {}  # instead of its word
+        for name in parents:
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
                 raise ValueError(f"--set {override!r}: {name} holds {reprlib.repr(section)}, which has no fields")
@@ -162,69 +164,98 @@ def _copy(value: Any) -> Any:
 
 def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
-        # Union branches appear in a location as tags of their own; the path of the field is the part the schema knows.
-        names = list(_known(problem["loc"]))
+        names, section, tag = _locate(problem["loc"])
         path = ".".join(name or "''" for name in names)
-        if problem["type"] == "extra_forbidden":
-            known = list(_section_at(names[:-1]).model_fields)
-            near = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
-            where = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(known)}"
-            yield f"{path} is no known key{where}"
-        elif problem["type"] == "value_error":
-            yield (f"{path}: " if path else "") + problem["msg"].removeprefix("Value error, ")
-        elif problem["type"] == "missing":
-            yield f"{path} is missing; set it to {_allowed(names)}"
-        else:
-            yield f"{path} is {reprlib.repr(problem['input'])}; allowed: {_allowed(names)}"
+        match problem["type"]:
+            case "extra_forbidden":
+                yield _unknown(path, names, section, tag)
+            case "value_error":
+                yield (f"{path}: " if path else "") + problem["msg"].removeprefix("Value error, ")
+            case "missing":
+                yield f"{path} is missing; set it to {_allowed(section, names[-1])}"
+            case "union_tag_invalid":
+                known, name = list(sections_of(section.model_fields[names[-1]])), problem["input"]["name"]
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                yield f"{path}.name is {reprlib.repr(name)}; {hint}allowed: {', '.join(known)}"
+            case _:
+                yield f"{path} is {reprlib.repr(problem['input'])}; allowed: {_allowed(section, names[-1])}"
 
 
-def _known(location: tuple[int | str, ...]) -> Iterator[str]:
-    section: type[BaseModel] | None = Config
-    for part in location:
-        if section is MemoryConfig and part in MEMORY_TAGS:
-            continue
-        yield str(part)
-        section = _subsection(section, str(part)) if section else None
-        if section is None:
-            return
+def _unknown(path: str, names: Sequence[str], section: type[BaseModel], tag: str) -> str:
+    """Says that `section` has no such option; tag: which of several sections in its place it is, or ''."""
+    name, known = names[-1], list(section.model_fields)
+    others = sections_of(_section_at(names[:-2]).model_fields[names[-2]]) if tag else {}
+    having = [other for other, fields in others.items() if name in fields.model_fields]
+    said = f"unknown key {path}" + (f" for {names[-2]} {tag}" if len(others) > 1 else "")
+    if having:
+        return f"{said}; it is one of {' and '.join(having)}: remove it, or set {names[-2]}.name to {having[0]}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"{said}; did you mean {near[0]!r}?" if near else f"{said}; known here: {', '.join(known)}"
 
 
-def _subsection(section: type[BaseModel], name: str) -> type[BaseModel] | None:
-    field = section.model_fields.get(name)
-    annotation: Any = field.annotation if field else None
-    found = [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
-    return found[0] if found else None
+def _locate(location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel], str]:
+    """Returns the path of a field as users write it, the section it is in, and that section's tag in a union or ''.
+
+    In `location` the branches of unions are names of their own, and so are places in a list.
+    """
+    names: list[str] = []
+    section: type[BaseModel] = Config
+    inside: dict[str, type[BaseModel]] = {"": Config}
+    tag = next_tag = ""
+    parts = [str(part) for part in location]
+    while parts and next_tag in inside:
+        section, tag = inside[next_tag], next_tag
+        names.append(parts.pop(0))
+        field = section.model_fields.get(names[-1])
+        inside = sections_of(field) if field else {}
+        next_tag = parts.pop(0) if parts and "" not in inside else ""
+    return names, section, tag
 
 
-def _parts(annotation: Any) -> list[Any]:
-    """`annotation`, or those of a union, without what annotates them."""
-    inner = [getattr(part, "__origin__", part) for part in get_args(annotation)]
-    return inner if any(isinstance(part, type) and issubclass(part, BaseModel) for part in inner) else [annotation]
+def sections_of(field: FieldInfo) -> dict[str, type[BaseModel]]:
+    """Returns the sections that may stand in a field: one, by '', or those of a union by their tags."""
+    annotation: Any = field.annotation
+    if _is_section(annotation):
+        return {"": annotation}
+    tagged = [get_args(part) for part in get_args(annotation)]
+    return {part[1].tag: part[0] for part in tagged if len(part) == 2 and _is_section(part[0])}
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _section_at(names: Sequence[str]) -> type[BaseModel]:
     section: type[BaseModel] = Config
     for name in names:
-        section = _subsection(section, name) or section
+        section = next(iter(sections_of(section.model_fields[name]).values()))
     return section
 
 
-def _allowed(names: Sequence[str]) -> str:
-    parent, name = _section_at(names[:-1]), names[-1]
-    if section := _subsection(parent, name):
-        mapping = f"a mapping with {', '.join(section.model_fields)}"
-        words = [word for part in get_args(parent.model_fields[name].annotation) for word in get_args(part.__origin__)]
-        return f"{', '.join(words)} or {mapping}" if words else mapping
-    return _render(parent.model_json_schema()["properties"][name])
+def _allowed(section: type[BaseModel], name: str) -> str:
+    field = section.model_fields[name]
+    if inner := sections_of(field):
+        mapping = f"a mapping with {', '.join(dict.fromkeys(chain(*(part.model_fields for part in inner.values()))))}"
+        return " or ".join([*(", ".join(words) for words in _words(field)), mapping])
+    return _render(section.model_json_schema()["properties"][name])
+
+
+def _words(field: FieldInfo) -> list[tuple[str, ...]]:
+    """Returns the values that may stand in a field in place of a section."""
+    tagged = [get_args(part) for part in get_args(field.annotation)]
+    return [get_args(part[0]) for part in tagged if len(part) == 2 and not _is_section(part[0])]
 
 
 def _render(schema: dict[str, Any]) -> str:
     """A field's JSON schema in words."""
-    if "anyOf" in schema:
-        return " or ".join(_render(option) for option in schema["anyOf"])
+    if choices := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(_render(choice) for choice in choices)
     if "const" in schema or "enum" in schema:
         return ", ".join(schema.get("enum", [schema.get("const")]))
     kind = schema["type"]
+    if kind == "object":
+        return f"a mapping from names to {_render(schema['additionalProperties']).replace('an integer', 'integers')}"
     if kind == "array":
         return f"a list of {_render(schema['items']).replace('an integer', 'integers')}"
     words = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false"}
@@ -233,35 +264,48 @@ def _render(schema: dict[str, Any]) -> str:
     return " ".join([words.get(kind, kind), " and ".join(limits)]).strip()
 
 
-def options(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every option as `(dotted path, pydantic field)`: a section's own first, then those of the sections in it."""
-    inner = {name: _subsection(section, name) for name in section.model_fields}
+def sections(
+    section: type[BaseModel] = Config, path: str = "", title: str = "Top level"
+) -> Iterator[tuple[str, str, type[BaseModel]]]:
+    """Yields every section as (title, dotted path of its options with a dot at the end, section), outer ones first."""
+    yield title, path, section
     for name, field in section.model_fields.items():
-        if inner[name] is None or field.annotation is not inner[name]:  # a union has a value of its own too
-            yield prefix + name, field
-    for name, subsection in inner.items():
-        if subsection is not None:
-            yield from options(subsection, f"{prefix}{name}.")
+        inner = sections_of(field)
+        for tag, subsection in inner.items():
+            yield from sections(subsection, f"{path}{name}.", f"{path}{name}" + (f": {tag}" if len(inner) > 1 else ""))
+
+
+def options_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Returns the options that have a value of their own: all but those that are a section and nothing else."""
+    return {name: field for name, field in section.model_fields.items() if not sections_of(field) or _words(field)}
+
+
+def options() -> dict[str, FieldInfo]:
+    """Returns every option by its dotted path; one that several models have is that of the first."""
+    found: dict[str, FieldInfo] = {}
+    for _, path, section in sections():
+        for name, field in options_of(section).items():
+            found.setdefault(path + name, field)
+    return found
 
 
 def config_markdown() -> str:
-    """docs/config.md: every option with its default, what it may be, and its effect."""
+    """Returns docs/config.md: every option with its default, its allowed values, and its effect."""
     lines = [
         "# Configuration",
         "",
         "One YAML file describes a run; `--set a.b=value` overrides a field from the command line. Unknown keys are",
         "refused. This page is generated from `hotrow.config.load` (`python -m hotrow.config.load > docs/config.md`).",
     ]
-    last_section = None
-    for path, field in options():
-        names = path.split(".")
-        if names[:-1] != last_section:
-            last_section = names[:-1]
-            lines += ["", f"## {'.'.join(names[:-1]) or 'Top level'}", "", _section_at(names[:-1]).__doc__ or ""]
-            lines += ["", "| option | default | allowed | effect |", "|---|---|---|---|"]
-        default = "" if field.is_required() else f"`{json.dumps(field.default)}`"
-        effect = " ".join((field.description or "").split())
-        lines.append(f"| `{path}` | {default or 'required'} | {_allowed(names)} | {effect} |")
+    for title, path, section in sections():
+        if not (own := options_of(section)):
+            continue
+        lines += ["", f"## {title}", "", inspect.cleandoc(section.__doc__ or "")]
+        lines += ["", "| option | default | allowed | effect |", "|---|---|---|---|"]
+        for name, field in own.items():
+            default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
+            effect = " ".join((field.description or "").split())
+            lines.append(f"| `{path}{name}` | {default} | {_allowed(section, name)} | {effect} |")
     return "\n".join(lines) + "\n"
 
 

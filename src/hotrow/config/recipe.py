@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from hotrow.models import MODELS
+
 FEW_ROWS = 5_000_000
 """Up to here most ids are seen a few times at most; beyond, the recipe is that of the published Criteo models."""
 LEAST_BATCH, MOST_BATCH = 64, 256
@@ -44,7 +46,7 @@ def choose_recipe(
     # used too, 300 samples/s instead of 4,500.
     size |= {"train.threads": 1} if few and batch_size <= MOST_BATCH else {}
     stops = {"train.early_stopping": 4} if validated else {}
-    return {**(_few(model, num_rows, batch_size, epochs) if few else _many()), **size, **stops}
+    return {**(_few(model, num_rows, batch_size, epochs) if few else _many(model)), **size, **stops}
 
 
 def _batch_of_few(num_rows: int) -> int:
@@ -59,13 +61,10 @@ def _few(model: str, num_rows: int, batch_size: int, epochs: int) -> dict[str, A
     `first_order` an id acts by itself (0.004).
     """
     rate = RATE_OF_TABLES * min(batch_size, MOST_BATCH) / LEAST_BATCH
-    first_order = {"model.first_order": True} if model == "dlrm" else {}
     return {
         "model.embedding_dim": 8,
         "model.embedding_init": 0.0,
-        "model.bottom_mlp": [64],
-        "model.top_mlp": [64, 32],
-        **first_order,
+        **{f"model.{name}": value for name, value in MODELS[model].small.items()},
         "optimizer.dense": {
             "name": "adagrad",
             "lr": 0.015 if num_rows >= SCARCE_ROWS else 0.005,
@@ -76,12 +75,12 @@ def _few(model: str, num_rows: int, batch_size: int, epochs: int) -> dict[str, A
     }
 
 
-def _many() -> dict[str, Any]:
+def _many(model: str) -> dict[str, Any]:
     """The published model of Criteo Kaggle, with a rate by row for batches larger than its 128. Not measured here."""
+    spec = MODELS[model]
     return {
         "model.embedding_dim": 16,
-        "model.bottom_mlp": [512, 256, 64],
-        "model.top_mlp": [512, 256],
+        **{f"model.{name}": spec.model_fields[name].default for name in spec.small},
         "optimizer.dense": {"name": "sgd", "lr": 0.1},
         "optimizer.sparse": {"name": "row_wise_adagrad", "lr": 0.05},
     }

@@ -1,80 +1,47 @@
-"""The one YAML schema of a run: what every option means, its unit, its effect and what it may be.
+"""The YAML schema of a run: what every option means, its unit, its effect and its allowed values.
 
-Nothing here acts on a value: `parts.build` does. Read and checked by config.py; docs/config.md has the same as tables.
+The options of a model are in its file (hotrow.models); `Config.model` may be any of them, selected by `name`. Nothing
+here acts on a value. load.py reads and checks a config; docs/config.md shows the same as tables.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from hotrow.base.files import ByteRate, parse_byte_rate, parse_bytes
+from hotrow.base.records import SECTION
+from hotrow.models import MODELS
+from hotrow.models.spec import ModelSpec
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
-Width = Annotated[int, Field(ge=1, le=65536)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """How often within training: up to 1 a share of an epoch, above 1 a whole number of steps."""
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = SECTION
 
 
-class ModelConfig(_Section):
-    """Which network stands on the tables, and how wide it is."""
-
-    name: Literal["dlrm", "tbsm"] = "dlrm"
-    """The network. `dlrm`: bottom MLP on the dense inputs, pairwise dot products with the embeddings, top MLP. `tbsm`:
-    such a network makes a vector of every step of a history, and attention compares them with the last step's; features
-    named X_history hold the earlier ids of feature X (docs/prepare.md)."""
-    embedding_dim: Width = 16
-    """Columns D of every table; also the width of the bottom MLP's last layer."""
-    embedding_init: NotNegative | None = None
-    """Rows start uniform between minus and plus this; null means sqrt(1 / rows of the table), the reference's choice.
-    With 0 they start at zero, which is better on small data: an id then says nothing until it has been seen."""
-    bottom_mlp: list[Width] = [512, 256, 64]
-    """Widths of the bottom MLP's hidden layers; a last layer of `embedding_dim` follows by itself."""
-    top_mlp: list[Width] = [512, 256]
-    """Widths of the top MLP's hidden layers; the last layer, one logit, follows by itself. With `tbsm` all widths of
-    the top MLP of a step, the last that of its vector."""
-    first_order: bool = False
-    """Whether the logit also gets the first column of every pooled row and a linear map of the dense inputs, as in a
-    logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP. Only for
-    dlrm."""
-    history_steps: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Most ids of a history; a longer one is an error. null means 20. Only for tbsm."""
-    attention_mlp: list[Width] | None = None
-    """Widths of the hidden layers between the products of all steps with the last and the steps' weights; null means
-    [15, 15]. Only for tbsm."""
-    final_mlp: list[Width] | None = None
-    """Widths of the hidden layers on the attended history beside the last step's vector; one logit follows by itself.
-    null means [60]. Only for tbsm."""
-
-    @model_validator(mode="after")
-    def _only_what_acts(self) -> ModelConfig:
-        if self.name == "tbsm" and self.first_order:
-            raise ValueError("first_order is true, but tbsm has no first-order term; remove it or choose dlrm")
-        for field in _TBSM_DEFAULTS:
-            if self.name != "tbsm" and (value := getattr(self, field)) is not None:
-                raise ValueError(f"{field} is {value}, but {self.name} has no history; remove it or choose tbsm")
-        if self.name == "tbsm" and not self.top_mlp:
-            raise ValueError("top_mlp is [], but with tbsm its last width is that of a step's vector; give one or more")
-        return self
-
-    def tbsm_options(self) -> dict[str, Any]:
-        """The options that tbsm alone has, defaults filled in."""
-        given = {name: getattr(self, name) for name in _TBSM_DEFAULTS}
-        return {name: _TBSM_DEFAULTS[name] if value is None else value for name, value in given.items()}
+def _model_name(value: Any) -> str:
+    """Returns which model a `model` section is for."""
+    default = next(iter(MODELS))
+    return str(value.get("name", default)) if isinstance(value, dict) else str(getattr(value, "name", default))
 
 
-_TBSM_DEFAULTS: dict[str, Any] = {"history_steps": 20, "attention_mlp": [15, 15], "final_mlp": [60]}
-"""Those of the reference's script for Taobao."""
+if TYPE_CHECKING:
+    Model = ModelSpec
+else:
+    Model = Annotated[
+        Union[tuple(Annotated[spec, Tag(name)] for name, spec in MODELS.items())],  # noqa: UP007  # made of a list
+        Discriminator(_model_name),
+    ]
 
 
 class DenseOptimizerConfig(_Section):
@@ -216,8 +183,8 @@ class MemoryConfig(_Section):
     """Bytes, or text such as 8GiB, of a GPU's memory for slots, in which lookups and updates run (docs/gpu.md). null:
     there are none, and tables train on the CPU."""
     dram: str | int = "auto"
-    """Bytes, or text such as 2GiB, for tables, optimizer state, bookkeeping about rows, buffers, and copies of hot rows
-    (`hot.link`). `auto`: 60 % of what this process may use."""
+    """Bytes, or text such as 2GiB, for tables, optimizer state, bookkeeping about rows, and buffers. `auto`: 60 % of
+    what this process may use."""
     ssd: str | None = None
     """Folder on a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
     the folder `memory` of the run. The files are removed when the run ends."""
@@ -270,72 +237,59 @@ class MemoryConfig(_Section):
 
 
 class HotConfig(_Section):
-    """Scheduling of batches by how popular their rows are."""
+    """Hot rows: in which order hot and cold samples train. A sample is hot if all its rows are hot."""
 
     schedule: Literal["none", "fae", "fixed", "window"] = "none"
-    """A sample is hot where all its rows are. `none`: batches come in the loader's order. `fixed`: batches of cold and
-    of hot samples in turns, `rate` percent of each class at a time. `fae`: so too, and after each turn the rate follows
-    the loss on validation rows. `window`: of every `window` batches as many as their hot samples fill come first."""
+    """`none`: samples train in the loader's shuffled order. `fixed`: phases of cold batches and of hot batches
+    alternate, each with `rate` percent of its class. `fae`: as `fixed`, but after each phase the rate follows the loss
+    on validation rows. `window`: within every `window` batches, hot samples fill the first batches."""
     budget: str | int = "512MiB"
-    """Bytes, or text such as 512MiB, of hot rows with their optimizer states."""
+    """Memory for hot rows with their optimizer states: bytes, or text such as 512MiB."""
     small_table: str | int = "1MiB"
-    """Bytes, or text such as 64KiB: tables of fewer, with their optimizer states, are hot whole."""
-    rows: Literal["exact", "sampled", "covering", "tracked"] = "exact"
-    """How hot rows are found: `exact` those of most accesses, `sampled` FAE's estimate of them from 5 % of the samples,
-    `covering` so that most samples are hot. `hotrow inspect --hot` compares them. `tracked` learns them while training,
-    in fixed memory: the first epoch is in shuffled order, each later one goes by the rows most used lately."""
-    confidence: Annotated[float, Field(ge=0.5, le=0.9999)] = 0.999
-    """That the interval of the estimate holds the true size of the hot set, as in FAE. Only for `rows: sampled`."""
+    """Tables smaller than this, optimizer states included, are hot whole: bytes, or text such as 64KiB."""
+    rows: Literal["exact", "sampled", "covering"] = "exact"
+    """How hot rows are chosen. `exact`: those with most accesses. `sampled`: FAE's estimate of them from 5 % of the
+    samples. `covering`: so that most samples are hot. `hotrow inspect --hot` compares the three."""
     rate: Annotated[float, Field(ge=1, le=100)] = 50
-    """Percent of the cold batches, then of the hot ones, trained in one turn. `fae` begins with it: it halves it where
-    the loss rose, doubles it where it fell four times running. Only for `fae` and `fixed`."""
+    """Percent of a class of batches, cold or hot, that one phase trains. `fae` starts with it, halves it if the loss
+    did not fall, and doubles it after four falls in a row. Only for `fae` and `fixed`."""
     shuffled_end: Share = 0
-    """Share of the samples, drawn from both classes, that every epoch keeps for its end, in shuffled order: one that
-    ends on hot batches alone has learned their rate of clicks last. 0 is as published. Only for `fae` and `fixed`."""
+    """Share of the samples, drawn from both classes, that every epoch keeps for its end, in shuffled order. Without
+    them an epoch ends on one class, whose rate of clicks the model learns last. 0 is as published. Only for `fae` and
+    `fixed`."""
     window: Annotated[int, Field(ge=2, le=1024)] = 4
     """Batches within which samples are reordered. Only for `window`."""
     eval_samples: Count = 65536
-    """Samples of the validation split, its first, whose loss `fae` goes by; rounded up to batches of 4096."""
-    link: str | None = None
-    """Bytes per second, text such as 12GB, of the link to a fast device that a second memory of this machine plays: hot
-    rows are copied to it for turns of hot batches and back after them, and what would cross the link is counted. The
-    copies are in DRAM, and in the budget of `memory`. null means none: hot batches use the tables, but with `device:
-    cuda` copies on the GPU. Results are the same bits. Only for `fae` and `fixed`, and not with `device: cuda`."""
+    """How many samples, from the start of the validation split, give the loss that `fae` follows; rounded up to batches
+    of 4096."""
 
     @model_validator(mode="after")
     def _bytes(self) -> HotConfig:
-        sizes = {"budget": self.budget, "link": self.link, "small_table": self.small_table}
-        for name, text in sizes.items():
+        for name, text in {"budget": self.budget, "small_table": self.small_table}.items():
             try:
-                size = 1 if text is None else parse_bytes(text)
+                size = parse_bytes(text)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             if size < (0 if name == "small_table" else 1):
                 raise ValueError(f"{name} is {text!r}; it must be a positive number of bytes, such as 512MiB")
-        if self.link is not None and not self.takes_turns:
-            raise ValueError(f"link is {self.link!r}, but only hot turns use it: set schedule to fae or fixed")
         return self
 
     def unused(self) -> list[str]:
-        """Options that were changed from their default, and do nothing under this schedule."""
-        used = {"schedule", "link"} | (set() if self.schedule == "none" else {"budget", "small_table", "rows"})
+        """Returns the options that differ from their default but do nothing with this schedule."""
+        used = {"schedule"} | (set() if self.schedule == "none" else {"budget", "small_table", "rows"})
         used |= {"rate", "shuffled_end"} if self.takes_turns else set()
         used |= {"fae": {"eval_samples"}, "window": {"window"}}.get(self.schedule, set())
-        used |= {"confidence"} if self.rows == "sampled" and self.schedule != "none" else set()
         fields = type(self).model_fields
         return [f"hot.{name}" for name in fields if name not in used and getattr(self, name) != fields[name].default]
 
     @property
     def takes_turns(self) -> bool:
-        """Whether batches are of one class."""
+        """Whether phases of hot and of cold batches alternate."""
         return self.schedule in ("fae", "fixed")
 
 
-MEMORY_TAGS = ("word", "mapping")
-
-
 def _memory_tag(value: Any) -> str:
-    return MEMORY_TAGS[not isinstance(value, str)]
+    return "word" if isinstance(value, str) else "mapping"
 
 
 class Config(_Section):
@@ -347,7 +301,7 @@ class Config(_Section):
     """Where dense layers compute. `auto`: the CPU, but a GPU where `memory.hbm` gives tables slots there. `cuda`
     without `memory.hbm`: tables train on the CPU, and pooled rows and their gradients cross; with `hot.schedule` `fae`
     or `fixed` hot batches train on copies of the hot rows on the GPU."""
-    model: ModelConfig = ModelConfig()
+    model: Model = next(iter(MODELS.values())).model_validate({})
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -369,23 +323,9 @@ class Config(_Section):
                 raise ValueError("checkpoint.keep_best is false, but early_stopping needs it; set it to true")
             if self.train.eval_every is None:
                 raise ValueError("train.eval_every is null, but early_stopping counts evaluations; set it, e.g. to 0.1")
-        if self.hbm is not None and self.hot.link is not None:
-            raise ValueError(
-                f"hot.link is {self.hot.link!r} and memory.hbm is {self.hbm!r}: slots on a device hold hot rows "
-                "already; set one of them to null"
-            )
         for path, value in (("train.eval_every", self.train.eval_every), ("checkpoint.every", self.checkpoint.every)):
             if value is not None and value > 1 and value != int(value):
                 raise ValueError(f"{path} is {value}; it is a share of an epoch up to 1, above that a whole number")
-        return self
-
-    @model_validator(mode="after")
-    def _tracked_rows_are_used(self) -> Config:
-        if self.hot.schedule != "none" and self.hot.rows == "tracked" and self.train.epochs < 2:
-            raise ValueError(
-                "hot.rows is tracked, which goes by what the first epoch used from the second on, but train.epochs is "
-                f"{self.train.epochs}: raise it, or set hot.rows to exact"
-            )
         return self
 
     @property

@@ -1,1 +1,1 @@
-"""Raw logs, packed datasets and the loaders over them."""
+"""Raw logs, packed datasets and their loaders."""

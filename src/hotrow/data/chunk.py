@@ -1,9 +1,10 @@
-"""What every raw source yields: chunks of rows with their ids as found in the file, and errors that say where.
+"""What every raw source yields: chunks of rows with their ids as found in the file, and errors that name the place.
 
     source -> Chunk(label, dense, keys by feature) -> count -> vocabularies -> encode -> packed dataset
 
-Nothing here reads or interprets: a source parses, `hotrow.data.packed.vocabulary` turns keys into row numbers,
-preparation transforms dense values. A list feature's keys lie behind one another, cut by `row_splits`:
+Nothing here reads files or interprets values: a source parses, `hotrow.data.packed.vocabulary` turns keys into row
+numbers, preparation transforms dense values. A list feature's keys are stored one after another; `row_splits` says
+where each row's keys begin:
 
     row 0    row 1   row 2
     [a, b]   []      [c]       values = [a, b, c]   row_splits = [0, 2, 2, 3]
@@ -12,11 +13,12 @@ preparation transforms dense values. A list feature's keys lie behind one anothe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.base.records import Count
@@ -26,14 +28,14 @@ KEY_KINDS: tuple[KeyKind, ...] = ("int", "bytes")
 
 
 SKIP_CURE = "let bad rows be left out (--skip-bad-rows N, in Python skip_bad_rows=N)"
-"""Ends the sentence about a bad row."""
+"""The end of the sentence about a bad row: what the user can do about it."""
 
 
 class RowError(ValueError):
-    """A row that cannot be read, said as `file:line, column 5 (I4): what is wrong, and the cure`.
+    """A row that cannot be read; its text is `file:line, column 5 (I4): what is wrong, and the cure`.
 
     file: path or URI. line: 1-based line of the (decompressed) file, header included. column: 1-based column or None.
-    name: the column's name or None. reason: the sentence without the place.
+    name: the column's name or None. reason: the sentence that follows the place.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class Keys:
 
     values: uint32 or int64 ids [num_keys] (kind "int"), or uint8 UTF-8 bytes (kind "bytes").
     offsets: int64 byte offsets [num_keys + 1] of kind "bytes", else None.
-    valid: bool [num_keys], False = missing value (an id of its own); None = none is missing.
-    row_splits: int64 [num_rows + 1] where a row holds a list; None = exactly one key per row.
+    valid: bool [num_keys], False = missing value (an id of its own); None = no value is missing.
+    row_splits: int64 [num_rows + 1] if rows hold lists; None = exactly one key per row.
     """
 
     values: NDArray[Any]
@@ -62,21 +64,19 @@ class Keys:
 
     @property
     def kind(self) -> KeyKind:
-        """Kind "bytes" where there are offsets, else "int"."""
         return "int" if self.offsets is None else "bytes"
 
     @property
     def num_keys(self) -> int:
-        """Keys, missing ones included."""
+        """Number of keys, missing ones included."""
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
     @property
     def num_rows(self) -> int:
-        """Rows these keys belong to."""
         return self.num_keys if self.row_splits is None else len(self.row_splits) - 1
 
     def key_mask(self, row_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """`row_mask` [num_rows] repeated to the keys [num_keys] of each row."""
+        """Returns `row_mask` [num_rows] with each row's value repeated for its keys: [num_keys]."""
         if self.row_splits is None:
             return row_mask
         return np.repeat(row_mask, np.diff(self.row_splits))
@@ -84,68 +84,68 @@ class Keys:
 
 @dataclass(frozen=True)
 class Position:
-    """Where the next row starts; a source resumes there and yields the same rows it would have yielded."""
+    """Where the next row starts. A source that resumes there yields the rows it would have yielded without a break."""
 
     file_index: Count = 0
     offset: Count = 0
-    """Bytes of the decompressed file, or rows of a columnar one, already consumed."""
+    """Bytes of the decompressed file already consumed; for a columnar file, rows."""
     num_lines: Count = 0
-    """Lines of that file already consumed (text sources), so that errors after a resume name the right line."""
+    """Lines of a text file already consumed, so that errors after a resume name the right line."""
     num_skipped: Count = 0
-    """Bad rows skipped so far over all files; the limit of `skip_bad_rows` holds across a resume."""
+    """Bad rows skipped so far in all files: the limit `skip_bad_rows` holds across a resume."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive rows of a source, as found there."""
+    """Consecutive rows of a source, with values as the source has them."""
 
     num_rows: int
     label: NDArray[np.float32] | None
-    """0 or 1 per row, checked by the source; None where the rows have no label (rows to predict)."""
+    """0 or 1 per row, checked by the source; None if the rows have no label (rows to predict)."""
     dense: NDArray[np.float32]
     """[num_rows, I] raw numbers, NaN = missing; preparation applies transforms."""
     keys: Mapping[str, Keys]
     """Raw ids by feature name."""
     position: Position
-    """Where the row after this chunk starts."""
+    """Position of the row after this chunk."""
     time: NDArray[np.int64] | None = None
-    """[num_rows] where the source has a time column."""
+    """[num_rows] if the source has a time column."""
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One input file as it was when scouted."""
+    """One input file as it was when the source was scouted."""
 
     path: str
     num_bytes: int
     mtime_ns: int
-    """Modification time, 0 where the file system keeps none."""
+    """Modification time, 0 if the file system keeps none."""
 
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """What is known of a source before reading it."""
+    """What is known about a source before it is read."""
 
     num_rows: int
     num_rows_exact: bool
-    """False: an estimate from the first megabytes."""
+    """False if `num_rows` is an estimate from the first megabytes."""
     files: tuple[FileInfo, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files as stored."""
+        """Size of all files as stored."""
         return sum(f.num_bytes for f in self.files)
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of every file's path, size and modification time: a resume refuses when it has changed."""
+        """Hex digest of every file's path, size and modification time; a resume is refused if it has changed."""
         text = "\n".join(f"{f.path}\0{f.num_bytes}\0{f.mtime_ns}" for f in self.files)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass
 class SkippedRows:
-    """Bad rows passed over so far, with the first few errors as examples."""
+    """Bad rows skipped so far, with the first few errors as examples."""
 
     num_rows: int = 0
     examples: list[str] = field(default_factory=list)
@@ -153,22 +153,21 @@ class SkippedRows:
 
     @property
     def wants_examples(self) -> bool:
-        """Whether the next error is kept as an example."""
         return len(self.examples) < self.max_examples
 
     def add(self, error: ValueError) -> None:
-        """Counts one row, left out for `error`."""
+        """Counts one row that was skipped because of `error`."""
         self.num_rows += 1
         if self.wants_examples:
             self.examples.append(str(error))
 
 
 class Source(Protocol):
-    """A raw data set: names and kinds of its columns, and its rows in chunks from any position."""
+    """A raw data set: names and kinds of its columns, and its rows, in chunks, from any position on."""
 
     @property
     def name(self) -> str:
-        """What the rows are called in messages and in dataset.json, e.g. "criteo"."""
+        """Name of the source in messages and in dataset.json, e.g. "criteo"."""
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -176,21 +175,100 @@ class Source(Protocol):
 
     @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
-        """Feature name -> kind of its keys, in column order."""
+        """Kind of each feature's keys, in column order."""
 
     @property
     def skipped(self) -> SkippedRows:
-        """Bad rows passed over by the latest `chunks` iteration."""
+        """Bad rows that the latest iteration of `chunks` skipped."""
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """Files, sizes and number of rows, bad rows included.
+        """Returns files, sizes and number of rows, bad rows included.
 
-        count: "estimate" looks at each file's first bytes; "exact" may read everything once, faster than parsing.
+        count: "estimate" looks at the first bytes of each file; "exact" may read everything once, faster than parsing.
         Raises ValueError naming a missing, empty or unreadable file.
         """
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Chunks of at most `rows_per_chunk` rows from `start` (None: the first row) to the end.
+        """Yields chunks of at most `rows_per_chunk` rows from `start` (None: the first row) to the end.
 
         Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
         """
+
+
+def row_splits_of(keys: Keys) -> NDArray[np.int64]:
+    """Returns the row splits [num_rows + 1] of `keys`; one-hot keys, which have none, get one key per row."""
+    return np.arange(keys.num_rows + 1) if keys.row_splits is None else keys.row_splits
+
+
+def interleave(features: Sequence[Keys]) -> Keys:
+    """Returns the keys of features that share a table, in the order of the file: by row, feature, position.
+
+        a = [1, 2], b = [[7], [8, 9]]  ->  [[1, 7], [2, 8, 9]]
+
+    Counting in this order breaks ties the same way however the rows are cut into chunks.
+    """
+    if len(features) == 1:
+        return features[0]
+    splits = [row_splits_of(keys) for keys in features]
+    lengths = np.stack([np.diff(s) for s in splits])
+    ends = np.cumsum(lengths, axis=0)
+    row_splits = np.concatenate([[0], np.cumsum(ends[-1])])
+    order = np.empty(row_splits[-1], dtype=np.int64)
+    first = 0
+    for keys, s, length, end in zip(features, splits, lengths, ends, strict=True):
+        target = np.repeat(row_splits[:-1] + end - length - s[:-1], length) + np.arange(keys.num_keys)
+        order[target] = np.arange(first, first + keys.num_keys)
+        first += keys.num_keys
+    return replace(take_keys(_concatenate(features), order), row_splits=row_splits)
+
+
+def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
+    """Returns the rows of `chunk` whose mask [num_rows] is set; its position remains that of the whole chunk."""
+    if mask.all():
+        return chunk
+    keys = {}
+    for name, column in chunk.keys.items():
+        taken = take_keys(column, np.flatnonzero(column.key_mask(mask)))
+        lengths = np.diff(row_splits_of(column))[mask]
+        is_list = column.row_splits is not None
+        keys[name] = replace(taken, row_splits=np.concatenate([[0], np.cumsum(lengths)]) if is_list else None)
+    return replace(
+        chunk,
+        num_rows=int(mask.sum()),
+        label=None if chunk.label is None else chunk.label[mask],
+        dense=chunk.dense[mask],
+        keys=keys,
+        time=None if chunk.time is None else chunk.time[mask],
+    )
+
+
+def _concatenate(features: Sequence[Keys]) -> Keys:
+    """Returns all keys, one feature after the other, without row splits."""
+    valid = None
+    if any(keys.valid is not None for keys in features):
+        valid = np.concatenate([np.ones(k.num_keys, np.bool_) if k.valid is None else k.valid for k in features])
+    if features[0].kind == "bytes":
+        arrow = pa.concat_arrays([_as_arrow(keys) for keys in features])
+        return replace(_from_arrow(arrow), valid=valid)
+    return Keys(np.concatenate([keys.values for keys in features]), None, valid)
+
+
+def take_keys(keys: Keys, order: NDArray[np.int64]) -> Keys:
+    """Returns the keys at indices `order` [any length], without row splits."""
+    valid = None if keys.valid is None else keys.valid[order]
+    if keys.offsets is None:
+        return Keys(keys.values[order], None, valid)
+    return replace(_from_arrow(_as_arrow(keys).take(pa.array(order))), valid=valid)
+
+
+def _as_arrow(keys: Keys) -> pa.Array:
+    assert keys.offsets is not None, "kind bytes"
+    buffers = [None, pa.py_buffer(np.ascontiguousarray(keys.offsets)), pa.py_buffer(np.ascontiguousarray(keys.values))]
+    return pa.Array.from_buffers(pa.large_binary(), keys.num_keys, buffers)
+
+
+def _from_arrow(array: pa.Array) -> Keys:
+    _, offsets, data = array.buffers()
+    ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    values = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)[ends[0] : ends[-1]]
+    return Keys(values, ends - ends[0])

@@ -1,4 +1,4 @@
-"""Splitmix64: 64-bit words mixed one-to-one, the source of every choice that is a function of a row's number."""
+"""Splitmix64, which mixes 64-bit words one-to-one: every choice that depends on a row's number alone comes from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words; changes `words` in place."""
+    """Applies the finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words, in place."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)

@@ -1,7 +1,7 @@
-"""Parsing, counting, hashing and lookup of raw rows: typed doors to the native module, or to its readable twin.
+"""Parsing, counting, hashing and lookup of raw rows: typed calls into the native module, or into its reference.
 
-With `hotrow.kernels.ops` the only importer of the native module. Without it (not built, or HOTROW_NATIVE=0) the
-functions of `hotrow.data.reference` serve, announced by `hotrow.kernels.ops`: the same results and file bytes, many
+Only this module and `hotrow.kernels.ops` import the native module. If it is not built, or HOTROW_NATIVE=0 is set, the
+functions of `hotrow.data.reference` run instead, and `hotrow.kernels.ops` says so: same results and file bytes, many
 times slower.
 """
 
@@ -27,7 +27,8 @@ from hotrow.kernels import ops
 
 @functools.cache
 def backend() -> Any:
-    """The module that computes: `hotrow._native`, or `hotrow.data.reference`, and `hotrow.kernels.ops` says why."""
+    """Returns the module that computes: `hotrow._native`, or `hotrow.data.reference` (`hotrow.kernels.ops` says
+    why)."""
     if ops.backend().reason is None:
         return importlib.import_module("hotrow._native")
     from hotrow.data import reference
@@ -36,7 +37,7 @@ def backend() -> Any:
 
 
 class Fault(IntEnum):
-    """What is wrong with a line; the numbers are those of encode_parse.h."""
+    """What is wrong with a line, by the numbers in encode_parse.h."""
 
     COLUMN_COUNT = 1
     LABEL = 2
@@ -48,28 +49,27 @@ class Fault(IntEnum):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How a line of Criteo-like text is laid out: ignored... [label] dense... categories..., between delimiters."""
+    """The columns of a line of Criteo-like text: ignored... [label] dense... categories..., between delimiters."""
 
     delimiter: str
     ignored_names: tuple[str, ...]
-    """Leading columns that may hold anything."""
+    """Leading columns, which may hold anything."""
     has_label: bool
     dense_names: tuple[str, ...]
     category_names: tuple[str, ...]
 
     @property
     def column_names(self) -> tuple[str, ...]:
-        """Names of all columns in order."""
         return self.ignored_names + ("label",) * self.has_label + self.dense_names + self.category_names
 
     def without_label(self) -> RowLayout:
-        """The same lines, their label passed over where there is one."""
+        """Returns the layout of the same lines that ignores the label, if there is one."""
         return replace(self, ignored_names=self.ignored_names + ("label",) * self.has_label, has_label=False)
 
 
 @dataclass(frozen=True)
 class RowColumns:
-    """Columns with room for rows, which `parse_rows` fills."""
+    """Columns that `parse_rows` fills with rows."""
 
     label: NDArray[np.float32]
     dense: NDArray[np.float32]
@@ -81,8 +81,8 @@ class RowColumns:
 
     @staticmethod
     def empty(layout: RowLayout, num_rows: int) -> RowColumns:
-        """Uninitialised columns for `num_rows` rows."""
-        # Not a power of two apart: the 2 C columns written side by side would share the sets of the first-level cache.
+        """Returns uninitialised columns for `num_rows` rows."""
+        # The stride is not a power of two: else the 2 C columns, written side by side, would share a few cache sets.
         stride = -(-num_rows // 64) * 64 + 80
         num_categories = len(layout.category_names)
         return RowColumns(
@@ -94,22 +94,22 @@ class RowColumns:
 
 
 class ParseResult(NamedTuple):
-    """How far `parse_rows` came."""
+    """How far `parse_rows` got."""
 
     num_rows: int
     num_bytes: int
     """Bytes of whole lines consumed, up to the start of the faulty line if there is one."""
     fault: Fault | None
     column: int
-    """0-based column of the fault."""
+    """0-based column of the faulty value."""
 
 
 def parse_rows(
     text: NDArray[np.uint8], layout: RowLayout, columns: RowColumns, *, first_row: int, num_rows: int
 ) -> ParseResult:
-    """Parse lines of `text` (which ends with a newline) into rows [first_row, num_rows) of `columns`.
+    """Parses lines of `text` (which ends with a newline) into rows [first_row, num_rows) of `columns`.
 
-    Stops at the end of the text, when the rows are full, or before the first faulty line. encode_parse.h has the rules.
+    Stops at the end of the text, when the rows are full, or before the first faulty line; encode_parse.h has the rules.
     """
     stored, num_bytes, fault, column = backend().parse_rows(
         text,
@@ -127,12 +127,11 @@ def parse_rows(
 
 
 def count_newlines(text: NDArray[np.uint8]) -> int:
-    """How many bytes of `text` are newlines."""
     return int(backend().count_newlines(text))
 
 
 def hash_keys(keys: Keys, *, hash_cap: int = 0) -> NDArray[np.uint64]:
-    """The 64-bit hash of each key (encode_hash.h): one-to-one for integers; with a cap, of the key modulo the cap."""
+    """Returns the 64-bit hash of each key, one-to-one for integers (encode_hash.h); with a cap, of key modulo cap."""
     out = np.empty(keys.num_keys, np.uint64)
     if keys.offsets is not None:
         backend().hash_strings(keys.values, keys.offsets, hash_cap, out)
@@ -144,14 +143,14 @@ def hash_keys(keys: Keys, *, hash_cap: int = 0) -> NDArray[np.uint64]:
 
 
 def stores_bytes(kind: KeyKind, hash_cap: int) -> bool:
-    """Whether a vocabulary must hold its keys: byte strings, unless hashing to a cap replaced them by integers."""
+    """Returns whether a vocabulary must store its keys: byte strings, unless a hash cap turned them into integers."""
     return kind == "bytes" and hash_cap == 0
 
 
 def count_codes(
     codes: NDArray[np.int64], row_mask: NDArray[np.bool_] | None, *, num_codes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-    """Which codes the rows have (all, or those whose mask is set), by first appearance; and how many rows each has."""
+    """Returns the codes of all rows, or of rows whose mask is set, by first appearance; and how many rows have each."""
     counts = np.zeros(num_codes, np.uint32)
     appeared = np.empty(min(len(codes), num_codes), np.int64)
     appeared = appeared[: backend().count_codes(np.ascontiguousarray(codes), row_mask, counts, appeared)]
@@ -159,10 +158,10 @@ def count_codes(
 
 
 class Counter:
-    """count[key] += 1, in order of first appearance; keys of one kind, missing ones counted apart.
+    """Counts keys of one kind, in order of first appearance; missing ones are counted separately.
 
-    hash_cap: 0, or keys are counted modulo it. order: first-appearance number of the first key, so that counters that
-    follow one another (after a drain, after a resume) keep one order.
+    hash_cap: if not 0, keys are counted modulo this. order: first-appearance number of the first key, so that counters
+    that follow one another (after a drain or a resume) share one order.
     """
 
     def __init__(self, kind: KeyKind, *, hash_cap: int = 0, order: int = 0) -> None:
@@ -171,7 +170,7 @@ class Counter:
         self._counter = backend().Counter(self._bytes, order)
 
     def add(self, keys: Keys, counts: NDArray[np.uint32] | None = None) -> None:
-        """Count key i as if it came counts[i] times in a row; 0: it did not come, None: each came once."""
+        """Counts key i counts[i] times, as if it had come so often in a row; None counts each key once."""
         if keys.kind != self.kind:
             raise ValueError(f"keys are of kind {keys.kind!r}, this counter counts {self.kind!r}")
         hashes = hash_keys(keys, hash_cap=self.hash_cap)
@@ -179,28 +178,29 @@ class Counter:
         self._counter.add(hashes, keys.valid, counts, data, offsets)
 
     def drain(self, path: Path) -> None:
-        """Write all counts to `path` as a run, whole or absent, and start afresh. Raises OSError as given."""
+        """Writes all counts to `path` as a run, whole or not at all, and empties the counter. OSError passes
+        through."""
         with atomic_write(path) as file:
             self._counter.drain(file.fileno())
 
     def num_bytes_after(self, keys: Keys) -> int:
-        """Memory this counter would hold at most after `add(keys)`."""
+        """Returns an upper limit of this counter's memory after `add(keys)`."""
         num_key_bytes = int(keys.offsets[-1] - keys.offsets[0]) if self._bytes and keys.offsets is not None else 0
         return int(self._counter.num_bytes_after(keys.num_keys, num_key_bytes))
 
     @property
     def num_bytes(self) -> int:
-        """Memory held now, exactly."""
+        """Memory held now."""
         return int(self._counter.num_bytes)
 
     @property
     def num_keys(self) -> int:
-        """Distinct keys held now."""
+        """Number of distinct keys held now."""
         return int(self._counter.num_keys)
 
     @property
     def num_missing(self) -> int:
-        """Missing values counted since the last drain."""
+        """Number of missing values counted since the last drain."""
         return int(self._counter.num_missing)
 
     @property
@@ -210,14 +210,14 @@ class Counter:
 
 
 def merge_runs(runs: Sequence[Path], out: Path, *, memory_bytes: int) -> None:
-    """Several runs as one. Raises ValueError naming a damaged run."""
+    """Merges several runs into one. Raises ValueError naming a damaged run."""
     with open_runs(runs) as fds, atomic_write(out) as file:
         backend().merge_runs(fds, file.fileno(), memory_bytes)
 
 
 @contextmanager
 def open_runs(runs: Sequence[Path]) -> Iterator[list[int]]:
-    """Yield descriptors of runs; an error about "run 3" inside the block is raised again with the run's path."""
+    """Opens runs, yields their file descriptors, and puts the path into an error about "run 3" inside the block."""
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("rb", buffering=0)) for path in runs]
         try:
@@ -233,29 +233,28 @@ def open_runs(runs: Sequence[Path]) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Table:
-    """A vocabulary's searchable arrays, or the slice of them that starts at directory bucket `first_bucket`."""
+    """The searchable arrays of a vocabulary, or a slice of them that starts at directory bucket `first_bucket`."""
 
     directory_bits: int
     first_bucket: int
     directory: NDArray[Any]
-    """uint32 or uint64 [num_buckets + 1]: place of the first key of each bucket."""
+    """uint32 or uint64 [num_buckets + 1]: index of the first key of each bucket."""
     hashes: NDArray[np.uint64]
     """[num_keys], sorted."""
     rows: NDArray[Any]
     """[num_keys], dtype of directory."""
     key_offsets: NDArray[np.uint64] | None
-    """[num_keys + 1] where keys are byte strings."""
+    """[num_keys + 1] if keys are byte strings."""
     key_bytes: NDArray[np.uint8] | None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays."""
         arrays = (self.directory, self.hashes, self.rows, self.key_offsets, self.key_bytes)
         return sum(array.nbytes for array in arrays if array is not None)
 
 
 def lookup_rows(table: Table, keys: Keys, hashes: NDArray[np.uint64], *, missing_row: int, out: NDArray[Any]) -> None:
-    """out[i] = row of key i, exactly (keys are compared, not only hashes); 0 where unseen, missing_row where missing.
+    """out[i] = row of key i, exactly (keys are compared, not only hashes); 0 if unseen, missing_row if missing.
 
     hashes: `hash_keys(keys)`. out: int32 or int64 [num_keys], contiguous.
     """

@@ -1,7 +1,7 @@
-"""Readable twins of native/{parse,count,vocabulary,reuse,optimum,sketch}.cpp: what they compute; the fallback.
+"""The readable reference of native/{parse,count,vocabulary,reuse,optimum,sketch}.cpp, and the fallback without them.
 
-Same names, arguments, results and file bytes as the native module's (native/include/hotrow/encode_*.h has the contracts
-and the layouts), at a small fraction of the speed, and with everything in memory. Called through `hotrow.data.native`.
+Names, arguments, results and file bytes are those of the native module (native/include/hotrow/encode_*.h has the
+contracts and layouts); the speed is a small fraction, and everything is in memory. `hotrow.data.native` calls it.
 """
 
 # ruff: noqa: D102, FBT001, RUF100 - the native module's signatures, documented in its headers
@@ -40,7 +40,7 @@ class _RowFaultError(Exception):
 
 
 def _parse_dense(field: bytes) -> float:
-    """The number, NaN when empty; raises _RowFaultError without a column (-1)."""
+    """Returns the number, NaN if `field` is empty; raises _RowFaultError without a column (-1)."""
     if not field:
         return math.nan
     if not NUMBER.fullmatch(field):
@@ -60,7 +60,7 @@ def _parse_dense(field: bytes) -> float:
 def _parse_line(
     line: bytes, delimiter: bytes, num_ignored: int, has_label: bool, num_dense: int, num_categories: int
 ) -> Any:
-    """`(label, dense, [(key, valid), ...])` of one line; faults are raised for the leftmost column that has one."""
+    """Returns `(label, dense, [(key, valid), ...])` of one line; raises the fault of the leftmost faulty column."""
     fields = line.removesuffix(b"\r").split(delimiter)
     num_columns = num_ignored + has_label + num_dense + num_categories
     label, dense, categories = 0.0, [], []
@@ -110,7 +110,7 @@ def parse_rows(
     valid: NDArray[np.bool_],
     num_rows: int,
 ) -> tuple[int, int, int, int]:
-    """`(rows stored, bytes consumed, fault, column)`."""
+    """Returns `(rows stored, bytes consumed, fault, column)`."""
     data = text.tobytes()
     row, start = first_row, 0
     while row < num_rows and start < len(data):
@@ -129,19 +129,17 @@ def parse_rows(
 
 
 def count_newlines(text: NDArray[np.uint8]) -> int:
-    """How many bytes are newlines."""
     return int(np.count_nonzero(text == ord("\n")))
 
 
 def hash_keys(keys: NDArray[Any], cap: int, out: NDArray[np.uint64]) -> None:
-    """Hashes of integer keys."""
+    """Hashes integer keys."""
     if cap:
         keys = keys % np.array(cap, keys.dtype) if cap <= np.iinfo(keys.dtype).max else keys
     out[:] = fmix64(keys.astype(np.int64).view(np.uint64))
 
 
 def hash_string(key: bytes) -> int:
-    """Hash of one byte string."""
     h = fmix64(np.array([len(key)], np.uint64))
     for word in np.frombuffer(key + bytes(-len(key) % 8), "<u8"):
         h = fmix64(h ^ word)
@@ -149,7 +147,7 @@ def hash_string(key: bytes) -> int:
 
 
 def hash_strings(data: NDArray[np.uint8], offsets: NDArray[np.int64], cap: int, out: NDArray[np.uint64]) -> None:
-    """Hashes of byte-string keys."""
+    """Hashes byte-string keys."""
     raw = data.tobytes()
     for i, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         out[i] = hash_string(raw[start:end])
@@ -177,7 +175,7 @@ def _write_run(
 
 
 def _read_run(fd: int, has_bytes: bool, name: str) -> tuple[list[tuple[int, bytes, int, int]], tuple[int, int]]:
-    """`([(hash, key, count, first), ...], (missing count, missing first))`; raises ValueError where damaged."""
+    """Returns `([(hash, key, count, first), ...], (missing count, missing first))`. Raises ValueError if damaged."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
         raw = file.read()
@@ -216,7 +214,7 @@ def _merged(run_fds: list[int], has_bytes: bool) -> tuple[Iterator[tuple[int, by
 
 
 def merge_runs(run_fds: list[int], out_fd: int, memory_bytes: int) -> None:
-    """Several runs as one."""
+    """Merges several runs into one."""
     del memory_bytes
     has_bytes = bool(run_fds) and os.pread(run_fds[0], 16, 0)[12:] == b"\1\0\0\0"
     _write_run(out_fd, has_bytes, *_merged(run_fds, has_bytes))
@@ -225,7 +223,7 @@ def merge_runs(run_fds: list[int], out_fd: int, memory_bytes: int) -> None:
 def count_codes(
     codes: NDArray[np.int64], mask: NDArray[np.bool_] | None, counts: NDArray[np.uint32], appeared: NDArray[np.int64]
 ) -> int:
-    """Codes of rows whose mask is set, by first appearance, and how often each comes; how many appeared."""
+    """Counts codes of rows whose mask is set and lists them by first appearance; returns how many appeared."""
     num_appeared = 0
     for code in codes.tolist() if mask is None else codes[mask].tolist():
         if counts[code] == 0:
@@ -251,7 +249,7 @@ class Counter:
         data: NDArray[np.uint8] | None,
         offsets: NDArray[np.int64] | None,
     ) -> None:
-        """Counts key i as if it came counts[i] times in a row; None: once each."""
+        """Counts key i counts[i] times, as if it had come so often in a row; None counts each key once."""
         raw = b"" if data is None else data.tobytes()
         for i, h in enumerate(hashes.tolist()):
             count = 1 if counts is None else int(counts[i])
@@ -287,12 +285,12 @@ class Counter:
         return self.num_bytes_after(0, 0)
 
     def num_bytes_after(self, num_keys: int, num_key_bytes: int) -> int:
-        """About what CPython takes: a tuple, two integers and a list per key."""
+        """Returns about the memory in CPython: a tuple, two integers and a list per key."""
         return 300 * (len(self._counts) + num_keys) + num_key_bytes
 
 
 class VocabularyBuilder:
-    """Runs -> ranks -> sections of a vocabulary file."""
+    """Turns runs into ranks, and these into the sections of a vocabulary file."""
 
     def __init__(self, has_bytes: bool, tmp_dir: str, memory_bytes: int) -> None:
         del tmp_dir, memory_bytes
@@ -303,7 +301,7 @@ class VocabularyBuilder:
         self.num_rows = 1
 
     def merge(self, run_fds: list[int], min_count: int) -> None:
-        """Sums runs; survivors of min_count become candidates."""
+        """Sums runs; keys that reach min_count become candidates."""
         sums, (missing_count, missing_first) = _merged(run_fds, self._has_bytes)
         for h, key, count, first in sums:
             self.num_distinct += 1
@@ -334,7 +332,7 @@ class VocabularyBuilder:
         return len(self._rows)
 
     def write(self, fd: int, directory_bits: int, wide: bool, offsets: list[int]) -> list[tuple[int, int]]:
-        """Writes the five sections; `(num_bytes, crc32)` of each."""
+        """Writes the five sections; returns `(num_bytes, crc32)` of each."""
         index = "<u8" if wide else "<u4"
         items = sorted(self._rows.items())
         hashes = np.array([h for (h, _), _ in items], "<u8")
@@ -364,7 +362,7 @@ def lookup_rows(
     missing_row: int,
     out: NDArray[Any],
 ) -> None:
-    """Rows of keys by binary search; the directory only speeds up the native twin."""
+    """Finds rows of keys by binary search; the directory only speeds up the native function."""
     del directory_bits, first_bucket, directory
     place = np.searchsorted(table_hashes, hashes)
     if key_offsets is None or key_bytes is None or data is None or offsets is None:

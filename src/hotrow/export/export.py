@@ -5,18 +5,22 @@
       model.safetensors              dense parameters, by their state_dict names
       tables/<table>.safetensors     `<table>.weight` float32 [num_embeddings, embedding_dim], as lookups read it
       vocab/<table>.parquet          key, row: of raw ids that have a row of their own
+      model.py                       the network, in plain torch
       score.py  README.md            raw rows -> probabilities, with torch and pyarrow alone; how to use it
 
-It is made of a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
-vocabularies. The folder appears when it is whole. docs/export.md is its specification; the tables are read by
-tables.py, and score.py here is the one of an export.
+It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
+vocabularies. The folder appears when it is complete. docs/export.md is its specification. tables.py reads the tables;
+score.py here is copied as it is, and model.py is plain.py followed by the model's own file.
 """
 
 from __future__ import annotations
 
+import ast
 import errno
+import inspect
 import math
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,12 +45,13 @@ from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.schema import Config
 from hotrow.data.chunk import Keys
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.format import Feature, Table
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.prepare.encoder import DenseTransform
 from hotrow.data.prepare.prepare import RawRows, raw_rows
-from hotrow.data.sources.transforms import DenseTransform
 from hotrow.export.tables import PART, LookedUpRows
+from hotrow.models import MODELS
 from hotrow.run.checkpoint import verify
 from hotrow.run.checkpoint_manifest import Manifest, read_manifest
 from hotrow.run.checkpoint_tensors import FileRecord, crc32, open_tensors, write_tensors
@@ -54,16 +59,16 @@ from hotrow.run.state import Extra, read_extra, read_model
 from hotrow.tables import TableConfig
 
 FORMAT_VERSION = 1
-EXPORT, MODEL, SCORE, README = "export.json", "model.safetensors", "score.py", "README.md"
-_OWN_NAMES = {MODEL, SCORE, README, "tables", "vocab"}
-"""What an export that was cut short may have left; export.json, which comes last, makes it whole."""
+EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "model.py", "score.py", "README.md"
+_OWN_NAMES = {WEIGHTS, NETWORK, SCORE, README, "tables", "vocab"}
+"""What an interrupted export may have left. export.json is written last and makes the export complete."""
 _WITHOUT_VALUE = 0.0
-"""A missing dense value, after the transform."""
+"""The value of a missing dense input, after the transform."""
 
 
 @record(frozen=True, config=STRICT)
 class Description:
-    """What export.json says; docs/export.md is its specification."""
+    """The content of export.json; docs/export.md is its specification."""
 
     created_by: str
     run: str
@@ -75,7 +80,7 @@ class Description:
     features: tuple[dict[str, JsonValue], ...]
     tables: tuple[dict[str, JsonValue], ...]
     files: dict[str, FileRecord]
-    """All but export.json itself."""
+    """All files except export.json itself."""
 
     def __post_init__(self) -> None:
         for file in self.files:
@@ -89,15 +94,16 @@ _DOCUMENT = Document(Description, marks={"hotrow_export": FORMAT_VERSION}, cure=
 def export_checkpoint(
     checkpoint: Path, vocabulary: Path, out: Path | str, *, progress: ProgressCallback | None = None
 ) -> dict[str, Any]:
-    """Write what `checkpoint` and the dataset.json and vocab/ in the folder `vocabulary` hold as the folder `out`.
+    """Writes the folder `out` from `checkpoint` and from the dataset.json and vocab/ in the folder `vocabulary`.
 
-    Returns export.json. Every byte read is verified before. Raises ValueError where `out` exists or cannot be made,
-    where the disk has too little room, and naming a file that is damaged; OSError where the disk becomes full.
+    Returns the content of export.json. Every file is verified before it is read. Raises ValueError if `out` exists or
+    cannot be made, if the disk has too little room, or if a file is damaged, which it names; OSError if the disk
+    becomes full.
     """
     out = Path(out)
     partial = _free_place(out)
     manifest, kept = read_manifest(checkpoint), PackedDataset.open(vocabulary)
-    wanted = {name: record for name, record in manifest.files.items() if name.startswith((f"{PART}/", MODEL))}
+    wanted = {name: record for name, record in manifest.files.items() if name.startswith((f"{PART}/", WEIGHTS))}
     verify(checkpoint, replace(manifest, files=wanted))
     config, tables = read_model(checkpoint, manifest, kept)
     _check_room(out, sum(4 * table.num_embeddings * table.embedding_dim for table in tables))
@@ -121,9 +127,9 @@ def export_checkpoint(
 
 
 def verify_export(path: Path) -> int:
-    """Read every file of the export against its size and crc32; returns the bytes read.
+    """Compares every file of the export with its size and crc32; returns the bytes read.
 
-    Raises ValueError naming the first file that is missing, has another size or another checksum.
+    Raises ValueError naming the first file that is missing, or whose size or checksum differs.
     """
     total = 0
     for name, wanted in _DOCUMENT.read(path / EXPORT).files.items():
@@ -135,7 +141,7 @@ def verify_export(path: Path) -> int:
 
 
 def _free_place(out: Path) -> Path:
-    """Where the export is made before it is `out`. Raises ValueError where either is taken by something else."""
+    """Returns where the export is made before it becomes `out`. Raises ValueError if either place is taken."""
     if out.exists() or out.is_symlink():
         raise ValueError(f"export folder {out} exists already; remove it or choose another name")
     partial = out.with_name(out.name + PARTIAL_SUFFIX)
@@ -177,10 +183,10 @@ def _write_weights(
     tables: Sequence[TableConfig],
     progress: ProgressCallback | None,
 ) -> dict[str, FileRecord]:
-    """The dense parameters and all tables; returns sizes and checksums by file."""
-    with open_tensors(checkpoint / MODEL) as file:
-        dense = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-    files = {MODEL: write_tensors(folder / MODEL, dense)}
+    """Writes the dense parameters and all tables; returns sizes and checksums by file."""
+    with open_tensors(checkpoint / WEIGHTS) as file:
+        dense = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a mapping
+    files = {WEIGHTS: write_tensors(folder / WEIGHTS, dense)}
     counted = _Counted(progress, "tables", sum(table.num_embeddings for table in tables))
     for table in tables:
         name = f"tables/{file_name(table.name)}.safetensors"
@@ -190,12 +196,12 @@ def _write_weights(
 
 
 def _write_vocabularies(folder: Path, kept: PackedDataset, progress: ProgressCallback | None) -> dict[str, FileRecord]:
-    """Those the dataset has, as Parquet; returns sizes and checksums by file."""
+    """Writes the dataset's vocabularies as Parquet; returns sizes and checksums by file."""
     tables = [table for table in kept.info.tables if _has_vocabulary(kept, table)]
     counted = _Counted(progress, "keys", sum(table.num_keys for table in tables))
     files = {}
     for table in tables:
-        kept.vocabulary(table.name)  # is it the one that dataset.json names
+        kept.vocabulary(table.name)  # raises if it is not the one that dataset.json names
         name = f"vocab/{file_name(table.name)}.parquet"
         _write_keys(folder / name, Vocabulary.open(kept.vocabulary_path(table.name)), counted)
         files[name] = _record(folder / name)
@@ -224,12 +230,28 @@ def _to_arrow(keys: Keys) -> pa.Array:
 
 
 def _write_guide(folder: Path, name: str, model: str) -> dict[str, FileRecord]:
-    """score.py and README.md; returns their sizes and checksums."""
-    guide = _README.format(name=name, model=model.upper(), version=__version__)
-    for own_name, text in ((SCORE, Path(__file__).with_name("score.py").read_text("utf-8")), (README, guide)):
+    """Writes model.py, score.py and README.md; returns their sizes and checksums."""
+    texts = {
+        NETWORK: network_source(model),
+        SCORE: Path(__file__).with_name("score.py").read_text("utf-8"),
+        README: _README.format(name=name, model=model.upper(), version=__version__),
+    }
+    for own_name, text in texts.items():
         with atomic_write(folder / own_name) as file:
             file.write(text.encode())
-    return {own_name: _record(folder / own_name) for own_name in (SCORE, README)}
+    return {own_name: _record(folder / own_name) for own_name in texts}
+
+
+def network_source(model: str) -> str:
+    """Returns model.py: plain.py, then the file of the model without the imports that plain.py replaces."""
+    text = inspect.getsource(sys.modules[MODELS[model].__module__])
+    lines = text.splitlines(keepends=True)
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("hotrow", "__future__"):
+            for line in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[line] = ""
+    plain = Path(__file__).with_name("plain.py").read_text("utf-8")
+    return plain + "\n\n" + "".join(lines)
 
 
 def _record(path: Path) -> FileRecord:
@@ -269,7 +291,7 @@ def _transform(text: str) -> dict[str, Any]:
 
 
 def _feature(feature: Feature, made: RawRows | None) -> dict[str, Any]:
-    """How raw values of a column become keys, in the order in which the model takes features."""
+    """Returns how raw values of a column become keys."""
     found: dict[str, Any] = {"name": feature.name, "table": feature.table, "kind": feature.kind}
     if made is None:
         return found
@@ -313,7 +335,7 @@ def _has_vocabulary(kept: PackedDataset, table: Table) -> bool:
 
 
 class _Counted:
-    """Adds up pieces and reports them."""
+    """A counter of the rows written so far, which reports progress."""
 
     def __init__(self, progress: ProgressCallback | None, stage: str, total: int) -> None:
         self._meter, self._done, self._total = ProgressMeter(progress, stage, total), 0, total
@@ -332,7 +354,8 @@ A {model} that hotrow {version} trained, for any framework. `export.json` descri
 | `model.safetensors` | dense parameters, by their PyTorch `state_dict` names |
 | `tables/T.safetensors` | table T: tensor `T.weight`, float32 [num_embeddings, embedding_dim] |
 | `vocab/T.parquet` | `key`, `row`: which row of T each id has; other ids have row 0, a missing value `missing_row` |
-| `score.py` | raw rows to probabilities, in plain PyTorch: read it as the definition of the model |
+| `model.py` | the network in plain PyTorch: read it as the definition of the model |
+| `score.py` | raw rows to probabilities, with `model.py` |
 
 Needed: `pip install torch safetensors pyarrow numpy`. Not needed: hotrow.
 
@@ -350,7 +373,7 @@ print(scorer.bags, scorer.model)           # a torch.nn.EmbeddingBag per table, 
 dense = load_file("model.safetensors")     # or take the tensors alone
 ```
 
-`python score.py ROWS.parquet` prints a score per row. `score.py` holds tables and vocabularies in memory; where they
-are too large for that, look rows up in the files instead: they are plain safetensors and Parquet.
-Scores equal `hotrow predict` but for the rounding of float32 sums.
+`python score.py ROWS.parquet` prints a score per row. `score.py` holds tables and vocabularies in memory; if they are
+too large for that, look rows up in the files instead: they are plain safetensors and Parquet.
+Scores equal those of `hotrow predict` except for the rounding of float32 sums.
 """

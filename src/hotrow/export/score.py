@@ -3,19 +3,19 @@
     Scorer("FOLDER").score({"price": [1.5, None], "item": ["i7", None], "seen": [["i1", "i7"], []]})   # in Python
     python FOLDER/score.py ROWS.parquet                                     # prints one probability per row
 
-FOLDER is what `hotrow export` wrote, and this file is its score.py: the definition of the model, meant to be read and
-to be taken over into other systems. It reads export.json, the weights and the vocabularies, and nothing else. Whole
-tables and vocabularies are held in memory.
+FOLDER is what `hotrow export` wrote, and this file is its score.py: how raw values become rows and scores. model.py
+beside it is the network. Both are meant to be read and to be taken over into other systems. They read export.json, the
+weights and the vocabularies, and nothing else, and hold whole tables and vocabularies in memory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ Rows = dict[str, tuple[Tensor, Tensor]]
 
 
 class Scorer:
-    """The model in `folder`. bags: an nn.EmbeddingBag per table. model: the dense part."""
+    """The model in `folder`. bags: an nn.EmbeddingBag per table. model: the network on their rows."""
 
     def __init__(self, folder: Path | str) -> None:
         folder = Path(folder)
@@ -45,13 +45,15 @@ class Scorer:
                 columns = pyarrow.parquet.read_table(folder / vocabulary["file"])
                 pairs = zip(columns["key"].to_pylist(), columns["row"].to_pylist(), strict=True)
                 self.vocabularies[name] = dict(pairs)
-        features, made = self.about["features"], {"dlrm": DLRM, "tbsm": TBSM}[self.about["model"]["name"]]
-        self.model: nn.Module = made(self.about["model"], [feature["name"] for feature in features])
+        self.model = build_network(folder / "model.py", self.about)
         self.model.load_state_dict(load_file(folder / "model.safetensors"))
 
     @torch.no_grad()
     def score(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
-        """The probability of a positive label for each row, [B]; columns: raw values by name, None where missing."""
+        """Returns the probability of a positive label for each row, [B].
+
+        columns: raw values by name, None for a missing one.
+        """
         dense = [self._dense(column, columns[column["name"]]) for column in self.about["dense"]]
         rows = {feature["name"]: self._rows(feature, columns[feature["name"]]) for feature in self.about["features"]}
         num_rows = len(next(iter(rows.values()))[1]) - 1
@@ -68,7 +70,7 @@ class Scorer:
         return torch.from_numpy(x.astype(np.float32))
 
     def _rows(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Row numbers of a feature, and where each sample's begin."""
+        """Returns the row numbers of a feature, and where each sample's begin."""
         bags = [[value] if feature["kind"] == "one_hot" else list_of(feature, value) for value in values]
         rows = [self._row(feature, value) for bag in bags for value in bag]
         offsets = np.cumsum([0, *map(len, bags)])
@@ -86,16 +88,35 @@ class Scorer:
         row: int = self.vocabularies[feature["table"]].get(key, about["unknown_row"])
         return row
 
-    def _look(self, rows: Rows) -> dict[str, Any]:
-        """By feature: pooled rows [B, D]; for TBSM, which takes rows one by one, ([all, D], offsets)."""
+    def _look(self, rows: Rows) -> Any:
+        """Returns pooled rows [B, sum of D]; for a network that takes every id's row ([all, D], offsets) by feature."""
         bags = {feature["name"]: self.bags[feature["table"]] for feature in self.about["features"]}
-        if isinstance(self.model, TBSM):
+        if self.model.lookup == "sequence":
             return {name: (bags[name].weight[ids], offsets) for name, (ids, offsets) in rows.items()}
-        return {name: bags[name](ids, offsets) for name, (ids, offsets) in rows.items()}
+        return torch.cat([bags[name](ids, offsets) for name, (ids, offsets) in rows.items()], 1)
+
+
+def build_network(path: Path, about: dict[str, Any]) -> nn.Module:
+    """Returns the network that the file model.py at `path` defines, before weights are loaded.
+
+    The file is run from its path, so that several exports can be loaded side by side.
+    """
+    found = importlib.util.spec_from_file_location("model", path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    (options,) = module.ModelSpec.__subclasses__()
+    dims = {table["name"]: table["embedding_dim"] for table in about["tables"]}
+    network: nn.Module = options(**about["model"]).build(
+        num_dense=about["model"]["num_dense"],
+        dims={feature["name"]: dims[feature["table"]] for feature in about["features"]},
+        generator=torch.Generator(),
+    )
+    return network
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What export.json says. Raises ValueError unless its bytes are those whose SHA-256 is in its last line but one."""
+    """Returns export.json. Raises ValueError if its bytes differ from the SHA-256 in its last line but one."""
     text = path.read_bytes()
     body, _, end = text.rpartition(b' "checksum": ')
     if end != f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode():
@@ -105,7 +126,7 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def list_of(feature: dict[str, Any], value: Any) -> list[Any]:
-    """The ids in one value of a list feature."""
+    """Returns the ids in one value of a list feature."""
     if isinstance(value, str) and feature.get("separator") is None:
         raise ValueError(f"{feature['name']} has no separator to cut {value!r} at; pass lists")
     if value is None or len(value) == 0:
@@ -114,21 +135,21 @@ def list_of(feature: dict[str, Any], value: Any) -> list[Any]:
 
 
 def exact_integer(value: Any, base: int) -> int:
-    """Of an integer, a whole float, or text in the given base."""
+    """Returns the number that an integer, a whole float, or a text in the given base stands for."""
     number = int(value, base) if isinstance(value, str) else int(value)
     exact = base == 16 or str(number) == value if isinstance(value, str) else number == value
     if not exact:
-        raise ValueError(f"{value!r} is no exact integer id")
+        raise ValueError(f"{value!r} is not an exact integer id")
     return number
 
 
 def integer_key(value: Any, base: int) -> int:
-    """As int64: from 2^63 up in two's complement."""
+    """Returns the id as an int64; from 2^63 up in two's complement."""
     return (exact_integer(value, base) + 2**63) % 2**64 - 2**63
 
 
 def text_key(value: Any) -> bytes:
-    """Of text its UTF-8; of a whole number its decimal digits, of a boolean its name."""
+    """Returns the UTF-8 of a text, the decimal digits of a whole number, the name of a boolean."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
@@ -137,7 +158,7 @@ def text_key(value: Any) -> bytes:
 
 
 def hash_of(key: bytes) -> int:
-    """Of text in a table with a hash_cap; 64 bits."""
+    """Returns the 64-bit hash of a text's key, for tables with a hash_cap."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
@@ -148,106 +169,6 @@ def hash_of(key: bytes) -> int:
     for at in range(0, len(key), 8):
         h = mix(h ^ int.from_bytes(key[at : at + 8], "little"))
     return h
-
-
-class MLP(nn.Module):
-    """Linear layers, a ReLU after each; after the last only where `last_relu`."""
-
-    def __init__(self, widths: Sequence[int], *, last_relu: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(n, m) for n, m in pairwise(widths))
-        self.last_relu = last_relu
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The last layer's output."""
-        for k, layer in enumerate(self.layers):
-            x = layer(x)
-            x = torch.relu(x) if self.last_relu or k + 1 < len(self.layers) else x
-        return x
-
-
-class Constant(nn.Module):
-    """In place of the bottom MLP where there is no dense input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same vector for every row of x."""
-        return self.bias.expand(len(x), -1)
-
-
-def interact(dense: Tensor, rows: Tensor) -> Tensor:
-    """[dense, products of all pairs of vectors]; dense [B, D], rows [B, F, D]."""
-    vectors = torch.cat([dense[:, None], rows], 1)
-    i, j = torch.tril_indices(vectors.shape[1], vectors.shape[1], offset=-1)
-    return torch.cat([dense, (vectors @ vectors.transpose(1, 2))[:, i, j]], 1)
-
-
-class DLRM(nn.Module):
-    """Dense inputs [B, I] and pooled rows by feature -> logits [B]."""
-
-    def __init__(self, about: dict[str, Any], features: Sequence[str]) -> None:
-        super().__init__()
-        dim, num_dense, num_features = about["embedding_dim"], about["num_dense"], len(features)
-        self.features = list(features)
-        widths = [num_dense, *about["bottom_mlp"], dim]
-        self.bottom = MLP(widths, last_relu=True) if num_dense else Constant(dim)
-        num_pairs = num_features * (num_features + 1) // 2
-        self.top = MLP([dim + num_pairs, *about["top_mlp"], 1], last_relu=False)
-        self.first_order_I = nn.Parameter(torch.zeros(num_dense)) if about["first_order"] else None
-
-    def forward(self, dense: Tensor, pooled: dict[str, Tensor]) -> Tensor:
-        """Logits [B]."""
-        rows = torch.stack([pooled[name] for name in self.features], 1)
-        logits: Tensor = self.top(interact(self.bottom(dense), rows))[:, 0]
-        if self.first_order_I is not None:
-            logits = logits + rows[:, :, 0].sum(1) + dense @ self.first_order_I
-        return logits
-
-
-class TBSM(nn.Module):
-    """Dense inputs [B, I] and rows one by one -> logits [B]: a DLRM per step of a history, attention over the steps."""
-
-    def __init__(self, about: dict[str, Any], features: Sequence[str]) -> None:
-        super().__init__()
-        dim, steps = about["embedding_dim"], about["history_steps"] or 20
-        self.steps, top = steps, about["top_mlp"]
-        self.single = [name for name in features if not name.endswith("_history")]
-        self.histories = {name: f"{name}_history" for name in self.single if f"{name}_history" in features}
-        num_pairs = len(self.single) * (len(self.single) + 1) // 2
-        attention, final = about["attention_mlp"], about["final_mlp"]
-        self.bottom = MLP([1 + about["num_dense"], *about["bottom_mlp"], dim], last_relu=True)
-        self.top = MLP([dim + num_pairs, *top], last_relu=True)
-        self.inner_MM = nn.Parameter(torch.empty(top[-1], top[-1]))
-        self.attention = MLP([steps, *([15, 15] if attention is None else attention), steps], last_relu=False)
-        self.final = MLP([2 * top[-1], *([60] if final is None else final), 1], last_relu=False)
-
-    def forward(self, dense: Tensor, rows: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits [B]; T steps of history at the end of their slots, then the target."""
-        num, T = len(dense), self.steps
-        lengths = rows[next(iter(self.histories.values()))][1].diff()
-        there = torch.arange(T) >= T - lengths[:, None]
-        steps = [torch.cat([self._past(name, rows, there), rows[name][0][:, None]], 1) for name in self.single]
-        position = (torch.arange(T + 1) / (T + 1))[None, :, None].expand(num, -1, -1)
-        inputs = torch.cat([position, dense[:, None].expand(-1, T + 1, -1)], 2)
-        z = self.top(interact(self.bottom(inputs.flatten(0, 1)), torch.stack(steps, 2).flatten(0, 1)))
-        z = nn.functional.normalize(z, dim=1).view(num, T + 1, -1)
-        history, target = z[:, :T] * there[:, :, None], z[:, T]
-        products = torch.einsum("btm,bm->bt", history, target @ self.inner_MM.T @ self.inner_MM)
-        context = torch.einsum("bt,btm->bm", torch.sigmoid(self.attention(products)), history)
-        logits: Tensor = self.final(torch.cat([context, target], 1))[:, 0]
-        return logits
-
-    def _past(self, name: str, rows: dict[str, tuple[Tensor, Tensor]], there: Tensor) -> Tensor:
-        """[B, T, D] of a feature's history; of a feature without one its own row in every slot."""
-        own = rows[name][0]
-        if name not in self.histories:
-            return own[:, None].expand(-1, self.steps, -1)
-        past = own.new_zeros(*there.shape, own.shape[1])
-        past[there] = rows[self.histories[name]][0]
-        return past
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The tables of a checkpoint as lookups read them, in float32 and in pieces: no collection is built.
 
-A checkpoint holds a table whole or as a chain of files (checkpoint_rows.py); either becomes `Pieces` here, which
-`write_tensors` streams into a file. What an export consists of besides is export.py.
+A checkpoint holds a table as one file or as a chain of files (checkpoint_rows.py); either becomes `Pieces` here, which
+`write_tensors` streams into a file. The rest of an export is made in export.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hotrow.tables import TableConfig
 
 WEIGHT, PART = "weight", "embedding"
 PIECE_BYTES = 1 << 22
-"""Of rows at a time, as float32; the allocator keeps up to ten such pieces for use again."""
+"""Bytes of rows in memory at a time, as float32; the allocator keeps up to ten such pieces for reuse."""
 
 
 class LookedUpRows:
     """[N, D] float32 of a table in the checkpoint at `path`: the numbers that a lookup adds up.
 
-    float16 is widened, exactly. Of split weights ("bfloat16") lookups read the upper half, so lower bits are 0 here:
-    what a run predicts with, not what it would go on training with, which stays in the checkpoint.
-    done: told the number of rows of every piece. Raises ValueError where the checkpoint holds another table.
+    float16 is widened, exactly. Lookups read the upper half of split weights ("bfloat16"), so the lower bits are
+    0 here: these are the weights a run predicts with. The lower half is for further training and is not exported.
+    done: called with the number of rows of every piece. Raises ValueError if the checkpoint holds another table.
     """
 
     dtype = torch.float32
@@ -44,11 +44,11 @@ class LookedUpRows:
             self._rows = _merged(path, chain, self.shape, dtype)
 
     def pieces(self) -> Iterator[Tensor]:
-        """Rows as they are stored, first ones first."""
+        """Returns the rows as they are stored, in order."""
         return self._rows
 
     def read(self, piece: Tensor) -> Tensor:
-        """The piece as lookups see it."""
+        """Returns the piece as lookups see it."""
         self._done(len(piece))
         if self._upper_half:
             return (piece.view(torch.int32) & -(2**16)).view(torch.float32)
@@ -62,14 +62,17 @@ def _ranges(shape: torch.Size) -> Iterator[slice]:
 
 def _whole(path: Path, shape: torch.Size, dtype: torch.dtype) -> Iterator[Tensor]:
     for rows in _ranges(shape):
-        with open_tensors(path) as file:  # anew, so that pages read before do not stay mapped
+        with open_tensors(path) as file:  # opened again, so that pages read before do not stay mapped
             stored = file.get_slice(WEIGHT)
             check_like(path, WEIGHT, stored, dtype, shape)
             yield stored[rows]
 
 
 def _merged(path: Path, chain: Chain, shape: torch.Size, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Rows as they were made, then as each link has them; a link's rows rise, so one place in each is all to note."""
+    """Yields the initial rows, replaced by those of each link in turn.
+
+    The row numbers in a link rise, so one position in each link is enough to go on from.
+    """
     if chain.num_rows != shape[0]:
         raise ValueError(f"{path / chain.stem} has {chain.num_rows:,} rows, its table {shape[0]:,}; take another step")
     if (dtype == torch.float16) != (chain.initial.dtype == "float16"):
@@ -83,7 +86,7 @@ def _merged(path: Path, chain: Chain, shape: torch.Size, dtype: torch.dtype) -> 
 
 
 def _overlay(piece: Tensor, rows: slice, path: Path, place: int, num_rows: int) -> int:
-    """Put into `piece`, the table's `rows`, what a link has of them from `place` on; returns the place after."""
+    """Copies into `piece`, the table's `rows`, those that a link has from `place` on; returns the next place."""
     if place == num_rows:
         return place
     with open_tensors(path) as link:

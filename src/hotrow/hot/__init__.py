@@ -1,5 +1,6 @@
-"""Hot embeddings (FAE): how many rows are hot, which samples need no others.
+"""Hot rows (FAE): which rows are hot, which samples need no others, and when to train those.
 
-calibrate.py, from what was counted, or tracker.py, from batches as they come -> hot set -> classify.py. Hot rows are a
-prefix of each table, whose rows are numbered by popularity, and a list. drift.py says how hot sets age.
+    counts -> calibrate.py -> hot set -> classify.py -> hot samples -> order.py -> batches
+
+copies.py keeps copies of the hot rows on a GPU.
 """

@@ -1,9 +1,11 @@
-"""Hot rows on a fast device: which side is live, the tables or the copies of their hot rows (placement/copies.py).
+"""Hot rows on a fast device: which side is live, the tables or the copies of their hot rows.
 
-cold turn   lookups and updates work on the tables
-fetch       tables --copy--> copies
-hot turn    lookups and updates work on the copies; the tables' hot rows are out of date
-give_back   copies --copy--> tables
+    cold turn   lookups and updates work on the tables
+    fetch       tables --copy--> copies
+    hot turn    lookups and updates work on the copies; the tables' hot rows are out of date
+    give_back   copies --copy--> tables
+
+Copying is placement/copies.py's part.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import torch
 
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.hot_set import HotSet
-from hotrow.hot.link import Link
 from hotrow.optim import SparseOptimizer
 from hotrow.placement.copies import Copies
 
@@ -24,9 +25,8 @@ from hotrow.placement.copies import Copies
 class HotCopies:
     """Copies of the rows `hot` of the tables of `emb`, with the states of `optimizer`; the tables are live at first.
 
-    optimizer: the only one of `emb`. link: where crossing bytes are counted. device: where the copies lie, so that hot
-    batches are looked up and updated there, their pooled rows included; None: in DRAM, beside the tables. Raises as
-    `Copies`.
+    optimizer: the only one of `emb`. device: where the copies lie, so that hot batches are looked up and updated there,
+    their pooled rows included; None: in DRAM, beside the tables. Raises as `Copies`.
     """
 
     def __init__(
@@ -34,18 +34,17 @@ class HotCopies:
         emb: EmbeddingCollection,
         optimizer: SparseOptimizer,
         hot: HotSet,
-        link: Link,
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        self.emb, self.hot, self.link = emb, hot, link
+        self.emb = emb
         rows, where = [hot.rows[table.name] for table in emb.tables], None if device is None else torch.device(device)
         self.tables = emb.placement
         self.copies = Copies(emb.placement, optimizer.attached_to(emb), rows, device=where)
-        self.uploads = self.copies.uploads
-        """Times that a hot batch's ids cross."""
         self.seconds = 0.0
         """Spent copying rows to and fro."""
+        self.num_copied = 0
+        """How many times all hot rows were copied, either way."""
 
     @property
     def live(self) -> bool:
@@ -60,7 +59,6 @@ class HotCopies:
         with self._timed():
             self.copies.load()
         self.emb.placement = self.copies
-        self.link.swap(to_device_bytes=self.hot.num_bytes)
 
     def give_back(self) -> None:
         """From now on the tables are live, as the copies were."""
@@ -78,7 +76,6 @@ class HotCopies:
             if live and self.copies.changed:
                 with self._timed():
                     self.copies.save()
-                self.link.swap(from_device_bytes=self.hot.num_bytes)
             yield
         finally:
             if live:
@@ -94,3 +91,4 @@ class HotCopies:
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
+        self.num_copied += 1

@@ -1,5 +1,8 @@
-"""The hot set that covers most *samples*: a sample is hot only if all its rows are, so a row is worth what its
-companions are worth. Prefixes of the tables are chosen, not single rows."""
+"""The hot set that makes most *samples* hot.
+
+A sample is hot only if all its rows are, so how much a row is worth depends on the rows that occur with it. Each table
+contributes a prefix of its rows; single rows are not chosen.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,18 @@ from numpy.typing import NDArray
 
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot.table_use import Found, TableUse, draw_samples, most_accessed, samples_by_block
+from hotrow.hot.hot_set import Found, TableUse, draw_samples, most_accessed, samples_by_block
 
 MOST_SAMPLES = 1 << 20
-"""Training samples that are looked at, at most."""
+"""The largest number of training samples looked at."""
 BINS_PER_OCTAVE, FINE_ROWS = 16, 64
-"""Prefixes to choose among: all up to FINE_ROWS, then so many per doubling."""
+"""The prefixes to choose among: every length up to FINE_ROWS, then BINS_PER_OCTAVE lengths per doubling."""
 
 
-def covering(
-    dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int, confidence: float
-) -> Found:
-    """Hot rows by table; how many samples were looked at.
+def covering(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int) -> Found:
+    """Returns hot rows by table, and how many samples were looked at.
 
-    Of them, no fewer are covered than by the rows of most accesses, whose prefixes are among those to choose from.
+    At least as many of those samples are hot as by the rows with most accesses, whose prefixes are among the choices.
     """
     popular = most_accessed(tables, budget_bytes)
     edges = [
@@ -41,7 +42,7 @@ def covering(
 
 
 def prefixes_of(num_rows: int) -> NDArray[np.int64]:
-    """Prefixes to choose among, rising, the last of all rows."""
+    """Returns the lengths to choose among, rising; the last is the whole table."""
     octaves = max(0.0, math.log2(num_rows / FINE_ROWS))
     far = FINE_ROWS * 2 ** np.linspace(0, octaves, 1 + math.ceil(octaves * BINS_PER_OCTAVE))
     found = np.unique(np.concatenate([np.arange(1, FINE_ROWS), far.astype(np.int64), [num_rows]]))
@@ -51,7 +52,7 @@ def prefixes_of(num_rows: int) -> NDArray[np.int64]:
 def _bins_of_samples(
     dataset: PackedDataset, tables: Sequence[TableUse], edges: Sequence[NDArray[np.int64]], seed: int
 ) -> NDArray[np.int16]:
-    """[tables, samples]: the index of the smallest prefix that holds all of a sample's rows of a table."""
+    """Returns [tables, samples]: the index of the shortest prefix that holds all of a sample's rows of a table."""
     chosen = draw_samples(dataset, MOST_SAMPLES, seed=seed)
     number = {table.name: t for t, table in enumerate(tables)}
     bins = np.zeros((len(edges), len(chosen)), np.int16)
@@ -60,7 +61,7 @@ def _bins_of_samples(
         for feature, ids in zip(dataset.info.features, block.ids, strict=True):
             t = number[feature.table]
             own = bins[t, start : start + len(rows)]
-            np.maximum(own, np.searchsorted(edges[t], _last_place(tables[t], ids, rows), "right"), out=own)
+            np.maximum(own, np.searchsorted(edges[t], _last_position(tables[t], ids, rows), "right"), out=own)
         start += len(rows)
     return bins
 
@@ -72,14 +73,14 @@ def most_covered(
     *,
     beside: Sequence[int] | None = None,
 ) -> list[int]:
-    """For each table the index of a prefix, all within the budget, such that many samples are covered.
+    """Returns for each table the index of a prefix, all within the budget, so that many samples are covered.
 
-    bins: [tables, samples], the least prefix of each table that a sample needs. sizes: bytes of each table's prefixes,
-    rising. beside: another choice within the budget, to begin with where more is covered so.
+    bins: [tables, samples], the shortest prefix of each table that a sample needs. sizes: bytes of each table's
+    prefixes, rising. beside: another choice within the budget, which is the starting point if it ends up covering more.
 
-    A heuristic: a sample is a conjunction, and the best set is hard to find.
+    This is a heuristic: a sample is a conjunction, which makes the best set hard to find.
     """
-    found = [_giving_way(bins, sizes, budget_bytes)]
+    found = [_shrink(bins, sizes, budget_bytes)]
     if beside is not None:
         found.append(list(beside))
     for cuts in found:
@@ -91,10 +92,11 @@ def _num_bytes(sizes: Sequence[NDArray[np.int64]], cuts: Sequence[int]) -> int:
     return sum(int(size[cut]) for size, cut in zip(sizes, cuts, strict=True))
 
 
-def _giving_way(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], budget_bytes: int) -> list[int]:
-    """From the prefixes that cover all samples the table gives way that loses fewest samples per byte saved.
+def _shrink(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], budget_bytes: int) -> list[int]:
+    """Starts from the prefixes that cover all samples, and shortens prefixes until they fit the budget.
 
-    A sample that is lost no longer counts for the others. What room is left in the end is for `_fill`.
+    Each step shortens the table that loses fewest samples per byte saved. A sample that is lost no longer counts for
+    the other tables. `_fill` uses the room that is left at the end.
     """
     cuts = [int(own.max(initial=0)) for own in bins]
     covered = np.ones(bins.shape[1], np.bool_)
@@ -112,7 +114,7 @@ def _giving_way(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], bud
 def _cheapest(
     histograms: Sequence[NDArray[np.int64]], sizes: Sequence[NDArray[np.int64]], cuts: Sequence[int], excess: int
 ) -> tuple[int, int]:
-    """(table, new cut) that loses fewest covered samples per byte saved; more than `excess` saved is not worth more."""
+    """Returns the (table, new cut) that loses fewest covered samples per byte saved, up to `excess` bytes."""
     best = (math.inf, 0, 0)
     for t, (histogram, size, cut) in enumerate(zip(histograms, sizes, cuts, strict=True)):
         if cut == 0:
@@ -126,11 +128,11 @@ def _cheapest(
 
 
 def _fill(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], cuts: list[int], room: int) -> None:
-    """Lengthen the prefixes in `cuts` where that covers most samples per byte, as long as there is room."""
+    """Lengthens prefixes in `cuts`, each time the one that covers most samples per byte, while there is room."""
     beyond = np.stack([own > cut for own, cut in zip(bins, cuts, strict=True)])
     while True:
         best = (0.0, 0, 0)
-        alone = beyond.sum(axis=0) == 1  # samples that one table keeps from being covered
+        alone = beyond.sum(axis=0) == 1  # samples that only one table keeps from being covered
         for t, (size, cut) in enumerate(zip(sizes, cuts, strict=True)):
             gained = np.cumsum(np.bincount(bins[t, alone & beyond[t]], minlength=len(size))[cut + 1 :])
             cost = size[cut + 1 :] - size[cut]
@@ -145,12 +147,12 @@ def _fill(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], cuts: lis
         beyond[t] = bins[t] > cut
 
 
-def _last_place(table: TableUse, ids: NDArray[Any] | Ragged, rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Of each of these samples the last place in the table's order that it needs; 0 where it has no id."""
+def _last_position(table: TableUse, ids: NDArray[Any] | Ragged, rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Returns for each of these samples the last position in the table's order that it needs; 0 if it has no id."""
     if not isinstance(ids, Ragged):
-        return table.places(ids[rows])
+        return table.positions(ids[rows])
     lengths = np.diff(ids.row_splits)
     last = np.zeros(len(lengths), np.int64)
     values = ids.values[ids.row_splits[0] : ids.row_splits[-1]]
-    np.maximum.at(last, np.repeat(np.arange(len(lengths)), lengths), table.places(values))
+    np.maximum.at(last, np.repeat(np.arange(len(lengths)), lengths), table.positions(values))
     return last[rows]

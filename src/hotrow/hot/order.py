@@ -1,14 +1,15 @@
-"""When hot, when cold: the order of an epoch's batches, and how it follows the loss.
+"""The order of an epoch's batches: when hot ones come, when cold ones, and how that follows the loss.
 
-    none     batches as the loader shuffles them
-    window   of every `window` batches as many as their hot samples fill come first, hot alone; nothing moves further
-    fixed    cold batches, then hot ones, `rate` percent of each class at a time
-    fae      so too, and after each swap the rate follows the validation loss (the shuffle scheduler of FAE, Adnan et
-             al., VLDB'22): halved where it did not fall, doubled where it fell FALLS times running, within 1 .. 100
+    none     batches in the loader's shuffled order
+    window   within every `window` batches, hot samples fill the first batches; no sample leaves its window
+    fixed    phases of cold batches and of hot batches in alternation, each `rate` percent of its class
+    fae      as `fixed`, but after each phase the rate follows the validation loss (the shuffle scheduler of FAE, Adnan
+             et al., VLDB'22): halved if the loss did not fall, doubled after FALLS falls in a row, within 1 .. 100
 
-A `BatchOrder` is a few classes of batches, each with its own loader, taken in turn. `none` and `window` have one class,
-whose turn is the epoch. `fixed` and `fae` may keep some samples of both classes for a last turn in shuffled order, so
-that an epoch does not end on one class. Every sample comes once per epoch, whatever the rate does meanwhile.
+A `BatchOrder` has a few classes of batches, each with its own loader, and alternates between them. One stretch of
+batches of one class is a phase of the schedule, called `Turn` in the code. `none` and `window` have one class, and an
+epoch is one phase. `fixed` and `fae` may keep some samples of both classes for a last phase in shuffled order, so that
+an epoch does not end on one class. Every sample comes once per epoch, whatever happens to the rate.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from hotrow.data.packed.loader import WINDOW_ROWS, Loader
 from hotrow.data.packed.reader import Split
 
 FALLS = 4
-"""Swaps in a row after which the loss had fallen, before the rate is doubled."""
+"""The rate is doubled after the loss has fallen this many times in a row."""
 MIXED = "mixed"
-"""The class whose turn comes when the others have no batches left."""
+"""The class whose phase comes when the others have no batches left."""
 LOWEST, HIGHEST = 1.0, 100.0
-"""Percent of a class at a time."""
+"""Bounds of the rate, in percent."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How much of a class is trained at a time, and what the losses said of it."""
+    """How much of a class is trained in one phase, and the losses that led to it."""
 
     percent: Annotated[float, Field(ge=LOWEST, le=HIGHEST)]
     loss: Amount | None = None
-    """After the last swap."""
+    """Validation loss after the last phase."""
     falls: Annotated[int, Field(ge=0, lt=FALLS)] = 0
-    """Swaps running by which the loss fell; counted anew where the rate is doubled."""
+    """How many times in a row the loss has fallen; 0 again when the rate is doubled."""
 
     def after(self, loss: float) -> Rate:
-        """The rate once the loss after a swap is known. A loss that stays has not fallen; nor has one that is NaN."""
+        """Returns the rate after a phase that ended with this loss. An equal loss, or NaN, has not fallen."""
         if self.loss is None:
             return replace(self, loss=loss)
         if not loss < self.loss:
@@ -60,44 +61,39 @@ class Rate:
 
 @dataclass
 class Turn:
-    """Where the order stands; with the epoch's number, all that a checkpoint must bring back."""
+    """The position in an order. Together with the epoch's number, it is all that a checkpoint needs."""
 
     name: str
-    """The class whose turn it is."""
+    """The class that is being trained."""
     taken: dict[str, Count]
-    """Batches of each class already taken in this epoch."""
+    """Batches of each class already trained in this epoch."""
     stop: Count
-    """Of its class, the batch at which the turn ends."""
+    """The number of batches of its class after which the phase ends."""
     rate: Rate
 
 
 @dataclass
 class _Reading:
-    """A class' batches being read, from one turn to the next: a window of rows is gathered once."""
+    """The iterator over a class' batches, kept from phase to phase so that no window of rows is gathered twice."""
 
     epoch: int
     batch: int
-    """The next one."""
+    """The number of the next batch."""
     batches: Iterator[Batch]
 
 
 class BatchOrder:
-    """Classes of batches taken in turn, `rate` percent of a class at a time; the first class begins, MIXED ends.
+    """Alternates between classes of batches, `rate` percent of a class at a time; the first begins, MIXED ends.
 
-    loaders: by class; one without rows has no turns. rate: percent, from LOWEST to HIGHEST.
+    loaders: by class; a class without rows is left out. rate: percent, from LOWEST to HIGHEST.
     """
 
     def __init__(self, loaders: Mapping[str, Loader], *, rate: float = HIGHEST) -> None:
         self.loaders = {name: loader for name, loader in loaders.items() if loader.num_batches}
         self.num_batches = sum(loader.num_batches for loader in self.loaders.values())
-        """Per epoch."""
+        """Batches per epoch."""
         self._reading: dict[str, _Reading] = {}
         self.turn = Turn("", {}, 0, Rate(rate))
-        self._begin_epoch()
-
-    def begin_at(self, rate: Rate) -> None:
-        """From the beginning of an epoch, at a rate that was reached before."""
-        self.turn = replace(self.turn, rate=rate)
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -105,16 +101,11 @@ class BatchOrder:
         self._begin_turn(next(iter(self.loaders), ""))
 
     def _begin_turn(self, name: str) -> None:
-        """A turn of the class `name`: where no other has batches left, all of its own."""
+        """Begins a phase of the class `name`; if no other class has batches left, it takes all the rest."""
         total, taken = self._total(name), self.turn.taken.get(name, 0)
         share = math.ceil(total * self.turn.rate.percent / 100 - 1e-9)  # 0.29 * 100 is above 29
         alone = not any(self._has_more(other) for other in self.loaders if other not in (name, MIXED))
         self.turn = replace(self.turn, name=name, stop=total if alone else min(total, taken + share))
-
-    @property
-    def begins_epoch(self) -> bool:
-        """Whether no batch of the epoch was trained yet."""
-        return not any(self.turn.taken.values())
 
     def _total(self, name: str) -> int:
         return self.loaders[name].num_batches if name else 0
@@ -123,7 +114,7 @@ class BatchOrder:
         return self.turn.taken[name] < self._total(name)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
-        """The rest of the turn; `count` says which of them were trained."""
+        """Yields the rest of the phase. The caller calls `count` for each batch that was trained."""
         name = self.turn.name
         first = self.turn.taken[name]
         reading = self._reading.get(name)
@@ -134,19 +125,19 @@ class BatchOrder:
             yield batch
 
     def count(self) -> None:
-        """A batch of the turn was trained."""
+        """Counts a batch of this phase as trained."""
         self.turn.taken[self.turn.name] += 1
 
     @property
     def next_name(self) -> str:
-        """The class whose turn comes after this one; of the next epoch's first where this one ends its epoch."""
+        """The class of the next phase, which may belong to the next epoch."""
         names = [*self.loaders]
         at = names.index(self.turn.name)
         left = [name for name in names[at + 1 :] + names[: at + 1] if self._has_more(name)]
         return next((name for name in left if name != MIXED), left[0] if left else names[0])
 
     def end_turn(self, loss: float | None = None) -> None:
-        """To the next turn; loss: on validation rows, for the rate to follow."""
+        """Goes to the next phase. loss: on validation rows, for the rate to follow."""
         if loss is not None:
             self.turn = replace(self.turn, rate=self.turn.rate.after(loss))
         if any(self._has_more(name) for name in self.loaders):
@@ -155,17 +146,17 @@ class BatchOrder:
             self._begin_epoch()
 
     def state(self) -> Turn:
-        """Where it stands; `restore` takes it up."""
+        """Returns a copy of the position, which `restore` takes."""
         return replace(self.turn, taken=dict(self.turn.taken))
 
     def restore(self, turn: Turn) -> None:
-        """Go on from there. Raises ValueError where it is of other classes, or of more batches than there are."""
+        """Continues from a position. Raises ValueError if it has other classes, or more batches than there are."""
         most = {name: loader.num_batches for name, loader in self.loaders.items()}
         fits = turn.taken.keys() == most.keys() and all(turn.taken[name] <= most[name] for name in most)
         if not fits or (most and not turn.taken.get(turn.name, math.inf) <= turn.stop <= most[turn.name]):
             raise ValueError(
-                f"the order stands at {turn.taken} batches, in a turn of {turn.name} up to {turn.stop}, but an epoch "
-                f"has {most}: it is of other data, another batch size or another hot set"
+                f"the saved order stands at {turn.taken} batches, in a phase of {turn.name} batches up to {turn.stop}, "
+                f"but an epoch has {most}: it is of other data, another batch size or another hot set"
             )
         self.turn = replace(turn, taken=dict(turn.taken))
 
@@ -179,9 +170,10 @@ def batch_order(
     shuffle_seed: int | None,
     mixed: NDArray[np.bool_] | None = None,
 ) -> BatchOrder:
-    """The order `config.schedule` asks for. is_hot: bool [rows of the split]; None where nothing is hot yet.
+    """Makes the order that `config.schedule` asks for.
 
-    mixed: bool [rows of the split], samples kept for the end of the epoch where batches come in turns.
+    is_hot: bool [rows of the split]; None if the schedule is none. mixed: bool [rows of the split], samples of both
+    classes that the phased schedules keep for the end of the epoch.
     """
     if is_hot is None:
         return BatchOrder({"all": Loader(split, batch_size, shuffle_seed=shuffle_seed)})
@@ -199,15 +191,16 @@ def batch_order(
 
 
 def _window_rows(only: NDArray[np.bool_]) -> int:
-    """A class' part of WINDOW_ROWS: its rows of a stretch as long as a window of all samples.
+    """Returns a class' part of WINDOW_ROWS: how many rows of it lie in a window of all samples.
 
-    So classes, whose windows are held at once, hold no more together, and rows are mixed over the same distance.
+    All classes' windows are in memory at once. With these sizes they take no more than one window of all samples, and
+    rows are mixed over the same distance.
     """
     return max(1, -(-WINDOW_ROWS * int(only.sum()) // max(1, len(only))))
 
 
 def mixed_samples(num_samples: int, share: float, *, batch_size: int, seed: int) -> NDArray[np.bool_] | None:
-    """bool [num_samples]: those kept for the end of an epoch, drawn by `seed`, whole batches of them; None for none."""
+    """Draws whole batches of samples to keep for the end of an epoch: bool [num_samples], or None for no batch."""
     count = int(num_samples * share) // batch_size * batch_size
     if not count:
         return None

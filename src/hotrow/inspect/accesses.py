@@ -1,7 +1,7 @@
 """Which rows of which table are looked up, batch by batch: from a split of a packed dataset, or from a plain trace.
 
-A trace is text, one row id per line, of lookups in one table in their order; compressed or not. Both are read in the
-order they are stored in: what follows from the order (reuse, overlap, drift) is said of that order alone.
+A trace is a text file, compressed or not, with one row id per line: the lookups of one table in their order. Both kinds
+are read in stored order, so whatever depends on the order (reuse, overlap, drift) holds for that order alone.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from numpy.typing import NDArray
 from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.data.packed.format import Ids, Ragged, concatenate_ids, slice_ids
 from hotrow.data.packed.reader import PackedDataset, Split
-from hotrow.data.rowcounts import RowCounts
 from hotrow.data.sources.inputs import ByteStream, find_files
 
 PIECE_BYTES = 1 << 22
-"""Of text parsed at a time."""
+"""Text is parsed in pieces of this size."""
 LONGEST_LINE_BYTES = 1 << 12
-"""Far above any integer; a longer line is no trace's, and is not gathered in memory to say so."""
+"""Longer than any integer. A longer line means the file is not a trace, so it is not read further."""
 COUNTED_SAMPLES = 1 << 18
-"""Counted at a time, of a dataset without counts."""
+"""Samples counted at a time if a dataset has no counts."""
 INTEGER = re.compile(rb"-?[0-9]{1,19}")
 BatchIds = Iterator[NDArray[Any]]
 
@@ -41,14 +40,14 @@ class TableAccesses:
 
     name: str
     num_embeddings: int
-    """Rows N; of a trace, the highest id + 1."""
+    """Number of rows N; for a trace, the highest id + 1."""
     features: tuple[str, ...]
     batches: Callable[[int], BatchIds]
     """batch size in samples -> the ids of each batch, int32 or int64 [n]; the last batch may be smaller."""
     counts: NDArray[np.unsignedinteger[Any]]
     """Accesses of each row, hottest first."""
     num_rare: int = 0
-    """Accesses of row 0 of a packed dataset, which many ids share: no single row is that hot, so not in `counts`."""
+    """Accesses of row 0 of a packed dataset. Many ids share it, so it is not in `counts`: no single row is that hot."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,14 @@ class Accesses:
     kind: str
     """packed dataset | trace"""
     num_samples: int
-    """Rows of the split; of a trace, which knows no samples, its lookups."""
+    """Rows of the split. A trace has no samples; its lookups are counted instead."""
     tables: tuple[TableAccesses, ...]
 
 
 def open_accesses(path: Path | str, *, split: str = "train", progress: ProgressCallback | None = None) -> Accesses:
-    """Of the split of a packed dataset, where `path` is a folder; else of a trace.
+    """Opens a split of a packed dataset if `path` is a folder, else a trace.
 
-    Raises ValueError with the cure: no such split, no accesses at all, and all that reading raises.
+    Raises ValueError, with what to do, if there is no such split or no access at all, and whenever reading does.
     """
     if Path(path).is_dir():
         return split_accesses(PackedDataset.open(path), split)
@@ -74,7 +73,7 @@ def open_accesses(path: Path | str, *, split: str = "train", progress: ProgressC
 
 
 def first_batches(accesses: Accesses, num_batches: int, *, batch_size: int) -> Accesses:
-    """Only the first `num_batches` of every table; counts stay those of everything. Raises ValueError below 1."""
+    """Keeps the first `num_batches` of every table; counts stay those of all batches. Raises ValueError below 1."""
     if num_batches < 1:
         raise ValueError(f"batches is {num_batches}; read at least 1")
 
@@ -89,7 +88,7 @@ def first_batches(accesses: Accesses, num_batches: int, *, batch_size: int) -> A
 
 
 def split_accesses(dataset: PackedDataset, name: str = "train") -> Accesses:
-    """Every table's lookups in the split `name`; their counts are of the training split whichever it is."""
+    """Returns every table's lookups in the split `name`; the counts are always those of the training split."""
     split = dataset.split(name)
     if split.num_rows == 0:
         full = [other for other, rows in dataset.splits.items() if rows.num_rows] or ["none"]
@@ -97,7 +96,7 @@ def split_accesses(dataset: PackedDataset, name: str = "train") -> Accesses:
             f"{dataset.path}: split {name!r} has no rows, so no accesses; splits with rows: {', '.join(full)}"
         )
     if not dataset.has_counts:
-        text = "carries no counts: its training split is counted, each time anew; hotrow prepare counts once"
+        text = "carries no counts: its training split is counted, each time again; hotrow prepare counts once"
         warnings.warn(f"{dataset.path} {text}", stacklevel=3)
     return Accesses(
         name=dataset.info.name,
@@ -123,7 +122,7 @@ def _table_accesses(dataset: PackedDataset, split: Split, table: str) -> TableAc
 
 
 def _counted(dataset: PackedDataset, table: str, columns: list[int]) -> NDArray[np.unsignedinteger[Any]]:
-    """What counts/ would say of a table: accesses by the training split, row 0 first, then falling."""
+    """Counts a table's accesses by the training split, as counts/ has them: row 0 first, then falling."""
     counts = np.zeros(dataset.info.table_by_name[table].num_embeddings, np.int64)
     for ids in _split_batches(dataset.split("train"), columns, COUNTED_SAMPLES):
         counts += np.bincount(ids, minlength=len(counts))
@@ -131,7 +130,7 @@ def _counted(dataset: PackedDataset, table: str, columns: list[int]) -> NDArray[
 
 
 def _split_batches(split: Split, columns: list[int], batch_size: int) -> BatchIds:
-    """Ids of the features `columns`, one feature's after another's, as a lookup takes them."""
+    """Yields the ids of the features `columns` batch by batch, feature after feature, in the order of a lookup."""
     rest: list[Ids] | None = None
     for index in range(split.num_blocks):
         ids = split.block(index).ids
@@ -160,9 +159,9 @@ def _flat(columns: list[Ids]) -> NDArray[Any]:
 
 
 def trace_accesses(path: Path | str, *, progress: ProgressCallback | None = None) -> Accesses:
-    """The lookups of a trace as one table; they wait in a temporary file, at 8 bytes each, memory stays bounded.
+    """Reads the lookups of a trace as one table. They are kept in a temporary file, 8 bytes each, not in memory.
 
-    Raises ValueError naming file and line for what is no integer or negative, and where there is no line.
+    Raises ValueError, naming file and line, for a line that is not an integer or is negative, and for an empty file.
     """
     file = find_files([path], matches=lambda name: True, wanted="a trace")[0]
     found = RowCounts()
@@ -191,7 +190,7 @@ def trace_accesses(path: Path | str, *, progress: ProgressCallback | None = None
 
 
 def _parse(stream: ByteStream, name: str) -> BatchIds:
-    """Ids of whole lines, a piece of text at a time."""
+    """Yields the ids of whole lines, one piece of text at a time."""
     buffer = bytearray(PIECE_BYTES)
     rest, first_line = b"", 1
     while num_bytes := stream.readinto(memoryview(buffer)):
@@ -229,3 +228,41 @@ def _refuse(text: bytes, name: str, line: int) -> None:
         f"{name}:{line}: {shown!r} {what}; a trace has one integer from 0 to 2^63 - 1 per line and nothing else: "
         "remove or mend the line"
     )
+
+
+LEAST_WAITING = 1 << 18
+"""Ids gathered at least before they are merged in: merging costs a pass over all rows seen."""
+
+
+class RowCounts:
+    """Accesses per row of ids that come in pieces, for id spaces too large for an array of counts.
+
+    Memory: 16 bytes per distinct id, and as much again while merging.
+    """
+
+    def __init__(self) -> None:
+        self._rows, self._counts = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._waiting: list[NDArray[Any]] = []
+        self._num_waiting = 0
+
+    def add(self, ids: NDArray[Any]) -> None:
+        """Count each of `ids`, integers [n]."""
+        self._waiting.append(ids)
+        self._num_waiting += len(ids)
+        if self._num_waiting > max(len(self._rows), LEAST_WAITING):
+            self._merge()
+
+    def sums(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The different ids so far, rising, and the count of each."""
+        self._merge()
+        return self._rows, self._counts
+
+    def _merge(self) -> None:
+        if not self._waiting:
+            return
+        new_rows, new_counts = np.unique(np.concatenate(self._waiting), return_counts=True)
+        rows, place = np.unique(np.concatenate([self._rows, new_rows]), return_inverse=True)
+        counts = np.zeros(len(rows), np.int64)
+        np.add.at(counts, place, np.concatenate([self._counts, new_counts]))
+        self._rows, self._counts = rows, counts
+        self._waiting, self._num_waiting = [], 0

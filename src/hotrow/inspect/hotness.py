@@ -1,10 +1,10 @@
-"""The hotness report as data: demand, coverage and locality of every table of a dataset or a trace.
+"""The hotness report as data: the demand, coverage and locality of every table of a dataset or a trace.
 
     hotness = measure_hotness(open_accesses("data/criteo"), batch_size=2048, embedding_dim=16)
     hotness.miss_ratio("C3", 100_000)        # share of the distinct rows of batches that an LRU cache of so many misses
     hotness.to_json()                        # the fields of docs/inspect.md
 
-Tables are read one after another, so that memory is that of one table's profile.
+Tables are read one after another, so only one table's profile is in memory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 
 from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.inspect.accesses import Accesses, TableAccesses
-from hotrow.inspect.locality import Locality, measure_locality
-from hotrow.inspect.reuse import ACCESSES, OVERLAP_BATCHES, Access
+from hotrow.inspect.reuse import ACCESSES, OVERLAP_BATCHES, Access, Locality, measure_locality
 from hotrow.plan.demand import STATE_BYTES, Demand, spread
 
 COVERAGE_SHARES = (0.001, 0.01, 0.1)
 CURVE_SHARES = tuple(10 ** (k / 4) for k in range(-16, 1))
-"""Shares of the rows at which curves over all tables are given: four per power of ten."""
+"""Shares of the rows at which curves over all tables have points: four per power of ten."""
 CACHE_SHARES = (0.01, 0.1)
-"""Of each table's rows: cache sizes at which the miss ratio is given by name."""
+"""Cache sizes, as shares of each table's rows, whose miss ratio is reported by name."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +37,28 @@ class TableHotness:
     demand: Demand
     locality: Locality
     accesses: int
-    """By counts/: of the training split, or of the whole trace."""
+    """Accesses of the training split, or of the whole trace."""
 
     @property
     def hottest(self) -> float:
-        """Share of the accesses that the hottest row takes."""
+        """The share of the accesses that the hottest row takes."""
         return int(self.table.counts[0]) / self.accesses if len(self.table.counts) and self.accesses else 0.0
 
     @property
     def rare(self) -> float:
-        """Share of the accesses that row 0 takes for all rare ids together."""
+        """The share of the accesses that row 0 takes, for all rare ids together."""
         return self.table.num_rare / self.accesses if self.accesses else 0.0
 
     def coverage(self, shares: Sequence[float]) -> list[float]:
-        """Share of the accesses that the hottest `shares` of the rows take; at least one row each."""
+        """Returns the shares of the accesses that the hottest `shares` of the rows, at least one row each, take."""
         return coverage(self.table.counts, [self.rows_of(share) for share in shares], total=self.accesses)
 
     def rows_of(self, share: float) -> int:
-        """That share of the table's rows, at least one."""
+        """Returns how many rows that share of the table is, at least one."""
         return max(1, round(share * self.table.num_embeddings))
 
     def to_json(self) -> dict[str, Any]:
-        """Fields of one entry of `tables`."""
+        """Returns the fields of one entry of `tables`."""
         tops = self.coverage(COVERAGE_SHARES)
         return {
             "table": self.table.name,
@@ -82,21 +81,24 @@ class TableHotness:
 
 
 def coverage(counts: NDArray[Any], num_rows: Sequence[int], *, total: int) -> list[float]:
-    """Sums of the first `num_rows` (rising) of `counts`, hottest first, over `total`; nothing as long as `counts`."""
+    """Returns the sums of the first `num_rows` (rising) of `counts`, hottest first, over `total`.
+
+    Allocates nothing as long as `counts`.
+    """
     ends = np.minimum([0, *num_rows], len(counts)).tolist()
     sums = [int(counts[a:b].sum(dtype=np.uint64)) for a, b in pairwise(ends)]
     return [int(hot) / total if total else 0.0 for hot in np.cumsum(np.array(sums, np.uint64))]
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """sum(w v) / sum(w); 0 where nothing weighs."""
+    """Returns sum(w v) / sum(w), or 0 if all weights are 0."""
     total = sum(weights)
     return sum(w * v for v, w in zip(values, weights, strict=True)) / total if total else 0.0
 
 
 @dataclass(frozen=True)
 class Hotness:
-    """What was found, and under which batch size, dim, sampling and seed."""
+    """The report, with the batch size, dim, sampling and seed it was made with."""
 
     accesses: Accesses
     batch_size: int
@@ -106,9 +108,10 @@ class Hotness:
     tables: tuple[TableHotness, ...]
 
     def miss_ratio(self, table: str, capacity_rows: int, *, per: Access = "row") -> float:
-        """Share of `table`'s accesses that an LRU cache of `capacity_rows` rows misses, first accesses included.
+        """Returns the share of a table's accesses that an LRU cache of `capacity_rows` rows misses, first accesses too.
 
-        per: "row", each different row of a batch being one access; or "lookup". Raises ValueError for an unknown table.
+        per: "row" counts each distinct row of a batch as one access; "lookup" counts every lookup. Raises ValueError
+        for an unknown table.
         """
         found = {own.table.name: own for own in self.tables}
         if table not in found:
@@ -116,17 +119,17 @@ class Hotness:
         return float(found[table].locality.curve(per).miss_ratio(capacity_rows))
 
     def miss_ratio_of_share(self, share: float, *, per: Access) -> float:
-        """Over all tables together, each with an LRU cache of that share of its rows, at least one row."""
+        """Returns the miss ratio over all tables, each with an LRU cache of that share of its rows, at least one."""
         weights = [own.locality.num_accesses(per) for own in self.tables]
         return weighted_mean([own.locality.curve(per).miss_ratio(own.rows_of(share)) for own in self.tables], weights)
 
     def first(self, *, per: Access) -> float:
-        """Share of first accesses over all tables together: missed by caches of any size."""
+        """Returns the share of first accesses over all tables; a cache of any size misses them."""
         weights = [own.locality.num_accesses(per) for own in self.tables]
         return weighted_mean([own.locality.curve(per).first for own in self.tables], weights)
 
     def distances(self, *, per: Access) -> list[tuple[int, float]]:
-        """Reuse distances of all tables together, each within its own table: see `MissRatioCurve.distances`."""
+        """Returns the reuse distances of all tables, each within its own table: see `MissRatioCurve.distances`."""
         curves = [own.locality.curve(per) for own in self.tables]
         weights = [own.locality.num_accesses(per) for own in self.tables]
         most = max(int(curve.capacities[-1]) - 1 for curve in curves)
@@ -134,19 +137,19 @@ class Hotness:
         return [(row[0][0], weighted_mean([share for _, share in row], weights)) for row in rows]
 
     def coverage(self, shares: Sequence[float]) -> list[float]:
-        """Over all tables together, the hottest `shares` of each table's rows."""
+        """Returns the share of all accesses that the hottest `shares` of each table's rows take."""
         total = sum(own.accesses for own in self.tables)
         sums = np.sum([np.multiply(own.coverage(shares), own.accesses) for own in self.tables], axis=0)
         return [float(hot) / total if total else 0.0 for hot in sums]
 
     def overlap(self, num_batches: int) -> float | None:
-        """Mean of the tables' overlaps, weighted by their rows per batch; None where no table has one."""
+        """Returns the mean of the tables' overlaps, weighted by rows per batch; None if no table has one."""
         pairs = [(own.locality.overlap[num_batches], own.locality.rows_per_batch) for own in self.tables]
         known = [(value, weight) for value, weight in pairs if value is not None]
         return weighted_mean([value for value, _ in known], [weight for _, weight in known]) if known else None
 
     def windows(self) -> list[dict[str, float]]:
-        """The tables' windows, their means weighted by lookups; only tables that have all windows."""
+        """Returns the mean of the tables' windows, weighted by lookups; only tables that have all windows count."""
         most = max(len(own.locality.windows) for own in self.tables)
         own = [table.locality for table in self.tables if len(table.locality.windows) == most]
         weights = [locality.num_lookups for locality in own]
@@ -155,7 +158,7 @@ class Hotness:
         return [{name: weighted_mean([w[name] for w in row], weights) for name in names} for row in rows]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON-ready values; docs/inspect.md lists the fields."""
+        """Returns the report as JSON-ready values; docs/inspect.md lists the fields."""
         tops = self.coverage(COVERAGE_SHARES)
         return {
             "name": self.accesses.name,
@@ -200,14 +203,14 @@ class Hotness:
 
 
 def demand_json(demand: Demand) -> dict[str, Any]:
-    """A demand with what follows from it."""
+    """Returns a demand and the figures that follow from it."""
     names = ("gross_bytes", "net_bytes", "training_bytes", "table_bytes", "density")
     fields = ("row_bytes", "state_bytes", "lookups", "rows")
     return {name: getattr(demand, name) for name in (*fields, *names)}
 
 
 def locality_json(locality: Locality) -> dict[str, Any]:
-    """A locality with its curves thinned."""
+    """Returns a locality with its curves thinned."""
     return {
         "unique_ratio": locality.unique_ratio,
         "rate": locality.rate,
@@ -233,11 +236,12 @@ def measure_hotness(
     seed: int = 0,
     progress: ProgressCallback | None = None,
 ) -> Hotness:
-    """Read every table's lookups once and report on them.
+    """Reads every table's lookups once and reports on them.
 
-    batch_size: samples per step; of a trace, lookups. embedding_dim: columns of float32 in every table, for the bytes.
-    sample: share of each table's rows whose reuse is followed, at least 8,192 rows; None: all, up to 2^20 rows of a
-    table. seed: chooses the rows followed. Raises ValueError for values out of range and from reading.
+    batch_size: samples per step (for a trace: lookups). embedding_dim: float32 columns of every table, for the bytes.
+    sample: the share of each table's rows whose reuse is followed, at least 8,192 rows; None follows all, up to 2^20
+    rows of a table. seed: chooses the rows followed. Raises ValueError for values out of range, and whenever reading
+    does.
     """
     if embedding_dim < 1:
         raise ValueError(f"embedding_dim is {embedding_dim}; it must be at least 1")

@@ -15,11 +15,11 @@ from hotrow.draw.pages import load_template
 NAME = "hotness"
 Table = Mapping[str, Any]
 ACCESSES = {"lookup": "lookup", "row": "distinct row of a batch"}
-"""What is counted as one access, in words."""
+"""What counts as one access, in words."""
 
 
 def write_inspection(folder: Path | str, report: Mapping[str, Any]) -> list[str]:
-    """Write what `hotrow inspect` found into `folder`, made if absent; the paths of the files, JSON, CSV, HTML."""
+    """Writes what `hotrow inspect` found to `folder`, which is made if absent; returns the files: JSON, CSV, HTML."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = {suffix: folder / f"{NAME}.{suffix}" for suffix in ("json", "csv", "html")}
@@ -31,7 +31,7 @@ def write_inspection(folder: Path | str, report: Mapping[str, Any]) -> list[str]
 
 
 def flat_row(table: Table) -> dict[str, Any]:
-    """One table's figures without its curves: the columns of the CSV, and of the tables people see."""
+    """Returns one table's figures without its curves: the columns of the CSV file and of the printed tables."""
     locality = table["locality"]
     scalars = {name: value for name, value in table.items() if not isinstance(value, (list, dict))}
     return {
@@ -45,7 +45,7 @@ def flat_row(table: Table) -> dict[str, Any]:
 
 
 def as_csv(report: Mapping[str, Any]) -> str:
-    """One line per table."""
+    """Returns the CSV text, one line per table."""
     rows = [flat_row(table) for table in report["tables"]]
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
@@ -78,7 +78,7 @@ def print_inspection(report: Mapping[str, Any]) -> None:
 
 
 def _hot_grid(hot: Mapping[str, Any]) -> Any:
-    """Ways to choose the rows of a fast device."""
+    """Makes the table of the ways to choose hot rows."""
     from rich.table import Table as Grid
 
     grid = Grid("way", title=f"hot rows in {size(hot['budget_bytes'])}, optimizer {hot['optimizer']}")
@@ -91,7 +91,7 @@ def _hot_grid(hot: Mapping[str, Any]) -> Any:
 
 
 def _drift_grid(drift: Mapping[str, Any]) -> Any:
-    """Share of the samples that are hot, part by part."""
+    """Makes the table of the share of hot samples, part by part."""
     from rich.table import Table as Grid
 
     names = [name for name in DRIFT_NAMES if name in drift["parts"][0]]
@@ -131,7 +131,6 @@ LOCALITY_COLUMNS = {
 DRIFT_NAMES = {
     "whole": "hot set of the whole split",
     "first": "of its first part",
-    "tracked": "tracked, as each began",
     "lru": "LRU cache",
     "belady": "best cache (Belady)",
 }
@@ -146,7 +145,7 @@ HOT_COLUMNS = {
 
 
 def sentences(report: Mapping[str, Any]) -> list[str]:
-    """What people read below the tables."""
+    """Returns the sentences below the tables."""
     demand, locality = report["demand"], report["locality"]
     what = "lookups" if report["kind"] == "trace" else "samples"
     lines = [
@@ -154,9 +153,9 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
         f"dim {report['embedding_dim']}, tables of {size(demand['table_bytes'])}.",
         f"A step: {size(demand['gross_bytes'])} gross, {size(demand['net_bytes'])} net of repeats in a batch, "
         f"{size(demand['training_bytes'])} in training.",
-        "Miss: by an LRU cache of 10 % of the table's rows, per lookup and per distinct row of a batch; first: what of "
-        "the latter are first accesses, missed by any cache. Last 10: rows of a batch that were in one of the 10 "
-        "before it.",
+        "Miss: the share that an LRU cache of 10 % of the table's rows misses, per lookup and per distinct row of a "
+        "batch. First: the share of those rows that are first accesses, which any cache misses. Last 10: the share of "
+        "a batch's rows that were in one of the 10 batches before it.",
         order_note(report),
     ]
     if demand["gini"] is not None:
@@ -167,7 +166,7 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
             2, f"Half of that falls on {half} of the tables' bytes; Gini {demand['gini']:.2f} (0: uniform){densest}."
         )
     if "hot" in report:
-        lines.append("A sample is hot if all its rows are: it can train on the fast device alone.")
+        lines.append("A sample is hot if all its rows are hot: it can train on the device alone.")
         lines += [f"{way['name']}: {way['error']}" for way in report["hot"]["ways"] if "error" in way]
         lines += estimate_sentences(report["hot"])
         if "drift" in report["hot"]:
@@ -178,7 +177,7 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
 
 
 def estimate_sentences(hot: Mapping[str, Any]) -> list[str]:
-    """The estimate of the sampled way at the threshold that it took, beside the true size there."""
+    """Compares the estimate of the sampled way, at the threshold that it took, with the true size."""
     found = []
     for way in hot["ways"]:
         fitting = [t for t in way.get("thresholds", ()) if max(t["high_bytes"], t["true_bytes"]) <= hot["budget_bytes"]]
@@ -193,19 +192,17 @@ def estimate_sentences(hot: Mapping[str, Any]) -> list[str]:
 
 
 def drift_sentences(drift: Mapping[str, Any]) -> list[str]:
-    """What the table of drift does not say."""
-    told = [f"Tracked: by a tracker of {size(drift['tracker_bytes'])}, which knows only what came before the part."]
+    """Returns what the table of drift does not say."""
     if "cache_rows" not in drift:
-        return [*told, f"Caches: {drift['caches']}."]
+        return [f"Caches: {drift['caches']}."]
     return [
-        *told,
         f"Caches of {drift['cache_rows']:,} rows over all tables start empty and miss first accesses, which sets may "
         "serve; Belady's knows the future. A sample is hot if all its lookups hit.",
     ]
 
 
 def inspection_page(report: Mapping[str, Any]) -> str:
-    """The HTML. Text is escaped."""
+    """Returns the HTML page; text is escaped."""
     template = load_template(
         "inspect/report.html", share=lambda value: "" if value is None else f"{value:.1%}", size=size
     )
@@ -220,12 +217,12 @@ def inspection_page(report: Mapping[str, Any]) -> str:
 
 
 def by_density(report: Mapping[str, Any]) -> list[Table]:
-    """The tables, those with most bytes demanded per byte of table first."""
+    """Returns the tables, those with most bytes demanded per byte of table first."""
     return sorted(report["tables"], key=lambda table: -table["demand"]["density"])
 
 
 def order_note(report: Mapping[str, Any]) -> str:
-    """What the order of the accesses was, in words: without it reuse distances say nothing."""
+    """Says what the order of the accesses was; without it reuse distances say nothing."""
     if report["kind"] == "trace":
         return "Accesses are taken in the order of the trace's lines."
     return (
@@ -236,7 +233,7 @@ def order_note(report: Mapping[str, Any]) -> str:
 
 
 def charts_of(report: Mapping[str, Any]) -> dict[str, str]:
-    """Every chart as SVG text, "" where there is nothing to draw."""
+    """Returns every chart as SVG text, or "" if there is nothing to draw."""
     tables = by_density(report)
     largest = sorted(tables, key=lambda table: -table["demand"]["training_bytes"])
     locality, curve = report["locality"], report["demand"]["curve"]
@@ -294,7 +291,7 @@ def charts_of(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def drift_charts(report: Mapping[str, Any]) -> dict[str, str]:
-    """How hot rows age, where that was asked."""
+    """Returns the charts of how hot rows age, if that was measured."""
     if "drift" not in report.get("hot", {}):
         return {}
     parts = report["hot"]["drift"]["parts"]
@@ -313,7 +310,7 @@ def drift_charts(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _steps(distances: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Bins as a line of stairs on a logarithmic axis, where distance 0 begins half a bin below 1."""
+    """Returns bins as the points of a staircase on a logarithmic axis; distance 0 starts half a bin below 1."""
     starts = [0.5, *(end for end, _ in distances)]
     return list(zip(starts, [*(share for _, share in distances), distances[-1][1]], strict=True))
 

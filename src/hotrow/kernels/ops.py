@@ -1,8 +1,8 @@
-"""One function per op: the native kernels where they are built, their readable twins in `reference` where not.
+"""One function per op: it runs the native kernel if that is built, else the readable one in `reference`.
 
-With data/native.py the only importer of the native module. Functions check what a caller can get
-wrong, allocate outputs and follow `torch.get_num_threads()`; arithmetic and the order of sums are stated in
-native/include/hotrow/kernels.h and docs/numerics.md. `backend()` says what runs.
+Only this module and data/native.py import the native module. Functions check what a caller can get wrong, allocate
+outputs and follow `torch.get_num_threads()`; native/include/hotrow/kernels.h and docs/numerics.md state arithmetic and
+the order of sums. `backend()` says what runs.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from hotrow.kernels.reference import Activation, Layout, Rule
 
 ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
 KEPT_FLOATS = 1 << 16
-"""From here up `empty` keeps pages: below, malloc does by itself."""
+"""From this size up `empty` reuses pages; below it, malloc does so itself."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What runs the ops here: for reports."""
+    """What runs the ops in this process, for reports."""
 
     name: str
     """"native" or "reference"."""
     isa: str
-    """Instruction set of the native kernels ("baseline", "avx2", "avx512"); "torch" for the reference."""
+    """Instruction set of the native kernels ("baseline", "avx2", "avx512"), or "torch" for the reference."""
     threads: int
-    """Of the kernels: torch's number, and 1 in a forked child."""
+    """Threads of the kernels: torch's number, but 1 in a forked child."""
     reason: str | None
-    """Why the reference runs; None when it does not."""
+    """Why the reference runs; None if native kernels run."""
 
 
 @functools.cache
 def _load() -> tuple[Any, str | None]:
-    """The native module, or None and the reason, which is announced once."""
+    """Returns the native module and None, or None and the reason, which is announced once."""
     if os.environ.get("HOTROW_NATIVE", "1") == "0":
         reason = "HOTROW_NATIVE=0 is set"
     else:
@@ -80,7 +80,7 @@ def native_module() -> Any:
 
 
 def _limit_isa(module: Any) -> None:
-    """Keeps the native kernels, and torch, to the instruction set that HOTROW_ISA names.
+    """Limits the native kernels, and torch, to the instruction set that HOTROW_ISA names.
 
     Raises ValueError if this machine or build does not have it.
     """
@@ -95,7 +95,7 @@ def _limit_isa(module: Any) -> None:
 
 
 def _limit_torch(limit: str | None) -> None:
-    """Tells torch and its libraries the same limit. They read it at their first operation."""
+    """Sets the same limit for torch and its libraries, which read it at their first operation."""
     for name, value in _TORCH_LIMITS.get(limit or "", {}).items():
         os.environ.setdefault(name, value)
 
@@ -104,19 +104,19 @@ _TORCH_LIMITS = {
     "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
 }
-"""What keeps torch's own kernels, oneDNN and MKL to an instruction set; avx512 is no limit where there is one."""
+"""Settings that limit torch's own kernels, oneDNN and MKL to an instruction set; avx512 is not a limit."""
 
 
 def _announce_fork(module: Any) -> None:
-    """Warns in a forked child, once, that the kernels run on one thread there; elsewhere sees to it that one would."""
+    """Warns once in a forked child that the kernels run on one thread there; elsewhere prepares for such a child."""
     if not module.in_forked_child():
         os.register_at_fork(after_in_child=_load.cache_clear)
     elif torch.get_num_threads() > 1:
         warnings.warn(
-            "this process was forked after hotrow's kernels were loaded: they run on one thread here, because the "
-            "threads of the process it came from are not in it; results are the same. Start it with "
-            "multiprocessing's 'spawn' or 'forkserver' for all threads, or call torch.set_num_threads(1) here: else "
-            "torch's own operations on large tensors wait for those threads for ever",
+            "this process was forked after hotrow's kernels were loaded: they run on one thread here, because a fork "
+            "does not copy the parent's threads; results are the same. Start it with "
+            "multiprocessing's 'spawn' or 'forkserver' for all threads, or call torch.set_num_threads(1) here: "
+            "otherwise torch's own operations on large tensors wait for those threads for ever",
             stacklevel=4,
         )
 
@@ -126,7 +126,7 @@ def _native() -> Any:
 
 
 def backend() -> Backend:
-    """Which kernels run, on which instruction set and how many threads."""
+    """Returns which kernels run, with which instruction set and on how many threads."""
     module, reason = _load()
     name, isa = ("reference", "torch") if module is None else ("native", module.isa())
     alone = module is not None and module.in_forked_child()
@@ -134,9 +134,9 @@ def backend() -> Backend:
 
 
 def isas() -> tuple[str, ...]:
-    """Instruction sets of the native kernels that may run here, narrowest first; empty for the reference.
+    """Returns the instruction sets of the native kernels that may run here, narrowest first; empty for the reference.
 
-    They are those of this machine, up to HOTROW_ISA if it is set.
+    They are the machine's, up to HOTROW_ISA if it is set.
     """
     module, limit = _native(), isa_limit()
     available = () if module is None else tuple(module.isas())
@@ -144,9 +144,9 @@ def isas() -> tuple[str, ...]:
 
 
 def set_isa(name: str) -> None:
-    """Makes the native kernels of `name` run from now on, in the whole process. Results do not change (law 1).
+    """Switches the whole process to the native kernels of `name`. Results do not change (law 1).
 
-    Raises ValueError when this machine or build does not have it.
+    Raises ValueError if this machine or build does not have it.
     """
     available = isas()
     if name not in available:
@@ -157,18 +157,18 @@ def set_isa(name: str) -> None:
 def pin_threads(cores: Sequence[Sequence[int]]) -> int:
     """Binds thread i of the team that torch and the kernels share to the cores `cores[i]`; returns how many moved.
 
-    Thread 0 is the caller, and threads it starts later inherit its cores. Fewer than `len(cores)` move where the system
-    or the build cannot; none without the native module.
+    Thread 0 is the caller, and threads that it starts later inherit its cores. Fewer than `len(cores)` move if the
+    system or the build cannot move them; none without the native module.
     """
     module = _native()
     return 0 if module is None else int(module.pin_threads([list(each) for each in cores]))
 
 
 def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = False) -> Tensor:
-    """A zeroed tensor; from 2 MiB up on huge pages where the system grants them (see `grants_huge_pages`).
+    """Returns a zeroed tensor; from 2 MiB up on huge pages if the system grants them (see `grants_huge_pages`).
 
-    dtype: of at most 4 bytes. sparse: most of it will never be touched, so that it may be more than memory. Pages cost
-    nothing until they are touched. Raises MemoryError when there is no address space left.
+    dtype: at most 4 bytes wide. sparse: most of it will never be touched, so it may be larger than memory. Pages cost
+    nothing until they are touched. Raises MemoryError if there is no address space left.
     """
     module = _native()
     if module is None:
@@ -181,9 +181,9 @@ def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = Fal
 
 
 def empty(*shape: int) -> Tensor:
-    """A float32 tensor of whatever values, for what lives no longer than a step.
+    """Returns an uninitialised float32 tensor for values that live no longer than a step.
 
-    Large ones come on pages that an earlier one gave back: pages new to the process cost as much as a pass over them.
+    Large ones reuse pages of earlier ones: pages that are new to the process cost as much as a pass over them.
     """
     module = _native()
     if module is None or math.prod(shape) < KEPT_FLOATS:
@@ -192,7 +192,7 @@ def empty(*shape: int) -> Tensor:
 
 
 def grants_huge_pages() -> bool:
-    """Whether `allocate` gets huge pages here; without them random row access is up to twice as slow."""
+    """Returns whether `allocate` gets huge pages here; without them access to random rows is up to twice as slow."""
     module = _native()
     if module is None or not module.allocate((1 << 20,))[1]:
         return False
@@ -204,11 +204,11 @@ def grants_huge_pages() -> bool:
 
 
 class Arrays:
-    """One array per table: weights [N, D], or optimizer state [N, D] or [N], float32; rows addressed by slot.
+    """One array per table: weights [N, D], or optimizer state [N, D] or [N], float32; rows are addressed by slot.
 
     Weights may be float16, or bfloat16 with their lower halves in `low` (int16 [N, D]; None for other tables). Keeps
-    the tensors and, for the native kernels, their checked pointers, so that a step need not gather them again. Raises
-    ValueError where an array has another type, is not contiguous or not on the CPU.
+    the tensors and, for the native kernels, their checked pointers, so that steps need not collect them. Raises
+    ValueError if an array has another type, is not contiguous or is not on the CPU.
     """
 
     def __init__(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> None:
@@ -236,10 +236,10 @@ def _check_array(tensor: Tensor, dtypes: Sequence[torch.dtype], what: str) -> No
 
 
 class Kernels:
-    """The ops of one collection, or of some of its features: their layout and what a step would else prepare anew.
+    """The ops of a collection, or of some of its features: their layout, and what else each step would have to prepare.
 
-    layout: the features a lookup serves. among: that of the whole collection, where `layout` is a part of it.
-    Stateless in its results: only the places of features among a batch's keys are kept.
+    layout: the features that a lookup serves. among: the layout of the whole collection if `layout` is a part of it.
+    The object keeps only positions of features among a batch's keys, so results do not depend on earlier calls.
     """
 
     def __init__(self, layout: Layout, *, among: Layout | None = None) -> None:
@@ -262,7 +262,7 @@ class Kernels:
         )
 
     def positions(self, keys: tuple[str, ...]) -> list[int]:
-        """Where each feature of the collection stands among `keys`; 0 for those not served.
+        """Returns the position of each feature of the collection among `keys`; 0 for features that are not served.
 
         Raises ValueError naming a feature of the layout that is missing.
         """
@@ -280,9 +280,10 @@ class Kernels:
         *,
         blame: KeyedJaggedTensor | None = None,
     ) -> Tensor:
-        """Pooled rows of every feature: [B, width] float32, columns in the layout's order (`reference.lookup`).
+        """Returns the pooled rows of every feature: [B, width] float32, columns in the layout's order
+        (`reference.lookup`).
 
-        blame: the batch in whose samples and positions an error is told; None means `sparse`.
+        blame: the batch whose samples and positions an error names; None means `sparse`.
         Raises ValueError for a missing feature and for an id outside its table.
         """
         if out is None:
@@ -297,7 +298,7 @@ class Kernels:
         return out
 
     def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
-        """Gradient of the per-sample weights, shaped as `sparse.values`, for the gradient [B, width] of `lookup`.
+        """Returns the gradient of the per-sample weights, shaped as `sparse.values`; grad: of `lookup`'s output.
 
         Positions of features that are not in the layout get 0. Raises as `lookup`.
         """
@@ -318,10 +319,10 @@ class Kernels:
         pending: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
         rules: Sequence[Rule],
     ) -> None:
-        """Fused backward and update of all tables: `reference.update`, in place.
+        """Runs backward and update of all tables in one pass, in place (`reference.update`).
 
-        pending: lookups in forward order, by the kernels that made them (these, or kernels for some of its features):
-        the batch and the gradient of the output [B, width], rows contiguous. states: NUM_STATES of the algorithm.
+        pending: lookups in forward order: the kernels that made each (these, or kernels for some of the features), the
+        batch, and the gradient of the output [B, width] with contiguous rows. states: NUM_STATES of the algorithm.
         rules: one per table. Raises ValueError for an id outside its table; then no row has changed.
         """
         if _native() is None:
@@ -357,7 +358,7 @@ class Kernels:
 
 
 def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
-    """The index of the first NaN or infinity in `values`, in row-major order; None where all are finite."""
+    """Returns the index of the first NaN or infinity in `values`, in row-major order; None if all are finite."""
     matrix = values.detach()
     if matrix.dim() != 2 or matrix.stride(1) != 1:
         matrix = matrix.reshape(1, -1)
@@ -376,7 +377,7 @@ def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
 
 
 def fill_uniform(out: Tensor, *, key: int, bound: float, zero_rows: int = 0, first_row: int = 0) -> None:
-    """Initial rows `first_row ...` of a table into out [n, D]: U(-bound, bound), see `reference.fill_uniform`."""
+    """Writes a table's initial rows from `first_row` on into out [n, D]: U(-bound, bound), see `reference`."""
     if _native() is None:
         reference.fill_uniform(key, first_row, out, bound, zero_rows)
     else:
@@ -405,9 +406,9 @@ class _Interaction(torch.autograd.Function):
 def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
     """`[dense, T_i . T_j for i > j]` with T = [dense; pooled], the dot interaction of DLRM: [B, D + (F + 1) F / 2].
 
-    float32; pairs in the order (1,0), (2,0), (2,1), (3,0), ..., vector 0 the dense one. Differentiable once. On other
-    devices than the CPU torch's operations run, as without the native module.
-    Raises ValueError where shapes or dtypes do not fit.
+    float32; pairs in the order (1,0), (2,0), (2,1), (3,0), ...; vector 0 is the dense one. Differentiable once. On
+    devices other than the CPU, and without the native module, torch's operations run.
+    Raises ValueError if shapes or dtypes do not fit.
     """
     fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
     wide = _autocast(dense_BD) or dense_BD.dtype == pooled_BFD.dtype == torch.float32
@@ -422,18 +423,18 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
 
 
 def _autocast(values: Tensor) -> bool:
-    """Whether torch chooses the types of operations on them now: then they are left to torch."""
+    """Returns whether autocast is on, so that torch chooses types and the operations are left to torch."""
     return torch.is_autocast_enabled(values.device.type)
 
 
 def _views(*tensors: Tensor | None) -> list[Any]:
-    """What the native module takes of tensors on the CPU: by `Tensor.__dlpack__` each would take ten times as long."""
+    """Returns CPU tensors as the native module takes them; `Tensor.__dlpack__` would take ten times as long."""
     view = torch.to_dlpack  # type: ignore[attr-defined]  # public, but not in torch's __all__
     return [None if each is None else view(each) for each in tensors]
 
 
 class _MLP(torch.autograd.Function):
-    """The layers of an MLP; `parameters` alternate weight [O, I] and bias [O]."""
+    """The layers of an MLP; `parameters` are weight [O, I] and bias [O] in turn."""
 
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, last: Activation, *parameters: Tensor) -> Tensor:
@@ -467,7 +468,7 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
     """`x = relu(x W^T + b)` for each W [O, I], b [O] in turn; after the last one only if `last` is "relu".
 
     float32 [B, I] -> [B, O of the last]; NaN goes through. Differentiable once. Devices as `dot_interaction`.
-    Raises ValueError where shapes or dtypes do not fit.
+    Raises ValueError if shapes or dtypes do not fit.
     """
     width = x_BI.shape[-1]
     for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -487,10 +488,11 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
 def touch_rows(
     rows: Tensor, ids: Tensor, *, distance: int, write: bool, threads: int, into: Literal["l1", "l2"] = "l2"
 ) -> float:
-    """Seconds to load (and store) a word of every cache line of `rows[ids]`: the machine's limit, for benchmarks.
+    """Returns the seconds to load (and store) a word of every cache line of `rows[ids]`: the machine's limit.
 
-    rows: float32 [N, D], D even; its contents change when `write`. ids: int64, in range, in pieces among the threads.
-    distance: rows prefetched ahead, and `into` which cache. Needs the native module: raises RuntimeError without it.
+    For benchmarks. rows: float32 [N, D], D even; contents change if `write`. ids: int64, in range; each thread takes a
+    piece. distance: how many rows ahead to prefetch, and `into` which cache. Raises RuntimeError without the native
+    module.
     """
     module = _native()
     if module is None:
@@ -499,9 +501,9 @@ def touch_rows(
 
 
 def multiply_adds_per_s(threads: int) -> float:
-    """Float32 operations a second of so many threads that touch no memory, a multiply-add being two: for benchmarks.
+    """Returns the float32 operations per second of threads that touch no memory; a multiply-add counts as two.
 
-    Needs the native module: raises RuntimeError without it.
+    For benchmarks. Raises RuntimeError without the native module.
     """
     module = _native()
     if module is None:

@@ -1,8 +1,8 @@
-"""The embedding, interaction and MLP ops in plain torch: what every kernel must equal, readable top to bottom.
+"""The embedding, interaction and MLP ops in plain torch, readable from top to bottom: every kernel must equal them.
 
-Native lookups, updates and initial rows equal these to the bit (tests/laws); interaction and MLP agree within
-docs/numerics.md. Each function states the order of its sums. When the native module is missing these run instead:
-slower, same results. Shape legend: B batch, F features, D embedding dim, N rows, n occurrences of ids.
+Native lookups, updates and initial rows equal these bit for bit (tests/laws); interaction and MLP agree within
+docs/numerics.md. Each function states the order of its sums. Without the native module these run instead: slower, same
+results. Shape legend: B batch, F features, D embedding dim, N rows, n occurrences of ids.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ Algorithm = Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "ftrl"]
 Activation = Literal["relu", "linear"]
 ALGORITHMS: tuple[Algorithm, ...] = ("sgd", "adagrad", "row_wise_adagrad", "adam", "ftrl")
 NUM_STATES: dict[Algorithm, int] = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 1, "adam": 2, "ftrl": 2}
-"""Arrays of optimizer state beside the weights: of their shape [N, D], for "row_wise_adagrad" [N]."""
+"""Number of state arrays by algorithm: of the weights' shape [N, D], or [N] for "row_wise_adagrad"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What an optimizer does to a row of one table; each number is rounded to float32 where it is used."""
+    """What an optimizer does to a row of one table; each number is rounded to float32 when it is used."""
 
     algorithm: Algorithm
     lr: float
-    """Learning rate; for "adam" with the bias correction of its step."""
+    """Learning rate; for "adam" it includes the bias correction of the step."""
     eps: float = 0.0
-    """The Adagrads and "adam"."""
+    """For "adagrad", "row_wise_adagrad" and "adam"."""
     beta1: float = 0.0
     beta2: float = 0.0
-    """"adam"."""
+    """Both betas: for "adam"."""
     beta: float = 0.0
     l1: float = 0.0
     l2: float = 0.0
-    """"ftrl"."""
+    """These three: for "ftrl"."""
 
     @functools.cached_property
     def numbers(self) -> tuple[float, ...]:
-        """As kernels take it: the algorithm's place, then the rest; 1 - beta is formed before rounding."""
+        """The rule as kernels take it: index of the algorithm, then the rest; 1 - beta is computed before rounding."""
         betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
         return ALGORITHMS.index(self.algorithm), self.lr, self.eps, *betas, self.beta, self.l1, self.l2
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature of a collection: the table it reads and the output columns it fills."""
+    """One feature of a collection: the table that it reads and the output columns that it fills."""
 
     name: str
     table: int
@@ -63,15 +63,15 @@ class Feature:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which table and output columns belong to each feature, in the tables' order: the fixed part of a lookup."""
+    """The fixed part of a lookup: table and output columns of each feature, in the order of the tables."""
 
     features: tuple[Feature, ...]
     width: int
-    """Columns of the pooled output, the sum of the features' dims."""
+    """Columns of the pooled output: the sum of the features' dims."""
 
     @staticmethod
     def of(tables: Iterable[TableConfig]) -> Layout:
-        """The layout of `tables`: features in the tables' order, side by side."""
+        """Returns the layout of `tables`: features in the tables' order, side by side."""
         features: list[Feature] = []
         width = 0
         for t, table in enumerate(tables):
@@ -86,11 +86,11 @@ class Layout:
             if feature.name not in keys:
                 raise ValueError(
                     f"feature {feature.name!r} is missing from the batch, whose keys are {', '.join(keys) or '-'}; "
-                    "every feature of the tables must be among them (others are left to other collections)"
+                    "every feature of the tables must be among them (other keys are for other collections)"
                 )
 
     def sequence_of(self, name: str) -> Layout:
-        """The layout of a lookup that serves the feature `name` alone, whose bags are its single ids: [L, D]."""
+        """Returns the layout of a lookup [L, D] of feature `name` alone, whose bags are its single ids."""
         (feature,) = (f for f in self.features if f.name == name)
         dim = feature.columns.stop - feature.columns.start
         return Layout((replace(feature, columns=slice(0, dim), pooling="sum"),), dim)
@@ -100,7 +100,7 @@ class Layout:
 
 
 def widen(weight: Tensor, low: Tensor | None = None) -> Tensor:
-    """Stored weights as float32, exactly: of bfloat16 with its lower halves `low` (int16) the float32 that was split.
+    """Returns stored weights as exact float32; bfloat16 is joined with its lower halves `low` (int16).
 
     Without `low`, bfloat16 is read as lookups read it: the lower 16 bits are 0.
     """
@@ -110,20 +110,20 @@ def widen(weight: Tensor, low: Tensor | None = None) -> Tensor:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 bit by bit as (its upper halves, bfloat16 by truncation; its lower halves, int16): `widen` joins them."""
+    """Splits float32 into upper halves (bfloat16 by truncation) and lower halves (int16); `widen` joins them."""
     bits = x.contiguous().view(torch.int32)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def to_float16(x: Tensor) -> Tensor:
-    """float32 rounded to nearest, ties to even, from 65520 up to infinity; NaN quiet, with sign and leading payload."""
+    """Rounds to nearest, ties to even, from 65520 up to infinity; NaN becomes quiet, with sign and leading payload."""
     bits = x.contiguous().view(torch.int32)
     nan = (bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF).to(torch.int16)
     return torch.where(x.isnan(), nan, x.half().view(torch.int16)).view(torch.float16)
 
 
 def write_rows(weight: Tensor, low: Tensor | None, rows: Tensor | slice, x: Tensor) -> None:
-    """`rows` of a table become the float32 `x`, in its own storage."""
+    """Writes the float32 `x` to `rows` of a table in the table's dtype."""
     if low is not None:
         weight[rows], low[rows] = split(x)
     else:
@@ -175,7 +175,7 @@ def weight_gradient(
 
 
 def fold16(x_nD: Tensor) -> Tensor:
-    """The sum of each row in one fixed order that vectors of any width can follow: [n, D] -> [n].
+    """Sums each row in one fixed order that vectors of any width can follow: [n, D] -> [n].
 
     Partial sum k of 16 starts at +0 and takes x[k], x[k + 16], ... in turn; then 8, 4, 2, 1 partials fold in halves.
     """
@@ -192,7 +192,7 @@ def fold16(x_nD: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BadId:
-    """The first id of a batch that is no row of its table; `position` counts within the bag."""
+    """The first id of a batch that is not a row of its table; `position` counts within the bag."""
 
     feature: Feature
     sample: int
@@ -200,7 +200,7 @@ class BadId:
     id: int
 
     def text(self, num_embeddings: int) -> str:
-        """For the user; num_embeddings: rows of the table."""
+        """Returns the message for the user. num_embeddings: rows of the table."""
         return (
             f"feature {self.feature.name!r}, sample {self.sample}, position {self.position}: id {self.id} is outside "
             f"its table of {num_embeddings} rows; ids must be in [0, {num_embeddings}): raise num_embeddings or "
@@ -209,7 +209,7 @@ class BadId:
 
 
 def first_bad_id(layout: Layout, weights: Sequence[Tensor], sparse: KeyedJaggedTensor) -> BadId | None:
-    """The first id outside [0, N) in the order (feature, sample, position), or None."""
+    """Returns the first id outside [0, N) in the order (feature, sample, position), or None."""
     for feature in layout.features:
         values, offsets, _ = sparse.bags(feature.name)
         bad = ((values < 0) | (values >= weights[feature.table].shape[0])).nonzero()
@@ -235,12 +235,12 @@ def update(
 ) -> None:
     """Applies the optimizer to every row that `pending` lookups read. Weights and states change in place.
 
-    A row is read once, as float32, receives all its occurrences of the batch, and is written once: float16 rounds then,
-    and only then.
+    A row is read once, as float32, receives all its occurrences in the batch, and is written once; only then does
+    float16 round.
 
-    The occurrences of a table's rows count in the order (feature, forward pass, bag, position). Occurrence i receives
-    `g_i = s_i * grad[b, columns]` with s_i its weight w_i (1 if none), for "mean" w_i / float(length of the bag).
-    pending: in forward order, the layout of a lookup (`layout`, or some of its features with columns of their own), its
+    Occurrences of a table's rows are taken in the order (feature, forward pass, bag, position). Occurrence i receives
+    `g_i = s_i * grad[b, columns]`; s_i is its weight w_i (1 if none), for "mean" w_i / float(length of the bag).
+    pending: in forward order, the layout of a lookup (`layout`, or some of its features with their own columns), its
     batch and the gradient of its output. states: NUM_STATES lists with an array per table. rules: one per table. low:
     the lower halves of bfloat16 tables, None for others.
     """
@@ -276,7 +276,7 @@ def _occurrences(feature: Feature, sparse: KeyedJaggedTensor, grad: Tensor) -> t
 
 
 def _by_rank(row_n: Tensor) -> list[Tensor]:
-    """Occurrence numbers grouped by rank: list[r] holds the r-th occurrence of every row that has more than r."""
+    """Groups occurrences by rank: list[r] holds the r-th occurrence of every row that has more than r."""
     order = torch.argsort(row_n, stable=True)
     _, counts = torch.unique_consecutive(row_n[order], return_counts=True)
     starts = counts.cumsum(0) - counts
@@ -284,14 +284,14 @@ def _by_rank(row_n: Tensor) -> list[Tensor]:
 
 
 def _sgd(weight: Tensor, row_n: Tensor, g_nD: Tensor, lr: Tensor) -> None:
-    """`w = w - lr * g_i`, one occurrence after the other."""
+    """`w = w - lr * g_i`, one occurrence after another."""
     for occurrence in _by_rank(row_n):
         row = row_n[occurrence]
         weight[row] = weight[row] - lr * g_nD[occurrence]
 
 
 def _adaptive(weight: Tensor, states: Sequence[Tensor], row_n: Tensor, g_nD: Tensor, rule: Rule) -> None:
-    """`g = g_1 + g_2 + ...` in order, then one step of the rule per row."""
+    """`g = g_1 + g_2 + ...` in order, then one step of the rule for each row."""
     ranks = _by_rank(row_n)
     if not ranks:
         return
@@ -355,8 +355,8 @@ def _bag_of(offsets: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    # numpy's is rounded correctly, as IEEE 754 and the kernels have it; torch's goes through MKL and is not (0.6 % of
-    # random float32 arguments differ in the last bit, torch 2.13).
+    # numpy rounds correctly, as IEEE 754 and the kernels do; torch calls MKL, which does not (0.6 % of random float32
+    # arguments differ in the last bit, torch 2.13).
     return torch.from_numpy(np.sqrt(x.numpy()))
 
 
@@ -372,18 +372,19 @@ def _largest(counts: Tensor) -> int:
 
 
 def row_key(seed: int, table: str) -> int:
-    """The 64-bit Philox key of a table: the 8-byte BLAKE2b digest of "<seed>:<table name>" in UTF-8, little-endian."""
+    """Returns the 64-bit Philox key of a table: the 8-byte BLAKE2b digest of "<seed>:<table name>" in UTF-8,
+    little-endian."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{table}".encode(), digest_size=8).digest(), "little")
 
 
 def fill_uniform(key: int, first_row: int, out: Tensor, bound: float, zero_rows: int) -> None:
-    """Rows `first_row ...` of a table into out [n, D]; see `uniform_rows`."""
+    """Writes a table's rows from `first_row` on into out [n, D]; see `uniform_rows`."""
     n, dim = out.shape
     out[:] = uniform_rows(key, torch.arange(first_row, first_row + n), dim, bound, zero_rows)
 
 
 def uniform_rows(key: int, rows: Tensor, dim: int, bound: float, zero_rows: int) -> Tensor:
-    """Initial `rows` [n] of a table, [n, D]: `((x >> 8) * 2^-23 - 1) * bound` in float32, x random uint32.
+    """Returns the initial `rows` [n] of a table, [n, D]: `((x >> 8) * 2^-23 - 1) * bound` in float32, x random uint32.
 
     x of (row, column) is word `column % 4` of the Philox4x32-10 block with counter (row mod 2^32, row >> 32,
     column // 4, 0). Rows below `zero_rows` are 0.
@@ -402,7 +403,7 @@ _MASK = 0xFFFFFFFF
 
 
 def philox4x32(counter: Tensor, key: int) -> Tensor:
-    """Philox4x32-10 of Salmon et al. (SC'11): counters int64 [n, 4] holding 32-bit words -> words, same shape."""
+    """Philox4x32-10 of Salmon et al. (SC'11): counters, int64 [n, 4] of 32-bit words -> words of the same shape."""
     c0, c1, c2, c3 = counter.unbind(1)
     k0, k1 = key & _MASK, key >> 32
     for _ in range(10):
@@ -414,7 +415,7 @@ def philox4x32(counter: Tensor, key: int) -> Tensor:
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a * b, in halves: torch has no unsigned 64-bit product."""
+    """Returns high and low 32 bits of a * b, computed by halves: torch has no unsigned 64-bit product."""
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)
@@ -424,7 +425,7 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _triangle(t_BFD: Tensor) -> tuple[Tensor, Tensor]:
-    """(i, j) of the pairs of its vectors, on its device."""
+    """Returns i and j of all pairs of its vectors, on its device."""
     n = t_BFD.shape[1]
     i, j = torch.tril_indices(n, n, offset=-1, device=t_BFD.device).unbind(0)
     return i, j

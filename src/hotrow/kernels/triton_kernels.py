@@ -1,29 +1,27 @@
-"""The Triton kernels: what one program does. What they are given, and why it is right, is ops.py's matter.
+"""The Triton kernels: what one program does. triton_ops.py prepares their arguments.
 
-Tables lie anywhere, so kernels get their addresses as int64 numbers. Arithmetic is float32 in the order that
-reference.py states: products and sums are never contracted (launches say enable_fp_fusion=False), divisions and roots
-are IEEE 754's. No atomics: each output and each row is written by one program. Legend: b bags, n occurrences, d columns
-of a row. Loops are `while`, because the interpreter of Triton 3.6 has no range up to a loaded number under numpy 2.4.
+Tables can be anywhere, so kernels get their addresses as int64 numbers. Arithmetic is float32 in the order that
+reference.py states: products and sums are never contracted (launches pass enable_fp_fusion=False), divisions and roots
+follow IEEE 754. No atomics: one program writes each output and each row. Legend: b bags, n occurrences, d columns of a
+row. Loops are `while`, because Triton 3.6's interpreter has no range up to a loaded number under numpy 2.4.
 """
 
 import triton
 import triton.language as tl
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""TRITON_INTERPRET=1 was set when this was imported: kernels run on the CPU, on CPU tensors, slowly."""
+"""Whether TRITON_INTERPRET=1 was set when this was imported: kernels then run slowly, on the CPU and CPU tensors."""
 
 FLOAT32, FLOAT16, SPLIT = 0, 1, 2
-"""How a table stores weights; split ones are read as lookups read them, by their upper halves."""
+"""How a table stores weights; split ones are read by their upper halves, as lookups read them."""
 ALGORITHMS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2, "adam": 3, "ftrl": 4}
 ROW_BITS = 40
 """A key is table << ROW_BITS | row."""
-NUM_NUMBERS = 9
-"""Of a rule: lr, eps, beta1, 1 - beta1, beta2, 1 - beta2, beta, l1, l2."""
 
 
 @triton.jit
 def read_row(address, at, mask, STORAGE: tl.constexpr):
-    """Weights as float32: exactly, but for split ones the upper half with lower bits 0."""
+    """Weights as float32: exact, except split ones, which are the upper half with lower bits 0."""
     if STORAGE == 0:
         row = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0)
     elif STORAGE == 1:
@@ -47,7 +45,7 @@ def to_float16(x):
 def fold16(x, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """`reference.fold16` of [BLOCK, BLOCK_D], zeros beyond the row's end: partial k of 16 takes x[k], x[k + 16], ...
 
-    The sum that picks a chunk has one term that is not 0, so its order is free; those of two terms are one addition.
+    The sum that picks a chunk has one term that is not 0, so its order is free; a sum of two terms is one addition.
     """
     chunks = tl.reshape(x, [BLOCK, BLOCK_D // 16, 16])
     number = tl.arange(0, BLOCK_D // 16)[None, :, None]
@@ -79,7 +77,7 @@ def lookup(
 ):  # fmt: skip
     """`out[b, columns of f] = pool(rows of bag (f, b))` for BLOCK_B bags of feature number program_id(1).
 
-    features: int64 [F, 5]: table, first column, dim, 1 for "mean", place among the batch's keys.
+    features: int64 [F, 5]: table, first column, dim, 1 for "mean", position among the batch's keys.
     """
     feature = features + tl.program_id(1) * 5
     address = tl.load(tables + tl.load(feature))
@@ -144,13 +142,13 @@ def read_gradient(sources, scales, i, mask, d, dim, SCALED: tl.constexpr):
 
 @triton.jit
 def number_of(numbers, table, mask, which: tl.constexpr):
-    """A number of the rules of tables [n], as [n, 1]."""
+    """A number of the rules of tables [n], as [n, 1]: of lr, eps, beta1, 1 - beta1, beta2, 1 - beta2, beta, l1, l2."""
     return tl.load(numbers + table * 9 + which, mask=mask, other=1.0)[:, None]
 
 
 @triton.jit
 def full(x, like):
-    """`x` [n, 1] in the shape of `like`: what div_rn asks for."""
+    """`x` [n, 1] in the shape of `like`, as div_rn needs it."""
     return x + tl.zeros_like(like)
 
 
@@ -159,10 +157,10 @@ def update(
     keys, sources, scales, first, last, table_of, dims, weights, lows, states_a, states_b, numbers,
     ALGORITHM: tl.constexpr, STORAGE: tl.constexpr, SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of sorted occurrences [first, last): each lane that stands on the first of a row takes all of that row.
+    """For sorted occurrences [first, last): the lane at the first occurrence of a row takes all of that row's.
 
     keys: int64, (rank of the table) << ROW_BITS | row, rising; table_of: rank -> table, which indexes the rest.
-    sources: addresses of gradients. Reads a row once, sums or applies its occurrences in their order, writes it once.
+    sources: addresses of gradients. Reads a row once, sums or applies its occurrences in order, writes it once.
     """
     i = first + (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = i < last
@@ -229,7 +227,7 @@ def update(
         after = tl.sqrt_rn(n)
         z = z + (g - tl.div_rn(after - before, full(lr, g)) * w)
         shrunk = tl.where(tl.abs(z) <= l1, 0.0, z - tl.where(z > 0, full(l1, z), full(l1 * -1.0, z)))
-        # Times -1, not a minus, which Triton makes 0 - x: the reference gives -0 where z is small.
+        # Times -1: Triton turns a minus into 0 - x, but the reference gives -0 if z is small.
         w = tl.div_rn(shrunk, tl.div_rn(beta + after, full(lr, after)) + l2) * -1.0
         tl.store(state[:, None] + at, z, mask=live)
         tl.store(second[:, None] + at, n, mask=live)
@@ -247,10 +245,10 @@ def update(
 def move_rows(
     blocks, rows, buffer, INTO_BUFFER: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr
 ):
-    """Rows of arrays into their blocks of a buffer, or back: block program_id(1), BLOCK_N of its rows.
+    """Copies rows of arrays into their blocks of a buffer, or back: BLOCK_N rows of block program_id(1).
 
-    blocks: int64 [*, 5]: address of the array, words in a row, where its rows stand in `rows`, how many, and where the
-    block starts in the buffer, in words: of 4 bytes (WIDE) or 2. A word is copied as it is.
+    blocks: int64 [*, 5]: address of the array, words in a row, index of its first row in `rows`, number of rows, and
+    start of the block in the buffer, in words of 4 bytes (WIDE) or 2. Words are copied unchanged.
     """
     block = blocks + tl.program_id(1) * 5
     address, words, first = tl.load(block), tl.load(block + 1), tl.load(block + 2)

@@ -1,9 +1,9 @@
-"""Rows between host and device memory: packed into one buffer, copied at once, laid into their arrays.
+"""Moves rows between host and device memory: packed into one buffer, copied at once, written to their arrays.
 
     host arrays --index_select--> pinned buffer --copy--> device buffer --move_rows--> device arrays     (and back)
 
-A buffer holds a block [n, ...] for each array of each table, one after another. Copies go on a stream of their own;
-`Moment`s order it and the stream that computes. On the CPU there are no streams: all is done when a call returns.
+A buffer holds a block [n, ...] for each array of each table, one after another. Copies have their own stream;
+`Moment`s order it and the compute stream. On the CPU there are no streams: a call returns when all is done.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from hotrow.kernels import triton_kernels as kernels
 from hotrow.kernels.triton_ops import TILE, launch
 
 ALIGNMENT = 16
-"""Bytes at which blocks of a buffer start."""
+"""Blocks of a buffer start at multiples of this many bytes."""
 BLOCK_W = 64
-"""Words of a row that a program copies at once."""
+"""Words of a row that a program copies at a time."""
 MOST_BUFFERS = 8
-"""Pinned buffers kept for copies under way; one more waits for the oldest."""
+"""Limit of pinned buffers kept for copies under way; the next one waits for the oldest."""
 
 Parts = Sequence[Sequence[Tensor]]
-"""Of each table, the arrays that hold its rows: weights, lower halves, states; [N, ...]."""
+"""For each table, the arrays [N, ...] that hold its rows: weights, lower halves, states."""
 
 
 class Moment:
-    """A point of a stream's work. Without streams it has always been reached."""
+    """A point in the work of a stream. Without streams it has always been reached."""
 
     def __init__(self, event: torch.cuda.Event | None = None, device: torch.device | None = None) -> None:
         self._event, self._device = event, device
 
     def reached(self) -> bool:
-        """Whether the work before it is done."""
+        """Returns whether the work before it is done."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Sleep until it is reached."""
+        """Blocks until it is reached."""
         if self._event is not None:
             self._event.synchronize()
 
     def precede(self) -> None:
-        """What is given to the device's current stream from now on runs after it; nobody sleeps."""
+        """Makes later work of the device's current stream run after it; does not block."""
         if self._event is not None:
             self._event.wait(torch.cuda.current_stream(self._device))
 
 
 class Streams:
-    """The stream that computes and the one that copies, of one device."""
+    """The compute stream and the copy stream of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def moment(self) -> Moment:
-        """Now, on the current stream."""
+        """Returns the present moment on the current stream."""
         if self._copying is None:
             return Moment()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -67,14 +67,14 @@ class Streams:
         return Moment(event, self.device)
 
     def share(self, arrays: Iterable[Tensor]) -> None:
-        """Both streams work on them: their memory is not given away while either does."""
+        """Announces that both streams use `arrays`, so that their memory is not reused while either does."""
         if self._copying is not None:
             for array in arrays:
                 array.record_stream(self._copying)
 
     @contextmanager
     def copying(self, *, after: Moment) -> Iterator[None]:
-        """The stream for copies is current inside the block; its work begins after a moment of the other."""
+        """Makes the copy stream current inside the block; its work begins after a moment of the other stream."""
         if self._copying is None:
             yield
             return
@@ -84,14 +84,14 @@ class Streams:
 
 
 class Buffers:
-    """Host memory for copies, pinned where the device is not the CPU, and used again when a copy is over."""
+    """Host memory for copies, pinned unless the device is the CPU, and reused when a copy is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._pin = device.type == "cuda"
         self._used: list[tuple[Tensor, Moment]] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] that no copy reads or writes."""
+        """Returns uint8 [num_bytes] that no copy reads or writes."""
         for k, (buffer, moment) in enumerate(self._used):
             if buffer.numel() >= num_bytes and moment.reached():
                 del self._used[k]
@@ -101,29 +101,29 @@ class Buffers:
             moment.wait()
             if buffer.numel() >= num_bytes:
                 return buffer[:num_bytes]
-        # Up to a power of two, so that batches of about the same size share it.
+        # Rounded up to a power of two, so that batches of about the same size can share it.
         whole = torch.empty(1 << (max(num_bytes, 1) - 1).bit_length(), dtype=torch.uint8, pin_memory=self._pin)
         return whole[:num_bytes]
 
     def give_back(self, buffer: Tensor, moment: Moment) -> None:
-        """It may be taken again after `moment`."""
+        """Allows `buffer` to be taken again after `moment`."""
         whole = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
         self._used.append((whole, moment))
 
 
 class Block(NamedTuple):
-    """Where rows of one array lie in a buffer."""
+    """The position of one array's rows in a buffer."""
 
     table: int
     part: int
     start: int
-    """In bytes."""
+    """Start in bytes."""
     row_bytes: int
     num_rows: int
 
 
 def lay_out(parts: Parts, counts: Sequence[int]) -> tuple[list[Block], int]:
-    """Blocks for counts[t] rows of each table, and the buffer's bytes."""
+    """Returns the blocks for counts[t] rows of each table t, and the size of the buffer in bytes."""
     blocks, start = [], 0
     for t, (arrays, count) in enumerate(zip(parts, counts, strict=True)):
         for p, array in enumerate(arrays):
@@ -135,14 +135,14 @@ def lay_out(parts: Parts, counts: Sequence[int]) -> tuple[list[Block], int]:
 
 
 def pack(parts: Parts, rows: Sequence[Tensor], buffer: Tensor, blocks: Sequence[Block]) -> None:
-    """Rows of arrays in host memory into their blocks; rows: int64 [n] of each table."""
+    """Copies rows of arrays in host memory into their blocks; rows: int64 [n] for each table."""
     for block in blocks:
         array = parts[block.table][block.part]
         torch.index_select(array, 0, rows[block.table], out=_view(buffer, block, array))
 
 
 def unpack(parts: Parts, rows: Sequence[Tensor], buffer: Tensor, blocks: Sequence[Block]) -> None:
-    """What `pack` took, back into arrays in host memory. No row stands twice."""
+    """Copies blocks back into arrays in host memory; no row may be given twice."""
     for block in blocks:
         array = parts[block.table][block.part]
         array.index_copy_(0, rows[block.table], _view(buffer, block, array))
@@ -162,9 +162,9 @@ def move(
     into_buffer: bool,
     upload: Callable[[Tensor], Tensor],
 ) -> None:
-    """`pack` or `unpack` for arrays and a buffer on the device, in one launch.
+    """Does `pack` or `unpack` for arrays and a buffer on the device, in one launch.
 
-    rows lie in host memory; upload: copies int64 numbers from there to the device. `blocks` are not none.
+    rows are in host memory; upload: copies int64 numbers from there to the device. There must be a block.
     """
     firsts, first = [], 0
     for own in rows:
@@ -193,21 +193,21 @@ def move(
 
 
 class Target(Protocol):
-    """Rows of each table in host memory that are to be written to."""
+    """Rows of each table in host memory that will be written."""
 
     @property
     def places(self) -> Sequence[Tensor]:
-        """Of each table, int64 [n]: where in the host's arrays."""
+        """For each table, int64 [n]: row numbers in the host's arrays."""
 
     def wait(self) -> None:
-        """Sleep until they may be written to."""
+        """Blocks until the rows may be written."""
 
     def release(self, *, updated: bool) -> None:
-        """They were written to."""
+        """Says that the rows were written."""
 
 
 class Arriving(NamedTuple):
-    """Rows that were copied to the host and are yet to be laid into its arrays."""
+    """Rows that are being copied to the host and must still be written to its arrays."""
 
     target: Target
     buffer: Tensor
@@ -218,8 +218,8 @@ class Arriving(NamedTuple):
 class Mover:
     """Moves rows of tables between their arrays in host memory and slots on a device.
 
-    host, slots: of each table, the same parts. Calls return before copies are over; they run in the order of the calls,
-    after the work that `after` names.
+    host, slots: the same parts for each table. Calls return before their copies are done; copies run in the order of
+    the calls, after the work before `after`.
     """
 
     def __init__(self, host: Parts, slots: Parts, streams: Streams) -> None:
@@ -230,13 +230,13 @@ class Mover:
 
     @property
     def num_sent(self) -> int:
-        """Calls of `send_back` that moved something."""
+        """Number of calls of `send_back`."""
         return self.num_settled + len(self._leaving)
 
     def bring(self, rows: Sequence[Tensor], slots: Sequence[Tensor], *, after: Moment) -> Moment:
-        """Row rows[t][i] of each table into slot slots[t][i]; returns when they are there, as a moment.
+        """Brings row rows[t][i] of each table t into slot slots[t][i]; returns the moment when all are there.
 
-        Of a row that was sent back `settle` must have been called since.
+        If a row was sent back, `settle` must have been called since.
         """
         blocks, num_bytes = lay_out(self._host, [len(own) for own in rows])
         if not blocks:
@@ -252,9 +252,9 @@ class Mover:
         return arrived
 
     def send_back(self, target: Target, slots: Sequence[Tensor], *, after: Moment) -> None:
-        """Slot slots[t][i] of each table to the i-th place of `target`: read now, in the host's arrays after `settle`.
+        """Sends slot slots[t][i] of each table t to the i-th row of `target`. There must be at least one.
 
-        There must be one.
+        Slots are read now; the rows are in the host's arrays after `settle`.
         """
         blocks, num_bytes = lay_out(self._host, [len(own) for own in slots])
         staged = self._buffers.take(num_bytes)
@@ -273,7 +273,7 @@ class Mover:
         return found.view(numbers.dtype)
 
     def settle(self, num: int | None = None) -> None:
-        """What the first `num` calls of `send_back` sent lies in the host's arrays; None: what all did."""
+        """Writes to the host's arrays what the first `num` calls of `send_back` sent; None: all calls."""
         while self.num_settled < (self.num_sent if num is None else num):
             left = self._leaving[0]
             left.moment.wait()

@@ -1,10 +1,10 @@
-"""`Arrays` and `Kernels` as kernels/ops.py has them, for tables in device memory: the same methods, orders, errors.
+"""`Arrays` and `Kernels` of kernels/ops.py for tables in device memory: the same methods, orders and errors.
 
     lookup            one launch for each (storage, width) of the tables; a program takes some bags of one feature
     update            occurrences of all tables -> stable sort by (table, row) -> one launch for each (storage, width)
 
-Batches stay where they are made, in host memory: ids are checked there and copied over, once for each call. No float is
-added atomically, so repeated runs give the same bits; docs/numerics.md says which bits. Next: kernels.py.
+Batches stay where they are made, in host memory: their ids are checked there and copied once per call. No float is
+added atomically, so repeated runs give the same bits; docs/numerics.md says which bits. Next: triton_kernels.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hotrow.kernels.ops import ALTERED
 from hotrow.kernels.reference import Algorithm, Layout, Rule
 
 TILE = 512
-"""Elements that a program holds at once: four for each thread of four warps."""
+"""Elements that a program holds at a time: four for each thread of four warps."""
 _STORAGES = {torch.float32: triton_kernels.FLOAT32, torch.float16: triton_kernels.FLOAT16}
 _ROW_BITS = triton_kernels.ROW_BITS
 
@@ -35,19 +35,19 @@ class Kind(NamedTuple):
 
     storage: int
     block_d: int
-    """Columns of a tile: the dim rounded up to a power of two, at least fold16's 16."""
+    """Columns of a tile: the dim rounded up to a power of two, and at least 16, for fold16."""
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """Rows of a tile."""
         return max(1, TILE // self.block_d)
 
 
 class Arrays:
     """One array per table in the memory of one device: weights [N, D], or optimizer state [N, D] or [N], float32.
 
-    As `ops.Arrays`. Raises ValueError where an array has another type, is not contiguous, where they lie on more
-    than one device, and for a device that these kernels do not run on.
+    As `ops.Arrays`. Raises ValueError if an array has another type or is not contiguous, if arrays are on different
+    devices, and for a device on which these kernels do not run.
     """
 
     def __init__(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> None:
@@ -61,11 +61,11 @@ class Arrays:
             if (tensor.dtype == torch.bfloat16) != (halves is not None and halves.shape == tensor.shape):
                 raise ValueError(f"array {t} is {tensor.dtype}: bfloat16 needs lower halves of its shape, others none")
         self.kinds = [Kind(_STORAGES.get(a.dtype, triton_kernels.SPLIT), _block_d(a)) for a in self.tensors]
-        """Of each table, for weights."""
+        """For each table, the kind of its weights."""
         self.by_rank = sorted(range(len(self.kinds)), key=lambda t: self.kinds[t])
-        """Tables, those of one kind side by side: keys are sorted so."""
+        """Tables, those of one kind together: the order in which keys are sorted."""
         self.bases = [0] * len(self.kinds)
-        """Of each table, the key of its row 0."""
+        """For each table, the key of its row 0."""
         for rank, t in enumerate(self.by_rank):
             self.bases[t] = rank << _ROW_BITS
 
@@ -79,26 +79,26 @@ class Arrays:
 
     @cached_property
     def addresses(self) -> Tensor:
-        """Of each table, on the device."""
+        """The address of each table, on the device."""
         return self.numbers([tensor.data_ptr() for tensor in self.tensors])
 
     @cached_property
     def low_addresses(self) -> Tensor:
-        """Of the lower halves; 0 where there are none."""
+        """The address of each table's lower halves, on the device; 0 if there are none."""
         return self.numbers([0 if half is None else half.data_ptr() for half in self.low])
 
     @cached_property
     def dims(self) -> Tensor:
-        """Of each table, on the device."""
+        """The dim of each table, on the device."""
         return self.numbers([math.prod(tensor.shape[1:]) for tensor in self.tensors])
 
     @cached_property
     def ranked(self) -> Tensor:
-        """`by_rank`, on the device."""
+        """`by_rank` on the device."""
         return self.numbers(self.by_rank)
 
     def numbers(self, values: Sequence[Any]) -> Tensor:
-        """int64 on the device."""
+        """Returns `values` as int64 on the device."""
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
 
@@ -118,7 +118,7 @@ def _check_device(device: torch.device) -> None:
 
 @dataclass
 class _Uploaded:
-    """A batch on the device; `offsets` and `weights` stand for something where it has none."""
+    """A batch on the device; `offsets` and `weights` are placeholders if it has none."""
 
     values: Tensor
     offsets: Tensor
@@ -135,12 +135,12 @@ class _Uploaded:
 
 
 class _Pieces(NamedTuple):
-    """The occurrences of one lookup: for each position of its batch, features that play no part included."""
+    """The occurrences of one lookup: one for each position of its batch, also of features that are not looked up."""
 
     keys: Tensor
-    """int64 [n]: where its row stands among all rows."""
+    """int64 [n]: the key of the row."""
     sources: Tensor
-    """int64 [n]: the address of its gradient."""
+    """int64 [n]: the address of the gradient."""
     scales: Tensor | None
     """float32 [n]; None: 1."""
 
@@ -148,18 +148,18 @@ class _Pieces(NamedTuple):
 class Kernels:
     """The ops of one collection, or of some of its features, on tables in device memory; see `ops.Kernels`.
 
-    layout: the features a lookup serves. among: that of the whole collection, where `layout` is a part of it. Outputs
-    lie on the tables' device, gradients must; batches may lie there too, and are cheaper to check in host memory.
+    layout: the features that a lookup serves. among: the layout of the whole collection if `layout` is a part of it.
+    Outputs are on the tables' device, and gradients must be; batches may be, but are cheaper to check in host memory.
     """
 
     def __init__(self, layout: Layout, *, among: Layout | None = None) -> None:
         self.layout = layout
         self._numbers = {feature.name: k for k, feature in enumerate((among or layout).features)}
         self._positions: dict[tuple[str, ...], list[int]] = {}
-        self._made: dict[Any, Any] = {}  # small tensors on the device, for keys and kinds that came before
+        self._made: dict[Any, Any] = {}  # small tensors on the device, for keys and kinds that have come before
 
     def positions(self, keys: tuple[str, ...]) -> list[int]:
-        """Where each feature of the layout stands among `keys`. Raises ValueError naming one that is missing."""
+        """Returns each feature's position among `keys`. Raises ValueError naming a feature that is missing."""
         found = self._positions.get(keys)
         if found is None:
             self.layout.check_keys(keys)
@@ -174,9 +174,9 @@ class Kernels:
         *,
         blame: KeyedJaggedTensor | None = None,
     ) -> Tensor:
-        """Pooled rows of every feature on the tables' device: [B, width] float32 (`reference.lookup`).
+        """Returns the pooled rows of every feature on the tables' device: [B, width] float32 (`reference.lookup`).
 
-        blame: the batch in whose samples and positions an error is told; None means `sparse`.
+        blame: the batch whose samples and positions an error names; None means `sparse`.
         Raises ValueError for a missing feature and for an id outside its table.
         """
         self._check_batch(weights, sparse, blame)
@@ -198,7 +198,7 @@ class Kernels:
         return out
 
     def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
-        """Gradient of the per-sample weights, shaped as `sparse.values` and beside them, for that of `lookup`.
+        """Returns the gradient of the per-sample weights, with shape and device of `sparse.values`.
 
         Positions of features that are not in the layout get 0. Raises as `lookup`.
         """
@@ -226,7 +226,7 @@ class Kernels:
         pending: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
         rules: Sequence[Rule],
     ) -> None:
-        """Fused backward and update of all tables: `reference.update`, in place, the same bits in every run.
+        """Runs backward and update of all tables in one pass, in place: `reference.update`, the same bits in every run.
 
         pending, states, rules: as `ops.Kernels`.update; gradients on the tables' device. All rules are of one
         algorithm. Raises ValueError for an id outside its table; then no row has changed.
@@ -259,7 +259,7 @@ class Kernels:
         found: _Pieces,
         counts: Sequence[int],
     ) -> None:
-        """One launch for each kind of table. found: in the order of their keys; counts: occurrences by table."""
+        """Launches once for each kind of table. found: in the order of their keys; counts: occurrences by table."""
         numbers = torch.tensor([rule.numbers[1:] for rule in rules], dtype=torch.float32)
         numbers = numbers.to(weights.device, non_blocking=True)
         scaled = found.scales is not None
@@ -286,7 +286,7 @@ class Kernels:
             first = last
 
     def _features(self, weights: Arrays, keys: tuple[str, ...]) -> list[tuple[Kind, int, Tensor]]:
-        """Of each kind of table, how many features look one up, and what `lookup` is told of them."""
+        """Returns, for each kind of table, how many features look up in it, and what `lookup` gets about them."""
         made = (keys, tuple(weights.kinds), weights.device)
         if made not in self._made:
             rows: dict[Kind, list[tuple[int, ...]]] = {}
@@ -299,7 +299,7 @@ class Kernels:
         return found
 
     def _by_key(self, weights: Arrays, keys: tuple[str, ...]) -> Tensor:
-        """int64 [3, K] of a batch's keys: base of its table, first column, 1 for "mean"; 0 for those not served."""
+        """Returns int64 [3, K] for a batch's keys: base of the table, first column, 1 for "mean"; 0 if not served."""
         made = (keys, tuple(weights.bases), weights.device)
         if made not in self._made:
             rows = [[0, 0, 0] for _ in keys]
@@ -328,7 +328,7 @@ class Kernels:
         return _Pieces(batch.values + base[key], sources, scales)
 
     def _spans(self, served: Kernels, sparse: KeyedJaggedTensor, p: int) -> list[tuple[int, int, int, int]]:
-        """Of each feature of lookup number p: its number in this collection, p, and its ids from where to where."""
+        """Returns, for each feature of lookup p: its number in this collection, p, and first and end of its ids."""
         ends = _key_ends(sparse)
         positions = served.positions(sparse.keys)
         return [
@@ -343,7 +343,7 @@ class Kernels:
         return counts
 
     def _check_batch(self, weights: Arrays, sparse: KeyedJaggedTensor, blame: KeyedJaggedTensor | None) -> None:
-        """Raises ValueError for a missing feature, an id outside its table, and offsets that lead out of the ids."""
+        """Raises ValueError for a missing feature, an id outside its table, or offsets outside the ids."""
         positions = self.positions(sparse.keys)
         if not sparse.one_hot:
             offsets = sparse.offsets
@@ -366,7 +366,7 @@ class Kernels:
 
 
 def _key_ends(sparse: KeyedJaggedTensor) -> list[int]:
-    """Where the ids of each key start, and where the last one's end."""
+    """Returns where the ids of each key start, and where those of the last key end."""
     stride, num_keys = sparse.stride, len(sparse.keys)
     if sparse.one_hot:
         return [k * stride for k in range(num_keys + 1)]
@@ -377,7 +377,7 @@ def _key_ends(sparse: KeyedJaggedTensor) -> list[int]:
 
 
 def _cat(parts: Sequence[Tensor], spans: Sequence[tuple[int, int, int, int]]) -> Tensor:
-    """The spans of the parts one after the other."""
+    """Concatenates the spans of the parts."""
     merged: list[tuple[int, int, int]] = []
     for _, p, start, stop in spans:
         if merged and merged[-1][0] == p and merged[-1][2] == start:
@@ -393,12 +393,12 @@ def _or_ones(part: _Pieces) -> Tensor:
 
 def _rows_contiguous(grad: Tensor, device: torch.device) -> Tensor:
     if grad.dtype != torch.float32 or grad.device != device:
-        raise ValueError(f"a gradient is {grad.dtype} on {grad.device}; pass float32 on {device}, where the tables lie")
+        raise ValueError(f"a gradient is {grad.dtype} on {grad.device}; pass float32 on {device}, where the tables are")
     return grad if grad.dim() == 2 and grad.stride(1) == 1 else grad.contiguous()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arrays: Sequence[Any], **more: Any) -> None:
-    """Runs a kernel, if there is work, without contraction: a * b + c rounds twice, as in the reference."""
+    """Runs a kernel, if there is work, without contraction, so that a * b + c rounds twice as in the reference."""
     if 0 in grid:
         return
     device = arrays[0].device

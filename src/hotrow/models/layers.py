@@ -1,21 +1,39 @@
-"""Layers that models share. Shape suffixes as in hotrow.batch: B batch, I inputs, O outputs."""
+"""Layers that models share. Shape suffixes as in hotrow.batch: B batch, I inputs, O outputs.
+
+export/plain.py has the same names in plain torch, for exports.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from hotrow.kernels.ops import mlp
+from hotrow.kernels.ops import dot_interaction, mlp
 from hotrow.kernels.reference import Activation
+
+__all__ = ["MLP", "Constant", "Linear", "Lookup", "Network", "dot_interaction", "linear"]
+
+Lookup = Literal["pooled", "sequence"]
+"""`pooled`: a bag's rows come as one, side by side for all features, [B, sum of D]. `sequence`: the row of every id, by
+feature, as `EmbeddingCollection.sequence` returns them."""
+
+
+class Network(nn.Module):
+    """A model: (dense [B, I], rows) -> logits [B]; the sigmoid is left to the loss.
+
+    The tables are not part of it: lookups are timed, placed and sharded on their own.
+    """
+
+    lookup: ClassVar[Lookup] = "pooled"
 
 
 def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:
-    """y_BO = x_BI W^T + b with W ~ N(0, sqrt(2 / (I + O))) and b ~ N(0, sqrt(1 / O)), as the reference DLRM draws them.
+    """Returns y_BO = x_BI W^T + b, W ~ N(0, sqrt(2 / (I + O))) and b ~ N(0, sqrt(1 / O)) as in the reference DLRM.
 
     `generator` (CPU) is the only source of randomness; weights are drawn before biases.
     """
@@ -39,9 +57,26 @@ class MLP(nn.Module):
         self.last = last
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        """The last layer's output."""
+        """Returns the last layer's output."""
         layers = [cast(nn.Linear, layer) for layer in self.layers]
         return mlp(x_BI, [layer.weight for layer in layers], [layer.bias for layer in layers], last=self.last)
+
+
+class Linear(nn.Module):
+    """y_BO = x_BI W^T + b, drawn as by `linear`; without `bias` y_BO = x_BI W^T.
+
+    The product repeats bit for bit at any number of threads, which torch's own does not.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, generator: torch.Generator, bias: bool = True) -> None:
+        super().__init__()
+        layer = linear(num_inputs, num_outputs, generator)
+        self.weight, self.bias = layer.weight, layer.bias if bias else None
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        """Returns y [B, O], float32."""
+        bias_O = self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
+        return mlp(x_BI, [self.weight], [bias_O], last="linear")
 
 
 class Constant(nn.Module):
@@ -53,5 +88,5 @@ class Constant(nn.Module):
         self.bias = nn.Parameter(values)
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        """The vector, repeated without copying."""
+        """Returns the vector, repeated without copying."""
         return self.bias.expand(len(x_BI), -1)

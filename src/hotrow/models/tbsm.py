@@ -25,27 +25,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from hotrow.kernels.ops import dot_interaction
-from hotrow.models.layers import MLP
+from hotrow.models.layers import MLP, Lookup, Network, dot_interaction
+from hotrow.models.spec import Dataset, ModelSpec, SampleError, Steps, Width
 
 SUFFIX = "_history"
 """Feature `X_history` holds the earlier ids of feature `X`."""
 
 
-class SampleError(ValueError):
-    """A sample of a batch that the model does not take; `sample`: its place there, from 0."""
-
-    def __init__(self, sample: int, feature: str, reason: str) -> None:
-        super().__init__(f"{feature}, sample {sample} of the batch: {reason}")
-        self.sample, self.feature, self.reason = sample, feature, reason
-
-
-class TBSM(nn.Module):
+class TBSM(Network):
     """dense [B, I], rows of every feature not pooled (`EmbeddingCollection.sequence`) -> logits [B].
 
     num_dense: I. feature_names: of the collection. bottom_mlp: hidden widths, D is appended. top_mlp: widths of the
@@ -56,7 +49,7 @@ class TBSM(nn.Module):
     longer than T, histories of a sample differ in length, or a target or other id is not exactly one.
     """
 
-    takes_sequences = True
+    lookup: ClassVar[Lookup] = "sequence"
 
     def __init__(
         self,
@@ -140,6 +133,70 @@ class TBSM(nn.Module):
             lengths_B = rows[name][1].diff()
             _check(lengths_B == expected_B, lengths_B, name, f"but {first!r} has another number; steps must agree")
         return expected_B
+
+
+class TBSMSpec(ModelSpec):
+    """A DLRM that makes a vector of every step of a history, and attention that compares them with the last step's.
+
+    Features named X_history hold the earlier ids of feature X (docs/prepare.md).
+    """
+
+    network: ClassVar = TBSM
+    equal_dims: ClassVar = True
+    small: ClassVar[Mapping[str, Any]] = {"bottom_mlp": [64], "top_mlp": [64, 32]}
+
+    name: Literal["tbsm"] = "tbsm"
+    """TBSM (Ishkhanov et al., 2020)."""
+    bottom_mlp: list[Width] = [512, 256, 64]
+    """Widths of the hidden layers of a step's bottom MLP; a last layer of `embedding_dim` is added."""
+    top_mlp: list[Width] = [512, 256]
+    """Widths of all layers of a step's top MLP, the last that of the step's vector."""
+    history_steps: Steps = 20
+    """Most ids of a history; a longer one is an error."""
+    attention_mlp: list[Width] = [15, 15]
+    """Widths of the hidden layers between the products of all steps with the last and the steps' weights."""
+    final_mlp: list[Width] = [60]
+    """Widths of the hidden layers on the attended history beside the last step's vector; one logit is added."""
+
+    def check_options(self) -> None:
+        """Raises ValueError if the vector of a step has no width."""
+        if not self.top_mlp:
+            raise ValueError("top_mlp is [], but with tbsm its last width is that of a step's vector; give one or more")
+
+    def check(self, dataset: Dataset) -> None:
+        """Raises ValueError if histories are absent, longer than `history_steps`, or differ in length in a sample.
+
+        The model itself would say so when it meets the batch. Reads every block once; checksums that are verified on
+        the way are not verified again.
+        """
+        super().check(dataset)
+        _, histories = _pair([feature.name for feature in dataset.info.features])
+        first, *others = histories.values()
+        long = f"but model.history_steps is {self.history_steps}; raise it, or prepare shorter histories"
+        unlike = f"but {first!r} has another number; steps must agree: prepare histories of equal lengths"
+        for split, row, lengths in dataset.list_lengths([first, *others]):
+            try:
+                for name, own_B in lengths.items():
+                    _check(own_B <= self.history_steps, own_B, name, long)
+                    _check(own_B == lengths[first], own_B, name, unlike)
+            except SampleError as error:
+                at = f"{error.feature}, sample {row + error.sample:,} of {split} in {dataset.path}"
+                raise ValueError(f"{at}: {error.reason}") from None
+
+    def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> TBSM:
+        """Returns the network."""
+        (embedding_dim,) = set(dims.values())
+        return TBSM(
+            num_dense=num_dense,
+            feature_names=list(dims),
+            embedding_dim=embedding_dim,
+            bottom_mlp=self.bottom_mlp,
+            top_mlp=self.top_mlp,
+            attention_mlp=self.attention_mlp,
+            final_mlp=self.final_mlp,
+            history_steps=self.history_steps,
+            generator=generator,
+        )
 
 
 def _pair(feature_names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:

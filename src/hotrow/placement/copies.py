@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.base.machine import available_memory_bytes
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, Rule
@@ -73,7 +72,7 @@ class Copies(Placement):
         self._attached, self._rows = attached, rows
         self._table_of = {name: t for t, table in enumerate(below.tables) for name in table.feature_names}
         self._fast: FastMemory = InDram(below) if device is None else OnDevice(below, device)
-        self.device, self.kernels, self.uploads = self._fast.device, self._fast.kernels, self._fast.uploads
+        self.device, self.kernels = self._fast.device, self._fast.kernels
         nums = [own.prefix + len(own.listed) for own in rows]
         room = self._fast.room
         weights = [room(n, below.weights[t.name]) for t, n in zip(self.tables, nums, strict=True)]
@@ -221,8 +220,6 @@ class FastMemory(Protocol):
     device: torch.device
     kernels: KernelSet
     """What looks up and updates rows there."""
-    uploads: int
-    """Times that the ids of a batch go there: for its lookup and, where kernels ask again, for its update."""
     piece_bytes: int | None
     """Of rows of one array on their way, at most so many; None: any number."""
 
@@ -245,7 +242,6 @@ class FastMemory(Protocol):
 class InDram:
     """Memory of this machine beside the tables."""
 
-    uploads: int = 1
     piece_bytes: int | None = None
 
     device = torch.device("cpu")
@@ -279,7 +275,6 @@ class OnDevice:
     Raises ImportError where Triton is not installed.
     """
 
-    uploads: int = 2
     piece_bytes: int | None = PIECE_BYTES
 
     def __init__(self, below: Placement, device: torch.device) -> None:
@@ -325,10 +320,8 @@ class OnDevice:
         self._streams.moment().wait()
 
 
-def room_bytes(device: torch.device | None) -> int:
-    """What copies may take: of a device's memory, or where that is None of this machine's."""
-    if device is None:
-        return available_memory_bytes()
+def room_bytes(device: torch.device) -> int:
+    """Returns how much of a device's memory copies may take."""
     # What torch keeps of arrays that are gone is free for others.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return free_bytes(str(device)) + kept

@@ -16,13 +16,13 @@ from typing import Any
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config, MemoryConfig
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.placement.device import Device
 from hotrow.placement.store_file import no_disk, takes_no_files
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.demand import copies_bytes, demands_of, most_rows, required_bytes
+from hotrow.plan.demand import demands_of, most_rows, required_bytes
 from hotrow.plan.solve import CountsPlan, plan_by_counts
 from hotrow.tables import TableConfig
 
@@ -56,42 +56,34 @@ def choose(
     needed, available = required_bytes(config, tables, training=training), available_memory_bytes()
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
     budget = int(AUTO_SHARE * available) if chosen.dram_bytes is None else chosen.dram_bytes
-    copies = copies_bytes(config, tables) if training else 0
     known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
-    beside = copies + known
-    available, budget = available - beside, budget - beside
+    available, budget = available - known, budget - known
     if config.memory == "dram" and training:
-        _check_available(config, needed, available, copies)
+        _check_available(config, needed, available)
         return None
     if not training:
         budget = min(budget, int(AUTO_SHARE * available))
-    if copies and budget <= 0:
-        raise ValueError(
-            f"copies of hot rows may take {size(copies)}, and there are {size(budget + beside)} for them and the "
-            f"tables: lower hot.budget ({config.hot.budget}), or set hot.link to null for a schedule without copies"
-        )
     if budget <= 0:
         raise ValueError(
-            f"to know which rows lie in memory.hbm takes {size(known)} of DRAM, and there are {size(budget + beside)} "
+            f"to know which rows lie in memory.hbm takes {size(known)} of DRAM, and there are {size(budget + known)} "
             f"for that and the tables: raise memory.dram ({chosen.dram}), or set memory.hbm to null"
         )
-    _check_available(config, min(needed, budget), available, copies)
+    _check_available(config, min(needed, budget), available)
     if needed <= budget:
         return None
     memory = _memory(chosen, budget, run)
     _check_folders(chosen, memory, run)
     plan = _plan(config, tables, chosen, dataset) if training else None
-    writes = _check_slots(config, tables, memory, budget, plan, training=training, beside=beside)
+    writes = _check_slots(config, tables, memory, budget, plan, training=training, beside=known)
     return replace(memory, plan=plan, writes=writes)
 
 
-def _check_available(config: Config, num_bytes: int, available: int, copies: int) -> None:
+def _check_available(config: Config, num_bytes: int, available: int) -> None:
     if num_bytes > available:
-        beside = f" beside {size(copies)} of copies of hot rows" if copies else ""
         what = config.memory if isinstance(config.memory, str) else f"dram: {config.memory.dram}"
         raise ValueError(
             f"memory is {what!r}: tables and optimizer state take {size(num_bytes)} of DRAM, "
-            f"{size(num_bytes - available)} more than the {size(available)} this process may use{beside}; "
+            f"{size(num_bytes - available)} more than the {size(available)} this process may use; "
             f"set memory to auto, which lays the rest on disk, or {_CURES}"
         )
 
@@ -247,19 +239,17 @@ def dram_bytes(tiers: Tiers) -> int:
     return slots + maps + tiers.places_bytes + tiers.memory.waiting_bytes
 
 
-def describe(embedding: EmbeddingCollection, needed: int, *, copies: int = 0) -> str:
-    """Returns what lies where, as a line for the user. needed: `required_bytes`; copies: `copies_bytes`."""
+def describe(embedding: EmbeddingCollection, needed: int) -> str:
+    """Returns what lies where, as a line for the user. needed: `required_bytes`."""
     tiers, slots = embedding.placement.find(Tiers), _describe_slots(embedding)
-    beside = f", beside them up to {size(copies)} in DRAM for copies of hot rows" if copies else ""
     if tiers is None:
-        return f"memory: {slots}tables and optimizer state are {size(needed)}, all in DRAM{beside}"
+        return f"memory: {slots}tables and optimizer state are {size(needed)}, all in DRAM"
     paths = [store.path for store in tiers.stores if store.path is not None]
     whole = len(tiers.stores) - len(paths)
     middle = f", {size(middle_bytes(tiers))} before it in {tiers.memory.middle}" if middle_bytes(tiers) else ""
     return (
         f"memory: {slots}of {size(needed)} of tables and optimizer state, {size(dram_bytes(tiers))} in DRAM ({whole} "
         f"of {len(tiers.stores)} tables whole), {size(disk_bytes(tiers))} on disk in {tiers.memory.folder}{middle}"
-        f"{beside}"
     )
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from hotrow.base.files import parse_bytes
 from hotrow.config.schema import Config
 from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.budget import TableDemand
@@ -102,8 +101,11 @@ def spread(demands: Sequence[Demand]) -> dict[str, Any]:
 def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
     """Returns what the tables' rows take; training: with optimizer state."""
     name = config.optimizer.sparse.name
-    states = NUM_STATES[name] * (1 if name == "row_wise_adagrad" else config.model.embedding_dim) if training else 0
-    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states) for t in tables]
+
+    def states(table: TableConfig) -> int:
+        return NUM_STATES[name] * (1 if name == "row_wise_adagrad" else table.embedding_dim) if training else 0
+
+    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states(t)) for t in tables]
 
 
 def record_bytes(config: Config, tables: Sequence[TableConfig]) -> dict[str, int]:
@@ -115,13 +117,6 @@ def record_bytes(config: Config, tables: Sequence[TableConfig]) -> dict[str, int
 def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
     """Returns the bytes of all tables; training: with optimizer state."""
     return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
-
-
-def copies_bytes(config: Config, tables: Sequence[TableConfig]) -> int:
-    """Returns what copies of hot rows may take of DRAM beside the tables; 0 if there are none."""
-    if config.hot.link is None:
-        return 0
-    return min(parse_bytes(config.hot.budget), required_bytes(config, tables))
 
 
 def most_rows(config: Config, table: TableConfig) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hotrow.base.files import parse_bytes, size
 from hotrow.config.schema import Config, DenseDtype
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.plan.choose import choose, moved
 from hotrow.plan.demand import demands_of, most_rows, required_bytes
@@ -167,11 +167,6 @@ def device_of_copies(config: Config, place: Place) -> torch.device | None:
     """
     if not config.hot.takes_turns or config.hbm is not None or place.device.type != "cuda":
         return None
-    if config.hot.link is not None:
-        raise ValueError(
-            f"hot.link is {config.hot.link!r}, with which memory of this machine plays a fast device, but device is "
-            "'cuda', where copies of hot rows lie on the GPU: set hot.link to null, or device to cpu"
-        )
     if find_spec("triton") is None:
         raise ValueError(
             f"hot.schedule is {config.hot.schedule!r} and device is 'cuda': copies of hot rows lie on the GPU, but "

@@ -15,24 +15,20 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import lacks_bfloat16_products
 from hotrow.base.progress import ProgressLine
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
-from hotrow.data.packed.format import Ragged
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
-from hotrow.models.tbsm import SUFFIX
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import describe, disk_shortfall
-from hotrow.plan.demand import copies_bytes, record_bytes, required_bytes
+from hotrow.plan.demand import record_bytes, required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
@@ -57,7 +53,7 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     tables = tables_of(config, dataset)
     # What cannot be is refused before a folder is made.
     _check_vocabularies(dataset)
-    _check_histories(config, dataset)
+    config.model.check(dataset)
     place = Place.of(config)
     memory = place_tables(config, tables, runs, place, dataset=dataset)
     check_write_budget(config, tables, in_tiers=in_tiers(memory))
@@ -79,38 +75,6 @@ def _check_vocabularies(dataset: PackedDataset) -> None:
     for table in dataset.info.tables:
         if table.vocabulary_file in dataset.info.files:
             dataset.vocabulary(table.name)
-
-
-def _check_histories(config: Config, dataset: PackedDataset) -> None:
-    """Raises ValueError where a history is longer than tbsm takes, or two of a sample differ in length.
-
-    The model itself would say so at its batch.
-
-    Reads every block once: the checksums it looks at on the way are not looked at again.
-    """
-    if config.model.name != "tbsm":
-        return
-    most, names = config.model.tbsm_options()["history_steps"], [feature.name for feature in dataset.info.features]
-
-    def check(good: NDArray[np.bool_], own: NDArray[np.int64], where: tuple[str, int, str], reason: str) -> None:
-        if not good.all():
-            sample = int(np.argmin(good))
-            split, first_row, name = where
-            at = f"feature {name!r}, sample {first_row + sample:,} of {split} in {dataset.path}"
-            raise ValueError(f"{at}: {own[sample]} ids, {reason}")
-
-    long = f"but model.history_steps is {most}; raise it, or prepare shorter histories"
-    for split, part in dataset.splits.items():
-        row = 0
-        for block in map(part.block, range(part.num_blocks)):
-            lists = [(name, ids) for name, ids in zip(names, block.ids, strict=True) if name.endswith(SUFFIX)]
-            lengths = {name: np.diff(ids.row_splits) for name, ids in lists if isinstance(ids, Ragged)}
-            for name, own in lengths.items():
-                first = next(iter(lengths))
-                check(own <= most, own, (split, row, name), long)
-                unlike = f"but {first!r} has another number; steps must agree: prepare histories of equal lengths"
-                check(own == lengths[first], own, (split, row, name), unlike)
-            row += len(block.label)
 
 
 FEWEST_OF_EACH = 100
@@ -244,10 +208,9 @@ def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) 
 def _begin(training: Training) -> None:
     folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
     emb = training.parts.embedding
-    needed, copies = required_bytes(config, emb.tables), copies_bytes(config, emb.tables)
     where = training.turns.device
     on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
-    where_rows_lie = describe(emb, needed, copies=copies) + training.parts.place.line() + on_device
+    where_rows_lie = describe(emb, required_bytes(config, emb.tables)) + training.parts.place.line() + on_device
     training.say(f"{describe_threads()}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)

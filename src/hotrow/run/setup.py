@@ -7,7 +7,7 @@ placement.py; what a step does with the parts, and when, is trainer.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotrow import optim
+from hotrow.batch import KeyedJaggedTensor
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.models import build_model
+from hotrow.models.layers import Network
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.run.checkpoint import Part
 from hotrow.run.device import ARITHMETIC, Place
@@ -41,7 +42,7 @@ class Parts:
     """What a step works on."""
 
     embedding: EmbeddingCollection
-    model: nn.Module
+    model: Network
     dense_optimizer: Optimizer
     sparse_optimizer: optim.SparseOptimizer
     schedule: Schedule
@@ -54,10 +55,8 @@ class Parts:
 
 
 def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
-    """The dataset's tables with the columns, the initial rows and the storage `config` says."""
-    bound, dtype = config.model.embedding_init, _TABLE_DTYPES[config.train.precision]
-    tables = dataset.table_configs(config.model.embedding_dim)
-    return tuple(replace(table, init=replace(table.init, bound=bound), dtype=dtype) for table in tables)
+    """The dataset's tables as the model needs them, in the storage that `config` says."""
+    return config.model.tables(dataset, dtype=_TABLE_DTYPES[config.train.precision])
 
 
 def build_network(
@@ -67,13 +66,14 @@ def build_network(
     num_dense: int,
     memory: Memory | DeviceMemory | None = None,
     place: Place | None = None,
-) -> tuple[EmbeddingCollection, nn.Module]:
+) -> tuple[EmbeddingCollection, Network]:
     """The tables and the model on them, all random draws from `config.train.seed`; memory: None: all in DRAM.
 
     place: where the model goes; None: it stays on the CPU.
     """
-    seed, feature_names = config.train.seed, [name for table in tables for name in table.feature_names]
-    model = build_model(config.model, num_dense=num_dense, feature_names=feature_names, seed=seed)
+    seed, dims = config.train.seed, {name: table.embedding_dim for table in tables for name in table.feature_names}
+    generator = torch.Generator().manual_seed(seed)
+    model = config.model.build(num_dense=num_dense, dims=dims, generator=generator)
     return EmbeddingCollection(tables, memory=memory, seed=seed), model.to((place or Place()).device)
 
 
@@ -106,6 +106,11 @@ def build_optimizers(
         # train_step looks at both sides itself, before either is changed.
         _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
     )
+
+
+def look_up(model: Network, embedding: EmbeddingCollection, sparse: KeyedJaggedTensor) -> Any:
+    """Returns the rows of a batch as `model` takes them."""
+    return embedding.sequence(sparse) if model.lookup == "sequence" else embedding(sparse)
 
 
 def splits_dense(config: Config) -> bool:

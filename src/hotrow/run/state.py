@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass as record
 from hotrow.base.records import STRICT, Amount, Count, checked
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
-from hotrow.data.packed.dataset import PackedDataset
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.run.checkpoint_manifest import MANIFEST, Manifest
 from hotrow.run.checkpoint_tensors import CURE
 from hotrow.run.metrics import Metrics

@@ -16,26 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow.base.files import size
 from hotrow.base.progress import ProgressLine, duration, rate
 from hotrow.batch import Batch
 from hotrow.config.schema import Config, MemoryConfig, interval_steps, is_due
-from hotrow.data.packed.dataset import PackedDataset
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.kernels import ops
-from hotrow.models import look_up, takes_sequences
+from hotrow.models.layers import Network
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.device import Device
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import close_tiers
 from hotrow.plan.demand import record_bytes
-from hotrow.run.checkpoint import Part, load_checkpoint, prune_checkpoints, save_checkpoint
+from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest
 from hotrow.run.checkpoint_tensors import CURE
 from hotrow.run.device import Place, device_of_copies, in_tiers
@@ -44,7 +44,7 @@ from hotrow.run.meters_device import DeviceReport
 from hotrow.run.meters_tiers import TierReport
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.session import Interrupt, StepClock
-from hotrow.run.setup import Parts, build, tables_of
+from hotrow.run.setup import Parts, build, look_up, tables_of
 from hotrow.run.state import Extra, State, read_extra
 from hotrow.run.turns import Turns
 from hotrow.run.wear import LEDGER, WriteLedger, Writes, checkpoint_bytes
@@ -98,7 +98,7 @@ def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
 @torch.no_grad()
 def evaluate(
     embedding: EmbeddingCollection,
-    model: nn.Module,
+    model: Network,
     loader: Loader,
     *,
     num_batches: int | None = None,
@@ -151,8 +151,7 @@ class Training:
         place = Place.of(config)
         self.parts = build(config, tables, num_dense=len(dataset.info.dense), memory=memory, place=place)
         device = device_of_copies(config, place)
-        sequences = takes_sequences(self.parts.model)
-        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, sequences=sequences, device=device)
+        self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=device)
         tiers = self.parts.embedding.placement.find(Tiers)
         slots = self.parts.embedding.placement.find(Device)
         self.reports: list[TierReport | DeviceReport] = [] if tiers is None else [TierReport(tiers)]
@@ -186,11 +185,6 @@ class Training:
                 if swap["rate"] != swap["next_rate"]:
                     rates = f"{swap['next_rate']:g} % of a class, not {swap['rate']:g}"
                     self.say(f"step {self.state.step}: turns of {rates}")
-            if learned := self.turns.learn():
-                self.folder.measure("hot", step=self.state.step, epoch=self.epochs, **learned)
-                rows, samples = learned["hot_rows"], learned["hot_samples"]
-                self.say(f"step {self.state.step}: {rows:,} rows are hot from here on, {samples:.1%} of the samples")
-                self.warn_of_nothing_hot()
         self.turns.close()
 
     def warn_of_nothing_hot(self) -> None:
@@ -213,7 +207,7 @@ class Training:
             except NonFiniteError as error:
                 self._skip(str(error))
                 loss = None
-            self.turns.count(batch)
+            self.turns.count()
             self._count(len(batch), loss)
             stop = self.interrupt.signal is not None or self.writes.spent
             self._do_what_is_due(stop=stop)
@@ -362,9 +356,6 @@ class Training:
                 stack.enter_context(report.aside())
             yield
 
-    def _saved_parts(self) -> dict[str, Part]:
-        return {**self.parts.with_state(), **self.turns.parts()}
-
     def save(self) -> Path:
         """A checkpoint of the parts and the state; older ones go as the config says."""
         path = self.folder.checkpoints / f"step-{self.state.step}"
@@ -382,7 +373,7 @@ class Training:
                 config=self.config.model_dump(mode="json"),
             )
             with self._aside(), self.writes.saving(path):
-                save_checkpoint(path, self._saved_parts(), extra=asdict(extra))
+                save_checkpoint(path, self.parts.with_state(), extra=asdict(extra))
         keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
         prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
         return path
@@ -401,7 +392,7 @@ class Training:
         if state.turns is None or (state.best is not None and state.best[self.config.train.monitor] is None):
             raise ValueError(f"{where}: state.turns, or the {self.config.train.monitor} of state.best, is null; {CURE}")
         with self._aside(), self.writes.restoring(path):
-            load_checkpoint(path, self._saved_parts())
+            load_checkpoint(path, self.parts.with_state())
         for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa), ("device", device)):
             if (then := getattr(extra, name)) != now:
                 self.folder.warn(

@@ -1,7 +1,8 @@
 """What a packed dataset holds, as plain data: `dataset.json` in both directions, column types, the values allowed.
 
-docs/format.md is the specification; this file and it say the same. Writing is in `packed_writer`, reading in
-`packed_reader`; users import all of it from `hotrow.data.packed.dataset`.
+A packed dataset is prepared rows in a folder of Arrow files, memory-mapped. docs/format.md is its specification; this
+file and it say the same. `writer` turns rows into parts, `reader` maps the columns and checks them when first read,
+`loader` makes shuffled batches and can resume at any of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FORMAT = "hotrow-packed"
 VERSION = 1
 MANIFEST = "dataset.json"
 WORK_FOLDER = ".prepare"
-"""Unfinished work inside the dataset's folder; gone when the dataset is complete."""
+"""Folder of unfinished work inside the dataset's folder; removed when the dataset is complete."""
 ROWS_PER_BLOCK = 65_536
 """One block is one Arrow record batch: the unit of checksums and of shuffling."""
 MAX_ROWS_PER_BLOCK = 1 << 24
@@ -43,7 +44,7 @@ class DenseColumn:
 
     name: str
     transform: str = "none"
-    """What preparation did to the raw number, in the words of its schema; prediction does the same."""
+    """What preparation did to the raw number, in the schema's words; prediction does the same."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -53,12 +54,13 @@ class Feature:
     name: str
     table: str
     kind: FeatureKind = "one_hot"
-    """one_hot: exactly one id per row. multi_hot: a bag, order without meaning. sequence: a list, oldest first."""
+    """one_hot: exactly one id per row. multi_hot: a bag, whose order has no meaning. sequence: a list, oldest first."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Table:
-    """One embedding table's id space. Row 0 is for rare and unseen ids, then rows follow falling training counts."""
+    """The ids of one embedding table. Row 0 is for rare and unseen ids; the other rows follow by falling training
+    count."""
 
     name: str
     num_embeddings: Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -70,18 +72,18 @@ class Table:
     num_dropped: Count = 0
     """Distinct raw ids sent to row 0 by the minimum count or the cap."""
     vocabulary: str | None = None
-    """Content id of `vocab/<name>`; None where ids need no vocabulary."""
+    """Content id of `vocab/<name>`; None if ids need no vocabulary."""
     parent: str | None = None
-    """Content id of the vocabulary this one extends."""
+    """Content id of the vocabulary that this one extends."""
 
     @property
     def vocabulary_file(self) -> str:
-        """Path of its vocabulary within the dataset's folder."""
+        """Path of the vocabulary within the dataset's folder."""
         return f"vocab/{file_name(self.name)}"
 
     @property
     def counts_file(self) -> str:
-        """Path of its rows' access counts within the dataset's folder."""
+        """Path of the accesses per row within the dataset's folder."""
         return f"counts/{file_name(self.name)}"
 
     @property
@@ -92,7 +94,7 @@ class Table:
 
 @dataclass(frozen=True, config=STRICT)
 class Part:
-    """One Arrow file. Its bytes are cut into ranges without gaps: header, each block, footer."""
+    """One Arrow file. Its bytes are divided into ranges without gaps: header, each block, footer."""
 
     file: Annotated[str, Field(pattern=r"^part-[0-9]{5,9}\.arrow$")]
     block_rows: tuple[Annotated[int, Field(ge=1, le=MAX_ROWS_PER_BLOCK)], ...]
@@ -114,18 +116,16 @@ class Part:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all blocks."""
         return sum(self.block_rows)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file."""
         return self.range_ends[-1]
 
 
 @dataclass(frozen=True, config=STRICT)
 class SplitInfo:
-    """One split: its rows in the order of its parts."""
+    """One split; its rows are stored in the order of its parts."""
 
     num_rows: Count
     parts: tuple[Part, ...]
@@ -139,7 +139,7 @@ class SplitInfo:
 
 @dataclass(frozen=True, config=STRICT)
 class FileRecord:
-    """Size and checksum of a file beside the parts."""
+    """Size and checksum of a file other than a part."""
 
     num_bytes: Count
     crc32: Crc32
@@ -152,12 +152,12 @@ class SourceFile:
     path: str
     num_bytes: Count
     checksum: str = ""
-    """`<algorithm>:<hex>`; empty where the source has no bytes to check (a data frame, a generator)."""
+    """`<algorithm>:<hex>`; empty if the source has no bytes to check (a data frame, a generator)."""
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class DatasetInfo:
-    """Everything `dataset.json` says. Raises ValueError (of pydantic) naming the field that is wrong."""
+    """Everything in `dataset.json`. Raises pydantic's ValueError, which names the field that is wrong."""
 
     name: str
     """What the rows are, e.g. "criteo"."""
@@ -172,9 +172,9 @@ class DatasetInfo:
     """How raw ids became row numbers: minimum count, cap, hashing, seed of the split."""
     sources: tuple[SourceFile, ...] = ()
     licence: str = ""
-    """The source's terms, in words."""
+    """Note on the terms of the source's licence."""
     summary: dict[str, JsonValue] = Field(default_factory=dict)
-    """What preparation counted: rows read, rows skipped, and so on."""
+    """What preparation counted, such as rows read and rows skipped."""
     created_by: str = f"hotrow {__version__}"
 
     def __post_init__(self) -> None:
@@ -198,31 +198,30 @@ class DatasetInfo:
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """Names of the dense columns, in stored order."""
+        """Names of the dense columns in stored order."""
         return tuple(column.name for column in self.dense)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Names of the sparse features, in stored order."""
+        """Names of the sparse features in stored order."""
         return tuple(feature.name for feature in self.features)
 
     @property
     def table_by_name(self) -> dict[str, Table]:
-        """The tables by name."""
         return {table.name: table for table in self.tables}
 
     @property
     def row_bytes(self) -> int:
-        """Stored bytes per row, without the ids of lists."""
+        """Stored bytes per row, not counting the ids of lists."""
         sizes = (8 if f.kind != "one_hot" else np.dtype(self.id_dtype(f)).itemsize for f in self.features)
         return 4 + 4 * len(self.dense) + sum(sizes)
 
     def id_dtype(self, feature: Feature) -> type[np.int32 | np.int64]:
-        """The integer type that `feature`'s ids are stored in."""
+        """Returns the integer type in which ids of `feature` are stored."""
         return self.table_by_name[feature.table].id_dtype
 
     def schema_fingerprint(self) -> str:
-        """Hex digest of what decides the bytes of the parts and who made their ids."""
+        """Returns a hex digest of everything that decides the bytes of the parts, and of how ids were made."""
         value = asdict(replace(self, splits={}, files={}, summary={}))
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
@@ -249,24 +248,24 @@ def _check_side_path(path: str) -> None:
 
 
 def write_info(folder: Path, info: DatasetInfo) -> None:
-    """Write `dataset.json`, atomically: with it the dataset is complete."""
+    """Writes `dataset.json` atomically, which completes the dataset."""
     _DOCUMENT.write(folder / MANIFEST, info)
 
 
 def read_info(folder: Path) -> DatasetInfo:
-    """The checked content of `dataset.json`; raises ValueError naming the field, what is wrong and the cure."""
+    """Reads and checks `dataset.json`. Raises ValueError naming the field, what is wrong and the cure."""
     path = folder / MANIFEST
     if not path.is_file():
         unfinished = (folder / WORK_FOLDER).exists()
         raise ValueError(
-            f"{folder}: no {MANIFEST}, so this is no complete packed dataset; "
+            f"{folder}: no {MANIFEST}, so this is not a complete packed dataset; "
             + ("its preparation was interrupted, run the same prepare command again" if unfinished else "prepare one")
         )
     return _DOCUMENT.read(path)
 
 
 def arrow_schema(info: DatasetInfo) -> pa.Schema:
-    """The columns of every part, none of them nullable: label, dense, features, in the manifest's order."""
+    """Returns the columns of every part, none of them nullable: label, dense, features, in the manifest's order."""
     fields = [pa.field(name, pa.float32(), nullable=False) for name in (info.label, *info.dense_names)]
     for feature in info.features:
         kind = pa.from_numpy_dtype(info.id_dtype(feature))
@@ -277,7 +276,7 @@ def arrow_schema(info: DatasetInfo) -> pa.Schema:
 
 
 class Ragged(NamedTuple):
-    """Lists of ids: row r holds `values[row_splits[r] : row_splits[r + 1]]`."""
+    """Lists of ids; row r holds `values[row_splits[r] : row_splits[r + 1]]`."""
 
     values: NDArray[Any]
     row_splits: NDArray[np.int64]
@@ -295,7 +294,7 @@ class Block(NamedTuple):
 
 
 def slice_ids(ids: Ids, start: int, stop: int) -> Ids:
-    """Rows `start` to `stop` of `ids`, values as a view."""
+    """Returns rows [start, stop) of `ids`, their values as a view."""
     if not isinstance(ids, Ragged):
         return ids[start:stop]
     splits = ids.row_splits[start : stop + 1]
@@ -303,7 +302,7 @@ def slice_ids(ids: Ids, start: int, stop: int) -> Ids:
 
 
 def concatenate_ids(pieces: Sequence[Ids]) -> Ids:
-    """The rows of all `pieces`, one after the other, as a copy; all of them ragged or none."""
+    """Returns the rows of all `pieces`, one after the other, as a copy; either all pieces are ragged or none is."""
     ragged = [piece for piece in pieces if isinstance(piece, Ragged)]
     if not ragged:
         return np.concatenate(pieces)
@@ -312,8 +311,20 @@ def concatenate_ids(pieces: Sequence[Ids]) -> Ids:
     return Ragged(np.concatenate([piece.values for piece in ragged]), splits)
 
 
+def select_ids(ids: Ids, mask: NDArray[np.bool_]) -> Ids:
+    """Returns the rows of encoded ids whose mask [num_rows] is set."""
+    if mask.all():
+        return ids
+    if not isinstance(ids, Ragged):
+        return ids[mask]
+    lengths = np.diff(ids.row_splits)
+    values = ids.values[np.repeat(mask, lengths)]
+    return Ragged(values, np.concatenate([[0], np.cumsum(lengths[mask])]))
+
+
 def check_values(info: DatasetInfo, block: Block) -> None:
-    """Raises ValueError naming column and row unless labels are 0 or 1, dense finite, ids within their tables."""
+    """Raises ValueError naming column and row unless labels are 0 or 1, dense values finite, ids within their
+    tables."""
     bad = (block.label != 0) & (block.label != 1)
     if bad.any():
         row = int(bad.argmax())
@@ -336,7 +347,7 @@ def _check_ids(feature: Feature, table: Table, ids: Ids, num_rows: int) -> None:
                 f"{len(values)}, the number of ids"
             )
     assert isinstance(values, np.ndarray)
-    # Seen as unsigned, a negative id is too large: one pass instead of two.
+    # Read as unsigned, a negative id is too large, so one pass finds both kinds of bad ids.
     if len(values) and values.view(f"u{values.itemsize}").max() >= table.num_embeddings:
         index = int(((values < 0) | (values >= table.num_embeddings)).argmax())
         row = int(np.searchsorted(ids.row_splits, index, "right")) - 1 if isinstance(ids, Ragged) else index
@@ -347,7 +358,7 @@ def _check_ids(feature: Feature, table: Table, ids: Ids, num_rows: int) -> None:
 
 
 def split_columns(info: DatasetInfo, sparse: Mapping[str, Any]) -> list[Any]:
-    """The values of `sparse` in stored order; raises ValueError where its names are not the features' names."""
+    """Returns the values of `sparse` in stored order; raises ValueError if its names are not the features' names."""
     if sparse.keys() != set(info.feature_names):
         raise ValueError(f"sparse has features {sorted(sparse)}; the dataset's are {sorted(info.feature_names)}")
     return [sparse[name] for name in info.feature_names]

@@ -1,13 +1,13 @@
-"""Batches from a packed split: shuffled by block and window, exact to resume at any batch.
+"""Batches from a packed split: shuffled by block and window, and resumable at any batch.
 
     stored    |  0  |  1  |  2  |  3  |  4  |      blocks of the split
-    epoch     |  3  |  0  |  4  |  1  |  2  |      their order is drawn per epoch
+    epoch     |  3  |  0  |  4  |  1  |  2  |      in an order drawn for each epoch
     windows   |-- 0 ---|-- 1 ---|-- 2 ---|- 3 |    the rows in that order, cut every window_rows
     batches   |0|1|2|3|4|5|6|7|8|9|...             rows permuted within each window, cut every batch_size
 
-Every draw is a function of (seed, epoch) or (seed, epoch, window) alone, so batch k needs no batch before it. There is
-no per-row Python: a window's columns are gathered once, a batch is slices of them. Of a split with some rows left out
-(`only`) the same picture holds of the rows that stay; hot/order.py makes batches of hot and of cold rows that way.
+Every draw is a function of (seed, epoch) or (seed, epoch, window) alone, so batch k can be made without those before
+it. No Python runs per row: a window's columns are gathered once, and a batch is slices of them. If rows are left out
+(`only`), the drawing applies to the rows that remain; hot/order.py makes batches of hot and of cold rows that way.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from hotrow.data.packed.format import Ids, Ragged, concatenate_ids, slice_ids
 from hotrow.data.packed.reader import Split
 
 WINDOW_ROWS = 262_144
-"""Four blocks: 40 MB at Criteo's 40 columns, and each column's share still fits an L2 cache of 1 MiB."""
+"""Four blocks: 40 MB with Criteo's 40 columns, and one column of them still fits an L2 cache of 1 MiB."""
 _GATHER_ROWS = 16_384
-"""Rows of lists gathered at a time, which bounds the index built for them."""
+"""Rows of lists gathered at a time; limits the size of the index built for them."""
 _BLOCKS, _WINDOWS = 0, 1
-"""Which of the two families of permutations a counter belongs to."""
+"""The two families of permutations, as `permutation` numbers them."""
 
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where the next batch is: `batch` batches of epoch `epoch` were handed out."""
+    """Where the next batch is: `batch` batches of epoch `epoch` have been handed out."""
 
     epoch: int = 0
     batch: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """This record as JSON-ready values; `LoaderState(**value)` is the inverse."""
+        """Returns the state as JSON-ready values; `LoaderState(**value)` is the inverse."""
         return asdict(self)
 
 
 def permutation(num_items: int, *, seed: int, epoch: int, family: int, index: int = 0) -> NDArray[np.int64]:
-    """A random order of `range(num_items)`, a function of the arguments alone.
+    """Returns a random order of `range(num_items)`, a function of the arguments alone.
 
-    Words of 64 bits are sorted whose low bits are the item and whose high bits are Philox4x64-10(key=(seed, epoch),
-    counter=(0, 0, index, family)): no two words are equal, so any correct sort, on any machine, gives the same order.
+    Sorts words of 64 bits whose low bits are the item and whose high bits are Philox4x64-10(key=(seed, epoch),
+    counter=(0, 0, index, family)). No two words are equal, so every correct sort gives the same order on any machine.
     """
     low_bits = np.uint64(max(num_items - 1, 0).bit_length())
     counter = np.array([0, 0, index, family], np.uint64)
@@ -63,7 +63,8 @@ def permutation(num_items: int, *, seed: int, epoch: int, family: int, index: in
 
 
 class _BatchArrays(NamedTuple):
-    """A batch before it becomes tensors: all a background thread makes, since torch operations may start OpenMP."""
+    """A batch before it becomes tensors. A background thread makes no more than this: torch might start OpenMP in
+    it."""
 
     label: NDArray[np.float32]
     dense: NDArray[np.float32]
@@ -72,7 +73,7 @@ class _BatchArrays(NamedTuple):
 
 
 class Loader:
-    """One pass over `split` per iteration, as `Batch`es; iterating again gives the next epoch.
+    """Yields the rows of `split` as `Batch`es, one epoch per iteration; iterating again gives the next epoch.
 
         loader = Loader(dataset.split("train"), 2048, shuffle_seed=1)
         for batch in loader: ...          # epoch 0
@@ -82,19 +83,19 @@ class Loader:
     split: a split of an open `PackedDataset`. batch_size: rows B per batch.
     shuffle_seed: 0 .. 2^64 - 1, or None for stored order. Every row comes exactly once per epoch.
     window_rows: rows held and mixed at a time; `buffer_bytes` says what that costs.
-    only: bool [rows of the split]; the rows there are, the others are left out. None: all.
-    front, front_batches: bool [rows of the split] and how many batches W make a group: of every W batches of the order
-    above as many come first as its rows of `front` fill, made of them alone; the other rows keep their order. Nothing
-    leaves its group. `window_rows` is then a multiple of W * batch_size.
+    only: bool [rows of the split], the rows to use; the others are left out. None: all rows.
+    front, front_batches: bool [rows of the split], and the number W of batches in a group. In each group of W batches,
+    rows of `front` come first, as many as fill whole batches; the other rows keep their order, and no row leaves its
+    group. `window_rows` is then a multiple of W * batch_size.
     drop_last: "keep" hands out the shorter last batch, "drop" does not.
-    start: where to begin. prefetch: make the next batch in a background thread; changes no batch and no state.
+    start: where to begin. prefetch: makes the next batch in a background thread; changes no batch and no state.
 
-    `len(loader)` is the number of batches per epoch, wherever it was started.
+    `len(loader)` is the number of batches per epoch, wherever the loader starts.
 
     Batch: dense float32 [B, I]; label float32 [B]; sparse with one key per feature in the dataset's order, int32 ids
-    (int64 where a table has more than 2^31 rows), without offsets when all features are one-hot.
+    (int64 if a table has more than 2^31 rows), without offsets if all features are one-hot.
 
-    Raises ValueError for arguments out of range, and from the reader for a block that is damaged.
+    Raises ValueError for arguments out of range, and, from the reader, for a damaged block.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Loader:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         for name, rows in (("only", only), ("front", front)):
             if rows is not None and rows.shape != (split.num_rows,):
-                raise ValueError(f"{name} says {rows.shape} of rows, but split {split.name!r} has {split.num_rows}")
+                raise ValueError(f"{name} has shape {rows.shape}, but split {split.name!r} has {split.num_rows} rows")
         if shuffle_seed is not None and not 0 <= shuffle_seed < 1 << 64:
             raise ValueError(f"shuffle_seed is {shuffle_seed}; it must be from 0 to 2^64 - 1, or None for stored order")
         if drop_last not in ("keep", "drop"):
@@ -133,7 +134,7 @@ class Loader:
             )
         self.split, self.batch_size, self.shuffle_seed = split, batch_size, shuffle_seed
         self.only, self.front, self.group_rows = only, front, front_batches * batch_size
-        # In stored order a window only has to be read, so it is a block, used where it is mapped.
+        # In stored order a window is only read, so a window is one block and is used in the mapping.
         most = split.num_rows if shuffle_seed is not None else int(split.block_rows.max(initial=1))
         self.window_rows = min(window_rows, max(most, 1))
         if front is not None:
@@ -154,15 +155,15 @@ class Loader:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory for one window, the ids of lists not counted; stored order is mostly read in place and needs less."""
+        """Memory for one window, not counting ids of lists; stored order is mostly read in place and needs less."""
         return self.window_rows * self.split.info.row_bytes
 
     def state(self) -> LoaderState:
-        """How many batches were handed out, never counting one made ahead."""
+        """Returns how many batches have been handed out; one made ahead does not count."""
         return self._state
 
     def __iter__(self) -> Iterator[Batch]:
-        """The rest of the current epoch; at its end the state moves to the next one."""
+        """Yields the rest of the current epoch; at its end the state moves to the next epoch."""
         epoch = self._state.epoch
         for batch in self.epoch(epoch, self._state.batch):
             self._state = LoaderState(epoch, self._state.batch + 1)
@@ -170,7 +171,7 @@ class Loader:
         self._state = LoaderState(epoch + 1, 0)
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
-        """Batches `start_batch` and after of `epoch`, leaving `state()` as it is."""
+        """Yields the batches of `epoch` from `start_batch` on, without changing `state()`."""
         rows = _EpochRows(self, epoch)
         keys = self.split.info.feature_names
         for arrays in self._ahead(rows, start_batch) if self.prefetch else self._each(rows, start_batch):
@@ -211,19 +212,19 @@ class _EpochRows:
         self._window: list[Ids] = []
 
     def _of_block(self, rows: NDArray[np.bool_], index: int) -> NDArray[np.bool_]:
-        """What is said of the rows of a block."""
+        """Returns the part of `rows` [rows of the split] that belongs to a block."""
         start = int(self._block_starts[index])
         return rows[start : start + int(self._split.block_rows[index])]
 
     def batch(self, start: int, stop: int) -> _BatchArrays:
-        """Rows `start` to `stop` of the epoch, copied out of their windows."""
+        """Returns rows [start, stop) of the epoch, copied out of their windows."""
         pieces: list[list[Ids]] = []
         while start < stop:
             window_index, first = divmod(start, self._loader.window_rows)
             last = min(first + stop - start, self._loader.window_rows)
             piece = [slice_ids(column, first, last) for column in self._load(window_index)]
             start += last - first
-            # The next window is written over this one, so what is needed of this one is copied first.
+            # The next window overwrites this one, so copy first what is needed of it.
             pieces.append(piece if start == stop else [concatenate_ids([column]) for column in piece])
         columns = pieces[0] if len(pieces) == 1 else [concatenate_ids(parts) for parts in zip(*pieces, strict=True)]
         return _assemble(columns, num_dense=len(self._split.info.dense))
@@ -255,7 +256,7 @@ class _EpochRows:
         return window
 
     def _rows_of_block(self, index: int, first: int, last: int) -> list[Ids]:
-        """Columns of rows `first` to `last` of those that a block has."""
+        """Returns the columns of a block's rows [first, last), counting only rows that are used."""
         block, only = self._split.block(index), self._loader.only
         columns = (block.label, *block.dense, *block.ids)
         if only is None:
@@ -264,7 +265,7 @@ class _EpochRows:
         return [_take(column, picked, None) for column in columns]
 
     def _segments(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Block, its first and its last row, for each run of the epoch's rows `start` to `stop`."""
+        """Yields block, first row and end row for each run of the epoch's rows [start, stop)."""
         index = int(np.searchsorted(self._ends, start, "right"))
         while start < stop:
             block = int(self._order[index])
@@ -275,7 +276,8 @@ class _EpochRows:
 
 
 def _grouped(order: NDArray[np.int64], front: NDArray[np.bool_], loader: Loader) -> NDArray[np.int64]:
-    """`order` with whole batches of `front` rows first in every group; front: of the rows before they are ordered."""
+    """Returns `order` with whole batches of `front` rows first in every group; `front` is in the order before
+    `order`."""
     groups = []
     for start in range(0, len(order), loader.group_rows):
         group = order[start : start + loader.group_rows]
@@ -286,8 +288,8 @@ def _grouped(order: NDArray[np.int64], front: NDArray[np.bool_], loader: Loader)
 
 
 def _take(column: Ids, order: NDArray[np.int64], room: Ids | None) -> Ids:
-    """These rows of `column`; `room`, a column no longer needed, is written over where it fits."""
-    # mode="clip": "raise" would go through a buffer, and a permutation needs no check.
+    """Returns rows `order` of `column`; overwrites `room`, a column that is no longer needed, if it fits."""
+    # mode="clip": "raise" would copy through a buffer, and a permutation needs no check.
     if not isinstance(column, Ragged):
         out = room if isinstance(room, np.ndarray) and len(room) == len(order) else np.empty(len(order), column.dtype)
         np.take(column, order, out=out, mode="clip")
@@ -304,7 +306,7 @@ def _take(column: Ids, order: NDArray[np.int64], room: Ids | None) -> Ids:
 
 
 def _assemble(columns: list[Ids], *, num_dense: int) -> _BatchArrays:
-    """Fresh arrays for the batch whose columns are label, dense, ids."""
+    """Returns the batch of `columns` (label, dense, ids) in new arrays."""
     label, dense, ids = columns[0], columns[1 : 1 + num_dense], columns[1 + num_dense :]
     assert not isinstance(label, Ragged)
     num_rows = len(label)

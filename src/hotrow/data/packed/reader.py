@@ -1,7 +1,7 @@
-"""A packed dataset, opened: memory-mapped columns, each block checked the first time it is read.
+"""Reads a packed dataset: memory-mapped columns, each block checked the first time it is read.
 
 A folder is not trusted: names and links cannot lead out of it, sizes are compared before anything is mapped, checksums
-before anything is parsed, and ids before anything is looked up. `loader` makes batches of what is read here.
+before anything is parsed, and ids before anything is looked up. `loader` makes batches of the rows read here.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import hashlib
 import struct
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hotrow.data.packed.format import (
     MANIFEST,
@@ -32,14 +35,14 @@ from hotrow.data.packed.vocabulary import Vocabulary, open_counts
 from hotrow.tables import TableConfig, Uniform
 
 MAX_OPEN_PARTS = 64
-"""Mapped parts kept at hand; each holds a file descriptor, of which 1024 is a common limit."""
+"""Parts that stay mapped; each holds a file descriptor, and 1024 of those is a common limit."""
 MALFORMED = (pa.ArrowException, OSError, EOFError, struct.error)
-"""What reading a message that only pretends to be Arrow raises."""
+"""What Arrow raises when it reads a message that is not Arrow's."""
 CURE = "restore the file from a copy or prepare the data again"
 
 
 def crc32_of_file(path: Path) -> int:
-    """crc32 of a whole file, read in pieces of 16 MiB."""
+    """Returns the crc32 of a whole file, which is read in pieces of 16 MiB."""
     crc = 0
     with path.open("rb") as file:
         while piece := file.read(1 << 24):
@@ -48,7 +51,8 @@ def crc32_of_file(path: Path) -> int:
 
 
 def _inside(folder: Path, *names: str) -> Path:
-    """The regular file `folder/names...`; raises ValueError where it is absent or a link leads out of `folder`."""
+    """Returns the path of the file `folder/names...`. Raises ValueError if it is absent or a link leads out of
+    `folder`."""
     path = folder.joinpath(*names)
     if not path.is_file():
         raise ValueError(f"{path}: {MANIFEST} names this file and it is missing; {CURE}")
@@ -63,7 +67,7 @@ def _check_size(path: Path, num_bytes: int) -> None:
 
 
 class _MappedPart:
-    """One part, mapped: size, header and footer are checked here, blocks when read."""
+    """One mapped part. Size, header and footer are checked when it is made, blocks when they are read."""
 
     def __init__(self, path: Path, part: Part, schema: pa.Schema) -> None:
         self._path, self._part, self._schema = path, part, schema
@@ -90,7 +94,7 @@ class _MappedPart:
             )
 
     def block(self, index: int, *, check: bool) -> pa.RecordBatch:
-        """Block `index`, zero-copy; `check` compares its checksum first and validates its structure after."""
+        """Returns block `index` without a copy; `check` compares its checksum, then validates its structure."""
         start, end = self._span(index + 1)
         if check:
             self._check_crc32(index + 1, f"block {index}")
@@ -108,16 +112,17 @@ class _MappedPart:
         return batch
 
     def where(self, index: int) -> str:
-        """Names block `index` in messages."""
+        """Returns how messages name block `index`."""
         start, end = self._span(index + 1)
         return f"{self._path}, block {index} (bytes {start} to {end})"
 
 
 def _is_compressed(metadata: bytes) -> bool:
-    """Whether a record batch message says its buffers are compressed: decompressing is refused before it starts.
+    """Returns whether a record batch message says that its buffers are compressed; such a batch is refused unread.
 
-    A flatbuffer: the root table's position at 0; a table begins with the distance back to its vtable, which lists, from
-    byte 4 on, where each field lies (0: absent). Message.header is field 2, RecordBatch.compression field 3.
+    The message is a flatbuffer: the root table's position is at 0; a table begins with the distance back to its vtable,
+    which lists, from byte 4 on, where each field is (0: absent). Message.header is field 2, RecordBatch.compression
+    field 3.
     """
 
     def field(table: int, number: int) -> int:
@@ -133,9 +138,9 @@ def _is_compressed(metadata: bytes) -> bool:
 
 
 class Split:
-    """One split of a packed dataset: `num_rows` rows in blocks, in stored order.
+    """One split of a packed dataset: its rows in blocks, in stored order.
 
-    `block(i)` is read zero-copy from the mapping. At most 64 parts stay mapped.
+    `block(i)` is read from the mapping without a copy. At most 64 parts stay mapped.
     """
 
     def __init__(self, folder: Path, name: str, info: DatasetInfo) -> None:
@@ -144,25 +149,23 @@ class Split:
         self._mapped: OrderedDict[int, _MappedPart] = OrderedDict()
         parts = self._split.parts
         self.block_rows: NDArray[np.int64] = np.array([n for part in parts for n in part.block_rows], np.int64)
-        """Rows of each block, over all parts."""
+        """Number of rows in each block of all parts."""
         self._part_first_block = np.cumsum([0, *(len(part.block_rows) for part in parts)])
         self._verified = np.zeros(len(self.block_rows), np.bool_)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the split."""
         return self._split.num_rows
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the split."""
         return len(self.block_rows)
 
     def block(self, index: int) -> Block:
-        """Columns of block `index` as read-only views of the mapping.
+        """Returns the columns of block `index` as read-only views of the mapping.
 
-        Checked on first reading: checksum, structure, labels 0 or 1, dense finite, ids below num_embeddings.
-        Raises ValueError naming file, block and byte range where one of these fails.
+        The first read checks the checksum, the structure, that labels are 0 or 1 and dense values finite, and that ids
+        are below num_embeddings. Raises ValueError naming file, block and byte range if a check fails.
         """
         part_index = int(np.searchsorted(self._part_first_block, index, "right")) - 1
         part, inner = self._part(part_index), index - int(self._part_first_block[part_index])
@@ -177,12 +180,12 @@ class Split:
         return block
 
     def check_sizes(self) -> None:
-        """Check that every part is there and whole, by its size alone."""
+        """Checks by size alone that every part is there and whole."""
         for part in self._split.parts:
             _check_size(_inside(self._folder, self.name, part.file), part.num_bytes)
 
     def verify(self) -> None:
-        """Check every block that was not checked yet."""
+        """Checks every block that has not been checked yet."""
         for index in range(self.num_blocks):
             if not self._verified[index]:
                 self.block(index)
@@ -210,10 +213,14 @@ def _to_numpy(column: pa.Array) -> Any:
     return Ragged(column.values.to_numpy(zero_copy_only=True), splits)
 
 
-class PackedDataset:
-    """A packed dataset on disk. Open one with `PackedDataset.open`; see docs/format.md for the folder.
+def _list_lengths(ids: Any) -> Tensor:
+    return torch.from_numpy(np.diff(ids.row_splits) if isinstance(ids, Ragged) else np.ones(len(ids), np.int64))
 
-    `info` is the manifest; `split("train")` gives rows, `counts(table)` the training accesses per row.
+
+class PackedDataset:
+    """A packed dataset on disk, opened by `PackedDataset.open`; docs/format.md describes the folder.
+
+    `info` is the manifest, `split("train")` holds rows, `counts(table)` are the training accesses per row.
     """
 
     def __init__(self, path: Path, info: DatasetInfo) -> None:
@@ -222,10 +229,10 @@ class PackedDataset:
 
     @classmethod
     def open(cls, path: Path | str, *, verify: Literal["lazy", "sizes", "full"] = "lazy") -> PackedDataset:
-        """Open the folder `path`.
+        """Opens the folder `path`.
 
-        verify: "lazy" checks each block, and each file beside the parts, when it is first read; "sizes" also looks now
-        whether every file is there in its full size; "full" checks everything now, at the speed of reading it all.
+        verify: "lazy" checks each block, and each file other than a part, when it is first read; "sizes" also checks
+        now that every file is there in its full size; "full" checks everything now, which reads it all once.
 
         Raises ValueError naming the file (and block and byte range) that is absent, cut, altered or not allowed.
         """
@@ -241,11 +248,11 @@ class PackedDataset:
 
     @cached_property
     def checksum(self) -> str:
-        """sha256 of the manifest, which holds the checksums of everything else: names these very bytes in reports."""
+        """sha256 of the manifest, which holds the checksums of everything else: identifies the data in reports."""
         return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
 
     def split(self, name: str) -> Split:
-        """The split of that name; raises ValueError listing the names there are."""
+        """Returns the split `name`. Raises ValueError listing the names if there is no such split."""
         if name not in self.splits:
             raise ValueError(f"{self.path} has no split {name!r}; its splits are {', '.join(self.splits)}")
         return self.splits[name]
@@ -256,7 +263,7 @@ class PackedDataset:
         return all(table.counts_file in self.info.files for table in self.info.tables)
 
     def counts(self, table: str) -> NDArray[np.unsignedinteger[Any]]:
-        """Accesses of each row of `table` in the training split: uint32 or uint64 [num_embeddings], memory-mapped."""
+        """Returns the accesses per row of `table` in the training split, memory-mapped: uint32 or uint64."""
         num_embeddings = self._table(table).num_embeddings
         path = self._side_file(self._table(table).counts_file, check="crc32")
         counts = open_counts(path)
@@ -265,13 +272,13 @@ class PackedDataset:
         return counts
 
     def vocabulary_path(self, table: str) -> Path:
-        """The file that maps raw ids to rows of `table`; its size is checked here, its content by its reader."""
+        """Returns the path of the table's vocabulary; its size is checked here, its content by its reader."""
         return self._side_file(self._table(table).vocabulary_file, check="size")
 
     def vocabulary(self, table: str) -> Vocabulary:
-        """Raw ids -> rows of `table`, mapped; its size and its header are checked here, its content is not.
+        """Returns the mapped vocabulary of `table`; its size and header are checked here, its content is not.
 
-        Raises ValueError where there is none, and where it is not the one that the manifest names.
+        Raises ValueError if there is none, or if it is not the one that the manifest names.
         """
         path, wanted = self.vocabulary_path(table), self._table(table).vocabulary
         found = Vocabulary.open(path, verify="header")
@@ -279,18 +286,33 @@ class PackedDataset:
             raise ValueError(f"{path} has id {found.id}, {MANIFEST} names {wanted}; {CURE}")
         return found
 
-    def table_configs(self, embedding_dim: int) -> tuple[TableConfig, ...]:
-        """One table of `embedding_dim` columns per id space, row 0 (rare and unseen ids) starting at zero."""
+    def table_configs(self, embedding_dim: int | Mapping[str, int]) -> tuple[TableConfig, ...]:
+        """Returns a config for each table; row 0 (rare and unseen ids) starts at zero.
+
+        embedding_dim: columns of all tables, or of each by its name.
+        """
         return tuple(
             TableConfig(
                 name=table.name,
                 num_embeddings=table.num_embeddings,
-                embedding_dim=embedding_dim,
+                embedding_dim=embedding_dim if isinstance(embedding_dim, int) else embedding_dim[table.name],
                 feature_names=tuple(f.name for f in self.info.features if f.table == table.name),
                 init=Uniform(zero_rows=1),
             )
             for table in self.info.tables
         )
+
+    def list_lengths(self, features: Iterable[str]) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
+        """Yields, for each block, its split, its first row there, and the number of ids of each row by feature.
+
+        Reads every block once; the first reading verifies it.
+        """
+        places = {name: self.info.feature_names.index(name) for name in features}
+        for name, split in self.splits.items():
+            row = 0
+            for block in map(split.block, range(split.num_blocks)):
+                yield name, row, {feature: _list_lengths(block.ids[place]) for feature, place in places.items()}
+                row += len(block.label)
 
     def _table(self, name: str) -> Any:
         if name not in self.info.table_by_name:

@@ -1,11 +1,12 @@
-"""Vocabularies: which row of a table each raw id has. Building them from counts, opening, searching, loading.
+"""Vocabularies map raw ids to rows of a table: here they are built from counts, opened, searched and loaded.
 
     row 0            rare and unseen ids
     row 1, 2, ...    ids seen at least min_count times in the training rows, by falling count, ties by first appearance
 
 A missing value is ranked like any other id, so it has a row of its own if it occurs often enough. A vocabulary is one
-file, sorted by key hash and searchable through mmap; accesses per row lie beside it. docs/vocabulary.md is the spec of
-both files. Counting under a memory budget, and encoding with a vocabulary larger than memory: data/prepare/spill.py.
+file, sorted by key hash and searchable through mmap; a second file holds the accesses per row. docs/vocabulary.md
+specifies both. prepare/spill.py counts under a memory budget; prepare/encoder.py encodes with a vocabulary that is
+larger than memory.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ COUNTS_MAGIC = b"hotrowct"
 VERSION = 1
 BYTE_ORDER = 0x01020304
 ALIGNMENT = 64
-"""Sections start at multiples of this: a cache line, and any element's own alignment."""
+"""Sections start at multiples of this: a cache line, and a multiple of every element's size."""
 PIECE_BYTES = 1 << 22
 
 _MIX_FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
-"""Of `mix` in docs/vocabulary.md."""
+"""The factors of `mix` in docs/vocabulary.md."""
 _HEADER = struct.Struct("<8s6I5Q")
 _NUMBERS = (
     "index_bytes",
@@ -57,7 +58,7 @@ COUNTS_HEADER_BYTES = 64
 
 @dataclass(frozen=True)
 class Section:
-    """One array inside a vocabulary file."""
+    """One array in a vocabulary file."""
 
     offset: int
     num_bytes: int
@@ -70,24 +71,23 @@ class Header:
 
     key_kind: KeyKind
     index_bytes: int
-    """Width of directory and rows: 4, or 8 where 4 cannot count the rows."""
+    """Bytes of an element of directory and rows: 4, or 8 if 4 cannot count the rows."""
     directory_bits: int
     num_keys: int
     num_embeddings: int
     missing_row: int
     hash_cap: int
-    """0, or raw ids count modulo this."""
+    """If not 0, raw ids are counted modulo this."""
     num_accesses: int
     """Training occurrences counted, missing values included."""
     sections: tuple[Section, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file."""
         return max(section.offset + section.num_bytes for section in self.sections)
 
     def pack(self) -> bytes:
-        """The header's bytes, checksum last."""
+        """Returns the header as bytes, its checksum last."""
         numbers = (getattr(self, name) for name in _NUMBERS)
         raw = _HEADER.pack(MAGIC, VERSION, BYTE_ORDER, HEADER_BYTES, KEY_KINDS.index(self.key_kind), *numbers)
         raw += b"".join(_SECTION.pack(s.offset, s.num_bytes, s.crc32) for s in self.sections)
@@ -96,7 +96,7 @@ class Header:
 
     @staticmethod
     def unpack(raw: bytes, path: Path) -> Header:
-        """The header in `raw`; raises ValueError naming `path` where it is not one, or does not fit itself."""
+        """Reads the header in `raw`. Raises ValueError naming `path` if it is not a header or contradicts itself."""
         if len(raw) < HEADER_BYTES or raw[:8] != MAGIC:
             raise _damaged(path, "it does not begin as a vocabulary does")
         if zlib.crc32(raw[: HEADER_BYTES - _CRC.size]) != _CRC.unpack_from(raw, HEADER_BYTES - _CRC.size)[0]:
@@ -115,7 +115,7 @@ class Header:
         return header
 
     def _fits(self) -> bool:
-        """Whether the sections have the sizes that the numbers say, in order, without overlap."""
+        """Returns whether the sections have the sizes that the header's numbers say, in order, without overlap."""
         stored = stores_bytes(self.key_kind, self.hash_cap)
         sizes = section_bytes(self.num_keys, self.directory_bits, self.index_bytes, stores_bytes=stored)
         end = HEADER_BYTES
@@ -134,7 +134,7 @@ class Header:
 def section_bytes(
     num_keys: int, directory_bits: int, index_bytes: int, *, stores_bytes: bool
 ) -> tuple[int | None, ...]:
-    """Bytes of each section; None for the last where only its content tells."""
+    """Returns the size of each section in bytes; None for the last if only its content decides."""
     keys = (8 * (num_keys + 1), None) if stores_bytes else (0, 0)
     return ((2**directory_bits + 1) * index_bytes, 8 * num_keys, index_bytes * num_keys, *keys)
 
@@ -145,15 +145,15 @@ def _damaged(path: Path, what: str) -> ValueError:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """What became of a table's raw ids."""
+    """What preparation did with a table's raw ids."""
 
     num_embeddings: int
-    """Rows of the table: row 0, one per key, and the missing value's if it has one."""
+    """Rows of the table: row 0, a row per key, and the missing value's row if it has one."""
     num_keys: int
     missing_row: int
-    """0 where the missing value has no row of its own."""
+    """0 if the missing value has no row of its own."""
     num_distinct: int
-    """Different ids seen in training rows; num_distinct - num_keys of them share row 0."""
+    """Distinct ids seen in training rows; num_distinct - num_keys of them share row 0."""
     num_accesses: int
     """Occurrences counted in training rows, missing values included."""
 
@@ -170,13 +170,13 @@ def build_vocabulary(
     memory_bytes: int,
     tmp_dir: Path,
 ) -> TableSummary:
-    """Rank the ids counted in `runs` and write the vocabulary and the accesses per row, each whole or not at all.
+    """Ranks the ids counted in `runs` and writes the vocabulary and the accesses per row, each whole or not at all.
 
-    min_count: ids seen fewer times share row 0. max_rows: at most this many rows in all, 0 for no limit; the least
-    popular ids beyond it share row 0. memory_bytes: what the merge and the sorts may hold; the rest goes to unnamed
-    temporary files in tmp_dir. The files depend on none of memory_bytes, tmp_dir and the cut into runs.
+    min_count: ids seen fewer times share row 0. max_rows: upper limit of rows in all, 0 for none; the least popular ids
+    beyond it share row 0. memory_bytes: what the merge and the sorts may hold; the rest goes to unnamed temporary files
+    in tmp_dir. The files depend neither on memory_bytes and tmp_dir nor on how counts are divided into runs.
 
-    Raises ValueError for numbers out of range or a damaged run, OSError where a file cannot be written.
+    Raises ValueError for numbers out of range or a damaged run, OSError if a file cannot be written.
     """
     for name, value, least in (("min_count", min_count, 1), ("max_rows", max_rows, 0), ("hash_cap", hash_cap, 0)):
         if value < least:
@@ -195,7 +195,7 @@ def build_vocabulary(
 
 
 def _write_vocabulary(file: BinaryIO, builder: Any, key_kind: KeyKind, hash_cap: int) -> None:
-    # Two to four keys a bucket: a bucket's hashes then lie within a cache line or two.
+    # Two to four keys per bucket, so that a bucket's hashes fit in one or two cache lines.
     directory_bits = max(1, (builder.num_keys // 4).bit_length())
     index_bytes = 4 if builder.num_rows < 2**32 else 8
     stored = stores_bytes(key_kind, hash_cap)
@@ -229,7 +229,7 @@ def _write_counts_header(file: BinaryIO, path: Path, num_rows: int, count_bytes:
 
 
 def _pieces(file: BinaryIO, offset: int, num_bytes: int) -> Iterator[bytes]:
-    """`file[offset : offset + num_bytes]` in pieces of at most PIECE_BYTES; ends early where the file does."""
+    """Yields `file[offset : offset + num_bytes]` in pieces of at most PIECE_BYTES; stops early if the file ends."""
     file.seek(offset)
     while num_bytes > 0 and (piece := file.read(min(num_bytes, PIECE_BYTES))):
         yield piece
@@ -244,9 +244,9 @@ def _crc_of(file: BinaryIO, offset: int, num_bytes: int) -> int:
 
 
 def open_counts(path: Path | str) -> NDArray[Any]:
-    """Accesses per row in the training rows, [num_embeddings] uint32 or uint64, mapped read-only; row 0: rare ids.
+    """Maps the accesses per row in training rows, read-only: [num_embeddings] uint32 or uint64; row 0: rare ids.
 
-    Raises ValueError naming the file where it is truncated or altered.
+    Raises ValueError naming the file if it is truncated or altered.
     """
     path = Path(path)
     with path.open("rb") as file:
@@ -258,21 +258,21 @@ def open_counts(path: Path | str) -> NDArray[Any]:
         if version != VERSION or count_bytes not in (4, 8):
             raise ValueError(f"{path}: format version of the counts is {version}; this hotrow reads version {VERSION}")
         if path.stat().st_size != COUNTS_HEADER_BYTES + num_rows * count_bytes:
-            raise _damaged(path, f"it has {path.stat().st_size} bytes where {num_rows} counts need another number")
+            raise _damaged(path, f"it has {path.stat().st_size} bytes, which does not fit {num_rows} counts")
         if _crc_of(file, COUNTS_HEADER_BYTES, num_rows * count_bytes) != crc:
             raise _damaged(path, "its counts do not match their checksum")
     return np.memmap(path, f"<u{count_bytes}", "r", offset=COUNTS_HEADER_BYTES, shape=(num_rows,))
 
 
 class Vocabulary:
-    """Raw ids -> row numbers of one table; `Vocabulary.open(path)` maps the file, `.load()` brings it into memory."""
+    """Maps raw ids to row numbers of one table. `Vocabulary.open(path)` maps the file, `load` reads it into memory."""
 
     def __init__(self, path: Path, header: Header, table: Table) -> None:
         self.path, self.header, self._table = path, header, table
 
     @staticmethod
     def open(path: Path | str, *, verify: Literal["full", "header"] = "full") -> Vocabulary:
-        """The vocabulary in `path`, mapped.
+        """Maps the vocabulary in `path`.
 
         verify: "full" reads the file once (about 1 s per GB) and checks every byte; "header" checks the header and the
         size, for a file that was verified before. Raises ValueError naming the file and what is wrong with it.
@@ -292,41 +292,38 @@ class Vocabulary:
 
     @property
     def key_kind(self) -> KeyKind:
-        """Kind of the raw keys it takes."""
         return self.header.key_kind
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the table; every row number is below this."""
         return self.header.num_embeddings
 
     @property
     def num_keys(self) -> int:
-        """Keys with a row of their own."""
         return self.header.num_keys
 
     @property
     def missing_row(self) -> int:
-        """Row of a missing value; 0 where it has none of its own."""
+        """Row of a missing value; 0 if it has no row of its own."""
         return self.header.missing_row
 
     @property
     def row_dtype(self) -> type[np.int32] | type[np.int64]:
-        """Dtype of row numbers on disk: int32 where it is wide enough."""
+        """Dtype of row numbers on disk: int32 if it is wide enough."""
         return np.int32 if self.num_embeddings <= 2**31 else np.int64
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arrays, which is what `load` takes."""
+        """Bytes of the arrays: the memory that `load` takes."""
         return self._table.num_bytes
 
     @property
     def id(self) -> str:
-        """Hex id of the content: a digest of the header, which holds the sizes and every section's checksum."""
+        """Hex id of the content: a digest of the header, which holds all sizes and all sections' checksums."""
         return hashlib.sha256(self.header.pack()).hexdigest()[:32]
 
     def lookup(self, keys: Keys, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Row numbers [num_keys] of `keys`: 0 where unseen in training, `missing_row` where missing. Exact.
+        """Returns the exact row numbers [num_keys] of `keys`: 0 if unseen in training, `missing_row` if missing.
 
         out: int32 or int64, contiguous; None makes one of `row_dtype`. Raises ValueError for keys of the other kind.
         """
@@ -339,13 +336,13 @@ class Vocabulary:
         return out
 
     def lookup_hashes(self, hashes: NDArray[np.uint64]) -> NDArray[Any]:
-        """As `lookup`, of valid keys given by their hash; only for keys that are their hash (no stored bytes)."""
+        """Looks up valid keys by their hash; only for vocabularies that store no bytes, where the hash is the key."""
         out = np.empty(len(hashes), self.row_dtype)
         lookup_rows(self._table, Keys(hashes), hashes, missing_row=self.missing_row, out=out)
         return out
 
     def load(self) -> Vocabulary:
-        """The same vocabulary in memory: no page faults while encoding. Raises ValueError where the file changed."""
+        """Reads the vocabulary into memory: no page faults in encoding. Raises ValueError if the file has changed."""
         with self.path.open("rb") as file:
             arrays = [_read_section(file, self.header, name) for name in SECTIONS]
         for name, section, array in zip(SECTIONS, self.header.sections, arrays, strict=True):
@@ -354,9 +351,9 @@ class Vocabulary:
         return Vocabulary(self.path, self.header, _as_table(self.header, arrays))
 
     def entries(self, *, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[Keys, NDArray[Any]]]:
-        """Every key with its row, in the file's order, a piece at a time, read rather than mapped.
+        """Yields every key with its row, in the file's order, one piece at a time; reads the file and does not map it.
 
-        Integers are int64 in two's complement. With a `hash_cap` keys are what raw ids became: integers below it.
+        Integers are int64 in two's complement. With a `hash_cap`, keys are the integers below it that ids became.
         """
         header, first = self.header, 0
         with self.path.open("rb") as file:
@@ -372,7 +369,7 @@ class Vocabulary:
                 first = last
 
     def _piece_end(self, file: BinaryIO, first: int, piece_bytes: int) -> int:
-        """Keys [first, it) take about `piece_bytes`, and are at least one."""
+        """Returns `last` such that keys [first, last), at least one, take about `piece_bytes`."""
         header = self.header
         last = min(first + max(1, piece_bytes // 8), header.num_keys)
         if stores_bytes(header.key_kind, header.hash_cap):
@@ -381,7 +378,7 @@ class Vocabulary:
         return last
 
     def load_slice(self, part: int, num_parts: int) -> Vocabulary:
-        """The keys whose hash falls in part `part` of `num_parts` equal ones, in memory; others are unseen to it.
+        """Reads the keys whose hash falls in part `part` of `num_parts` equal parts; it knows no others.
 
         num_parts: a power of two, at most 2 ** directory_bits.
         """
@@ -401,8 +398,8 @@ class Vocabulary:
 
 
 def unmix(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """The integers [n] whose hashes these are: `mix` of docs/vocabulary.md backwards."""
-    x = hashes ^ (hashes >> np.uint64(33))  # a shift by half of the bits or more undoes itself
+    """Returns the integers [n] that have these hashes: the inverse of `mix` in docs/vocabulary.md."""
+    x = hashes ^ (hashes >> np.uint64(33))  # a shift by at least half of the bits is its own inverse
     for factor in _MIX_FACTORS[::-1]:
         x = x * np.uint64(pow(factor, -1, 2**64))
         x ^= x >> np.uint64(33)
@@ -415,7 +412,7 @@ def _dtype(header: Header, name: str) -> np.dtype[Any]:
 
 
 def _as_table(header: Header, arrays: Sequence[NDArray[np.uint8]]) -> Table:
-    """The sections' bytes as arrays of their types."""
+    """Returns the sections as arrays of their types."""
     typed = [array.view(_dtype(header, name)) for name, array in zip(SECTIONS, arrays, strict=True)]
     stored = stores_bytes(header.key_kind, header.hash_cap)
     return Table(header.directory_bits, 0, *typed[:3], *(typed[3:] if stored else (None, None)))
@@ -424,7 +421,7 @@ def _as_table(header: Header, arrays: Sequence[NDArray[np.uint8]]) -> Table:
 def _read_section(
     file: BinaryIO, header: Header, name: str, first: int = 0, last: int | None = None
 ) -> NDArray[np.uint8]:
-    """Bytes of elements [first, last) of a section, read rather than mapped: the caller's budget counts them."""
+    """Reads elements [first, last) of a section as bytes; they are not mapped, since the caller budgets its memory."""
     section, width = header.sections[SECTIONS.index(name)], _dtype(header, name).itemsize
     num_bytes = section.num_bytes - first * width if last is None else (last - first) * width
     file.seek(section.offset + first * width)
@@ -435,7 +432,7 @@ def _read_section(
 
 
 def _read_keys(file: BinaryIO, header: Header, first: int, last: int) -> list[NDArray[np.uint8]]:
-    """Bytes of key_offsets and key_bytes of keys [first, last); empty where the vocabulary stores none."""
+    """Reads key_offsets and key_bytes of keys [first, last); both are empty if the vocabulary stores no keys."""
     if not stores_bytes(header.key_kind, header.hash_cap):
         return [np.empty(0, np.uint8)] * 2
     offsets = _read_section(file, header, "key_offsets", first, last + 1)
@@ -444,7 +441,7 @@ def _read_keys(file: BinaryIO, header: Header, first: int, last: int) -> list[ND
 
 
 def _verify_section(file: BinaryIO, path: Path, header: Header, name: str) -> None:
-    """Raises ValueError unless the section matches its checksum and cannot lead a lookup outside the file."""
+    """Raises ValueError unless the section matches its checksum and no lookup in it can leave the file."""
     section, dtype = header.sections[SECTIONS.index(name)], _dtype(header, name)
     ends_at = {"directory": header.num_keys, "key_offsets": header.sections[-1].num_bytes}.get(name)
     crc, last, sane = 0, 0, True

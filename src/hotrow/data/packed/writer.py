@@ -1,8 +1,8 @@
-"""Rows in, parts out: the one writer that every raw source ends in.
+"""Writes packed datasets: rows in, parts out, whatever the raw source was.
 
-Rows of each split are gathered into blocks, blocks into parts. A part appears under its name only when whole and is
-then noted in `.prepare/parts.json`, so an interrupted writer goes on after its last finished part. `dataset.json` comes
-last.
+Rows of each split are gathered into blocks, blocks into parts. A part gets its name only when it is whole, and is then
+listed in `.prepare/parts.json`, so an interrupted writer continues after its last finished part. `dataset.json` is
+written last.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from hotrow.data.packed.format import (
 from hotrow.data.packed.reader import PackedDataset, crc32_of_file
 
 ROWS_PER_PART = 64 * ROWS_PER_BLOCK
-"""About 0.7 GB at Criteo's 40 columns: what an interruption can cost, and an ordinary size for a file."""
+"""About 0.7 GB with Criteo's 40 columns: an ordinary file size, and the most that an interruption loses."""
 PARTS_FILE = "parts.json"
 
 
 @dataclass(frozen=True, config=STRICT)
 class _Finished:
-    """What parts.json says: the finished parts of each split, and what all parts are made by."""
+    """The content of parts.json: the finished parts of each split, and what all parts were made with."""
 
     identity: tuple[str, int, int]
-    """Fingerprint of the schema, rows of a part, rows of a block."""
+    """Fingerprint of the schema, rows per part, rows per block."""
     parts: dict[str, tuple[Part, ...]]
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ _FINISHED = Document(
 
 
 class _ChecksumSink:
-    """A file for Arrow to write to that keeps the crc32 of each range of bytes between two cuts."""
+    """A file that Arrow writes to; it records the crc32 of the bytes between two cuts."""
 
     def __init__(self, file: BinaryIO, header_bytes: int) -> None:
         self.closed = False
@@ -81,7 +81,7 @@ class _ChecksumSink:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        # Arrow writes the header together with the first block; the cut between them is made here.
+        # Arrow writes the header together with the first block, so the cut between them is made here.
         if self._position < self._header_bytes <= self._position + len(view):
             split = self._header_bytes - self._position
             self._put(view[:split])
@@ -120,7 +120,7 @@ class _ChecksumSink:
 
 
 class _PartWriter:
-    """One part on its way: `<file>.partial` until `finish`."""
+    """One part being written: `<file>.partial` until `finish`."""
 
     def __init__(self, path: Path, info: DatasetInfo) -> None:
         self.num_rows = 0
@@ -153,7 +153,7 @@ class _PartWriter:
         )
 
     def abort(self) -> None:
-        """Drop the partial file."""
+        """Drops the partial file."""
         self._stack.__exit__(InterruptedError, InterruptedError(), None)
 
 
@@ -164,7 +164,7 @@ def _to_arrow(column: Ids, kind: pa.DataType) -> pa.Array:
 
 
 class _BlockBuffer:
-    """Room for the rows of one block, filled by copies of slices of what is appended."""
+    """Gathers the rows of one block by copying what is appended."""
 
     def __init__(self, info: DatasetInfo, capacity: int) -> None:
         self.num_rows = 0
@@ -175,7 +175,7 @@ class _BlockBuffer:
         self._lists: list[list[Ragged]] = [[] for _ in info.features]
 
     def append(self, label: NDArray[Any], dense: NDArray[Any], ids: Sequence[Ids]) -> None:
-        """Take rows that fit: label [n], dense [n, I], ids by feature."""
+        """Copies rows, which must fit: label [n], dense [n, I], ids by feature."""
         rows = slice(self.num_rows, self.num_rows + len(label))
         self._label[rows] = label
         self._dense[:, rows] = dense.T
@@ -188,7 +188,7 @@ class _BlockBuffer:
         self.num_rows = rows.stop
 
     def take(self) -> Block:
-        """The rows gathered so far; valid until the next `append`."""
+        """Returns the rows gathered so far and starts afresh; the rows are valid until the next `append`."""
         n = self.num_rows
         ids = tuple(
             concatenate_ids(pieces) if column is None else column[:n]
@@ -200,17 +200,17 @@ class _BlockBuffer:
 
 
 class PackedWriter:
-    """Write a packed dataset into `folder`; reopened on the same folder it goes on after the last finished part.
+    """Writes a packed dataset into `folder`; opened again on that folder, it continues after the last finished part.
 
         with PackedWriter("data/clicks", info) as writer:
             writer.append("train", label, dense, {"user": ids, "items": (values, row_splits)})
             dataset = writer.close()
 
-    info: the schema (its splits and files are filled in here). rows_per_block, rows_per_part: sizes of new blocks and
-    parts; a part is a whole number of blocks. Memory: one block of rows per split being written.
-    An exception inside the `with` drops unfinished parts and keeps finished ones for the next attempt.
+    info: the schema; the writer fills in its splits and files. rows_per_block, rows_per_part: sizes of blocks and
+    parts; a part is a whole number of blocks. Memory: one block of rows for each split being written. An exception
+    inside the `with` drops unfinished parts and keeps finished ones for the next attempt.
 
-    Raises ValueError where the folder holds a complete dataset, or unfinished parts of another schema.
+    Raises ValueError if the folder holds a complete dataset, or unfinished parts of another schema.
     """
 
     def __init__(
@@ -240,17 +240,16 @@ class PackedWriter:
         self._skip: dict[str, int] = {}
 
     def finished_parts(self, split: str) -> tuple[Part, ...]:
-        """Parts of `split` that are whole on disk."""
         return tuple(self._finished.get(split, ()))
 
     def finished_rows(self, split: str) -> int:
-        """Rows of `split` in finished parts: where an interrupted preparation goes on."""
+        """Returns the number of rows of `split` in finished parts: where an interrupted preparation continues."""
         return sum(part.num_rows for part in self.finished_parts(split))
 
     def seek(self, split: str, row: int) -> None:
-        """Say that the next row appended to `split` is its row number `row`; rows already on disk are then passed over.
+        """Announces that the next row appended to `split` is its row `row`; rows that are on disk are then skipped.
 
-        Row order must be the same as in the interrupted run. Raises ValueError if `row` is beyond the finished rows,
+        Rows must come in the order of the interrupted run. Raises ValueError if `row` is beyond the finished rows,
         or if rows of `split` were already appended.
         """
         done = self.finished_rows(split)
@@ -267,9 +266,9 @@ class PackedWriter:
         dense: ArrayLike,
         sparse: Mapping[str, NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]],
     ) -> None:
-        """Add rows to `split`: label [n], dense [n, I], ids by feature, [n] or `(values, row_splits [n + 1])`.
+        """Adds rows to `split`: label [n], dense [n, I], ids by feature, [n] or `(values, row_splits [n + 1])`.
 
-        Raises ValueError naming column and row for values the format does not allow, and where shapes disagree;
+        Raises ValueError naming column and row for values that the format does not allow, and if shapes disagree;
         OSError when the disk is full, saying what was kept.
         """
         label, dense = np.asarray(label), np.asarray(dense)
@@ -288,7 +287,7 @@ class PackedWriter:
                     self._write_block(split)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> PackedDataset:
-        """Write what is buffered and then `dataset.json`; `summary` is recorded in it. Returns the dataset, opened."""
+        """Writes buffered rows, then `dataset.json` with `summary`; returns the open dataset."""
         for split, missing in self._skip.items():
             if missing:
                 raise ValueError(f"{self.path}: split {split!r} ended {missing} rows before its finished parts do")
@@ -305,20 +304,18 @@ class PackedWriter:
         return PackedDataset.open(self.path)
 
     def abort(self) -> None:
-        """Drop unfinished parts; finished ones stay for the next attempt."""
+        """Drops unfinished parts; finished parts stay for the next attempt."""
         for part in self._open.values():
             part.abort()
         self._open.clear()
         self._buffers.clear()
 
     def __enter__(self) -> PackedWriter:
-        """This writer; leaving the block without `close` drops unfinished parts."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is left open; finished parts stay."""
         self.abort()
 
     def _check_shapes(self, label: NDArray[Any], dense: NDArray[Any], ids: list[Any]) -> list[Ids]:

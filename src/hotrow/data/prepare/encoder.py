@@ -1,4 +1,4 @@
-"""Encoding under a memory budget: raw ids to row numbers, whether or not the vocabularies fit in memory.
+"""Encoding: raw rows to model inputs, dense numbers by transforms and raw ids by vocabularies, under a memory budget.
 
     with EncoderPool(vocab_paths, folder, memory_bytes=2 << 30) as encoders:        # vocab_paths: by table
         if encoders.needs_occurrences:                          # a pass of its own, only if a vocabulary is too large
@@ -13,8 +13,8 @@
                 rows = encoders[table].encode(feature, keys, first_key=num_keys[feature])
                 num_keys[feature] += keys.num_keys
 
-A vocabulary that does not fit is used part by part: keys are spread over files by the leading bits of their hash, each
-file is looked up with only its part of the vocabulary in memory, and the row numbers are put back in order:
+A vocabulary that does not fit in memory is used part by part: keys are spread over files by the leading bits of their
+hash, each file is looked up with only its part of the vocabulary in memory, and row numbers are put back in order:
 
     keys --> the part of each key, in order ------------------------+
          \\-> part 0: keys in order -- lookup --> rows in order --+--+--> rows in the order of the keys
@@ -23,31 +23,41 @@ file is looked up with only its part of the vocabulary in memory, and the row nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Annotated, Any, BinaryIO, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from hotrow.base.files import check_name, explain_full_disk, open_private
-from hotrow.data.chunk import Keys
+from hotrow.base.records import Count
+from hotrow.data.chunk import Chunk, Keys
 from hotrow.data.native import hash_keys, stores_bytes
+from hotrow.data.packed.format import Ids, Ragged
 from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.sources.convert import CodedKeys, column_of
+from hotrow.data.sources.schema import Schema, Transform
 
 MAX_PARTS = 128
-"""A part's number, and one more for "missing", fit a byte."""
+"""The number of a part, and one more for "missing", fits in a byte."""
 BATCH_KEYS = 1 << 20
-"""Keys read back at a time."""
+"""Number of keys read back at a time."""
 
 
 class TableEncoder:
-    """Raw ids -> row numbers of one table, by a vocabulary in memory or, where it does not fit, part by part on disk.
+    """Maps raw ids to row numbers of one table, with the vocabulary in memory or, if it does not fit, by parts on disk.
 
-    memory_bytes: what this encoder may hold (at least some 30 MB beside half of it for a part). In the second case
-    `needs_occurrences` is True: every key that will be encoded must first be passed to `add`, feature by feature in the
-    order of `encode`, then `finish` called once.
+    memory_bytes: what this encoder may hold (half for a part, and at least 30 MB more). If the vocabulary does not fit,
+    `needs_occurrences` is True: every key to encode must first be passed to `add`, feature by feature in the order of
+    `encode`, and then `finish` called once.
     """
 
     def __init__(self, vocab_path: Path, folder: Path, *, memory_bytes: int) -> None:
@@ -63,7 +73,7 @@ class TableEncoder:
             self.vocabulary = self.vocabulary.load()
 
     def add(self, feature: str, keys: Keys) -> None:
-        """Note keys to be encoded later; nothing to do where the vocabulary is in memory."""
+        """Notes keys to encode later; does nothing if the vocabulary is in memory."""
         if not self.needs_occurrences:
             return
         if feature not in self._features:
@@ -75,7 +85,7 @@ class TableEncoder:
                 self._flush()
 
     def finish(self) -> None:
-        """Look all noted keys up, one part of the vocabulary at a time."""
+        """Looks up all noted keys, one part of the vocabulary at a time."""
         with self._explain():
             self._flush()
             for part in range(self._num_parts if self._features else 0):
@@ -85,21 +95,18 @@ class TableEncoder:
             for occurrences in self._features.values():
                 occurrences.put_in_order()
 
-    def encode(self, feature: str, keys: Keys, *, first_key: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Row numbers [num_keys] of `keys`, which `first_key` keys of the feature precede in the source; see `lookup`.
+    def encode(self, feature: str, keys: Keys, *, first_key: int) -> NDArray[Any]:
+        """Returns the row numbers [num_keys] of `keys`, as `Vocabulary.lookup` gives them.
 
-        Raises ValueError where the source yields more keys than were passed to `add`.
+        first_key: how many keys of the feature come before them in the source.
+
+        Raises ValueError if the source yields more keys than were passed to `add`.
         """
         if not self.needs_occurrences:
-            return self.vocabulary.lookup(keys, out)
-        rows = self._features[feature].rows(first_key, keys.num_keys)
-        if out is None:
-            return rows
-        out[:] = rows
-        return out
+            return self.vocabulary.lookup(keys)
+        return self._features[feature].rows(first_key, keys.num_keys)
 
     def close(self) -> None:
-        """Remove the files."""
         for occurrences in self._features.values():
             occurrences.close()
 
@@ -108,7 +115,8 @@ class TableEncoder:
             occurrences.flush()
 
     def _choose_parts(self) -> int:
-        """A power of two, so that a part is a whole number of directory buckets; one part takes half of the memory."""
+        """Returns a power of two, so that a part is a whole number of directory buckets and takes half of the
+        memory."""
         wanted = -(-2 * self.vocabulary.num_bytes // self._memory_bytes)
         num_parts: int = min(1 << (wanted - 1).bit_length(), 2**self.vocabulary.header.directory_bits)
         if num_parts > MAX_PARTS:
@@ -124,14 +132,14 @@ class TableEncoder:
 
 
 class EncoderPool:
-    """A `TableEncoder` per table, the memory shared among them: the smallest vocabularies are loaded first.
+    """A `TableEncoder` for each table; they share the memory, and the smallest vocabularies are loaded first.
 
     Files in `folder` are removed when the `with` block ends, however it ends.
     """
 
     def __init__(self, vocab_paths: Mapping[str, Path], folder: Path, *, memory_bytes: int) -> None:
         sizes = {table: path.stat().st_size for table, path in vocab_paths.items()}
-        # Where not all fit, a quarter is set aside for the parts and buffers of those that do not.
+        # If not all fit, a quarter of the memory is for the parts and buffers of those that do not.
         for_loaded = memory_bytes if sum(sizes.values()) <= memory_bytes else memory_bytes * 3 // 4
         loaded, num_bytes = set(), 0
         for table in sorted(sizes, key=lambda table: (sizes[table], table)):
@@ -145,31 +153,27 @@ class EncoderPool:
         }
 
     def __getitem__(self, table: str) -> TableEncoder:
-        """The encoder of one table."""
         return self._encoders[table]
 
     @property
     def needs_occurrences(self) -> bool:
-        """Whether some vocabulary is larger than its share, so that keys must be passed to `add` before `encode`."""
+        """Whether a vocabulary is larger than its share, so that keys must be passed to `add` before `encode`."""
         return any(encoder.needs_occurrences for encoder in self._encoders.values())
 
     def finish(self) -> None:
-        """Finish every encoder."""
         for encoder in self._encoders.values():
             encoder.finish()
 
     def __enter__(self) -> Self:
-        """The pool."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove all files."""
         for encoder in self._encoders.values():
             encoder.close()
 
 
 class _Occurrences:
-    """One feature's keys on their way to row numbers: files as in the drawing above, appended to through buffers.
+    """The keys of one feature on their way to row numbers: the files of the drawing above, written through buffers.
 
     parts: uint8 per key, num_parts = missing. Per part, keys: uint64 hashes, or the bytes of string keys, whose lengths
     (uint32) have a file of their own; rows: row numbers. In the end only the rows of all keys remain.
@@ -184,7 +188,7 @@ class _Occurrences:
         self.num_buffered_bytes = 0
 
     def add(self, keys: Keys) -> None:
-        """Append keys to the files of their parts."""
+        """Appends keys to the files of their parts."""
         hashes = hash_keys(keys, hash_cap=self._vocabulary.header.hash_cap)
         parts = (hashes >> self._shift).astype(np.uint8)
         if keys.valid is not None:
@@ -202,7 +206,7 @@ class _Occurrences:
                 self._append(self._file("keys", part), hashes[chosen])
 
     def flush(self) -> None:
-        """Write the buffers to their files, one open at a time."""
+        """Writes the buffers to their files, one open at a time."""
         for path, arrays in self._buffers.items():
             with self._open_to_append(path) as file:
                 for array in arrays:
@@ -211,7 +215,7 @@ class _Occurrences:
         self.num_buffered_bytes = 0
 
     def lookup_part(self, part: int, vocabulary: Vocabulary) -> None:
-        """Keys of a part -> its rows."""
+        """Looks up the keys of a part and writes their rows."""
         read = self._string_keys(part, vocabulary) if self._bytes else self._hashed_keys(part, vocabulary)
         for rows in read:
             self._append(self._file("rows", part), rows)
@@ -220,7 +224,7 @@ class _Occurrences:
             self._remove(self._file(name, part))
 
     def put_in_order(self) -> None:
-        """Rows of all parts -> rows in the order of the keys."""
+        """Merges the rows of all parts into the order of the keys."""
         dtype = self._vocabulary.row_dtype
         with ExitStack() as stack:
             parts_file = stack.enter_context(self._file("parts").open("rb"))
@@ -238,7 +242,7 @@ class _Occurrences:
             self._remove(path)
 
     def rows(self, first: int, num_keys: int) -> NDArray[Any]:
-        """Row numbers of keys [first, first + num_keys)."""
+        """Returns the row numbers of keys [first, first + num_keys)."""
         dtype = np.dtype(self._vocabulary.row_dtype)
         with self._file("rows").open("rb") as file:
             rows = np.fromfile(file, dtype, num_keys, offset=first * dtype.itemsize)
@@ -250,7 +254,7 @@ class _Occurrences:
         return rows
 
     def close(self) -> None:
-        """Remove all files."""
+        """Removes all files."""
         for path in list(self._files):
             self._remove(path)
 
@@ -289,9 +293,203 @@ class _Occurrences:
 
 
 def _take_strings(keys: Keys, chosen: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-    """`(bytes, lengths)` of the chosen keys of kind "bytes"."""
+    """Returns `(bytes, lengths)` of the chosen keys, which are of kind "bytes"."""
     assert keys.offsets is not None
     lengths = np.diff(keys.offsets)[chosen]
     ends = np.cumsum(lengths)
     source = np.repeat(keys.offsets[chosen] - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
     return keys.values[source], lengths.astype(np.uint32)
+
+
+class Encoder(Protocol):
+    """Maps raw ids to row numbers of one table, as `TableEncoder` does."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Vocabulary of the table."""
+
+    @property
+    def needs_occurrences(self) -> bool:
+        """Whether rows are found only in the order in which keys were passed to `add`, not by lookup."""
+
+    def encode(self, feature: str, keys: Keys, *, first_key: int) -> NDArray[Any]:
+        """Returns the row numbers of keys; `first_key` keys of the feature come before them in the source."""
+
+
+class RowEncoder:
+    """Turns chunks of raw rows into model inputs: what preparation does to every row, and prediction to new ones.
+
+    Each thread encodes one table at a time. Chunks must come in the source's order.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        transforms: Sequence[DenseTransform],
+        tables: Mapping[str, Encoder],
+        executor: Executor,
+    ) -> None:
+        self._schema, self._transforms, self._tables, self._executor = schema, transforms, tables, executor
+        self._num_keys = dict.fromkeys(schema.feature_names, 0)
+        self._entry_rows: dict[str, tuple[Keys, NDArray[Any]]] = {}
+
+    def __call__(self, chunk: Chunk) -> tuple[NDArray[np.float32], dict[str, Ids]]:
+        """Returns dense inputs [n, I], and ids by feature in the schema's order."""
+        encoded = self._executor.map(lambda table: self._encode_table(table, chunk), self._schema.table_names)
+        ids = {name: column for columns in encoded for name, column in columns.items()}
+        dense = np.empty_like(chunk.dense)
+        for i, transform in enumerate(self._transforms):
+            dense[:, i] = transform(chunk.dense[:, i])
+        return dense, {name: ids[name] for name in self._schema.feature_names}
+
+    def _encode_table(self, table: str, chunk: Chunk) -> dict[str, Ids]:
+        encoder = self._tables[table]
+        columns: dict[str, Ids] = {}
+        for name in self._schema.features_of(table):
+            column = column_of(chunk.keys, name)
+            if isinstance(column, CodedKeys) and not encoder.needs_occurrences:
+                columns[name] = self._coded_rows(name, encoder.vocabulary, column)
+                continue
+            keys = chunk.keys[name]
+            values = encoder.encode(name, keys, first_key=self._num_keys[name])
+            self._num_keys[name] += keys.num_keys
+            columns[name] = values if keys.row_splits is None else Ragged(values, keys.row_splits)
+        return columns
+
+    def _coded_rows(self, name: str, vocabulary: Vocabulary, coded: CodedKeys) -> NDArray[Any]:
+        """Returns row numbers by code; a dictionary that has come before is not looked up again."""
+        entries, rows = self._entry_rows.get(name, (None, None))
+        if entries is not coded.entries or rows is None:
+            rows = vocabulary.lookup(coded.entries)
+            self._entry_rows[name] = (coded.entries, rows)
+        return rows.take(coded.codes)
+
+
+MANTISSA_BITS = 24
+"""Bits of a float32's mantissa, the leading 1 included."""
+
+
+@dataclass(frozen=True)
+class DenseTransform:
+    """The transform of one dense column, with its statistics; `str` writes the form kept in dataset.json.
+
+        log1p_clip0      log(1 + max(x, 0)), the reference DLRM's
+        identity         x
+        standardize      (x - mean) / std, over the training rows that have a value
+
+    A missing value becomes 0 after the transform, as in the reference. Arithmetic is float64, rounded to float32 once.
+    """
+
+    kind: Transform
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __str__(self) -> str:
+        """As `log1p_clip0` or `standardize(mean=1.5, std=0.25)`."""
+        return f"standardize(mean={self.mean!r}, std={self.std!r})" if self.kind == "standardize" else self.kind
+
+    @staticmethod
+    def parse(text: str) -> DenseTransform:
+        """Reads what `str` wrote. Raises ValueError for any other text."""
+        if text in ("log1p_clip0", "identity"):
+            return DenseTransform(text)  # type: ignore[arg-type]  # one of the two names of Transform just compared
+        found = re.fullmatch(r"standardize\(mean=(\S+), std=(\S+)\)", text)
+        if found is None:
+            raise ValueError(f"dense transform {text!r} is not known; prepare the data set again with this version")
+        return DenseTransform("standardize", float(found[1]), float(found[2]))
+
+    def __call__(self, raw: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Returns the transformed values [n] of raw values [n], NaN = missing."""
+        x = raw.astype(np.float64)
+        if self.kind == "log1p_clip0":
+            x = np.log1p(np.maximum(x, 0.0))
+        elif self.kind == "standardize":
+            x = (x - self.mean) / self.std
+        x[np.isnan(raw)] = 0.0
+        return x.astype(np.float32)
+
+
+class Moments:
+    """Exact mean and standard deviation of float32 numbers: order, chunks and threads cannot change a bit of them.
+
+    A float32 is m * 2^(e - 24) with a whole |m| < 2^24, so sums of m and of m^2 by exponent e are whole numbers.
+    """
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        self._sums: dict[int, int] = {}
+        self._squares: dict[int, int] = {}
+
+    def add(self, values: NDArray[np.float32]) -> None:
+        """Counts the values that are not NaN."""
+        values = values[~np.isnan(values)]
+        self.num_values += len(values)
+        # Below 2^28 values, sums of 24-bit pieces stay below 2^53: exact in the float64 that bincount adds in.
+        for start in range(0, len(values), 1 << 28):
+            self._add_piece(values[start : start + (1 << 28)])
+
+    def _add_piece(self, values: NDArray[np.float32]) -> None:
+        fraction, exponent = np.frexp(values.astype(np.float64))
+        mantissa = (fraction * 2.0**MANTISSA_BITS).astype(np.int64)
+        low = int(exponent.min(initial=0))
+        bins = exponent - low
+        square = mantissa * mantissa
+        sums = np.bincount(bins, mantissa.astype(np.float64))
+        high_squares = np.bincount(bins, (square >> MANTISSA_BITS).astype(np.float64))
+        low_squares = np.bincount(bins, (square & ((1 << MANTISSA_BITS) - 1)).astype(np.float64))
+        for i in np.flatnonzero(high_squares + low_squares):
+            e = int(i) + low
+            self._sums[e] = self._sums.get(e, 0) + int(sums[i])
+            new = (int(high_squares[i]) << MANTISSA_BITS) + int(low_squares[i])
+            self._squares[e] = self._squares.get(e, 0) + new
+
+    def transform(self) -> DenseTransform:
+        """Returns the standardising transform; a constant column is only shifted, an absent one not at all."""
+        if self.num_values == 0:
+            return DenseTransform("standardize")
+        return DenseTransform("standardize", float(self._mean()), math.sqrt(self.variance()) or 1.0)
+
+    def _mean(self) -> Fraction:
+        return sum((s * _power(e - MANTISSA_BITS) for e, s in self._sums.items()), Fraction(0)) / self.num_values
+
+    def variance(self) -> Fraction:
+        """Returns the exact variance of all values; there must be at least one."""
+        squares = (s * _power(2 * (e - MANTISSA_BITS)) for e, s in self._squares.items())
+        return sum(squares, Fraction(0)) / self.num_values - self._mean() ** 2
+
+    def to_record(self) -> MomentsRecord:
+        """Returns the moments as a snapshot stores them; `from_record` is the inverse."""
+        sums, squares = ({str(e): str(s) for e, s in own.items()} for own in (self._sums, self._squares))
+        return MomentsRecord(self.num_values, sums, squares)
+
+    @staticmethod
+    def from_record(found: MomentsRecord) -> Moments:
+        """Returns the moments that `to_record` stored."""
+        moments = Moments()
+        moments.num_values = found.num_values
+        moments._sums = {int(e): int(s) for e, s in found.sums.items()}
+        moments._squares = {int(e): int(s) for e, s in found.squares.items()}
+        return moments
+
+
+_Exponent = Annotated[str, Field(pattern=r"^(0|-?[1-9][0-9]?|-?1[0-9][0-9])$")]
+_Whole = Annotated[str, Field(pattern=r"^-?[0-9]{1,60}$")]
+
+
+@dataclass(frozen=True)
+class MomentsRecord:
+    """`Moments` in JSON; numbers are text, because they may have more than 64 bits."""
+
+    num_values: Count
+    sums: dict[_Exponent, _Whole]
+    """Sums of the mantissas, by exponent."""
+    squares: dict[_Exponent, _Whole]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if no numbers can have these moments."""
+        if self.num_values and not Moments.from_record(self).variance() >= 0:
+            raise ValueError("no numbers can have these sums and squares")
+
+
+def _power(exponent: int) -> Fraction:
+    return Fraction(2) ** exponent

@@ -1,4 +1,4 @@
-"""What a preparation will take, said before it starts: rows, disk and time, from the first rows of the source."""
+"""Estimates what a preparation needs before it starts: rows, disk and time, from the first rows of the source."""
 
 from __future__ import annotations
 
@@ -14,46 +14,45 @@ from hotrow.data.sources.registry import OpenedSource
 
 SAMPLE_ROWS = 2 * ROWS_PER_BLOCK
 VOCABULARY_GROWTH = 0.75
-"""Distinct ids grow about as rows^0.75 in click logs (Heaps' law); 1 would mean that no id ever comes back."""
+"""In click logs distinct ids grow about as rows^0.75 (Heaps' law); 1 would mean that no id ever repeats."""
 VOCABULARY_KEY_BYTES = 24
-"""Hash 8, row 4, directory 1 to 4, count 4, and 8 more to locate a text key; the text comes on top."""
+"""Hash 8, row 4, directory 1 to 4, count 4, and 8 more to locate a text key; the text itself is extra."""
 RUN_KEY_BYTES = 24
-"""Of a counted key on disk: hash, count, order of first appearance (hotrow.data.spill)."""
+"""A counted key on disk: hash, count, order of first appearance (spill.py)."""
 LOOKUP_SHARE = 1.2
-"""Looking an id up and writing its row number, relative to counting it."""
+"""Time to look up an id and write its row number, relative to the time to count it."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The needs of one preparation; only `input_bytes` and `free_bytes` are exact."""
+    """What one preparation needs; only `input_bytes` and `free_bytes` are exact."""
 
     rows: int
     rows_exact: bool
     input_bytes: int
     packed_bytes: int
-    """Parts, vocabularies and counts."""
+    """Size of parts, vocabularies and counts."""
     spill_bytes: int
-    """Temporary files at their largest."""
+    """Largest size of the temporary files."""
     free_bytes: int
     seconds: float
 
     @property
     def disk_bytes(self) -> int:
-        """Free space needed while preparing."""
+        """Free disk space needed during preparation."""
         return self.packed_bytes + self.spill_bytes
 
     def check_disk(self, out: Path) -> None:
-        """Raises ValueError naming the shortfall where the disk of `out` is too small."""
+        """Raises ValueError, which says how much is missing, if the disk of `out` is too small."""
         if self.disk_bytes > self.free_bytes:
             short = self.disk_bytes - self.free_bytes
             raise ValueError(
                 f"{out} needs about {_size(self.disk_bytes)} ({_size(self.packed_bytes)} of data and "
-                f"{_size(self.spill_bytes)} temporary), {_size(self.free_bytes)} are free: {_size(short)} short; free "
-                "some space, choose another disk, or take fewer rows (--rows, --sample)"
+                f"{_size(self.spill_bytes)} temporary), but {_size(self.free_bytes)} are free: {_size(short)} short; "
+                "free some space, choose another disk, or take fewer rows (--rows, --sample)"
             )
 
     def __str__(self) -> str:
-        """One line for the user."""
         about = "" if self.rows_exact else "about "
         return (
             f"{about}{self.rows:,} rows, {_size(self.input_bytes)} of input; needs about {_size(self.packed_bytes)} of "
@@ -65,7 +64,7 @@ class Estimate:
 def estimate_work(
     opened: OpenedSource, info: SourceInfo, out: Path, *, rows: int | None = None, sample: float = 1.0
 ) -> Estimate:
-    """What preparing `rows` rows (None: all) of a source into `out` will take; reads and counts its first rows."""
+    """Estimates what preparing `rows` rows (None: all) into `out` needs, by reading and counting the first rows."""
     num_rows = min(info.num_rows, rows or info.num_rows)
     started = time.perf_counter()
     chunks = _first_chunks(opened, num_rows)
@@ -102,7 +101,7 @@ def _first_chunks(opened: OpenedSource, num_rows: int) -> list[Chunk]:
 
 
 def _count(opened: OpenedSource, chunks: list[Chunk], table: str) -> tuple[int, int]:
-    """Distinct keys of a table in the sampled rows, and about how many bytes their text takes."""
+    """Returns the number of distinct keys of a table in the sampled rows, and about how many bytes their text takes."""
     features = opened.schema.features_of(table)
     counter = Counter(opened.source.key_kinds[features[0]], hash_cap=opened.schema.table(table).hash_cap or 0)
     columns = [chunk.keys[feature] for chunk in chunks for feature in features]
@@ -113,7 +112,7 @@ def _count(opened: OpenedSource, chunks: list[Chunk], table: str) -> tuple[int, 
 
 
 def _row_bytes(opened: OpenedSource, chunks: list[Chunk]) -> int:
-    """Stored bytes of the sampled rows: float32 label and dense, int32 ids, int64 offsets of lists."""
+    """Returns the stored bytes of the sampled rows: float32 label and dense, int32 ids, int64 offsets of lists."""
     dense = sum(4 * (chunk.num_rows + chunk.dense.size) for chunk in chunks)
     return dense + sum(_id_bytes(keys) for chunk in chunks for keys in chunk.keys.values())
 

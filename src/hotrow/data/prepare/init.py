@@ -1,7 +1,7 @@
-"""`hotrow init`: looks at logs, or at a packed dataset, and writes what comes next as commented YAML.
+"""`hotrow init`: looks at logs, or at a packed dataset, and writes the files for the next step as commented YAML.
 
-Known layouts need no schema: for them, and for a packed dataset, only a recipe is written and the command named. For
-other tables the guessed schema (`guess.py`) is written out, each line with its reason.
+Published layouts need no schema: for them, and for a packed dataset, it writes only a recipe and names the command. For
+other tables it also writes the guessed schema (`guess.py`), each line with its reason.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class InitResult:
     """What `hotrow init` found."""
 
     found: str
-    """In words."""
+    """What the data is, in words."""
     source: str | None
-    """What `hotrow prepare` calls it; None for a packed dataset."""
+    """The source's name for `hotrow prepare`; None for a packed dataset."""
     schema: str | None
-    """YAML of the schema; None where none is needed."""
+    """YAML of the schema; None if none is needed."""
     recipe: str
     """YAML of a training config."""
     commands: tuple[str, ...]
-    """What to run next, in order."""
+    """Commands to run next, in order."""
     files: tuple[Path, ...] = ()
     """Files written."""
 
@@ -52,15 +52,15 @@ def run_init(
     data: str | None = None,
     out: Path | str | None = None,
 ) -> InitResult:
-    """Look at `paths` (logs, or the folder of a packed dataset) and say how to train on them.
+    """Looks at `paths` (logs, or the folder of a packed dataset) and says how to train on them.
 
-    label, time: these columns' names where known. data: the packed dataset the recipe is to name. out: a folder to
-    write schema.yaml and recipe.yaml into; None writes nothing. Existing files are never overwritten.
+    label, time: names of these columns, if known. data: the packed dataset that the recipe will name. out: a folder for
+    schema.yaml and recipe.yaml; None writes nothing. Existing files are never overwritten.
 
-    Raises ValueError where a path does not exist, a named column is missing, or a file to write exists.
+    Raises ValueError if a path does not exist, a named column is missing, or a file to write exists.
     """
     if out is not None:
-        _check_absent(Path(out) / RECIPE_FILE)  # before the logs are read; there may be no schema to write
+        _check_absent(Path(out) / RECIPE_FILE)  # checked before the logs are read; there may be no schema to write
     result = _look(paths, label, time, data)
     if out is None:
         return result
@@ -79,13 +79,8 @@ def run_init(
 
 def _check_absent(path: Path) -> None:
     if path.exists():
-        raise ValueError(f"{path} exists and is not overwritten; move it away, or choose another folder")
+        raise ValueError(f"{path} exists and will not be overwritten; move it away, or choose another folder")
     check_writable(path)
-
-
-def init_schema(paths: Any, *, label: str | None = None, time: str | None = None) -> str:
-    """The commented YAML of the schema guessed from `paths`; `load_schema` reads it."""
-    return render_schema(guess_columns(paths, label=label, time=time))
 
 
 def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> InitResult:
@@ -117,12 +112,12 @@ def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> 
 
 
 def _training_rows(num_rows: int, schema: Schema) -> int:
-    """About how many of `num_rows` rows train; of a published split, 6 of 7 days."""
+    """Returns about how many of `num_rows` rows are for training; a published split trains on 6 of 7 days."""
     return int(num_rows * (6 / 7 if schema.split.kind == "reference" else schema.split.fractions[0]))
 
 
 def render_schema(guess: SchemaGuess) -> str:
-    """The guesses as YAML, each line with its reason; what was left out is listed in comments."""
+    """Returns the guesses as YAML, each line with its reason; comments list the columns left out."""
     return "\n".join(_schema_lines(guess)) + "\n"
 
 
@@ -161,7 +156,7 @@ def _flow(spec: dict[str, Any]) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """A YAML flow scalar or list: bare where that is safe, else JSON, which YAML contains."""
+    """Returns a YAML flow scalar or list: bare if that is safe, else JSON, which is valid YAML."""
     if isinstance(value, list):
         return "[" + ", ".join(_scalar(item) for item in value) + "]"
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) and value.lower() not in YAML_WORDS:
@@ -170,16 +165,16 @@ def _scalar(value: Any) -> str:
 
 
 YAML_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
-"""What YAML 1.1 reads as something other than text."""
+"""Words that YAML 1.1 does not read as text."""
 
 
 def _commented(line: str, comment: str) -> str:
-    # A reason may quote a column's text; a line break in it must not end the comment.
+    # A reason may quote a column's text, and a line break in it must not end the comment.
     return f"{line:<{COMMENT_COLUMN}}  # {' '.join(comment.split())}"
 
 
 def render_recipe(data: str, num_rows: int, *, exact: bool) -> str:
-    """The training config that `fit` would choose for the packed dataset at `data`, of `num_rows` training rows."""
+    """Returns the config that `fit` would choose for the packed dataset `data` with `num_rows` training rows."""
     recipe = choose_recipe(num_rows)
     sections: dict[str, Any] = {"model": {"name": "dlrm"}, "optimizer": {}, "train": {}}
     for name, value in recipe.items():
@@ -192,7 +187,7 @@ def render_recipe(data: str, num_rows: int, *, exact: bool) -> str:
     rows = f"{num_rows:,}" if exact else f"about {num_rows:,}"
     lines = [
         f"# Trains a DLRM on {' '.join(data.split())}; docs/config.md lists every option.",
-        f"# Chosen for {rows} training rows, as by `hotrow demo` and hotrow.fit; hotrow/recipe.py has the reasons.",
+        f"# Chosen for {rows} training rows, as by `hotrow demo` and hotrow.fit (reasons: hotrow/config/recipe.py).",
         f"data: {json.dumps(data)}",
         f"model: {_flow(sections['model'])}",
         "optimizer:",

@@ -1,12 +1,12 @@
-"""Raw rows to a packed dataset: one pipeline for every source, in bounded memory, resumable at any point.
+"""Turns raw rows into a packed dataset: one pipeline for every source, in bounded memory, resumable at any point.
 
-    scan     which rows train: exact row counts or times, where the split needs them
+    scan     which rows train: exact row counts or times, if the split needs them
     count    training rows only: how often each id occurs -> vocabularies, rows ranked by popularity
-    encode   every row: ids -> row numbers, dense transforms -> the one writer; dataset.json last
+    encode   every row: ids -> row numbers, dense transforms -> the writer; dataset.json last
 
-Everything a model will know of its ids and statistics comes from training rows: no byte of the training split depends
-on another split's labels, ids or numbers (law 6). Results depend on the rows and options alone, not on threads, memory,
-chunks or interruptions. Unfinished work lies in `<out>/.prepare`; see docs/prepare.md.
+Everything a model will know about its ids and statistics comes from training rows: no byte of the training split
+depends on another split's labels, ids or numbers (law 6). Results depend on the rows and options alone, not on threads,
+memory, chunks or interruptions. Unfinished work is in `<out>/.prepare`; see docs/prepare.md.
 """
 
 from __future__ import annotations
@@ -32,21 +32,13 @@ from hotrow.base.files import explain_full_disk, file_name
 from hotrow.base.machine import available_memory_bytes, usable_cores
 from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, checked
-from hotrow.data.chunk import Chunk, Position, SourceInfo
-from hotrow.data.packed.dataset import (
-    ROWS_PER_BLOCK,
-    DatasetInfo,
-    DenseColumn,
-    Feature,
-    PackedDataset,
-    PackedWriter,
-    SourceFile,
-    Table,
-)
+from hotrow.data.chunk import Chunk, Position, SourceInfo, select_rows
+from hotrow.data.packed.format import ROWS_PER_BLOCK, DatasetInfo, DenseColumn, Feature, SourceFile, Table, select_ids
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
-from hotrow.data.prepare.encoder import EncoderPool
+from hotrow.data.packed.writer import PackedWriter
+from hotrow.data.prepare.encoder import DenseTransform, EncoderPool, Moments, MomentsRecord, RowEncoder
 from hotrow.data.prepare.estimate import estimate_work
-from hotrow.data.prepare.rowencoder import RowEncoder
 from hotrow.data.prepare.spill import SNAPSHOT, CounterPool
 from hotrow.data.prepare.split import (
     TRAIN,
@@ -60,41 +52,39 @@ from hotrow.data.prepare.split import (
 )
 from hotrow.data.prepare.workfolder import COUNTS, STATE, Mark, WorkFolder
 from hotrow.data.sources.columns import ColumnsSource
-from hotrow.data.sources.dictionary import column_of
-from hotrow.data.sources.jagged import select_ids, select_rows
+from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.registry import OpenedSource, check_split, rows_per_file
 from hotrow.data.sources.schema import SPLITS
 from hotrow.data.sources.synthetic import SyntheticSource
-from hotrow.data.sources.transforms import DenseTransform, Moments, MomentsRecord
 
 ROWS_PER_CHUNK = 65_536
 ROWS_PER_PART = 16 * ROWS_PER_BLOCK
-"""Smaller than the writer's default: a part is what an interruption can cost, and small splits finish parts rarely."""
+"""Smaller than the writer's default: an interruption can cost one part, and small splits rarely finish parts."""
 SNAPSHOT_EVERY_S = 120.0
-"""Of counting; longer where writing a snapshot takes more than a tenth of that."""
+"""Seconds between snapshots of counting; longer if writing one takes more than a tenth of that."""
 BUFFER_BYTES = 64 << 20
-"""Of the memory budget, for the rows in flight between reader and writer."""
+"""Part of the memory budget for rows in flight between reader and writer."""
 MIN_MEMORY_BYTES = 128 << 20
 CHECKSUM_BLOCK_BYTES = 1 << 22
 
 
 class Interrupted(KeyboardInterrupt):
-    """Preparation was stopped on request; its state is kept."""
+    """Preparation was stopped on request, and its state is kept."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller may choose beside source, schema and folder; none of the second group moves a byte."""
+    """What the caller may choose besides source, schema and folder; the second group changes no byte of the result."""
 
     rows: int | None = None
     """Only the first rows of the source; None: all."""
     sample: float = 1.0
-    """Share of rows kept, by hash of the row number."""
+    """Share of rows to keep, chosen by a hash of the row number."""
 
     memory_bytes: int | None = None
-    """For counters, vocabularies and rows in flight; None: half of what this process may use."""
+    """Memory for counters, vocabularies and rows in flight; None: half of what this process may use."""
     threads: int | None = None
-    """Tables counted or encoded at a time; None: as many as this process may use, at most 8."""
+    """Tables counted or encoded at a time; None: as many as this process has cores, at most 8."""
     rows_per_chunk: int = ROWS_PER_CHUNK
     snapshot_every_s: float = SNAPSHOT_EVERY_S
     overwrite: bool = False
@@ -115,13 +105,13 @@ class Options:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of one chunk that belong to the data set."""
+    """The rows of one chunk that belong to the data set."""
 
     chunk: Chunk
     codes: Codes
     """Split of each row."""
     next_row: int
-    """Number of the source row after the chunk."""
+    """Number of the source's first row after the chunk."""
 
 
 def prepare(
@@ -132,14 +122,14 @@ def prepare(
     progress: ProgressCallback | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> PackedDataset:
-    """Prepare `opened` into the folder `out` and return the dataset; see the module's docstring.
+    """Prepares `opened` into the folder `out` and returns the dataset; see the module's docstring.
 
     progress: called with a `Progress` a few times a second. announce: called with lines for the user: what was found,
     what it will take, what was resumed or skipped.
 
-    Raises ValueError where the source has a bad row or file, where `out` holds a dataset or other work, or where the
-    disk is too small; OSError where it became full; Interrupted on Ctrl-C. After these two, and after a bad row that
-    was met later than a snapshot, the same call goes on where it stopped; else nothing is left behind.
+    Raises ValueError if the source has a bad row or file, if `out` holds a dataset or other work, or if the disk is too
+    small; OSError when the disk is full; Interrupted on Ctrl-C. After the last two, and after a bad row that came later
+    than a snapshot, the same call continues where it stopped; otherwise nothing is left behind.
     """
     options = options or Options()
     check_split(opened)
@@ -162,18 +152,18 @@ def prepare(
             return _stoppable(stage.run, work)
     except ValueError:
         if not work.abandon():
-            say(f"the counts are kept in {work.folder}: the same command, also with --skip-bad-rows, goes on")
+            say(f"the counts are kept in {work.folder}: the same command, also with --skip-bad-rows, continues")
         raise
 
 
 def fingerprint(opened: OpenedSource) -> str:
-    """Hex digest of what decides the bytes that `prepare` makes of `opened` under its default options."""
+    """Returns a hex digest of what decides the bytes that `prepare` makes of `opened` with default options."""
     identity = _identity(opened, Options(), opened.source.scout())
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _identity(opened: OpenedSource, options: Options, info: SourceInfo) -> dict[str, Any]:
-    """What decides the bytes of the result: a resume with anything else here is refused."""
+    """Returns what decides the bytes of the result; a resume is refused if any of it differs."""
     return {
         "source": opened.source.name,
         "files": {f.path: f"{f.num_bytes} bytes, changed {f.mtime_ns}" for f in info.files},
@@ -187,19 +177,19 @@ def _identity(opened: OpenedSource, options: Options, info: SourceInfo) -> dict[
 
 
 def _stoppable(run: Callable[[threading.Event], PackedDataset], work: WorkFolder) -> PackedDataset:
-    """Runs in a thread of its own, so that Ctrl-C, which interrupts the main one, finds it between two chunks."""
+    """Calls `run` in its own thread; Ctrl-C interrupts the main thread, and `run` then stops between two chunks."""
     stop = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="hotrow-prepare") as executor:
         future = executor.submit(run, stop)
         try:
-            # A signal may reach another thread than this one, which then only looks up when a wait ends.
+            # A signal may reach another thread; this one then notices it only when a wait ends.
             while not wait([future], timeout=0.1).done:
                 pass
         except KeyboardInterrupt:
             stop.set()
             if isinstance(future.exception(), Interrupted):
                 raise Interrupted(
-                    f"preparation stopped; its state is kept in {work.folder}: run the same command to go on"
+                    f"preparation stopped; its state is kept in {work.folder}: run the same command to continue"
                 ) from None
             raise
         return future.result()
@@ -207,17 +197,17 @@ def _stoppable(run: Callable[[threading.Event], PackedDataset], work: WorkFolder
 
 @record(frozen=True, config=STRICT)
 class _Counted:
-    """How far the training rows are counted."""
+    """How far counting of the training rows has got."""
 
     position: Position | None = None
     row: Count = 0
     train_rows: Count = 0
     moments: dict[str, MomentsRecord] = Field(default_factory=dict)
-    """By column, of those that are standardised."""
+    """Moments of the columns that are standardised, by column."""
     done: bool = False
 
     def moments_of(self, column: str) -> Moments:
-        """Those of a column so far."""
+        """Returns the moments of a column so far."""
         return Moments.from_record(self.moments[column]) if column in self.moments else Moments()
 
 
@@ -225,7 +215,7 @@ _COUNTED = TypeAdapter(_Counted)
 
 
 class _Stages:
-    """The three stages over one work folder; each does nothing where its result is there already."""
+    """The three stages on one work folder; a stage does nothing if its result is already there."""
 
     def __init__(
         self,
@@ -245,7 +235,8 @@ class _Stages:
         self._stop = threading.Event()
 
     def run(self, stop: threading.Event) -> PackedDataset:
-        """All stages; returns the finished dataset. Raises Interrupted soon after `stop` is set, its state saved."""
+        """Runs all stages and returns the dataset. Raises Interrupted soon after `stop` is set, with the state
+        saved."""
         self._stop = stop
         with ExitStack() as stack:
             threads = self._options.threads or min(8, usable_cores())
@@ -258,7 +249,7 @@ class _Stages:
             return self._encode(plan, executor)
 
     def _plan(self) -> SplitPlan:
-        """Which rows train; reads what that takes."""
+        """Decides which rows train; reads as much of the source as that takes."""
         split = self._schema.split
         kind = split.kind or ("time" if self._schema.time is not None else "random")
         if kind == "random":
@@ -282,7 +273,7 @@ class _Stages:
             yield chunk.time
 
     def _pieces(self, plan: SplitPlan, start: Position | None, row: int, meter: ProgressMeter) -> Iterator[_Piece]:
-        """The data set's rows from source row `row` on, which lies at `start`."""
+        """Yields the data set's rows from source row `row` on; `start` is that row's position."""
         options = self._options
         for chunk in self._source.chunks(start, rows_per_chunk=options.rows_per_chunk):
             if options.rows is not None and row + chunk.num_rows > options.rows:
@@ -300,13 +291,13 @@ class _Stages:
         meter.finish(row)
 
     def _count(self, plan: SplitPlan, executor: Executor) -> None:
-        """Counts the training rows and writes vocabularies, counts and transforms."""
+        """Counts the training rows; writes vocabularies, counts and transforms."""
         folder = self._work.folder / COUNTS
         with (
             ThreadPoolExecutor(1, thread_name_prefix="hotrow-checksum") as beside,
             CounterPool(folder, memory_bytes=self._memory_bytes, executor=executor) as counters,
         ):
-            # In a thread of its own: in the executor's only one it would hold up the counting.
+            # In its own thread: if the executor has only one, it would hold up the counting there.
             checksums = beside.submit(_checksums, [f.path for f in self._info.files], self._stop)
             for table in self._schema.table_names:
                 for feature in self._schema.features_of(table):
@@ -367,7 +358,7 @@ class _Stages:
         counters.add(columns, mask)
 
     def _build(self, counters: CounterPool, table: str) -> Table:
-        """Writes one table's vocabulary and counts; returns its record for dataset.json."""
+        """Writes the vocabulary and counts of a table; returns its record for dataset.json."""
         self._check_stop()
         for folder in ("vocab", "counts"):
             (self._work.out / folder).mkdir(mode=0o700, exist_ok=True)
@@ -409,7 +400,7 @@ class _Stages:
         return dataset
 
     def _note_occurrences(self, plan: SplitPlan, encoders: EncoderPool, mark: Mark) -> None:
-        """The pass of its own that vocabularies larger than memory need."""
+        """Makes the separate pass that vocabularies larger than memory need."""
         if not encoders.needs_occurrences:
             return
         meter = ProgressMeter(self._progress, "match", self._work.results.rows_total or self._rows_total, mark.row)
@@ -428,7 +419,7 @@ class _Stages:
         transforms: Sequence[DenseTransform],
         executor: Executor,
     ) -> tuple[int, int]:
-        """Appends all rows after `mark`; returns the source rows read and those skipped, from the first row on."""
+        """Appends all rows after `mark`; returns how many source rows were read and skipped, from the first row on."""
         tables = {table: encoders[table] for table in self._schema.table_names}
         encode = RowEncoder(self._schema, transforms, tables, executor)
         rows, row, position = dict(mark.rows), mark.row, mark.position
@@ -446,7 +437,7 @@ class _Stages:
 
     @staticmethod
     def _write_piece(piece: _Piece, encode: RowEncoder, writer: PackedWriter, rows: dict[str, int]) -> None:
-        """Appends a piece's rows to their splits, and adds them to `rows`."""
+        """Appends the rows of a piece to their splits and adds their numbers to `rows`."""
         dense, ids = encode(piece.chunk)
         label = piece.chunk.label
         assert label is not None, "a source for preparation has labels"
@@ -498,7 +489,7 @@ class _Stages:
 
 
 class _Clock:
-    """Says when a periodic task is due; its own duration, timed by `with`, counts at most a tenth of all time."""
+    """Says when a periodic task is due; the task, timed by `with`, takes at most a tenth of all time."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s, self._due = every_s, time.monotonic() + every_s
@@ -515,7 +506,7 @@ class _Clock:
 
 
 def _first_rows(rows_per_file: Sequence[int], limit: int | None) -> list[int]:
-    """Rows of each file that lie within the first `limit` rows; files beyond are left out."""
+    """Returns how many rows of each file are among the first `limit` rows; files beyond are left out."""
     kept, before = [], 0
     for num_rows in rows_per_file:
         kept.append(num_rows if limit is None else min(num_rows, limit - before))
@@ -526,7 +517,7 @@ def _first_rows(rows_per_file: Sequence[int], limit: int | None) -> list[int]:
 
 
 def _limited(arrays: Iterator[NDArray[np.int64]], limit: int | None) -> Iterator[NDArray[np.int64]]:
-    """The first `limit` values of all arrays together."""
+    """Yields the first `limit` values of all arrays together."""
     for array in arrays:
         if limit is not None:
             array = array[:limit]
@@ -537,7 +528,7 @@ def _limited(arrays: Iterator[NDArray[np.int64]], limit: int | None) -> Iterator
 
 
 def _checksums(paths: Sequence[str], stop: threading.Event) -> list[str]:
-    """crc32 of each local file as stored; "" for what is no local file, or once `stop` is set."""
+    """Returns the crc32 of each local file as stored; "" for anything else, and once `stop` is set."""
     return [_checksum(Path(path), stop) if Path(path).is_file() else "" for path in paths]
 
 

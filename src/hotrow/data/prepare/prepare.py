@@ -1,9 +1,9 @@
-"""Preparation as users call it, with plain arguments; and its counterpart for new rows: raw rows in, batches out.
+"""Preparation as users call it, with plain arguments, and its counterpart for new rows: raw rows in, batches out.
 
     run_prepare("criteo", "train.txt", "data/criteo")            # hotrow prepare
     for batch in RawEncoder("data/criteo").batches("new.txt"):   # hotrow predict
 
-The work is done in `pipeline.py`; the sources are in `sources.py`; docs/prepare.md is for users.
+`pipeline.py` does the work, `sources/registry.py` opens the sources; docs/prepare.md is for users.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from hotrow.base.progress import ProgressCallback
 from hotrow.base.records import STRICT, Count, checked
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
-from hotrow.data.packed.dataset import Ids, PackedDataset, Ragged
-from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE
+from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE, Ids, Ragged
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.prepare.encoder import DenseTransform, RowEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
-from hotrow.data.prepare.rowencoder import RowEncoder
 from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.convert import IdEncoding
 from hotrow.data.sources.registry import SOURCE_NAMES, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
-from hotrow.data.sources.transforms import DenseTransform
 
 KEPT_ROWS = 1 << 16
 SCORE = "score"
-"""Column of the scores that are written."""
+"""Name of the column of scores in the file that prediction writes."""
 UNITS = {
     "": 1,
     "B": 1,
@@ -79,25 +78,26 @@ def run_prepare(
     progress: ProgressCallback | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> PackedDataset:
-    """Prepare raw logs into the packed dataset `out`; called again with the same arguments, it continues what was cut.
+    """Prepares raw logs into the packed dataset `out`; called again with the same arguments, it continues after a stop.
 
-    source: criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, frame, synthetic, or auto to tell by the
-    first line. paths: files, folders, patterns, URIs, or one Arrow-capable frame; of synthetic a preset's name, a YAML
-    file or a `SyntheticConfig`. schema: of csv, parquet and frame (`hotrow init`
-    writes one), a path or a `Schema`; None: guessed, given the names of the `label` and `time` columns.
-    split: time, random or reference; None: reference for criteo, time where there is one, else random. fractions: of
-    train, val and test (0.8, 0.1, 0.1) for time and random. seed: of the random split and of `sample`.
-    min_count: ids seen fewer times in training rows share row 0. hash_cap: ids modulo this. Both hold for all tables.
-    rows: only the first rows; of a synthetic preset all there are. sample: keep this share of the rows. skip_bad_rows:
-    how many bad rows may be left out.
+    source: criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, jsonl, frame, synthetic, or auto, which
+    decides by the first line. paths: files, folders, patterns, URIs, or one Arrow-capable frame; for synthetic, a
+    preset's name, a YAML file or a `SyntheticConfig`. schema: for csv, parquet, jsonl and frame, a path or a `Schema`
+    (`hotrow init` writes one); None: guessed, given the names of the `label` and `time` columns.
+    split: time, random or reference; None: reference for criteo, else time if there is a time column, else random.
+    fractions: shares of train, val and test (0.8, 0.1, 0.1) for time and random. seed: for the random split and
+    `sample`. min_count: ids seen fewer times in training rows share row 0. hash_cap: ids are taken modulo this. Both
+    apply to all tables.
+    rows: only the first rows; for a synthetic preset, how many to make. sample: keep this share of the rows.
+    skip_bad_rows: how many bad rows may be left out.
     memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
-    None: half of what is free. threads: of encoding. None of these two changes a byte.
-    progress, announce: see `hotrow.data.pipeline.prepare`.
+    None: half of what is free. threads: tables counted or encoded at a time. Neither of the two changes a byte.
+    progress, announce: see `pipeline.prepare`.
 
     Raises ValueError naming the field, file, row or option that is wrong; OSError when the disk is full, and
-    `hotrow.data.pipeline.Interrupted` on Ctrl-C, both leaving work to go on from.
+    `pipeline.Interrupted` on Ctrl-C: after these two the same call continues.
     """
-    # What can be known without a row comes first.
+    # Checks that need no row come first.
     options = Options(rows=rows, sample=sample, memory_bytes=parse_bytes(memory), threads=threads, overwrite=overwrite)
     changes = {"split": split, "fractions": fractions, "seed": seed, "min_count": min_count, "hash_cap": hash_cap}
     check_options(**changes)
@@ -109,7 +109,7 @@ def run_prepare(
 
 
 def parse_bytes(value: int | str | None) -> int | None:
-    """A number of bytes from a number or from text such as "256MiB" or "4GB". Raises ValueError for other text."""
+    """Returns the bytes that a number, or text such as "256MiB" or "4GB", means. Raises ValueError for other text."""
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", value.upper())
@@ -120,7 +120,7 @@ def parse_bytes(value: int | str | None) -> int | None:
 
 @record(frozen=True, config=STRICT)
 class _Ids:
-    """What preparation says in `ids` of dataset.json."""
+    """What preparation writes under `ids` in dataset.json."""
 
     source: str
     schema: dict[str, JsonValue]
@@ -135,18 +135,18 @@ _IDS = TypeAdapter(_Ids)
 
 @dataclass(frozen=True)
 class RawRows:
-    """How raw rows became those of a dataset."""
+    """How raw rows became the rows of a dataset."""
 
     source: str
     schema: Schema
     encodings: dict[str, IdEncoding]
-    """By feature."""
+    """How raw ids are held, by feature."""
     transforms: list[DenseTransform]
     """Transforms of the dense columns."""
 
 
 def raw_rows(dataset: PackedDataset) -> RawRows | None:
-    """What dataset.json says of the raw rows; None where there were none. Raises ValueError naming file and field."""
+    """Returns what dataset.json says about raw rows; None if there were none. Raises ValueError naming file, field."""
     info, where = dataset.info, f"{dataset.path / MANIFEST}"
     if "schema" not in info.ids:
         return None
@@ -169,13 +169,13 @@ def raw_rows(dataset: PackedDataset) -> RawRows | None:
 
 
 class RawEncoder:
-    """Raw rows as batches of a prepared dataset's ids, for prediction: its columns, its transforms, its vocabularies.
+    """Encodes raw rows for prediction, with the columns, transforms and vocabularies of a prepared dataset.
 
-    dataset: a packed dataset or the folder of one; only dataset.json and vocab/ are needed. Vocabularies are loaded
-    where they take at most half of the free memory, else searched on disk.
+    dataset: a packed dataset or its folder; only dataset.json and vocab/ are needed. Vocabularies are loaded if they
+    take at most half of the free memory, else searched on disk.
 
-    Ids that no training row had, and those too rare for a row, become row 0; a missing value has its own row where
-    training rows missed one too, else row 0. Missing dense values are 0 after the transform.
+    Ids that no training row had, and ids too rare for a row of their own, become row 0; so do missing values, unless
+    training rows had missing values too, which then have a row. Missing dense values are 0 after the transform.
     """
 
     def __init__(self, dataset: PackedDataset | Path | str, *, threads: int | None = None) -> None:
@@ -183,30 +183,30 @@ class RawEncoder:
         self.info, made = dataset.info, raw_rows(dataset)
         if made is None:
             raise ValueError(
-                f"{dataset.path}: its ids are not made from raw rows (source {self.info.name!r}); it encodes none"
+                f"{dataset.path}: its ids were not made from raw rows (source {self.info.name!r}); it cannot encode any"
             )
         self.schema = made.schema
-        # Rows that were made up have no layout of their own: new ones are a table with their columns.
+        # Synthetic rows have no layout of their own: new rows are a table with the same columns.
         self._source = made.source if made.source in {*SOURCE_NAMES} - {"synthetic"} else "auto"
         self._encodings, self._transforms = made.encodings, made.transforms
         self._threads = threads or min(8, usable_cores())
         vocabularies = {table.name: dataset.vocabulary(table.name) for table in self.info.tables}
         fits = sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2
-        # Those that are read anyway are checked to the last byte; those searched on disk were when they were prepared.
+        # Loading reads every byte, so it checks them; vocabularies searched on disk were checked in preparation.
         self._vocabularies = {n: Vocabulary.open(v.path).load() if fits else v for n, v in vocabularies.items()}
 
     def kept(self, data: Any, columns: Sequence[str]) -> KeptColumns:
-        """Those columns of `data`, to be taken beside `batches`. Raises ValueError if one is not there."""
+        """Returns these columns of `data`, to read in step with `batches`. Raises ValueError if one is absent."""
         return KeptColumns(data, columns, self.schema)
 
     def batches(
         self, data: Any, *, batch_size: int = 65536, labels: Literal["ignored", "alone"] = "ignored"
     ) -> Iterator[Batch]:
-        """Batches of at most `batch_size` rows, in the data's order.
+        """Yields batches of at most `batch_size` rows, in the data's order.
 
-        data: paths or an Arrow-capable frame, as for `run_prepare`. labels: "ignored": label and time are not read,
-        whatever they hold, and `Batch.label` is NaN; "alone": the label is read, the time is not. Raises ValueError
-        naming file and column, and RowError the row, as preparation does.
+        data: paths or an Arrow-capable frame, as for `run_prepare`. labels: "ignored": label and time are not read and
+        may hold anything, and `Batch.label` is NaN; "alone": the label is read, the time is not. Raises ValueError
+        naming file and column, and RowError naming the row, as preparation does.
         """
         opened = open_source(self._source, data, schema=self.schema, labels=labels, encodings=self._encodings)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:
@@ -219,7 +219,7 @@ class RawEncoder:
 
 
 class KeptColumns:
-    """Columns of raw rows as they are, for a file of scores: `next` takes them row by row, in order."""
+    """Unchanged columns of raw rows for a file of scores; `next` reads them in order."""
 
     def __init__(self, data: Any, columns: Sequence[str], schema: Schema) -> None:
         self.schema = pa.schema([])
@@ -231,10 +231,10 @@ class KeptColumns:
         for name in columns:
             if name == SCORE or name not in reader.schema.names:
                 there = ", ".join(reader.schema.names)
-                reason = "is the name of the scores" if name == SCORE else f"is not there; columns: {there}"
+                reason = "has the name of the scores" if name == SCORE else f"is not there; columns: {there}"
                 raise ValueError(f"column {name!r} to keep {reason}")
         if repeated := [name for name in columns if columns.count(name) > 1]:
-            raise ValueError(f"column {repeated[0]!r} is to be kept twice; name it once")
+            raise ValueError(f"column {repeated[0]!r} to keep is named twice; name it once")
         reader.check_drift(columns)
         self.schema = pa.schema([reader.schema.field(name) for name in columns])
         self._left = self.schema.empty_table()
@@ -245,12 +245,11 @@ class KeptColumns:
         )
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Closes the files."""
         if isinstance(self._rows, Generator):
             self._rows.close()
 
     def next(self, num_rows: int) -> list[pa.ChunkedArray | pa.Array]:
-        """The columns of the next `num_rows` rows."""
         if not self.schema.names:
             return []
         pieces = [self._left]
@@ -262,7 +261,7 @@ class KeptColumns:
 
 
 def _none_left_out(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """The same chunks; the error of a bad row does not offer to skip it, for every row to predict has its score."""
+    """Yields the same chunks; errors do not offer to skip a bad row, because every row to predict gets a score."""
     try:
         yield from chunks
     except RowError as error:
@@ -272,7 +271,7 @@ def _none_left_out(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
 
 @dataclass(frozen=True)
 class _Searched:
-    """A vocabulary as an encoder: every key is looked up where and when it comes."""
+    """An `Encoder` that looks up every key in the vocabulary when it comes."""
 
     vocabulary: Vocabulary
     needs_occurrences: bool = False

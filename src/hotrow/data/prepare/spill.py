@@ -1,4 +1,4 @@
-"""Counting under a memory budget: what does not fit goes to disk, and the vocabularies are the same to the bit.
+"""Counting under a memory budget: what does not fit goes to disk, and the vocabularies are the same bit for bit.
 
     with CounterPool(folder, memory_bytes=2 << 30, executor=executor) as counters:
         # resumes where counters.progress says, if not None
@@ -12,8 +12,7 @@
             counters.build(table, out / "vocab" / table, out / "counts" / table, min_count=2)
 
 When the counters together would exceed the budget, the largest is written out as a sorted run of partial counts and
-emptied; a table's runs are merged when its vocabulary is built. A snapshot writes all counters out. What follows is
-encoding, `hotrow.data.prepare.encoder`.
+emptied; a table's runs are merged when its vocabulary is built. A snapshot writes out all counters. Next: `encoder`.
 """
 
 from __future__ import annotations
@@ -33,21 +32,20 @@ from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.files import check_name, explain_full_disk, file_name
 from hotrow.base.records import STRICT, Count, Document
-from hotrow.data.chunk import KeyKind, Keys
+from hotrow.data.chunk import KeyKind, Keys, interleave
 from hotrow.data.native import Counter, merge_runs
 from hotrow.data.packed.vocabulary import TableSummary, build_vocabulary
-from hotrow.data.sources.dictionary import CodedKeys
-from hotrow.data.sources.jagged import interleave
+from hotrow.data.sources.convert import CodedKeys
 
 MAX_RUNS = 64
-"""A table with this many runs has them merged into one: a merge keeps every run open, and files are limited."""
+"""A table's runs are merged into one at this number: a merge keeps every run open, and open files are limited."""
 SNAPSHOT = "counters.json"
 RUN_SUFFIX = ".run"
 
 
 @record(frozen=True, config=STRICT)
 class _TableRecord:
-    """What a snapshot says of a table."""
+    """A table in a snapshot."""
 
     kind: KeyKind
     hash_cap: Count
@@ -62,7 +60,7 @@ class _TableRecord:
 
 @record(frozen=True, config=STRICT)
 class _Snapshot:
-    """What counters.json says."""
+    """The content of counters.json."""
 
     tables: dict[str, _TableRecord]
     progress: JsonValue
@@ -75,7 +73,7 @@ _SNAPSHOT = Document(
 
 @dataclass
 class _TableCounts:
-    """One table's counter and the runs it was written out to."""
+    """The counter of one table and the runs that it was written to."""
 
     name: str
     kind: KeyKind
@@ -100,7 +98,7 @@ class _TableCounts:
 
 
 class _Add(NamedTuple):
-    """What one table's counter is to count of a chunk."""
+    """What the counter of one table has to count in a chunk."""
 
     counter: Counter
     keys: Keys
@@ -113,7 +111,7 @@ class _Add(NamedTuple):
 def _occurrences(
     features: Sequence[Keys | CodedKeys], row_mask: NDArray[np.bool_] | None
 ) -> tuple[Keys, NDArray[np.uint32] | None]:
-    """The keys of a table's features and how often each comes (None: once), as reading row by row meets them."""
+    """Returns the keys of a table's features in the order of the rows, and how often each comes (None: once)."""
     if len(features) == 1 and isinstance(features[0], CodedKeys):
         return features[0].distinct(row_mask)
     keys = interleave([f.written_out() if isinstance(f, CodedKeys) else f for f in features])
@@ -121,12 +119,12 @@ def _occurrences(
 
 
 class CounterPool:
-    """Counts the keys of many tables within `memory_bytes` together, in `folder` beyond it.
+    """Counts the keys of many tables, together within `memory_bytes`; what does not fit goes to `folder`.
 
-    A folder with a snapshot is resumed: `progress` is what the last `snapshot` was given, else None. Leaving the `with`
-    block normally removes everything from the folder; leaving it by an exception keeps the last snapshot.
+    A folder with a snapshot is resumed: `progress` is then what the last `snapshot` was given, else None. Leaving the
+    `with` block normally empties the folder; leaving it by an exception keeps the last snapshot.
 
-    executor: where tables are counted, each by one thread at a time; None: in the caller's. The counts are the same.
+    executor: its threads count, each table in one thread at a time; None: the caller's thread. The counts are the same.
     """
 
     def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None) -> None:
@@ -135,7 +133,7 @@ class CounterPool:
         self._map: Callable[..., Iterable[Any]] = map if executor is None else executor.map
         self.progress: Any = None
         self.num_spills = 0
-        """Counters written out because the budget was reached; for the report."""
+        """Counters written out because the budget was reached, for the report."""
         self._tables: dict[str, _TableCounts] = {}
         self._kept: set[Path] = set()
         if (folder / SNAPSHOT).exists():
@@ -143,7 +141,7 @@ class CounterPool:
         self._remove_other_runs()
 
     def declare(self, table: str, kind: KeyKind, *, hash_cap: int = 0) -> None:
-        """Announce a table; features that share it must agree. Raises ValueError where it was declared otherwise."""
+        """Announces a table. Raises ValueError if it was declared with another kind or cap: its features must agree."""
         known = self._tables.get(table)
         if known is None:
             self._tables[table] = _TableCounts(table, kind, hash_cap, Counter(kind, hash_cap=hash_cap))
@@ -154,7 +152,7 @@ class CounterPool:
             )
 
     def add(self, columns: Mapping[str, Sequence[Keys | CodedKeys]], row_mask: NDArray[np.bool_] | None = None) -> None:
-        """Count the keys of all rows of a chunk, or of those whose mask [num_rows] is set (the training rows).
+        """Counts the keys of all rows of a chunk, or of those whose mask [num_rows] is set (the training rows).
 
         columns: by table, its features' keys in the schema's order.
         """
@@ -163,13 +161,13 @@ class CounterPool:
         if self._num_bytes_after(adds) <= self.memory_bytes:
             list(self._map(_Add.run, adds))
             return
-        # One by one, room is made for what a single table may need at most, beside what the others turned out to need.
+        # One by one: room is made for the most that this table may need, with what the others turned out to need.
         for add in adds:
             self._make_room(add)
             add.run()
 
     def _make_room(self, add: _Add) -> None:
-        """Write out the largest counter until `add` fits the budget."""
+        """Writes out the largest counter, again and again, until `add` fits the budget."""
         while self._num_bytes_after([add]) > self.memory_bytes:
             largest = max(self._tables.values(), key=lambda counts: counts.counter.num_bytes)
             if largest.counter.num_keys == 0:
@@ -178,16 +176,16 @@ class CounterPool:
             self.num_spills += 1
 
     def _num_bytes_after(self, adds: Sequence[_Add]) -> int:
-        """Memory all counters would hold at most after `adds`."""
+        """Returns an upper limit of the memory of all counters after `adds`."""
         return self.num_bytes + sum(add.counter.num_bytes_after(add.keys) - add.counter.num_bytes for add in adds)
 
     @property
     def num_bytes(self) -> int:
-        """Memory all counters hold now."""
+        """Memory that all counters hold now."""
         return sum(counts.counter.num_bytes for counts in self._tables.values())
 
     def snapshot(self, progress: Any) -> None:
-        """Make counts and `progress` (any JSON value) durable together; a pool opened on this folder goes on there."""
+        """Makes counts and `progress` (any JSON value) durable together; a pool on this folder continues from there."""
         for counts in self._tables.values():
             if counts.counter.num_keys or counts.counter.num_missing:
                 self._spill(counts)
@@ -201,9 +199,9 @@ class CounterPool:
     def build(
         self, table: str, vocab_path: Path, counts_path: Path, *, min_count: int = 1, max_rows: int = 0
     ) -> TableSummary:
-        """Write the vocabulary and counts of a table from all that was counted; see `build_vocabulary`.
+        """Writes the vocabulary and counts of a table from all that was counted; see `build_vocabulary`.
 
-        Holds the memory that the other tables' counters leave. Counting may go on afterwards.
+        Uses the memory that the other tables' counters leave. Counting may continue afterwards.
         """
         counts = self._tables[table]
         if counts.counter.num_keys or counts.counter.num_missing:
@@ -222,7 +220,7 @@ class CounterPool:
             )
 
     def close(self) -> None:
-        """Remove everything this pool wrote to its folder, snapshot included."""
+        """Removes everything that this pool wrote to its folder, snapshot included."""
         (self.folder / SNAPSHOT).unlink(missing_ok=True)
         self._kept = set()
         self._tables = {}
@@ -260,7 +258,7 @@ class CounterPool:
         self._kept = {run for counts in self._tables.values() for run in counts.runs}
         for run in self._kept:
             if not run.exists():
-                raise ValueError(f"{run} is missing, the snapshot needs it; delete {self.folder} to start again")
+                raise ValueError(f"{run} is missing, but the snapshot needs it; delete {self.folder} to start again")
 
     def _remove_other_runs(self) -> None:
         for path in self.folder.glob(f"*{RUN_SUFFIX}*"):

@@ -1,7 +1,7 @@
-"""Which rows train, validate and test: decided from row number, seed, file or time alone, never from ids or labels.
+"""Decides which rows train, validate and test, by row number, seed, file or time alone, never by ids or labels.
 
-A plan is made before anything is counted, so that counting can leave the other splits out: what a model knows of its
-ids comes from training rows (law 6). `assign` gives each row of a chunk its split as an index into `SPLITS`.
+A plan is made before anything is counted, so that counting can leave out the other splits: what a model knows about its
+ids comes from training rows (law 6). `assign` gives each row of a chunk its split, as an index into `SPLITS`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SAMPLE_SALT = 0xA9
 
 
 def row_uniform(seed: int, first_row: int, num_rows: int, *, salt: int) -> NDArray[np.float64]:
-    """Numbers in [0, 1) for rows first_row .. first_row + num_rows - 1, a function of (seed, salt, row number) alone.
+    """Returns a number in [0, 1) for each row from first_row on, a function of (seed, salt, row number) alone.
 
-    splitmix64 (Steele, Lea, Flood 2014) of the row number, started from the mixed seed; the upper 53 bits.
+    It is the upper 53 bits of splitmix64 (Steele, Lea, Flood 2014) of the row number, started from the mixed seed.
     """
     rows = np.arange(first_row, first_row + num_rows, dtype=np.uint64)
     start = mix64(np.array([(seed + salt * GOLDEN) % 2**64], dtype=np.uint64))
@@ -35,20 +35,19 @@ def row_uniform(seed: int, first_row: int, num_rows: int, *, salt: int) -> NDArr
 
 
 def sample_mask(seed: int, first_row: int, num_rows: int, *, fraction: float) -> NDArray[np.bool_]:
-    """Which rows a sample of `fraction` keeps; a smaller fraction keeps a subset of them. Independent of the split."""
+    """Returns which rows a sample keeps, whatever their split; a smaller fraction keeps a subset of them."""
     return row_uniform(seed, first_row, num_rows, salt=SAMPLE_SALT) < fraction
 
 
 @dataclass(frozen=True)
 class RandomPlan:
-    """Each row by itself: u(seed, row number) < fractions[0] trains, the next fractions[1] validate, the rest test."""
+    """Splits by u(seed, row number): below fractions[0] trains, the next fractions[1] validate, the rest tests."""
 
     seed: int
     fractions: tuple[float, float, float]
     kind: Literal["random"] = "random"
 
     def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
-        """Split of each row [num_rows]."""
         u = row_uniform(self.seed, first_row, num_rows, salt=SPLIT_SALT)
         train, val, _ = self.fractions
         return (u >= train).astype(np.uint8) + (u >= train + val).astype(np.uint8)
@@ -56,26 +55,25 @@ class RandomPlan:
 
 @dataclass(frozen=True)
 class TimePlan:
-    """Oldest first: time < cuts[0] trains, time < cuts[1] validates, the rest tests. Rows of one time stay together."""
+    """Splits by time: time < cuts[0] trains, time < cuts[1] validates, the rest tests. Equal times stay together."""
 
     cuts: tuple[int, int]
     kind: Literal["time"] = "time"
 
     def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
-        """Split of each row [num_rows] by its `time`."""
         assert time is not None, "a time plan is made from a source that has time"
         return (time >= self.cuts[0]).astype(np.uint8) + (time >= self.cuts[1]).astype(np.uint8)
 
 
 @dataclass(frozen=True)
 class RangePlan:
-    """Rows before stops[0] train, rows from there to stops[1] test, the rest validate (the reference DLRM's order)."""
+    """Splits by row number: before stops[0] trains, before stops[1] tests, the rest validates (as the reference
+    DLRM)."""
 
     stops: tuple[int, int]
     kind: Literal["reference"] = "reference"
 
     def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
-        """Split of each row [num_rows] by its number."""
         rows = np.arange(first_row, first_row + num_rows)
         return np.select([rows < self.stops[0], rows < self.stops[1]], [TRAIN, TEST], VAL).astype(np.uint8)
 
@@ -84,13 +82,13 @@ SplitPlan = RandomPlan | TimePlan | RangePlan
 
 
 def plan_to_json(plan: SplitPlan) -> dict[str, Any]:
-    """`plan` as dataset.json has it."""
+    """Returns `plan` as dataset.json stores it."""
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(plan).items()}
     return {"kind": plan.kind, **fields}
 
 
 def reference_plan(rows_per_file: Sequence[int]) -> RangePlan:
-    """The reference DLRM's split of Criteo (facebookresearch/dlrm, data_utils.py).
+    """Returns the reference DLRM's split of Criteo (facebookresearch/dlrm, data_utils.py).
 
     One file (Kaggle): seven equal consecutive days by row count, the first `n % 7` of them one row longer; six train.
     Several files (Terabyte): each is a day; all but the last train. The last day's first half, rounded up, tests and
@@ -111,10 +109,10 @@ def reference_plan(rows_per_file: Sequence[int]) -> RangePlan:
 
 
 class TimeHistogram:
-    """Rows per time, in bounded memory: times are exact until `max_distinct` of them, then kept in buckets of 2^shift.
+    """Counts rows per time in bounded memory: exactly up to `max_distinct` times, then in buckets of 2^shift.
 
-    A cut at a bucket's start is an exact rule for rows (`time < cut`); only how near a share can come is limited. The
-    result does not depend on the order or the chunks in which times are added.
+    A cut at a bucket's start is still an exact rule for rows (`time < cut`); only how near the cut comes to a share is
+    limited. The result does not depend on the order or the chunks in which times are added.
     """
 
     def __init__(self, *, max_distinct: int = 1 << 20) -> None:
@@ -139,9 +137,9 @@ class TimeHistogram:
         self.buckets, self.counts = merged, sums
 
     def plan(self, fractions: tuple[float, float, float]) -> TimePlan:
-        """Cuts whose shares come nearest to `fractions`.
+        """Returns the plan whose shares come nearest to `fractions`.
 
-        Raises ValueError where a share above 0 would get no row, as when too many rows carry one time.
+        Raises ValueError if a share above 0 would get no row, as when too many rows have the same time.
         """
         total = int(self.counts.sum())
         below = np.concatenate([[0], np.cumsum(self.counts)])

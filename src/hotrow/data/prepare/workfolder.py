@@ -1,9 +1,9 @@
-"""`<out>/.prepare`: what an interrupted preparation leaves behind, so that the same command goes on.
+"""`<out>/.prepare`: what an interrupted preparation leaves behind, so that the same command can continue.
 
 prepare.json   what was asked for (a resume must ask for the same), and the results of finished stages
-counts/        counters, while counting (hotrow.data.spill)
-encode/        ids of vocabularies larger than memory, while encoding (hotrow.data.encoder)
-parts.json     finished parts (hotrow.data.packed_writer)
+counts/        counters, while counting (spill.py)
+encode/        ids of vocabularies larger than memory, while encoding (encoder.py)
+parts.json     finished parts (packed/writer.py)
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hotrow.base.files import check_writable
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.data.chunk import Position
 from hotrow.data.packed.format import MANIFEST, WORK_FOLDER, Table
+from hotrow.data.prepare.encoder import DenseTransform
 from hotrow.data.prepare.spill import SNAPSHOT
 from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.sources.schema import SPLITS
-from hotrow.data.sources.transforms import DenseTransform
 
 STATE = "prepare.json"
 COUNTS = "counts"
@@ -32,38 +32,38 @@ COUNTS = "counts"
 
 @dataclass(frozen=True)
 class Mark:
-    """A place between two chunks of the source, and how many rows of each split lie before it."""
+    """A position between two chunks of the source, and how many rows of each split come before it."""
 
     row: Count = 0
     position: Position = field(default_factory=Position)
     rows: dict[str, Count] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the rows of a split are not said."""
+        """Raises ValueError if `rows` lacks a split."""
         if self.rows.keys() != set(SPLITS):
             raise ValueError(f"rows has {', '.join(self.rows) or 'no splits'}; it needs {', '.join(SPLITS)}")
 
     @property
     def start(self) -> Position | None:
-        """The position to read from; None for the first row."""
+        """The position to read from; None at the first row."""
         return self.position if self.row else None
 
 
 @record(frozen=True, config=STRICT)
 class Results:
-    """What prepare.json says: what was asked for, and the results of finished stages; None: not finished."""
+    """The content of prepare.json: what was asked for, and the results of finished stages; None: not finished."""
 
     identity: dict[str, JsonValue]
     plan: SplitPlan | None = None
     """Which rows train."""
     transforms: tuple[str, ...] | None = None
-    """Transforms of the dense columns, once training rows were counted."""
+    """Transforms of the dense columns, once training rows are counted."""
     tables: dict[str, Table] | None = None
-    """By name, once their vocabularies are written."""
+    """Tables by name, once their vocabularies are written."""
     checksums: tuple[str, ...] | None = None
-    """Checksums of the input files, once their rows were counted."""
+    """Checksums of the input files, once their rows are counted."""
     rows_total: Count | None = None
-    """Rows of the source, once counted."""
+    """Number of rows of the source, once counted."""
     marks: tuple[Mark, ...] = ()
 
     def __post_init__(self) -> None:
@@ -80,10 +80,10 @@ _DOCUMENT = Document(
 
 
 class WorkFolder:
-    """The state of one preparation, saved whole at the end of every stage and part.
+    """The state of one preparation, saved whole after every stage and part.
 
-    Raises ValueError where `out` holds a finished dataset, work on something else (naming what differs) or other files;
-    with `overwrite` a dataset or its beginnings are replaced. Nothing is written or removed before `begin`.
+    Raises ValueError if `out` holds a finished dataset, other unfinished work (naming what differs) or other files;
+    with `overwrite`, a dataset or unfinished work is replaced. Nothing is written or removed before `begin`.
     """
 
     def __init__(self, out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
@@ -100,15 +100,15 @@ class WorkFolder:
         differences = _differences(found.identity, self.results.identity)
         if differences:
             raise ValueError(
-                f"{self.out} holds unfinished work that was begun otherwise: {'; '.join(differences[:5])}; run the "
+                f"{self.out} holds unfinished work of another command: {'; '.join(differences[:5])}; run the "
                 "earlier command to finish it, or --overwrite to start again"
             )
         self.results, self.resumed = found, True
 
     def begin(self) -> None:
-        """Make the folder for new work, after removing what is to be overwritten."""
+        """Makes the folder for new work, after removing what is to be overwritten."""
         if self._overwrite and _is_ours(self.out):
-            # The manifest goes first: from here on nobody takes the rest for a dataset.
+            # The manifest goes first: without it, nobody takes the rest for a dataset.
             (self.out / MANIFEST).unlink(missing_ok=True)
             for name in ("vocab", "counts", *SPLITS, WORK_FOLDER):
                 shutil.rmtree(self.out / name, ignore_errors=True)
@@ -116,32 +116,32 @@ class WorkFolder:
         try:
             self.save()
         except BaseException:
-            self.abandon()  # without its state the folder would be nobody's, and the same command refused
+            self.abandon()  # a folder without state belongs to nobody, and the same command would be refused
             raise
 
     def save(self, **results: Any) -> None:
-        """Keep the results of a stage."""
+        """Saves the results of a stage."""
         self.results = replace(self.results, **results)
         _DOCUMENT.write(self.folder / STATE, self.results)
 
     def save_marks(self, marks: Sequence[Mark], finished_rows: Mapping[str, int]) -> list[Mark]:
-        """Keep the marks a resume may need: from the last one that finished rows cover on. Returns them."""
+        """Saves and returns the marks that a resume may need: the last one that finished rows cover, and later ones."""
         kept = list(marks[max(i for i, mark in enumerate(marks) if _covered(mark, finished_rows)) :])
         self.save(marks=tuple(kept))
         return kept
 
     def last_mark(self, finished_rows: Mapping[str, int]) -> Mark:
-        """The last place before which no row is missing from the finished parts."""
+        """Returns the last mark before which no row is missing from the finished parts."""
         marks = [Mark(), *self.results.marks]
         return next(mark for mark in reversed(marks) if _covered(mark, finished_rows))
 
     def fresh(self, name: str) -> Path:
-        """The folder `name` for files of a stage, emptied of what an interrupted run left there."""
+        """Returns the folder `name` for files of a stage; what an interrupted run left there is removed."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         return self.folder / name
 
     def abandon(self) -> bool:
-        """After a fault of the data: remove the folder, unless it keeps counts to go on from; says whether."""
+        """Removes the folder after an error in the data, unless it holds counts to continue from; returns whether."""
         if self.results.tables is not None or (self.folder / COUNTS / SNAPSHOT).exists():
             return False
         shutil.rmtree(self.folder)
@@ -150,23 +150,23 @@ class WorkFolder:
         return True
 
     def remove(self) -> None:
-        """Remove the folder; the dataset is complete."""
+        """Removes the folder when the dataset is complete."""
         shutil.rmtree(self.folder)
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:
-    """Raises ValueError where `out` holds a finished dataset or other files, or cannot be made. No row decides that."""
+    """Raises ValueError if `out` holds a finished dataset or other files, or cannot be made; needs no row for that."""
     if not _is_ours(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"{out} exists and is no dataset folder; it is never overwritten: choose another")
+            raise ValueError(f"{out} exists and is not a dataset folder; it is never overwritten: choose another")
         check_writable(out)
     elif (out / MANIFEST).exists() and not overwrite:
-        shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)  # left where the last step was cut short
+        shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)  # left behind if the last step was interrupted
         raise ValueError(f"{out} already holds a finished dataset; choose another folder, or --overwrite to replace it")
 
 
 def _is_ours(out: Path) -> bool:
-    """Whether `out` is a dataset or the beginnings of one."""
+    """Returns whether `out` is a dataset or the unfinished work on one."""
     return (out / MANIFEST).exists() or (out / WORK_FOLDER / STATE).exists()
 
 
@@ -175,7 +175,7 @@ def _covered(mark: Mark, finished_rows: Mapping[str, int]) -> bool:
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """'schema.split.seed is 1, was 0' for every leaf that differs."""
+    """Returns 'schema.split.seed is 1, was 0' for every leaf that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = dict.fromkeys([*old, *new])
         return [line for key in keys for line in _differences(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))]

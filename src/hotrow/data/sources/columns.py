@@ -1,8 +1,7 @@
-"""Any table as a source: CSV, Parquet, hive folders, URIs, and frames in memory, read by a schema.
+"""Any table as a source: CSV, Parquet, JSON Lines, hive folders, URIs and frames in memory, read by a schema.
 
-`ColumnsSource` puts a reader (`tabular.py`: rows of files) and converters (`convert.py`: exact values or faults)
-together into chunks. The built-in layouts (`movielens.py`, `avazu.py`, `taobao.py`) are this class with a schema of
-their own.
+`ColumnsSource` makes chunks with a reader (`tabular.py`: rows of files) and converters (`convert.py`: exact values or
+faults). The published layouts (`layouts.py`) are this class with their own schemas.
 """
 
 from __future__ import annotations
@@ -18,8 +17,11 @@ from numpy.typing import NDArray
 
 from hotrow.data.chunk import SKIP_CURE, Chunk, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
 from hotrow.data.sources.convert import (
+    CodedKeys,
+    DictionaryReader,
     Fault,
     IdEncoding,
+    KeyColumns,
     TimeReader,
     default_encoding,
     kind_of,
@@ -27,7 +29,6 @@ from hotrow.data.sources.convert import (
     to_label,
     to_numbers,
 )
-from hotrow.data.sources.dictionary import CodedKeys, DictionaryReader, KeyColumns
 from hotrow.data.sources.inputs import InputFile, find_files, prefetch
 from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
@@ -51,13 +52,13 @@ FileFormat = Literal["parquet", "jsonl", "csv"]
 class ColumnsSource:
     """Rows of any table, as `schema` reads them.
 
-    data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required";
-    "made": elsewhere, so that only the time is read; "alone": without the time; or "ignored" for rows to predict, whose
+    data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required"; "made": made
+    elsewhere, so that only the time is read; "alone": read without the time; "ignored": for rows to predict, whose
     label and time may be absent or hold anything. encodings: how ids were held when a data set was prepared
-    (feature -> "int", "uint64" or "bytes"); None: decided by the columns' types. skip_bad_rows: how many rows may be
-    passed over before a bad one is an error.
+    (feature -> "int", "uint64" or "bytes"); None: the columns' types decide. skip_bad_rows: how many bad rows may be
+    skipped before one is an error.
 
-    Raises ValueError naming file and column where a column is missing, drifts between files or has a type that does not
+    Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
     """
 
@@ -87,22 +88,20 @@ class ColumnsSource:
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """Names of the columns of `Chunk.dense`."""
         return self.schema.dense_names
 
     @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
-        """Feature name -> kind of its keys."""
         return {name: kind_of(encoding) for name, encoding in self.encodings.items()}
 
     @property
     def column_names(self) -> tuple[str, ...]:
-        """All columns there are, used or not."""
+        """All columns of the data, used or not."""
         return tuple(self._reader.schema.names)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was found rather than told, for the user to check."""
+        """What was found out and not given, for the user to check."""
         if not isinstance(self._reader, TextReader):
             return ()
         path = self._reader.files[0].path
@@ -115,14 +114,13 @@ class ColumnsSource:
         return tuple(found)
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """Sizes and number of rows; see `Source.scout`."""
         num_rows, exact = self._reader.count_rows()
         if count == "exact" and not exact:
             num_rows, exact = sum(len(rows.lines) + len(rows.bad) for _, rows in self._rows_of(self._columns[:1])), True
         return SourceInfo(num_rows, exact, self._reader.files)
 
     def times(self) -> Iterator[NDArray[np.int64]]:
-        """The readable times of all rows, without reading another column."""
+        """Yields the readable times of all rows, and reads no other column."""
         assert self.schema.time is not None and self._has_time, "asked of a source that has time"
         for file_index, rows in self._rows_of([self.schema.time.column]):
             with self._naming(file_index):
@@ -136,14 +134,14 @@ class ColumnsSource:
 
     @contextmanager
     def _naming(self, file_index: int) -> Iterator[None]:
-        """Puts the file before what a converter says of a column."""
+        """Puts the file's name before a converter's message about a column."""
         try:
             yield
         except ValueError as error:
             raise ValueError(f"{self._reader.files[file_index].path}: {error}") from None
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Chunks of at most `rows_per_chunk` rows from `start` on; a chunk never spans files."""
+        """Yields chunks of at most `rows_per_chunk` rows from `start` on; a chunk never spans files."""
         start = start or Position()
         self.skipped = SkippedRows(start.num_skipped)
         return prefetch(self._read(start, rows_per_chunk))
@@ -156,7 +154,7 @@ class ColumnsSource:
                 yield self._convert(file_index, rows, dictionaries)
 
     def _wanted_columns(self) -> tuple[str, ...]:
-        """Columns to read; raises ValueError naming one that no file has, and the nearest that is there."""
+        """Returns the columns to read. Raises ValueError naming one that no file has, and the nearest name."""
         absent = set()
         if not self._has_label:
             absent.add(self.schema.label.column)
@@ -229,7 +227,7 @@ class ColumnsSource:
         return (label, time, dense, KeyColumns(keys)), [f for f in faults if f is not None]
 
     def _without(self, batch: pa.RecordBatch, rows: Rows, faults: Sequence[Fault], file_index: int) -> pa.RecordBatch:
-        """`batch` less its bad rows; raises RowError for the first one beyond those that may be skipped."""
+        """Returns `batch` without its bad rows. Raises RowError for the first one beyond those that may be skipped."""
         path = self._reader.files[file_index].path
         bad = np.logical_or.reduce([fault.rows for fault in faults])
         for row in np.flatnonzero(bad):
@@ -239,7 +237,7 @@ class ColumnsSource:
         return batch.filter(pa.array(~bad))
 
     def _skip(self, error: RowError, file_index: int) -> None:
-        """Counts a bad row, or raises its error; the line is looked up only where it is going to be read."""
+        """Counts a bad row, or raises its error; looks up the line number only if somebody will read it."""
         is_last = self.skipped.num_rows >= self._skip_bad_rows
         if isinstance(self._reader, TextReader) and (is_last or self.skipped.wants_examples):
             line = self._reader.line_of(file_index, error.line)
@@ -251,9 +249,9 @@ class ColumnsSource:
 
 
 def open_table(data: Any, spec: CsvSpec) -> TableReader:
-    """The reader for paths or a frame; spec: how lines of text are cut.
+    """Returns the reader for paths or a frame; spec: how lines of text are split into columns.
 
-    Raises ValueError naming two files of different formats.
+    Raises ValueError naming two files if they are of different formats.
     """
     files = input_files(data)
     if files is None:
@@ -268,23 +266,23 @@ def open_table(data: Any, spec: CsvSpec) -> TableReader:
 
 
 def format_of(file: InputFile) -> FileFormat:
-    """By the name's suffix where it is Parquet's or JSON's, else by the first bytes; the rest is delimited text."""
+    """Decides by the suffix if it is Parquet's or JSON's, else by the first bytes; anything else is delimited text."""
     if is_parquet(file):
         return "parquet"
     return "jsonl" if has_suffix(file.path, JSON_SUFFIXES) or is_json_lines(file) else "csv"
 
 
 def is_paths(data: Any) -> bool:
-    """Whether `data` names files: a path or several, rather than a frame."""
+    """Returns whether `data` names files, one path or several, and is not a frame."""
     several = isinstance(data, list | tuple) and all(isinstance(item, str | Path) for item in data)
     return several or isinstance(data, str | Path)
 
 
 def input_files(data: Any) -> tuple[InputFile, ...] | None:
-    """The files that `data` names, or None where it is a frame.
+    """Returns the files that `data` names, or None if it is a frame.
 
-    Raises ValueError where a path matches nothing; of a folder Parquet files are taken if there are
-    some, else delimited text, else JSON Lines.
+    From a folder, Parquet files are taken if there are some, else delimited text, else JSON Lines. Raises ValueError if
+    a path matches nothing.
     """
     if not is_paths(data):
         return None

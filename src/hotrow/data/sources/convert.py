@@ -1,22 +1,25 @@
-"""Arrow columns as labels, times, dense numbers and keys: exact, or a fault that says which rows are wrong and why.
+"""Converts Arrow columns to labels, times, dense numbers and keys: exactly, or with a fault for rows that are wrong.
 
-Each converter takes one Arrow array and returns its values and, where some rows cannot be converted, a `Fault`: which
-rows, and the sentence for one of them. Values of faulty rows are meaningless. An id is never rounded: integers stay
-integers, text stays text, and a float is an id only where it is a whole number that a float holds exactly.
+Each converter takes one Arrow array and returns its values and, if some rows cannot be converted, a `Fault`: which
+rows, and what is wrong with each. Values of faulty rows are meaningless. An id is never rounded: integers stay
+integers, text stays text, and a float is an id only if it is a whole number that a float holds exactly.
+
+Text columns that arrive as a dictionary and codes stay coded (`CodedKeys`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import KeyKind, Keys
+from hotrow.data.chunk import KeyKind, Keys, take_keys
+from hotrow.data.native import count_codes
 from hotrow.data.sources.schema import CategoricalSpec, LabelSpec
 
 IdEncoding = Literal["int", "uint64", "bytes"]
@@ -28,7 +31,6 @@ INTEGER = r"^(0|-?[1-9]\d*)$"
 
 
 def kind_of(encoding: IdEncoding) -> KeyKind:
-    """The key kind that carries `encoding`."""
     return "bytes" if encoding == "bytes" else "int"
 
 
@@ -38,13 +40,13 @@ class Fault:
 
     column: str
     rows: NDArray[np.bool_]
-    """[num_rows] True where the row is bad."""
+    """[num_rows], True if the row is bad."""
     describe: Callable[[int], str]
-    """What is wrong with a bad row, and the cure."""
+    """Says what is wrong with a bad row, and the cure."""
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """`array` without dictionaries, views and half floats: the few types the converters below tell apart."""
+    """Returns `array` without dictionaries, views and half floats, as one of the few types that converters know."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         return plain(array.dictionary).take(array.indices)
@@ -58,24 +60,25 @@ def plain(array: pa.Array) -> pa.Array:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a type is UTF-8 text of any layout."""
+    """Returns whether a type is UTF-8 text in any layout."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether a type is a list of any layout."""
+    """Returns whether a type is a list in any layout."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """What a column holds beneath dictionaries and lists."""
+    """Returns the type of the values inside dictionaries and lists."""
     while is_list(kind) or pa.types.is_dictionary(kind):
         kind = kind.value_type
     return kind
 
 
 def to_numbers(array: pa.Array, column: str) -> tuple[NDArray[np.float64], Fault | None]:
-    """Float64 per row, NaN = missing. Text is parsed. Faults: NaN or infinity in the data, text that is no number.
+    """Returns float64 per row, NaN = missing. Text is parsed. Faults: NaN or infinity in the data, and text
+    that is not a number.
 
     Raises ValueError for a column of another type (time, list, struct).
     """
@@ -91,7 +94,7 @@ def to_numbers(array: pa.Array, column: str) -> tuple[NDArray[np.float64], Fault
         infinite &= mask_of(array.is_valid())
     if bad.any():
         infinite |= bad
-    return values, _fault(column, infinite, source, "is no finite float32 number; mend the row or leave it empty")
+    return values, _fault(column, infinite, source, "is not a finite float32 number; correct the row or leave it empty")
 
 
 def _as_float64(array: pa.Array, column: str) -> pa.Array:
@@ -100,11 +103,11 @@ def _as_float64(array: pa.Array, column: str) -> pa.Array:
         return array.cast(pa.uint8()).cast(pa.float64())
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
         return array.cast(pa.float64(), safe=False)
-    raise ValueError(f"column {column!r} has type {kind}, which is no number; list it under categorical")
+    raise ValueError(f"column {column!r} has type {kind}, which is not a number; list it under categorical")
 
 
 def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Text as float64 and, where some is no number, which; else an empty mask."""
+    """Returns text as float64, and a mask of what is not a number; the mask is empty if all text is."""
     try:
         return pc.cast(array, pa.float64()), np.zeros(0, np.bool_)
     except pa.ArrowInvalid:
@@ -115,7 +118,7 @@ def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fault | None]:
-    """Float32 0 or 1 per row. Faults: a missing label, and without a rule in `spec` a value other than 0 and 1."""
+    """Returns float32 0 or 1 per row. Faults: a missing label; without a rule in `spec`, any value but 0 and 1."""
     array = plain(array)
     if spec.positive is not None:
         return _label_by_value(array, spec)
@@ -124,11 +127,11 @@ def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fau
     if spec.at_least is not None:
         with np.errstate(invalid="ignore"):
             label = (numbers >= spec.at_least).astype(np.float32)
-        return label, _fault(spec.column, bad, array, "is no number to compare with 'at_least'")
+        return label, _fault(spec.column, bad, array, "is not a number to compare with 'at_least'")
     with np.errstate(invalid="ignore", over="ignore"):
         label = numbers.astype(np.float32)
     bad |= ~((label == 0) | (label == 1))
-    reason = "is no label; it must be 0 or 1 (or set label.positive or label.at_least)"
+    reason = "is not a label; it must be 0 or 1 (or set label.positive or label.at_least)"
     return label, _fault(spec.column, bad, array, reason)
 
 
@@ -141,7 +144,7 @@ def _label_by_value(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float3
     if spec.negative is not None:
         known = positive | _is_one_of(array, spec, "negative", spec.negative)
         allowed = ", ".join(str(value) for value in (*spec.positive, *spec.negative))
-        return label, _fault(spec.column, ~known, array, f"is no label; it must be one of {allowed}")
+        return label, _fault(spec.column, ~known, array, f"is not a label; it must be one of {allowed}")
     return label, _fault(spec.column, mask_of(array.is_null()), array, "is missing; every row needs a label")
 
 
@@ -157,24 +160,25 @@ def _is_one_of(array: pa.Array, spec: LabelSpec, name: str, values: Sequence[str
 
 @dataclass(frozen=True)
 class TimeReader:
-    """How text times of a column are read; decided once from the first rows, so that no chunk reads another way."""
+    """How text times of a column are read; decided once from the first rows, so that every chunk is read the same
+    way."""
 
     target: pa.DataType | None = None
     format: str | None = None
 
     @staticmethod
     def for_column(sample: pa.Array, format: str | None) -> TimeReader:
-        """Integers and floats as they are, `format` if given, else ISO 8601, zoned or not, as most values are."""
+        """Returns a reader for numbers as they are, else for `format`, else for ISO 8601, zoned if most values are."""
         sample = plain(sample).drop_null()
         if not is_text(sample.type) or format is not None or not len(sample):
             return TimeReader(format=format)
-        # By most of the values: a bad first one must not make the good ones bad.
+        # Most of the values decide: a bad first value must not make good ones bad.
         targets = (pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC"))
         counts = [sum(_castable(sample[i : i + 1], target) for i in range(len(sample))) for target in targets]
         return TimeReader(targets[counts.index(max(counts))] if max(counts) else pa.timestamp("us"))
 
     def __call__(self, array: pa.Array, column: str) -> tuple[NDArray[np.int64], Fault | None]:
-        """Int64 that rises with time: the stored unit of timestamps and integers, microseconds of float seconds."""
+        """Returns int64 that rises with time: the unit of timestamps and integers, microseconds for float seconds."""
         source = array = plain(array)
         if is_text(array.type):
             array = self._parse(array)
@@ -205,13 +209,13 @@ class TimeReader:
 
     @staticmethod
     def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array) -> Fault | None:
-        return _fault(column, bad, source, "is no time like the others; mend the row, or give time.format")
+        return _fault(column, bad, source, "is not a time like the others; correct the row, or give time.format")
 
 
 def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
-    """Keys of one feature. A missing value is a missing key; a missing list is an empty one.
+    """Returns the keys of one feature. A missing value is a missing key; a missing list is an empty one.
 
-    Raises ValueError where the column's shape does not fit `spec.kind`.
+    Raises ValueError if the column's shape does not fit `spec.kind`.
     """
     array = plain(array)
     if spec.separator is not None and is_text(array.type):
@@ -235,7 +239,7 @@ def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tup
 
 
 def default_encoding(kind: pa.DataType, spec: CategoricalSpec) -> IdEncoding:
-    """How ids of an Arrow type are held when `spec.type` leaves it open.
+    """Returns how ids of an Arrow type are held if `spec.type` does not say so.
 
     Raises ValueError for types that cannot be ids: structs, maps, intervals.
     """
@@ -271,23 +275,23 @@ def _flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys
     cure = "set type: text for this column"
     if pa.types.is_floating(array.type):
         array, bad = _whole_numbers(array)
-        cure = "an id must be a whole number below 2^53; mend the file, or list the column under dense"
+        cure = "an id must be a whole number below 2^53; correct the file, or list the column under dense"
     if encoding == "bytes":
-        return text_keys(array), _fault(column, bad, source, f"is no exact id; {cure}")
+        return text_keys(array), _fault(column, bad, source, f"is not an exact id; {cure}")
     if is_text(array.type):
         array, bad = _parse_ids(array)
     valid = None if array.null_count == 0 else mask_of(array.is_valid())
     values = _integers(array)
     if (values.dtype == np.uint64) != (encoding == "uint64"):
-        # Seen in prediction only: one side of zero or of 2^63 has no counterpart in the data set's integers.
+        # Only in prediction: values on one side of zero or of 2^63 have no counterpart in the data set's integers.
         bad = bad | (values > np.iinfo(np.int64).max if values.dtype == np.uint64 else values < 0)
         cure = "the data set was prepared from integers of another signedness; cast the column"
     values = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
-    return Keys(values, None, valid), _fault(column, bad, source, f"is no exact integer id; {cure}")
+    return Keys(values, None, valid), _fault(column, bad, source, f"is not an exact integer id; {cure}")
 
 
 def _integers(array: pa.Array) -> NDArray[Any]:
-    """Integers of any width, booleans, whole decimals, times and dates as NumPy integers; null as 0."""
+    """Returns integers of any width, booleans, whole decimals, times and dates as NumPy integers; null as 0."""
     if pa.types.is_null(array.type) or pa.types.is_decimal(array.type):
         array = array.cast(pa.int64())
     elif pa.types.is_boolean(array.type):
@@ -298,7 +302,7 @@ def _integers(array: pa.Array) -> NDArray[Any]:
 
 
 def text_keys(array: pa.Array) -> Keys:
-    """Bytes of text or binary values; integers, decimals and times as their text."""
+    """Returns the bytes of text or binary values; integers, decimals and times as their text."""
     if not _is_binary(array.type):
         array = array.cast(pa.large_string())
     array = array.cast(pa.large_binary())
@@ -314,7 +318,7 @@ def text_keys(array: pa.Array) -> Keys:
 
 
 def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Text as int64 where it is the canonical text of one, and which is not."""
+    """Returns text as int64, and a mask of text that is not the canonical form of an integer."""
     try:
         numbers = pc.cast(array, pa.int64())
     except pa.ArrowInvalid:
@@ -326,7 +330,7 @@ def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Floats as int64 where exact, NaN as missing (pandas writes missing integers so), and which are not exact."""
+    """Returns floats as int64, NaN as missing (as pandas writes missing integers), and a mask of inexact ones."""
     values = filled(array, np.nan).astype(np.float64)
     missing = np.isnan(values)
     bad = ~missing & ~((np.floor(values) == values) & (np.abs(values) < MAX_EXACT_FLOAT))
@@ -335,7 +339,7 @@ def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def cast_each(array: pa.Array, target: pa.DataType) -> pa.Array:
-    """`array` cast value by value, null where one does not cast; for the rare chunk with bad rows."""
+    """Casts value by value, to null if a value does not cast; for the rare chunk with bad rows."""
     encoded = array.dictionary_encode()
     values = [v.cast(target).as_py() if _castable(pa.array([v]), target) else None for v in encoded.dictionary]
     return pa.array(values, target).take(encoded.indices)
@@ -350,18 +354,18 @@ def _castable(array: pa.Array, target: pa.DataType) -> bool:
 
 
 def filled(array: pa.Array, value: float) -> NDArray[Any]:
-    """Numbers as NumPy, null as `value`; without a null in the array's own memory, where `fill_null` would copy."""
+    """Returns numbers as NumPy, null as `value`. Without nulls it makes no copy, which `fill_null` would."""
     numbers: NDArray[Any] = (array.fill_null(value) if array.null_count else array).to_numpy(zero_copy_only=False)
     return numbers
 
 
 def mask_of(array: Any) -> NDArray[np.bool_]:
-    """A boolean Arrow array as a NumPy mask of its own memory, null as False."""
+    """Returns a boolean Arrow array as a NumPy mask of its own memory, null as False."""
     return np.array(pc.coalesce(array, pa.scalar(value=False)).to_numpy(zero_copy_only=False), dtype=bool)
 
 
 def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array, reason: str) -> Fault | None:
-    """A fault whose sentence shows the value as found."""
+    """Returns a fault whose sentence shows the value as it was found."""
     if not bad.any():
         return None
     return Fault(column, bad, lambda row: f"{_shown(source[row].as_py())} {reason}")
@@ -370,3 +374,92 @@ def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array, reason: str) -
 def _shown(value: Any) -> str:
     text = "an empty value" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+MAX_ENTRIES_PER_ROW = 4
+"""A dictionary with more entries per row than this is written out, because most of it would be looked up in vain."""
+
+
+class CodedKeys(NamedTuple):
+    """One key per row, by code: text columns as Parquet's dictionary pages and pandas and polars categories have them.
+
+        entries = ["de", "fr", missing]   codes = [1, 1, 0, 2]   ->   keys = ["fr", "fr", "de", missing]
+
+    Looking up the entries once and taking row numbers by code costs a fraction of looking up every key.
+    """
+
+    entries: Keys
+    """Distinct keys; the last one is the missing value."""
+    codes: NDArray[np.int64]
+    """[num_rows] index into `entries`."""
+
+    def written_out(self) -> Keys:
+        """Returns the keys without a dictionary."""
+        keys = take_keys(self.entries, self.codes)
+        return replace(keys, valid=None) if keys.valid is None or keys.valid.all() else keys
+
+    def distinct(self, row_mask: NDArray[np.bool_] | None = None) -> tuple[Keys, NDArray[np.uint32]]:
+        """Returns the keys of all rows, or of rows whose mask [num_rows] is set, by first appearance; and how often
+        each comes.
+
+        Equal entries are counted separately.
+        """
+        appeared, counts = count_codes(self.codes, row_mask, num_codes=self.entries.num_keys)
+        return take_keys(self.entries, appeared), counts
+
+
+class KeyColumns(Mapping[str, Keys]):
+    """Keys by feature, some of them coded; a coded column is written out when its keys are asked for."""
+
+    def __init__(self, columns: Mapping[str, Keys | CodedKeys]) -> None:
+        self._columns = columns
+
+    def as_read(self, name: str) -> Keys | CodedKeys:
+        """Returns the column as it was read, coded or not."""
+        return self._columns[name]
+
+    def __getitem__(self, name: str) -> Keys:
+        column = self._columns[name]
+        return column.written_out() if isinstance(column, CodedKeys) else column
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+@dataclass
+class _Seen:
+    """A dictionary that has come before, and its entries."""
+
+    dictionary: pa.Array
+    entries: Keys
+
+
+def column_of(keys: Mapping[str, Keys], name: str) -> Keys | CodedKeys:
+    """Returns the keys of one feature as they were read, coded or not."""
+    return keys.as_read(name) if isinstance(keys, KeyColumns) else keys[name]
+
+
+class DictionaryReader:
+    """Coded keys from dictionary arrays; consecutive arrays that share a dictionary share one `entries` object."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+
+    def __call__(self, name: str, array: pa.DictionaryArray) -> CodedKeys | None:
+        """The column `name`, or None if its dictionary is not text, holds null, or is too large for its rows."""
+        dictionary = plain(array.dictionary)
+        if not is_text(dictionary.type) or dictionary.null_count or len(dictionary) > MAX_ENTRIES_PER_ROW * len(array):
+            return None
+        seen = self._seen.get(name)
+        # The last dictionary is kept alive, so nothing else can have its address.
+        if seen is None or _addresses(seen.dictionary) != _addresses(dictionary):
+            keys = text_keys(pa.concat_arrays([dictionary, pa.nulls(1, dictionary.type)]))
+            self._seen[name] = seen = _Seen(dictionary, keys)
+        return CodedKeys(seen.entries, filled(array.indices.cast(pa.int64()), len(dictionary)))
+
+
+def _addresses(array: pa.Array) -> tuple[int, ...]:
+    return (len(array), array.offset, *(0 if buffer is None else buffer.address for buffer in array.buffers()))

@@ -1,11 +1,13 @@
 """Criteo click logs: label, 13 integers I1..I13, 26 categories C1..C26 of 8 hex digits, empty = missing.
 
-Read as published: tab-separated without a header (Kaggle's train.txt and test.txt, the Terabyte set's day_0 to day_23),
-and the comma-separated variants with a header and perhaps an Id column; plain, gzip or zstd; with Windows line ends, a
-UTF-8 byte order mark, no newline at the end. Rows to predict may lack the label. The parser is native/parse.cpp.
+Files are read as published: tab-separated without a header (Kaggle's train.txt and test.txt, the Terabyte set's day_0
+to day_23), and the comma-separated variants with a header and perhaps an Id column; plain, gzip or zstd; also with
+Windows line ends, a UTF-8 byte order mark, or no newline at the end. Rows to predict may lack the label. The parser is
+native/parse.cpp.
 
 Integers become float32: exact up to 2^24, beyond that rounded to 24 significant bits, which moves log(1 + x) by less
-than 1e-7, below float32's own resolution there. A categorical value is the number its hex digits say, so "0a" is "a".
+than 1e-7, below float32's own resolution there. A categorical value is the number that its hex digits write, so "0a"
+equals "a".
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ DENSE_NAMES = tuple(f"I{i}" for i in range(1, 14))
 CATEGORY_NAMES = tuple(f"C{i}" for i in range(1, 27))
 NUM_FEATURES = len(DENSE_NAMES) + len(CATEGORY_NAMES)
 BUFFER_BYTES = 1 << 23
-"""Text parsed at a time; also the longest line."""
+"""Bytes of text parsed at a time; also the limit for one line."""
 HEAD_BYTES = 1 << 20
-"""Text looked at to find a file's layout and estimate its rows."""
+"""Bytes of text used to find a file's layout and to estimate its rows."""
 HEAD_LINES = 100
 FILE_NAME = re.compile(r"(.*\.(txt|tsv|csv)|day_\d+)(\.gz|\.zst)?", re.IGNORECASE)
 FILE_WORDS = "*.txt, *.tsv, *.csv or day_N, also with .gz or .zst"
@@ -43,7 +45,7 @@ DELIMITER_WORDS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars", 
 
 @dataclass(frozen=True)
 class _FileLayout:
-    """How one file begins."""
+    """The layout of one file, and how it begins."""
 
     rows: RowLayout
     num_bytes: int
@@ -53,11 +55,11 @@ class _FileLayout:
 
 
 class CriteoSource:
-    """Rows of Criteo-like files as a `hotrow.data.chunk.Source`.
+    """Reads Criteo-like files, as a `hotrow.data.chunk.Source`.
 
     paths: files, folders, patterns or URIs, read in this order (a folder's files in natural order). labels: "required",
     or "ignored" for rows to predict: a label may be absent or hold anything, and `Chunk.label` is None. skip_bad_rows:
-    how many unreadable rows may be passed over, counted in `skipped`, before one raises RowError.
+    how many unreadable rows may be skipped, and counted in `skipped`, before one raises RowError.
     """
 
     name = "criteo"
@@ -79,20 +81,19 @@ class CriteoSource:
 
     @property
     def key_kinds(self) -> dict[str, KeyKind]:
-        """C1 to C26, integers."""
         return dict.fromkeys(CATEGORY_NAMES, "int")
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """Sizes and rows, as `Source.scout`; "exact" counts lines, at the speed of reading and decompressing."""
+        """Returns sizes and rows, as `Source.scout`; "exact" counts lines as fast as it can read and decompress."""
         num_lines = _count_lines if count == "exact" else _estimate_lines
         rows = [num_lines(file) - layout.num_lines for file, layout in zip(self.files, self._layouts, strict=True)]
         files = tuple(FileInfo(file.name, file.num_bytes, file.mtime_ns) for file in self.files)
         return SourceInfo(sum(rows), count == "exact", files)
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536, depth: int = 1) -> Iterator[Chunk]:
-        """Chunks of exactly `rows_per_chunk` rows, but for the last of each file.
+        """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file.
 
-        The next `depth` chunks are parsed in a thread while the caller works; with 0 there is no thread.
+        A thread parses the next `depth` chunks while the caller works; with 0 there is no thread.
         """
         start = start or Position()
         self.skipped = SkippedRows(start.num_skipped)
@@ -138,7 +139,7 @@ class CriteoSource:
             yield _chunk(columns, row, layout, Position(start.file_index + 1, num_skipped=self.skipped.num_rows))
 
     def _skip(self, error: RowError) -> None:
-        """Count a bad row, or raise its error where no more may be skipped."""
+        """Counts a bad row, or raises its error if no more may be skipped."""
         if self.skipped.num_rows >= self._skip_bad_rows:
             if self._skip_bad_rows:
                 error = RowError(
@@ -163,9 +164,9 @@ def _chunk(columns: RowColumns, num_rows: int, layout: RowLayout, position: Posi
 
 
 def _line_blocks(stream: ByteStream, num_bytes: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """`(decompressed offset, text)`: whole lines, each text ending with a newline; the array is reused for the next.
+    """Yields `(decompressed offset, text)`: whole lines, the text ends with a newline; the next text reuses the array.
 
-    A line longer than num_bytes gives an empty text and the end.
+    A line longer than num_bytes gives an empty text, which is the last.
     """
     buffer = bytearray(num_bytes + 1)  # one more for the newline that the last line may lack
     array, kept = np.frombuffer(buffer, np.uint8), 0
@@ -188,13 +189,13 @@ def _line_blocks(stream: ByteStream, num_bytes: int) -> Iterator[tuple[int, NDAr
 
 
 def _first_line(text: NDArray[np.uint8]) -> bytes:
-    """The first line of `text`, its newline included."""
+    """Returns the first line of `text`, its newline included."""
     head = text[:4096].tobytes()
     return head[: head.index(b"\n") + 1] if b"\n" in head else text.tobytes().split(b"\n", 1)[0] + b"\n"
 
 
 def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, fault: Fault, column: int) -> RowError:
-    """The error of one faulty line. A wrong number of columns explains every other fault, so it is looked for first."""
+    """Returns the error of a faulty line; looks first at the number of columns, which explains every other fault."""
     raw = raw.rstrip(b"\r\n")
     names = layout.column_names
     fields = raw.split(layout.delimiter.encode())
@@ -215,7 +216,7 @@ def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, fault:
 
 
 def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
-    """What to say of a line with the wrong number of columns."""
+    """Returns what is wrong with a line that has the wrong number of columns."""
     if not raw:
         return f"the line is empty; delete it, or {SKIP_CURE}"
     numbers = " or ".join(str(number) for number in wanted)
@@ -228,7 +229,7 @@ def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
             reason += "" if other in "\t," else ": replace them by tabs or commas"
             return reason
     return (
-        f"{reason} (label, I1 to I13, C1 to C26); correct the line, or, where all lines have other columns, prepare "
+        f"{reason} (label, I1 to I13, C1 to C26); correct the line, or, if all lines have other columns, prepare "
         "the file as csv with a schema"
     )
 
@@ -236,9 +237,9 @@ def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
 class _Head(NamedTuple):
     text: bytes
     whole: bool
-    """Whether this is all the file holds."""
+    """Whether this is the whole file."""
     stored_bytes: int
-    """Bytes of the file as stored that gave the text."""
+    """Bytes of the stored file that the text came from."""
 
 
 def _read_head(file: InputFile) -> _Head:
@@ -249,9 +250,9 @@ def _read_head(file: InputFile) -> _Head:
 
 
 def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _FileLayout:
-    """Delimiter, header and columns, from the file's first lines: what most of them agree on.
+    """Returns the delimiter, header and columns that most of the file's first lines agree on.
 
-    Raises ValueError for an empty file or other text, RowError where no line has a possible number of columns.
+    Raises ValueError for an empty file or other text, RowError if no line has a possible number of columns.
     """
     head = _read_head(file)
     if head.text.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -280,7 +281,7 @@ def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _Fi
 
 
 def _read_header(file: InputFile, line: bytes) -> RowLayout | None:
-    """The layout that a header line says; None where the line is a row."""
+    """Returns the layout that a header line gives; None if the line is a row."""
     delimiter = "\t" if b"\t" in line else ","
     names = [name.strip().strip('"').lower() for name in line.decode(errors="replace").split(delimiter)]
     has_id = names[0] in ID_NAMES and len(names) > NUM_FEATURES

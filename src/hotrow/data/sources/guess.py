@@ -1,7 +1,7 @@
-"""A first schema from the files themselves: what each column seems to be, and why, for a person to check.
+"""Guesses a first schema from the files: what each column seems to be, and why, for a person to check.
 
-Names, Arrow types and a sample of rows decide. Every guess carries its reason; columns that no rule fits are left out
-aloud. `hotrow init` writes the result as YAML, `hotrow.fit` uses it as it is.
+Names, Arrow types and a sample of rows decide. Every guess has its reason; columns that no rule fits are left out, and
+the result says so. `hotrow init` writes it as YAML, `hotrow.fit` uses it as it is.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
 """Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
 LABEL_RULE = re.compile(r"\s*(.*?\S)\s*(?:>=\s*(-?\d+(?:\.\d+)?)|=\s*(\S.*?))\s*", re.DOTALL)
-"""A label made of a column: "rating >= 4", "action = buy, cart"."""
+"""A rule that makes a label from a column: "rating >= 4", "action = buy, cart"."""
 SHOWN_VALUES = 8
-"""A column of text with no more values than this may be one that a label is made of."""
+"""A label may be made from a column of text that has no more values than this."""
 DATE_FORMATS = (
     *("%Y/%m/%d", "%Y.%m.%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%m.%d.%Y", "%d-%m-%Y", "%m-%d-%Y"),
     *("%d %b %Y", "%b %d %Y", "%b %d, %Y", "%d/%b/%Y"),
 )
-"""Days as logs write them, ISO 8601 aside."""
+"""Dates as logs write them, apart from ISO 8601."""
 TIME_FORMATS = tuple(date + time for date in DATE_FORMATS for time in ("", " %H:%M", " %H:%M:%S", ":%H:%M:%S"))
 _MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
 WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR})?", f"..{_MONTH}{_DAY}{_HOUR}")
-"""20141021, 2014102113, and 14102113 as in Avazu's logs."""
+"""Forms of dates such as 20141021, 2014102113, and 14102113 as in Avazu's logs."""
 NO_NUMBERS = r"(?i)^[+-]?(nan|inf|infinity)$"
-"""Words that float columns are written with; preparation refuses them by row."""
+"""Words that appear in columns of floats; preparation refuses rows that have them."""
 MOSTLY = 0.9
-"""Share of 0 and 1 from which another value in a label is taken for a bad row, not for another sort of label."""
+"""If at least this share of a label is 0 or 1, another value is a bad row and not another kind of label."""
 MANY_ROWS = 1000
-"""From so many sampled rows up, ids of which none comes twice name the rows."""
+"""With at least this many sampled rows, ids of which none repeats are names of rows."""
 FEW_VALUES = 64
-"""Integers with at most this many values, or spread ten times wider than their number, are taken for ids."""
+"""Integers are ids if they have at most this many values, or a range over ten times as wide as their number."""
 
 
 Role = Literal["categorical", "dense", "lists"]
-"""What `fit` may be told of a column."""
+"""Roles that a caller of `fit` may give to a column."""
 
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """What a sample says about one column."""
+    """What a sample shows about one column."""
 
     name: str
     kind: str
-    """text, int, float, bool, time, list or other: what the values are, text parsed."""
+    """What the values are, with text parsed: text, int, float, bool, time, list or other."""
     stored: str
     """Arrow type."""
     num_rows: int
@@ -86,18 +86,18 @@ class ColumnFacts:
     high: float = 0.0
     median: float = 0.0
     share_ones: float | None = None
-    """Of a column with no value but 0 and 1."""
+    """Share of 1, for a column that has only 0 and 1."""
     share_binary: float = 0.0
-    """Share of the rows that hold 0 or 1."""
+    """Share of rows that hold 0 or 1."""
     values: tuple[str, ...] = ()
-    """All values of a column of text that has two to SHOWN_VALUES, the most frequent first."""
+    """All values of a column of text, the most frequent first, if there are two to SHOWN_VALUES."""
     separator: str | None = None
     time_formats: tuple[str, ...] = ()
-    """Of text that is times, but not in ISO 8601: the strptime formats that read all of it."""
+    """For text with times that are not in ISO 8601: the strptime formats that read all of them."""
 
     @property
     def cardinality(self) -> str:
-        """Distinct values, and where the sample is too small for all of them a lower estimate (Chao 1984)."""
+        """Distinct values; if the sample is too small for all of them, with a lower estimate (Chao 1984)."""
         twice = max(1, (self.num_distinct - self.num_once) // 2)
         estimate = self.num_distinct + self.num_once**2 / (2 * twice)
         if self.num_once < 0.02 * self.num_distinct:
@@ -106,16 +106,15 @@ class ColumnFacts:
 
     @property
     def missing(self) -> str:
-        """', 3 % missing' or ''."""
         return f", {100 * self.num_missing / self.num_rows:.2g} % missing" if self.num_missing else ""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """What one column is taken for."""
+    """The guess about one column."""
 
     role: str
-    """label, time, dense, categorical or "" for left out."""
+    """label, time, dense, categorical, or "" if the column is left out."""
     column: str
     spec: dict[str, Any]
     reason: str
@@ -123,27 +122,26 @@ class Guess:
 
 @dataclass
 class SchemaGuess:
-    """Guesses for all columns, in the files' order."""
+    """Guesses about all columns, in the order of the files."""
 
     guesses: list[Guess]
     csv: dict[str, Any] = field(default_factory=dict)
     origin: str = ""
-    """What was looked at, in words."""
+    """What the guesses are based on, in words."""
     notes: tuple[str, ...] = ()
-    """Choices that the user may want to make otherwise, each with the option that does."""
+    """Choices that the user may want to change, each with the option for that."""
     question: str = ""
-    """What the user must decide before there is a label; "" if it is clear."""
+    """What the user must decide before there is a label; "" if the label is clear."""
     warnings: tuple[str, ...] = ()
-    """Columns that were told, and seem to give the label away."""
+    """Columns that the user named although they seem to give the label away."""
     num_rows: int = 0
-    """Rows of all files, about."""
+    """About how many rows all files have."""
 
     def of(self, role: str) -> list[Guess]:
-        """The columns taken for `role`."""
         return [guess for guess in self.guesses if guess.role == role]
 
     def summary(self) -> str:
-        """The guesses in a line, for a user who wrote no schema."""
+        """Returns the guesses in a few lines, for a user who wrote no schema."""
         roles = ("label", "time", "dense", "categorical", "")
         names = {role: ", ".join(shown(g.column) for g in self.of(role)) for role in roles}
         told = ", ".join(f"{role} {names[role]}" for role in ("label", "time") if names[role])
@@ -156,11 +154,11 @@ class SchemaGuess:
 
     @property
     def split_kind(self) -> SplitKind:
-        """By time where there is one."""
+        """Split by time if there is a time column."""
         return "time" if self.of("time") else "random"
 
     def schema(self) -> Schema:
-        """The guesses as a schema. Raises ValueError where no label or no id column was found."""
+        """Returns the guesses as a schema. Raises ValueError if no label or no id column was found."""
         value: dict[str, Any] = {role: [g.spec for g in self.of(role)] for role in ("dense", "categorical")}
         if not self.of("label"):
             raise ValueError(
@@ -177,23 +175,13 @@ class SchemaGuess:
         return parse_schema(value, where="guessed schema")
 
 
-def guess_schema(source: Any, label: str | None = None, time: str | None = None) -> Schema:
-    """The schema that names, types and a sample of `source` (paths or an Arrow-capable frame) suggest.
-
-    label, time: as for `guess_columns`. Raises ValueError where the label cannot be guessed, or a named column is not
-    there.
-    """
-    return guess_columns(source, label=label, time=time).schema()
-
-
 def guess_columns(
     source: Any, *, label: str | None = None, time: str | None = None, roles: Mapping[str, Role] | None = None
 ) -> SchemaGuess:
-    """Every column's guess with its reason; `guess_schema` without the demand that a label be found.
+    """Returns the guess about every column with its reason; it need not find a label.
 
-    label, time: names of these columns if known; label may be a rule such as "rating >= 4" or
-    "action = buy, cart". roles: what columns are,
-    by name, if known. Raises ValueError if a named column is not there, or is not what it is said to be.
+    label, time: names of these columns, if known; label may be a rule such as "rating >= 4" or "action = buy, cart".
+    roles: what columns are, by name, if known. Raises ValueError if a named column is absent or cannot have its role.
     """
     roles = dict(roles or {})
     rule = LABEL_RULE.fullmatch(label or "")
@@ -226,7 +214,7 @@ def guess_columns(
 def _without_leaks(
     guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, roles: Mapping[str, Role]
 ) -> SchemaGuess:
-    """`guess` with columns that give the label away left out, and those of them that were told named in `warnings`."""
+    """Returns `guess` without columns that give the label away; those that the user named stay, with a warning."""
     label = LabelSpec.model_validate(guess.of("label")[0].spec)
     used = [g.column for role in ("dense", "categorical") for g in guess.of(role)]
     times = [f.name for f in facts if f.name in used and (f.kind == "time" or _holds_unix_times(f))]
@@ -241,18 +229,19 @@ def _without_leaks(
 
 
 def leak_text(column: str, reason: str) -> str:
-    """How a leak is told."""
+    """Returns the sentence about a leak."""
     return f"column {shown(column)} may give the label away: {reason}"
 
 
 def shown(name: str) -> str:
-    """A column's name in a list of names: quoted if it would be misread there."""
+    """Returns a column's name for a list of names, quoted if it would be misread there."""
     plain = name.isprintable() and name == name.strip() and name and not re.search(r"[,;'\"]", name)
     return name if plain else repr(name)
 
 
 def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[str, Any]]:
-    """The reader, and of text files how lines are cut; `told` are column names known, which only a header can hold."""
+    """Returns the reader, and of text files how lines are cut; `told`: known column names, which only a header
+    can hold."""
     reader = open_table(source, CsvSpec())
     if not isinstance(reader, TextReader):
         return reader, {}
@@ -263,10 +252,10 @@ def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[st
 
 
 def _is_header(first: list[str], *rows: list[str]) -> bool:
-    """Whether the first line names columns: where all values below are numbers, it mostly holds none.
+    """Returns whether the first line names columns: above columns of numbers it holds mostly no numbers.
 
-    If no column is one of numbers, names are distinct, none of them a number or empty, but for the row index that
-    pandas writes first.
+    If there is no column of numbers, names must be distinct, and none of them a number or empty, except the first,
+    which is the row index that pandas writes.
     """
 
     def is_number(text: str) -> bool:
@@ -282,9 +271,9 @@ def _is_header(first: list[str], *rows: list[str]) -> bool:
 
 
 def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
-    """The first rows of the first file, and what folders say of all files.
+    """Returns the first rows of the first file, with partition columns of all files.
 
-    Values that no rule reads may be bad here and are found in preparation.
+    Values here may be bad; preparation finds those.
     """
     batches, num_rows = [], 0
     for rows in reader.read(0, 0, names, SAMPLE_ROWS):
@@ -295,7 +284,7 @@ def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
     if num_rows == 0:
         raise ValueError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
     sample = pa.Table.from_batches(batches).slice(0, SAMPLE_ROWS)
-    # What is the same in all of one file differs between files.
+    # A partition column has one value in a file, and others in other files.
     for name, values in reader.partition_values().items():
         spread = values.take(pa.array(np.arange(len(sample)) % len(values)))
         sample = sample.set_column(sample.schema.get_field_index(name), name, spread)
@@ -303,7 +292,7 @@ def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
 
 
 def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
-    """The facts of one sampled column."""
+    """Returns the facts about one sampled column."""
     array = column.combine_chunks()
     stored = str(array.type)
     if is_list(array.type):
@@ -335,13 +324,12 @@ def _value_counts(array: pa.Array) -> np.ndarray[Any, Any]:
 
 
 def _values_of(array: pa.Array) -> list[str]:
-    """The values of a column of text, the most frequent first."""
     found = pc.value_counts(array.drop_null()).to_pylist()
     return [str(value["values"]) for value in sorted(found, key=lambda value: -value["counts"])]
 
 
 def _share_binary(array: pa.Array) -> float:
-    """The share of rows, missing ones among them, that hold 0 or 1."""
+    """Returns the share of rows, missing ones among them, that hold 0 or 1."""
     kind = array.type
     if is_text(kind):
         hits = pc.match_substring_regex(array, r"^[01](\.0+)?$")
@@ -353,7 +341,7 @@ def _share_binary(array: pa.Array) -> float:
 
 
 def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
-    """What the values are, and as numbers where they are some."""
+    """Returns what kind the values are, and the values as numbers if they are numbers."""
     values = array.drop_null()
     if not len(values) or pa.types.is_nested(values.type):
         return "other", None
@@ -384,7 +372,7 @@ def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
 
 
 def _time_formats(values: pa.Array) -> tuple[str, ...]:
-    """The formats of TIME_FORMATS that read every value; none for ISO 8601, which needs none."""
+    """Returns the formats in TIME_FORMATS that read every value; none for ISO 8601, which needs none."""
     values = pc.unique(values)
     if pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d")).as_py():
         return ()
@@ -392,7 +380,7 @@ def _time_formats(values: pa.Array) -> tuple[str, ...]:
 
 
 def _separator(array: pa.Array) -> str | None:
-    """The character that joins several values in most rows of a text column."""
+    """Returns the character that joins several values in most rows of a text column."""
     for separator in ("|", ";"):
         share = pc.mean(pc.cast(pc.match_substring(array, separator), pa.float64())).as_py()
         if share is not None and share > 0.3:
@@ -403,9 +391,9 @@ def _separator(array: pa.Array) -> str | None:
 def _find_label(
     facts: Sequence[ColumnFacts], name: str | None, made: Mapping[str, Any]
 ) -> tuple[Guess | None, str, tuple[str, ...]]:
-    """The label, or None; what the user must decide about it; and what may be decided otherwise.
+    """Returns the label or None, what the user must decide about it, and what the user may decide otherwise.
 
-    made: how it is made of the values of the column called `name`, as in a schema.
+    made: how the label is made from the values of column `name`, as in a schema.
     """
     if name is not None:
         return _named_label(next(f for f in facts if f.name == name), made), "", ()
@@ -428,7 +416,7 @@ def _find_label(
 
 
 def ask_for_rule(facts: ColumnFacts) -> str:
-    """The question which values of a column are positive, and how to answer it."""
+    """Returns the question which numbers in a column are positive, and how to answer it."""
     middle = math.ceil((facts.low + facts.high) / 2 + 0.5)
     rule = f"{facts.name} >= {middle}"
     return (
@@ -439,7 +427,7 @@ def ask_for_rule(facts: ColumnFacts) -> str:
 
 
 def ask_for_values(facts: ColumnFacts) -> str:
-    """The question which words of a column are positive, and how to answer it."""
+    """Returns the question which words in a column are positive, and how to answer it."""
     rule = f"{facts.name} = {facts.values[1].strip()}"
     return (
         f"column {facts.name!r} holds {', '.join(map(shown, facts.values))}; if the label is made of it, say which are "
@@ -462,7 +450,7 @@ def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
             raise ValueError(f"label column {facts.name!r} holds no numbers to compare with {made['at_least']:g}")
         return Guess("label", facts.name, {"column": facts.name, **made}, f"{made['at_least']:g} and more are 1")
     if "positive" in made:
-        # A rule cannot hold the spaces around a value that some files have.
+        # Some files have spaces around a value, which a rule cannot hold.
         stored = {value.strip(): value for value in facts.values}
         positive = [stored.get(value, value) for value in made["positive"]]
         if facts.values and (unknown := [value for value in positive if value not in facts.values]):
@@ -487,7 +475,7 @@ def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
 
 
 def _find_time(facts: Sequence[ColumnFacts], name: str | None) -> tuple[Guess | None, tuple[str, ...]]:
-    """The time column, and what may be decided otherwise."""
+    """Returns the time column or None, and what the user may decide otherwise."""
     for f in facts:
         if f.name == name:
             return Guess("time", f.name, _time_spec(f), "as told"), ()
@@ -529,17 +517,17 @@ def _holds_unix_times(f: ColumnFacts) -> bool:
 
 
 def _is_written_date(f: ColumnFacts) -> bool:
-    """Whole numbers such as 20141021 or 2014102113: they rise with time, so rows can be split by them."""
+    """Returns whether a column holds whole numbers such as 20141021 or 2014102113, which rise with time."""
     if f.kind != "int" or not _like(TIME_NAMES, f.name):
         return False
     return all(any(re.fullmatch(form, f"{value:.0f}") for form in WRITTEN_DATES) for value in (f.low, f.high))
 
 
 def _told(f: ColumnFacts, role: Role) -> Guess:
-    """A column that the user gave a role. Raises ValueError if it cannot have it."""
+    """Returns the guess about a column to which the user gave a role. Raises ValueError if it cannot have the role."""
     if role == "dense":
         if f.kind not in ("int", "float", "bool"):
-            raise ValueError(f"dense lists column {f.name!r}, which holds {f.stored} values that are no numbers")
+            raise ValueError(f"dense lists column {f.name!r}, which holds {f.stored} values that are not numbers")
         return _dense(f, "as told")
     is_list = f.kind == "list" or f.separator is not None
     if role == "lists":
@@ -555,12 +543,12 @@ def _told(f: ColumnFacts, role: Role) -> Guess:
 
 
 def _feature(f: ColumnFacts) -> Guess:
-    """A column that is neither label nor time."""
+    """Returns the guess about a column that is neither label nor time."""
     if f.kind == "other":
         why = (
             "no value in the sample"
             if f.num_missing == f.num_rows
-            else f"type {f.stored} is no id, number or list of ids"
+            else f"type {f.stored} is not an id, a number or a list of ids"
         )
         return Guess("", f.name, {}, why)
     if f.num_distinct <= 1 and f.kind != "list":
@@ -576,14 +564,14 @@ def _feature(f: ColumnFacts) -> Guess:
 
 
 def _names_rows(f: ColumnFacts) -> bool:
-    """Whether a column without a repeated value is taken for a name of the row."""
+    """Returns whether a column that repeats no value is taken for a name of the row."""
     if _like(ROW_ID_NAMES, f.name):
         return f.num_rows > 100
     return f.num_rows >= MANY_ROWS and f.kind in ("text", "int") and not _why_dense(f)
 
 
 def _why_dense(f: ColumnFacts) -> str:
-    """Why a column is a number rather than an id; "" where it is an id."""
+    """Returns why a column is a number and not an id; "" if it is an id."""
     if f.kind == "float":
         return "decimal numbers"
     if f.kind != "int" or _like(ID_NAMES, f.name):
@@ -625,7 +613,7 @@ def _kind_words(f: ColumnFacts) -> str:
 
 
 def _like(pattern: str, name: str) -> bool:
-    """Whether a name fits; RecBole's files put a column's type behind it, as in `rating:float`."""
+    """Returns whether a name fits; RecBole's files append the type to a name, as in `rating:float`."""
     plain_name = re.sub(r":(token|float|token_seq|float_seq)$", "", name)
     return re.fullmatch(pattern, plain_name, re.IGNORECASE) is not None
 

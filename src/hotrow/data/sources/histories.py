@@ -1,4 +1,4 @@
-"""Events of users as samples for a sequence model: what came next, or did not, after what a user did before.
+"""Makes samples for a sequence model from events of users: what came next, or did not, after what a user did before.
 
     events   user  time  item            samples of user 7, length 2          label  user  item  item_history
              7     10    a               the event that came                  1      7     b     [a]
@@ -6,23 +6,24 @@
              7     30    c                                                    1      7     c     [a, b]
                                                                               0      7     y     [a, b]
 
-Events may lie in any order: they are sorted by user and time first, on disk (`rowsort.py`). A sample knows nothing of
-its own time or later but its target: neither its history, nor what is drawn, nor which events become targets. So a
-split by time leaks nothing, and rows that train do not change with those that test. Everything drawn is a function of
-(seed, user, number of the event among the user's).
+Events may come in any order: they are first sorted by user and time, on disk (`RowSort`). Except for its target, a
+sample knows nothing about its own time or later: neither its history, nor what is drawn, nor the choice of targets
+depends on it. So a split by time leaks nothing, and training rows do not change with test rows. Everything drawn is a
+function of (seed, user, number of the event among the user's events).
 
-`HistoriesSource` is a source around the source of the events; what a schema says of it is `schema.HistoriesSpec`. A
-history's column is the event's with `_history` behind it. New rows to predict come with their histories as lists.
+`HistoriesSource` wraps the source of the events; `schema.HistoriesSpec` is its part of a schema. A history's column has
+the event's name and `_history`. New rows to predict bring their histories as lists.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +34,12 @@ from hotrow.data.mix import GOLDEN, mix64
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files
 from hotrow.data.sources.convert import IdEncoding
 from hotrow.data.sources.inputs import prefetch
-from hotrow.data.sources.rowsort import Columns, RowSort
 from hotrow.data.sources.schema import HISTORY, HistoriesSpec, Schema
 
 NEGATIVE_SALT = 0xE6
 PHASE_SALT = 0x9B
 TRIES = 32
-"""Draws for one negative before its target is left out: of a pool half of which is refused all fail once in 2^32."""
+"""Draws for one negative before its target is left out. If half of the pool is refused, all fail once in 2^32."""
 EVENTS_PER_BLOCK = 1 << 16
 Integers = NDArray[np.int64]
 
@@ -52,9 +52,9 @@ def open_columns(
     labels: Literal["required", "alone", "ignored"] = "required",
     **options: Any,
 ) -> ColumnsSource | HistoriesSource:
-    """The source of `data` read by `schema`: of samples made from events where it says so, unless rows to predict.
+    """Opens `data` by `schema`, which may make samples from events; rows to predict bring their own histories.
 
-    Raises ValueError where rows to predict are text, whose histories nothing cuts into lists.
+    Raises ValueError if rows to predict are delimited text, which cannot hold histories as lists.
     """
     if schema.histories is not None and labels == "required":
         return HistoriesSource(data, schema, name=name, **options)
@@ -70,12 +70,12 @@ def open_columns(
 
 @dataclass(frozen=True)
 class _Sorted:
-    """All events, and all items to draw from."""
+    """All events, and the pool of all items to draw from."""
 
     events: Columns
-    """user, time, item, what else describes the item; by user, then time."""
+    """user, time, item, other columns of the item; sorted by user, then time."""
     pool: Columns
-    """time first seen, item, what else described it then; by time, then item."""
+    """time first seen, item, its other columns at that time; sorted by time, then item."""
     skipped: SkippedRows
 
 
@@ -84,18 +84,18 @@ class _Targets:
     """Events that become samples."""
 
     event: Integers
-    """[n] its number in `_Sorted.events`."""
+    """[n] their numbers in `_Sorted.events`."""
     position: Integers
-    """[n] events of the user before it."""
+    """[n] how many events of the user come before each."""
 
     def of(self, chosen: NDArray[Any]) -> _Targets:
         return _Targets(self.event[chosen], self.position[chosen])
 
 
 class HistoriesSource:
-    """Samples of `schema.histories` from the events in `data`; arguments as for `ColumnsSource`.
+    """Makes the samples of `schema.histories` from the events in `data`; arguments as for `ColumnsSource`.
 
-    Raises ValueError where the events have no time, a column of the label's name, or ids that are no integers.
+    Raises ValueError if the events have no time, a column of the label's name, or ids that are not integers.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class HistoriesSource:
         self.encodings: dict[str, IdEncoding] = dict(encodings or dict.fromkeys(schema.feature_names, "int"))
         others = [n for n in events.schema.feature_names if n not in (self.spec.user, self.spec.item)]
         self._described = (self.spec.item, *others)
-        """Columns of an item, in the order of `_Sorted.events` from the third on."""
+        """Columns of an item, in the order of `_Sorted.events` from the third column on."""
 
     def _check(self, events: ColumnsSource) -> None:
         label = self.schema.label.column
@@ -127,33 +127,32 @@ class HistoriesSource:
         for column, encoding in events.encodings.items():
             if encoding != "int":
                 raise ValueError(
-                    f"column {column!r}: `histories` needs integer ids below 2^63; say type: int where it is text of "
+                    f"column {column!r}: `histories` needs integer ids below 2^63; say type: int if it is text of "
                     "integers, or number the ids first"
                 )
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """None."""
         return ()
 
     @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
-        """Feature name -> kind of its keys."""
         return dict.fromkeys(self.schema.feature_names, "int")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was found rather than told, for the user to check."""
+        """What was found out and not given, for the user to check."""
         return self._source.notes
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """The events' files, and the number of samples (those left out for want of a negative aside); sorts them."""
+        """Returns the events' files, and the number of samples (those left out for want of a negative aside); sorts
+        them."""
         num_targets = sum(len(self._targets(first).event) for first in self._blocks(0, EVENTS_PER_BLOCK))
         files = self._source.scout().files
         return SourceInfo(num_targets * (1 + self.spec.negatives), num_rows_exact=False, files=files)
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Chunks of at most `rows_per_chunk` rows; `offset` and `num_lines` of a position count sorted events."""
+        """Yields chunks of at most `rows_per_chunk` rows; offset and num_lines of a position count sorted events."""
         skipped = self._sorted.skipped
         self.skipped = SkippedRows(start.num_skipped if start else skipped.num_rows, list(skipped.examples))
         return prefetch(self._read(start or Position(), max(1, rows_per_chunk // (1 + self.spec.negatives))))
@@ -178,7 +177,7 @@ class HistoriesSource:
             return _Sorted(by_user.sorted(), _first_seen(by_item.sorted()), self._source.skipped)
 
     def _targets(self, first: int, num_events: int = EVENTS_PER_BLOCK) -> _Targets:
-        """Those among `num_events` events from number `first` on."""
+        """Returns the targets among the `num_events` events from number `first` on."""
         spec, users = self.spec, self._sorted.events[0]
         user = np.array(users[first : first + num_events])
         number = np.arange(first, first + len(user))
@@ -190,7 +189,7 @@ class HistoriesSource:
         return _Targets(number[chosen], position[chosen])
 
     def _chunk(self, targets: _Targets, stop: int) -> Chunk:
-        """The samples of `targets`: each what came, then what did not; `stop`: the event after them."""
+        """Returns the samples of `targets`, each followed by its negatives; `stop`: the event after them."""
         events, num_negatives = self._sorted.events, self.spec.negatives
         drawn, found = self._negatives(targets)
         for event in targets.event[~found]:
@@ -213,7 +212,7 @@ class HistoriesSource:
         return Chunk(len(label), label, dense, keys, position, np.array(events[1][repeated.event]))
 
     def _negatives(self, targets: _Targets) -> tuple[Integers, NDArray[np.bool_]]:
-        """Numbers in the pool of the negatives of each target [n, negatives], and which targets [n] have all."""
+        """Returns the negatives of each target, [n, negatives] numbers in the pool, and which targets [n] have all."""
         events, pool, spec = self._sorted.events, self._sorted.pool, self.spec
         user, item = events[0][targets.event], events[2][targets.event]
         num_seen = np.searchsorted(pool[0], events[1][targets.event])
@@ -238,7 +237,7 @@ class HistoriesSource:
 
 
 def events_schema(schema: Schema) -> Schema:
-    """How the events themselves are read."""
+    """Returns the schema by which the events themselves are read."""
     columns = tuple(column for column in schema.categorical if column.kind == "one_hot")
     return Schema(label=schema.label, time=schema.time, categorical=columns, csv=schema.csv)
 
@@ -254,7 +253,7 @@ def _integers(keys: Keys, name: str) -> Integers:
 
 
 def _first_seen(by_item: Columns) -> Columns:
-    """The first event of each item, by time: time, item, what else describes it."""
+    """Returns the first event of each item by time: time, item, its other columns."""
     item = by_item[0]
     pool = RowSort(len(by_item))
     for first in range(0, len(item), EVENTS_PER_BLOCK):
@@ -266,7 +265,7 @@ def _first_seen(by_item: Columns) -> Columns:
 
 
 def _past(targets: _Targets, length: int) -> tuple[Integers, Integers]:
-    """Numbers of the events of each target's history, one behind the other, and where each begins [n + 1]."""
+    """Returns the event numbers of all targets' histories, one after another, and where each begins [n + 1]."""
     lengths = np.minimum(targets.position, length)
     row_splits = np.concatenate([[0], np.cumsum(lengths)])
     first = np.repeat(targets.event - lengths - row_splits[:-1], lengths)
@@ -274,7 +273,7 @@ def _past(targets: _Targets, length: int) -> tuple[Integers, Integers]:
 
 
 def _draw(seed: int, salt: int, *numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """64 random bits for each element of `numbers`, a function of them, seed and salt alone."""
+    """Returns 64 random bits for each element of `numbers`, a function of it, seed and salt alone."""
     bits = mix64(np.array([(seed + salt * GOLDEN) % 2**64], dtype=np.uint64))
     for part in numbers:
         bits = mix64(bits + mix64(part.astype(np.int64).view(np.uint64) * np.uint64(GOLDEN)))
@@ -286,3 +285,89 @@ def _without_negative(spec: HistoriesSpec, user: int, time: int) -> str:
         f"{spec.user} {user} at {time}: left out, since {TRIES} draws from what was seen before gave no "
         f"{spec.item} that is new to the {spec.user}"
     )
+
+
+Columns = tuple[NDArray[np.int64], ...]
+
+ROWS_IN_MEMORY = 1 << 21
+"""Rows of a run while it is sorted, and of a piece while it is merged: about 200 MB with 4 columns and their order."""
+
+
+class RowSort:
+    """Sorts rows of int64 columns by the first two, more rows than fit in memory: sorted runs on disk, then merged.
+
+        sort = RowSort(num_columns=3)
+        sort.add([users, times, items])          # any number of times
+        users, times, items = sort.sorted()      # by user, then time; equal rows in the order they were added
+
+    Its files lie where `tempfile` puts them (TMPDIR) and never have a name, so their disk space is free as soon as the
+    process ends, however it ends.
+    """
+
+    def __init__(self, num_columns: int, *, rows_in_memory: int = ROWS_IN_MEMORY) -> None:
+        self.num_columns, self._rows_in_memory = num_columns, rows_in_memory
+        self._waiting: list[Columns] = []
+        self._num_waiting = 0
+        self._runs: list[Columns] = []
+
+    def add(self, columns: Sequence[NDArray[np.int64]]) -> None:
+        """Adds rows to sort: columns of one length."""
+        assert len(columns) == self.num_columns
+        for start in range(0, len(columns[0]), self._rows_in_memory):
+            piece = tuple(column[start : start + self._rows_in_memory] for column in columns)
+            if self._num_waiting + len(piece[0]) > self._rows_in_memory:
+                self._write_run()
+            self._waiting.append(piece)
+            self._num_waiting += len(piece[0])
+
+    def sorted(self) -> Columns:
+        """Returns all rows in order, each column a read-only mapped file; the runs are then gone."""
+        self._write_run()
+        with ExitStack() as stack:
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(self.num_columns)]
+            for piece in self._merged():
+                for file, column in zip(files, piece, strict=True):
+                    file.write(column.data)
+            self._runs.clear()
+            return tuple(_mapped(file, 1)[0] for file in files)
+
+    def _write_run(self) -> None:
+        if not self._num_waiting:
+            return
+        with tempfile.TemporaryFile() as file:
+            for column in _in_order(self._waiting):
+                file.write(column.data)
+            self._runs.append(_mapped(file, self.num_columns))
+        self._waiting, self._num_waiting = [], 0
+
+    def _merged(self) -> Iterator[Columns]:
+        """Yields the rows of all runs in order, about `rows_in_memory` at a time; rows of one first key come
+        together."""
+        at = [0] * len(self._runs)
+        step = max(1, self._rows_in_memory // max(1, len(self._runs)))
+        while any(start < len(run[0]) for start, run in zip(at, self._runs, strict=True)):
+            ahead = [int(run[0][i + step]) for i, run in zip(at, self._runs, strict=True) if i + step < len(run[0])]
+            stops = self._stops(min(ahead), "left") if ahead else [len(run[0]) for run in self._runs]
+            if stops == at:  # rows of one key fill the piece
+                stops = self._stops(min(ahead), "right")
+            ranges = zip(self._runs, at, stops, strict=True)
+            yield _in_order([tuple(column[i:j] for column in run) for run, i, j in ranges if i < j])
+            at = stops
+
+    def _stops(self, key: int, side: Literal["left", "right"]) -> list[int]:
+        return [int(np.searchsorted(run[0], key, side=side)) for run in self._runs]
+
+
+def _in_order(pieces: Sequence[Columns]) -> Columns:
+    """Returns the rows of all pieces in stable sorted order."""
+    columns = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
+    order = np.lexsort((columns[1], columns[0]))
+    return tuple(column[order] for column in columns)
+
+
+def _mapped(file: IO[bytes], num_columns: int) -> Columns:
+    """Maps the columns of a file that holds them one after another; the mapping outlives the open file."""
+    file.flush()
+    if not file.tell():
+        return tuple(np.empty(0, np.int64) for _ in range(num_columns))  # an empty file cannot be mapped
+    return tuple(np.memmap(file, dtype=np.int64, mode="r").view(np.ndarray).reshape(num_columns, -1))

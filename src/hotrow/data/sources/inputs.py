@@ -1,9 +1,9 @@
-"""Where raw files lie and how their bytes come: paths and URIs through Arrow's file systems, compressed or not.
+"""Finds raw files and reads their bytes: paths and URIs through Arrow's file systems, compressed or not.
 
 Files found by a folder or pattern come in natural order (day_2 before day_10); paths given one by one keep their order.
-Folders named `key=value` anywhere on a file's full path are hive partitions: constant columns of the files beneath, the
-same however the file was named. Decompression is bounded: bytes are produced only as they are asked for, whatever a
-file claims to hold.
+Folders named `key=value` anywhere on a file's full path are hive partitions: constant columns of the files below them,
+however the file was named. Decompression is bounded: bytes are produced only when asked for, whatever a file claims to
+hold.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hotrow.data.chunk import FileInfo
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _SECRET = re.compile(r"(?<=://)[^/@]*@")
-"""Of a URI: a key and its secret, or a user and a password."""
+"""The part of a URI with a key and its secret, or a user and a password."""
 _WILDCARD = re.compile(r"[*?\[]")
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\x04\x22\x4d\x18": "lz4"}
-"""First bytes of a compressed file -> Arrow's codec; the name of the file does not matter."""
+"""Arrow's codec by the first bytes of a compressed file, whatever its name."""
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 DISCARD_BYTES = 1 << 22
 INFLATE_BYTES = 1 << 18
-"""Decompressed at a time, so how closely the place of damage is named: Arrow drops what it had until then."""
+"""Bytes decompressed at a time. An error names damage to this precision, as Arrow drops what it read before it."""
 T = TypeVar("T")
 _from_uri: Callable[[str], tuple[Any, str]] = fs.FileSystem.from_uri
 
@@ -43,34 +43,33 @@ class InputFile:
     """A raw file on some file system."""
 
     name: str
-    """As it stands in messages and in the dataset: a path, or a URI without secrets and options."""
+    """The name in messages and in the dataset: a path, or a URI without secrets and options."""
     path: str
-    """Inside the file system."""
+    """Path within the file system."""
     filesystem: Any
     num_bytes: int
     mtime_ns: int
     partition: tuple[tuple[str, str | None], ...] = ()
-    """Names and values of the hive partitions it lies in, None for the default partition."""
+    """Names and values of the hive partitions that hold it; None is the default partition."""
 
     @property
     def info(self) -> FileInfo:
-        """Name, size and modification time."""
         return FileInfo(self.name, self.num_bytes, self.mtime_ns)
 
     def open_file(self) -> pa.NativeFile:
-        """The file's bytes as stored, seekable."""
+        """Opens the bytes as stored; seekable."""
         return self.filesystem.open_input_file(self.path)
 
     def open_stream(self) -> pa.NativeFile:
-        """The file's decompressed bytes from the start."""
+        """Opens the decompressed bytes from the start."""
         stored = self.open_file()
         codec = _codec(stored)
         return stored if codec is None else pa.CompressedInputStream(stored, codec)
 
     def read_head(self, num_bytes: int) -> tuple[bytes, int]:
-        """The first `num_bytes` of decompressed text, and about how many stored bytes they took.
+        """Reads the first `num_bytes` of decompressed text; returns also about how many stored bytes they took.
 
-        Raises ValueError naming the file where it cannot be read.
+        Raises ValueError naming the file if it cannot be read.
         """
         with ByteStream(self) as stream:
             text = bytearray(num_bytes)
@@ -78,13 +77,13 @@ class InputFile:
             return bytes(text[:num_bytes]), stream.stored_offset
 
     def first_line(self) -> str:
-        """The first line of a text file, without its end and a byte-order mark; undecodable bytes are replaced."""
+        """Reads the first line of text, without line end and byte-order mark; replaces bytes that are not UTF-8."""
         text, _ = self.read_head(1 << 16)
         return text.decode("utf-8-sig", errors="replace").split("\n", 1)[0].rstrip("\r")
 
 
 def _codec(stored: pa.NativeFile) -> str | None:
-    """Arrow's name of the compression a file's first bytes show; the file is then at its start again."""
+    """Returns Arrow's codec by the file's first bytes and rewinds the file."""
     start = stored.read(4)
     stored.seek(0)
     return next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
@@ -93,13 +92,13 @@ def _codec(stored: pa.NativeFile) -> str | None:
 def find_files(
     paths: Sequence[str | Path | InputFile], *, matches: Callable[[str], bool], wanted: str
 ) -> tuple[InputFile, ...]:
-    """The files that `paths` name, in the order given; a folder or a pattern gives its files in natural order.
+    """Finds the files that `paths` name, in the order given; a folder or a pattern gives its files in natural order.
 
     paths: files found before, files, folders (with all below them), patterns (`*` and `?` within a name, `**` across
-    folders), local or as URIs (s3://, gs://, hdfs://, file://), where `?` begins Arrow's options and is no part of a
-    pattern (s3://bucket/day_*?region=eu-west-1). matches: whether a file of a folder, by its name, is meant;
+    folders), local or as URIs (s3://, gs://, hdfs://, file://), where `?` begins Arrow's options and is not part
+    of a pattern (s3://bucket/day_*?region=eu-west-1). matches: decides by name whether a file in a folder is meant;
     wanted: the same in words, for the error. Raises ValueError naming a path that does not exist or cannot be reached,
-    a pattern without a file, a folder without a matching one, or a file that is given twice.
+    a pattern without a file, a folder without a matching file, or a file that is given twice.
     """
     groups = ([path] if isinstance(path, InputFile) else _expand(str(path), matches, wanted) for path in paths)
     found = [file for group in groups for file in group]
@@ -110,7 +109,7 @@ def find_files(
 
 
 def _refuse_repeated(files: Sequence[InputFile]) -> None:
-    """One file under two names would count its rows twice; local ones are compared with symbolic links followed."""
+    """Raises ValueError if a file is given twice, for its rows would count double; follows links of local files."""
     names: dict[tuple[str, str], str] = {}
     for file in files:
         local = isinstance(file.filesystem, fs.LocalFileSystem)
@@ -128,7 +127,7 @@ def _expand(given: str, matches: Callable[[str], bool], wanted: str) -> list[Inp
     shown = _SECRET.sub("", name)
     wildcard = _WILDCARD.search(name)
     if wildcard and (is_uri or not Path(name).exists()):
-        # A wildcard is no part of a URI: the folder before it is resolved, then searched.
+        # A URI cannot hold a wildcard: the folder before it is resolved, then searched.
         folder = name[: wildcard.start()].rpartition("/")[0]
         filesystem, root = _open_filesystem((folder or ("/" if name.startswith("/") else ".")) + mark + options)
         pattern = _pattern_regex(f"{root.rstrip('/')}/{name[len(folder) :].lstrip('/')}")
@@ -153,7 +152,7 @@ def _expand(given: str, matches: Callable[[str], bool], wanted: str) -> list[Inp
 
 
 def _open_filesystem(name: str) -> tuple[Any, str]:
-    """The file system of a path or URI, and the path within it."""
+    """Returns the file system of a path or URI, and the path within it."""
     if not _URI.match(name):
         return fs.LocalFileSystem(), str(Path(name).absolute())
     try:
@@ -165,7 +164,7 @@ def _open_filesystem(name: str) -> tuple[Any, str]:
 
 
 def _tree(filesystem: Any, root: str, name: str) -> list[Any]:
-    """All files below `root`, hidden ones aside: names that start with "." or "_" are no data (Hadoop's rule)."""
+    """Returns all files below `root` except hidden ones, whose names start with "." or "_" (Hadoop's rule)."""
     selector = fs.FileSelector(root, recursive=True, allow_not_found=True)
     files = [f for f in _ask(name, lambda: filesystem.get_file_info(selector)) if f.is_file]
     return [f for f in files if not any(p[:1] in "._" for p in _below(f.path, root).split("/") if "=" not in p)]
@@ -179,7 +178,7 @@ def _ask(name: str, question: Callable[[], Any]) -> Any:
 
 
 def _pattern_regex(pattern: str) -> str:
-    """`**/` spans folders, `*` and `?` stay within one, `[ab]` is a choice."""
+    """Returns a regex for a pattern: `**/` spans folders, `*` and `?` stay within one, `[ab]` is a choice."""
     parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     tokens = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
     return "".join(parts.get(t, t if t.startswith("[") and t.endswith("]") else re.escape(t)) for t in tokens)
@@ -190,7 +189,7 @@ def _below(path: str, root: str) -> str:
 
 
 def _input_files(filesystem: Any, found: Sequence[Any], root: str, shown_root: str) -> list[InputFile]:
-    """Files found below `root`, which the user wrote as `shown_root`, in natural order."""
+    """Returns the files found below `root`, which the user wrote as `shown_root`, in natural order."""
     files = []
     for info in sorted(found, key=lambda f: natural_key(f.path)):
         below = _below(info.path, root)
@@ -206,19 +205,19 @@ def _input_file(shown: str, filesystem: Any, info: Any) -> InputFile:
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
-    """Sort key under which day_2 comes before day_10."""
+    """Returns a sort key by which day_2 comes before day_10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 class ByteStream:
-    """A file's decompressed bytes from `offset` on.
+    """The decompressed bytes of a file from `offset` on.
 
-    Raises ValueError naming the file and the decompressed byte where its data is truncated or damaged.
+    Raises ValueError naming the file and the decompressed byte if the data is truncated or damaged.
     """
 
     def __init__(self, file: InputFile, offset: int = 0) -> None:
         self.file, self.offset = file, 0
-        """`offset`: decompressed bytes passed so far."""
+        """`offset`: decompressed bytes read so far."""
         try:
             self._raw = file.open_file()
             self.codec = _codec(self._raw)
@@ -228,7 +227,7 @@ class ByteStream:
         self._skip_to(offset)
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill `buffer` as far as the data goes; the number of bytes, 0 at the end."""
+        """Fills `buffer` as far as there is data; returns the number of bytes, 0 at the end."""
         filled, whole = 0, self.codec is None
         while filled < len(buffer):
             try:
@@ -247,19 +246,16 @@ class ByteStream:
 
     @property
     def stored_offset(self) -> int:
-        """Bytes of the file as stored that have been read; about, where compressed."""
+        """Bytes read of the file as stored; approximate if it is compressed."""
         return int(self._raw.tell())
 
     def close(self) -> None:
-        """Close the file."""
         self._raw.close()
 
     def __enter__(self) -> Self:
-        """The stream."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file."""
         self.close()
 
     def _skip_to(self, offset: int) -> None:
@@ -273,7 +269,7 @@ class ByteStream:
 
 
 def prefetch(items: Iterator[T], *, depth: int = 1) -> Iterator[T]:
-    """The same items, the next `depth` of them made in a thread while the consumer works; errors come in their place.
+    """Yields the same items; a thread makes the next `depth` while the consumer works. Errors come in their place.
 
     The thread and `items` end when this iterator is exhausted, closed or dropped.
     """
@@ -296,7 +292,7 @@ def prefetch(items: Iterator[T], *, depth: int = 1) -> Iterator[T]:
                     break
             else:
                 put("end", None)
-        except BaseException as error:  # delivered to the consumer, whatever it is
+        except BaseException as error:  # the consumer raises it, whatever it is
             put("error", error)
         finally:
             if hasattr(items, "close"):

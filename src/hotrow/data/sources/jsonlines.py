@@ -1,8 +1,8 @@
-"""JSON Lines as a table: one object a line, its members as columns.
+"""Reads JSON Lines as a table: one object per line, its members are columns.
 
-Values come as text, exactly as they are written, so that no number is rounded on its way (`convert.py` parses them);
-arrays come as lists of text, members of nested objects as columns named `outer.inner`. A member that a line lacks is
-missing there. Columns are those of the beginning of the first file.
+Values are text exactly as written, so that no number is rounded on its way (`convert.py` parses them); arrays become
+lists of text, members of nested objects become columns named `outer.inner`. A member that a line lacks is a missing
+value. The first lines of the first file decide which columns there are.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hotrow.data.sources.tabular import (
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 ROWS_AT_ONCE = 8192
-"""Lines, bad ones included, that are held as Python objects at a time: some tens of MB."""
+"""Lines, bad ones included, held as Python objects at a time: some tens of MB."""
 _TEXT_OF = {True: "1", False: "0", None: None}
 
 
 def is_json_lines(file: InputFile) -> bool:
-    """Whether the first line of a file begins with the brace of an object, or the bracket of an array of them."""
+    """Returns whether a file's first line begins with the brace of an object, or the bracket of an array of objects."""
     return file.first_line().lstrip().startswith(("{", "[{"))
 
 
 class JsonReader:
-    """Files of JSON Lines, and hive partition columns from their folders.
+    """Reads files of JSON Lines, with hive partition columns from their folders.
 
-    null_values: text that means a missing value, as in delimited text.
+    null_values: texts that mean a missing value, as in delimited text.
 
     Raises ValueError naming a file that holds no objects, or one array instead of a line for each row.
     """
@@ -56,18 +56,18 @@ class JsonReader:
         self.schema = pa.schema([*kinds.items(), *self._partition_types.items()])
 
     def partition_values(self) -> dict[str, pa.Array]:
-        """Columns that folders name: their value in each file."""
+        """Returns the value of each partition column in each file."""
         return partition_values(self._files, self._partition_types)
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """A line may lack any member, so nothing can drift."""
+        """Checks nothing: a line may lack any member."""
 
     def count_rows(self) -> tuple[int, bool]:
-        """Estimated from the first lines of each file and its stored size."""
+        """Estimates the number from the first lines of each file and its stored size."""
         return sum(map(estimate_lines, self._files)), False
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The rows of one file after position `first`, which counts lines, bad ones included."""
+        """Yields the rows of one file after position `first`, which counts lines, bad ones included."""
         file, kinds = self._files[file_index], {name: self.schema.field(name).type for name in self.schema.names}
         stored = [name for name in columns if name not in self._partition_types]
         bad: list[RowError] = []
@@ -102,27 +102,27 @@ class JsonReader:
 
 
 def _no_columns(num_rows: int) -> pa.RecordBatch:
-    """A batch that has rows and no column yet."""
+    """Returns a batch that has rows but no column of the file yet."""
     return pa.RecordBatch.from_arrays([pa.nulls(num_rows)], names=[""])
 
 
 def _lines(file: InputFile, first: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Numbers, from 1, and bytes of the lines after line `first`, blank ones and a byte-order mark left out.
+    """Yields number (from 1) and bytes of each line after line `first`, without blank lines and a byte-order mark.
 
-    Raises ValueError for a line that is longer than a table of text may have.
+    Raises ValueError for a line that is longer than text may have.
     """
     with file.open_stream() as stream, io.BufferedReader(stream, 1 << 20) as buffered:
         number = 0
         while text := buffered.readline(CSV_BLOCK_BYTES):
             number += 1
             if len(text) == CSV_BLOCK_BYTES and not text.endswith(b"\n"):
-                raise ValueError(f"{file.name}: line {number} is longer than {CSV_BLOCK_BYTES >> 20} MiB; mend it")
+                raise ValueError(f"{file.name}: line {number} is longer than {CSV_BLOCK_BYTES >> 20} MiB; correct it")
             if number > first and (text := text.removeprefix(b"\xef\xbb\xbf").strip()):
                 yield number, text
 
 
 def _columns_of(file: InputFile) -> dict[str, pa.DataType]:
-    """Names and types of the members of a file's first lines, in the order in which they first come."""
+    """Returns names and types of the members in a file's first lines, by first appearance."""
     kinds: dict[str, pa.DataType] = {}
     good, fault, num_bytes = False, "", 0
     with naming(file):
@@ -135,7 +135,7 @@ def _columns_of(file: InputFile) -> dict[str, pa.DataType]:
                         kinds[name] = pa.list_(pa.string())
                 good = True
             except ValueError as error:
-                fault = fault or str(error)  # a bad row, which reading counts
+                fault = fault or str(error)  # a bad row, which `read` counts
             num_bytes += len(text)
             if num_bytes > ESTIMATE_BYTES:
                 break
@@ -146,7 +146,7 @@ def _columns_of(file: InputFile) -> dict[str, pa.DataType]:
 
 
 def _parse(text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, Any]:
-    """The values of one line by column. Raises ValueError saying what is wrong with it."""
+    """Returns the values of one line by column. Raises ValueError saying what is wrong with the line."""
     record = _flat(_load(text))
     for name, value in record.items():
         is_list = pa.types.is_list(kinds.get(name, pa.null()))
@@ -171,9 +171,9 @@ def _load(text: bytes) -> dict[str, Any]:
         raise ValueError("its values are nested too deeply") from None
     except json.JSONDecodeError as error:
         shown = line if len(line) <= 60 else line[:57] + "..."
-        raise ValueError(f"no JSON object at character {error.pos + 1} of {shown!r}: {error.msg}") from None
+        raise ValueError(f"not a JSON object at character {error.pos + 1} of {shown!r}: {error.msg}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"an object is wanted, not {line[:20]!r}")
+        raise ValueError(f"expected an object, not {line[:20]!r}")
     return value
 
 
@@ -181,7 +181,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"member {next(n for n in names if names.count(n) > 1)!r} is there twice")
+        raise ValueError(f"member {next(n for n in names if names.count(n) > 1)!r} appears twice")
     return found
 
 
@@ -190,13 +190,13 @@ def _constant(name: str) -> NoReturn:
 
 
 def _flat(value: dict[str, Any]) -> dict[str, Any]:
-    """Members as text, None, or lists of text; those of nested objects under `outer.inner`."""
+    """Returns the members as text, None or lists of text; members of nested objects are named `outer.inner`."""
     found: dict[str, Any] = {}
     for name, member in value.items():
         inner = {f"{name}.{n}": m for n, m in _flat(member).items()} if isinstance(member, dict) else None
         for key, item in ({name: _text(member)} if inner is None else inner).items():
             if key in found:
-                raise ValueError(f"member {key!r} is there twice, once within {name!r}")
+                raise ValueError(f"member {key!r} appears twice, once within {name!r}")
             found[key] = item
     return found
 

@@ -1,7 +1,7 @@
-"""Columns that give the label away: what could not be known when a row is scored, judged on a sample of rows.
+"""Finds columns that give the label away, because they cannot be known when a row is scored, in a sample of rows.
 
-A column leaks if it alone tells the label (AUC above 0.95), if it is filled for one of the two labels only, or if it
-holds a time after the event's. A guessed schema leaves such a column out and says so (`guess.py`); a column that the
+A column leaks if it alone predicts the label (AUC above 0.95), if it is filled only for one of the two labels, or if it
+holds a time after the event's. A guessed schema leaves out such a column and says so (`guess.py`); a column that the
 user listed stays, and the run counts a warning.
 """
 
@@ -20,18 +20,18 @@ from hotrow.data.sources.schema import LabelSpec
 
 MOST_AUC = 0.95
 LEAST_OF_EACH = 20
-"""Positives and negatives that a column's AUC needs: with fewer it may be high by chance."""
+"""Positives and negatives that are needed for a column's AUC: with fewer it may be high by chance."""
 CHANCE = 1e-6
-"""How likely a column may be filled for one label alone by chance, and still be called a leak."""
+"""A column filled for one label only is a leak if chance explains it with less than this probability."""
 MOSTLY_LATER = 0.5
 
 
 def find_leaks(
     sample: pa.Table, label: LabelSpec, columns: Sequence[str], *, times: Sequence[str] = (), time: str | None = None
 ) -> dict[str, str]:
-    """Those of `columns` that leak, with the reason and its figure.
+    """Returns the columns among `columns` that leak, each with the reason and its figure.
 
-    times: those that hold times; time: the column by which rows are split, None if there is none.
+    times: columns that hold times. time: the column by which rows are split, None if there is none.
     """
     values, fault = to_label(sample.column(label.column).combine_chunks(), label)
     good = np.ones(len(values), np.bool_) if fault is None else ~fault.rows
@@ -44,7 +44,7 @@ def find_leaks(
 
 
 def _leak(array: pa.Array, positive: NDArray[np.bool_]) -> str:
-    """Why a column leaks; "" if it does not."""
+    """Returns why a column leaks; "" if it does not."""
     if is_list(array.type) or pa.types.is_nested(array.type):
         return ""
     filled: NDArray[np.bool_] = np.asarray(array.is_valid())
@@ -53,7 +53,7 @@ def _leak(array: pa.Array, positive: NDArray[np.bool_]) -> str:
     if min(positive.sum(), (~positive).sum()) < LEAST_OF_EACH:
         return ""
     auc = max(_auc_of_values(array, positive), _auc_of_order(array, filled, positive))
-    return f"it alone tells the label with AUC {auc:.3f}" if auc > MOST_AUC else ""
+    return f"it alone predicts the label with AUC {auc:.3f}" if auc > MOST_AUC else ""
 
 
 def _filled_for_one(filled: NDArray[np.bool_], positive: NDArray[np.bool_]) -> str:
@@ -68,7 +68,7 @@ def _filled_for_one(filled: NDArray[np.bool_], positive: NDArray[np.bool_]) -> s
 
 
 def _auc_of_values(array: pa.Array, positive: NDArray[np.bool_]) -> float:
-    """AUC of each value's share of positives, each half of the rows judged by the other."""
+    """Returns the AUC of each value's share of positives; each half of the rows is scored by the other half."""
     codes = pc.fill_null(array.dictionary_encode().indices, -1).to_numpy(zero_copy_only=False) + 1
     half = np.random.default_rng(0).permutation(len(codes)) % 2 == 0
     rate, aucs = positive.mean(), []
@@ -80,7 +80,7 @@ def _auc_of_values(array: pa.Array, positive: NDArray[np.bool_]) -> float:
 
 
 def _auc_of_order(array: pa.Array, filled: NDArray[np.bool_], positive: NDArray[np.bool_]) -> float:
-    """AUC of the numbers in rising or falling order, rows without one left out; 0.5 for text."""
+    """Returns the AUC of the numbers in rising or falling order, without missing ones; 0.5 for text."""
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
         try:
@@ -94,7 +94,7 @@ def _auc_of_order(array: pa.Array, filled: NDArray[np.bool_], positive: NDArray[
 
 
 def _auc(score: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """The share of pairs of a positive and a negative that `score` puts in order, ties as half; 0.5 without pairs."""
+    """Returns the share of positive-negative pairs that `score` orders, ties as half; 0.5 without pairs."""
     _, place = np.unique(score, return_inverse=True)
     positives = np.bincount(place, positive)
     negatives = np.bincount(place) - positives
@@ -104,10 +104,10 @@ def _auc(score: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
 
 
 def _later(rows: Mapping[str, pa.Array], name: str, time: str) -> str:
-    """Why a time is one that comes after the event; "" if it is not."""
+    """Returns why a time seems to come after the event; "" if it does not."""
     found = {each: rows[each] for each in (name, time)}
     if found[name].type != found[time].type:
-        return ""  # of other units, perhaps
+        return ""  # perhaps in another unit
     try:
         (own, own_fault), (event, event_fault) = (
             TimeReader.for_column(array, None)(array, each) for each, array in found.items()

@@ -1,4 +1,4 @@
-"""The raw sources by name, as `hotrow prepare SOURCE` knows them: what opens each, and the schema it reads by."""
+"""The raw sources by name, as `hotrow prepare SOURCE` knows them: how each is opened, and its schema."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotrow.data.chunk import Source
-from hotrow.data.sources.avazu import SCHEMA as AVAZU_SCHEMA
-from hotrow.data.sources.avazu import looks_like_avazu, open_avazu
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, is_paths
 from hotrow.data.sources.convert import IdEncoding
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.guess import Role, guess_columns
 from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
-from hotrow.data.sources.movielens import movielens_layout, open_movielens
+from hotrow.data.sources.layouts import (
+    AVAZU_SCHEMA,
+    TAOBAO_HISTORIES_SCHEMA,
+    TAOBAO_SCHEMA,
+    looks_like_avazu,
+    looks_like_taobao,
+    movielens_layout,
+    open_avazu,
+    open_movielens,
+    open_taobao,
+)
 from hotrow.data.sources.schema import Schema, nearest, parse_schema
-from hotrow.data.sources.synthetic_file import open_synthetic
+from hotrow.data.sources.synthetic import open_synthetic
 from hotrow.data.sources.tabular import is_parquet
-from hotrow.data.sources.taobao import HISTORIES_SCHEMA, looks_like_taobao, open_taobao
-from hotrow.data.sources.taobao import SCHEMA as TAOBAO_SCHEMA
 
 SOURCE_NAMES = (
     *("criteo", "avazu", "taobao", "taobao-histories", "movielens"),
@@ -43,7 +49,7 @@ CRITEO_SCHEMA = parse_schema(
 
 
 def looks_like_criteo(line: str) -> bool:
-    """Whether a first line has Criteo's columns: perhaps a label, 13 integers, 26 categories of hex digits."""
+    """Returns whether a first line has Criteo's columns: perhaps a label, 13 integers, 26 categories of hex digits."""
     fields = line.split("\t" if "\t" in line else ",")
     names = [*DENSE_NAMES, *CATEGORY_NAMES]
     if [field.upper() for field in fields[-len(names) :]] == names:
@@ -57,24 +63,24 @@ LAYOUTS: dict[str, Callable[[str], bool]] = {
     "taobao": looks_like_taobao,
     "movielens": lambda line: movielens_layout(line) is not None,
 }
-"""By source, whether a file's first line has its layout."""
+"""Functions that say whether a file's first line has the layout of a source."""
 
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source with what preparation must know of it."""
+    """A source, with what preparation must know about it."""
 
     source: Source
     schema: Schema
     encodings: Mapping[str, IdEncoding]
     """How raw ids are held, by feature."""
     notes: tuple[str, ...] = ()
-    """What was found rather than told."""
+    """What was found out and not given."""
     warnings: tuple[str, ...] = ()
-    """Columns that were told, and seem to give the label away."""
+    """Columns that the user named although they seem to give the label away."""
 
     def with_options(self, **options: Any) -> OpenedSource:
-        """This source under the schema changed by `Schema.with_options`."""
+        """Returns this source with its schema changed by `Schema.with_options`."""
         return replace(self, schema=self.schema.with_options(**options))
 
 
@@ -91,14 +97,14 @@ def open_source(
     skip_bad_rows: int = 0,
     rows: int | None = None,
 ) -> OpenedSource:
-    """The source called `name` over `data`: paths, or an Arrow-capable frame.
+    """Opens the source called `name` on `data`: paths, or an Arrow-capable frame.
 
-    schema: how to read columns; None: the source's own, or for csv, parquet, jsonl and frame a guess that the names
-    `label` and `time`, and the `roles` of columns, may help. labels: "alone": without times, to judge a model;
-    "ignored" for rows to predict, whose label and time may be absent or hold anything. encodings: how ids were held
-    when a data set was prepared. skip_bad_rows: rows that may be bad. rows: how many a synthetic preset makes.
+    schema: how to read columns; None: the source's own schema, or for csv, parquet, jsonl and frame a guess, which the
+    names `label` and `time` and the `roles` of columns can help. labels: "alone": without times, to evaluate a model;
+    "ignored": for rows to predict, whose label and time may be absent or hold anything. encodings: how ids were held
+    when a data set was prepared. skip_bad_rows: how many rows may be bad. rows: how many a synthetic preset makes.
 
-    Raises ValueError naming an unknown source, and whatever opening it finds.
+    Raises ValueError naming an unknown source, or what is wrong with the data.
     """
     if name not in SOURCE_NAMES:
         raise ValueError(
@@ -116,11 +122,11 @@ def open_source(
         name = tell_format(data) if told else _tell_source(data)
     if given := [what for what, column in (("label", label), ("time", time)) if column is not None]:
         if schema is not None:
-            raise ValueError(f"{given[0]} helps to guess a schema, but one is given; say it there")
+            raise ValueError(f"{given[0]} helps to guess a schema, but a schema is given; name it there")
         if name not in ("csv", "parquet", "jsonl", "frame"):
             raise ValueError(f"source {name} has its own {given[0]}; leave it out, or prepare the file as csv")
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
-        raise ValueError(f"source {name} makes no histories; use csv, parquet, jsonl or frame with this schema")
+        raise ValueError(f"source {name} cannot make histories; use csv, parquet, jsonl or frame with this schema")
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(
@@ -134,7 +140,7 @@ def open_source(
     if name == "movielens":
         source = open_movielens(data, schema, **options)
     elif name in ("taobao", "taobao-histories"):
-        own = TAOBAO_SCHEMA if name == "taobao" else HISTORIES_SCHEMA
+        own = TAOBAO_SCHEMA if name == "taobao" else TAOBAO_HISTORIES_SCHEMA
         source = open_taobao(data, schema or own, name=name, **options)
     elif name == "avazu":
         source = open_avazu(data, schema or AVAZU_SCHEMA, **options)
@@ -153,13 +159,13 @@ def _tell_source(data: Any) -> str:
 
 
 def tell_format(data: Any) -> str:
-    """The source that reads `data` by a schema: frame, parquet, jsonl or csv."""
+    """Returns the name of the source that reads `data` by a schema: frame, parquet, jsonl or csv."""
     files = input_files(data)
     return "frame" if files is None else format_of(files[0])
 
 
 def recognise(data: Any) -> str | None:
-    """The source whose published layout the first line of the first file has: its name, or None."""
+    """Returns the name of the source whose published layout the first file's first line has, or None."""
     if not is_paths(data):
         return None
     file = find_files([data] if isinstance(data, str | Path) else data, matches=bool, wanted="any file")[0]
@@ -173,7 +179,7 @@ def recognise(data: Any) -> str | None:
 
 
 def check_split(opened: OpenedSource) -> None:
-    """Raises ValueError where the schema asks for a reference split and the source has none."""
+    """Raises ValueError if the schema asks for a reference split and the source has none."""
     if opened.schema.split.kind == "reference" and not isinstance(opened.source, CriteoSource):
         raise ValueError(
             f"--split reference is published for criteo only, not for {opened.source.name}; use time or random"
@@ -181,6 +187,6 @@ def check_split(opened: OpenedSource) -> None:
 
 
 def rows_per_file(opened: OpenedSource) -> list[int]:
-    """Exact rows of each file, in order, which the reference split needs; reads every file once."""
+    """Counts the rows of each file, as the reference split needs; reads every file once."""
     assert isinstance(opened.source, CriteoSource), "check_split"
     return [CriteoSource([file], labels="ignored").scout(count="exact").num_rows for file in opened.source.files]

@@ -1,8 +1,8 @@
-"""The schema of click logs: which column is the label, which are numbers, which are ids, and what becomes of them.
+"""The schema of click logs: which column is the label, which are numbers, which are ids, and what is done with them.
 
-A user writes it as YAML (`hotrow init` writes a first version from the files), the built-in sources carry theirs in
-code, and `dataset.json` keeps the one that was used. This file holds and checks the words; `columns.py` reads rows by
-them, `prepare.py` carries them out. docs/prepare.md lists every field.
+A user writes it as YAML (`hotrow init` writes a first version from the files), the built-in sources have theirs in
+code, and `dataset.json` keeps the one that was used. This file defines and checks the fields; `columns.py` reads rows
+by them, `prepare.py` acts on them. docs/prepare.md lists every field.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
 SplitKind = Literal["time", "random", "reference"]
 SPLITS = ("train", "val", "test")
 HISTORY = "_history"
-"""Ends the name of the column that holds the earlier values of another."""
+"""Suffix of a column that holds the earlier values of another column."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class _Strict(BaseModel):
-    """Exact types, no unknown key, immutable."""
+    """A record with exact types and no unknown keys; immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class _Column(_Strict):
-    """A record about one column; a bare string stands for `{column: <string>}`."""
+    """A record about one column; a string alone means `{column: <string>}`."""
 
     column: str
-    """Name of the column in the files, which may be any text, also empty."""
+    """Name of the column in the files: any text, even empty."""
 
     @model_validator(mode="before")
     @classmethod
@@ -48,14 +48,14 @@ class _Column(_Strict):
 
 
 class LabelSpec(_Column):
-    """The label: 0/1 or true/false as it is, or made from other values by one of `positive` and `at_least`."""
+    """The label: 0/1 or true/false as stored, or made from other values by either `positive` or `at_least`."""
 
     positive: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
-    """Values that mean 1; every other value means 0, or, with `negative`, one of those."""
+    """Values that mean 1; every other value means 0, or, with `negative`, only the values listed there."""
     negative: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
-    """Values that mean 0: any but these and the positive ones is then a bad row."""
+    """Values that mean 0; a row with any other value, unless it is positive, is then a bad row."""
     at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """Numbers from here up mean 1, numbers below mean 0."""
+    """Numbers from this one up mean 1, smaller ones mean 0."""
 
     @model_validator(mode="after")
     def _one_rule(self) -> LabelSpec:
@@ -70,31 +70,31 @@ class LabelSpec(_Column):
 
 
 class TimeSpec(_Column):
-    """The time of the event: timestamps, dates, numbers that rise with time, or text."""
+    """The time of an event: timestamps, dates, numbers that rise with time, or text."""
 
     format: str | None = None
-    """strptime format of text times; None reads ISO 8601."""
+    """strptime format of times in text; None: ISO 8601."""
 
 
 class DenseSpec(_Column):
-    """One numeric input; a missing value is 0 after the transform, as in the reference DLRM."""
+    """One numeric input; a missing value becomes 0 after the transform, as in the reference DLRM."""
 
     transform: Transform = "standardize"
-    """log1p_clip0: log(1 + max(x, 0)). standardize: (x - mean) / std over the training split. identity: x."""
+    """log1p_clip0: log(1 + max(x, 0)). standardize: (x - mean) / std of the training split. identity: x."""
 
 
 class CategoricalSpec(_Column):
-    """One feature made of ids; it is named after its column."""
+    """One feature of ids, named after its column."""
 
     kind: FeatureKind = "one_hot"
     """one_hot: one id per row. multi_hot: a set of ids. sequence: ids in order."""
     table: str | None = None
-    """Embedding table looked up; None: a table of the column's name. Features naming one table share it."""
+    """Embedding table to look up in; None: a table with the column's name. Features that name one table share it."""
     type: IdType | None = None
-    """int: read text ids as 64-bit integers, which is faster; "007", which would become 7, is an error. text: read
+    """int: reads text ids as 64-bit integers, which is faster; "007" is an error, since it would become 7. text: reads
     numbers as their decimal text. None: as stored, which for CSV is text."""
     separator: str | None = Field(default=None, min_length=1)
-    """Splits text into the ids of a multi_hot or sequence feature; None: the column holds lists."""
+    """Text that separates the ids of a multi_hot or sequence feature; None: the column holds lists."""
 
     @model_validator(mode="after")
     def _separator_needs_list(self) -> CategoricalSpec:
@@ -104,12 +104,11 @@ class CategoricalSpec(_Column):
 
     @property
     def table_name(self) -> str:
-        """The table this feature looks up."""
         return self.column if self.table is None else self.table
 
 
 class TableSpec(_Strict):
-    """How raw ids of one table become rows."""
+    """How the raw ids of one table become rows."""
 
     min_count: int = Field(default=1, ge=1)
     """Ids seen fewer times in the training split share row 0."""
@@ -118,15 +117,15 @@ class TableSpec(_Strict):
 
 
 class SplitSpec(_Strict):
-    """Which rows train, validate and test."""
+    """How rows are split into train, val and test."""
 
     kind: SplitKind | None = None
     """time: oldest rows train. random: by hash of (seed, row number). reference: the source's published split.
-    None: reference where the source has one, else time where there is a time column, else random."""
+    None: reference if the source has one, else time if there is a time column, else random."""
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
-    """Shares of train, val and test for time and random; they sum to 1."""
+    """Shares of train, val and test for time and random; their sum is 1."""
     seed: int = Field(default=0, ge=0)
-    """Of the random split."""
+    """Seed of the random split."""
 
     @model_validator(mode="after")
     def _sum(self) -> SplitSpec:
@@ -139,37 +138,37 @@ class SplitSpec(_Strict):
 
 
 class HistoriesSpec(_Strict):
-    """The files hold events of users; rows are made of them: an event, or one drawn in its place, with those before."""
+    """How rows are made from events of users: an event, or one drawn in its place, with the events before it."""
 
     user: str
-    """Column whose events are one history."""
+    """Column of the user: all events of one user form a history."""
     item: str
-    """Column of what an event is of, and what is drawn; all other one_hot columns but the user's describe it."""
+    """Column of the item of an event, which is drawn for negatives; all one_hot columns but the user's describe it."""
     length: int = Field(default=20, ge=1, le=1024)
-    """Most events of a history: the latest before the target."""
+    """Maximum number of events in a history; it holds the latest ones before the target."""
     min_length: int = Field(default=1, ge=0)
-    """A user's first events, so many, are no targets."""
+    """So many of a user's first events are not targets."""
     every: int = Field(default=1, ge=1)
-    """One target in so many events of a user."""
+    """One in so many events of a user is a target."""
     negatives: int = Field(default=1, ge=1, le=100)
-    """Rows with label 0 for each target, their items drawn alike from all that were seen before it."""
+    """Rows with label 0 for each target; their items are drawn uniformly from all items seen before it."""
     seed: int = Field(default=0, ge=0)
-    """Of what is drawn."""
+    """Seed of all draws."""
 
 
 class CsvSpec(_Strict):
-    """How text files are cut into columns."""
+    """How text files are split into columns."""
 
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)
-    """None: found from the first lines."""
+    """Character between columns; None: found from the first lines."""
     column_names: tuple[str, ...] | None = None
-    """Names of the columns of files without a header line; None: the first line names them."""
+    """Column names for files without a header line; None: the first line has them."""
     null_values: tuple[str, ...] = ("",)
     """Texts that mean "missing"."""
 
 
 class Schema(_Strict):
-    """Everything preparation needs to know about tabular logs; see docs/prepare.md for an example."""
+    """Everything that preparation needs to know about tabular logs; docs/prepare.md has an example."""
 
     version: Literal[1] = 1
     label: LabelSpec
@@ -177,13 +176,13 @@ class Schema(_Strict):
     dense: tuple[DenseSpec, ...] = ()
     categorical: tuple[CategoricalSpec, ...] = Field(min_length=1)
     tables: dict[str, TableSpec] = {}
-    """Options of tables by name; a table not listed has the defaults."""
+    """Options of tables by name; tables that are not listed have the defaults."""
     split: SplitSpec = SplitSpec()
     histories: HistoriesSpec | None = None
-    """None: a row of the files is a row."""
+    """How rows are made from events; None: each row of the files is a row."""
     csv: CsvSpec = CsvSpec()
     licence: str = ""
-    """Note on the data's licence, kept in dataset.json."""
+    """Note about the licence of the data, kept in dataset.json."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Schema:
@@ -209,7 +208,9 @@ class Schema(_Strict):
         single = [c.column for c in self.categorical if c.kind == "one_hot"]
         for field, name in (("user", self.histories.user), ("item", self.histories.item)):
             if name not in single:
-                raise ValueError(f"histories.{field} is {name!r}, which is no one_hot column of categorical; list it")
+                raise ValueError(
+                    f"histories.{field} is {name!r}, which is not a one_hot column of categorical; list it"
+                )
         if self.histories.user == self.histories.item:
             raise ValueError(f"histories.user and histories.item are both {self.histories.user!r}; name two columns")
         past = [name + HISTORY for name in single if name != self.histories.user]
@@ -245,16 +246,15 @@ class Schema(_Strict):
 
     @property
     def column_names(self) -> tuple[str, ...]:
-        """Every column read, each once: label, time, dense, categorical."""
+        """Every column to read, once: label, time, dense, categorical."""
         time = () if self.time is None else (self.time.column,)
         return tuple(dict.fromkeys((self.label.column, *time, *self.dense_names, *self.feature_names)))
 
     def table(self, name: str) -> TableSpec:
-        """Options of table `name`."""
         return self.tables.get(name, TableSpec())
 
     def features_of(self, table: str) -> tuple[str, ...]:
-        """Features that look up `table`, in order."""
+        """Returns the features that look up `table`, in order."""
         return tuple(c.column for c in self.categorical if c.table_name == table)
 
     def with_options(
@@ -266,7 +266,7 @@ class Schema(_Strict):
         min_count: int | None = None,
         hash_cap: int | None = None,
     ) -> Schema:
-        """This schema with the split changed, and `min_count` or `hash_cap` set for every table, where given."""
+        """Returns this schema with another split, and `min_count` or `hash_cap` set for every table, if given."""
         for_tables = {"min_count": min_count, "hash_cap": hash_cap}
         for_split = {"kind": split, "fractions": None if fractions is None else list(fractions), "seed": seed}
         value = self.to_json()
@@ -277,12 +277,12 @@ class Schema(_Strict):
         return parse_schema(value, where="options")
 
     def to_json(self) -> dict[str, Any]:
-        """This record as JSON-ready values; `parse_schema` is the inverse. Without histories it is silent of them."""
+        """Returns the schema as JSON-ready values, without `histories` if there are none; `parse_schema` reads it."""
         return self.model_dump(mode="json", exclude={"histories"} if self.histories is None else None)
 
 
 def parse_schema(value: Any, *, where: str) -> Schema:
-    """The schema in parsed YAML or JSON; `where` (a file name) begins every error.
+    """Returns the schema in parsed YAML or JSON. Every error begins with `where` (a file name).
 
     Raises ValueError naming the field, the value got, what is allowed and, for an unknown key, the nearest known one.
     """
@@ -296,18 +296,18 @@ def parse_schema(value: Any, *, where: str) -> Schema:
 
 
 def check_options(**options: Any) -> None:
-    """Raises ValueError for options of `Schema.with_options` that no schema can have."""
+    """Raises ValueError for options of `Schema.with_options` that no schema can take."""
     any_schema = {"label": "label", "time": "time", "categorical": ["id"]}
     parse_schema(any_schema, where="options").with_options(**options)
 
 
 def load_schema(path: Path | str) -> Schema:
-    """The schema in a YAML file. Raises ValueError naming file and line where it is no YAML, else as `parse_schema`."""
+    """Reads a schema. Raises ValueError naming file and line if the file is not YAML, else as `parse_schema`."""
     return parse_schema(load_yaml(path, cure="`hotrow init PATHS` writes a schema from your logs"), where=str(path))
 
 
 def load_yaml(path: Path | str, *, cure: str) -> Any:
-    """What a YAML file holds. Raises ValueError naming the file, and `cure` where there is none."""
+    """Reads a YAML file. Raises ValueError naming the file; if there is no such file, with `cure`."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -318,11 +318,11 @@ def load_yaml(path: Path | str, *, cure: str) -> Any:
 
 
 Place: TypeAlias = tuple[int | str, ...]
-"""Of a field: ("categorical", 2, "kind")."""
+"""The path of a field, such as ("categorical", 2, "kind")."""
 
 
 def explain_faults(error: ValidationError, where: str, fields_at: Callable[[Place], Sequence[str]]) -> str:
-    """Every fault on a line of its own; `fields_at`: the fields known at a place."""
+    """Returns the faults, one per line. `fields_at` returns the known fields at a place."""
     lines = []
     for fault in innermost(error.errors()):
         path = _path(fault["loc"])
@@ -341,7 +341,7 @@ def explain_faults(error: ValidationError, where: str, fields_at: Callable[[Plac
 
 
 def _path(loc: Place) -> str:
-    """('categorical', 2, 'kind') -> categorical[2].kind"""
+    """Returns "categorical[2].kind" for ('categorical', 2, 'kind')."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
     return text.removeprefix(".")
 
@@ -364,7 +364,7 @@ def _fields_at(loc: Place) -> list[str]:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """'; did you mean X?' where something is near."""
+    """Returns '; did you mean X?' if `known` has a similar name, else ''."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -1,57 +1,54 @@
-"""Synthetic clicks with known popularity, drift and truth: for speed at any size, for tests, and for a first demo.
+"""Synthetic clicks with known popularity, drift and truth, for measuring speed at any size, for tests and for a demo.
 
-    id      rank k = 1..N with P(k) proportional to the integral of x^-zipf over [k - 1/2, k + 1/2]: Zipf's law but for
-            the first few ranks, and invertible in one step at any N
+    id      rank k = 1..N with P(k) proportional to the integral of x^-zipf over [k - 1/2, k + 1/2]: Zipf's law
+            except for the first few ranks, and invertible in one step for any N
     item    the rank's item at that time; see `SyntheticTable.drift`
-    key     a bijective hash of the item, 32 bits: neither keys nor their order tell the popularity
+    key     a bijective hash of the item, 32 bits: neither keys nor their order reveal the popularity
     dense   floor(exp(mean + sd z) - 1), z standard normal: lognormal counts, some missing
     label   1 with probability sigmoid(teacher logit); see `synthetic_rows.Teacher`
 
 Rows are the same on every run on one machine; across machines the last bit of a power may move one id in 10^10.
 `SyntheticSource` hands rows to preparation, `write_criteo` writes them as a raw text file in Criteo's layout.
+
+Users ask for the name of a preset, or for a YAML file with the fields of `SyntheticConfig` or of `SyntheticPreset`
+(docs/prepare.md); `open_synthetic` makes source and schema of it.
+
+    hotrow prepare synthetic criteo-kaggle --rows 1000000 --out data/kaggle-like
+    hotrow prepare synthetic clicks.yaml --out data/clicks
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
 from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk, FileInfo, KeyKind, Keys, Position, SkippedRows, SourceInfo
-from hotrow.data.packed.format import FeatureKind
+from hotrow.data.sources.schema import Schema, explain_faults, load_yaml, nearest, parse_schema
 from hotrow.data.sources.synthetic_config import (
+    CHECKED,
     PRESETS,
     SyntheticConfig,
     SyntheticDense,
     SyntheticTable,
-    criteo_kaggle,
-    criteo_terabyte,
 )
 from hotrow.data.sources.synthetic_rows import CELL_ROWS, Cell, Floats, Generator, Teacher
-
-__all__ = [
-    "PRESETS",
-    "SyntheticConfig",
-    "SyntheticDense",
-    "SyntheticSource",
-    "SyntheticTable",
-    "criteo_kaggle",
-    "criteo_terabyte",
-    "write_criteo",
-]
 
 START_TIME = 1_577_836_800
 """2020-01-01 00:00 UTC: the time of the first row, in seconds since 1970."""
 _COUNT_DIGITS = 8
-"""Counts end at 2^24, above which float32 would round them."""
+"""Digits of a count; counts end at 2^24, above which float32 would round them."""
 _TIMES_ROWS = 1 << 20
 _TEXT_ROWS = 2_048
-"""Rows made into text at a time: 700 kB at full width, which stays in cache."""
+"""Rows turned into text at a time: 700 kB at full width, which stays in cache."""
 _HEX_PAIRS = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), np.uint16)
 
 
@@ -68,7 +65,7 @@ class _CellRows(NamedTuple):
 class SyntheticSource:
     """The rows of `config` as a `Source` for preparation; keys are uint32.
 
-    Any row is made on demand, so `chunks` starts anywhere at no cost, and chunks of any size hold the same rows.
+    Rows are made on demand, so `chunks` can start anywhere at no cost, and chunks of any size hold the same rows.
     """
 
     def __init__(self, config: SyntheticConfig) -> None:
@@ -79,38 +76,30 @@ class SyntheticSource:
 
     @property
     def name(self) -> str:
-        """The config's name."""
         return self.config.name
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """Names of the columns of counts."""
         return tuple(column.name for column in self.config.dense)
 
     @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
-        """All keys are integers."""
         return {table.name: "int" for table in self.config.tables}
 
-    @property
-    def feature_kinds(self) -> Mapping[str, FeatureKind]:
-        """Which features are lists, by name."""
-        return {table.name: table.kind for table in self.config.tables}
-
     def scout(self, *, count: Literal["estimate", "exact"] = "exact") -> SourceInfo:
-        """Exact number of rows; one pretended file, named by a digest of the config so that a change is noticed."""
+        """Returns the exact number of rows, and one imaginary file whose name changes with the config."""
         num_bytes = self.config.num_rows * 4 * (1 + len(self.config.dense) + len(self.config.tables))
         file = FileInfo(f"synthetic:{self.config.digest}", num_bytes, mtime_ns=0)
         return SourceInfo(self.config.num_rows, num_rows_exact=True, files=(file,))
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65_536) -> Iterator[Chunk]:
-        """Chunks of `rows_per_chunk` rows (the last may be shorter) from row `start.offset` on."""
+        """Yields chunks of `rows_per_chunk` rows (the last may be shorter) from row `start.offset` on."""
         first = start.offset if start else 0
         for row in range(first, self.config.num_rows, rows_per_chunk):
             yield self._chunk(row, min(row + rows_per_chunk, self.config.num_rows))
 
     def times(self) -> Iterator[NDArray[np.int64]]:
-        """The times of all rows, without making another column."""
+        """Yields the times of all rows, and makes no other column."""
         for first in range(0, self.config.num_rows, _TIMES_ROWS):
             yield self._times(first, min(first + _TIMES_ROWS, self.config.num_rows))
 
@@ -120,11 +109,11 @@ class SyntheticSource:
         return seconds + START_TIME
 
     def teacher_logits(self, start: int, stop: int) -> Floats:
-        """True logits [stop - start] of rows `start` to `stop`: no model does better than these."""
+        """Returns the true logits of rows [start, stop): no model can do better."""
         return self._logits(self.teacher.logits, start, stop)
 
     def additive_logits(self, start: int, stop: int) -> Floats:
-        """True logits without the pairwise part: no model of single columns does better than these."""
+        """Returns the true logits without the pairwise part: no model of single columns can do better."""
         return self._logits(self.teacher.additive_logits, start, stop)
 
     @cached_property
@@ -172,7 +161,7 @@ class SyntheticSource:
 
 
 def _cell_spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Cell, first and last row in it, for rows `start` to `stop`."""
+    """Yields cell, first row and end row within it, for rows [start, stop)."""
     for index in range(start // CELL_ROWS, -(-stop // CELL_ROWS)):
         first = index * CELL_ROWS
         yield index, max(start - first, 0), min(stop - first, CELL_ROWS)
@@ -196,9 +185,9 @@ def _join_keys(pieces: list[Keys]) -> Keys:
 
 
 def write_criteo(path: Path | str, config: SyntheticConfig) -> int:
-    """Write the rows of `config` as text in Criteo's layout and return its size in bytes; the file appears whole.
+    """Writes the rows of `config` as text in Criteo's layout; returns its size in bytes. The file appears whole.
 
-    One row per line, tab-separated: label, 13 counts, 26 keys of 8 hex digits; nothing between two tabs = missing.
+    One row per line, tab-separated: label, 13 counts, 26 keys of 8 hex digits; an empty field is a missing value.
     Raises ValueError unless `config` has 13 dense columns and 26 one-hot tables.
     """
     if len(config.dense) != 13 or len(config.tables) != 26 or any(t.kind != "one_hot" for t in config.tables):
@@ -213,7 +202,7 @@ def write_criteo(path: Path | str, config: SyntheticConfig) -> int:
 
 
 def _criteo_lines(chunk: Chunk) -> NDArray[np.uint8]:
-    """The text of `chunk`: every field is laid out at full width, then the bytes not needed are left out."""
+    """Returns the text of `chunk`: lays out every field at full width, then drops the bytes that are not needed."""
     assert chunk.label is not None
     num_counts, num_keys = chunk.dense.shape[1], len(chunk.keys)
     count_width, key_width = _COUNT_DIGITS + 1, 8 + 1
@@ -241,3 +230,95 @@ def _criteo_lines(chunk: Chunk) -> NDArray[np.uint8]:
         if keys.valid is not None:
             keep_hexes[:, j] = keys.valid[:, None]
     return text[keep]
+
+
+SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticPreset:
+    """A ready-made shape, and the fields that may be changed."""
+
+    __pydantic_config__ = CHECKED
+
+    preset: str
+    num_rows: int
+    scale: float = 1.0
+    """Share of rows that tables of more than 1,000 rows keep; they keep at least 1,000."""
+    drift: float = 0.0
+    """Drift of every table; see `SyntheticTable.drift`."""
+    name: str | None = None
+    seed: int | None = None
+    num_days: float | None = None
+    base_rate: float | None = None
+    main_strength: float | None = None
+    pair_strength: float | None = None
+    dense_strength: float | None = None
+    """For this field and the six before it, None means the preset's value."""
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            near = nearest(self.preset, tuple(PRESETS))
+            raise ValueError(f"preset {self.preset!r} is not known{near}; choose one of {', '.join(PRESETS)}")
+        self.config()
+
+    def config(self) -> SyntheticConfig:
+        chosen = {key: value for key, value in asdict(self).items() if value is not None}
+        return PRESETS[chosen.pop("preset")](chosen.pop("num_rows"), **chosen)
+
+
+def open_synthetic(data: Any, *, rows: int | None = None) -> tuple[SyntheticSource, Schema]:
+    """Returns the source that makes the rows, and its schema.
+
+    data: the name of a preset, which then makes `rows` rows; a YAML file; or a `SyntheticConfig`. Raises ValueError
+    naming file and field if one is wrong.
+    """
+    config = data if isinstance(data, SyntheticConfig) else _find_config(data, rows)
+    return SyntheticSource(config), _schema_of(config)
+
+
+def _find_config(data: Any, rows: int | None) -> SyntheticConfig:
+    if not isinstance(data, str | Path):
+        raise ValueError(f"source synthetic takes one preset or one YAML file, not {data!r}")
+    if str(data) in PRESETS:
+        if rows is None:
+            raise ValueError(f"preset {str(data)!r} makes as many rows as you ask for; give rows (--rows 1000000)")
+        return SyntheticPreset(preset=str(data), num_rows=rows).config()
+    if Path(data).suffix not in SUFFIXES:
+        raise ValueError(
+            f"{str(data)!r} is not a preset{nearest(str(data), tuple(PRESETS))}; choose one of {', '.join(PRESETS)}, "
+            "or give a YAML file (docs/prepare.md has its fields)"
+        )
+    return parse_synthetic(load_yaml(data, cure="docs/prepare.md has an example"), where=str(data))
+
+
+def parse_synthetic(value: Any, *, where: str) -> SyntheticConfig:
+    """Returns the data set that parsed YAML describes. Every error begins with `where` (a file name).
+
+    Raises ValueError naming the field, the value got and what is allowed.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: synthetic data is a mapping with num_rows, and tables or preset; got {value!r}")
+    kind = SyntheticPreset if "preset" in value else SyntheticConfig
+    try:
+        # JSON mode: strict about scalars, while a list may stand for a tuple.
+        made = TypeAdapter[Any](kind).validate_json(json.dumps(value, default=str))
+    except ValidationError as error:
+        sections = {"tables": SyntheticTable, "dense": SyntheticDense}
+        known = {name: [f.name for f in fields(section)] for name, section in sections.items()}
+        known[""] = [f.name for f in fields(kind)]
+        raise ValueError(explain_faults(error, where, lambda loc: known[str(loc[0]) if loc else ""])) from None
+    return made.config() if isinstance(made, SyntheticPreset) else made
+
+
+def _schema_of(config: SyntheticConfig) -> Schema:
+    return parse_schema(
+        {
+            "label": "label",
+            "time": "time",
+            "dense": [{"column": column.name, "transform": "log1p_clip0"} for column in config.dense],
+            "categorical": [{"column": table.name, "kind": table.kind} for table in config.tables],
+            "licence": "made up by hotrow: no terms",
+        },
+        where=f"synthetic data {config.name!r}",
+    )

@@ -1,6 +1,6 @@
-"""What a synthetic data set looks like: tables, counts, and the shapes of the public Criteo sets as presets.
+"""Describes a synthetic data set: tables, counts, and the shapes of public data sets as presets.
 
-The rows themselves are made in `synthetic_rows`, and handed out as a source or a raw file by `synthetic`.
+`synthetic_rows` makes the rows; `synthetic` hands them out as a source or a raw file.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from hotrow.base.files import check_name
 from hotrow.data.packed.format import FeatureKind
 
 MAX_ROWS_PER_TABLE = 1 << 32
-"""Keys are 32-bit, as Criteo's are."""
+"""Keys have 32 bits, like Criteo's."""
 MIN_SCALED_ROWS = 1_000
-"""Tables up to this many rows keep their size when a preset is scaled down."""
+"""Tables with at most this many rows keep their size when a preset is scaled down."""
 CHECKED: ConfigDict = ConfigDict(extra="forbid", strict=True)
-"""How pydantic reads these classes from a file; made in Python they check themselves."""
+"""How pydantic reads these classes from a file; when made in Python, they check themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticTable:
-    """One table and the one feature of the same name that looks up in it."""
+    """One table and the feature of the same name that looks up in it."""
 
     __pydantic_config__ = CHECKED
 
     name: str
     num_embeddings: int
-    """Items N; raw ids, before preparation drops rare ones."""
+    """Number N of items, that is of raw ids before preparation drops rare ones."""
     zipf: float = 1.1
     """Exponent of the popularity law; 0 is uniform, 1 to 1.3 is usual in click logs."""
     missing: float = 0.0
-    """Share of rows without a value (one_hot), in [0, 1)."""
+    """Share of rows without a value, in [0, 1); for one_hot tables."""
     drift: float = 0.0
     """Share of ranks, in [0, 1], whose item has changed by the last row. Ranks k and k + N/2 exchange their items once,
-    at the time (0 to 1 over all rows) of hash(k) / drift: a popular item falls into the tail and another one rises."""
+    at time hash(k) / drift (time is 0 to 1 over all rows): a popular item falls into the tail, and another rises."""
     kind: FeatureKind = "one_hot"
     mean_length: float = 5.0
-    """Ids per row of multi_hot (Poisson) and sequence (geometric) features, before the cut at max_length; 0 occurs."""
+    """Mean ids per row of multi_hot (Poisson) and sequence (geometric) features before the cut at max_length; may be
+    0."""
     max_length: int = 50
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ class SyntheticConfig:
     name: str = "synthetic"
     seed: int = 0
     num_days: float = 7.0
-    """Time from the first row to the last."""
+    """Days from the first row to the last."""
     base_rate: float = 0.25
     """Mean label."""
     main_strength: float = 0.8
@@ -121,7 +122,7 @@ class SyntheticConfig:
 
     @property
     def digest(self) -> str:
-        """Names exactly these rows."""
+        """Identifies exactly these rows."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -139,7 +140,7 @@ _TERABYTE_ZIPF = (
     1.1, 1.25, 1.1, 1.4, 1.2, 1.0, 1.2, 1.6, 2.5, 1.15, 1.25, 1.15, 1.0,
     1.5, 1.35, 2.5, 1.0, 1.85, 1.0, 1.1, 1.15, 1.1, 1.2, 1.2, 2.5, 2.5,
 )  # fmt: skip
-"""Fitted by us to the distinct ids among 80,000 public rows; at 1 where 14 ids or fewer make that say nothing."""
+"""Fitted by us to the distinct ids among 80,000 public rows; 1 for columns with 14 ids or fewer, which say nothing."""
 _TERABYTE_MISSING = (
     0.04, 0, 0, 0, 0, 0, 0, 0, 0, 0.04, 0.04, 0, 0, 0.42, 0, 0.42, 0.42, 0, 0, 0.04, 0.04, 0.04, 0.42, 0, 0, 0,
 )  # fmt: skip
@@ -148,13 +149,13 @@ _TERABYTE_DENSE = (
     (0.1, 0.3, 0.02), (2.2, 2.1, 0), (1.8, 1.2, 0), (0.2, 0.4, 0.07), (1.3, 0.7, 0.41), (7.6, 2.8, 0.01),
     (1.8, 0.9, 0.23),
 )  # fmt: skip
-"""Mean and standard deviation of log(1 + count), and share missing, of the same 80,000 rows."""
+"""Mean and standard deviation of log(1 + count), and share of missing values, in the same 80,000 rows."""
 _CRITEO_DENSE = tuple(
     SyntheticDense(name=f"I{j}", mean=mean, sd=sd, missing=missing)
     for j, (mean, sd, missing) in enumerate(_TERABYTE_DENSE, 1)
 )
 _TableShape: TypeAlias = tuple[str, int, float, float]
-"""Name, rows, exponent of the popularity law, share missing."""
+"""Name, rows, exponent of the popularity law, share of missing values."""
 
 
 AVAZU_ROWS = {
@@ -163,14 +164,15 @@ AVAZU_ROWS = {
     "device_type": 5, "device_conn_type": 4, "C14": 2626, "C15": 8, "C16": 9, "C17": 435, "C18": 4, "C19": 68,
     "C20": 172, "C21": 60,
 }  # fmt: skip
-"""Distinct ids per column of the Avazu set, as commonly told; no primary source was read. Together 9.4 million."""
+"""Distinct ids per column of the Avazu set, as commonly reported; no primary source was read. 9.4 million in all."""
 
 
 def criteo_kaggle(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fields: Any) -> SyntheticConfig:
-    """The shape of the Criteo Kaggle set: 13 counts, 26 one-hot tables of 33.8 million rows, a quarter clicks, 7 days.
+    """Returns the shape of the Criteo Kaggle set: 13 counts, 26 one-hot tables of 33.8 million rows, a quarter clicks,
+    7 days.
 
-    scale: tables of more than 1,000 rows get this share of their rows, at least 1,000. drift: of every table.
-    fields: other fields of `SyntheticConfig`. Skews follow the size of the table, in the range fitted to Criteo 1TB.
+    scale: tables of more than 1,000 rows keep this share of their rows, at least 1,000. drift: of every table.
+    fields: other fields of `SyntheticConfig`. The skew of a table follows its size, in the range fitted to Criteo 1TB.
     """
     tables = _by_size({f"C{j}": rows for j, rows in enumerate(KAGGLE_ROWS, 1)})
     fields = {"base_rate": 0.256, "num_days": 7.0, **fields}
@@ -178,9 +180,9 @@ def criteo_kaggle(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fi
 
 
 def avazu(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fields: Any) -> SyntheticConfig:
-    """The shape of the Avazu set: the hour, 21 one-hot tables of 9.4 million rows, 17 % clicks, 10 days.
+    """Returns the shape of the Avazu set: the hour, 21 one-hot tables of 9.4 million rows, 17 % clicks, 10 days.
 
-    Arguments as in `criteo_kaggle`, whose skews by size of table it has.
+    Arguments and skews are those of `criteo_kaggle`.
     """
     dense = (SyntheticDense(name="hour", mean=2.3, sd=0.7, missing=0.0),)
     fields = {"base_rate": 0.17, "num_days": 10.0, **fields}
@@ -200,9 +202,10 @@ def _by_size(rows: Mapping[str, int]) -> list[_TableShape]:
 
 
 def criteo_terabyte(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fields: Any) -> SyntheticConfig:
-    """The shape of the Criteo 1TB logs: 13 counts, 26 one-hot tables of 882 million rows, 3.2 % clicks, 24 days.
+    """Returns the shape of the Criteo 1TB logs: 13 counts, 26 one-hot tables of 882 million rows, 3.2 % clicks, 24
+    days.
 
-    Arguments as in `criteo_kaggle`; skews and missing shares fitted to 80,000 public rows.
+    Arguments as in `criteo_kaggle`; skews and shares of missing values are fitted to 80,000 public rows.
     """
     names = [f"C{j}" for j in range(1, 27)]
     tables = list(zip(names, TERABYTE_ROWS, _TERABYTE_ZIPF, _TERABYTE_MISSING, strict=True))

@@ -1,7 +1,7 @@
-"""The rows of a synthetic data set and the truth behind their labels; see `synthetic` for the rules.
+"""Makes the rows of a synthetic data set and the truth behind their labels; `synthetic` states the rules.
 
 Rows come in cells of 16,384. Everything random about a cell is Philox4x64-10(key=(seed, stream), counter=(0, 0, cell,
-0)), one stream per column, so any row can be made without those before it and chunks of any size hold the same rows.
+0)) with a stream per column, so a row can be made without those before it, and chunks of any size hold the same rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from hotrow.data.sources.synthetic_config import SyntheticConfig, SyntheticTable
 
 CELL_ROWS = 16_384
 _LATENT = 4
-"""Numbers per id that the pairwise part of the teacher multiplies."""
+"""Numbers per id in the products of the teacher's pairwise part."""
 _LEVELS = 1 << 12
-"""Normal draws take one of this many equally likely values."""
+"""A normal draw takes one of this many equally likely values."""
 _LABELS, _DENSE, _IDS, _LENGTHS = (n << 32 for n in range(4))
-"""First stream of each family; a column's place is added."""
+"""First stream of each family; a column adds its index."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Ids:
-    """Items drawn for one feature: one per row, or cut by row_splits. A missing value is the item N."""
+    """Items drawn for one feature: one per row, or split into rows by row_splits. Item N is a missing value."""
 
     items: NDArray[np.int64]
     row_splits: NDArray[np.int64] | None = None
@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def num_rows(self) -> int:
-        """Rows of this cell: 16,384, the last cell fewer."""
+        """Rows in this cell: 16,384, or fewer in the last cell."""
         return int(self.dense_levels.shape[1])
 
 
@@ -67,7 +67,7 @@ def _raw(config: SyntheticConfig, stream: int, cell: int, num_words: int) -> NDA
 
 
 def _mix32(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """The finalizer of MurmurHash3, a bijection of 32-bit words; in place."""
+    """Applies the finalizer of MurmurHash3, a bijection of 32-bit words, in place."""
     words ^= words >> np.uint32(16)
     words *= np.uint32(0x85EBCA6B)
     words ^= words >> np.uint32(13)
@@ -82,7 +82,7 @@ def _salt(config: SyntheticConfig, table: SyntheticTable) -> int:
 
 
 def _ranks(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Ranks 0 .. N - 1 by inverting the distribution function at 53 random bits."""
+    """Draws ranks 0 .. N - 1 by inverting the distribution function at 53 random bits."""
     uniform = (words >> np.uint64(11)).astype(np.float64)
     uniform *= 2.0**-53
     low, high, power = 0.5, table.num_embeddings + 0.5, 1.0 - table.zipf
@@ -98,7 +98,7 @@ def _ranks(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64
 
 
 def _exchange(table: SyntheticTable, salt: int, ranks: NDArray[np.int64], time: Floats) -> NDArray[np.int64]:
-    """The item of each rank at `time`; see `SyntheticTable.drift`."""
+    """Returns the item of each rank at `time`; see `SyntheticTable.drift`."""
     half = table.num_embeddings // 2
     if not table.drift or not half:
         return ranks
@@ -109,7 +109,7 @@ def _exchange(table: SyntheticTable, salt: int, ranks: NDArray[np.int64], time: 
 
 
 def _lengths(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Poisson or geometric lengths with the mean given, cut at max_length, by inverting the distribution function."""
+    """Draws Poisson or geometric lengths, cut at max_length, by inverting the distribution function."""
     mean, steps = table.mean_length, np.arange(table.max_length)
     if table.kind == "multi_hot":
         log_factorial = np.concatenate([[0.0], np.log(np.arange(1, table.max_length)).cumsum()])
@@ -121,14 +121,14 @@ def _lengths(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int
 
 
 class Generator:
-    """Draws cells: everything but the label."""
+    """Draws everything in a cell except the label."""
 
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
         self.salts = [_salt(config, table) for table in config.tables]
 
     def cell(self, index: int) -> Cell:
-        """Cell `index`: rows from index * 16,384 on."""
+        """Draws cell `index`: rows from index * 16,384 on."""
         first = index * CELL_ROWS
         num_rows = min(CELL_ROWS, self.config.num_rows - first)
         time = np.arange(first, first + num_rows) / self.config.num_rows
@@ -145,7 +145,7 @@ class Generator:
             words = _raw(self.config, _IDS + j, index, len(time))
             items = _exchange(table, salt, _ranks(table, words), time)
             if table.missing:
-                # The 11 bits that `_ranks` leaves are too few for a share; mixing makes more of the same word.
+                # `_ranks` leaves only 11 bits, too few for a share; mixing makes more bits from the same word.
                 items[mix64(words) < np.uint64(table.missing * 2.0**64)] = table.num_embeddings
             return Ids(items)
         lengths = _lengths(table, _raw(self.config, _LENGTHS + j, index, len(time)))
@@ -154,12 +154,12 @@ class Generator:
         return Ids(_exchange(table, salt, _ranks(table, words), np.repeat(time, lengths)), splits)
 
     def labels(self, index: int, logits: Floats) -> NDArray[np.float32]:
-        """Labels [n] of cell `index`: 1 with probability sigmoid(logit)."""
+        """Draws the labels [n] of cell `index`: 1 with probability sigmoid(logit)."""
         uniform = (_raw(self.config, _LABELS, index, len(logits)) >> np.uint64(11)) * 2.0**-53
         return (uniform < sigmoid(logits)).astype(np.float32)
 
     def count_levels(self) -> NDArray[np.float32]:
-        """[I, levels + 1]: the count each level of a dense column stands for; the last, at -1, is NaN for missing."""
+        """Returns the count for each level of a dense column, [I, levels + 1]; the last, at -1, is NaN for missing."""
         table = np.full((len(self.config.dense), _LEVELS + 1), np.nan, np.float32)
         for j, column in enumerate(self.config.dense):
             count = np.floor(np.expm1(column.mean + column.sd * _normal_levels()))
@@ -167,7 +167,7 @@ class Generator:
         return table
 
     def keys(self, j: int, items: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Raw ids of items."""
+        """Returns the raw ids of items."""
         return _mix32(items.astype(np.uint32) ^ np.uint32(self.salts[j] & 0xFFFFFFFF))
 
 
@@ -188,8 +188,8 @@ class Teacher:
         dense  sum over columns j of a_j z_j                          z_j = normal score of the count, 0 when missing
         w_f    1 / (1 + ln(N_f) / 4): small tables matter more, so that the truth can be learnt from few rows
 
-    Lists count as the mean over their ids. Nothing is stored per id: u and v are bits of a hash of (seed, table, id).
-    Scales and bias are set on the first 16,384 rows.
+    A list counts as the mean of its ids. Nothing is stored per id: u and v are bits of a hash of (seed, table, id).
+    Scales and bias are set with the first 16,384 rows.
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -200,9 +200,9 @@ class Teacher:
         self._id_levels = [np.tile(np.float32(weight) * normal, (1 + _LATENT, 1)) for weight in weights]
         """By feature [1 + 4, levels]: what each level of u and of v adds, weighted and centred."""
         signs = [(-1) ** j / math.sqrt(1 + j) for j in range(len(config.dense))]
-        # Level -1, a missing count, is the last and adds nothing.
+        # Level -1, a missing count, is the last level and adds nothing.
         self._dense_levels = [np.append(np.float32(sign) * normal, np.float32(0)) for sign in signs]
-        # A full cell even where the data set is smaller, so that its size does not move the truth.
+        # A full cell even if the data set is smaller, so that the truth does not depend on its size.
         pilot = Generator(replace(config, num_rows=max(config.num_rows, CELL_ROWS))).cell(0)
         for j, ids in enumerate(pilot.ids):
             self._id_levels[j][1:] -= self._effects(j, ids)[1:].mean(axis=1, keepdims=True)
@@ -219,7 +219,7 @@ class Teacher:
         self.bias = _bias_for(config.base_rate, self.logits(pilot))
 
     def logits(self, cell: Cell) -> Floats:
-        """[n] logits whose sigmoid is the probability the label was drawn with."""
+        """Returns logits [n]; the label was drawn with probability sigmoid(logit)."""
         parts = self._parts(cell)
         logit = np.full(cell.num_rows, self.bias)
         for part, (scale, mean) in zip((parts.main, parts.pair, parts.dense), self._scales, strict=True):
@@ -227,7 +227,7 @@ class Teacher:
         return logit
 
     def additive_logits(self, cell: Cell) -> Floats:
-        """The same without the pairwise part: the most that a model of single columns could know."""
+        """Returns the logits without the pairwise part: the most that a model of single columns can learn."""
         parts = self._parts(cell)
         (main_scale, main_mean), _, (dense_scale, dense_mean) = self._scales
         return self.bias + main_scale * (parts.main - main_mean) + dense_scale * (parts.dense - dense_mean)
@@ -246,7 +246,7 @@ class Teacher:
         return _Parts(main.astype(np.float64), pair.astype(np.float64), dense.astype(np.float64))
 
     def _effects(self, j: int, ids: Ids) -> NDArray[np.float32]:
-        """[1 + 4, n]: u and v of each row's id, or their means over its list, weighted and centred."""
+        """Returns [1 + 4, n]: u and v of each row's id, or their means over its list, weighted and centred."""
         words = mix64(ids.items.astype(np.uint64) + np.uint64(self._generator.salts[j]))
         bits, low = np.uint64(_LEVELS.bit_length() - 1), np.uint64(_LEVELS - 1)
         effects = np.empty((1 + _LATENT, len(words)), np.float32)
@@ -257,7 +257,7 @@ class Teacher:
 
 
 def _bag_means(values: NDArray[np.float32], row_splits: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Means of `values` [k, sum of lengths] over each row's span, 0 for empty ones: [k, n]."""
+    """Returns the means [k, n] of `values` [k, sum of lengths] over each row's span, 0 for an empty span."""
     sums = np.zeros((len(values), values.shape[1] + 1))
     np.cumsum(values, axis=1, out=sums[:, 1:], dtype=np.float64)
     means = (sums[:, row_splits[1:]] - sums[:, row_splits[:-1]]) / np.maximum(np.diff(row_splits), 1)
@@ -265,7 +265,7 @@ def _bag_means(values: NDArray[np.float32], row_splits: NDArray[np.int64]) -> ND
 
 
 def sigmoid(logits: Floats) -> Floats:
-    """1 / (1 + exp(-z)), without overflow."""
+    """Returns 1 / (1 + exp(-z)) without overflow."""
     return 0.5 * (1.0 + np.tanh(0.5 * logits))
 
 

@@ -1,7 +1,7 @@
-"""Tables as streams of Arrow record batches: Parquet files, delimited text files, frames in memory.
+"""Reads tables as streams of Arrow record batches: Parquet files, delimited text files, frames in memory.
 
-A reader knows its files, the type of each column, and yields a file's rows from any row on. It does not know what the
-columns mean; `columns.py` does.
+A reader knows its files and the type of each column, and yields the rows of a file from any row on. It does not know
+what the columns mean; `columns.py` does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SNIFF_BYTES = 1 << 16
 ESTIMATE_BYTES = 4 << 20
 BATCH_BYTES = 32 << 20
 MAX_BATCH_ROWS = 1 << 19
-"""Of Parquet rows read at once; see `_batch_rows`."""
+"""Upper limit of Parquet rows read at once; see `_batch_rows`."""
 CSV_BLOCK_BYTES = 4 << 20
 FRAME_NAME = "<frame>"
 
@@ -47,15 +47,15 @@ class Rows:
 
     batch: pa.RecordBatch
     lines: np.ndarray[Any, np.dtype[np.int64]]
-    """[num_rows] 1-based row number of each row in its file, of text with the header (`TextReader.line_of`)."""
+    """[num_rows] 1-based number of each row in its file; in text the header counts (`TextReader.line_of`)."""
     end: int
     """Position after these rows: rows of the file consumed, bad lines included."""
     bad: tuple[RowError, ...] = ()
-    """Lines before `end` that could not be cut into columns."""
+    """Lines before `end` that could not be split into columns."""
 
 
 class TableReader(Protocol):
-    """Files of one table."""
+    """Reads the files of one table."""
 
     @property
     def files(self) -> tuple[FileInfo, ...]:
@@ -66,25 +66,26 @@ class TableReader(Protocol):
         """Name and type of every column, partition columns included."""
 
     def partition_values(self) -> dict[str, pa.Array]:
-        """Columns that folders name: their value in each file."""
+        """Returns the value of each partition column in each file."""
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """Raises ValueError naming file and column where a file lacks one of `columns` or holds it as another type."""
+        """Raises ValueError naming file and column if a file lacks one of `columns` or has another type for it."""
 
     def count_rows(self) -> tuple[int, bool]:
-        """Number of rows, and whether it is exact."""
+        """Returns the number of rows, and whether it is exact."""
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The rows of one file after position `first`. Raises ValueError naming the file where it cannot be read."""
+        """Yields the rows of one file after position `first`. Raises ValueError naming the file if it cannot be
+        read."""
 
 
 def has_suffix(path: str, suffixes: Sequence[str]) -> bool:
-    """Whether a file's name, a compression suffix aside, ends in one of `suffixes`."""
+    """Returns whether a file's name, without a compression suffix, ends in one of `suffixes`."""
     return COMPRESSION_SUFFIX.sub("", path.lower()).endswith(tuple(suffixes))
 
 
 def is_parquet(file: InputFile) -> bool:
-    """By suffix, else by the four bytes every Parquet file starts with."""
+    """Decides by the suffix, else by the four bytes with which every Parquet file starts."""
     if has_suffix(file.path, PARQUET_SUFFIXES):
         return True
     if has_suffix(file.path, TEXT_SUFFIXES):
@@ -94,8 +95,11 @@ def is_parquet(file: InputFile) -> bool:
 
 
 class FrameReader:
-    """Any frame in memory that speaks Arrow's C stream (pandas, polars, pyarrow, duckdb relations), read once into one
-    Arrow table: without a copy where its layout allows, and so that both passes see the same rows."""
+    """Reads any frame in memory with Arrow's C stream (pandas, polars, pyarrow, duckdb relations).
+
+    The frame is read once into an Arrow table, so that both passes see the same rows; without a copy if its layout
+    allows.
+    """
 
     def __init__(self, frame: Any) -> None:
         table = frame_to_arrow(frame)
@@ -110,28 +114,26 @@ class FrameReader:
         self.files: tuple[FileInfo, ...] = (FileInfo(FRAME_NAME, self.table.nbytes, digest),)
 
     def partition_values(self) -> dict[str, pa.Array]:
-        """A frame lies in no folder."""
+        """Returns nothing: a frame has no folder."""
         return {}
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """A frame is one file: nothing can drift."""
+        """Checks nothing: a frame is one file."""
 
     def count_rows(self) -> tuple[int, bool]:
-        """Number of rows, exactly."""
         return self.table.num_rows, True
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The frame's rows after position `first`."""
         for batch in self.table.select(list(columns)).slice(first).to_batches(max_chunksize=rows_per_batch):
             yield Rows(batch, np.arange(first + 1, first + 1 + len(batch)), first := first + len(batch))
 
 
 def frame_to_arrow(frame: Any) -> pa.Table:
-    """`frame` as an Arrow table. Raises ValueError for objects that do not speak Arrow, and for one-shot readers."""
+    """Returns `frame` as an Arrow table. Raises ValueError for objects without Arrow data and for one-shot readers."""
     try:
         return _to_table(frame)
     except (pa.ArrowException, TypeError) as error:
-        # pandas hands over columns of Python objects, which need not be of one type; Arrow then names the column.
+        # pandas passes on columns of Python objects, which may be of several types; Arrow then names the column.
         text = "; ".join(str(argument) for argument in error.args)
         raise ValueError(f"{type(frame).__name__} cannot be read as an Arrow table: {text}; convert it first") from None
 
@@ -146,18 +148,18 @@ def _to_table(frame: Any) -> pa.Table:
     for method in ("to_arrow_table", "to_arrow", "arrow"):
         if hasattr(frame, method):
             found = getattr(frame, method)()
-            # duckdb's results give a reader, its relations speak Arrow themselves.
+            # duckdb's results give a reader; its relations have Arrow's C stream.
             return found.read_all() if isinstance(found, pa.RecordBatchReader) else pa.table(found)
     if type(frame).__module__.startswith("pandas."):
         return pa.Table.from_pandas(frame, preserve_index=False)
     cure = "pass paths, or a pandas, polars, duckdb or pyarrow table"
     if hasattr(frame, "collect"):
         cure = "it is not computed yet: pass what its collect() returns"
-    raise ValueError(f"{type(frame).__name__} is no path and no Arrow-capable frame; {cure}")
+    raise ValueError(f"{type(frame).__name__} is not a path and not an Arrow-capable frame; {cure}")
 
 
 class ParquetReader:
-    """Parquet files with one schema, and hive partition columns from their folders."""
+    """Reads Parquet files that share a schema, with hive partition columns from their folders."""
 
     def __init__(self, files: Sequence[InputFile]) -> None:
         self._files = files
@@ -166,10 +168,10 @@ class ParquetReader:
         self.schema = self._file_schema(0)
 
     def _opened(self, file_index: int, *, text_columns: Sequence[str] = ()) -> pq.ParquetFile:
-        """One file; `text_columns` are read as dictionaries, which is how they are stored."""
+        """Opens one file; `text_columns` are read as dictionaries, as they are stored."""
         file = self._files[file_index]
         with naming(file):
-            # Without pre_buffer: reading ahead would hold every column chunk of the file at once.
+            # pre_buffer would hold every column chunk of the file at once.
             parquet = pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns), pre_buffer=False)
         names = parquet.schema_arrow.names
         if len(set(names)) < len(names):
@@ -185,12 +187,11 @@ class ParquetReader:
         return schema
 
     def partition_values(self) -> dict[str, pa.Array]:
-        """Columns that folders name: their value in each file."""
+        """Returns the columns that folders name: their value in each file."""
         stored = self._opened(0).schema_arrow.names
         return partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """Raises ValueError naming file and column where a file lacks a column or holds it in another type."""
         for index in range(len(self._files)):
             schema = self._file_schema(index)
             for name in columns:
@@ -206,11 +207,11 @@ class ParquetReader:
                     )
 
     def count_rows(self) -> tuple[int, bool]:
-        """Number of rows, from every file's footer."""
+        """Returns the exact number of rows, from the files' footers."""
         return sum(int(self._opened(i).metadata.num_rows) for i in range(len(self._files))), True
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The rows of one file after position `first`."""
+        """Yields the rows of one file after position `first`."""
         text = [c for c in columns if c not in self._partition_types and is_text(self.schema.field(c).type)]
         file, parquet = self._files[file_index], self._opened(file_index, text_columns=text)
         sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
@@ -230,7 +231,7 @@ class ParquetReader:
 
 
 def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
-    """Rows read at once: many, so that a dictionary serves many, within BATCH_BYTES."""
+    """Returns how many rows to read at once: many, so that a dictionary serves many, but within BATCH_BYTES."""
     metadata = parquet.metadata
     stored_bytes = sum(int(metadata.row_group(g).total_byte_size) for g in range(metadata.num_row_groups))
     row_bytes = max(8 * num_columns, stored_bytes // max(int(metadata.num_rows), 1))
@@ -238,7 +239,7 @@ def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
 
 
 def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
-    """Integers where every folder's value is one, else text."""
+    """Returns the type of each partition column: integers if every folder's value is one, else text."""
     values: dict[str, list[str]] = {}
     for file in files:
         for name, value in file.partition:
@@ -249,7 +250,7 @@ def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
 
 
 def partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
-    """The value of each partition column in each file."""
+    """Returns the value of each partition column in each file."""
     values = [dict(file.partition) for file in files]
     return {n: pa.array([row.get(n) for row in values], pa.string()).cast(kind) for n, kind in types.items()}
 
@@ -257,7 +258,7 @@ def partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) 
 def with_partition(
     batch: pa.RecordBatch, file: InputFile, columns: Sequence[str], types: dict[str, pa.DataType]
 ) -> pa.RecordBatch:
-    """`columns` of a file: those not in `batch` are as its folders say."""
+    """Returns `columns` of a file; columns that are not in `batch` get the values of its folders."""
     values = dict(file.partition)
     arrays = []
     for name in columns:
@@ -273,28 +274,30 @@ def _as_int(text: str) -> int | None:
 
 
 def _same_meaning(got: pa.DataType, want: pa.DataType) -> bool:
-    """Whether ids of both types are comparable: equal, signed integers of any width, or text of any layout."""
+    """Returns whether ids of both types are comparable: equal types, signed integers of any width, or any text."""
     got, want = value_type(got), value_type(want)
     signed = pa.types.is_signed_integer(got) and pa.types.is_signed_integer(want)
     return bool(got == want or signed or (is_text(got) and is_text(want)))
 
 
 class TextReader:
-    """Delimited text: every column as text, columns found by the header of each file or by given names, and hive
-    partition columns from their folders."""
+    """Reads delimited text, every column as text, with hive partition columns from the files' folders.
+
+    Columns are found by the header of each file or by given names.
+    """
 
     def __init__(self, files: Sequence[InputFile], spec: CsvSpec) -> None:
         self._files, self._spec = files, spec
         self.files = tuple(f.info for f in files)
         self._heads: dict[int, tuple[str, list[str]]] = {}
         self.delimiter, self.names = self._head(0)
-        """`names`: the columns of the first file's lines, without those that folders name."""
+        """`names`: the columns in the first file's lines, without partition columns."""
         partition = (name for name in partition_types(files) if name not in self.names)
         self._partition_types = dict.fromkeys(partition, pa.string())
         self.schema = pa.schema([(name, pa.string()) for name in (*self.names, *self._partition_types)])
 
     def _head(self, file_index: int) -> tuple[str, list[str]]:
-        """Delimiter and column names of one file."""
+        """Returns the delimiter and column names of one file."""
         if file_index not in self._heads:
             lines = self._first_lines(file_index)
             delimiter = self._spec.delimiter or guess_delimiter(lines)
@@ -303,7 +306,7 @@ class TextReader:
         return self._heads[file_index]
 
     def renamed(self, file_index: int = 0) -> dict[str, str]:
-        """Columns whose name stands in the header before them too: the name each has here, and the header's."""
+        """Returns new and old name of each column whose name a column before it in the header has too."""
         if self._spec.column_names is not None:
             return {}
         delimiter, names = self._head(file_index)
@@ -311,7 +314,7 @@ class TextReader:
         return {name: stored for name, stored in zip(names, header, strict=True) if name != stored}
 
     def first_records(self) -> list[list[str]]:
-        """The fields of the first file's first lines, its header among them if it has one."""
+        """Returns the fields of the first file's first lines, its header included."""
         delimiter, _ = self._head(0)
         return list(csv.reader(self._first_lines(0)[:100], delimiter=delimiter))
 
@@ -333,32 +336,32 @@ class TextReader:
         return lines
 
     def partition_values(self) -> dict[str, pa.Array]:
-        """Columns that folders name: their value in each file."""
+        """Returns the columns that folders name: their value in each file."""
         return partition_values(self._files, self._partition_types)
 
     def _stored(self, columns: Sequence[str]) -> list[str]:
-        """Of `columns`, those that stand in the files' lines."""
+        """Returns the columns among `columns` that are in the files' lines."""
         return [name for name in columns if name not in self._partition_types]
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """Raises ValueError naming file and column where a file's header lacks a column or names it twice."""
+        """Raises ValueError naming file and column if a file's header lacks a column or names it twice."""
         for index, info in enumerate(self.files):
             delimiter, names = self._head(index)
             for name in self._stored(columns):
                 if names.count(name) != 1:
                     fault = "lacks" if name not in names else "names twice"
                     raise ValueError(
-                        f"{info.path}: the header, cut at {delimiter!r}, {fault} column {name!r}; columns found: "
-                        f"{', '.join(names[:20])}; set csv.delimiter or csv.column_names if this is not how to cut it"
+                        f"{info.path}: the header, split at {delimiter!r}, {fault} column {name!r}; columns found: "
+                        f"{', '.join(names[:20])}; set csv.delimiter or csv.column_names if this split is wrong"
                     )
 
     def count_rows(self) -> tuple[int, bool]:
-        """Estimated from the first lines of each file and its stored size, less its header."""
+        """Estimates the number from the first lines of each file and its stored size, without headers."""
         has_header = self._spec.column_names is None
         return sum(max(0, estimate_lines(file) - has_header) for file in self._files), False
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """The rows of one file after position `first`, which counts lines after the header, bad ones included."""
+        """Yields the rows of one file after position `first`; it counts lines after the header, bad ones included."""
         file = self._files[file_index]
         header_lines = int(self._spec.column_names is None)
         places = _LinePlaces(file.name, header_lines)
@@ -376,9 +379,9 @@ class TextReader:
                 yield Rows(nothing, np.arange(0), bad[-1].line - header_lines, bad)
 
     def line_of(self, file_index: int, record: int) -> int:
-        """The line on which a record of a file begins; both count from 1, the header included.
+        """Returns the line on which a record of a file begins; both count from 1, the header included.
 
-        They differ after blank lines, which Arrow passes over, and newlines in quotes. Reads the file up to there.
+        The two differ after blank lines, which Arrow skips, and newlines in quotes. Reads the file up to there.
         """
         delimiter, _ = self._head(file_index)
         file = self._files[file_index]
@@ -387,7 +390,7 @@ class TextReader:
                 io.TextIOWrapper(stream, "utf-8-sig", errors="replace", newline=""), delimiter=delimiter
             )
             num_records, line = 0, 1
-            with suppress(csv.Error):  # a value longer than Python's limit: the record's number is what is known
+            with suppress(csv.Error):  # a value is longer than Python's limit: then only the record's number is known
                 for fields in records:
                     num_records += bool(fields)
                     if num_records == record:
@@ -398,10 +401,10 @@ class TextReader:
     def _blocks(
         self, stream: Any, file_index: int, columns: Sequence[str], places: _LinePlaces
     ) -> Iterator[pa.RecordBatch]:
-        """A file as Arrow cuts it, bad lines noted in `places`; ends only when Arrow's reading thread has too.
+        """Yields a file as Arrow splits it, notes bad lines in `places`, and ends only when Arrow's thread has ended.
 
-        That thread drops the reader, and file and callback with it, after its last read: later than the caller, who may
-        have broken off. Were Python shutting down by then, the process would be aborted.
+        That thread drops the reader, with file and callback, after its last read. This may be later than the caller,
+        who may have stopped early; if Python were shutting down by then, the process would abort.
         """
         name = self._files[file_index].name
         text = _CheckedText(name, stream, end=self._end_line(file_index))
@@ -416,7 +419,7 @@ class TextReader:
             try:
                 yield from pa.csv.open_csv(text, **self._csv_options(file_index, columns, on_bad_line))
             except pa.ArrowException:
-                if text.fault is None:  # else Arrow's is about a file that ends there
+                if text.fault is None:  # else Arrow complains only of a file that ends early
                     raise
             fault, is_whole = text.fault, text.is_whole
         finally:
@@ -427,10 +430,10 @@ class TextReader:
             raise fault
         if not is_whole:
             line = self.line_of(file_index, places.num_records)
-            raise ValueError(f"{name}:{line}: a quote opens here and is never closed; mend it")
+            raise ValueError(f"{name}:{line}: a quote opens here and is never closed; correct it")
 
     def _end_line(self, file_index: int) -> str:
-        """A line that no file has and that has not its number of columns, so that Arrow hands it over as a bad one."""
+        """Returns a line that no file has, with a wrong number of columns, so that Arrow reports it as a bad line."""
         delimiter, names = self._head(file_index)
         return "\x04end of text\x04" + delimiter * int(len(names) == 1)
 
@@ -438,10 +441,10 @@ class TextReader:
         delimiter, names = self._head(file_index)
         headless = self._spec.column_names is not None
         renamed = not headless and self.renamed(file_index)
-        # Arrow takes an empty list for all columns; rows are counted by one.
+        # For Arrow an empty list means all columns; to count rows, one column is read.
         stored = self._stored(columns) or self._head(file_index)[1][:1]
         return {
-            # One thread: only then does Arrow tell which line is bad; preparation reads in the background anyway.
+            # Only with one thread does Arrow say which line is bad; preparation reads in the background anyway.
             "read_options": pa.csv.ReadOptions(
                 use_threads=False,
                 block_size=CSV_BLOCK_BYTES,
@@ -462,10 +465,10 @@ class TextReader:
 
 
 class _CheckedText(io.RawIOBase):
-    """The bytes of a text file for Arrow, up to the first that are not UTF-8, and after all of them a line of ours.
+    """The bytes of a text file for Arrow, up to the first that are not UTF-8; the line `end` follows the last byte.
 
-    Arrow itself prints a traceback where a bad line is not UTF-8, and takes the rest of a file for one value where a
-    quote is never closed: then it does not hand over the line `end`.
+    Arrow itself prints a traceback if a bad line is not UTF-8, and takes the rest of a file for one value if a quote is
+    never closed; it then does not report the line `end`.
     """
 
     def __init__(self, name: str, stream: Any, *, end: str) -> None:
@@ -474,16 +477,15 @@ class _CheckedText(io.RawIOBase):
         self._num_bytes, self._num_lines, self._last = 0, 0, b"\n"
         self._is_over = False
         self.is_whole = False
-        """Whether Arrow came upon the last line outside quotes."""
+        """Whether Arrow found the line `end` outside quotes."""
         self.fault: Exception | None = None
-        """Why the file ends early."""
+        """The reason why the file ends early."""
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def read(self, num_bytes: int = -1) -> bytes:
-        """The next bytes; errors wait in `fault`, because their traceback would keep this object alive."""
+        """Returns the next bytes; an error waits in `fault`, because its traceback would keep this object alive."""
         if self._is_over:
             return b""
         text = b""
@@ -493,7 +495,7 @@ class _CheckedText(io.RawIOBase):
         except UnicodeDecodeError as error:
             at = error.start - len(error.object) + len(text)
             self.fault = _not_utf8(self._name, self._num_bytes + at, self._num_lines + text.count(b"\n", 0, max(at, 0)))
-        except Exception as error:  # whatever it is: the caller raises it
+        except Exception as error:  # the caller raises it, whatever it is
             self.fault = error.with_traceback(None)
         self._is_over = not text or self.fault is not None
         if self.fault is not None:
@@ -506,7 +508,7 @@ class _CheckedText(io.RawIOBase):
         return text
 
     def ends_with(self, line: str) -> bool:
-        """Whether a bad line is the one that ends the file, or comes only of an early end."""
+        """Returns whether a bad line is the line `end`, or bad only because the file ends early."""
         self.is_whole |= self._is_over and line == self._end
         return self.fault is not None or self.is_whole
 
@@ -516,7 +518,7 @@ def _not_utf8(name: str, byte: int, lines_before: int) -> ValueError:
 
 
 class _LinePlaces:
-    """Record numbers of the rows Arrow yields, and the errors of lines it could not cut into columns."""
+    """Record numbers of the rows that Arrow yields, and errors of lines that it could not split into columns."""
 
     def __init__(self, path: str, header_lines: int) -> None:
         self._path, self._header_lines = path, header_lines
@@ -526,26 +528,28 @@ class _LinePlaces:
 
     @property
     def num_records(self) -> int:
-        """Records so far: header, rows and bad lines."""
+        """Number of records so far: header, rows and bad lines."""
         return self._header_lines + self._num_rows + len(self._bad)
 
     def collect(self, row: Any) -> str:
-        """Notes a line with the wrong number of columns and lets Arrow go on."""
+        """Notes a line with the wrong number of columns and lets Arrow continue."""
         text = row.text if len(row.text) <= 60 else row.text[:57] + "..."
-        reason = f"{row.actual_columns} columns instead of {row.expected_columns} in {text!r}; mend or remove the line"
-        # Rows before the k-th bad line: its number, less header, itself and the bad lines before it.
+        reason = (
+            f"{row.actual_columns} columns instead of {row.expected_columns} in {text!r}; correct or remove the line"
+        )
+        # Rows before the k-th bad line: its number minus header, itself and the bad lines before it.
         self._rows_before.append(row.number - self._header_lines - 1 - len(self._bad))
         self._bad.append(RowError(file=self._path, line=row.number, reason=reason))
         return "skip"
 
     def lines_of(self, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Lines of the next `num_rows` rows."""
+        """Returns the lines of the next `num_rows` rows."""
         rows = np.arange(self._num_rows, self._num_rows + num_rows)
         self._num_rows += num_rows
         return rows + 1 + self._header_lines + np.searchsorted(np.array(self._rows_before), rows, side="right")
 
     def take_bad(self, last_line: int | None, *, after: int) -> tuple[RowError, ...]:
-        """Errors not taken yet of lines up to `last_line` (None: all), those up to line `after` dropped."""
+        """Returns errors not taken yet, of lines up to `last_line` (None: all), but not of lines up to `after`."""
         start = self._num_taken
         while self._num_taken < len(self._bad) and (last_line is None or self._bad[self._num_taken].line <= last_line):
             self._num_taken += 1
@@ -553,7 +557,7 @@ class _LinePlaces:
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """`names`, of which a repeated one becomes "name (2)", "name (3)" and so on, whichever is free."""
+    """Returns `names`; a repeated name becomes "name (2)", "name (3)" and so on, whichever is free."""
     given, found = set(names), dict.fromkeys(names, 1)
     result: list[str] = []
     taken: set[str] = set()
@@ -568,9 +572,9 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def guess_delimiter(lines: Sequence[str]) -> str:
-    """The delimiter that cuts the most of the first lines into one same number, above one, of columns.
+    """Returns the delimiter that splits most of the first lines into the same number of columns, more than one.
 
-    Raises ValueError never: a single column is possible, and then the comma stands.
+    If none does, there is a single column, and the delimiter is a comma.
     """
     best, best_score = ",", (0, 0)
     for delimiter in DELIMITERS:
@@ -583,7 +587,7 @@ def guess_delimiter(lines: Sequence[str]) -> str:
 
 
 def estimate_lines(file: InputFile) -> int:
-    """Lines per stored byte of a file's beginning, times its stored bytes; exact if the beginning is all of it."""
+    """Estimates a file's lines from its beginning and its stored size; exact if the beginning is the whole file."""
     with naming(file):
         text, stored_bytes = file.read_head(ESTIMATE_BYTES)
     num_lines = text.count(b"\n")
@@ -601,9 +605,9 @@ def naming(file: InputFile) -> Iterator[None]:
         text = " ".join(str(error).split())
         cures = {
             "Truncated compressed stream": "the file is cut short; fetch it again",
-            "straddling": f"a line is longer than {CSV_BLOCK_BYTES >> 20} MiB or a quote is never closed; mend it",
-            "cannot infer number of columns": "the header is empty, or a quote in it is never closed; mend it",
-            "Parquet magic bytes not found": "the file is cut short or no Parquet file; write it again",
+            "straddling": f"a line is longer than {CSV_BLOCK_BYTES >> 20} MiB or a quote is never closed; correct it",
+            "cannot infer number of columns": "the header is empty, or a quote in it is never closed; correct it",
+            "Parquet magic bytes not found": "the file is cut short or is not a Parquet file; write it again",
         }
         cure = next((cure for sign, cure in cures.items() if sign in text), "check the file")
         raise ValueError(f"{file.name}: {text}; {cure}") from None

@@ -2,7 +2,10 @@
 
     tracker = HotTracker(num_embeddings, record_bytes, budget_bytes)
     tracker.observe({"C3": ids, ...})       # each batch
-    tracker.hot_set()                       # within the budget, as of now; classify.py says what it covers
+    tracker.hot_set()                       # within the budget, as of now
+
+No run uses it: on the click logs at hand the rows that the whole split's counts name (`hot.rows: exact`) serve more of
+every part of the split than those that a tracker finds.
 
 A sketch counts: Misra and Gries' counters in buckets of four slots, one sketch for all tables, so that they share it by
 use. Scores are halved every HALVING accesses for each slot, so that what was hot long ago gives way. CAFE's HotSketch
@@ -22,7 +25,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hotrow.data.native import backend
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
+from hotrow.inspect.hot_rows import flat_ids, slices_of
 
 SLOTS_PER_ROW = 4
 """Slots of the sketch for each row that the budget holds: 32 bytes a row, as CAFE has it."""
@@ -156,24 +161,11 @@ class HotTracker:
         taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), self._room(), "right"))]
         return [np.sort(keys[taken[owner[taken] == t]]) - table.first_key for t, table in enumerate(tables)]
 
-    # ---- for checkpoints
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Tensors that `load_state_dict` of a tracker made alike takes; a copy."""
-        facts = [self.seed, *self.numbers.tolist(), *(t.first_key for t in self._large.values())]
-        return {
-            "slots": self.slots.clone(),
-            "facts": torch.tensor(facts, dtype=torch.int64),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there, to the bit. Raises ValueError where tables, budget or seed are others."""
-        own, facts = self.state_dict(), state["facts"].tolist()
-        mine = own["facts"].tolist()
-        if (facts[0], facts[3:], state["slots"].shape) != (mine[0], mine[3:], own["slots"].shape):
-            raise ValueError(
-                f"the tracker's state is of other tables, another budget or seed: {len(state['slots']):,} slots, seed "
-                f"{facts[0]}; here {len(own['slots']):,}, seed {self.seed}. Start anew, or restore the settings"
-            )
-        self.slots.copy_(state["slots"])
-        self.numbers.copy_(state["facts"][1:3])
+def show_part(tracker: HotTracker, dataset: PackedDataset, part: tuple[int, int]) -> None:
+    """Shows the training samples from part[0] to part[1] to the tracker, as training would."""
+    for columns, _ in slices_of(dataset, *part):
+        ids: dict[str, list[NDArray[Any]]] = {}
+        for feature, own in zip(dataset.info.features, columns, strict=True):
+            ids.setdefault(feature.table, []).append(flat_ids(own))
+        tracker.observe({name: np.concatenate(own) for name, own in ids.items()})

@@ -1,0 +1,141 @@
+"""The laboratory of hot rows: what benchmarks and studies need, and no run does.
+
+interval          what the mean of a few runs tells (Student's t)
+by_threshold      hot rows by FAE's own parameter, a share of their table's accesses
+crossing, Link    bytes between host and device when hot and cold batches train in phases, counted and not timed
+cached_crossing   the same for mixed batches with slots on the device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from hotrow.batch import Batch
+from hotrow.data.packed.format import DatasetInfo
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, tables_of
+from hotrow.placement.budget import TableSlots
+from hotrow.placement.slots import Directory
+
+
+def interval(mean: float, error: float, num: int) -> tuple[float, float]:
+    """Returns the 95 % interval of the true mean, from the mean of `num` >= 2 runs and its standard error."""
+    width = float(stats.t.ppf(0.975, num - 1)) * error
+    return mean - width, mean + width
+
+
+def by_threshold(
+    dataset: PackedDataset,
+    percent: float,
+    *,
+    record_bytes: Mapping[str, int],
+    small_table_bytes: int = SMALL_TABLE_BYTES,
+) -> HotSet:
+    """Returns the rows that take at least `percent` of the accesses to their table, by exact counts.
+
+    Small tables are hot whole. As in `calibrate`, row 0, which stands for all rare ids, is hot, and other rows without
+    an access are cold. Raises ValueError unless percent is from 0 to 100.
+    """
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percent is {percent}; a threshold is from 0 to 100 percent of a table's accesses")
+    rows = {}
+    for table in tables_of(dataset, record_bytes, small_table_bytes=small_table_bytes):
+        least = max(1.0, percent / 100 * float(table.counts.sum(dtype="u8")))
+        first = 1 + int(np.count_nonzero(table.counts[1:] >= least))
+        rows[table.name] = HotRows.first(len(table.counts)) if table.is_small else table.first(first)
+    return HotSet(how="threshold", rows=rows, record_bytes=record_bytes)
+
+
+# ---- bytes between host and device, in phases
+#
+# A hot batch sends its ids, dense inputs and labels to the device. A cold one sends its rows (pooled, one for each
+# sample and feature, or one for each id of a sequence), dense inputs and labels, and gets the rows' gradients back. A
+# swap sends the hot rows with their optimizer states over, or back. FAE (Adnan et al., VLDB'22) leaves gradients, dense
+# inputs and labels out of its table of transfers; counting them changes both sides.
+
+
+def crossing(*, row_bytes: int, input_bytes: int, id_bytes: int, hot: bool) -> tuple[int, int]:
+    """Returns the bytes that a batch sends to the device and gets back."""
+    return (input_bytes + id_bytes, 0) if hot else (input_bytes + row_bytes, row_bytes)
+
+
+@dataclass
+class Link:
+    """Bytes of the batches so far, beside those of the same batches with all embeddings on the CPU ("hybrid")."""
+
+    batch_bytes: int = 0
+    hybrid_bytes: int = 0
+
+    def count(self, batch: Batch, *, row_bytes: int, hot: bool, uploads: int = 1) -> None:
+        """Counts a batch. row_bytes: of its rows; uploads: how many times the ids of a hot batch go over."""
+        offsets = 0 if batch.sparse.one_hot else batch.sparse.offsets.nbytes
+        inputs, ids = batch.dense.nbytes + batch.label.nbytes, uploads * (batch.sparse.values.nbytes + offsets)
+        self.batch_bytes += sum(crossing(row_bytes=row_bytes, input_bytes=inputs, id_bytes=ids, hot=hot))
+        self.hybrid_bytes += sum(crossing(row_bytes=row_bytes, input_bytes=inputs, id_bytes=ids, hot=False))
+
+
+# ---- bytes between host and device, with slots
+#
+# Every batch sends dense inputs, labels and, for lookup and update, slot numbers over, and the rows that the device
+# lacks; evicted rows come back. At the end updated rows that lie on the device come back. The directories are those of
+# a run, so the rows that come and leave are those of a run that looks no further ahead than one batch.
+
+SLOT_BYTES = 4
+"""Bytes of the slot number of one lookup. It is sent twice: for the lookup and for its update."""
+MOVE_BYTES = 8
+"""Bytes of the slot number sent beside a row that comes or leaves."""
+
+
+@dataclass
+class Cached:
+    """Bytes of an epoch, each way, and what its batches found on the device."""
+
+    to_device_bytes: int = 0
+    from_device_bytes: int = 0
+    rows: int = 0
+    """Distinct rows of a batch, summed over batches and tables."""
+    hit_rows: int = 0
+    """The part of `rows` that was on the device already."""
+
+
+def cached_crossing(
+    batches: Iterable[Batch], info: DatasetInfo, slots: Mapping[str, TableSlots], record_bytes: Mapping[str, int]
+) -> Cached:
+    """Counts an epoch. slots: pinned and cached slots of each table; record_bytes: of a row with its states.
+
+    Raises ValueError, naming the table, if a batch looks up more rows than there are slots.
+    """
+    features = {table.name: [f.name for f in info.features if f.table == table.name] for table in info.tables}
+    directories = {table.name: Directory(table.num_embeddings, slots[table.name]) for table in info.tables}
+    found = Cached()
+    for batch in batches:
+        found.to_device_bytes += batch.dense.nbytes + batch.label.nbytes + 2 * SLOT_BYTES * len(batch.sparse.values)
+        for name, directory in directories.items():
+            _train(directory, _rows(batch, features[name]), name)
+    for name, directory in directories.items():
+        counts, size = directory.counts, record_bytes[name]
+        coming = slots[name].pinned + counts["read_rows"]
+        leaving = counts["written_rows"] + int(directory.dirty.sum())
+        found.to_device_bytes += coming * (size + MOVE_BYTES) + leaving * MOVE_BYTES
+        found.from_device_bytes += leaving * size
+        found.rows += counts["rows"]
+        found.hit_rows += counts["hit_rows"]
+    return found
+
+
+def _rows(batch: Batch, features: Iterable[str]) -> NDArray[np.int64]:
+    """Returns the distinct rows that these features of one table look up."""
+    ids = batch.sparse.values.numpy()
+    return np.unique(np.concatenate([ids[batch.sparse.span(name)] for name in features])).astype(np.int64)
+
+
+def _train(directory: Directory, rows: NDArray[np.int64], name: str) -> None:
+    if missing := directory.num_short(rows):
+        raise ValueError(f"a batch looks up {len(rows):,} rows of table {name!r}, {missing:,} more than have room")
+    slots, _ = directory.admit(rows)
+    directory.release(slots, updated=True)

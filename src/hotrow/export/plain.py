@@ -1,0 +1,85 @@
+"""An exported model in plain torch, without hotrow: what its network is built of, then the network and its options.
+
+score.py loads this file. The first part has the names that hotrow's own file of the model imports, written to be read;
+the second part is that file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ModelSpec:
+    """The options of the model: those in export.json, else the defaults stated below."""
+
+    def __init__(self, **options: Any) -> None:
+        vars(self).update(options)
+
+
+class SampleError(ValueError):
+    """A sample of a batch that the model cannot take. sample: its position in the batch, from 0."""
+
+    def __init__(self, sample: int, feature: str, reason: str) -> None:
+        super().__init__(f"{feature}, sample {sample} of the batch: {reason}")
+
+
+class Network(nn.Module):
+    """A model: (dense [B, I], rows) -> logits [B].
+
+    lookup: `pooled` if rows are [B, sum of D], a bag's rows as one, features side by side; `sequence` if they are
+    (rows of all ids [.., D], where each sample's begin [B + 1]) by feature.
+    """
+
+    lookup = "pooled"
+
+
+def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:
+    """Returns a linear layer; its weights are loaded later, so `generator` draws nothing."""
+    return nn.Linear(num_inputs, num_outputs)
+
+
+class MLP(nn.Module):
+    """Linear layers, a ReLU after each, except the last if `last="linear"`."""
+
+    def __init__(self, widths: Sequence[int], *, generator: torch.Generator, last: str = "relu") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear(n, m, generator) for n, m in pairwise(widths))
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the last layer's output."""
+        for k, layer in enumerate(self.layers):
+            x = layer(x)
+            x = torch.relu(x) if self.last == "relu" or k + 1 < len(self.layers) else x
+        return x
+
+
+class Linear(nn.Linear):
+    """x W^T + b; without `bias` x W^T."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, generator: torch.Generator, bias: bool = True) -> None:
+        super().__init__(num_inputs, num_outputs, bias=bias)
+
+
+class Constant(nn.Module):
+    """One learned vector for every sample, in place of an MLP without inputs."""
+
+    def __init__(self, num_outputs: int, *, generator: torch.Generator) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(num_outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the same vector for every row of x."""
+        return self.bias.expand(len(x), -1)
+
+
+def dot_interaction(dense: Tensor, rows: Tensor) -> Tensor:
+    """Returns [dense, products of all pairs of vectors]; dense [B, D], rows [B, F, D]."""
+    vectors = torch.cat([dense[:, None], rows], 1)
+    i, j = torch.tril_indices(vectors.shape[1], vectors.shape[1], offset=-1)
+    return torch.cat([dense, (vectors @ vectors.transpose(1, 2))[:, i, j]], 1)

@@ -1,0 +1,131 @@
+"""What a model is to the rest of hotrow: a `ModelSpec`, the `model` section of a config, which checks data and builds.
+
+A new model is one file beside this one with a subclass of `ModelSpec` and a subclass of `Network`, and one entry in
+`hotrow.models.MODELS`. The config's union, its error messages, docs/config.md, training, plans and exports follow from
+these. A model's file imports torch, this module and layers.py alone: an export copies it, and puts export/plain.py in
+place of the two.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Protocol
+
+import torch
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from torch import Tensor
+
+from hotrow.base.records import SECTION
+from hotrow.models.layers import Network
+from hotrow.tables import Dtype, TableConfig
+
+Width = Annotated[int, Field(ge=1, le=65536)]
+Steps = Annotated[int, Field(ge=1, le=1024)]
+InitBound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+DEFAULT = "default"
+
+
+def _is_mapping(value: Any) -> str:
+    return "by table" if isinstance(value, Mapping) else "number"
+
+
+EmbeddingDim = Annotated[
+    Annotated[Width, Tag("number")] | Annotated[dict[str, Width], Tag("by table")], Discriminator(_is_mapping)
+]
+
+
+class SampleError(ValueError):
+    """A sample of a batch that the model cannot take. sample: its position in the batch, from 0."""
+
+    def __init__(self, sample: int, feature: str, reason: str) -> None:
+        super().__init__(f"{feature}, sample {sample} of the batch: {reason}")
+        self.sample, self.feature, self.reason = sample, feature, reason
+
+
+class Dataset(Protocol):
+    """What a model may ask of a packed dataset."""
+
+    path: Path
+    info: Any
+
+    def table_configs(self, embedding_dim: Mapping[str, int]) -> tuple[TableConfig, ...]:
+        """The tables, with the given number of columns each."""
+
+    def list_lengths(self, features: Iterable[str]) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
+        """For each block of rows: its split, its first row there, and the number of ids of each row by feature."""
+
+
+class ModelSpec(BaseModel):
+    """The options of a model."""
+
+    model_config = SECTION
+
+    network: ClassVar[type[Network]]
+    """What `build` returns. Its `lookup` says how the model takes the rows of a batch."""
+    equal_dims: ClassVar[bool] = False
+    """Whether the rows of all tables must have the same number of columns."""
+    small: ClassVar[Mapping[str, Any]] = {}
+    """Options for data of few rows; for more rows the automatic recipe states their defaults."""
+
+    name: str
+    """The network."""
+    embedding_dim: EmbeddingDim = 16
+    """Columns D of every table: one number, or numbers by table such as `{default: 16, user: 8}`."""
+    embedding_init: InitBound | None = None
+    """Initial rows are uniform between minus and plus this number. null means sqrt(1 / rows of the table), as in the
+    reference DLRM. With 0 they start at zero, which is better on small data: an id then has no effect until it has been
+    seen in training."""
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> ModelSpec:
+        self.check_options()
+        return self
+
+    def check_options(self) -> None:
+        """Raises ValueError if options contradict each other."""
+
+    def check(self, dataset: Dataset) -> None:
+        """Raises ValueError, before a run has a folder, if the model cannot be trained on `dataset`."""
+        dims = self.dims_of(dataset)
+        if self.equal_dims and len(set(dims.values())) > 1:
+            listed = ", ".join(f"{name} {dim}" for name, dim in dims.items())
+            raise ValueError(
+                f"model.embedding_dim gives tables different numbers of columns ({listed}), but {self.name} multiplies "
+                "rows of all tables with each other: set it to one number, or choose a model that takes any"
+            )
+
+    def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> Network:
+        """Returns the network: (dense [B, num_dense], rows of the tables) -> logits [B].
+
+        dims: columns of the rows of each feature, features in the order of the collection. generator: the CPU generator
+        from which all weights are drawn.
+        """
+        raise NotImplementedError
+
+    def tables(self, dataset: Dataset, *, dtype: Dtype = "float32") -> tuple[TableConfig, ...]:
+        """Returns the tables of `dataset` as the model needs them."""
+        tables = dataset.table_configs(self.dims_of(dataset))
+        return tuple(replace(t, init=replace(t.init, bound=self.embedding_init), dtype=dtype) for t in tables)
+
+    def dims_of(self, dataset: Dataset) -> dict[str, int]:
+        """Returns the columns of each table. Raises ValueError if `embedding_dim` does not fit the tables' names."""
+        names = [table.name for table in dataset.info.tables]
+        if isinstance(self.embedding_dim, int):
+            return dict.fromkeys(names, self.embedding_dim)
+        given = self.embedding_dim
+        for name in given:
+            if name not in names and name != DEFAULT:
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"its tables are {', '.join(names)}"
+                raise ValueError(
+                    f"model.embedding_dim names table {name!r}, but {dataset.path} has no such table; {hint}"
+                )
+        if DEFAULT not in given and (missing := [name for name in names if name not in given]):
+            raise ValueError(
+                f"model.embedding_dim has no number for table {missing[0]!r} of {dataset.path}; add it, or "
+                f"`{DEFAULT}: 16` for all tables that are not named"
+            )
+        return {name: given.get(name, given.get(DEFAULT, 0)) for name in names}
