@@ -37,7 +37,7 @@ class HotCopies:
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        self.emb = emb
+        self.emb, self.hot = emb, hot
         rows, where = [hot.rows[table.name] for table in emb.tables], None if device is None else torch.device(device)
         self.tables = emb.placement
         self.copies = Copies(emb.placement, optimizer.attached_to(emb), rows, device=where)
