@@ -200,16 +200,16 @@ def epoch(config: Config, folder: Path) -> dict[str, Any]:
     run = train(config.model_copy(update={"run": str(folder)}), quiet=True)
     record, lines = run.record, run.measurements()
     shutil.rmtree(folder)
-    if record["status"] == "interrupted":  # the signal was meant for the study
+    if record.status == "interrupted":  # the signal was meant for the study
         raise KeyboardInterrupt
     return {
-        **{name: record["metrics"]["test"][name] for name in ("auc", "logloss", "accuracy", "ne")},
-        "train_s": record["train_s"],
-        "num_samples": record["rows"]["train"],
-        "num_steps": record["steps"],
+        **{name: record.metrics["test"][name] for name in ("auc", "logloss", "accuracy", "ne")},
+        "train_s": record.train_s,
+        "num_samples": record.rows["train"],
+        "num_steps": record.steps,
         "curve": [(line["step"], line["auc"]) for line in lines if line["kind"] == "eval" and line["split"] == "val"],
         "swaps": [line for line in lines if line["kind"] == "swap"],
-        "hot": record.get("hot"),
+        "hot": record.hot,
     }
 
 

@@ -27,8 +27,8 @@ from hotrow.batch import Batch
 from hotrow.config.load import load_config
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs, trainer
-from hotrow.run.session import StepClock
-from hotrow.run.setup import Parts
+from hotrow.run.meters import StepClock
+from hotrow.run.parts import Parts
 from hotrow.study import bench
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,7 +82,7 @@ def validation_auc(variant: str, seed: int, data: Path, run: Path) -> float:
     if variant == "split_8_low_bits":
         trainer.train_step = clearing_low_bits(plain)  # type: ignore[assignment]
     try:
-        return float(runs.train(config, quiet=True).record["metrics"]["val"]["auc"])
+        return float(runs.train(config, quiet=True).record.metrics["val"]["auc"])
     finally:
         trainer.train_step = plain
 

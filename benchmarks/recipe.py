@@ -96,14 +96,19 @@ def scores(dataset: PackedDataset, overrides: list[str], seeds: int, *, split: s
             raw: dict[str, Any] = {"data": str(dataset.path), "run": f"{folder}/run"}
             changes = [*overrides, f"train.seed={seed}", "train.threads=1"]
             run = runs.train(make_config(apply_overrides(raw, changes)), quiet=True)
-            metrics = run.record["metrics"][split]
+            metrics = run.record.metrics[split]
             found.append([metrics["auc"], metrics["logloss"], metrics["ne"]])
     return np.array(found)
 
 
+def automatic_of(dataset: PackedDataset) -> dict[str, Any]:
+    """The recipe that `fit` would choose."""
+    return choose_recipe(dataset.split("train").num_rows, num_features=len(dataset.info.features))
+
+
 def search(dataset: PackedDataset) -> tuple[str, list[str]]:
     """The name and overrides of the recipe of OTHERS with the lowest mean validation LogLoss over two seeds."""
-    automatic, found = choose_recipe(dataset.split("train").num_rows), {}
+    automatic, found = automatic_of(dataset), {}
     for name, changes in OTHERS.items():
         logloss = scores(dataset, as_overrides(automatic | changes), 2, split="val")[:, 1].mean()
         found[name] = float(logloss)
@@ -115,7 +120,7 @@ def search(dataset: PackedDataset) -> tuple[str, list[str]]:
 def compare(dataset: PackedDataset, name: str, seeds: int, *, searching: bool) -> list[dict[str, Any]]:
     """A row for the automatic recipe, and one for each hand-made one with what the automatic one is better by."""
     num_rows = dataset.split("train").num_rows
-    automatic = scores(dataset, as_overrides(choose_recipe(num_rows)), seeds)
+    automatic = scores(dataset, as_overrides(automatic_of(dataset)), seeds)
     others = {"criteo-small": hand_made(1.8, 64, 3, 0.015, num_rows)}
     others["searched"] = hand_made(*SEARCHED[name], num_rows)
     others |= dict([search(dataset)]) if searching else {}

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from hotrow.hot import turns
 from hotrow.hot.copies import HotCopies
-from hotrow.run import trainer, turns
+from hotrow.run import setup, trainer
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def copies_in_dram() -> Iterator[list[int]]:
         return plain(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "device_of_copies", lambda config, place: torch.device("cpu"))
+        patch.setattr(setup, "device_of_copies", lambda config, place: torch.device("cpu"))
         patch.setattr(turns, "HotCopies", InDram)
         patch.setattr(trainer, "train_step", step)
         yield steps

@@ -50,7 +50,7 @@ LIMIT_S = 60
 MEMORY_BYTES = 8 << 30
 """A case that wants more fails as it would on a small machine, instead of taking this one."""
 FORBIDDEN = (
-    *("Traceback", "Exception ignored", "error of hotrow itself", "validation error", "pydantic", "input_value"),
+    *("Traceback", "Exception ignored", "a bug in hotrow", "validation error", "pydantic", "input_value"),
     *("type=", "input_type", "Error: "),
 )
 """What no user may read. `Error: ` is a Python exception's name in the text of another."""

@@ -1,9 +1,9 @@
-"""What notebooks and the command line call: fit, load, and a finished run that scores and evaluates.
+"""The calls for notebooks and the command line: `fit`, `load`, and a finished run that scores and evaluates.
 
     run = hotrow.fit("clicks/*.parquet", label="click", time="ts")
     run.metrics["auc"], run.predict(frame), hotrow.load("runs/clicks-dlrm-001")
 
-Every function is preparation, training or scoring put together; nothing here knows how those are done.
+The functions here put preparation, training and scoring together; how those work is in the rooms below.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from hotrow.models.spec import SampleError
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_manifest import read_manifest
-from hotrow.run.device import Place, cpu_instead, place_tables
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics
+from hotrow.run.parts import build_network, look_up
+from hotrow.run.record import RunRecord
 from hotrow.run.runs import train
-from hotrow.run.setup import build_network, look_up
-from hotrow.run.state import read_model
+from hotrow.run.setup import Place, Setup, cpu_instead, read_model
 from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
 
 class Run:
-    """A run on disk, by its folder; `hotrow.fit` and `hotrow.load` return one."""
+    """A run on disk; `hotrow.fit` and `hotrow.load` return one."""
 
     def __init__(self, path: Path | str) -> None:
         self.folder = RunFolder.open(path)
@@ -74,32 +74,18 @@ class Run:
         return self.folder.path
 
     @property
-    def record(self) -> dict[str, Any]:
-        """What run.json says: status, versions, host, backend, warnings, metrics, timings."""
+    def record(self) -> RunRecord:
+        """The contents of run.json: status, versions, host, backend, warnings, metrics, timings."""
         return self.folder.record
 
     @property
     def metrics(self) -> dict[str, Any]:
         """The final metrics on the test split (else the validation split) under their names, and `split`; {} before."""
-        for split in ("test", "val"):
-            if split in self.record.get("metrics", {}):
-                return {"split": split, **self.record["metrics"][split]}
-        return {}
+        return self.record.final_metrics
 
     def summary(self) -> dict[str, Any]:
-        """One flat record of how the run went: what `hotrow train --json` prints."""
-        record, metrics = self.record, self.metrics
-        speed = ("samples_per_s", "steps", "steps_skipped", "epochs", "step_ms", "train_s", "backend")
-        names = ("status", "ended", "signal", *speed)
-        return {
-            **{name: metrics.get(name) for name in ("auc", "logloss", "ne", "calibration", "base_logloss", "split")},
-            **{name: record[name] for name in names if name in record},
-            "run_dir": str(self.path),
-            **({"memory": _memory_summary(record["memory"])} if "memory" in record else {}),
-            **{name: record[name] for name in ("write_budget",) if name in record},
-            "metrics": record.get("metrics", {}),
-            "warnings": record["warnings"],
-        }
+        """Returns one flat record of how the run went: what `hotrow train --json` prints."""
+        return {**self.record.summary(), "run_dir": str(self.path)}
 
     @property
     def checkpoint(self) -> Path:
@@ -114,7 +100,7 @@ class Run:
             gone = f"; the manifest of step {lost[-1]} is missing, restore it" if lost else ""
             raise ValueError(f"run {self.path} has no checkpoint yet; let it train, or resume it{gone}")
         newest = max(checkpoints)
-        wanted = self.record.get("chosen_step", max([newest, *lost]))
+        wanted = max([newest, *lost]) if self.record.chosen_step is None else self.record.chosen_step
         if wanted not in checkpoints:
             gone = f"{self.path}: the checkpoint of step {wanted} is missing or has lost its manifest"
             text = f"{gone}; step {newest} is used"
@@ -127,10 +113,10 @@ class Run:
     def export(
         self, out: Path | str, *, step: int | None = None, progress: ProgressCallback | None = None
     ) -> dict[str, Any]:
-        """Write weights, vocabularies and rules as the new folder `out`, to score without hotrow; see docs/export.md.
+        """Writes weights, vocabularies and rules to the new folder `out`, to score without hotrow; see docs/export.md.
 
-        step: of the checkpoint to take; None: the one this run predicts with. Returns what export.json says.
-        Raises ValueError where there is no such checkpoint, `out` exists already or the disk has too little room.
+        step: the step of the checkpoint; None: the checkpoint that this run predicts with. Returns what export.json
+        says. Raises ValueError if there is no such checkpoint, `out` exists already or the disk has too little room.
         """
         checkpoint = self.checkpoint if step is None else self._checkpoint_at(step)
         return export_checkpoint(checkpoint, self.folder.vocabulary, out, progress=progress)
@@ -145,37 +131,35 @@ class Run:
     @cached_property
     def _network(self) -> tuple[EmbeddingCollection, Network, Place]:
         checkpoint, kept = self.checkpoint, PackedDataset.open(self.folder.vocabulary)
-        config, tables = read_model(checkpoint, read_manifest(checkpoint), kept)
-        config, place = _place_here(config)
-        memory = place_tables(config, tables, self.path, place, training=False)
-        num_dense = len(kept.info.dense)
-        embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory, place=place)
+        config, _ = read_model(checkpoint, read_manifest(checkpoint), kept)
+        setup = Setup.decide(_on_this_machine(config), kept, self.path, training=False)
+        embedding, model = build_network(setup)
         load_checkpoint(checkpoint, {"embedding": embedding, "model": model})
-        return embedding, model, place
+        return embedding, model, setup.place
 
     def close(self) -> None:
-        """Let go of the model, and of files in which tables lie that memory does not hold."""
+        """Frees the model, and removes the files of tables that do not fit in memory."""
         if (network := self.__dict__.pop("_network", None)) is not None:
             close_tiers(network[0], self.path)
 
     def predict(self, data: Any) -> NDArray[np.float32]:
-        """The probability of a positive label for each row of `data`, in its order: float32 [num_rows].
+        """Returns the probability of a positive label for each row of `data`, in its order: float32 [num_rows].
 
-        data: raw rows as they were prepared for training, label and time not needed nor read: paths, globs or URIs, or
-        an Arrow-capable frame. Ids never seen in training score through row 0, as rare ones do.
-        Raises ValueError where columns are missing or of another type, naming file and column.
+        data: raw rows with the columns that training had; label and time are not read. Paths, globs or URIs, or an
+        Arrow-capable frame. Ids that training never saw score through row 0, as rare ids do.
+        Raises ValueError if columns are missing or have another type, naming file and column.
         """
         scores = list(self.predict_batches(data))
         return np.concatenate(scores) if scores else np.empty(0, np.float32)
 
     def predict_batches(self, data: Any) -> Iterator[NDArray[np.float32]]:
-        """`predict` piece by piece, in bounded memory."""
+        """Yields what `predict` returns, piece by piece, in bounded memory."""
         for logits_B, _ in self._logits(data, labels="ignored"):
             yield torch.sigmoid(logits_B).cpu().numpy()
 
     @torch.no_grad()
     def _logits(self, data: Any, *, labels: Literal["ignored", "alone"]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits and labels of raw rows, piece by piece; labels: whether they are read, without the rows' times."""
+        """Yields logits and labels of raw rows, piece by piece. labels: "alone": labels are read, but not times."""
         embedding, model, place = self._network
         first_row = 0
         for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE, labels=labels):
@@ -188,9 +172,9 @@ class Run:
             yield logits_B, batch.label
 
     def write_scores(self, data: Any, out: Path | str, *, keep: Sequence[str] = ()) -> int:
-        """Write `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
+        """Writes `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
 
-        keep: columns of `data` that are written before it, unchanged. The file appears when it is whole. Raises
+        keep: columns of `data` that are written before it, unchanged. The file appears when it is complete. Raises
         ValueError if it exists already or has another suffix, or if a column to keep is missing or called `score`;
         OSError naming the file if the disk is full.
         """
@@ -212,10 +196,10 @@ class Run:
         return num_rows
 
     def evaluate_rows(self, data: Any) -> dict[str, Any]:
-        """The metrics of the run's model on raw rows with labels, which are read as they were for training.
+        """Returns the metrics of the run's model on raw rows with labels, which are read as they were for training.
 
-        data: paths, globs or URIs, or an Arrow-capable frame; times are not read. Raises ValueError naming file, row
-        and column of what is wrong.
+        data: paths, globs or URIs, or an Arrow-capable frame; times are not read. Raises ValueError naming the file,
+        row and column that is wrong.
         """
         if RawEncoder(self.folder.vocabulary).schema.histories is not None:
             raise ValueError("this run's rows are made of histories: prepare the new events, and pass --data FOLDER")
@@ -228,9 +212,9 @@ class Run:
         return {name: None if value != value else value for name, value in metrics.compute().items()}
 
     def evaluate(self, split: str = "test", *, data: Path | str | None = None) -> dict[str, Any]:
-        """The metrics of the run's model on a split of `data`, a packed dataset (default: the one it was trained on).
+        """Returns the metrics of the run's model on a split of a packed dataset (default: the one it was trained on).
 
-        Raises ValueError where `data` was prepared with other vocabularies: its row numbers would mean other ids.
+        Raises ValueError if `data` was prepared with other vocabularies: its row numbers would mean other ids.
         """
         dataset = PackedDataset.open(self._dataset_path() if data is None else data)
         own = PackedDataset.open(self.folder.vocabulary)
@@ -246,18 +230,19 @@ class Run:
         return evaluate(embedding, model, loader, place=place)
 
     def _dataset_path(self) -> Path:
-        path = Path(self.record["dataset"]["path"]) if "dataset" in self.record else None
+        path = None if self.record.dataset is None else Path(self.record.dataset["path"])
         if path is None or not (path / MANIFEST).is_file():
             what = "no dataset yet" if path is None else f"the dataset {path}, and none is there"
             raise ValueError(f"{self.path / RUN} names {what}; pass another: --data FOLDER")
         return path
 
     def closing_lines(self, rows: str, next_commands: Sequence[str]) -> str:
-        """What a user reads when training has ended: quality, speed, memory, where the run is, and what to do next."""
+        """Returns what a user reads after training: quality, speed, memory, where the run is, and what to do next."""
         record, metrics = self.record, self.metrics
-        if record["status"] != "finished":
-            return f"the run {self.path} is {record['status']}; continue with: {resume_command(self.path)}"
-        backend, memory = record["backend"], record.get("memory")
+        memory: Any = record.memory
+        if record.status != "finished":
+            return f"the run {self.path} is {record.status}; continue with: {resume_command(self.path)}"
+        assert record.backend is not None, "RunFolder.open refuses a finished run without it"
 
         def shown(name: str) -> str:
             return "undefined" if metrics[name] is None else f"{metrics[name]:.4f}"
@@ -270,9 +255,9 @@ class Run:
                 f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; ratio {shown('ne')})",
             ]
         lines += [
-            f"  speed    {record['samples_per_s']:,.0f} samples/s, {backend['name']} kernels ({backend['isa']}, "
-            f"{backend['threads']} threads)",
-            f"  weights  of step {record['chosen_step']:,} of {record['steps']:,}",
+            f"  speed    {record.samples_per_s:,.0f} samples/s, {record.backend['name']} kernels "
+            f"({record.backend['isa']}, {record.backend['threads']} threads)",
+            f"  weights  of step {record.chosen_step:,} of {record.steps:,}",
         ]
         if memory is not None and "dram_bytes" in memory:
             lines += [
@@ -283,7 +268,7 @@ class Run:
         return "\n".join([*lines, f"  run      {self.path}", "next:", *(f"  {command}" for command in next_commands)])
 
     def next_commands(self, rows: str = "NEW_ROWS") -> list[str]:
-        """What to type to judge, score, take away and go on with a run; rows: the raw rows to name, quoted."""
+        """Returns commands that score, judge, export and continue the run. rows: the raw rows to name, quoted."""
         run = shlex.quote(str(self.path))
         return [
             f"hotrow predict {run} {rows} --out scores.csv",
@@ -293,11 +278,12 @@ class Run:
         ]
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r}, {self.record['status']})"
+        return f"Run({str(self.path)!r}, {self.record.status})"
 
     def _repr_html_(self) -> str:
-        figures = {"status": self.record["status"], "path": self.path, **self.metrics}
-        figures |= {name: self.record[name] for name in ("steps", "epochs", "samples_per_s") if name in self.record}
+        figures = {"status": self.record.status, "path": self.path, **self.metrics}
+        how_far = {name: getattr(self.record, name) for name in ("steps", "epochs", "samples_per_s")}
+        figures |= {name: value for name, value in how_far.items() if value is not None}
         rows = "".join(
             f"<tr><th>{html.escape(str(name))}</th>"
             f"<td>{html.escape(f'{value:.4f}' if isinstance(value, float) else str(value))}</td></tr>"
@@ -306,25 +292,18 @@ class Run:
         return f"<table>{rows}</table>"
 
 
-def _place_here(config: Config) -> tuple[Config, Place]:
-    """Where the run was trained, if that is here too; else the CPU, with a warning: scores agree, not to the bit."""
+def _on_this_machine(config: Config) -> Config:
+    """Returns `config`, or without its device if this machine does not have it: scores then agree, not to the bit."""
     try:
-        return config, Place.of(config)
+        Place.of(config)
+        return config
     except ValueError as error:
         warnings.warn(f"scores are computed on the CPU, in float32: {error}", stacklevel=3)
-        return cpu_instead(config), Place()
-
-
-def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:
-    """What concerns all tables together."""
-    sizes, io = ("dram_bytes", "disk_bytes"), ("bytes_per_read", "bytes_per_write", "cpu_us_per_io")
-    hits, stall = ("hits_per_lookup", "hits_per_row"), ("stall_s", "stall_share")
-    written = ("read_bytes", "written_bytes", "written_bytes_per_epoch", "write_amplification", "drive_written_bytes")
-    return {name: memory[name] for name in (*sizes, *hits, *stall, *io, *written) if memory.get(name) is not None}
+        return cpu_instead(config)
 
 
 def load(path: Path | str) -> Run:
-    """The run in the folder `path`. Raises ValueError where it is none."""
+    """Opens the run in the folder `path`. Raises ValueError if it is not a run."""
     return Run(path)
 
 
@@ -344,27 +323,29 @@ def fit(
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:
-    """Prepare `data` where it is raw, train a model on it, and return the run.
+    """Prepares `data` if it is raw, trains a model on it, and returns the run.
 
     data: a packed dataset's folder; paths, globs or URIs of CSV, Parquet or JSON Lines; or an Arrow-capable frame
-    (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is interrupted,
-    the same call goes on in the same folder. label, time: its columns of these meanings, guessed if None; label may be
-    a rule such as "rating >= 4" or "action = buy, cart"; with a time the last rows are the test split. categorical,
-    dense, lists: columns of ids, of numbers, and of several ids a row; what is not named is guessed, and said. schema:
-    a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`. split: "time", "random" or
-    "reference", or what a schema may say of it, such as {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
-    config: a recipe to train by, a path or its content, instead of the one chosen by the number of rows. model: "dlrm"
-    (default) or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN). overrides: options of the config
-    by their last name where that is unique (`epochs=3`) or in full (`**{"optimizer.dense.lr": 0.1}`); otherwise the
-    recipe for so many training rows holds (hotrow/recipe.py has the rule and its reasons). What was used is in the
-    run's config.yaml.
+        (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is
+        interrupted, the same call continues in the same folder.
+    label, time: the columns with that meaning; None: guessed. label may be a rule such as "rating >= 4" or
+        "action = buy, cart". With a time, the last rows are the test split.
+    categorical, dense, lists: columns of ids, of numbers, and of several ids a row. Other columns are guessed, and the
+        guess is shown.
+    schema: a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`.
+    split: "time", "random" or "reference", or a mapping as in a schema, such as
+        {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
+    config: a recipe to train by, as a path or its content, instead of the one for so many rows (config/recipe.py).
+    model: "dlrm" (default) or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN).
+    overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
+        (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
-    Ctrl-C saves the run and returns it with the status "interrupted"; in preparation it raises
-    `hotrow.data.pipeline.Interrupted`. Raises ValueError for what the data or an option has wrong.
+    Ctrl-C saves the run and returns it with the status "interrupted"; during preparation it raises `Interrupted`
+    (hotrow.data.prepare.pipeline). Raises ValueError if the data or an option is wrong.
     """
     recipe, changes = _recipe(config), [f"{_option(name)}={_as_yaml(name, value)}" for name, value in overrides.items()]
     changes = [*([] if model is None else [f"model.name={_as_yaml('model', model)}"]), *changes]
-    # Before hours of work.
+    # Options are checked before hours of work.
     checked = make_config(apply_overrides({"data": ""} | (recipe or {}), changes), origin="fit")
     model = checked.model.name
     told: dict[str, Any] = {"label": label, "time": time, "schema": schema, "split": split}
@@ -417,7 +398,7 @@ def _train_on(
 
 
 def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> PackedDataset:
-    """Raw rows packed into the run's folder, or what was before; what was guessed and found is said and logged."""
+    """Returns the raw rows packed in the run's folder, packing them if need be; says and logs what was found."""
 
     def announce(line: str) -> None:
         folder.log(line)
@@ -435,7 +416,7 @@ def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> Pa
 
 
 def _recipe(config: Path | str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The fields of a recipe, but for those that `fit` itself decides; None where there is none."""
+    """Returns the fields of a recipe except those that `fit` decides; None if no recipe is given."""
     if config is None:
         return None
     raw = dict(config) if isinstance(config, Mapping) else read_config(config)
@@ -443,11 +424,11 @@ def _recipe(config: Path | str | Mapping[str, Any] | None) -> dict[str, Any] | N
 
 
 def _schema(schema: Any, told: Mapping[str, Any]) -> Schema | None:
-    """`schema`, read where it is a path or content. Raises ValueError where the guess it replaces is helped too."""
+    """Returns `schema`, read if it is a path or content. Raises ValueError if hints for a guess are given too."""
     if schema is None:
         return None
     if given := [name for name in ("label", "time", "categorical", "dense", "lists") if told[name]]:
-        raise ValueError(f"{given[0]} helps to guess a schema, but one is given; say it there")
+        raise ValueError(f"{given[0]} is a hint for guessing a schema, but a schema is given; say it there")
     if isinstance(schema, Mapping):
         return parse_schema(dict(schema), where="schema")
     if not isinstance(schema, Schema | str | Path):
@@ -456,7 +437,7 @@ def _schema(schema: Any, told: Mapping[str, Any]) -> Schema | None:
 
 
 def _roles(told: Mapping[str, Any]) -> dict[str, Role]:
-    """The columns that were told, each once."""
+    """Returns the role of each column that was named. Raises ValueError if one is named twice."""
     kinds: tuple[Role, ...] = ("categorical", "dense", "lists")
     roles: dict[str, Role] = {}
     for what in ("label", "time"):
@@ -475,7 +456,7 @@ def _roles(told: Mapping[str, Any]) -> dict[str, Role]:
 
 
 def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """What `OpenedSource.with_options` takes of a split."""
+    """Returns the options of a split, as `OpenedSource.with_options` takes them."""
     if not (split is None or isinstance(split, str | Mapping)):
         raise ValueError(f"split is {reprlib.repr(split)}; give time, random or reference, or a dict with fractions")
     given = {"kind": split} if split is None or isinstance(split, str) else dict(split)
@@ -485,15 +466,16 @@ def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _is_paths(data: Any) -> bool:
-    """Whether `data` is a path, or a list of them, rather than a frame."""
+    """Returns whether `data` is a path or a list of paths, and not a frame."""
     return isinstance(data, str | Path) or (isinstance(data, list | tuple) and all(map(_is_paths, data)))
 
 
 def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> list[str]:
-    """The recipe for so many rows; `given`: options that the user gave, whose values `config` has."""
+    """Returns the recipe for the dataset's number of rows. given: options that the user set, as `config` has them."""
     train = config.train
     recipe = choose_recipe(
         dataset.split("train").num_rows,
+        num_features=len(dataset.info.features),
         model=config.model.name,
         batch_size=train.batch_size if "train.batch_size" in given else None,
         epochs=train.epochs if "train.epochs" in given else None,
@@ -503,7 +485,7 @@ def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> l
 
 
 def _as_yaml(name: str, value: Any) -> str:
-    """A value of an option as YAML, which JSON is. Raises ValueError for what is neither number, text nor list."""
+    """Returns an option's value as JSON, which is YAML. Raises ValueError if it is not a number, a text or a list."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -513,7 +495,7 @@ def _as_yaml(name: str, value: Any) -> str:
 
 
 def _option(name: str) -> str:
-    """The dotted path of the config option called `name`: its full path, or its last part where only one ends so."""
+    """Returns the dotted path of the option `name`: a full path, or a last part that only one option has."""
     paths = list(options())
     found = [path for path in paths if name in (path, path.rpartition(".")[2])]
     if len(found) == 1:
@@ -521,13 +503,11 @@ def _option(name: str) -> str:
     if found:
         raise ValueError(f"option {name!r} may mean {' or '.join(found)}; give one in full: **{{{found[0]!r}: ...}}")
     near = difflib.get_close_matches(name, [*paths, *(path.rpartition(".")[2] for path in paths)], n=1)
-    raise ValueError(
-        f"option {name!r} is not known" + (f"; did you mean {near[0]!r}?" if near else "; see docs/config.md")
-    )
+    raise ValueError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; see docs/config.md"))
 
 
 def _name_of(data: Any) -> str:
-    """What to call a run on `data`: its file's or folder's name without what follows the first dot or star."""
+    """Returns the name for a run on `data`: that of its file or folder, up to the first dot or star."""
     first = data[0] if isinstance(data, list | tuple) and data else data
     if not isinstance(first, str | Path):
         return "frame"

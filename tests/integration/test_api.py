@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> hotrow.Run:
 def test_fit_on_a_frame_learns(run: hotrow.Run) -> None:
     assert run.metrics["split"] == "test"
     assert run.metrics["auc"] > 0.75
-    assert run.record["metrics"]["test"]["num_rows"] == pytest.approx(400, abs=2)
+    assert run.record.metrics["test"]["num_rows"] == pytest.approx(400, abs=2)
     assert run.summary()["auc"] == run.metrics["auc"]
 
 
@@ -177,14 +177,14 @@ def test_fit_stopped_in_preparation_goes_on_by_the_same_call(
         with pytest.raises(Interrupted, match="run the same command to continue"):
             hotrow.fit(data, **options)
     begun = sorted(path.parent for path in Path().glob("**/run.json"))
-    with pytest.raises(ValueError, match=r"was stopped in preparing its data.* to go on there, run again: "):
+    with pytest.raises(ValueError, match=r"was stopped while it prepared its data.* to continue, run again: "):
         resume(begun[0])
     said: list[str] = []
     monkeypatch.setattr(api, "prepare", lambda opened, out, **_: prepare(opened, out, announce=said.append))
     again = hotrow.fit(data, quiet=True, **options)
     assert any("continuing the work found in" in line for line in said)
     assert [again.path] == begun == sorted(path.parent for path in Path().glob("**/run.json"))
-    assert again.record["status"] == "finished" and "error" not in again.record
+    assert again.record.status == "finished" and again.record.error is None
     assert again.metrics["auc"] == run.metrics["auc"]
     hashes, plain = file_hashes(again.path / "data"), file_hashes(run.path / "data")
     assert kind == "file" or hashes == plain
@@ -207,7 +207,7 @@ def test_fit_stopped_between_preparation_and_training_does_not_prepare_again(
     monkeypatch.setattr(api, "prepare", stop)
     with pytest.raises(ValueError, match="exists already and is never overwritten"):
         hotrow.fit(clicks(1001), **options)
-    assert hotrow.fit(clicks(1000), **options).record["status"] == "finished"
+    assert hotrow.fit(clicks(1000), **options).record.status == "finished"
 
 
 def test_two_runs_of_one_preparation_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_two_runs_of_one_preparation_do_not_share_a_folder(tmp_path: Path, monke
 def test_options_are_found_by_their_last_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"option 'lr' may mean optimizer\.dense\.lr or optimizer\.sparse\.lr"):
         hotrow.fit(clicks(100), label="click", run=tmp_path / "a", lr=0.1)
-    with pytest.raises(ValueError, match=r"option 'epoch' is not known; did you mean 'epochs'"):
+    with pytest.raises(ValueError, match=r"unknown option 'epoch'; did you mean 'epochs'"):
         hotrow.fit(clicks(100), label="click", run=tmp_path / "b", epoch=1)
     with pytest.raises(ValueError, match=r"fit: train\.epochs is 0; allowed: an integer >= 1"):
         hotrow.fit(clicks(100), label="click", run=tmp_path / "c", epochs=0)
@@ -232,7 +232,7 @@ def test_options_are_found_by_their_last_name(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no run: it holds no run\.json"):
+    with pytest.raises(ValueError, match=r"is not a run: it has no run\.json"):
         hotrow.load(tmp_path)
     with pytest.raises(ValueError, match="label column 'klick' is not there; did you mean 'click'"):
         hotrow.fit(clicks(100), label="klick", run=tmp_path / "c", quiet=True)
@@ -241,7 +241,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     spoilt = table.set_column(table.schema.get_field_index("click"), "click", pa.array([0, 1] * 49 + [0, None]))
     with pytest.raises(RowError, match=r"<frame>:100 \(click\)"):
         hotrow.fit(spoilt, label="click", run=tmp_path / "c", quiet=True)
-    assert hotrow.load(tmp_path / "c").record["status"] == "failed"
+    assert hotrow.load(tmp_path / "c").record.status == "failed"
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         hotrow.load(tmp_path / "c").predict(clicks(5))
 
@@ -250,7 +250,7 @@ def test_no_second_process_trains_in_a_run(tmp_path: Path) -> None:
     run = hotrow.fit(clicks(1000), label="click", run=tmp_path / "run", max_steps=2, quiet=True)
     with RunFolder.open(run.path).claimed(), pytest.raises(ValueError, match="another process trains in"):
         resume(run.path, ["train.max_steps=4"], quiet=True)
-    assert resume(run.path, ["train.max_steps=4"], quiet=True).record["steps"] == 4
+    assert resume(run.path, ["train.max_steps=4"], quiet=True).record.steps == 4
 
 
 def bits(run: hotrow.Run) -> dict[str, str]:
@@ -291,7 +291,7 @@ def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
     files = {"schema": tmp_path / "schema.yaml", "config": tmp_path / "recipe.yaml"}
     by_path = hotrow.fit(table, split=split, run=tmp_path / "b", quiet=True, **files)
     assert bits(by_content) == bits(by_path)
-    assert by_content.record["rows"]["test"] == pytest.approx(375, abs=60)
+    assert by_content.record.rows["test"] == pytest.approx(375, abs=60)
     info = PackedDataset.open(tmp_path / "a" / "data").info
     assert (info.feature_names, info.dense_names) == (("user_id",), ("price",))
     config = (tmp_path / "a" / "config.yaml").read_text()
@@ -303,7 +303,10 @@ def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schema": {"label": "click", "categorical": ["user_id"]}, "label": "click"}, "label helps to guess a schema"),
+        (
+            {"schema": {"label": "click", "categorical": ["user_id"]}, "label": "click"},
+            "label is a hint for guessing a schema",
+        ),
         ({"schema": "nowhere.yaml"}, r"nowhere.yaml: No such file or directory; `hotrow init"),
         ({"schema": {"label": "click"}}, "schema: categorical is missing"),
         ({"config": "nowhere.yaml"}, "config nowhere.yaml is no file"),
@@ -344,7 +347,7 @@ def test_a_leak_that_was_named_is_counted(tmp_path: Path) -> None:
         "dwell", pa.array(np.asarray(table["click"]) * 10 + np.random.default_rng(0).random(1500))
     )
     run = hotrow.fit(told, label="click", dense=["dwell"], run=tmp_path / "run", quiet=True, **OPTIONS, max_steps=5)
-    assert "column dwell may give the label away: it alone" in run.record["warnings"]["leak"]["text"]
+    assert "column dwell may give the label away: it alone" in run.record.warnings["leak"]["text"]
     plain = hotrow.fit(told, label="click", run=tmp_path / "plain", quiet=True, **OPTIONS, max_steps=5)
-    assert "leak" not in plain.record["warnings"] and "dwell" in (plain.path / "log.txt").read_text()
+    assert "leak" not in plain.record.warnings and "dwell" in (plain.path / "log.txt").read_text()
     assert "dwell" not in PackedDataset.open(plain.path / "data").info.dense_names

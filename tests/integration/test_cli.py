@@ -108,7 +108,7 @@ def test_demo_on_logs_names_them_for_a_shell(
 ) -> None:
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
     monkeypatch.chdir(tmp_path)
-    assert "give these too: --data PATH" in hotrow("demo", "--label", "click", code=2, **tools)
+    assert "need your own logs: --data PATH" in hotrow("demo", "--label", "click", code=2, **tools)
     assert list(tmp_path.iterdir()) == []
     clicks = [{"click": i % 3 == 0, "user": f"u{i % 7}", "item": f"i{i % 3}"} for i in range(300)]
     pq.write_table(pa.Table.from_pylist(clicks), "my clicks.parquet")
@@ -134,7 +134,7 @@ def test_demo_takes_what_prepare_and_train_take(
     by_rule = hotrow("demo", *common, "--label", "rating >= 4", "--split", "random", **tools)
     assert "x" in PackedDataset.open(Path(by_rule["run_dir"]) / "data").info.dense_names
     for wrong, message in [
-        (("--set", "train.epoch=1"), "'train.epoch' is not known; did you mean 'train.epochs'"),
+        (("--set", "train.epoch=1"), "unknown option 'train.epoch'; did you mean 'train.epochs'"),
         (("--set", "nothing"), "--set 'nothing' has no name and value"),
         (("--set", "train..epochs=1"), "--set 'train..epochs=1' has no name and value"),
         (("--split", "chrono"), "chrono"),
@@ -143,7 +143,7 @@ def test_demo_takes_what_prepare_and_train_take(
         assert message in hotrow("demo", "--data", "my.parquet", "--label", "rating >= 4", *wrong, code=2, **tools)
     assert "none.yaml: No such file" in hotrow("demo", "--data", "my.parquet", "--schema", "none.yaml", code=2, **tools)
     assert len(list(Path("runs").iterdir())) == 2, "a wrong option began a run"
-    assert "for your own logs" in hotrow("demo", "--schema", "schema.yaml", code=2, **tools)
+    assert "need your own logs" in hotrow("demo", "--schema", "schema.yaml", code=2, **tools)
 
 
 def test_demo_repeats_and_is_named_for_people(
@@ -284,16 +284,19 @@ def test_help_has_an_example(verb: str) -> None:
         (["train"], "pass a config to start a run, or --resume RUN"),
         (["train", "small.yaml", "--set", "train.epoch=2"], r"unknown key train\.epoch; did you mean 'epochs'"),
         (["train", "small.yaml"], r"packed: no dataset\.json"),
-        (["train", "--resume", "nowhere"], r"nowhere is no run: it holds no run\.json"),
+        (["train", "--resume", "nowhere"], r"nowhere is not a run: it has no run\.json"),
         (["prepare", "cireto", "clicks.txt", "--out", "x"], "source 'cireto' is not known; did you mean 'criteo'"),
-        (["prepare", "criteo", "clicks.txt", "--out", "x", "--fractions", "a,b"], "is no list of numbers; write it as"),
-        (["check", "."], "is nothing hotrow wrote"),
+        (
+            ["prepare", "criteo", "clicks.txt", "--out", "x", "--fractions", "a,b"],
+            "is not a list of numbers; write it as",
+        ),
+        (["check", "."], "was not written by hotrow"),
         (["inspect", "."], r"no dataset\.json"),
         (["inspect", "absent.txt"], r"absent\.txt: no such file or folder"),
         (["inspect", "small.yaml"], r"small\.yaml:1: 'data: packed' is no row id"),
-        (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is no run"),
-        (["export", "nowhere", "--out", "x"], "nowhere is no run"),
-        (["clean", "."], "is no run"),
+        (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is not a run"),
+        (["export", "nowhere", "--out", "x"], "nowhere is not a run"),
+        (["clean", "."], "is not a run"),
         (["clean", "\udcff"], r"an argument is '\\udcff'; it must be valid Unicode text: rename it"),
     ],
 )
@@ -324,11 +327,14 @@ def test_bad_input_is_one_line_with_a_cure(
         (["prepare", "csv", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x cannot be made: .* is no folder"),
         (["init", "absent.csv", "--out", "made"], "made/recipe.yaml exists and will not be overwritten"),
         (["init", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x/recipe.yaml cannot be made"),
-        (["demo", "--data", "absent.csv", "--set", "train.epoch=2"], "option 'train.epoch' is not known"),
-        (["demo", "--data", "absent.csv", "--set", "data=x"], "--set data: this is no option of a config"),
+        (["demo", "--data", "absent.csv", "--set", "train.epoch=2"], "unknown option 'train.epoch'"),
+        (["demo", "--data", "absent.csv", "--set", "data=x"], "--set data: not an option of a config"),
         (["demo", "--data", "absent.csv", "--set", "run=made"], "run folder made exists already"),
         (["demo", "--data", "absent.csv", "--fractions", "1,0"], "options: split.fractions"),
-        (["prepare", "csv", "clicks.txt", "--out", "x", "--schema", "s.yaml", "--label", "y"], "label helps to guess"),
+        (
+            ["prepare", "csv", "clicks.txt", "--out", "x", "--schema", "s.yaml", "--label", "y"],
+            "label helps to guess",
+        ),
         (["prepare", "criteo", "clicks.txt", "--out", "x", "--time", "y"], "source criteo has its own time"),
     ],
 )

@@ -32,8 +32,9 @@ from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs, trainer
+from hotrow.run.meters import StepClock
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.session import StepClock
+from hotrow.run.setup import Setup
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "criteo-small.yaml"
 FILE = "criteo_terabyte_80k.tsv.gz"
@@ -76,7 +77,7 @@ def recipe_auc(task: tuple[Path, Path, int]) -> float:
     """Of a run with a seed, in a process of its own."""
     data, run, seed = task
     changes = [f"data={data}", f"run={run}", f"train.seed={seed}", "train.threads=1"]
-    return float(runs.train(load_config(RECIPE, changes), quiet=True).record["metrics"]["test"]["auc"])
+    return float(runs.train(load_config(RECIPE, changes), quiet=True).record.metrics["test"]["auc"])
 
 
 def test_the_commands_as_the_recipe_prints_them(tmp_path: Path, real_data: Callable[[str], Path]) -> None:
@@ -162,7 +163,7 @@ class PlainDLRM(nn.Module):
 def test_against_plain_pytorch(dataset: PackedDataset) -> None:
     changes = ["optimizer.dense={name: sgd, lr: 0.1}", "optimizer.sparse={name: sgd, lr: 0.1}", "data=unused"]
     config = load_config(RECIPE, [*changes, "model.embedding_init=null", "optimizer.schedule={}"])
-    parts = trainer.build(config, trainer.tables_of(config, dataset), num_dense=13)
+    parts = trainer.build(Setup.decide(config, dataset, Path("run")))
     plain = PlainDLRM(parts)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     clock = StepClock()

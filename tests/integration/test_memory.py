@@ -82,7 +82,7 @@ def test_the_first_line_says_what_lies_where(dataset: PackedDataset, tmp_path: P
 def test_what_the_tiers_did_is_in_the_record(dataset: PackedDataset, tmp_path: Path) -> None:
     run = runs.train(config(dataset, tmp_path / "run", "train.epochs=4"), quiet=True)
     memory = json.loads((run.path / "run.json").read_text())["memory"]
-    steps = run.record["steps"]
+    steps = run.record.steps
     assert memory["batches"] == {"foreseen": steps, "unannounced": 0, "altered": 0}
     assert memory["tables"]["t1"]["hits_per_lookup"] == 1.0
     large = memory["tables"]["t2"]
@@ -92,7 +92,7 @@ def test_what_the_tiers_did_is_in_the_record(dataset: PackedDataset, tmp_path: P
     assert memory["reads"] == sum(table["reads"] for table in memory["tables"].values())
     assert large["reads"] > 0 and large["read_bytes"] >= 64 * large["read_rows"] // 8
     assert memory["aside"]["lookups"] > 4 * 512
-    assert 0 < memory["stall_s"] < run.record["train_s"]
+    assert 0 < memory["stall_s"] < run.record.train_s
     lines = [line for line in run.measurements() if line["kind"] == "train"]
     assert lines[-1]["stall_s"] == memory["stall_s"]
     assert hotrow.load(run.path).summary()["memory"]["hits_per_lookup"] == memory["hits_per_lookup"]
@@ -101,7 +101,7 @@ def test_what_the_tiers_did_is_in_the_record(dataset: PackedDataset, tmp_path: P
 
 def test_depth_0_stalls_and_foresees_nothing_less(dataset: PackedDataset, tmp_path: Path) -> None:
     run = runs.train(config(dataset, tmp_path / "run", lookahead=0), quiet=True)
-    assert run.record["memory"]["batches"] == {"foreseen": 0, "unannounced": run.record["steps"], "altered": 0}
+    assert run.record.memory["batches"] == {"foreseen": 0, "unannounced": run.record.steps, "altered": 0}
 
 
 def test_stores_that_run_on_threads_are_a_counted_warning(
@@ -111,9 +111,9 @@ def test_stores_that_run_on_threads_are_a_counted_warning(
     monkeypatch.setattr(Engines, "_start", lambda self, ring: (None, "not today") if ring else plain(self, ring=False))
     with pytest.warns(UserWarning, match="threads, which takes more"):
         run = runs.train(config(dataset, tmp_path / "run"), quiet=True)
-    warning = run.record["warnings"]["stores_without_io_uring"]
+    warning = run.record.warnings["stores_without_io_uring"]
     assert (warning["count"], "not today" in warning["text"]) == (2, True)
-    assert run.record["memory"]["fallbacks"] == {"t0": "not today", "t2": "not today"}
+    assert run.record.memory["fallbacks"] == {"t0": "not today", "t2": "not today"}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_disk_that_may_become_full_is_said_before(
 ) -> None:
     monkeypatch.setattr(asks, "disk_free_bytes", lambda path: 1000)
     run = runs.train(config(dataset, tmp_path / "run", "train.max_steps=1"), quiet=True)
-    assert "1,000 bytes are free" in run.record["warnings"][code]["text"]
+    assert "1,000 bytes are free" in run.record.warnings[code]["text"]
 
 
 def test_too_little_memory_is_refused_before_a_folder_is_made(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -144,12 +144,12 @@ def stops_and_goes_on(dataset: PackedDataset, run: Path, what: str, *, mend: Cal
     with pytest.raises(StoreError, match=message):
         runs.train(config(dataset, run), quiet=True)
     record = RunFolder.open(run).record
-    assert record["status"] == "failed" and "of table 't2'" in record["error"]
+    assert record.status == "failed" and "of table 't2'" in record.error
     step, _ = newest(run)
     assert step in (14, 21)
     mend()
     resumed = runs.resume(run, quiet=True)
-    assert resumed.record["status"] == "finished"
+    assert resumed.record.status == "finished"
     runs.train(config(dataset, run.with_name("plain"), "memory=dram"), quiet=True)
     assert newest(run) == newest(run.with_name("plain"))
 
@@ -205,7 +205,7 @@ def test_a_disk_that_becomes_full(
     assert newest(run)[0] == 7
     assert [path.name for path in folder.iterdir()] == ["filler"], "the rows' files are removed"
     filler.unlink()
-    assert runs.resume(run, quiet=True).record["status"] == "finished"
+    assert runs.resume(run, quiet=True).record.status == "finished"
     runs.train(config(dataset, tmp_path / "plain", "memory=dram"), quiet=True)
     assert newest(run) == newest(tmp_path / "plain")
 

@@ -28,6 +28,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.layouts import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import parse_schema
 from hotrow.run import runs, trainer
+from hotrow.run.setup import Setup
 from plain_tbsm import PlainTBSM
 
 FEATURES = (("user", None), ("item", "item_history"), ("category", "category_history"))
@@ -104,7 +105,7 @@ def fresh(dataset: PackedDataset, *, seed: int, history_steps: int = STEPS) -> P
 
 def started_as(run: Config, dataset: PackedDataset) -> PlainTBSM:
     """The plain model with the weights that `run` starts from."""
-    parts = trainer.build(run, trainer.tables_of(run, dataset), num_dense=0)
+    parts = trainer.build(Setup.decide(run, dataset, Path("run")))
     twin = fresh(dataset, seed=0, history_steps=parts.model.history_steps)
     with torch.no_grad():
         twin.A.copy_(parts.model.inner_MM)
@@ -118,7 +119,7 @@ def started_as(run: Config, dataset: PackedDataset) -> PlainTBSM:
 
 def metrics_of(run: Config) -> dict[str, float]:
     """Of the finished run, on the test split."""
-    metrics: dict[str, float] = runs.train(run, quiet=True).record["metrics"]["test"]
+    metrics: dict[str, float] = runs.train(run, quiet=True).record.metrics["test"]
     return metrics
 
 
@@ -235,7 +236,7 @@ def test_copies_of_hot_rows_change_nothing(dataset: PackedDataset, tmp_path: Pat
         lines = [
             {key: line.get(key) for key in ("kind", "step", "loss", "logloss", "rate")} for line in run.measurements()
         ]
-        return run.record["metrics"], lines, run.record["hot"]
+        return run.record.metrics, lines, run.record.hot
 
     metrics, lines, _ = measured("plain")
     with copies_in_dram() as steps:

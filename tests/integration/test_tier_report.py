@@ -99,7 +99,7 @@ def by_hand(ids: np.ndarray[Any, Any], cached: int) -> Counter[str]:
 def test_hits_misses_and_rows_against_a_dictionary(
     dataset: PackedDataset, ids: dict[str, np.ndarray[Any, Any]], tmp_path: Path
 ) -> None:
-    memory = train(dataset, tmp_path / "run", file=str(tmp_path / "rows")).record["memory"]
+    memory = train(dataset, tmp_path / "run", file=str(tmp_path / "rows")).record.memory
     totals: Counter[str] = Counter()
     for name in ("far", "near"):
         table = memory["tables"][name]
@@ -132,7 +132,7 @@ def test_hits_misses_and_rows_against_a_dictionary(
 
 def test_ios_against_arithmetic(dataset: PackedDataset, ids: dict[str, np.ndarray[Any, Any]], tmp_path: Path) -> None:
     run = train(dataset, tmp_path / "run", ssd=str(tmp_path / "rows"), force=True)
-    memory = run.record["memory"]
+    memory = run.record.memory
     far, disk = memory["tables"]["far"], memory["tiers"]["ssd"]
     expected = by_hand(ids["far"], far["cached"])
     assert far["read_rows"] == expected["read_rows"] > 500
@@ -154,7 +154,7 @@ def test_ios_against_arithmetic(dataset: PackedDataset, ids: dict[str, np.ndarra
 
 def test_seconds_and_bytes_of_the_whole_run(dataset: PackedDataset, tmp_path: Path) -> None:
     run = train(dataset, tmp_path / "run", file=str(tmp_path / "rows"))
-    memory, seconds = run.record["memory"], run.record["train_s"]
+    memory, seconds = run.record.memory, run.record.train_s
     rounding = 0.0005 / seconds  # of train_s, which is told to the millisecond
     assert memory["stall_share"] == pytest.approx(memory["stall_s"] / seconds, abs=rounding + 0.001)
     for name, table in memory["tables"].items():
@@ -177,6 +177,6 @@ def test_people_see_the_few_that_tell_most(
     text = hotrow.load(tmp_path / "run").closing_lines("rows", [])
     assert "rows, not scored" in text and "continue with" not in text
     assert re.search(r"of DRAM, [\d.,]+ MiB on disk: [\d.]+% of lookups\n +found their row in DRAM, waiting took", text)
-    memory, shown = RunFolder.open(tmp_path / "run").record["memory"], hotrow.load(tmp_path / "run").summary()["memory"]
+    memory, shown = RunFolder.open(tmp_path / "run").record.memory, hotrow.load(tmp_path / "run").summary()["memory"]
     assert shown == {name: memory[name] for name in shown}
     assert {"hits_per_row", "stall_share", "written_bytes_per_epoch", "cpu_us_per_io"} < set(shown)

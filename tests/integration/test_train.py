@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from hotrow.base import progress
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.hot import turns
 from hotrow.kernels import ops
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup, trainer, wear
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
+from hotrow.run.meters import Meter, Notice
+from hotrow.run.setup import Setup
 
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16]},
@@ -134,7 +138,7 @@ def test_what_the_progress_line_says(
     unit = {"k": 1e3, "M": 1e6}
     rate = found[-1]["rate"]
     shown_rate = float(rate.rstrip("kM")) * unit.get(rate[-1], 1.0)
-    assert shown_rate == pytest.approx(run.record["samples_per_s"], rel=0.01)
+    assert shown_rate == pytest.approx(run.record.samples_per_s, rel=0.01)
 
 
 def test_tensorboard_holds_what_metrics_jsonl_holds(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -180,12 +184,12 @@ def test_learns_and_evaluates_in_every_precision(dataset: PackedDataset, tmp_pat
     stored_as = [f"train.precision={precision}", f"train.dense_dtype={layers}"]
     run = train(dataset, tmp_path / "run", *stored_as, *changes)
     plain = train(dataset, tmp_path / "plain", *changes)
-    assert run.record["metrics"]["test"]["auc"] == pytest.approx(plain.record["metrics"]["test"]["auc"], abs=0.02)
-    assert run.record["metrics"]["test"]["auc"] > 0.7
-    assert run.record["tables_bytes"] == share * plain.record["tables_bytes"]
+    assert run.record.metrics["test"]["auc"] == pytest.approx(plain.record.metrics["test"]["auc"], abs=0.02)
+    assert run.record.metrics["test"]["auc"] > 0.7
+    assert run.record.tables_bytes == share * plain.record.tables_bytes
     assert (run.path / "log.txt").read_text().count(f"train.precision {precision}: {words}") == 1
     assert "train.precision" not in (plain.path / "log.txt").read_text()
-    assert hotrow.load(run.path).evaluate("test") == run.record["metrics"]["test"]
+    assert hotrow.load(run.path).evaluate("test") == run.record.metrics["test"]
     newest = [list_checkpoints(r.checkpoints)[384] for r in (run, plain)]
     stored, expected = (sum(file.stat().st_size for file in path.glob("embedding/*")) for path in newest)
     assert stored == expected if precision == "split_bf16" else stored < 0.6 * expected
@@ -209,10 +213,10 @@ def test_early_stopping_ends_on_the_best_weights(
     run = train(dataset, tmp_path / "run", *changes, *([] if monitor == "logloss" else [f"train.monitor={monitor}"]))
     scores = {line["step"]: sign * line[monitor] for line in run.measurements() if line.get("split") == "val"}
     best = max(scores, key=lambda step: (scores[step], -step))
-    assert run.record["ended"] == f"no better validation {name} in 2 evaluations"
-    assert run.record["monitor"] == monitor
-    assert run.record["chosen_step"] == best < run.record["steps"]
-    assert sign * run.record["metrics"]["val"][monitor] == scores[best]
+    assert run.record.ended == f"no better validation {name} in 2 evaluations"
+    assert run.record.monitor == monitor
+    assert run.record.chosen_step == best < run.record.steps
+    assert sign * run.record.metrics["val"][monitor] == scores[best]
     assert best in list_checkpoints(run.checkpoints)
     assert len(list_checkpoints(run.checkpoints)) <= 3
 
@@ -230,14 +234,13 @@ def test_a_run_is_never_overwritten_and_names_count_up(
 
 
 def test_divergence_names_step_and_cure(dataset: PackedDataset, tmp_path: Path) -> None:
-    message = (
-        r"the loss is .* \(step \d+, epoch 1, batch \d+\); nothing was changed .*lower optimizer\.dense\.lr \(1e\+20\)"
-    )
+    where, cure = r"\(step \d+, epoch 1, batch \d+\)", r"lower optimizer\.dense\.lr \(1e\+20\)"
+    message = rf"the loss is .* {where}; this step changed nothing.*{cure}"
     with pytest.raises(ValueError, match=message):
         train(dataset, tmp_path / "run", "optimizer.dense.name=sgd", "optimizer.dense.lr=1e20")
     record = RunFolder.open(tmp_path / "run").record
-    assert record["status"] == "failed"
-    assert "the loss is" in record["error"]
+    assert record.status == "failed"
+    assert "the loss is" in record.error
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], side: str) -> None:
@@ -271,19 +274,19 @@ def test_a_step_that_is_not_finite_stops_both_sides(
 ) -> None:
     with monkeypatch.context() as patch:
         poison(patch, {5}, side)
-        with pytest.raises(ValueError, match=rf"{found}.* \(step 5, epoch 1, batch 5\); nothing was changed"):
+        with pytest.raises(ValueError, match=rf"{found}.* \(step 5, epoch 1, batch 5\); this step changed nothing"):
             train(dataset, tmp_path / "raise", "checkpoint.every=4")
     assert list(list_checkpoints(tmp_path / "raise" / "checkpoints")) == [4]
     resumed = runs.resume(tmp_path / "raise", ["train.nonfinite=skip"], quiet=True)
-    assert (resumed.record["status"], resumed.record["steps_skipped"]) == ("finished", 0)
+    assert (resumed.record.status, resumed.record.steps_skipped) == ("finished", 0)
 
     # Two rows in a row and a last one: skipped for both sides, for an optimizer that keeps state on both.
     with monkeypatch.context() as patch:
         poison(patch, {5, 6, 20}, side)
         run = train(dataset, tmp_path / "skip", "train.nonfinite=skip", "train.max_steps=20", "train.log_every=5")
-    assert run.record["steps_skipped"] == 3
-    assert run.record["warnings"]["nonfinite_step_skipped"]["count"] == 3
-    assert re.search(found, run.record["warnings"]["nonfinite_step_skipped"]["text"])
+    assert run.record.steps_skipped == 3
+    assert run.record.warnings["nonfinite_step_skipped"]["count"] == 3
+    assert re.search(found, run.record.warnings["nonfinite_step_skipped"]["text"])
     assert [line.get("steps_skipped") for line in run.measurements() if line["kind"] == "train"] == [1, 2, 2, 3]
     losses = [line["loss"] for line in run.measurements() if line["kind"] == "train"]
     assert all(0 < loss < 10 for loss in losses)
@@ -317,10 +320,10 @@ def test_skipping_for_ever_is_refused(dataset: PackedDataset, tmp_path: Path, mo
     monkeypatch.setattr(trainer, "MOST_SKIPPED", 3)
     poison(monkeypatch, {1, 2, 3, 5, 6, 7, 8}, "loss")
     with pytest.raises(
-        ValueError, match=r"the loss is nan \(step 8, .* nor by the 3 before it, all skipped.*lower opt"
+        ValueError, match=r"the loss is nan \(step 8, .* and the 3 steps before it were skipped too.*lower opt"
     ):
         train(dataset, tmp_path / "run", "train.nonfinite=skip")
-    assert RunFolder.open(tmp_path / "run").record["warnings"]["nonfinite_step_skipped"]["count"] == 6
+    assert RunFolder.open(tmp_path / "run").record.warnings["nonfinite_step_skipped"]["count"] == 6
 
 
 def test_data_that_is_not_finite_is_named(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
@@ -329,7 +332,7 @@ def test_data_that_is_not_finite_is_named(tmp_path: Path, make_dataset: Callable
     batch = next(iter(loader.epoch(0)))
     batch.dense[7, 2] = torch.inf
     run = config(dataset, tmp_path / "run")
-    parts = trainer.build(run, trainer.tables_of(run, dataset), num_dense=3)
+    parts = trainer.build(Setup.decide(run, dataset, tmp_path / "run"))
     with pytest.raises(trainer.NonFiniteError, match="dense input of sample 7, column 2 is inf, so look at the data"):
         trainer.train_step(parts, batch, 0, trainer.StepClock())
 
@@ -337,8 +340,8 @@ def test_data_that_is_not_finite_is_named(tmp_path: Path, make_dataset: Callable
 def test_without_validation_rows(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
     dataset = make_dataset(tmp_path / "data", rows={"train": 128, "test": 64})
     run = train(dataset, tmp_path / "run")
-    assert run.record["warnings"]["no_validation"]["count"] == 1
-    assert set(run.record["metrics"]) == {"test"}
+    assert run.record.warnings["no_validation"]["count"] == 1
+    assert set(run.record.metrics) == {"test"}
     with pytest.raises(ValueError, match=r"train\.early_stopping is 2, but .* has no rows in a split 'val'"):
         train(dataset, tmp_path / "other", "train.early_stopping=2")
 
@@ -348,17 +351,17 @@ def test_one_class_in_validation_is_a_warning_or_an_error(
 ) -> None:
     dataset = make_dataset(tmp_path / "data", rows={"train": 128, "val": 1, "test": 64})
     run = train(dataset, tmp_path / "run")
-    assert "all 1 labels are" in run.record["warnings"]["no_validation_auc"]["text"]
-    assert run.record["metrics"]["val"]["auc"] is None
-    with pytest.raises(ValueError, match=r"train\.early_stopping goes by it"):
+    assert "all 1 labels are" in run.record.warnings["no_validation_auc"]["text"]
+    assert run.record.metrics["val"]["auc"] is None
+    with pytest.raises(ValueError, match=r"train\.early_stopping needs it"):
         train(dataset, tmp_path / "other", "train.early_stopping=2", "train.monitor=auc")
-    assert train(dataset, tmp_path / "third", "train.early_stopping=2").record["best_step"]
+    assert train(dataset, tmp_path / "third", "train.early_stopping=2").record.best_step
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])
 def test_dense_inputs_are_optional(tmp_path: Path, make_dataset: Callable[..., PackedDataset], num_dense: int) -> None:
     dataset = make_dataset(tmp_path / "data", num_dense=num_dense)
-    assert train(dataset, tmp_path / "run").record["status"] == "finished"
+    assert train(dataset, tmp_path / "run").record.status == "finished"
 
 
 def test_a_packed_dataset_is_asked_for(tmp_path: Path) -> None:
@@ -402,4 +405,58 @@ def test_a_full_disk_says_what_is_kept_and_how_to_go_on(
     with pytest.raises(OSError, match=message):
         train(dataset, run, "checkpoint.every=0.5")
     monkeypatch.undo()
-    assert runs.resume(run, quiet=True).record["steps"] == 128
+    assert runs.resume(run, quiet=True).record.steps == 128
+
+
+def test_everything_before_the_first_step_is_decided_once(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `train`, by `resume`, and by a run that scores."""
+    calls: list[str] = []
+    decided = {"tables_of", "place_tables", "device_of_copies", "check_write_budget", "check_hot"}
+    for module, name in [*((setup, name) for name in decided), (turns, "check_hot"), (wear, "check_write_budget")]:
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, n=name, f=plain, **k: (calls.append(n), f(*a, **k))[1])
+    run = train(dataset, tmp_path / "run", "train.max_steps=3")
+    assert sorted(calls) == sorted(decided)
+    calls.clear()
+    runs.resume(run.path, ["train.max_steps=5"])
+    assert sorted(calls) == sorted(decided)
+    calls.clear()
+    loaded = hotrow.load(run.path)
+    loaded.evaluate("val")
+    loaded.evaluate("test")
+    assert sorted(calls) == ["place_tables", "tables_of", "tables_of"], "once to read the checkpoint"
+
+
+def test_the_loop_takes_one_more_meter(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Samples(Meter):
+        num, aside_entered, closed = 0, 0, False
+
+        def end_step(self, batch: Any) -> None:
+            self.num += len(batch)
+
+        @contextmanager
+        def aside(self) -> Iterator[None]:
+            self.aside_entered += 1
+            yield
+
+        def notices(self) -> list[Notice]:
+            return [Notice("enough samples", "many_samples")] if self.num == 2 * 64 else []
+
+        def window(self) -> dict[str, Any]:
+            return {"samples": self.num}
+
+        def close(self) -> tuple[()]:
+            self.closed = True
+            return ()
+
+    meter, plain = Samples(), trainer.meters_of_rows
+    monkeypatch.setattr(trainer, "meters_of_rows", lambda *a, **k: [meter, *plain(*a, **k)])
+    changes = ("train.max_steps=4", "train.batch_size=64", "train.log_every=1", "train.eval_every=2")
+    run = train(dataset, tmp_path / "run", *changes)
+    windows = [line["samples"] for line in run.measurements() if line["kind"] == "train"]
+    assert windows == [64, 128, 192, 256] and meter.closed
+    assert run.record.warnings["many_samples"]["count"] == 1
+    evaluations = [line for line in run.measurements() if line["kind"] == "eval"]
+    assert meter.aside_entered == len(evaluations) + len(list_checkpoints(run.checkpoints))

@@ -91,7 +91,7 @@ def test_eval_judges_new_labelled_rows(
     _, err = command("eval", *no_label, capfd=capfd, monkeypatch=monkeypatch, code=2)
     assert "lacks column 'click'" in err
     _, err = command("eval", *no_label, "--split", "val", capfd=capfd, monkeypatch=monkeypatch, code=2)
-    assert "give one of them" in err
+    assert "give one or the other" in err
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -136,14 +136,14 @@ def test_predict_reads_standard_input(run: hotrow.Run, tmp_path: Path) -> None:
 
 def test_what_is_said_at_the_end(run: hotrow.Run) -> None:
     """The step is that of the weights that were scored, and every command can be pasted."""
-    chosen = run.record["chosen_step"]
+    chosen = run.record.chosen_step
     log = (run.path / "log.txt").read_text()
-    assert chosen < run.record["steps"], "the best weights are the last: the test shows nothing"
-    assert f"test at step {chosen}:" in log and f"test at step {run.record['steps']}:" not in log
+    assert chosen < run.record.steps, "the best weights are the last: the test shows nothing"
+    assert f"test at step {chosen}:" in log and f"test at step {run.record.steps}:" not in log
     measured = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in measured if line.get("split") == "test"] == [chosen]
     text = run.closing_lines("clicks", run.next_commands())
-    assert f"weights  of step {chosen:,} of {run.record['steps']:,}" in text
+    assert f"weights  of step {chosen:,} of {run.record.steps:,}" in text
     assert all(len(line) <= 80 for line in text.splitlines() if str(run.path) not in line and "a b$c" not in line)
     for line in run.next_commands():
         assert str(run.path) in shlex.split(line), line
@@ -172,20 +172,20 @@ def test_a_lost_manifest_is_said_and_counted(tmp_path: Path, capsys: pytest.Capt
     lost = hotrow.load(run.path)
     with pytest.warns(UserWarning, match=rf"checkpoint of step {steps[-1]} is missing or has lost its manifest; step"):
         lost.predict(rows(1).slice(0, 10))
-    assert RunFolder.open(run.path).record["warnings"]["checkpoint_lost"]["count"] == 1
+    assert RunFolder.open(run.path).record.warnings["checkpoint_lost"]["count"] == 1
     resumed = runs.resume(run.path, ["train.epochs=3"], quiet=True)
-    assert resumed.record["warnings"]["checkpoint_lost"]["count"] == 2
+    assert resumed.record.warnings["checkpoint_lost"]["count"] == 2
     assert f"lost its manifest; the run goes on from step {steps[-2]}\n" in capsys.readouterr().err
 
 
 def test_options_of_hot_that_do_nothing_are_said(tmp_path: Path) -> None:
     with_unused = {"hot.rate": 20, "hot.window": 8}
     run = hotrow.fit(rows(), label="click", run=tmp_path / "a", quiet=True, max_steps=1, **with_unused, **OPTIONS)
-    text = run.record["warnings"]["unused_hot_options"]["text"]
+    text = run.record.warnings["unused_hot_options"]["text"]
     assert text == "hot.schedule is none, which does not use hot.rate, hot.window"
     used = {"hot.schedule": "window", "hot.window": 8}
     run = hotrow.fit(rows(), label="click", run=tmp_path / "b", quiet=True, max_steps=1, **used, **OPTIONS)
-    assert "unused_hot_options" not in run.record["warnings"]
+    assert "unused_hot_options" not in run.record.warnings
 
 
 AS_IN_A_TERMINAL = """
@@ -269,7 +269,7 @@ def test_an_error_of_ours_is_called_one(
 
     monkeypatch.setattr("hotrow.cli.tools.check", broken)
     _, err = command("check", run.path, capfd=capfd, monkeypatch=monkeypatch, code=1)
-    assert "an error of hotrow itself (KeyError: 'num_bytes')" in err and "Traceback" not in err
+    assert "it is a bug in hotrow (KeyError: 'num_bytes')" in err and "Traceback" not in err
 
 
 def test_the_version(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

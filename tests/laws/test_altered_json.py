@@ -32,10 +32,9 @@ from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.sources.registry import open_source
 from hotrow.kernels.ops import backend
 from hotrow.run import runs
-from hotrow.run.device import Place, in_folder, place_tables
 from hotrow.run.folder import RunFolder
 from hotrow.run.session import Interrupt
-from hotrow.run.setup import tables_of
+from hotrow.run.setup import Setup
 from hotrow.run.trainer import Training
 from hotrow.run.wear import WriteLedger
 from prepare_data import SCHEMA, make_rows, to_table
@@ -113,7 +112,7 @@ def tell(run: Path) -> None:
         loaded.closing_lines("rows", loaded.next_commands())
         loaded._repr_html_()
         loaded.evaluate("val")
-    if loaded.record["status"] == "finished":
+    if loaded.record.status == "finished":
         runs.resume(run, quiet=True)
 
 
@@ -121,9 +120,8 @@ def restore(run: Path) -> None:
     """What `--resume` does, without a step."""
     config = load_config(run / "config.yaml")
     dataset = PackedDataset.open(config.data)
-    memory = in_folder(place_tables(config, tables_of(config, dataset), run, Place.of(config)), run, chosen_for=run)
-    folder = RunFolder.open(run)
-    with closing(Training(config, dataset, memory, folder, Interrupt(), ProgressLine(quiet=True))) as training:
+    setup, folder = Setup.decide(config, dataset, run), RunFolder.open(run)
+    with closing(Training(setup, folder, Interrupt(), ProgressLine(quiet=True))) as training:
         training.restore(newest(run))
         training.finish()
 

@@ -25,10 +25,10 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import triton_kernels as kernels
 from hotrow.models.dlrm import DLRM
 from hotrow.models.tbsm import TBSM
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup, trainer
 from hotrow.run.checkpoint import list_checkpoints
-from hotrow.run.device import Place, full_device, place_tables
 from hotrow.run.folder import RunFolder
+from hotrow.run.setup import Place, Setup, full_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 only_interpreted = pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here: its absence cannot be seen")
@@ -59,7 +59,7 @@ def outcome(run: RunFolder) -> dict[str, Any]:
     """What must not depend on where rows lie, nor on stops."""
     newest = list_checkpoints(run.checkpoints)
     lines = [line["loss"] for line in run.measurements() if "loss" in line]
-    return {"losses": lines, "metrics": run.record["metrics"], **expanded(newest[max(newest)])}
+    return {"losses": lines, "metrics": run.record.metrics, **expanded(newest[max(newest)])}
 
 
 def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -82,18 +82,18 @@ def test_a_run_with_slots_and_its_resumption(
     with monkeypatch.context() as patch:
         signal_at(patch, 3, signal.SIGTERM)
         run = runs.train(config(data, tmp_path / "slots", *changes, **memory))
-    assert run.record["status"] == "interrupted" and run.record["steps"] == 3
+    assert run.record.status == "interrupted" and run.record.steps == 3
     run = runs.resume(run.path)
     check(outcome(run), expected)
-    hbm = run.record["memory"]["hbm"]
+    hbm = run.record.memory["hbm"]
     assert 0 < hbm["tables"]["t2"]["cached"] < 150 and hbm["evicted_rows"] > 0, "the slots were not exercised"
-    assert run.record["memory"]["batches"]["foreseen"] > 0
-    assert ("disk_bytes" in run.record["memory"]) == (kind == "before tiers")
+    assert run.record.memory["batches"]["foreseen"] > 0
+    assert ("disk_bytes" in run.record.memory) == (kind == "before tiers")
     log = (run.path / "log.txt").read_text()
     assert "slots of" in log and f"on {DEVICE}" in log and "behind them" in log
     loaded = hotrow.load(run.path)
     if not HAS_GPU:
-        assert loaded.evaluate("test") == plain.record["metrics"]["test"]
+        assert loaded.evaluate("test") == plain.record.metrics["test"]
     loaded.close()
 
 
@@ -140,7 +140,7 @@ def test_a_device_that_is_full_before_the_first_step(
 
 
 def test_what_to_say_where_no_smaller_budget_would_do(data: Path, tmp_path: Path) -> None:
-    tables = trainer.tables_of(config(data, tmp_path), PackedDataset.open(data))
+    tables = setup.tables_of(config(data, tmp_path), PackedDataset.open(data))
     error = torch.OutOfMemoryError("full")
     text, option = full_device(config(data, tmp_path), tables, error)
     assert "a smaller train.batch_size" in text and option is None
@@ -149,11 +149,11 @@ def test_what_to_say_where_no_smaller_budget_would_do(data: Path, tmp_path: Path
 
 
 def test_budgets_that_cannot_be(data: Path, tmp_path: Path) -> None:
-    tables = trainer.tables_of(config(data, tmp_path), PackedDataset.open(data))
+    dataset = PackedDataset.open(data)
 
     def placed(hbm: Any) -> Any:
         chosen = config(data, tmp_path, "train.batch_size=40", hbm=hbm)
-        return place_tables(chosen, tables, tmp_path, Place.of(chosen))
+        return Setup.decide(chosen, dataset, tmp_path).memory
 
     with pytest.raises(
         ValueError, match=r"table 't2' would have \d+ slots on the device, but a step may look up 40"
@@ -196,7 +196,7 @@ def test_scores_where_the_device_is_not(data: Path, tmp_path: Path, monkeypatch:
     run = runs.train(config(data, tmp_path / "run", "train.max_steps=2", hbm=1500))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.warns(UserWarning, match="scores are computed on the CPU, in float32: memory.hbm is 1500"):
-        assert hotrow.load(run.path).evaluate("test") == run.record["metrics"]["test"]
+        assert hotrow.load(run.path).evaluate("test") == run.record.metrics["test"]
 
 
 def test_dense_layers_in_bfloat16(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +212,9 @@ def test_dense_layers_in_bfloat16(data: Path, tmp_path: Path, monkeypatch: pytes
     assert "dense layers on" not in (fp32.path / "log.txt").read_text()
     signal_at(monkeypatch, 7, signal.SIGTERM)
     run = runs.train(config(data, tmp_path / "stopped", *changes))
-    assert run.record["steps"] == 7
+    assert run.record.steps == 7
     check(outcome(runs.resume(run.path)), found)
-    assert hotrow.load(bf16.path).evaluate("test") == bf16.record["metrics"]["test"]
+    assert hotrow.load(bf16.path).evaluate("test") == bf16.record.metrics["test"]
 
 
 @pytest.mark.parametrize(
@@ -235,11 +235,11 @@ def test_a_processor_without_bfloat16_products_is_warned_of(
     monkeypatch.delenv("HOTROW_ISA", raising=False)
     monkeypatch.setattr(host, "cpuinfo", lambda: cpuinfo)
     run = runs.train(config(data, tmp_path / "run", "train.dense_dtype=bf16", "train.max_steps=1"))
-    assert ("slow_bfloat16" in run.record["warnings"]) == slow
+    assert ("slow_bfloat16" in run.record.warnings) == slow
     text = "warning: train.dense_dtype is 'bf16', but this processor has no products of bfloat16"
     assert (run.path / "log.txt").read_text().count(text) == slow
     plain = runs.train(config(data, tmp_path / "plain", "train.max_steps=1"))
-    assert "slow_bfloat16" not in plain.record["warnings"]
+    assert "slow_bfloat16" not in plain.record.warnings
 
 
 def test_bfloat16_layers_against_float32() -> None:

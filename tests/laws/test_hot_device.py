@@ -32,12 +32,13 @@ import hotrow
 from hotrow import KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.hot import turns
 from hotrow.hot.copies import HotCopies
 from hotrow.kernels.triton_ops import Kernels
 from hotrow.placement import copies as copies_of
-from hotrow.run import runs, trainer, turns
-from hotrow.run.device import Place, device_of_copies
+from hotrow.run import runs, setup, trainer
 from hotrow.run.folder import RunFolder
+from hotrow.run.setup import Place, device_of_copies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ON_DEVICE = ("device=cuda",) if HAS_GPU else ()
@@ -52,7 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the interpreter's device stands in for one."""
     if not HAS_GPU:
-        monkeypatch.setattr(trainer, "device_of_copies", lambda config, place: DEVICE)
+        monkeypatch.setattr(setup, "device_of_copies", lambda config, place: DEVICE)
 
 
 @pytest.fixture
@@ -209,13 +210,13 @@ def test_a_run_with_copies_on_a_device(
 ) -> None:
     changes = [*changes, f"hot.budget={record_bytes * HOT_ROWS}", "train.epochs=1", "train.batch_size=64"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "device_of_copies", lambda config, place: None)
+        patch.setattr(setup, "device_of_copies", lambda config, place: None)
         plain = trained(data, tmp_path / "plain", *changes)
-    assert not steps_there and "sync_s" not in plain.record["hot"]
+    assert not steps_there and "sync_s" not in plain.record.hot
     run = trained(data, tmp_path / "copied", *changes, *ON_DEVICE)
     check(run, plain)
-    hot = run.record["hot"]
-    assert len(steps_there) > 1 and run.record["steps"] - len(steps_there) > 1 and len(hot["swaps"]) > 2
+    hot = run.record.hot
+    assert len(steps_there) > 1 and run.record.steps - len(steps_there) > 1 and len(hot["swaps"]) > 2
     assert hot["sync_s"] > 0
     assert f"copies of hot rows on {DEVICE}" in (run.path / "log.txt").read_text().splitlines()[0]
 
@@ -224,7 +225,7 @@ def test_fixed_turns(data: Path, tmp_path: Path, on_device: None, steps_there: l
     changes = ["hot.schedule=fixed", "train.epochs=1", "train.batch_size=64"]
     changes += ["hot.rate=100", "train.eval_every=null"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "device_of_copies", lambda config, place: None)
+        patch.setattr(setup, "device_of_copies", lambda config, place: None)
         plain = trained(data, tmp_path / "plain", *changes)
     run = trained(data, tmp_path / "copied", *changes, *ON_DEVICE)
     check(run, plain)
@@ -238,11 +239,11 @@ def test_rows_in_tiers_with_copies_on_a_device(
     changes = ["train.precision=split_bf16", "optimizer.sparse.name=adagrad", "hot.budget=25000", "train.epochs=1"]
     changes += ["optimizer.dense.name=adam"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "device_of_copies", lambda config, place: None)
+        patch.setattr(setup, "device_of_copies", lambda config, place: None)
         plain = trained(data, tmp_path / "plain", *changes)
     tiers = [f"memory.ssd={tmp_path / 'rows'}", "memory.dram=110000", "memory.force=true"]
     run = trained(data, tmp_path / "copied", *changes, *tiers, *ON_DEVICE)
-    assert run.record["memory"]["disk_bytes"] > 0 and len(steps_there) > 1
+    assert run.record.memory["disk_bytes"] > 0 and len(steps_there) > 1
     if not HAS_GPU:
         found, wanted = without_cost(outcome(run)), without_cost(outcome(plain))
         assert found["tensors"] == wanted["tensors"] and found["metrics"] == wanted["metrics"]
@@ -256,9 +257,9 @@ def test_interrupted_and_resumed_with_copies_on_a_device(
     changes += [f"hot.budget={80 * HOT_ROWS}", "hot.rate=100"]
     whole = trained(data, tmp_path / "whole", *changes)
     swaps = [line["step"] for line in whole.measurements() if line["kind"] == "swap"]
-    assert swaps[0] + 1 < whole.record["steps"], "a step within a hot turn"
+    assert swaps[0] + 1 < whole.record.steps, "a step within a hot turn"
     for run in stopped_and_resumed(data, tmp_path, monkeypatch, whole, [swaps[0] + 1], changes):
-        assert run.record["hot"]["sync_s"] > 0
+        assert run.record.hot["sync_s"] > 0
 
 
 def test_turns_through_slots_have_no_copies(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
@@ -268,7 +269,7 @@ def test_turns_through_slots_have_no_copies(tmp_path: Path, make_dataset: Callab
     plain = trained(data, tmp_path / "plain", *changes)
     run = trained(data, tmp_path / "slots", *changes, "memory.hbm=7000", f"device={DEVICE.type}")
     own, truth = without_cost(outcome(run)), without_cost(outcome(plain))
-    assert "sync_s" not in run.record["hot"] and run.record["memory"]["hbm"]["evicted_rows"] > 0
+    assert "sync_s" not in run.record.hot and run.record.memory["hbm"]["evicted_rows"] > 0
     if not HAS_GPU:
         assert own["tensors"] == truth["tensors"] and own["metrics"] == truth["metrics"]
 
@@ -278,14 +279,14 @@ def test_turns_through_slots_have_no_copies(tmp_path: Path, make_dataset: Callab
 
 def test_copies_above_the_memory_of_the_device(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before there is a folder, and again when the run begins."""
-    monkeypatch.setattr(trainer, "device_of_copies", lambda config, place: DEVICE)
-    monkeypatch.setattr(runs, "device_of_copies", lambda config, place: DEVICE)
+    monkeypatch.setattr(setup, "device_of_copies", lambda config, place: DEVICE)
     monkeypatch.setattr(turns, "room_bytes", lambda device: 3000)
     text = rf"hot\.budget is 5760: copies of hot rows take 5,760 bytes, and of the memory of {DEVICE} 3,000 are free; "
     with pytest.raises(ValueError, match=text + "lower hot.budget, and leave room there for dense layers"):
         trained(data, tmp_path / "large", *ON_DEVICE)
     assert not (tmp_path / "large").exists()
-    monkeypatch.setattr(runs, "device_of_copies", lambda config, place: None)
+    room = iter([1 << 30])  # as the run begins
+    monkeypatch.setattr(turns, "room_bytes", lambda device: next(room, 3000))
     with pytest.raises(ValueError, match=text.replace("5,760 bytes", r"5,\d+ bytes")):
         trained(data, tmp_path / "begun", *ON_DEVICE)
 
@@ -298,7 +299,7 @@ def test_which_runs_have_copies_on_a_device(data: Path, monkeypatch: pytest.Monk
     assert device() is None and device(hot={"schedule": "window"}) is None
     assert device(hot={"schedule": "fae"}, memory={"hbm": "1GiB"}) is None, "slots hold the hot rows"
     assert device_of_copies(make_config({"data": str(data), "hot": {"schedule": "fae"}}), Place()) is None
-    monkeypatch.setattr("hotrow.run.device.find_spec", lambda name: None)
+    monkeypatch.setattr("hotrow.run.setup.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Triton is not installed: pip install 'hotrow\[gpu\]', or set device to cpu"):
         device(hot={"schedule": "fae"})
 
@@ -323,7 +324,7 @@ def test_a_full_device_names_what_to_resume_with(
     command, _, option = str(refused.value).split("is whole; then continue with: ")[1].rpartition(" --set ")
     assert command == f"hotrow train --resume {tmp_path / 'run'}" and option.startswith("memory.hbm=")
     if not HAS_GPU:
-        monkeypatch.setattr(trainer, "device_of_copies", device_of_copies)
+        monkeypatch.setattr(setup, "device_of_copies", device_of_copies)
     found, wanted = outcome(runs.resume(tmp_path / "run", [option], quiet=True)), outcome(whole)
     assert found["step"] == wanted["step"]
     if not HAS_GPU:

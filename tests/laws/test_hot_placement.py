@@ -85,10 +85,10 @@ def stopped_and_resumed(
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM)
             run = trained(data, folder / f"stopped-{stop}", *changes)
-        assert run.record["status"] == "interrupted" and run.record["steps"] == stop
+        assert run.record.status == "interrupted" and run.record.steps == stop
         run = runs.resume(run.path, quiet=True)
         assert without_cost(outcome(run)) == without_cost(outcome(whole)), f"stopped after step {stop}"
-        assert run.record["hot"].get("swaps") == whole.record["hot"].get("swaps")
+        assert run.record.hot.get("swaps") == whole.record.hot.get("swaps")
         yield run
 
 
@@ -100,10 +100,10 @@ def test_copies_are_invisible(data: Path, tmp_path: Path, record_bytes: int, cha
     with copies_in_dram() as steps:
         copied = trained(data, tmp_path / "copied", *changes)
     assert without_cost(outcome(copied)) == without_cost(outcome(plain))
-    hot = copied.record["hot"]
+    hot = copied.record.hot
     assert hot["hot_bytes"] <= record_bytes * HOT_ROWS and 0.1 < hot["hot_samples"] < 0.9
-    assert len(steps) > 4 and copied.record["steps"] - len(steps) > 4 and len(hot["swaps"]) > 4
-    assert hot["sync_s"] > 0 and "sync_s" not in plain.record["hot"]
+    assert len(steps) > 4 and copied.record.steps - len(steps) > 4 and len(hot["swaps"]) > 4
+    assert hot["sync_s"] > 0 and "sync_s" not in plain.record.hot
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
@@ -119,7 +119,7 @@ def test_copies_of_rows_in_tiers(
     plain = trained(data, tmp_path / "plain", *changes)
     with copies_in_dram() as steps:
         copied = trained(data, tmp_path / "copied", *changes, *tiers)
-    assert copied.record["memory"]["disk_bytes"] > 0 and len(steps) > 2
+    assert copied.record.memory["disk_bytes"] > 0 and len(steps) > 2
     found, wanted = without_cost(outcome(copied)), without_cost(outcome(plain))
     assert found["tensors"] == wanted["tensors"] and found["metrics"] == wanted["metrics"]
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused_and_what_is_done_is_said(
     data: Path, tmp_path: Path, make_dataset: Callable[..., PackedDataset]
 ) -> None:
     run = trained(data, tmp_path / "run", "train.max_steps=2")
-    counted = "counted_to_find_hot_rows" in run.record["warnings"]
+    counted = "counted_to_find_hot_rows" in run.record.warnings
     assert counted == ("counts/t0" not in PackedDataset.open(data).info.files)
     least = r"hot\.budget is 40: a hot set of 40 bytes is too small: .* raise the budget by \d+ bytes, or lower"
     with pytest.raises(ValueError, match=least):
@@ -149,21 +149,21 @@ def test_what_cannot_be_is_refused_and_what_is_done_is_said(
 def test_what_is_hot_is_said_and_that_nothing_is(data: Path, tmp_path: Path, schedule: str) -> None:
     changes = (f"hot.schedule={schedule}", "train.max_steps=2")
     run = trained(data, tmp_path / "run", *changes)
-    hot = run.record["hot"]
+    hot = run.record.hot
     share = f"{hot['hot_samples']:.1%} of the samples"
     line = f"hot: {HOT_ROWS} rows (exact) in {36 * HOT_ROWS:,} of {36 * HOT_ROWS:,} bytes, {share}; found in "
     assert line in (run.path / "log.txt").read_text() and 0 < hot["hot_samples"] < 1
-    assert "no_hot_samples" not in run.record["warnings"]
+    assert "no_hot_samples" not in run.record.warnings
     cold = trained(data, tmp_path / "cold", *changes, f"hot.budget={36 * 5}")
-    assert cold.record["hot"]["hot_samples"] == 0
-    text = cold.record["warnings"]["no_hot_samples"]["text"]
+    assert cold.record.hot["hot_samples"] == 0
+    text = cold.record.warnings["no_hot_samples"]["text"]
     assert f"hot.budget is {36 * 5}" in text and f"hot.schedule {schedule} does nothing: raise hot.budget" in text
 
 
 def test_the_schedule_is_in_the_report(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
     """Every swap, as the published rule has it: halved where the loss did not fall, at times doubled where it did."""
     data = make_dataset(tmp_path / "data", counts=True).path
-    hot = trained(data, tmp_path / "fae").record["hot"]
+    hot = trained(data, tmp_path / "fae").record.hot
     swaps = hot["swaps"]
     assert len(swaps) > 4 and swaps[0]["rate"] == 40 and swaps[-1]["next_rate"] == hot["rate"]
     for before, after in pairwise(swaps):
@@ -171,9 +171,9 @@ def test_the_schedule_is_in_the_report(tmp_path: Path, make_dataset: Callable[..
         assert after["rate"] == before["next_rate"]
         fell = after["logloss"] < before["logloss"]
         assert after["next_rate"] in ({after["rate"], 2 * after["rate"], 100} if fell else {max(1, after["rate"] / 2)})
-    fixed = trained(data, tmp_path / "fixed", "hot.schedule=fixed").record["hot"]["swaps"]
+    fixed = trained(data, tmp_path / "fixed", "hot.schedule=fixed").record.hot["swaps"]
     assert {(swap["logloss"], swap["rate"], swap["next_rate"]) for swap in fixed} == {(None, 40, 40)}
-    assert "swaps" not in trained(data, tmp_path / "window", "hot.schedule=window").record["hot"]
+    assert "swaps" not in trained(data, tmp_path / "window", "hot.schedule=window").record.hot
 
 
 TABLES = [

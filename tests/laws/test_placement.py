@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
 from hotrow.plan import choose as placement
 from hotrow.plan import solve
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup, trainer
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.run.folder import RunFolder
 
@@ -56,12 +57,12 @@ def config(data: Path, run: Path, changes: list[str], memory: Any = "dram") -> A
 def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
     """A config's `memory` that keeps about half of the rows in DRAM."""
     plain = config(data, Path("run"), changes)
-    needed = placement.required_bytes(plain, trainer.tables_of(plain, PackedDataset.open(data)))
+    needed = placement.required_bytes(plain, setup.tables_of(plain, PackedDataset.open(data)))
     return {"dram": int(0.6 * needed), **options}
 
 
 def exercised(run: RunFolder, *, on_disk: tuple[str, ...]) -> None:
-    counts = run.record["memory"]["tables"]
+    counts = run.record.memory["tables"]
     assert {name for name, own in counts.items() if own["pinned"] + own["cached"] < own["rows"]} >= set(on_disk)
     assert counts["t1"]["store"] == "dram"
     assert counts["t2"]["read_rows"] > 20 and counts["t2"]["written_rows"] > 20, "the run did not exercise the store"
@@ -73,9 +74,9 @@ def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, changes: 
     expected = outcome(runs.train(config(data, tmp_path / "plain", changes)))
     run = runs.train(config(data, tmp_path / "tiers", changes, tiers(data, changes)))
     exercised(run, on_disk=("t2",))
-    assert run.record["memory"]["tables"]["t2"]["pinned"] > 0
+    assert run.record.memory["tables"]["t2"]["pinned"] > 0
     assert outcome(run) == expected
-    assert run.record["memory"]["batches"]["foreseen"] == run.record["steps"]
+    assert run.record.memory["batches"]["foreseen"] == run.record.steps
 
 
 def test_counts_are_read_and_planned_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +103,7 @@ def test_without_counts(uncounted: Path, tmp_path: Path, changes: list[str]) -> 
     run = runs.train(config(uncounted, tmp_path / "tiers", changes, tiers(uncounted, changes)))
     exercised(run, on_disk=("t0", "t2"))
     assert outcome(run) == expected
-    assert run.record["memory"]["tables"]["t2"]["pinned"] == 0
+    assert run.record.memory["tables"]["t2"]["pinned"] == 0
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
@@ -118,12 +119,12 @@ def test_stopped_and_resumed_elsewhere(
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM if stop % 2 else signal.SIGINT)
             run = runs.train(config(data, tmp_path / name, changes, before))
-        assert (run.record["status"], run.record["steps"]) == ("interrupted", stop)
+        assert (run.record.status, run.record.steps) == ("interrupted", stop)
         assert not (run.path / "memory").exists()
         run = runs.resume(run.path, [f"memory={after}"])
         assert outcome(run) == expected, f"{name}, stopped after step {stop}"
         slow = {"slow_bfloat16"} if lacks_bfloat16_products() else set()
-        assert set(run.record["warnings"]) <= {"stores_without_io_uring", "overflow_rows", *slow}
+        assert set(run.record.warnings) <= {"stores_without_io_uring", "overflow_rows", *slow}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "split_bf16"])
@@ -131,8 +132,7 @@ def test_checkpoints_say_the_same_and_fit_everywhere(data: Path, tmp_path: Path,
     """Also where rows that were touched since are put back, and where -0 and NaN are among the weights."""
     changes = [f"train.precision={precision}", "optimizer.sparse.name=adam"]
     run = config(data, tmp_path / "run", changes, tiers(data, changes))
-    tables = trainer.tables_of(run, PackedDataset.open(data))
-    memory = placement.choose(run, tables, tmp_path / "run", dataset=PackedDataset.open(data))
+    decided = setup.Setup.decide(run, PackedDataset.open(data), tmp_path / "run")
     loader = trainer.Loader(PackedDataset.open(data).split("train"), 37, shuffle_seed=1)
     clock = trainer.StepClock()
 
@@ -140,7 +140,7 @@ def test_checkpoints_say_the_same_and_fit_everywhere(data: Path, tmp_path: Path,
         for step, batch in enumerate(hotrow.lookahead(loader.epoch(epoch), parts.embedding)):
             trainer.train_step(parts, batch, step, clock)
 
-    plain, tiered = (trainer.build(run, tables, num_dense=3, memory=where) for where in (None, memory))
+    plain, tiered = (trainer.build(each) for each in (replace(decided, memory=None), decided))
     if precision == "fp32":
         odd = torch.tensor([-0.0, 0.0, float("nan"), float("inf"), 1e-40, -1e-40, 1.0, -1.0])
         batches = [batch.sparse.bags("x2")[0] for batch in loader.epoch(0)]
@@ -168,9 +168,8 @@ def test_checkpoints_say_the_same_and_fit_everywhere(data: Path, tmp_path: Path,
 
 def test_a_row_is_written_though_it_differs_in_signs_of_zero_alone(data: Path, tmp_path: Path) -> None:
     run = config(data, tmp_path / "run", [], tiers(data, []))
-    tables = trainer.tables_of(run, PackedDataset.open(data))
-    memory = placement.choose(run, tables, tmp_path / "run", dataset=PackedDataset.open(data))
-    emb = trainer.build(run, tables, num_dense=3, memory=memory).embedding
+    decided = setup.Setup.decide(run, PackedDataset.open(data), tmp_path / "run")
+    emb = trainer.build(decided).embedding
     rows = emb.rows("t2")
     for values in (torch.zeros(1, 8), -torch.zeros(1, 8), torch.full((1, 8), torch.nan)):
         rows.write(slice(9, 10), values)
@@ -185,7 +184,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
     run = runs.train(config(data, tmp_path / "run", changes))
     expected = hotrow.load(run.path).evaluate("test")
     needed = placement.required_bytes(
-        config(data, run.path, changes), trainer.tables_of(config(data, run.path, []), PackedDataset.open(data))
+        config(data, run.path, changes), setup.tables_of(config(data, run.path, []), PackedDataset.open(data))
     )
     monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
     loaded = hotrow.load(run.path)

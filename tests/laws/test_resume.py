@@ -66,7 +66,7 @@ def outcome(run: RunFolder) -> dict[str, Any]:
     manifest = read_manifest(path)
     state = {k: v for k, v in manifest.extra["state"].items() if k not in TIMES | PLACED}
     lines = [{k: v for k, v in line.items() if k not in TIMES | PLACED} for line in run.measurements()]
-    metrics = run.record["metrics"]
+    metrics = run.record.metrics
     return {"step": path.name, "state": state, "lines": lines, "metrics": metrics, "tensors": expanded(path)}
 
 
@@ -96,12 +96,12 @@ def test_interrupted_at_any_step(
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM if stop % 2 else signal.SIGINT)
             run = runs.train(config(data, tmp_path / f"stopped-{stop}", changes))
-        assert run.record["status"] == "interrupted"
-        assert run.record["steps"] == stop
+        assert run.record.status == "interrupted"
+        assert run.record.steps == stop
         assert f"continue with: hotrow train --resume {run.path}" in capsys.readouterr().err
         run = runs.resume(run.path)
-        assert run.record["status"] == "finished"
-        assert set(run.record["warnings"]) <= {"reference_backend", "slow_bfloat16"}
+        assert run.record.status == "finished"
+        assert set(run.record.warnings) <= {"reference_backend", "slow_bfloat16"}
         assert outcome(run) == expected, f"stopped after step {stop}"
 
 
@@ -131,8 +131,8 @@ def test_interrupted_around_skipped_steps(data: Path, tmp_path: Path, monkeypatc
             run = runs.train(config(data, tmp_path / f"stopped-{stop}", changes))
         run = runs.resume(run.path)
         assert outcome(run) == expected, f"stopped after step {stop}"
-        assert run.record["steps_skipped"] == 3
-        assert run.record["warnings"] == whole.record["warnings"]
+        assert run.record.steps_skipped == 3
+        assert run.record.warnings == whole.record.warnings
     kept = [*changes, "checkpoint.every=4", "checkpoint.keep_last=9"]
     run = runs.train(config(data, tmp_path / "killed", kept))
     for path in list(list_checkpoints(run.checkpoints).values())[1:]:
@@ -140,7 +140,7 @@ def test_interrupted_around_skipped_steps(data: Path, tmp_path: Path, monkeypatc
     run.update(status="running")
     run = runs.resume(run.path)
     assert outcome(run)["tensors"] == expected["tensors"]
-    assert run.record["warnings"]["nonfinite_step_skipped"]["count"] == 3, "steps taken again are not counted twice"
+    assert run.record.warnings["nonfinite_step_skipped"]["count"] == 3, "steps taken again are not counted twice"
 
 
 def test_interrupted_again_and_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_killed_between_checkpoints(data: Path, tmp_path: Path) -> None:
     killed = subprocess.run(command, capture_output=True, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert max(list_checkpoints(tmp_path / "run" / "checkpoints")) == 21  # steps 22 to 26 are lost, a metrics line too
-    assert RunFolder.open(tmp_path / "run").record["status"] == "running"
+    assert RunFolder.open(tmp_path / "run").record.status == "running"
     (tmp_path / "run" / "metrics.jsonl").open("a").write('{"kind": "train", "st')  # a line cut off by the kill
     assert outcome(runs.resume(tmp_path / "run")) == expected
 
@@ -196,7 +196,7 @@ def test_failed_before_the_first_checkpoint(data: Path, tmp_path: Path, monkeypa
         patch.setattr(trainer, "train_step", step)
         with pytest.raises(MemoryError):
             runs.train(config(data, tmp_path / "run", changes))
-    assert RunFolder.open(tmp_path / "run").record["status"] == "failed"
+    assert RunFolder.open(tmp_path / "run").record.status == "failed"
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == {}
     assert outcome(runs.resume(tmp_path / "run")) == expected
 
@@ -220,12 +220,12 @@ def test_step_times_are_those_of_all_sessions(data: Path, tmp_path: Path, monkey
     signal_at(monkeypatch, 30, signal.SIGINT)
     run = runs.train(config(data, tmp_path / "run", ["train.epochs=20", "train.early_stopping=2", "train.monitor=auc"]))
     run = runs.resume(run.path)
-    spent = run.record["train_s"]
+    spent = run.record.train_s
     told = 0.001 + 0.0005 / spent  # to the millisecond
-    assert sum(run.record["step_ms"].values()) * run.record["steps"] / 1e3 == pytest.approx(spent, rel=told)
+    assert sum(run.record.step_ms.values()) * run.record.steps / 1e3 == pytest.approx(spent, rel=told)
     again = runs.resume(run.path, ["train.epochs=21"])  # it had stopped early: not a step more
-    assert {name: again.record[name] for name in ("step_ms", "train_s", "steps")} == {
-        name: run.record[name] for name in ("step_ms", "train_s", "steps")
+    assert {name: getattr(again.record, name) for name in ("step_ms", "train_s", "steps")} == {
+        name: getattr(run.record, name) for name in ("step_ms", "train_s", "steps")
     }
 
 
@@ -248,8 +248,8 @@ def test_other_thread_count_is_a_counted_warning(data: Path, tmp_path: Path, mon
     signal_at(monkeypatch, 3, signal.SIGINT)
     run = runs.train(config(data, tmp_path / "run", []))
     run = runs.resume(run.path, ["train.threads=2"])
-    assert run.record["warnings"]["resumed_with_other_threads"]["count"] == 1
-    assert run.record["status"] == "finished"
+    assert run.record.warnings["resumed_with_other_threads"]["count"] == 1
+    assert run.record.status == "finished"
 
 
 def test_another_dataset_or_option_is_refused(
@@ -264,7 +264,7 @@ def test_another_dataset_or_option_is_refused(
         runs.resume(run.path, [f"data={other.path}"])
     with pytest.raises(ValueError, match=r"no dataset\.json"):
         runs.resume(run.path, [f"data={tmp_path}"])
-    assert runs.resume(run.path).record["status"] == "finished", "what was refused is not remembered"
+    assert runs.resume(run.path).record.status == "finished", "what was refused is not remembered"
 
 
 def test_a_damaged_checkpoint_is_named(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.kernels import ops
 from hotrow.plan.demand import required_bytes
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 DIMS = {"default": 16, "user": 8, "hour": 1}
@@ -72,12 +72,12 @@ def config(data: Path, run: Path, *changes: str, **memory: Any) -> Any:
 def tiers(data: Path, folder: Path) -> dict[str, Any]:
     """Memory for a good third of tables and states."""
     plain = config(data, folder / "x")
-    needed = required_bytes(plain, trainer.tables_of(plain, PackedDataset.open(data)))
+    needed = required_bytes(plain, setup.tables_of(plain, PackedDataset.open(data)))
     return {"dram": needed * 2 // 5, "ssd": str(folder), "force": True}
 
 
 def test_tables_have_the_columns_that_the_config_says(data: Path, tmp_path: Path) -> None:
-    tables = trainer.tables_of(config(data, tmp_path), PackedDataset.open(data))
+    tables = setup.tables_of(config(data, tmp_path), PackedDataset.open(data))
     assert {table.name: table.embedding_dim for table in tables} == {"user": 8, "item": 16, "hour": 1}
 
 
@@ -88,7 +88,7 @@ def test_placement_changes_no_bit(data: Path, tmp_path: Path, optimizer: str, pr
     changes = [f"optimizer.sparse.name={optimizer}", "optimizer.sparse.lr=0.02", f"train.precision={precision}"]
     plain = runs.train(config(data, tmp_path / "plain", *changes), quiet=True)
     tiered = runs.train(config(data, tmp_path / "tiers", *changes, **tiers(data, tmp_path)), quiet=True)
-    assert tiered.record["memory"]["tables"]["user"]["written_rows"] > 20, "the run did not exercise the store"
+    assert tiered.record.memory["tables"]["user"]["written_rows"] > 20, "the run did not exercise the store"
     assert outcome(tiered) == outcome(plain)
 
 
@@ -100,7 +100,7 @@ def test_resume_changes_no_bit(data: Path, tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         signal_at(patch, 23, signal.SIGTERM)
         cut = runs.train(config(data, tmp_path / "cut", **memory), quiet=True)
-    assert cut.record["status"] == "interrupted"
+    assert cut.record.status == "interrupted"
     assert outcome(runs.resume(cut.path, quiet=True)) == outcome(whole)
 
 

@@ -15,7 +15,7 @@ from test_resume import outcome
 from test_tbsm_law import config, prepared
 
 from hot_rig import copies_in_dram
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup
 from hotrow.run.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +42,7 @@ def test_histories_through_slots(data: Path, tmp_path: Path) -> None:
     plain = runs.train(config(data, tmp_path / "plain", SHORT))
     device: list[str] = [*SHORT, f"device={DEVICE.type}"]
     run = runs.train(config(data, tmp_path / "slots", device, {"hbm": 32_000}))
-    hbm = run.record["memory"]["hbm"]
+    hbm = run.record.memory["hbm"]
     assert hbm["evicted_rows"] > 0 and hbm["tables"]["item"]["cached"] < 1000
     check(run, plain)
 
@@ -52,7 +52,7 @@ def test_histories_of_hot_rows_there(data: Path, tmp_path: Path, monkeypatch: py
     with copies_in_dram() as steps:
         plain = runs.train(config(data, tmp_path / "plain", hot))
     if not HAS_GPU:
-        monkeypatch.setattr(trainer, "device_of_copies", lambda config, place: DEVICE)
+        monkeypatch.setattr(setup, "device_of_copies", lambda config, place: DEVICE)
     run = runs.train(config(data, tmp_path / "there", [*hot, f"device={DEVICE.type}"]))
-    assert 1 < len(steps) < run.record["steps"] - 1 and run.record["hot"]["sync_s"] > 0
+    assert 1 < len(steps) < run.record.steps - 1 and run.record.hot["sync_s"] > 0
     check(run, plain)

@@ -20,7 +20,7 @@ from hotrow.data.sources.schema import parse_schema
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
 from hotrow.plan import choose as placement
-from hotrow.run import runs, trainer
+from hotrow.run import runs, setup
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 SCHEMA = parse_schema(
@@ -91,7 +91,7 @@ def config(data: Path, run: Path, changes: list[str], memory: Any = "dram") -> A
 def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
     """A config's `memory` that keeps about half of the rows in DRAM."""
     plain = config(data, Path("run"), changes)
-    needed = placement.required_bytes(plain, trainer.tables_of(plain, PackedDataset.open(data)))
+    needed = placement.required_bytes(plain, setup.tables_of(plain, PackedDataset.open(data)))
     return {"dram": int(0.6 * needed), **options}
 
 
@@ -101,7 +101,7 @@ def test_a_run_in_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, variant: 
     changes = VARIANTS[variant]
     expected = outcome(runs.train(config(data, tmp_path / "plain", changes)))
     run = runs.train(config(data, tmp_path / "tiers", changes, tiers(data, changes, **memory)))
-    tables = run.record["memory"]["tables"]
+    tables = run.record.memory["tables"]
     assert tables["item"]["read_rows"] > 20, "the run did not exercise the store"
     assert tables["item"]["written_rows"] > 20
     assert outcome(run) == expected
@@ -115,7 +115,7 @@ def test_copies_of_hot_rows_change_nothing(data: Path, tmp_path: Path, variant: 
     plain = runs.train(config(data, tmp_path / "plain", hot))
     with copies_in_dram() as steps:
         copied = runs.train(config(data, tmp_path / "copied", hot))
-    assert len(steps) > 5 and copied.record["steps"] - len(steps) > 5
+    assert len(steps) > 5 and copied.record.steps - len(steps) > 5
     found, wanted = outcome(copied), outcome(plain)
     for each in (found, wanted):
         each["state"]["turns"] = each["state"]["turns"]["order"]
@@ -131,7 +131,7 @@ def test_stopped_and_resumed_elsewhere(data: Path, tmp_path: Path, monkeypatch: 
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM)
             run = runs.train(config(data, tmp_path / str(stop), changes, before))
-        assert (run.record["status"], run.record["steps"]) == ("interrupted", stop)
+        assert (run.record.status, run.record.steps) == ("interrupted", stop)
         assert outcome(runs.resume(run.path, [f"memory={after}"])) == expected
 
 
@@ -151,7 +151,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
     assert np.isfinite(scores).all()
     assert len(set(scores.tolist())) == 3
     needed = placement.required_bytes(
-        config(data, run.path, changes), trainer.tables_of(config(data, run.path, []), PackedDataset.open(data))
+        config(data, run.path, changes), setup.tables_of(config(data, run.path, []), PackedDataset.open(data))
     )
     monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
     again = hotrow.load(run.path)
@@ -164,7 +164,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
 def test_fit(data: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": "tbsm", "quiet": True, "max_steps": 5, "top_mlp": [9, 9]}
     run = hotrow.fit(data, run=tmp_path / "run", history_steps=6, **options)
-    assert run.record["steps"] == 5
+    assert run.record.steps == 5
 
 
 def test_a_history_that_is_too_long_is_told_before_there_is_a_run(data: Path, tmp_path: Path) -> None:

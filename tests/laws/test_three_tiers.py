@@ -45,7 +45,7 @@ def test_a_run_in_three_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, fil
         with pytest.MonkeyPatch.context() as patch:
             signal_at(patch, stop, signal.SIGTERM)
             run = runs.train(config(data, tmp_path / name, [], before))
-        assert (run.record["status"], run.record["steps"]) == ("interrupted", stop)
+        assert (run.record.status, run.record.steps) == ("interrupted", stop)
         run = runs.resume(run.path, [f"memory={after}"])
         assert outcome(run) == expected, name
     scores = [hotrow.load(tmp_path / name).evaluate() for name in ("plain", "down", "up")]

@@ -130,17 +130,17 @@ def test_it_saves_ends_and_goes_on_to_the_same_bits(
             ends.append(str(error))
             step_number = max(list_checkpoints(run / "checkpoints"))
             record = RunFolder.open(run).record
-            assert record["status"] == "failed" and record["error"].endswith(str(error))
+            assert record.status == "failed" and record.error.endswith(str(error))
             found = re.search(r"from (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) on", str(error))
             assert found, str(error)
             at = time.mktime(time.strptime(found[1], "%Y-%m-%d %H:%M:%S"))
             if "Training stopped" in str(error):
                 assert f"stopped at step {step_number}, whose checkpoint is whole" in str(error)
-                assert record["steps"] == step_number
-                assert record["write_budget"]["share_used"] > 0.3
+                assert record.steps == step_number
+                assert record.write_budget["share_used"] > 0.3
                 clock[0] += (at - clock[0]) / 2  # too early
             else:
-                assert "to go on from" in str(error)
+                assert "to continue from" in str(error)
                 clock[0] = at
     assert outcome(folder) == expected
     assert sum("Training stopped" in end for end in ends) >= 2 and sum("Try again" in end for end in ends) >= 1, ends
@@ -226,7 +226,7 @@ def test_checkpoints_of_tables_in_dram_count(data: Path, expected: Any, tmp_path
     with pytest.raises(WriteBudgetError, match=r"stopped at step 36, whose checkpoint is whole"):
         runs.train(config(data, run, f"{budget}/day", *changes, dram="1GiB"), quiet=True)
     record = RunFolder.open(run).record
-    assert "memory" not in record and record["write_budget"]["window_bytes"] < budget
+    assert record.memory is None and record.write_budget["window_bytes"] < budget
     clock[0] += 86_400 + PIECE_S
     with pytest.raises(WriteBudgetError, match=r"stopped at step 72, "):
         runs.resume(run, quiet=True)
@@ -250,10 +250,10 @@ def test_a_budget_under_which_no_stopped_run_goes_on_is_a_warning(
         WriteBudgetError, match=r"Continue with a memory\.write_budget \(--set\) above \d{3},\d{3} bytes"
     ):
         runs.train(config(data, run, "300kB/day", file=str(tmp_path / "rows")), quiet=True)
-    warning = RunFolder.open(run).record["warnings"]["write_budget_too_small_to_resume"]
+    warning = RunFolder.open(run).record.warnings["write_budget_too_small_to_resume"]
     assert "to resume this run may write" in warning["text"]
     assert outcome(resumed := runs.resume(run, ["memory.write_budget=null"], quiet=True)) == expected
-    assert "write_budget" not in resumed.record, "that of a session before"
+    assert resumed.record.write_budget is None, "that of a session before"
 
 
 def test_what_is_said_of_going_on_comes_true(data: Path, tmp_path: Path, clock: list[float]) -> None:
@@ -282,7 +282,7 @@ def test_the_rate_is_said_once_it_is_known(
     found = re.search(r"5MB/hour: rows are written at [\d,.]+ [MG]iB an hour, ([\d.]+)% of the budget, and ", lines[0])
     assert found and float(found[1]) > 100
     # Mean over the run, of which the steps that filled the caches wrote less.
-    per_epoch = run.record["memory"]["written_bytes_per_epoch"]
+    per_epoch = run.record.memory["written_bytes_per_epoch"]
     said = re.search(r"and ([\d.]+) (?:KiB|MiB) an epoch, ([\d.]+)% of it; a checkpoint takes [\d.]+ [KM]iB", lines[0])
     assert said and 0.9 * per_epoch < float(said[2]) / 100 * 5e6 < 1.5 * per_epoch
 
@@ -306,7 +306,7 @@ def test_an_interrupt_comes_first_and_keeps_the_ledger(
 ) -> None:
     signal_at(monkeypatch, 30, 15)  # type: ignore[arg-type]
     run = runs.train(config(data, tmp_path / "run", "1GB/day", file=str(tmp_path / "rows")), quiet=True)
-    first = run.record["write_budget"]["window_bytes"]
-    assert run.record["status"] == "interrupted" and first > CHECKPOINT
+    first = run.record.write_budget["window_bytes"]
+    assert run.record.status == "interrupted" and first > CHECKPOINT
     run = runs.resume(run.path, quiet=True)
-    assert outcome(run) == expected and run.record["write_budget"]["window_bytes"] > first
+    assert outcome(run) == expected and run.record.write_budget["window_bytes"] > first

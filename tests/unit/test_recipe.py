@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.recipe import SEARCHED, hand_made, prepared, scores
+from benchmarks.recipe import FILES, SEARCHED, automatic_of, hand_made, prepared, scores
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.data.prepare.init import render_recipe, run_init
@@ -17,20 +17,25 @@ from hotrow.data.prepare.init import render_recipe, run_init
 @pytest.mark.parametrize("num_rows", [0, 1, 63, 1000, 19_999, 20_000, 80_000, 600_000, 5_000_000, 5_000_001, 10**9])
 @pytest.mark.parametrize("model", ["dlrm", "tbsm"])
 def test_every_size_has_a_recipe(num_rows: int, model: str) -> None:
-    recipe = choose_recipe(num_rows, model=model)
+    recipe = choose_recipe(num_rows, num_features=26, model=model)
     config = make_config(apply_overrides({"data": "d"}, [f"model.name={model}", *as_overrides(recipe)]))
     assert 64 <= config.train.batch_size <= 2048
     assert 1 <= config.train.epochs <= 6
     steps = config.train.epochs * -(-num_rows // config.train.batch_size)
     assert config.optimizer.schedule.decay_steps in (0, max(1, steps))
     assert config.train.early_stopping is not None
-    assert "train.early_stopping" not in choose_recipe(num_rows, validated=False)
+    assert "train.early_stopping" not in choose_recipe(num_rows, num_features=26, validated=False)
 
 
 def test_rates_and_schedule_follow_what_the_user_chose() -> None:
-    recipe = choose_recipe(64_000, batch_size=128, epochs=5)
+    recipe = choose_recipe(64_000, num_features=26, batch_size=128, epochs=5)
     assert recipe["optimizer.sparse"]["lr"] == pytest.approx(3.6)
     assert recipe["optimizer.schedule.decay_steps"] == 5 * 500
+
+
+def test_fewer_features_step_further() -> None:
+    rates = [choose_recipe(64_000, num_features=n)["optimizer.sparse"]["lr"] for n in (0, 1, 3, 10, 26, 200)]
+    assert rates == pytest.approx([5.4, 5.4, 5.3, 2.9, 1.8, 1.8], abs=0.01)
 
 
 def test_init_writes_the_recipe_that_fit_uses(tmp_path: Path) -> None:
@@ -48,7 +53,7 @@ def test_init_writes_the_recipe_that_fit_uses(tmp_path: Path) -> None:
     for section in ("model", "optimizer"):
         assert getattr(written, section) == getattr(used, section)
     assert written.train == used.train.model_copy(update={"threads": written.train.threads})
-    about = make_config({"data": "x"} | _parsed(render_recipe("x", 3000, exact=False)))
+    about = make_config({"data": "x"} | _parsed(render_recipe("x", 3000, num_features=1, exact=False)))
     assert about.train.batch_size == written.train.batch_size
 
 
@@ -65,11 +70,9 @@ def test_as_good_as_hand_made_on_real_rows(name: str, real_data: Callable[[str],
 
     Criteo's 10,000 rows have 22 test positives: AUC is known to 0.06 there, so that only LogLoss is asked of it.
     """
-    from benchmarks.recipe import FILES
-
     dataset = prepared(tmp_path, name, real_data(FILES[name]))
     num_rows, seeds = dataset.split("train").num_rows, 5
-    automatic = scores(dataset, as_overrides(choose_recipe(num_rows)), seeds)
+    automatic = scores(dataset, as_overrides(automatic_of(dataset)), seeds)
     best = scores(dataset, hand_made(*SEARCHED[name], num_rows), seeds)
     auc, logloss, _ = (automatic - best).mean(0)
     assert logloss < 0.002

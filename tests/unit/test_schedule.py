@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotrow.run.schedule import Schedule
+from hotrow.run.parts import Schedule
 
 
 def reference_lr(step: int, base: float, warmup: int, start: int, decay: int) -> float:

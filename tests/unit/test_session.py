@@ -15,6 +15,7 @@ import torch
 
 from hotrow.api import Run
 from hotrow.base.machine import _cgroup_quota, default_threads, nodes_of, numa_nodes, usable_cores
+from hotrow.base.records import write_sealed
 from hotrow.kernels import ops
 from hotrow.run.folder import RunFolder, _new_folder, resume_command
 from hotrow.run.session import cores_to_pin, threads
@@ -84,7 +85,9 @@ def test_cores_to_pin(pin: str, num_threads: int, nodes: list[list[int]], cores:
 
 
 def test_more_threads_than_cores() -> None:
-    with pytest.raises(ValueError, match=r"train\.pin is 'cores', but 9 threads have 8 cores; lower train\.threads"):
+    with pytest.raises(
+        ValueError, match=r"train\.pin is 'cores', but there are 9 threads and 8 cores; lower train\.threads"
+    ):
         cores_to_pin("cores", 9, TWO_NODES)
 
 
@@ -118,7 +121,7 @@ def test_commands_to_go_on_with_are_those_a_shell_takes(tmp_path: Path) -> None:
     wanted = ["hotrow", "train", "--resume", str(path)]
     folder = RunFolder(path, {"warnings": {}})
     assert shlex.split(resume_command(folder.path)) == wanted
-    run: Any = SimpleNamespace(path=path, record={"status": "interrupted"}, metrics={})
+    run: Any = SimpleNamespace(path=path, record=SimpleNamespace(status="interrupted", memory=None), metrics={})
     told = Run.closing_lines(run, "", [])
     assert shlex.split(told.split("continue with: ")[1]) == wanted
     path.mkdir(parents=True)
@@ -170,3 +173,19 @@ def test_without_a_number_of_the_users_a_quota_counts(monkeypatch: pytest.Monkey
     assert default_threads() == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     assert default_threads() == 64
+
+
+def test_run_json_of_0_1_0_is_read_and_of_another_version_refused(tmp_path: Path) -> None:
+    """As 0.1.0 wrote it: fields that had nothing to say were null or absent."""
+    speed = {"steps": 3, "steps_skipped": 0, "epochs": 1.0, "samples_per_s": 9.5, "step_ms": {"data": 0.1}}
+    backend = {"name": "native", "isa": "avx2", "threads": 1, "reason": None}
+    begun = {"command": ["hotrow"], "started": "2026-01-01T00:00:00+0000", "versions": {}, "host": {}, "warnings": {}}
+    dataset = {"path": "data", "checksum": "0", "name": "clicks"}
+    ended = {"train_s": 0.5, "best_step": None, "monitor": "auc", "ended": "all steps are done", "chosen_step": 3}
+    fields = {"status": "finished", **begun, "dataset": dataset, "backend": backend, **speed, **ended, "metrics": {}}
+    write_sealed(tmp_path / "run.json", {"hotrow_run": 1, **fields})
+    record = RunFolder.open(tmp_path).record
+    assert (record.steps, record.best_step, record.memory) == (3, None, None)
+    write_sealed(tmp_path / "run.json", {"hotrow_run": 2, **fields})
+    with pytest.raises(ValueError, match=r"run\.json: hotrow_run is 2, and this hotrow reads 1; use the hotrow that"):
+        RunFolder.open(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -220,8 +220,7 @@ def test_a_run_that_took_a_signal_stops_the_study(
 
     def interrupted(config: Config, **options: Any) -> Any:
         run = train(config, **options)
-        run.record = {name: value for name, value in run.record.items() if name != "metrics"}
-        run.record["status"] = "interrupted"
+        run.record = replace(run.record, metrics=None, status="interrupted")
         return run
 
     monkeypatch.setattr(hot_study, "train", interrupted)

@@ -48,7 +48,7 @@ class Document(Generic[T]):
         self.marks, self.cure = dict(marks), cure
         self._record = TypeAdapter(record)
 
-    def write(self, path: Path | str, record: T) -> None:
+    def write(self, path: Path | str, record: T | Mapping[str, Any]) -> None:
         """Writes the file atomically (mode 0600). Raises ValueError for NaN and infinity, and OSError."""
         fields = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
         assert isinstance(fields, Mapping)

@@ -1,7 +1,8 @@
-"""The command line: each verb is a library call and the printing of its result.
+"""The command line: each verb calls the library and prints the result.
 
-Results go to stdout (one JSON object as its last line with --json), progress to stderr. Bad input ends with exit code 2
-and one line that says the cure; HOTROW_DEBUG=1 shows the traceback. Interrupted training ends with 128 + the signal.
+Results go to stdout (with --json, the last line is one JSON object), progress to stderr. Bad input ends with exit code
+2 and one line that says what to do; HOTROW_DEBUG=1 shows the traceback. Interrupted training ends with exit code
+128 + the signal.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ Label = Annotated[
     typer.Option(help='The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.'),
 ]
 NOT_OF_A_CONFIG = ("data", "label", "time", "schema", "categorical", "dense", "lists", "split", "config", "quiet")
-"""Arguments of `hotrow.fit` beside the options that --set overrides."""
+"""Arguments of `hotrow.fit` that are not config options, so that --set does not take them."""
 Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
 
 
 def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as the verb `name`, whose help ends with an example; interrupted, it says so.
+    """Registers a function as the verb `name`, whose help ends with an example.
 
-    home: the module whose functions it calls. It brings torch, and is imported before the verb begins: Ctrl-C still
-    ends the process then (`__main__`), where KeyboardInterrupt would come to code of C++ that ends it with a report.
+    home: the module whose functions the verb calls. It imports torch, so it is imported before the verb begins, while
+    Ctrl-C still ends the process at once (`__main__`); a KeyboardInterrupt inside torch's C++ ends with a crash report.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -65,7 +66,7 @@ def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., None]
 
 @contextmanager
 def saying_interruptions() -> Iterator[None]:
-    """Ctrl-C or SIGTERM inside ends with what it says and the shell's exit code; typer would say only "Aborted."."""
+    """Makes Ctrl-C or SIGTERM inside end with its own message and exit code; typer says only "Aborted."."""
     got = signal.SIGINT
 
     def terminate(number: int, frame: object) -> None:
@@ -74,7 +75,7 @@ def saying_interruptions() -> Iterator[None]:
         raise KeyboardInterrupt
 
     before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # others may not set what a signal does
+    if threading.current_thread() is threading.main_thread():  # only the main thread may set signal handlers
         before[signal.SIGTERM] = signal.signal(signal.SIGTERM, terminate)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,7 +90,7 @@ def saying_interruptions() -> Iterator[None]:
 
 
 def print_result(result: Mapping[str, Any], *, as_json: bool, human: Callable[[], None]) -> None:
-    """`result` as one line of JSON, or what `human` prints."""
+    """Prints `result` as one line of JSON, or calls `human` to print it."""
     if as_json:
         print(json.dumps(result, allow_nan=False))
     else:
@@ -124,11 +125,13 @@ def demo(
     ] = None,
     label: Label = None,
     time: Time = None,
-    schema: Annotated[Path | None, typer.Option(help="Schema of your logs (hotrow init); else guessed.")] = None,
+    schema: Annotated[
+        Path | None, typer.Option(help="Schema of your logs (hotrow init writes one); guessed if not given.")
+    ] = None,
     split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
-    fractions: Annotated[str | None, typer.Option(help="Of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    fractions: Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
     set_: Set = None,
-    folder: Annotated[Path, typer.Option(help="Where synthetic logs and their packed form are kept.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder for the synthetic logs and their packed form.")] = Path(
         "demo-data"
     ),
     json_: Json = False,
@@ -139,7 +142,7 @@ def demo(
 
     if data is None and (label or time or schema or split or fractions or set_):
         raise ValueError(
-            "--label, --time, --schema, --split, --fractions and --set are for your own logs; give these too: "
+            "--label, --time, --schema, --split, --fractions and --set need your own logs: "
             "--data PATH (make demo DATA=PATH LABEL=COLUMN)"
         )
     shares = {} if fractions is None else {"fractions": _fractions(fractions)}
@@ -148,7 +151,7 @@ def demo(
     else:
         overrides = overrides_of(set_ or ())
         if own := [name for name in overrides if name in NOT_OF_A_CONFIG]:
-            raise ValueError(f"--set {own[0]}: this is no option of a config; docs/config.md lists them")
+            raise ValueError(f"--set {own[0]}: not an option of a config; docs/config.md lists them")
         how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
         result = demo_on_logs(data, label=label, time=time, **how, **overrides)
     print_result(result, as_json=json_, human=lambda: print(result["text"]))
@@ -183,23 +186,30 @@ def prepare(
     ],
     paths: Paths,
     *,
-    out: Annotated[Path, typer.Option(help="Folder of the packed dataset; work left there is continued.")],
+    out: Annotated[Path, typer.Option(help="Folder for the packed dataset; interrupted work there is continued.")],
     schema: Annotated[
-        Path | None, typer.Option(help="How to read csv, parquet and jsonl (hotrow init writes one); else guessed.")
+        Path | None,
+        typer.Option(help="How to read csv, parquet and jsonl (hotrow init writes one); guessed if not given."),
     ] = None,
     label: Label = None,
     time: Time = None,
     split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
-    fractions: Annotated[str | None, typer.Option(help="Of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the random split and of --sample.")] = None,
-    min_count: Annotated[int | None, typer.Option(help="Ids seen fewer times in training share row 0.")] = None,
-    hash_cap: Annotated[int | None, typer.Option(help="Ids modulo this, before counting.")] = None,
+    fractions: Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random split and of --sample.")] = None,
+    min_count: Annotated[
+        int | None, typer.Option(help="Ids seen fewer times than this in training share row 0.")
+    ] = None,
+    hash_cap: Annotated[int | None, typer.Option(help="Replace ids by ids modulo this, before counting.")] = None,
     sample: Annotated[float, typer.Option(help="Share of the rows to keep, for a first look.")] = 1.0,
-    rows: Annotated[int | None, typer.Option(help="Only the first rows; how many a synthetic preset makes.")] = None,
-    skip_bad_rows: Annotated[int, typer.Option(help="How many bad rows may be left out (counted).")] = 0,
+    rows: Annotated[
+        int | None, typer.Option(help="Only the first so many rows; for a synthetic preset, how many to make.")
+    ] = None,
+    skip_bad_rows: Annotated[int, typer.Option(help="How many bad rows may be skipped; skipped rows are counted.")] = 0,
     memory: Annotated[str | None, typer.Option(help="Limit for counters and vocabularies, e.g. 4GiB.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Of encoding; default: the cores this process may use.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")] = False,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads for encoding; default: the cores this process may use.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at --out.")] = False,
     json_: Json = False,
 ) -> None:
     """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable, in bounded memory."""
@@ -265,7 +275,8 @@ def train(
         folder = runs.train(load_config(config, set_ or ()))
     run = Run(folder.path)
     result = run.summary()
-    title = f"{run.record['dataset']['name']}, {result['epochs']:g} epochs"
+    assert run.record.dataset is not None, "training has begun"
+    title = f"{run.record.dataset['name']}, {result['epochs']:g} epochs"
     print_result(result, as_json=json_, human=lambda: print(run.closing_lines(title, run.next_commands())))
     _exit_if_interrupted(result)
 
@@ -283,11 +294,13 @@ def eval_(
     split: Annotated[str | None, typer.Option(help="Which split of it; default: test.")] = None,
     json_: Json = False,
 ) -> None:
-    """AUC, LogLoss, normalised entropy and calibration of a run, on a split or on new raw rows."""
+    """Show AUC, LogLoss, normalised entropy and calibration of a run, on a split or on new raw rows."""
     from hotrow.api import load
 
     if paths and (data or split):
-        raise ValueError(f"{paths[0]} names raw rows, --data and --split a packed dataset; give one of them")
+        raise ValueError(
+            f"{paths[0]} names raw rows, but --data and --split are for a packed dataset; give one or the other"
+        )
     with closing(load(run)) as loaded:
         if paths:
             result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(paths)}
@@ -321,11 +334,11 @@ def export(
     *,
     out: Annotated[Path, typer.Option(help="Folder to make; must not exist yet.")],
     step: Annotated[
-        int | None, typer.Option(help="Of the checkpoint to take; default: the one that `predict` takes.")
+        int | None, typer.Option(help="Step of the checkpoint to export; default: the one that `predict` uses.")
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Weights (safetensors), vocabularies (Parquet) and rules, to score raw rows in plain PyTorch without hotrow."""
+    """Write weights (safetensors), vocabularies (Parquet) and rules, to score raw rows in plain PyTorch."""
     from hotrow.api import load
     from hotrow.base.progress import progress_bar
 
@@ -346,20 +359,20 @@ def export(
 def inspect(
     path: Annotated[Path, typer.Argument(help="A packed dataset, or a trace: a text file of one row id per line.")],
     *,
-    split: Annotated[str, typer.Option(help="Whose accesses to read, of a packed dataset.")] = "train",
-    batch_size: Annotated[int, typer.Option(help="Samples per step; of a trace, lookups.")] = 2048,
-    dim: Annotated[int, typer.Option(help="Columns of every table, float32, for the bytes.")] = 16,
-    batches: Annotated[
-        int | None, typer.Option(help="Read only so many, the first: a quick look at much data.")
-    ] = None,
+    split: Annotated[str, typer.Option(help="The split of a packed dataset to read.")] = "train",
+    batch_size: Annotated[int, typer.Option(help="Samples per step; for a trace, lookups per step.")] = 2048,
+    dim: Annotated[int, typer.Option(help="Embedding dim of every table (float32), to count bytes.")] = 16,
+    batches: Annotated[int | None, typer.Option(help="Read only the first so many: a quick look at much data.")] = None,
     sample: Annotated[
         float | None,
-        typer.Option(help="Share of each table's rows to follow, at least 8,192; default: all, up to 2^20 of a table."),
+        typer.Option(
+            help="Share of each table's rows to follow, at least 8,192 rows; default: all, up to 2^20 a table."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of rows to follow, and of samples for --hot.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for choosing rows to follow, and samples for --hot.")] = 0,
     hot: Annotated[
         str | None,
-        typer.Option(help="Bytes of a fast device, e.g. 256MiB: which rows to keep there, chosen in three ways."),
+        typer.Option(help="Bytes of a fast device, e.g. 256MiB: compares three ways to choose rows for it."),
     ] = None,
     drift: Annotated[
         bool, typer.Option("--drift", help="With --hot: how hot rows age, part by part of the training split.")
@@ -367,11 +380,11 @@ def inspect(
     parts: Annotated[
         int | None, typer.Option(help="With --drift: how many parts, in stored order; default: 10.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help="Whose state is kept beside hot rows.")] = "sgd",
+    optimizer: Annotated[str, typer.Option(help="The optimizer whose state is kept beside hot rows.")] = "sgd",
     out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
     json_: Json = False,
 ) -> None:
-    """The hotness report: bytes demanded per table, how few rows take most accesses, how soon rows come again."""
+    """Report hotness: bytes per table, how few rows take most accesses, how soon rows come again."""
     from hotrow.base.progress import progress_bar
     from hotrow.cli import tools
     from hotrow.inspect.report import print_inspection
@@ -415,7 +428,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes, fewer rounds.")] = False,
     json_: Json = False,
 ) -> None:
-    """Our kernels against torch's and the machine's limit, interleaved, outputs compared first."""
+    """Compare hotrow's kernels with torch's and the machine's limit, interleaved; outputs are compared first."""
     from hotrow.study.bench import format_row, run_bench
 
     result = run_bench(names or None, quick=quick)
@@ -430,13 +443,19 @@ def bench(
 def study(
     name: Annotated[str, typer.Argument(help="kernels: the embedding kernels over many shapes.")],
     *,
-    out: Annotated[Path | None, typer.Option(help="Folder of results; default: studies/NAME. Goes on there.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of results, continued if it exists; default: studies/NAME.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look, in minutes at most.")] = False,
-    memory: Annotated[str | None, typer.Option(help="Most that tables may take, e.g. 8GiB; default: 60 %.")] = None,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Only count the cells and estimate the time.")] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="The most memory that tables may take, e.g. 8GiB; default: 60 %.")
+    ] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Only count the cells and estimate how long they take.")
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Repeat a published experiment here: JSON, CSV and one HTML page. Started again, it measures what is left."""
+    """Repeat a published experiment here: JSON, CSV and one HTML page. If started again, it measures the rest."""
     from hotrow.data.prepare.prepare import parse_bytes
     from hotrow.study.runner import find_study, run_study
 
@@ -457,7 +476,7 @@ def doctor(
     *,
     json_: Json = False,
 ) -> None:
-    """What decides whether and how fast hotrow runs here; paste it into reports."""
+    """Show what decides whether and how fast hotrow runs here; paste it into bug reports."""
     from hotrow.cli import tools
 
     result = tools.doctor()
@@ -468,10 +487,12 @@ def doctor(
 def clean(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     *,
-    data: Annotated[bool, typer.Option("--data", help="Also data that was packed into the run's folder.")] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="Also remove data that was packed into the run's folder.")
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Remove a run's checkpoints but the newest and the chosen one."""
+    """Remove a run's checkpoints except the newest and the chosen one."""
     from hotrow.cli import tools
 
     result = tools.clean(run, data=data)
@@ -480,7 +501,7 @@ def clean(
 
 @contextmanager
 def _standard_input(paths: list[str]) -> Iterator[list[str]]:
-    """`paths`, with standard input as a file of its own inside the block if they are "-": rows are read twice."""
+    """Yields `paths`; if they are "-", standard input as a temporary file, because rows are read twice."""
     if paths != ["-"]:
         yield paths
         return
@@ -494,7 +515,7 @@ def _fractions(text: str | None) -> list[float] | None:
     try:
         return None if text is None else [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--fractions {text!r} is no list of numbers; write it as 0.8,0.1,0.1") from None
+        raise ValueError(f"--fractions {text!r} is not a list of numbers; write it as 0.8,0.1,0.1") from None
 
 
 def _print_init(result: Mapping[str, Any]) -> None:
@@ -534,7 +555,7 @@ def main() -> None:
         _check_arguments(sys.argv[1:])
         app()
     except BrokenPipeError:
-        # Whoever read our output has seen enough; what is left in the buffer must not fail again at exit.
+        # The reader of our output has closed it; what is left in the buffer must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (ValueError, OSError, MemoryError) as error:
@@ -547,7 +568,7 @@ def main() -> None:
             traceback.print_exc()
         told = " ".join(f"{type(error).__name__}: {error}".split())
         print(
-            f"hotrow: this should not happen, it is an error of hotrow itself ({told}); HOTROW_DEBUG=1 shows where. "
+            f"hotrow: this should not happen; it is a bug in hotrow ({told}); HOTROW_DEBUG=1 shows where. "
             "Please report it with what `hotrow doctor` prints",
             file=sys.stderr,
         )

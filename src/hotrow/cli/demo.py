@@ -23,18 +23,18 @@ from hotrow.run.runs import train
 
 NUM_ROWS = 600_000
 TABLE_SCALE = 0.01
-"""Of the Criteo Kaggle tables: with 1/70 of its rows, about as many of the ids are seen as there."""
+"""Size of the tables relative to Criteo Kaggle's. With 1/70 of its rows, about the same share of ids is seen."""
 DRAM = "4MiB"
-"""Less than the tables: the rest lies on disk, as it would where they are larger than memory."""
+"""Less than the tables take, so that the rest lies on disk, as it does if tables are larger than memory."""
 
 
 def say(text: str) -> None:
-    """A line for the user, on stderr."""
+    """Prints a line for the user, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def demo_on_synthetic(folder: Path) -> dict[str, Any]:
-    """Write synthetic clicks as Criteo text, pack them, train a DLRM on them; what `folder` holds already is reused."""
+    """Writes synthetic clicks as Criteo text, packs them and trains a DLRM; reuses what `folder` already has."""
     started = time.monotonic()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     clicks = criteo_kaggle(NUM_ROWS, scale=TABLE_SCALE)
@@ -50,7 +50,8 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
             run_prepare("criteo", raw, packed, progress=progress)
     say("3/3  training a DLRM")
     memory = {"memory": {"dram": DRAM}} if tiers else {}
-    recipe = choose_recipe(PackedDataset.open(packed).split("train").num_rows)
+    dataset = PackedDataset.open(packed)
+    recipe = choose_recipe(dataset.split("train").num_rows, num_features=len(dataset.info.features))
     config = make_config(apply_overrides({"data": str(packed), **memory}, as_overrides(recipe)), origin="demo")
     run = Run(train(config, folder=RunFolder.create(None, name=f"demo-{config.model.name}")).path)
     commands = ["hotrow demo --data YOUR_LOGS --label CLICK_COLUMN", "make demo DATA=YOUR_LOGS LABEL=CLICK_COLUMN"]
@@ -58,7 +59,7 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
 
 
 def demo_on_logs(data: str, **options: Any) -> dict[str, Any]:
-    """Guess the schema of the user's logs, pack them, train, evaluate; options: those of `fit`."""
+    """Guesses the schema of the user's logs, packs them, trains and evaluates. options: those of `fit`."""
     started = time.monotonic()
     run = fit(data, **options)
     return _result(run, data, time.monotonic() - started, run.next_commands(shlex.quote(data)))

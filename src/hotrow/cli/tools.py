@@ -1,4 +1,4 @@
-"""Small questions about what lies on disk, and about this machine: inspect, check, clean, doctor; answers are data."""
+"""The verbs inspect, check, clean and doctor: questions about files and this machine, answered as data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def inspect(
     out: Path | str | None = None,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """The hotness report of a packed dataset (a folder) or of a trace (a file of row ids, one per line).
+    """Returns the hotness report of a packed dataset (a folder) or of a trace (a file of row ids, one per line).
 
     The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
     read only so many, the first. hot: bytes of a fast device, or text such as 256MiB, of a packed dataset only: three
@@ -57,13 +57,13 @@ def inspect(
     written there, as JSON, CSV and HTML, and `files` names them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
-    among the accesses but is no hot row.
+    among the accesses but is not a hot row.
     """
     if drift and hot is None:
         raise ValueError("drift needs hot, the bytes of the fast device whose rows are followed: --hot 256MiB --drift")
     if parts is not None and not drift:
         raise ValueError("parts needs drift, which is shown of each: --hot 256MiB --drift --parts 24")
-    # Before anything is read, which may take long.
+    # Options are checked before reading, which may take long.
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"report folder {out} is a file; choose another")
     parts = PARTS if parts is None else parts
@@ -90,7 +90,7 @@ def inspect(
 
 
 def _hot_budget(path: Path | str, hot: int | str, *, embedding_dim: int, optimizer: Algorithm) -> int:
-    """`hot` in bytes. Raises ValueError where no hot rows could be found with it."""
+    """Returns `hot` in bytes. Raises ValueError if it is too small for any hot rows."""
     if Path(path).is_file():
         raise ValueError(f"hot is {hot!r}: {path} is a trace, which has no samples to be hot; give a packed dataset")
     dataset = PackedDataset.open(path)
@@ -104,7 +104,7 @@ def _hot_budget(path: Path | str, hot: int | str, *, embedding_dim: int, optimiz
 
 
 def _dataset_facts(dataset: PackedDataset, tables: list[dict[str, Any]], split: str) -> dict[str, Any]:
-    """What a trace does not have."""
+    """Returns the facts that only a dataset has, and a trace has not."""
     dropped = {name: table.num_dropped for name, table in dataset.info.table_by_name.items()}
     return {
         "checksum": dataset.checksum,
@@ -118,9 +118,9 @@ def _dataset_facts(dataset: PackedDataset, tables: list[dict[str, Any]], split: 
 
 
 def check(path: Path | str) -> dict[str, Any]:
-    """Read every byte of a packed dataset, a checkpoint, a run or an export; says what was checked.
+    """Reads every byte of a packed dataset, a checkpoint, a run or an export; returns what was checked.
 
-    Raises ValueError naming the first file that is missing or damaged, or that `path` is none of the four.
+    Raises ValueError naming the first file that is missing or damaged, or if `path` is none of the four.
     """
     path = Path(path)
     if (path / "dataset.json").is_file():
@@ -137,7 +137,7 @@ def check(path: Path | str) -> dict[str, Any]:
     if (path / EXPORT).is_file():
         return {"kind": "export", "path": str(path), "bytes": verify_export(path), "ok": True}
     raise ValueError(
-        f"{path} is nothing hotrow wrote: no dataset.json, {MANIFEST}, {RUN} or {EXPORT} in it; pass a packed "
+        f"{path} was not written by hotrow: it has no dataset.json, {MANIFEST}, {RUN} or {EXPORT}; pass a packed "
         "dataset, a checkpoint (RUN/checkpoints/step-N), a run or an export"
     )
 
@@ -155,14 +155,14 @@ def _check_vocabularies(run: RunFolder) -> int:
 
 
 def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:
-    """Remove a run's checkpoints but the newest and the chosen one, and rows on disk that a killed process left there;
-    with `data` also raw data packed into the run.
+    """Removes a run's checkpoints except the newest and the chosen one, and rows on disk that a killed process left.
 
-    Returns what was removed and the bytes freed. The run can still predict, and still be resumed unless its data went.
+    data: also remove raw data packed into the run. Returns what was removed and the bytes freed. The run can still
+    predict, and can still be resumed unless its data was removed.
     """
     run = RunFolder.open(path)
     before = _tree_bytes(run.path)
-    removed = prune_checkpoints(run.checkpoints, keep_last=1, keep=run.record.get("chosen_step"))
+    removed = prune_checkpoints(run.checkpoints, keep_last=1, keep=run.record.chosen_step)
     removed += remove_left_folders(run.path / FOLDER)
     if data and (run.path / "data").is_dir():
         shutil.rmtree(run.path / "data")
@@ -175,7 +175,7 @@ def _tree_bytes(path: Path) -> int:
 
 
 def doctor() -> dict[str, Any]:
-    """What decides whether and how fast hotrow runs here, to paste into a report."""
+    """Returns what decides whether and how fast hotrow runs here, to paste into a bug report."""
     backend = ops.backend()
     runtimes = openmp_runtimes()
     return {
@@ -200,7 +200,7 @@ def doctor() -> dict[str, Any]:
 
 
 def openmp_runtimes() -> list[str]:
-    """File names of the OpenMP runtimes loaded into this process; two of them would fight for the same cores."""
+    """Returns the names of OpenMP runtimes in this process; two of them would compete for the same cores."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -209,7 +209,7 @@ def openmp_runtimes() -> list[str]:
 
 
 def _setting(path: Path) -> str | None:
-    """The choice in brackets of a kernel setting."""
+    """Returns the choice in brackets in a kernel setting's file."""
     try:
         match = re.search(r"\[(\w+)\]", path.read_text())
     except OSError:
@@ -218,7 +218,7 @@ def _setting(path: Path) -> str | None:
 
 
 def _stores_facts(folder: Path) -> dict[str, Any]:
-    """What decides how tables larger than memory are served from files in `folder`: io_uring, direct I/O, limits."""
+    """Returns what decides how fast rows in files of `folder` are: io_uring, direct I/O, limits."""
     refused = io_uring_refused()
     return {
         "file_system": file_system(folder),
@@ -230,7 +230,7 @@ def _stores_facts(folder: Path) -> dict[str, Any]:
 
 
 def _limit(name: str) -> int | None:
-    """This process's limit; None where there is none."""
+    """Returns this process's limit; None if there is none."""
     if platform.system() == "Windows":
         return None
     import resource

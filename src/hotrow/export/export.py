@@ -55,7 +55,8 @@ from hotrow.models import MODELS
 from hotrow.run.checkpoint import verify
 from hotrow.run.checkpoint_manifest import Manifest, read_manifest
 from hotrow.run.checkpoint_tensors import FileRecord, crc32, open_tensors, write_tensors
-from hotrow.run.state import Extra, read_extra, read_model
+from hotrow.run.record import Extra, read_extra
+from hotrow.run.setup import read_model
 from hotrow.tables import TableConfig
 
 FORMAT_VERSION = 1

@@ -1,7 +1,7 @@
 """Where the tables of a run lie: what they need, what this process may use, and what came of it.
 
 `choose` turns the config's `memory` into DRAM or tiers before anything is made. How rows move: hotrow.placement. What
-the tiers did: run/meters_tiers.py.
+the tiers did: run/meters.py.
 """
 
 from __future__ import annotations

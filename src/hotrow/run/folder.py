@@ -1,16 +1,16 @@
-"""The folder of a run: what it holds, how it is named, and the one place that writes to it.
+"""The folder of a run: what it holds, how it is named, and the only code that writes to it.
 
 runs/criteo-dlrm-001/
   run.json        status, command, versions, host, dataset, seeds, backend, counted warnings, final metrics
   config.yaml     every option as it was used
   metrics.jsonl   one JSON object per line: training means, evaluations
-  log.txt         what was said, with times
-  vocab/          dataset.json and vocabularies: raw rows can be scored without the dataset
-  checkpoints/    step-N folders (hotrow.checkpoint)
-  writes.json     what it wrote to its drive when, for a budget of that (hotrow.write_budget)
-  data/           the dataset, where the run prepared its own (hotrow.fit)
-  memory/         while it trains: rows of tables that memory does not hold (hotrow.placement)
-  tensorboard/    event files, where tensorboard is installed
+  log.txt         what the user was told, with times
+  vocab/          dataset.json and vocabularies, to score raw rows without the dataset
+  checkpoints/    step-N folders (checkpoint.py)
+  writes.json     when the run wrote how much to its drive, for memory.write_budget (wear.py)
+  data/           the dataset, if the run prepared its own (hotrow.fit)
+  memory/         while it trains: rows of tables that do not fit in DRAM (hotrow.placement)
+  tensorboard/    event files, if tensorboard is installed
 """
 
 from __future__ import annotations
@@ -24,84 +24,19 @@ import shlex
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, Required, cast
-
-from pydantic import AfterValidator, JsonValue
-from typing_extensions import TypedDict
+from typing import Any
 
 from hotrow.base.files import atomic_write, check_text, check_writable, open_private
 from hotrow.base.machine import host_facts, versions
-from hotrow.base.records import STRICT, Amount, Count, Document
-from hotrow.run.metrics import Metrics
+from hotrow.base.records import Document
+from hotrow.run.record import Counted, RunRecord
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
-
-
-class _Warning(TypedDict):
-    count: Count
-    text: str
-
-
-class _Dataset(TypedDict):
-    path: str
-    checksum: str
-    name: str
-
-
-class _Backend(TypedDict):
-    name: str
-    isa: str
-    threads: Count
-    reason: str | None
-
-
-def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
-    kinds = {"hits_per_lookup": (int, float, type(None))}
-    for name in ("dram_bytes", "disk_bytes", "stall_share", "hits_per_lookup") if "dram_bytes" in memory else ():
-        if name not in memory or type(memory[name]) not in kinds.get(name, (int, float)):
-            raise ValueError(f"{name} is {memory.get(name)!r}; it must be a number")
-    return memory
-
-
-class RunRecord(TypedDict, total=False):
-    """The fields of run.json; those that are not required are absent until training has come to them."""
-
-    __pydantic_config__ = STRICT  # type: ignore[misc]  # pydantic's way to configure a TypedDict
-
-    status: Required[Literal["running", "interrupted", "finished", "failed"]]
-    command: Required[list[str]]
-    started: Required[str]
-    versions: Required[dict[str, str]]
-    host: Required[dict[str, JsonValue]]
-    warnings: Required[dict[str, _Warning]]
-    preparation: str
-    error: str
-    dataset: _Dataset
-    rows: dict[str, Count]
-    seeds: dict[str, Count]
-    backend: _Backend
-    tables_bytes: Count
-    batches_dropped: Count
-    steps: Count
-    steps_skipped: Count
-    epochs: Amount
-    samples_per_s: Amount
-    step_ms: dict[str, Amount]
-    train_s: Amount
-    best_step: Count | None
-    monitor: Literal["auc", "logloss"]
-    memory: Annotated[dict[str, JsonValue], AfterValidator(_check_memory)]
-    hot: dict[str, JsonValue]
-    write_budget: dict[str, JsonValue]
-    signal: int
-    ended: str
-    chosen_step: Count
-    metrics: dict[str, Metrics]
 
 
 _WHEN_FINISHED = (
@@ -115,41 +50,33 @@ _WHEN_FINISHED = (
     "chosen_step",
     "metrics",
 )
-"""Fields that a run has once its status says that it is finished."""
+"""Fields that every finished run has."""
 _DOCUMENT = Document(RunRecord, marks={"hotrow_run": 1}, cure="restore it from a copy, or train a new run")
 
 
 class RunFolder:
-    """The files of one run: `create` makes a new folder, `open` takes up an existing one.
+    """The files of one run: `create` makes a new folder, `open` opens an existing one.
 
-    Use it as a context manager while the run works: an exception is then recorded before it goes on.
+    Use it as a context manager while the run works: an exception is then recorded before it propagates.
     """
 
     def __init__(self, path: Path, record: RunRecord) -> None:
         self.path = path
-        self.record: dict[str, Any] = {**record}
+        self.record = record
         """What run.json holds; `update` changes it."""
-        self._warnings = Counter({code: warning["count"] for code, warning in record["warnings"].items()})
         self._board: Any = None
         self._is_claimed = False
 
     @classmethod
     def create(cls, path: str | Path | None, *, name: str) -> RunFolder:
-        """A new run folder at `path`, or at runs/`name`-NNN with the next free number.
+        """Makes a new run folder at `path`, or at runs/`name`-NNN with the next free number.
 
-        Raises ValueError where `path` exists: a run is never overwritten.
+        Raises ValueError if `path` exists: a run is never overwritten.
         """
         folder = _new_folder(Path(path)) if path else _next_folder(Path("runs"), name)
         for file_name in (METRICS, LOG):
             open_private(folder / file_name).close()
-        record: RunRecord = {
-            "status": "running",
-            "command": sys.argv,
-            "started": _now(),
-            "versions": versions(),
-            "host": host_facts(),
-            "warnings": {},
-        }
+        record = RunRecord("running", sys.argv, _now(), versions(), host_facts(), warnings={})
         run = cls(folder, record)
         run.update()
         return run
@@ -157,21 +84,20 @@ class RunFolder:
     @classmethod
     @contextmanager
     def begin(cls, path: str | Path | None, *, name: str, preparation: str) -> Iterator[RunFolder]:
-        """The folder of a run that prepares its own data, nobody else's inside the block.
+        """Returns the folder of a run that prepares its own data. Inside the block no other process may use it.
 
-        preparation: says what is prepared. The folder is that of a run, at `path` or of that name, which began the same
-        and was stopped before its first step, by whatever; else a new one, as `create` makes it.
+        preparation: identifies what is prepared. If a run at `path`, or of that name, began with the same preparation
+        and was stopped before its first step, its folder is used; otherwise `create` makes a new one.
         """
         for found in [Path(path)] if path else _numbered(Path("runs"), name).values():
             if not _stopped_before_training(found, preparation):
                 continue
             with _claimed(found) as claimed:
-                # Its owner may have ended meanwhile, with a first step.
+                # The process that owned it may have taken its first step meanwhile.
                 if claimed and _stopped_before_training(found, preparation):
                     folder = cls.open(found)
                     folder._is_claimed = True
-                    folder.record.pop("error", None)
-                    folder.update(status="running", command=sys.argv)
+                    folder.update(status="running", command=sys.argv, error=None)
                     try:
                         yield folder
                     finally:
@@ -184,21 +110,21 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
-        """The run at `path`. Raises ValueError where it is none, and naming the field of run.json that is wrong."""
+        """Opens the run at `path`. Raises ValueError if it is not a run, or naming the wrong field of run.json."""
         path = Path(path)
         if not (path / RUN).is_file():
-            raise ValueError(f"{path} is no run: it holds no {RUN}; pass a folder such as runs/criteo-dlrm-001")
+            raise ValueError(f"{path} is not a run: it has no {RUN}; pass a folder such as runs/criteo-dlrm-001")
         record = _DOCUMENT.read(path / RUN)
-        if record["status"] == "finished":
+        if record.status == "finished":
             for name in _WHEN_FINISHED:
-                if name not in record:
+                if getattr(record, name) is None:
                     raise ValueError(f"{path / RUN}: {name}: it is missing; {_DOCUMENT.cure}")
         return cls(path, record)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """This process's alone inside the block. Raises ValueError where it is another's: two that train in one folder
-        would mix their measurements and remove each other's checkpoints.
+        """Reserves the folder for this process inside the block. Raises ValueError if another process has it: two that
+        train in one folder would mix their measurements and remove each other's checkpoints.
         """
         if self._is_claimed:
             yield
@@ -217,45 +143,45 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the step-N folders are."""
+        """The folder with the step-N folders."""
         return self.path / "checkpoints"
 
     @property
     def vocabulary(self) -> Path:
-        """Where dataset.json and the vocabularies are."""
+        """The folder with dataset.json and the vocabularies."""
         return self.path / "vocab"
 
     def write_config(self, config_yaml: str) -> None:
-        """Write config.yaml: what the run uses from here on."""
+        """Writes config.yaml: the options that the run uses from here on."""
         with atomic_write(self.path / CONFIG) as file:
             file.write(config_yaml.encode())
 
     def update(self, **values: Any) -> None:
-        """Set fields of run.json and write it."""
-        self.record.update(values)
-        _DOCUMENT.write(self.path / RUN, cast(RunRecord, self.record))
+        """Sets fields of run.json, which are checked as on reading, and writes it. A field set to None is left out."""
+        self.record = replace(self.record, **values)
+        fields = {name: value for name, value in asdict(self.record).items() if value is not None}
+        _DOCUMENT.write(self.path / RUN, fields)
 
     def warn(self, code: str, text: str, *, count: int | None = None) -> None:
-        """Count one more occurrence of the warning `code` in run.json; the first is logged in full.
+        """Counts one more occurrence of the warning `code` in run.json; the first is logged in full.
 
-        count: how many there are now, where a resumed run may meet the same ones again; None: one more.
+        count: how many there are now, if a resumed run may meet the same ones again; None: one more.
         """
-        if not self._warnings[code]:
+        before = self.record.warnings.get(code, {"count": 0, "text": text})
+        if not before["count"]:
             self.log(f"warning ({code}): {text}")
-        self._warnings[code] = self._warnings[code] + 1 if count is None else count
-        entries = self.record["warnings"]
-        entries[code] = {"count": self._warnings[code], "text": entries.get(code, {}).get("text", text)}
-        self.update()
+        now: Counted = {"count": before["count"] + 1 if count is None else count, "text": before["text"]}
+        self.update(warnings={**self.record.warnings, code: now})
 
     def log(self, text: str) -> None:
-        """One timed line of log.txt."""
+        """Writes a line with the time to log.txt."""
         with (self.path / LOG).open("a", encoding="utf-8") as file:
             file.write(f"{_now()} {text}\n")
 
     def measure(self, kind: str, *, step: int, **values: Any) -> None:
-        """One line of metrics.jsonl, and its numbers as TensorBoard scalars where that is open.
+        """Writes a line of metrics.jsonl, and its numbers as TensorBoard scalars if `open_tensorboard` was called.
 
-        Scalars of a split go by its name, `val/auc`: those of two splits at one step would make one curve.
+        Scalars of a split carry its name, as in `val/auc`; otherwise two splits at one step would make one curve.
         """
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
@@ -267,21 +193,21 @@ class RunFolder:
                         self._board.add_scalar("/".join(part for part in (group, name, tag) if part), number, step)
 
     def measurements(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; a last line cut off by a kill does not count. Raises ValueError naming file and
-        line where one is damaged.
+        """Returns the lines of metrics.jsonl, without a last line that a kill cut off. Raises ValueError naming file
+        and line if one is damaged.
         """
         path = self.path / METRICS
         lines = path.read_bytes().split(b"\n")[:-1]
         return [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
     def rewind(self, step: int) -> None:
-        """Forget what metrics.jsonl says of steps after `step`, and of a swap right after it: they come again."""
+        """Removes lines of metrics.jsonl after `step`, and of a swap right after it: they will come again."""
         kept = [line for line in self.measurements() if line["step"] < step + (line["kind"] != "swap")]
         with atomic_write(self.path / METRICS) as file:
             file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
 
     def open_tensorboard(self, *, step: int) -> None:
-        """Write events from `step` on where tensorboard is installed; its absence is said in the log."""
+        """Writes events from `step` on; if tensorboard is not installed, the log says so."""
         if importlib.util.find_spec("tensorboard") is None:
             self.log("no TensorBoard events: tensorboard is not installed (pip install hotrow[tensorboard])")
             return
@@ -290,9 +216,9 @@ class RunFolder:
         self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
 
     def keep_vocabulary(self, dataset: Path) -> None:
-        """Take dataset.json and vocab/ of a packed dataset into the run, so that it can score raw rows by itself.
+        """Takes dataset.json and vocab/ of a packed dataset into the run, so that it can score raw rows by itself.
 
-        Vocabularies are hard links where the file system allows (no space) and copies elsewhere (their full size).
+        Vocabularies are hard links, which take no space, or copies if the file system has no links.
         """
         (self.vocabulary / "vocab").mkdir(mode=0o700, parents=True, exist_ok=True)
         for source in [dataset / "dataset.json", *(dataset / "vocab").glob("*")]:
@@ -319,7 +245,7 @@ class RunFolder:
 
 
 def resume_command(path: Path) -> str:
-    """What to type to go on with the interrupted run in folder `path`."""
+    """Returns the command that continues the interrupted run in the folder `path`."""
     return f"hotrow train --resume {shlex.quote(str(path))}"
 
 
@@ -332,7 +258,7 @@ def _new_folder(path: Path) -> Path:
 
 
 def check_free(path: Path | str | None) -> None:
-    """Raises ValueError where no run can be made at `path`, or prepared further there; None: one will be found."""
+    """Raises ValueError if no run can be made at `path`, or prepared further there; None: a name will be found."""
     if path is None:
         return
     if not isinstance(path, str | Path):
@@ -369,7 +295,7 @@ def _next_folder(parent: Path, name: str) -> Path:
 
 
 def _numbered(parent: Path, name: str) -> dict[int, Path]:
-    """The folders `name`-NNN by number, the newest first."""
+    """Returns the folders `name`-NNN by number, the newest first."""
     found = {
         int(m[1]): path
         for path in (parent.iterdir() if parent.is_dir() else ())
@@ -379,17 +305,17 @@ def _numbered(parent: Path, name: str) -> dict[int, Path]:
 
 
 def _safe(name: str) -> str:
-    """`name` as a file may be called."""
+    """Returns `name` with only characters that a file name may have."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
 
 
 def _stopped_before_training(path: Path, preparation: str) -> bool:
-    """Whether a run was to prepare this and has not trained: its config is written with the first step."""
+    """Returns whether a run was to prepare this and has not trained: the first step writes its config."""
     if not (path / RUN).is_file() or (path / CONFIG).exists():
         return False
     try:
-        return _DOCUMENT.read(path / RUN).get("preparation") == preparation
-    except ValueError:  # whatever it is, it is not to be gone on with
+        return _DOCUMENT.read(path / RUN).preparation == preparation
+    except ValueError:  # a run.json that cannot be read is not continued
         return False
 
 
@@ -405,13 +331,13 @@ def _measurement(line: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
-    """Whether the folder is this process's alone inside the block; a kill lets go of it too."""
+    """Yields whether this process has the folder to itself inside the block; a kill releases it too."""
     descriptor, claimed = os.open(path, os.O_RDONLY | os.O_CLOEXEC), True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         claimed = False
-    except OSError:  # a file system that locks no folders, as NFS: nobody can be told apart there
+    except OSError:  # a file system that cannot lock folders, as NFS: processes cannot be told apart there
         pass
     try:
         yield claimed

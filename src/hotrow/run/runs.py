@@ -1,8 +1,7 @@
-"""Runs: a config trained in a new run folder, or taken up again from its newest checkpoint.
+"""Runs: `train` starts a run in a new folder, `resume` continues one from its newest checkpoint (law 3).
 
-`train` starts one and `resume` continues it, to the bits it would have reached without the stop (law 3). Here is what
-surrounds the loop: what is refused before a folder is made, what is said and recorded at the start, and how a failure
-ends. The loop itself, and a step, are trainer.py.
+This module holds what surrounds the loop: what is refused before a folder is made, what is said and recorded at the
+start, and how a failure ends. The loop and a single step are in trainer.py.
 """
 
 from __future__ import annotations
@@ -24,53 +23,45 @@ from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
-from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import describe, disk_shortfall
-from hotrow.plan.demand import record_bytes, required_bytes
+from hotrow.plan.demand import required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
-from hotrow.run.device import Place, device_of_copies, full_device, in_folder, in_tiers, place_tables
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
+from hotrow.run.parts import storage_line
 from hotrow.run.session import Interrupt, describe_threads, threads
-from hotrow.run.setup import storage_line, tables_of
+from hotrow.run.setup import Setup, full_device
 from hotrow.run.trainer import Training
-from hotrow.run.turns import check_hot
-from hotrow.run.wear import check_write_budget
 
 
 def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
-    """A new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
+    """Trains a new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
 
-    folder: a run folder made beforehand; None makes the one `config.run` says.
+    folder: a run folder that was made beforehand; None: the folder that `config.run` names is made.
 
-    SIGINT and SIGTERM finish the step, save a checkpoint and return; a second one aborts. Raises ValueError for what
-    the config or the data has wrong, before the folder is made where it can be known by then.
+    On SIGINT or SIGTERM the run finishes the step, saves a checkpoint and returns; a second signal aborts it. Raises
+    ValueError if the config or the data is wrong, before the folder is made if that can be known by then.
     """
     dataset = PackedDataset.open(config.data, verify="sizes")
     config = config.model_copy(update={"data": str(dataset.path.resolve())})
     runs = folder.path if folder else Path(config.run or "runs")
-    tables = tables_of(config, dataset)
-    # What cannot be is refused before a folder is made.
+    # What cannot work is refused before a folder is made.
     _check_vocabularies(dataset)
     config.model.check(dataset)
-    place = Place.of(config)
-    memory = place_tables(config, tables, runs, place, dataset=dataset)
-    check_write_budget(config, tables, in_tiers=in_tiers(memory))
-    check_hot(config.hot, dataset, record_bytes(config, tables), device=device_of_copies(config, place))
+    setup = Setup.decide(config, dataset, runs)
     name = f"{dataset.path.resolve().name}-{config.model.name}"
     folder = folder or RunFolder.create(config.run, name=name)
     with folder.claimed():
         folder.keep_vocabulary(dataset.path)
-        memory = in_folder(memory, folder.path, chosen_for=runs)
-        return _run(config, dataset, memory, folder, None, quiet=quiet)
+        return _run(setup.in_folder(folder.path), folder, None, quiet=quiet)
 
 
 def _check_vocabularies(dataset: PackedDataset) -> None:
-    """Raises ValueError where the run would take up vocabularies by which it could score no raw rows.
+    """Raises ValueError if a vocabulary that the run would keep has the wrong size or header.
 
-    By their sizes and headers. Training reads no vocabulary, and reading them all takes a second per GB; what is wrong
-    inside one is said by `hotrow check` and by `predict`, and the same one comes of preparing the same data again.
+    Training does not read vocabularies, and reading all of them takes a second per GB, so their contents are left to
+    `hotrow check` and `predict`. Preparing the same data again makes the same vocabulary.
     """
     for table in dataset.info.tables:
         if table.vocabulary_file in dataset.info.files:
@@ -78,7 +69,7 @@ def _check_vocabularies(dataset: PackedDataset) -> None:
 
 
 FEWEST_OF_EACH = 100
-"""Positives, and negatives, that a split needs so that its AUC means something."""
+"""How many positives, and how many negatives, a split needs for its AUC to mean something."""
 RESUMABLE = (
     "train.threads",
     "train.pin",
@@ -90,14 +81,14 @@ RESUMABLE = (
     "data",
     "memory",
 )
-"""What may be changed when a run is resumed: anything else would make it another run."""
+"""Options that may change when a run is resumed. Any other change would make it another run."""
 
 
 def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = False) -> RunFolder:
-    """Continue the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
+    """Continues the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
 
     overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is.
-    Raises ValueError where another process trains there.
+    Raises ValueError if another process trains there.
     """
     with (folder := RunFolder.open(path)).claimed():
         return _resume(RunFolder.open(folder.path), overrides, quiet=quiet)
@@ -105,14 +96,14 @@ def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = Fal
 
 def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunFolder:
     if not (folder.path / CONFIG).is_file():
-        command = shlex.join(map(str, folder.record["command"]))
-        if "preparation" in folder.record:
+        command = shlex.join(map(str, folder.record.command))
+        if folder.record.preparation is not None:
             raise ValueError(
-                f"{folder.path} was stopped in preparing its data, before its first step; to go on there, run again: "
+                f"{folder.path} was stopped while it prepared its data, before its first step; to continue, run again: "
                 f"{command}"
             )
         raise ValueError(
-            f"{folder.path} ended before its first step, without a {CONFIG}: there is nothing to go on from, so "
+            f"{folder.path} ended before its first step, without a {CONFIG}: there is nothing to continue from, so "
             f"{_start_again(folder)}"
         )
     raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
@@ -123,7 +114,7 @@ def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunF
                 f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
             )
     config = make_config(apply_overrides(raw, overrides), origin=str(folder.path / CONFIG))
-    if folder.record["status"] == "finished" and not overrides:
+    if folder.record.status == "finished" and not overrides:
         return folder
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
@@ -135,33 +126,22 @@ def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunF
         folder.log(text)
         print(f"hotrow: warning: {text}", file=sys.stderr)
     dataset = PackedDataset.open(config.data, verify="sizes")
-    tables = tables_of(config, dataset)
-    memory = place_tables(config, tables, folder.path, Place.of(config), dataset=dataset)
-    check_write_budget(config, tables, in_tiers=in_tiers(memory))
-    return _run(config, dataset, memory, folder, newest, quiet=quiet)
+    return _run(Setup.decide(config, dataset, folder.path), folder, newest, quiet=quiet)
 
 
 def _start_again(folder: RunFolder) -> str:
-    return f"remove the folder and start it again, as by: {shlex.join(map(str, folder.record['command']))}"
+    return f"remove the folder and start it again, as by: {shlex.join(map(str, folder.record.command))}"
 
 
-def _run(
-    config: Config,
-    dataset: PackedDataset,
-    memory: Memory | DeviceMemory | None,
-    folder: RunFolder,
-    checkpoint: Path | None,
-    *,
-    quiet: bool,
-) -> RunFolder:
+def _run(setup: Setup, folder: RunFolder, checkpoint: Path | None, *, quiet: bool) -> RunFolder:
     full = explain_full_disk(
         folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder.path)}"
     )
-    # Outermost: on a full disk the folder cannot note the failure either.
-    team = threads(config.train.threads, pin=config.train.pin)
-    failing = _explain_failure(config, dataset, folder)
+    # `full` is outermost: on a full disk the folder cannot record the failure either.
+    team = threads(setup.config.train.threads, pin=setup.config.train.pin)
+    failing = _explain_failure(setup, folder)
     with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
-        training = Training(config, dataset, memory, folder, interrupt, progress)
+        training = Training(setup, folder, interrupt, progress)
         with closing(training):
             _train(training, checkpoint)
     return folder
@@ -184,8 +164,8 @@ def _train(training: Training, checkpoint: Path | None) -> None:
 
 
 @contextmanager
-def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) -> Iterator[None]:
-    """A store's or a device's failure once more, with what is kept and how to go on."""
+def _explain_failure(setup: Setup, folder: RunFolder) -> Iterator[None]:
+    """Raises a failure of a store or of the device again, with what is kept and how to go on."""
 
     def kept(option: str | None = None) -> str:
         steps = list_checkpoints(folder.checkpoints)
@@ -201,18 +181,18 @@ def _explain_failure(config: Config, dataset: PackedDataset, folder: RunFolder) 
     except StoreError as error:
         raise StoreError(f"{error}. Training stopped at the first row it could not be sure of. {kept()}") from error
     except torch.OutOfMemoryError as error:
-        text, option = full_device(config, tables_of(config, dataset), error)
+        text, option = full_device(setup.config, setup.tables, error)
         raise ValueError(f"{text}. {kept(option)}") from error
 
 
 def _begin(training: Training) -> None:
-    folder, config, dataset, backend = training.folder, training.config, training.dataset, ops.backend()
+    folder, config, dataset, backend = training.folder, training.setup.config, training.setup.dataset, ops.backend()
     emb = training.parts.embedding
     where = training.turns.device
     on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
     where_rows_lie = describe(emb, required_bytes(config, emb.tables)) + training.parts.place.line() + on_device
     training.say(f"{describe_threads()}; {where_rows_lie}")
-    folder.write_config(config.to_yaml())  # not before all of it is known to fit: a later resume starts from it
+    folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)
     if backend.reason is not None:
@@ -226,17 +206,17 @@ def _begin(training: Training) -> None:
     _say_of_few_positives(training)
     if unused := config.hot.unused():
         text = f"hot.schedule is {config.hot.schedule}, which does not use {', '.join(unused)}"
-        folder.warn("unused_hot_options", text)
-        training.say(f"warning: {text}")
+        training.warn("unused_hot_options", text)
     _warn_of_tiers(training)
     _warn_of_little_disk(training)
     _warn_of_slow_products(training)
     if short := training.writes.too_little_to_resume():
-        folder.warn("write_budget_too_small_to_resume", short)
-        training.say(f"warning: {short}")
-    folder.record.pop("write_budget", None)  # of a session before, which may have had another or none
+        training.warn("write_budget_too_small_to_resume", short)
     folder.update(
         status="running",
+        error=None,  # these are of a session before
+        signal=None,
+        write_budget=None,
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
         rows={name: split.num_rows for name, split in dataset.splits.items()},
         seeds={"train.seed": config.train.seed},
@@ -254,7 +234,7 @@ def _begin(training: Training) -> None:
 
 
 def _say_what_is_hot(training: Training) -> None:
-    """Where hot rows are known when the session begins."""
+    """Says which rows are hot, if that is known when the session begins."""
     if (found := training.turns.found) is None:
         return
     facts, seconds = found.to_json(), found.calibration.seconds + found.classify_s
@@ -266,9 +246,9 @@ def _say_what_is_hot(training: Training) -> None:
 
 
 def _say_of_few_positives(training: Training) -> None:
-    """Where a split has too few rows of one label to judge by."""
+    """Says which splits have too few rows of one label to judge a model by."""
     for name in ("val", "test"):
-        split = training.dataset.splits.get(name)
+        split = training.setup.dataset.splits.get(name)
         if split is None or not split.num_rows:
             continue
         positives = sum(int(split.block(i).label.sum()) for i in range(split.num_blocks))
@@ -278,7 +258,7 @@ def _say_of_few_positives(training: Training) -> None:
             error = f", AUC +- {0.2 / math.sqrt(fewer):.2f}" if fewer else ", so it has no AUC"
             training.say(
                 f"the {name} split has {fewer} {word} rows of {split.num_rows:,}, too few to judge by{error}; prepare "
-                "more rows, or a larger share of them: --fractions 0.6,0.2,0.2"
+                "more rows, or give this split a larger share: --fractions 0.6,0.2,0.2"
             )
 
 
@@ -289,19 +269,17 @@ def _warn_of_slow_products(training: Training) -> None:
             "train.dense_dtype is 'bf16', but this processor has no products of bfloat16: torch converts instead, "
             "which is slower than float32, without AVX-512 many times; fp32 in a new run is faster and more exact"
         )
-        training.folder.warn("slow_bfloat16", text)
-        training.say(f"warning: {text}")
+        training.warn("slow_bfloat16", text)
 
 
 def _warn_of_little_disk(training: Training) -> None:
     path, most = training.folder.path, training.writes.checkpoint_bytes
     if most > (free := disk_free_bytes(path)):
         text = (
-            f"a checkpoint may take {size(most)}, where {size(free)} are free in {path}: training ends at the first "
-            "that does not fit; free some, or stop and start the run elsewhere"
+            f"a checkpoint may take {size(most)}, and {size(free)} are free in {path}: training ends at the first "
+            "checkpoint that does not fit; free some space, or stop and start the run elsewhere"
         )
-        training.folder.warn("disk_may_be_too_small_for_a_checkpoint", text)
-        training.say(f"warning: {text}")
+        training.warn("disk_may_be_too_small_for_a_checkpoint", text)
 
 
 def _warn_of_tiers(training: Training) -> None:
@@ -313,5 +291,4 @@ def _warn_of_tiers(training: Training) -> None:
         text = f"tables on disk are read and written by threads, which takes more of the processor: {fallbacks[0]}"
         folder.warn("stores_without_io_uring", text, count=len(fallbacks))
     if short := disk_shortfall(tiers):
-        folder.warn("disk_may_become_full", short)
-        training.say(f"warning: {short}")
+        training.warn("disk_may_become_full", short)

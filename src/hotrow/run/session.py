@@ -1,11 +1,10 @@
-"""What surrounds a training session: its clock, its threads, and the signals that end it in good order."""
+"""What surrounds a training session: its threads, and the signals that end it in good order."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,44 +16,14 @@ import torch
 from hotrow.base.machine import default_threads, numa_nodes, usable_cores
 from hotrow.kernels import ops
 
-PHASES = ("data", "lookup", "dense", "update")
-"""Where a step's time goes: waiting for the batch, and asking for the rows of those that follow; the pooled lookup,
-waiting for rows from disk included; MLPs and interaction forward and backward (the lookup's own backward only keeps the
-pooled gradient) with the dense optimizer; sort, sum and update of touched rows."""
-
-
-class StepClock:
-    """Seconds spent in each of PHASES since it was made: `lap(phase)` books the time since the last lap."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.num_steps = 0
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str | None) -> None:
-        """Book the time since the last lap under `phase`; None: it is nobody's (evaluations, checkpoints)."""
-        now = time.perf_counter()
-        if phase is not None:
-            self.seconds[phase] += now - self._last
-        self._last = now
-
-    def end_step(self) -> None:
-        """Count a step."""
-        self.num_steps += 1
-
-    def step_ms(self) -> dict[str, float]:
-        """Mean milliseconds per step and phase."""
-        return {phase: round(1e3 * seconds / max(1, self.num_steps), 4) for phase, seconds in self.seconds.items()}
-
-
 Pin = Literal["auto", "cores", "off"]
 
 
 @contextmanager
 def threads(number: int | Literal["auto"], *, pin: Pin = "off") -> Iterator[int]:
-    """Torch and the kernels use `number` threads inside the block; "auto": `default_threads`.
+    """Makes torch and the kernels use `number` threads inside the block; "auto": `default_threads`.
 
-    pin: see `cores_to_pin`; where the system refuses, a warning says so. Afterwards all is as it was.
+    pin: see `cores_to_pin`; if the system refuses to pin, a warning says so. Afterwards the old number holds again.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(default_threads() if number == "auto" else number)
@@ -63,7 +32,7 @@ def threads(number: int | Literal["auto"], *, pin: Pin = "off") -> Iterator[int]
     cores, free = cores_to_pin(pin, used, nodes), sorted(core for node in nodes for core in node)
     if cores and ops.pin_threads([[core] for core in cores]) < used:
         warnings.warn(
-            f"the system did not pin all {used} threads to cores {cores}; they run where it puts them", stacklevel=3
+            f"the system did not pin all {used} threads to cores {cores}; they run wherever it puts them", stacklevel=3
         )
     try:
         yield used
@@ -74,35 +43,35 @@ def threads(number: int | Literal["auto"], *, pin: Pin = "off") -> Iterator[int]
 
 
 def describe_threads() -> str:
-    """How many threads torch and the kernels use here, and how to use all cores, for the first line of a run."""
+    """Returns how many threads torch and the kernels use, and how to use all cores, for the first line of a run."""
     used, cores = torch.get_num_threads(), usable_cores()
     more = f" of {cores} cores (train.threads: {cores} uses all)" if used < cores else ""
     return f"{used} thread{'' if used == 1 else 's'}{more}"
 
 
 def cores_to_pin(pin: Pin, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int] | None:
-    """The core of each thread, or None where threads stay free.
+    """Returns the core of each thread, or None if threads are not pinned.
 
-    nodes: `numa_nodes()`. "off": free. "cores": one core each, node after node, so that neighbours share a memory.
-    "auto": as "cores" where there are several nodes, whose memory a moved thread would leave behind, and a core for
-    each thread; free elsewhere, where pinning gains nothing and harms as soon as another process wants the core.
-    Raises ValueError for "cores" with more threads than cores.
+    nodes: `numa_nodes()`. "off": not pinned. "cores": one core each, node after node, so that neighbours share a
+    memory. "auto": as "cores" if there are several nodes and a core for each thread, because a thread that moves to
+    another node leaves its memory behind; else not pinned, because with one node pinning gains nothing and harms as
+    soon as another process wants the core. Raises ValueError for "cores" with more threads than cores.
     """
     cores = [core for node in nodes for core in node]
     if pin == "off" or (pin == "auto" and (len(nodes) == 1 or num_threads > len(cores))):
         return None
     if num_threads > len(cores):
         raise ValueError(
-            f"train.pin is 'cores', but {num_threads} threads have {len(cores)} cores; lower train.threads or set "
-            "train.pin to off"
+            f"train.pin is 'cores', but there are {num_threads} threads and {len(cores)} cores; lower train.threads or "
+            "set train.pin to off"
         )
     return cores[:num_threads]
 
 
 class Interrupt:
-    """Inside the block the first SIGINT or SIGTERM is only noted in `signal`; the next one acts as it did before.
+    """A block in which the first SIGINT or SIGTERM is only noted in `signal`; the next one acts as usual.
 
-    Outside the main thread signals cannot be caught, and stay as they are.
+    Outside the main thread signals cannot be caught, and act as usual.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -112,7 +81,7 @@ class Interrupt:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        """Start noting."""
+        """Starts to note signals."""
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
@@ -120,7 +89,7 @@ class Interrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         self._restore()
-        print("\nfinishing this step and saving a checkpoint; once more aborts", file=sys.stderr, flush=True)
+        print("\nfinishing this step and saving a checkpoint; press again to abort", file=sys.stderr, flush=True)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -130,5 +99,5 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Signals act as before."""
+        """Lets signals act as before."""
         self._restore()

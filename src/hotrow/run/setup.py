@@ -1,128 +1,286 @@
-"""The parts of a run, built from its config: tables, model, optimizers, and the schedule of their rates.
+"""What is decided before the first step of a run: tables, the device of the dense layers, and where rows lie.
 
-All random draws are functions of `config.train.seed`. Where tables lie was decided before, by device.py and
-placement.py; what a step does with the parts, and when, is trainer.py.
+Errors here say what this machine does not have. plan/ divides DRAM and disk among the tables, and placement/ moves
+their rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-from hotrow import optim
-from hotrow.batch import KeyedJaggedTensor
-from hotrow.config.schema import Config
+from hotrow.base.files import parse_bytes, size
+from hotrow.config.load import make_config
+from hotrow.config.schema import Config, DenseDtype
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.embedding import EmbeddingCollection
-from hotrow.models.layers import Network
+from hotrow.hot.turns import check_hot
 from hotrow.placement.budget import DeviceMemory, Memory
-from hotrow.run.checkpoint import Part
-from hotrow.run.device import ARITHMETIC, Place
-from hotrow.run.schedule import Schedule
+from hotrow.plan.choose import choose, moved
+from hotrow.plan.demand import demands_of, most_rows, record_bytes, required_bytes
+from hotrow.run.checkpoint_manifest import MANIFEST, Manifest
+from hotrow.run.checkpoint_tensors import CURE
+from hotrow.run.record import read_extra
+from hotrow.run.wear import check_write_budget
 from hotrow.tables import Dtype, TableConfig
 
-_DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 _TABLE_DTYPES: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "split_bf16": "bfloat16"}
-_SPARSE_OPTIMIZERS: dict[str, Any] = {
-    "sgd": optim.SGD,
-    "adagrad": optim.Adagrad,
-    "row_wise_adagrad": optim.RowWiseAdagrad,
-    "adam": optim.Adam,
-    "ftrl": optim.FTRL,
+ARITHMETIC = {
+    "fp32": "float32",
+    "tf32": "float32 with products of TensorFloat-32",
+    "bf16": "bfloat16 where torch's autocast has it, weights float32",
 }
+CPU = torch.device("cpu")
 
 
-@dataclass
-class Parts:
-    """What a step works on."""
+@dataclass(frozen=True)
+class Setup:
+    """Everything that is decided before the first step of a run, or before its model scores; see `decide`."""
 
-    embedding: EmbeddingCollection
-    model: Network
-    dense_optimizer: Optimizer
-    sparse_optimizer: optim.SparseOptimizer
-    schedule: Schedule
-    place: Place = field(default_factory=Place)
-    """Of the model."""
+    config: Config
+    dataset: PackedDataset
+    """What the run trains on; for scoring, the vocabularies that the run keeps."""
+    tables: tuple[TableConfig, ...]
+    place: Place
+    """Where dense layers compute."""
+    memory: Memory | DeviceMemory | None
+    """Where rows lie; None: all in DRAM."""
+    copies_on: torch.device | None
+    """The device that holds copies of hot rows; None: no device does."""
+    folder: Path
+    """The run's folder, or the folder in which it will be made."""
 
-    def with_state(self) -> dict[str, Part]:
-        """The parts a checkpoint holds, by the names of their files."""
-        return {name: part for name, part in vars(self).items() if name not in ("schedule", "place")}
+    @classmethod
+    def decide(cls, config: Config, dataset: PackedDataset, folder: Path, *, training: bool = True) -> Setup:
+        """Decides what `config` leaves open, for this machine and this dataset.
+
+        folder: the run's folder, or where it will be. training: if False, the model only scores: tables have no
+        optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`.
+        Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
+        """
+        tables, place = tables_of(config, dataset), Place.of(config)
+        memory = place_tables(config, tables, folder, place, dataset=dataset, training=training)
+        copies_on = device_of_copies(config, place) if training else None
+        setup = cls(config, dataset, tables, place, memory, copies_on, folder)
+        if training:
+            check_write_budget(config, tables, in_tiers=setup.in_tiers)
+            check_hot(config.hot, dataset, setup.record_bytes, device=copies_on)
+        return setup
+
+    def in_folder(self, folder: Path) -> Setup:
+        """Returns the same decisions for a run whose folder is now known to be `folder`."""
+        memory, before = self.memory, self.folder
+        if isinstance(memory, DeviceMemory):
+            memory = replace(memory, below=moved(memory.below, before, folder))
+        else:
+            memory = moved(memory, before, folder)
+        return replace(self, memory=memory, folder=folder)
+
+    @property
+    def in_tiers(self) -> bool:
+        """Whether some rows lie in files."""
+        return (self.memory.below if isinstance(self.memory, DeviceMemory) else self.memory) is not None
+
+    @property
+    def record_bytes(self) -> dict[str, int]:
+        """Bytes of one row of each table, its optimizer state included."""
+        return record_bytes(self.config, self.tables)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where dense layers compute, and in which arithmetic."""
+
+    device: torch.device = CPU
+    dense_dtype: DenseDtype = "fp32"
+
+    @classmethod
+    def of(cls, config: Config) -> Place:
+        """Returns the device and arithmetic that `config` asks for.
+
+        Raises ValueError if this machine does not have them; the error names the option and what to do.
+        """
+        dtype, wanted = config.train.dense_dtype, config.device
+        if wanted == "auto":
+            wanted = "cuda" if config.hbm is not None else "cpu"
+        if wanted == "cuda" and not torch.cuda.is_available():
+            asked = "device is 'cuda'" if config.device == "cuda" else f"memory.hbm is {config.hbm!r}, slots on a GPU"
+            raise ValueError(
+                f"{asked}, but torch {torch.__version__} finds no CUDA device here: set device to cpu and memory.hbm "
+                "to null, or install a CUDA build of torch on a machine with an NVIDIA GPU"
+            )
+        if wanted == "cpu" and config.hbm is not None:
+            _check_interpreter(config)
+        if dtype == "tf32" and wanted == "cpu":
+            raise ValueError(
+                "train.dense_dtype is 'tf32', but dense layers compute on the CPU, which has no such products: choose "
+                "fp32 or bf16, or set device to cuda"
+            )
+        if wanted == "cuda":
+            _check_cuda(config)
+        return cls(torch.device(wanted), dtype)
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Inside the block, products of float32 matrices use `dense_dtype`, forward and backward."""
+        flags = torch.backends.cuda.matmul
+        before = flags.allow_tf32
+        flags.allow_tf32 = before or self.dense_dtype == "tf32"
+        try:
+            yield
+        finally:
+            flags.allow_tf32 = before
+
+    def logits(self, model: nn.Module, dense_BI: Tensor, rows: Any) -> Tensor:
+        """Returns the logits of a batch, float32 [B] on the device. rows: what `look_up` returned, on any device."""
+        cast = self.dense_dtype == "bf16"
+        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16) if cast else nullcontext()
+        with self.arithmetic(), autocast:
+            logits_B: Tensor = model(dense_BI.to(self.device), self._bring(rows))
+        return logits_B.float()
+
+    def _bring(self, rows: Any) -> Any:
+        if isinstance(rows, Tensor):
+            return rows.to(self.device)
+        return {name: (values.to(self.device), offsets) for name, (values, offsets) in rows.items()}
+
+    def line(self) -> str:
+        """Returns this place in words for the user; empty for float32 on the CPU."""
+        if self == Place():
+            return ""
+        name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
+        return f"; dense layers on {self.device}{name}, {ARITHMETIC[self.dense_dtype]}"
+
+
+def _check_interpreter(config: Config) -> None:
+    try:
+        from hotrow.kernels.triton_kernels import INTERPRETED
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError(
+            f"memory.hbm is {config.hbm!r}, but Triton is not installed: pip install 'hotrow[gpu]', or set memory.hbm "
+            "to null"
+        ) from None
+    if not INTERPRETED:
+        raise ValueError(
+            f"memory.hbm is {config.hbm!r}, slots on a GPU, but device is 'cpu': set device to cuda, or memory.hbm to "
+            "null (with TRITON_INTERPRET=1 in the environment the kernels are interpreted on the CPU, for tests)"
+        )
+
+
+def _check_cuda(config: Config) -> None:
+    if config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd":
+        raise ValueError(
+            "train.precision is 'split_bf16', which with dense sgd keeps the MLPs' weights in halves on the CPU, but "
+            "device is cuda: choose fp32 or another optimizer.dense.name"
+        )
 
 
 def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
-    """The dataset's tables as the model needs them, in the storage that `config` says."""
+    """Returns the dataset's tables as the model needs them, in the dtype that `config` says."""
     return config.model.tables(dataset, dtype=_TABLE_DTYPES[config.train.precision])
 
 
-def build_network(
+def place_tables(
     config: Config,
     tables: Sequence[TableConfig],
+    run: Path,
+    place: Place,
     *,
-    num_dense: int,
-    memory: Memory | DeviceMemory | None = None,
-    place: Place | None = None,
-) -> tuple[EmbeddingCollection, Network]:
-    """The tables and the model on them, all random draws from `config.train.seed`; memory: None: all in DRAM.
+    dataset: PackedDataset,
+    training: bool,
+) -> Memory | DeviceMemory | None:
+    """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
 
-    place: where the model goes; None: it stays on the CPU.
+    Raises ValueError as `choose` does, and if the slots cannot hold the rows of a step, with the bytes that would do.
     """
-    seed, dims = config.train.seed, {name: table.embedding_dim for table in tables for name in table.feature_names}
-    generator = torch.Generator().manual_seed(seed)
-    model = config.model.build(num_dense=num_dense, dims=dims, generator=generator)
-    return EmbeddingCollection(tables, memory=memory, seed=seed), model.to((place or Place()).device)
+    below = choose(config, tables, run, dataset=dataset, training=training)
+    if config.hbm is None:
+        return below
+    memory = DeviceMemory(hbm=config.hbm, below=below, device=str(place.device))
+    if training:
+        _check_a_step_fits(config, tables, memory)
+    return memory
 
 
-def build(
-    config: Config,
-    tables: Sequence[TableConfig],
-    *,
-    num_dense: int,
-    memory: Memory | DeviceMemory | None = None,
-    place: Place | None = None,
-) -> Parts:
-    """The parts of a run over `tables` and `num_dense` dense inputs; memory and place: as `build_network`."""
-    place = place or Place()
-    embedding, model = build_network(config, tables, num_dense=num_dense, memory=memory, place=place)
-    dense_optimizer, sparse_optimizer = build_optimizers(config, embedding, model)
-    schedule = Schedule([dense_optimizer, sparse_optimizer], **config.optimizer.schedule.model_dump())
-    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, place)
+def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: DeviceMemory) -> None:
+    demands, most = demands_of(config, tables, training=True), [most_rows(config, table) for table in tables]
+    for table, own, needed in zip(tables, memory.checked_slots(demands), most, strict=True):
+        if own.cached < min(needed, table.num_embeddings - own.pinned):
+            least = memory.least_bytes(demands, [min(n, t.num_embeddings) for n, t in zip(most, tables, strict=True)])
+            raise ValueError(
+                f"memory.hbm is {config.hbm!r}: table {table.name!r} would have {own.cached:,} slots on the device, "
+                f"but a step may look up {needed:,} different rows; raise it to {least:,} bytes (memory.hbm={least}), "
+                f"or choose a train.batch_size below {config.train.batch_size}"
+            )
 
 
-def build_optimizers(
-    config: Config, embedding: EmbeddingCollection, model: nn.Module
-) -> tuple[Optimizer, optim.SparseOptimizer]:
-    """The torch optimizer of `model` and the fused one of `embedding`."""
-    dense, sparse = config.optimizer.dense, config.optimizer.sparse
-    options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
-    dense_optimizer = optim.SplitSGDBF16 if splits_dense(config) else _DENSE_OPTIMIZERS[dense.name]
-    fused = True if all(parameter.device.type == "cpu" for parameter in model.parameters()) else None  # torch's choice
-    return (
-        dense_optimizer(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=fused),
-        # train_step looks at both sides itself, before either is changed.
-        _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
-    )
+def device_of_copies(config: Config, place: Place) -> torch.device | None:
+    """Returns the device that holds copies of hot rows: the GPU of the dense layers, unless tables have slots on it.
+
+    None: no device. Raises ValueError, with the cure, if the kernels for that are not installed.
+    """
+    if not config.hot.takes_turns or config.hbm is not None or place.device.type != "cuda":
+        return None
+    if find_spec("triton") is None:
+        raise ValueError(
+            f"hot.schedule is {config.hot.schedule!r} and device is 'cuda': copies of hot rows lie on the GPU, but "
+            "Triton is not installed: pip install 'hotrow[gpu]', or set device to cpu"
+        )
+    return place.device
 
 
-def look_up(model: Network, embedding: EmbeddingCollection, sparse: KeyedJaggedTensor) -> Any:
-    """Returns the rows of a batch as `model` takes them."""
-    return embedding.sequence(sparse) if model.lookup == "sequence" else embedding(sparse)
+def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:
+    """Returns what to say if the device ran out of memory in training, and the option to resume with.
+
+    The option is None if nothing that a resumed run may change needs less memory.
+    """
+    text = f"the device's memory is full ({str(error).splitlines()[0]})"
+    if config.hbm is not None:
+        taken, holder = parse_bytes(config.hbm), "slots take"
+    elif config.hot.takes_turns:
+        taken, holder = min(parse_bytes(config.hot.budget), required_bytes(config, tables)), "copies of hot rows take"
+    else:
+        return f"{text}: a smaller train.batch_size or smaller MLPs need less, in a new run", None
+    needed = [min(most_rows(config, table), table.num_embeddings) for table in tables]
+    least = DeviceMemory(hbm=taken, device="cpu").least_bytes(demands_of(config, tables, training=True), needed)
+    text = f"{text}: {holder} {size(taken)} of it, and a step needs the rest"
+    tried = max(least, taken * 3 // 4)
+    if tried >= taken:
+        return f"{text}; slots of less do not hold the rows of a step, so lower train.batch_size, in a new run", None
+    instead = "" if config.hbm is not None else ", slots in place of the copies, or a lower hot.budget in a new run"
+    return f"{text}; try memory.hbm={tried}{instead}", f"memory.hbm={tried}"
 
 
-def splits_dense(config: Config) -> bool:
-    """Whether the MLPs' weights are kept in two halves."""
-    return config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd"
+def cpu_instead(config: Config) -> Config:
+    """Returns a config of the same model on the CPU, whose results agree within docs/numerics.md."""
+    train = config.train.model_copy(update={"dense_dtype": "fp32"})
+    memory = config.memory if isinstance(config.memory, str) else config.memory.model_copy(update={"hbm": None})
+    return config.model_copy(update={"device": "cpu", "train": train, "memory": memory})
 
 
-def storage_line(config: Config) -> str:
-    """How weights are stored, for the user: bfloat16 in storage does not mean bfloat16 arithmetic."""
-    tables = {"fp32": "float32", "fp16": "float16", "split_bf16": "float32 in two halves, lookups read the upper"}
-    dense, products = "likewise" if splits_dense(config) else "float32", config.train.dense_dtype
-    arithmetic = "all arithmetic is float32"
-    if products != "fp32":
-        arithmetic = f"arithmetic of tables is float32, of dense layers {ARITHMETIC[products]}"
-    return f"tables {tables[config.train.precision]}; MLPs {dense}; {arithmetic}"
+def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) -> tuple[Config, Sequence[TableConfig]]:
+    """Returns the config and the tables of a run's checkpoint, for the ids of `vocabulary`.
+
+    Raises ValueError naming file and field if the checkpoint belongs to other ids.
+    """
+    extra, where = read_extra(checkpoint, manifest), f"{checkpoint / MANIFEST}: extra"
+    config = make_config(extra.config, origin=f"{where}: config")
+    if extra.num_dense != len(vocabulary.info.dense):
+        raise ValueError(
+            f"{where}: num_dense is {extra.num_dense}, but {vocabulary.path} has {len(vocabulary.info.dense)} dense "
+            f"columns; {CURE}"
+        )
+    if extra.tables != tables_of(config, vocabulary):
+        raise ValueError(
+            f"{where}: tables and config do not fit the features and ids in {vocabulary.path}; copy that folder from "
+            f"the dataset the run used, or {CURE}"
+        )
+    return config, extra.tables

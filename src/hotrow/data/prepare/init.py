@@ -90,14 +90,15 @@ def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> 
         rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())
         found = f"a packed dataset of {info.name!r}: rows {rows}; {len(info.dense)} dense, {len(info.features)} sparse"
         num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
-        recipe = render_recipe(str(paths), num_rows, exact=True)
+        recipe = render_recipe(str(paths), num_rows, num_features=len(info.features), exact=True)
         return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
     source = None if label is not None else recognise(paths)
     if source is not None:
         data = data or f"data/{source}"
         commands = (f"hotrow prepare {source} {shown} --out {data}", f"hotrow train {RECIPE_FILE}")
         opened = open_source(source, paths)
-        recipe = render_recipe(data, _training_rows(opened.source.scout().num_rows, opened.schema), exact=False)
+        num_rows = _training_rows(opened.source.scout().num_rows, opened.schema)
+        recipe = render_recipe(data, num_rows, num_features=len(opened.schema.feature_names), exact=False)
         return InitResult(f"{source} in its published layout", source, None, recipe, commands)
     guess = guess_columns(paths, label=label, time=time)
     data = data or "data/packed"
@@ -107,7 +108,8 @@ def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> 
         f"hotrow train {RECIPE_FILE}",
     )
     found = f"a table, guessed from {guess.origin}"
-    recipe = render_recipe(data, int(0.8 * guess.num_rows), exact=False)
+    num_features = len(guess.of("categorical"))
+    recipe = render_recipe(data, int(0.8 * guess.num_rows), num_features=num_features, exact=False)
     return InitResult(found, source, render_schema(guess), recipe, commands)
 
 
@@ -173,9 +175,9 @@ def _commented(line: str, comment: str) -> str:
     return f"{line:<{COMMENT_COLUMN}}  # {' '.join(comment.split())}"
 
 
-def render_recipe(data: str, num_rows: int, *, exact: bool) -> str:
+def render_recipe(data: str, num_rows: int, *, num_features: int, exact: bool) -> str:
     """Returns the config that `fit` would choose for the packed dataset `data` with `num_rows` training rows."""
-    recipe = choose_recipe(num_rows)
+    recipe = choose_recipe(num_rows, num_features=num_features)
     sections: dict[str, Any] = {"model": {"name": "dlrm"}, "optimizer": {}, "train": {}}
     for name, value in recipe.items():
         *parents, leaf = name.split(".")

@@ -88,7 +88,6 @@ class Turns:
         seed: int,
     ) -> None:
         self.config = config
-        check_hot(config, dataset, record_bytes)
         self.found: FoundHot | None = None
         if config.schedule != "none":
             calibration = calibrate(

@@ -1,0 +1,411 @@
+"""Meters: what a run counts and times as it trains. docs/runs.md and docs/gpu.md say what each figure means.
+
+The training loop holds a list of meters and treats them all alike. Rows are counted where they move (row_cache.h,
+store.h); here counts become shares, sizes and rates. The meter of bytes written to a drive is in wear.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from typing_extensions import override
+
+from hotrow.base.files import size
+from hotrow.batch import Batch
+from hotrow.embedding import EmbeddingCollection
+from hotrow.hot.turns import Turns
+from hotrow.placement.base import Placement
+from hotrow.placement.device import Device
+from hotrow.placement.store_file import BLOCKS
+from hotrow.placement.tiers import Tiers
+from hotrow.plan.choose import disk_bytes, dram_bytes
+from hotrow.run.record import State
+
+
+@dataclass
+class Session:
+    """How far a run has come, and where this session of it began."""
+
+    steps_per_epoch: int = 1
+    state: State = field(default_factory=State)
+    before: State = field(default_factory=State)
+
+    def resume_at(self, state: State) -> None:
+        """Makes `state` where the session begins."""
+        self.state, self.before = state, replace(state)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training in this session."""
+        return self.state.train_s - self.before.train_s
+
+    @property
+    def epochs(self) -> float:
+        """Epochs trained in this session."""
+        return (self.state.step - self.before.step) / self.steps_per_epoch
+
+
+class Notice(NamedTuple):
+    """Something to tell the user: with a code, it is a warning that run.json counts."""
+
+    text: str
+    code: str | None = None
+    times: int | None = None
+    """How often it occurred so far; None: once more than was counted."""
+
+
+class Meter(Protocol):
+    """What the training loop asks of a meter. Each method does nothing unless the meter defines it."""
+
+    def end_step(self, batch: Batch) -> None:
+        """Counts a step on `batch`."""
+        return
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside the block the run evaluates, saves or loads, which does not count as training."""
+        return nullcontext()
+
+    def notices(self) -> Iterable[Notice]:
+        """Returns what the user should know after this step."""
+        return ()
+
+    def window(self) -> dict[str, Any]:
+        """Returns fields for the next `train` line of metrics.jsonl."""
+        return {}
+
+    def record(self) -> dict[str, Any]:
+        """Returns fields of run.json."""
+        return {}
+
+    def line(self) -> str:
+        """Returns a part of the progress line."""
+        return ""
+
+    def close(self) -> Iterable[Notice]:
+        """Ends the session, before the tables' files are removed; returns what only now is known."""
+        return ()
+
+
+class StepClock(Meter):
+    """Seconds spent in each of PHASES: `lap(phase)` adds the time since the last lap."""
+
+    def __init__(self, session: Session | None = None) -> None:
+        self._session, self._last = session or Session(), time.perf_counter()
+
+    def lap(self, phase: str | None) -> None:
+        """Adds the time since the last lap to `phase`; None: to no phase (evaluations, checkpoints)."""
+        now = time.perf_counter()
+        if phase is not None:
+            self._session.state.seconds[phase] += now - self._last
+        self._last = now
+
+    @override
+    def end_step(self, batch: Batch) -> None:
+        self._session.state.num_samples += len(batch)
+
+    @override
+    def window(self) -> dict[str, Any]:
+        state = self._session.state
+        return {"samples_per_s": round(state.num_samples / max(state.train_s, 1e-9), 1), "step_ms": self._step_ms()}
+
+    def _step_ms(self) -> dict[str, float]:
+        """Returns mean milliseconds per step and phase."""
+        state = self._session.state
+        return {phase: round(1e3 * seconds / max(1, state.step), 4) for phase, seconds in state.seconds.items()}
+
+    @override
+    def record(self) -> dict[str, Any]:
+        return {**self.window(), "train_s": round(self._session.state.train_s, 3)}
+
+    @override
+    def line(self) -> str:
+        seconds = self._session.state.seconds
+        total = sum(seconds.values()) or 1.0
+        return " ".join(f"{phase} {100 * s / total:.0f}%" for phase, s in seconds.items())
+
+
+class HotMeter(Meter):
+    """What a schedule of hot rows came to.
+
+    measurements: returns the lines of metrics.jsonl, which has the swaps of all sessions.
+    """
+
+    def __init__(self, turns: Turns, measurements: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        self._turns, self._measurements = turns, measurements
+
+    @override
+    def aside(self) -> AbstractContextManager[None]:
+        return self._turns.whole()
+
+    @override
+    def record(self) -> dict[str, Any]:
+        if not (hot := self._turns.figures()):
+            return {}
+        if self._turns.config.takes_turns:
+            names = ("step", "turn", "logloss", "rate", "next_rate")
+            swaps = [line for line in self._measurements() if line["kind"] == "swap"]
+            hot["swaps"] = [{name: line.get(name) for name in names} for line in swaps]
+        return {"hot": hot}
+
+
+def meters_of_rows(
+    embedding: EmbeddingCollection, session: Session, *, drive_written_bytes: Callable[[], int]
+) -> list[Meter]:
+    """Returns the meters for rows that do not all lie in DRAM; none if all do.
+
+    drive_written_bytes: returns what the run has written to its drive, over all sessions.
+    """
+    placement = embedding.placement
+    tiers, on_device = placement.find(Tiers), placement.find(Device)
+    slots = placement if placement.looks_ahead else None
+    meters: list[Meter] = [] if slots is None else [StallMeter(slots, session, drive_written_bytes)]
+    meters += [] if tiers is None else [TierMeter(tiers, session)]
+    return meters + ([] if on_device is None else [DeviceMeter(on_device)])
+
+
+class StallMeter(Meter):
+    """How long steps waited for rows, and what went to the drive, over all sessions."""
+
+    def __init__(self, slots: Placement, session: Session, drive_written_bytes: Callable[[], int]) -> None:
+        self._slots, self._session, self._drive_written_bytes = slots, session, drive_written_bytes
+
+    @override
+    def end_step(self, batch: Batch) -> None:
+        self._session.state.stall_s = round(self._session.before.stall_s + self._slots.stall_s, 6)
+
+    @override
+    def window(self) -> dict[str, Any]:
+        state = self._session.state
+        stall_share = round(state.stall_s / max(state.train_s, 1e-9), 4)
+        written = self._drive_written_bytes()
+        return {"stall_s": state.stall_s, "stall_share": stall_share, "drive_written_bytes": written}
+
+    @override
+    def record(self) -> dict[str, Any]:
+        return {"memory": self.window()}
+
+    @override
+    def line(self) -> str:
+        state, before = self._session.state, self._session.before
+        written = self._drive_written_bytes() - before.drive_written_bytes
+        return f"waiting {state.stall_s / (state.train_s or 1.0):.0%}, {size(written)} written"
+
+
+FILES = {"mapped": "file", "block": "ssd", "gathered": "ssd"}
+"""The tier behind DRAM, as `Memory` names it, by the kind of a table's store."""
+GAUGES = ("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_bytes", "places_bytes", "held_bytes")
+"""Counters of caches and stores that may also fall."""
+
+
+class CountsApart(Meter):
+    """Counters by table, with those of evaluations and checkpoints kept apart from training.
+
+    counters: returns what was counted so far, by table.
+    """
+
+    def __init__(self, counters: Callable[[], Mapping[str, Mapping[str, int]]]) -> None:
+        self._counters = counters
+        self._aside: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._seen: Counter[str] = Counter()
+
+    @override
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        before = self._counters()
+        try:
+            yield
+        finally:
+            for name, counts in self._counters().items():
+                self._aside[name].update({key: n - before.get(name, {}).get(key, 0) for key, n in counts.items()})
+
+
+class TierMeter(CountsApart):
+    """What the tiers of a collection did since it was made, with training apart from evaluations and checkpoints."""
+
+    def __init__(self, tiers: Tiers, session: Session) -> None:
+        super().__init__(tiers.counters)
+        self.tiers, self._session = tiers, session
+
+    @override
+    def close(self) -> Iterable[Notice]:
+        count = sum_of(self._training().values())["overflow_rows"]
+        text = "rows of training batches for which no cached row could leave lay beside the caches: raise memory.dram"
+        return [Notice(text, "overflow_rows", count)] if count else []
+
+    @override
+    def window(self) -> dict[str, float | None]:
+        """Returns shares of hits in training since the last call: whether the rows in use stay the same over time."""
+        now = sum_of(self._training().values())
+        since, self._seen = now - self._seen, now
+        return {name: hits(since)[name] for name in ("hits_per_lookup", "hits_per_row")}
+
+    @override
+    def record(self) -> dict[str, Any]:
+        tiers, training = self.tiers, self._training()
+        seconds, epochs = self._session.seconds, self._session.epochs
+        aside = sum_of(self._with_bytes(self._aside).values())
+
+        def figures(counts: Counter[str]) -> dict[str, Any]:
+            return {**hits(counts), **io(counts), **rates(counts, seconds=seconds, epochs=epochs)}
+
+        memory = {
+            "dram_bytes": dram_bytes(tiers),
+            "disk_bytes": disk_bytes(tiers),
+            "folder": str(tiers.memory.folder),
+            "writes": tiers.memory.writes,
+            "batches": tiers.announced.counts(),
+            **figures(sum_of(training.values())),
+            "tiers": self._by_tier(training),
+            "aside": {**hits(aside), **io(aside)},
+            "fallbacks": {store.rows.table: store.fallback for store in tiers.stores if store.fallback},
+            "tables": {
+                table.name: {
+                    "rows": table.num_embeddings,
+                    "pinned": slots.pinned,
+                    "cached": slots.cached,
+                    "store": store.kind,
+                    **figures(training[table.name]),
+                }
+                for table, slots, store in zip(tiers.tables, tiers.slots, tiers.stores, strict=True)
+            },
+        }
+        return {"memory": memory}
+
+    def _by_tier(self, training: Mapping[str, Counter[str]]) -> dict[str, Any]:
+        behind: dict[str, list[Counter[str]]] = {}
+        for store in self.tiers.stores:
+            if store.path is not None:
+                behind.setdefault(FILES[store.kind], []).append(training[store.rows.table])
+        files = {name: {"tables": len(counts), **io(sum_of(counts))} for name, counts in behind.items()}
+        middle = [training[store.rows.table] for store in self.tiers.stores if store.middle is not None]
+        before = {"file": {"tables": len(middle), **middle_io(sum_of(middle))}} if middle else {}
+        return {"dram": {"tables": len(self.tiers.tables), **hits(sum_of(training.values()))}, **before, **files}
+
+    def _training(self) -> dict[str, Counter[str]]:
+        """Returns what training counted, by table."""
+        counts = {
+            name: Counter({key: n - self._aside[name][key] for key, n in own.items() if key not in GAUGES})
+            for name, own in self.tiers.counters().items()
+        }
+        # A store's processor time is its share of the engine's, by I/Os so far, so differences of it mean nothing.
+        total = sum_of(counts.values())
+        for own in counts.values():
+            own["io_cpu_ns"] = total["io_cpu_ns"] * _ios(own) // max(1, _ios(total))
+        return self._with_bytes(counts)
+
+    def _with_bytes(self, counts: Mapping[str, Counter[str]]) -> dict[str, Counter[str]]:
+        """Adds the bytes of the rows that were looked up, and of the records given to be written in blocks."""
+        result = {}
+        for table, store in zip(self.tiers.tables, self.tiers.stores, strict=True):
+            own = counts[table.name]
+            demanded_bytes = own["lookups"] * (table.num_bytes // table.num_embeddings)
+            # The system writes a mapped file in pages when it sees fit; that is not counted.
+            given_bytes = own["written_rows"] * store.rows.record_bytes * (store.kind in BLOCKS)
+            result[table.name] = Counter({**own, "demanded_bytes": demanded_bytes, "given_bytes": given_bytes})
+        return result
+
+
+class DeviceMeter(CountsApart):
+    """What slots on a device did since they were made, with training apart from evaluations and checkpoints."""
+
+    def __init__(self, rows: Device) -> None:
+        super().__init__(rows.counters)
+        self.rows = rows
+
+    @override
+    def window(self) -> dict[str, float | None]:
+        """Returns the share of rows of training batches that were on the device, since the last call."""
+        now = sum_of(self._training().values())
+        since, self._seen = now - self._seen, now
+        return {"hbm_hits_per_row": _hits(since)}
+
+    @override
+    def record(self) -> dict[str, Any]:
+        rows, training = self.rows, self._training()
+        batches = {**rows.announced.counts(), "postponed": rows.postponed}
+        tables = {
+            table.name: {"pinned": own.pinned, "cached": own.cached, "hits_per_row": _hits(training[table.name])}
+            for table, own in zip(rows.tables, rows.slots, strict=True)
+        }
+        total = sum_of(training.values())
+        figures = {"device": str(rows.device), "bytes": rows.slots_bytes, "hits_per_row": _hits(total), **total}
+        return {"memory": {"batches": batches, "hbm": {**figures, "tables": tables}}}
+
+    def _training(self) -> dict[str, Counter[str]]:
+        found = {name: Counter(counts) for name, counts in self.rows.counters().items()}
+        for name, counts in found.items():
+            counts.subtract(self._aside[name])
+        return found
+
+
+def _hits(counts: Counter[str]) -> float | None:
+    return ratio(counts["hit_rows"], counts["rows"])
+
+
+def sum_of(counts: Iterable[Counter[str]]) -> Counter[str]:
+    """Returns the sum over tables."""
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return total
+
+
+def _ios(counts: Counter[str]) -> int:
+    return counts["reads"] + counts["writes"]
+
+
+def hits(counts: Counter[str]) -> dict[str, Any]:
+    """Returns what was asked of DRAM, and what was there."""
+    lookups, in_dram = counts["lookups"], counts["pinned_lookups"] + counts["hit_lookups"]
+    rows, resident = counts["rows"], counts["hit_rows"]
+    return {
+        "hits_per_lookup": ratio(in_dram, lookups),
+        "hits_per_row": ratio(resident, rows),
+        "unique_ratio": ratio(rows, lookups - counts["pinned_lookups"]),
+        "lookups": lookups,
+        "lookup_misses": lookups - in_dram,
+        "unique_rows": rows,
+        "unique_row_misses": rows - resident,
+        **{name: counts[name] for name in ("created_rows", "evicted_rows", "overflow_rows")},
+    }
+
+
+def io(counts: Counter[str]) -> dict[str, Any]:
+    """Returns what was asked of a drive, and what that took."""
+    names = ("read_rows", "reads", "read_bytes", "written_rows", "writes", "written_bytes")
+    return {
+        **{name: counts[name] for name in (*names, "served_from_queue", "read_modify_writes")},
+        "bytes_per_read": ratio(counts["read_bytes"], counts["reads"], digits=1),
+        "bytes_per_write": ratio(counts["written_bytes"], counts["writes"], digits=1),
+        "write_amplification": ratio(counts["written_bytes"], counts["given_bytes"], digits=4),
+        "blocked_s": round(counts["blocked_ns"] / 1e9, 3),
+        "io_cpu_s": round(counts["io_cpu_ns"] / 1e9, 3),
+        "cpu_us_per_io": ratio(counts["io_cpu_ns"] / 1e3, _ios(counts), digits=3),
+    }
+
+
+def middle_io(counts: Counter[str]) -> dict[str, Any]:
+    """Returns what was asked of the file tier in front of a disk, which is memory and has no I/Os."""
+    return {
+        "read_rows": counts["middle_hits"],
+        "read_bytes": counts["middle_read_bytes"],
+        "written_bytes": counts["middle_written_bytes"],
+    }
+
+
+def rates(counts: Counter[str], *, seconds: float, epochs: float) -> dict[str, Any]:
+    """Returns figures of training per second and per epoch."""
+    return {
+        "demanded_bytes_per_s": ratio(counts["demanded_bytes"], seconds, digits=0),
+        "written_bytes_per_epoch": ratio(counts["written_bytes"], epochs, digits=0),
+    }
+
+
+def ratio(part: float, whole: float, *, digits: int = 6) -> float | None:
+    """Returns part / whole, rounded for people; None if `whole` is 0."""
+    return round(part / whole, digits) if whole else None

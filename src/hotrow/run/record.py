@@ -1,0 +1,191 @@
+"""The typed records of a run: what run.json says, and what the run adds to its checkpoints.
+
+folder.py writes run.json, trainer.py takes up the state of a checkpoint, setup.py builds the model that one describes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, JsonValue, TypeAdapter
+from pydantic.dataclasses import dataclass as record
+from typing_extensions import TypedDict
+
+from hotrow.base.records import STRICT, Amount, Count, checked
+from hotrow.hot.turns import TurnsState
+from hotrow.run.checkpoint_manifest import MANIFEST, Manifest
+from hotrow.run.checkpoint_tensors import CURE
+from hotrow.run.metrics import Metrics
+from hotrow.tables import TableConfig
+
+PHASES = ("data", "lookup", "dense", "update")
+"""The phases of a step. data: waiting for the batch and announcing later batches. lookup: the pooled lookup, with any
+wait for rows from disk. dense: dense layers forward and backward (the backward of the lookup only keeps the pooled
+gradient), and their optimizer. update: sorting, summing and updating the touched rows."""
+
+
+class Counted(TypedDict):
+    """A warning, and how often it occurred."""
+
+    count: Count
+    text: str
+
+
+class _Dataset(TypedDict):
+    path: str
+    checksum: str
+    name: str
+
+
+class _Backend(TypedDict):
+    name: str
+    isa: str
+    threads: Count
+    reason: str | None
+
+
+def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"hits_per_lookup": (int, float, type(None))}
+    for name in ("dram_bytes", "disk_bytes", "stall_share", "hits_per_lookup") if "dram_bytes" in memory else ():
+        if name not in memory or type(memory[name]) not in kinds.get(name, (int, float)):
+            raise ValueError(f"{name} is {memory.get(name)!r}; it must be a number")
+    return memory
+
+
+@record(config=STRICT)
+class RunRecord:
+    """What run.json says of a run. The closing lines, `--json` and studies are made of it.
+
+    A field is None, and absent from the file, until the run has come to it.
+    """
+
+    status: Literal["running", "interrupted", "finished", "failed"]
+    command: list[str]
+    started: str
+    versions: dict[str, str]
+    host: dict[str, JsonValue]
+    warnings: dict[str, Counted]
+    preparation: str | None = None
+    error: str | None = None
+    dataset: _Dataset | None = None
+    rows: dict[str, Count] | None = None
+    seeds: dict[str, Count] | None = None
+    backend: _Backend | None = None
+    tables_bytes: Count | None = None
+    batches_dropped: Count | None = None
+    steps: Count | None = None
+    steps_skipped: Count | None = None
+    epochs: Amount | None = None
+    samples_per_s: Amount | None = None
+    step_ms: dict[str, Amount] | None = None
+    train_s: Amount | None = None
+    best_step: Count | None = None
+    monitor: Literal["auc", "logloss"] | None = None
+    memory: Annotated[dict[str, JsonValue], AfterValidator(_check_memory)] | None = None
+    hot: dict[str, JsonValue] | None = None
+    write_budget: dict[str, JsonValue] | None = None
+    signal: int | None = None
+    ended: str | None = None
+    chosen_step: Count | None = None
+    metrics: dict[str, Metrics] | None = None
+
+    @property
+    def final_metrics(self) -> dict[str, Any]:
+        """The metrics on the test split (else the validation split) under their names, and `split`; {} before."""
+        for split in ("test", "val"):
+            if self.metrics is not None and split in self.metrics:
+                return {"split": split, **self.metrics[split]}
+        return {}
+
+    def summary(self) -> dict[str, Any]:
+        """Returns how the run went, flat: what `hotrow train --json` prints beside the folder."""
+        metrics, names = self.final_metrics, ("auc", "logloss", "ne", "calibration", "base_logloss", "split")
+        fields = {
+            **{name: getattr(self, name) for name in ("status", "ended", "signal", *_SPEED, "write_budget")},
+            "memory": None if self.memory is None else _memory_summary(self.memory),
+        }
+        return {
+            **{name: metrics.get(name) for name in names},
+            **{name: value for name, value in fields.items() if value is not None},
+            "metrics": self.metrics or {},
+            "warnings": self.warnings,
+        }
+
+
+_SPEED = ("samples_per_s", "steps", "steps_skipped", "epochs", "step_ms", "train_s", "backend")
+
+
+def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:
+    """Returns the figures of `memory` that most users want, for all tables together."""
+    sizes, io = ("dram_bytes", "disk_bytes"), ("bytes_per_read", "bytes_per_write", "cpu_us_per_io")
+    hits, stall = ("hits_per_lookup", "hits_per_row"), ("stall_s", "stall_share")
+    written = ("read_bytes", "written_bytes", "written_bytes_per_epoch", "write_amplification", "drive_written_bytes")
+    return {name: memory[name] for name in (*sizes, *hits, *stall, *io, *written) if memory.get(name) is not None}
+
+
+@dataclass
+class State:
+    """Where a run stands. A checkpoint holds this and the parts, and nothing else."""
+
+    step: Count = 0
+    epoch: Count = 0
+    batch: Count = 0
+    """Batches of the current epoch that were trained."""
+    turns: TurnsState | None = None
+    """Where the order of batches stands, and what copies of hot rows cost; None before the first checkpoint."""
+    window_loss: Amount = 0.0
+    """The sum of the losses of the last `window_steps` steps, which are not yet in metrics.jsonl."""
+    window_steps: Count = 0
+    val: Metrics | None = None
+    """The last evaluation of the validation split."""
+    best: Metrics | None = None
+    """The best evaluation by `train.monitor`; `best_step` is its step."""
+    best_step: Count = 0
+    evals_since_best: Count = 0
+    ended: str | None = None
+    """Why training is over, once it is."""
+    skipped: Count = 0
+    """Steps that changed nothing, because their loss or gradients were not finite; `step` counts them too."""
+    skipped_in_a_row: Count = 0
+    num_samples: Count = 0
+    seconds: dict[str, Amount] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """Time spent in steps, by phase, over all sessions of the run."""
+    stall_s: Amount = 0.0
+    """Seconds of steps spent waiting for rows that were not in DRAM."""
+    drive_written_bytes: Count = 0
+    """Bytes of rows and of checkpoints, over all sessions of the run."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the phases are other ones than PHASES."""
+        if self.seconds.keys() != set(PHASES):
+            raise ValueError(f"seconds has {', '.join(self.seconds) or 'nothing'}; it needs {', '.join(PHASES)}")
+
+    @property
+    def train_s(self) -> float:
+        """Seconds in steps, over all phases."""
+        return sum(self.seconds.values())
+
+
+@record(frozen=True, config=STRICT)
+class Extra:
+    """What a run adds to the manifest of its checkpoints, as `extra`."""
+
+    state: State
+    dataset: str
+    """The checksum of the dataset."""
+    tables: tuple[TableConfig, ...]
+    num_dense: Count
+    threads: Count
+    isa: str
+    device: str
+    config: dict[str, JsonValue]
+
+
+_EXTRA = TypeAdapter(Extra)
+
+
+def read_extra(checkpoint: Path, manifest: Manifest) -> Extra:
+    """Returns what the run added to the manifest of its checkpoint. Raises ValueError naming file, field and cure."""
+    return checked(_EXTRA, manifest.extra, where=f"{checkpoint / MANIFEST}: extra", cure=CURE)
