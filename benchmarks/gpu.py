@@ -238,9 +238,7 @@ class Cached(OurHybrid):
 
     def facts(self) -> dict[str, Any]:
         """Rows found on the device, since the beginning."""
-        rows = self.emb.device_rows
-        assert rows is not None
-        counts = rows.counters().values()
+        counts = self.emb.placement.counters().values()
         hits, total = (sum(own[name] for own in counts) for name in ("hit_rows", "rows"))
         return {"hits_per_row": hits / max(1, total)}
 

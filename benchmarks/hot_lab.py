@@ -20,7 +20,7 @@ from hotrow.data.packed.format import DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, tables_of
 from hotrow.placement.budget import TableSlots
-from hotrow.placement.directory import Directory
+from hotrow.placement.slots import Directory
 
 
 def interval(mean: float, error: float, num: int) -> tuple[float, float]:

@@ -140,7 +140,7 @@ def in_tiers(work: Work) -> dict[str, Any]:
             if len(losses) == work.num_checked:
                 rows = digest(trainer.emb, touched(work))
             before = time.perf_counter()
-        counters = trainer.emb.tiers.counters().values()
+        counters = trainer.emb.placement.counters().values()
         written = sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     timed = seconds[-min(TIMED, len(seconds) // 2) :]
@@ -179,7 +179,7 @@ def digest(emb: hotrow.EmbeddingCollection, rows: list[NDArray[np.int64]]) -> st
     """SHA-256 of these rows of every table."""
     found = hashlib.sha256()
     for table, own in zip(emb.tables, rows, strict=True):
-        stored = emb.stored(table.name) if emb.tiers is None else emb.rows(table.name)
+        stored = emb.rows(table.name)
         for piece in np.array_split(own, max(1, len(own) // 4096)):
             found.update(stored.read(torch.from_numpy(piece)).numpy().tobytes())
     return found.hexdigest()

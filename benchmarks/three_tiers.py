@@ -43,8 +43,7 @@ class Side:
         ]
         self.emb = hotrow.EmbeddingCollection(tables, memory=memory, seed=SEED)
         self.optimizer = hotrow.RowWiseAdagrad(self.emb, lr=0.01)
-        assert self.emb.tiers is not None
-        self.tiers = self.emb.tiers
+        self.tiers = self.emb.placement
         self.tiers.write_every_row()
         self.sums: list[float] = []
 

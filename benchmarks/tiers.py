@@ -143,11 +143,10 @@ def id_to_slot(folder: Path, *, quick: bool) -> dict[str, Any]:
     batches = [batch for batch, _ in zip(work.batches(), range(MAPPED_BATCHES), strict=False)]
     with tempfile.TemporaryDirectory(prefix="hotrow-tiers-", dir=folder) as files:
         emb = EmbeddingCollection(work.tables, memory=Memory(dram=work.table_bytes // parts, ssd=files), seed=SEED)
-        assert emb.tiers is not None
-        mapped = [seconds_of_ids(emb.tiers, batches) for _ in range(REPEATS)][1:]  # the first brings the rows
-        before = emb.tiers.counters()
-        seconds_of_ids(emb.tiers, batches)
-        if not hits_alone(before, emb.tiers.counters()):
+        mapped = [seconds_of_ids(emb.placement, batches) for _ in range(REPEATS)][1:]  # the first brings the rows
+        before = emb.placement.counters()
+        seconds_of_ids(emb.placement, batches)
+        if not hits_alone(before, emb.placement.counters()):
             raise ValueError(
                 "the batches' rows do not stay in the cache, so that more than ids is timed: fewer batches"
             )
@@ -206,8 +205,7 @@ def open_once(folder: Path, num_rows: int, ids: NDArray[np.int64]) -> dict[str, 
         start = time.perf_counter()
         emb = EmbeddingCollection([table], memory=Memory(dram=dram_bytes, ssd=files), seed=SEED)
         emb(torch.from_numpy(ids)[:, None])
-        assert emb.tiers is not None
-        emb.tiers.close()
+        emb.placement.close()
         times["collection_s"] = time.perf_counter() - start
     return times
 

@@ -40,8 +40,8 @@ def train(memory: hotrow.Memory | None) -> float:
         loss = binary_cross_entropy_with_logits(head(emb(batch.sparse)).squeeze(1), batch.label)
         loss.backward()
         optimizer.step()
-    if emb.tiers is not None:
-        rows = sum(table["read_rows"] for table in emb.tiers.counters().values())
+    if counters := emb.placement.counters():
+        rows = sum(table["read_rows"] for table in counters.values())
         print(f"{rows:,} rows were read from disk")
     return loss.item()
 

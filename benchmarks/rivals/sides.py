@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from benchmarks.rivals.work import LR, SEED, Training, Work
@@ -25,6 +24,7 @@ from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.placement.budget import Memory
+from hotrow.placement.dram import Dram
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Flight, Tiers
 from hotrow.plan.solve import plan_by_counts
@@ -152,8 +152,9 @@ class InTiers(Side):
         plan = plan_by_counts(self.work.counts(), num_steps=1)  # as with the counts of a prepared dataset
         memory = Memory(dram=self.settings.dram_bytes, ssd=self.settings.folder, io=self.settings.io, plan=plan)  # type: ignore[arg-type]
         self.use(EmbeddingCollection(self.work.tables, memory=memory, seed=SEED))
-        assert self.emb.tiers is not None
-        self.tiers: Tiers = self.emb.tiers
+        tiers = self.emb.placement.find(Tiers)
+        assert tiers is not None
+        self.tiers: Tiers = tiers
         for store in self.tiers.stores:
             if store.path is not None:
                 write_zeros(store.path)
@@ -276,9 +277,13 @@ def write_zeros(path: Path, *, start: int = 4096) -> None:
 
 def collection_over(tables: Sequence[TableConfig], weights: Sequence[Tensor]) -> EmbeddingCollection:
     """Returns a collection whose tables are the arrays `weights` [N, D]: hotrow's kernels on another store's memory."""
-    emb = EmbeddingCollection.__new__(EmbeddingCollection)
-    torch.nn.Module.__init__(emb)
-    emb.tables, emb.tiers = tuple(tables), None
-    emb.weights, emb.low = {table.name: w for table, w in zip(emb.tables, weights, strict=True)}, {}
-    emb._prepare()
-    return emb
+    return EmbeddingCollection(tables, memory=_Over(weights))
+
+
+class _Over(NamedTuple):
+    """The recipe of tables that lie in arrays which exist already."""
+
+    weights: Sequence[Tensor]
+
+    def place(self, tables: Sequence[TableConfig], *, seed: int) -> Dram:
+        return Dram(tables, seed=seed, weights={t.name: w for t, w in zip(tables, self.weights, strict=True)})

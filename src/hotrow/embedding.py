@@ -10,34 +10,24 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hotrow import torch_tables
-from hotrow.base.files import size
-from hotrow.base.machine import available_memory_bytes
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, row_key, to_float16, widen, write_rows
-from hotrow.placement.below import InDram, InTiers
-from hotrow.placement.budget import DeviceMemory, Memory
-from hotrow.placement.device import DeviceFlight, DeviceRows
-from hotrow.placement.table_rows import RowsInTiers
-from hotrow.placement.tiers import Flight, Tiers
+from hotrow.kernels.reference import Layout, to_float16
+from hotrow.placement.base import Lease, Placement, Rows
+from hotrow.placement.place import AnyMemory, place
 from hotrow.tables import TableConfig, check_tables
 
 BATCHES_TO_WARN_OF = 3
 """So many batches without a step are a warning: it may have been forgotten."""
-ADDRESS_SPACE = 1 << 47
-"""Bytes that a process can address on x86-64; of arm64 at least as many."""
-PIECE_FLOATS = 1 << 22
-"""A table that is converted from one storage into another goes through float32 in pieces of so many weights."""
 
 
 class Pending(NamedTuple):
@@ -48,59 +38,8 @@ class Pending(NamedTuple):
     sparse: KeyedJaggedTensor
     grad: Tensor
     """[B, output_dim], of a sequence [L, D]; float32."""
-    flight: Flight | DeviceFlight | None = None
-    """In tiers and on devices: what keeps the rows in their slots, which stand in `sparse` for ids."""
-
-
-class StoredTable(NamedTuple):
-    """The weights of one table as they lie in memory."""
-
-    weight: Tensor
-    """[N, D] float32, float16 or, of split weights, the upper halves as bfloat16: what lookups read."""
-    low: Tensor | None
-    """[N, D] int16: the lower halves of split weights, else None. Only updates read them."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """[N, D]."""
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows that `read` gives."""
-        return torch.float32
-
-    def pieces(self, start: int = 0) -> Iterator[slice]:
-        """Ranges of rows that together are the table from row `start` on, each of about PIECE_FLOATS weights."""
-        num_rows, dim = self.weight.shape
-        step = max(1, PIECE_FLOATS // dim)
-        return (slice(first, min(first + step, num_rows)) for first in range(start, num_rows, step))
-
-    def read(self, rows: slice | Tensor) -> Tensor:
-        """These rows, a range or ids [n], as float32, exactly."""
-        return widen(self.weight[rows], None if self.low is None else self.low[rows])
-
-    def write(self, rows: slice | Tensor, values: Tensor) -> None:
-        """These rows, a range or ids [n], from float32: exactly, but for float16, which rounds."""
-        write_rows(self.weight, self.low, rows, values)
-
-
-class Copies(Protocol):
-    """Copies of some rows of every table, with the states of its optimizer."""
-
-    arrays: ops.Arrays
-    states: list[ops.Arrays]
-    """For each state of the optimizer."""
-    kernels: ops.Kernels
-    """What looks them up and updates them, where they lie."""
-    sequence_kernels: dict[str, ops.Kernels]
-    """By feature."""
-
-    def slots(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The batch with rows of the copies for ids."""
-
-    def updated(self) -> None:
-        """A step changes them."""
+    lease: Lease
+    """What keeps the rows in their slots, which stand in `sparse` for ids."""
 
 
 class EmbeddingCollection(nn.Module):
@@ -128,55 +67,31 @@ class EmbeddingCollection(nn.Module):
     Raises ValueError for repeated names, for an unknown `memory` and for tables larger than the memory there is.
     """
 
-    device_rows: DeviceRows | None = None
-    """Slots in device memory, where the collection was made with them."""
-    copies: Copies | None = None
-    """What lookups and updates work on instead of the tables, whose rows are out of date then (hot/copies.py)."""
-
-    def __init__(
-        self, tables: Iterable[TableConfig], *, memory: Memory | DeviceMemory | str | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, tables: Iterable[TableConfig], *, memory: AnyMemory = None, seed: int = 0) -> None:
         super().__init__()
-        if not isinstance(memory, Memory | DeviceMemory) and memory not in (None, "dram"):
-            raise ValueError(
-                f"memory is {memory!r}; pass None or 'dram' (all rows in DRAM), hotrow.Memory or hotrow.DeviceMemory"
-            )
         self.tables = check_tables(tables)
         for table in self.tables:  # not by register_parameter, which refuses dots; state_dict has the same names
             self._parameters[f"{table.name}.weight"] = nn.Parameter(torch.empty(0, table.embedding_dim))
         self.seed = seed
-        self.tiers: Tiers | None = None
-        below = memory.below if isinstance(memory, DeviceMemory) else memory
-        if isinstance(below, Memory):
-            self.tiers = Tiers(self.tables, Layout.of(self.tables), below, seed=seed)
-        else:
-            _check_memory(self.tables)
-        self.weights = self._new_weights() if self.tiers is None else self.tiers.weights
-        """Rows of each table [N, D] in its dtype, by table name: what lookups read; updated in place. In tiers they are
-        indexed by slot, not by row, and only slots in use mean anything."""
-        self.low = self._new_low() if self.tiers is None else self.tiers.low
-        """Lower halves [N, D] int16 of the bfloat16 tables: with the upper ones in `weights`, float32 bit for bit. They
-        are here and not in an optimizer because initial rows and checkpoints are float32 before there is one."""
-        for table in self.tables if self.tiers is None else ():
-            _fill_initial_rows(self.stored(table.name), table, seed)
-        if isinstance(memory, DeviceMemory):
-            self.device_rows = DeviceRows(self.tables, Layout.of(self.tables), memory, self._below())
+        self.placement: Placement = place(self.tables, memory, seed=seed)
+        """Where the rows lie (placement/base.py): all that reads, updates or saves them asks it."""
         self._prepare()
 
-    def _new_weights(self) -> dict[str, Tensor]:
-        shapes = {table: (table.num_embeddings, table.embedding_dim) for table in self.tables}
-        return {t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype)) for t, shape in shapes.items()}
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """By table, its rows [N, D] in its dtype: what lookups read; updated in place.
 
-    def _new_low(self) -> dict[str, Tensor]:
-        split = [name for name, weight in self.weights.items() if weight.dtype == torch.bfloat16]
-        return {name: ops.allocate(*self.weights[name].shape, dtype=torch.int16) for name in split}
+        In tiers they are indexed by slot, not by row, and only slots in use mean anything.
+        """
+        return self.placement.weights
 
-    def _below(self) -> InDram | InTiers:
-        """What slots of a device stand before."""
-        if self.tiers is not None:
-            return InTiers(self.tiers)
-        low = {name: [half] for name, half in self.low.items()}
-        return InDram({name: [weight, *low.get(name, [])] for name, weight in self.weights.items()})
+    @property
+    def low(self) -> dict[str, Tensor]:
+        """Lower halves [N, D] int16 of the bfloat16 tables: with the upper ones in `weights`, float32 bit for bit.
+
+        They are here and not in an optimizer because initial rows and checkpoints are float32 before there is one.
+        """
+        return self.placement.low
 
     @classmethod
     def from_torch(cls, modules: nn.Module | Mapping[str, nn.Module] | nn.ModuleDict) -> EmbeddingCollection:
@@ -205,7 +120,7 @@ class EmbeddingCollection(nn.Module):
     def _of(cls, given: Sequence[torch_tables.Given]) -> EmbeddingCollection:
         emb = cls([table.config for table in given])
         for config, weight, trained in given:
-            stored = emb.stored(config.name)
+            stored = emb.rows(config.name)
             for rows in stored.pieces():
                 stored.write(rows, weight[rows].cpu().float())
             emb.switches[config.name].requires_grad_(trained)
@@ -247,7 +162,6 @@ class EmbeddingCollection(nn.Module):
         Raises ValueError for an unknown table and for fewer rows than it has, MemoryError where there is no memory;
         then nothing has changed. Raises StoreError where the store cannot grow, after which it does no more.
         """
-        self.check_tables_are_live()
         names = [config.name for config in self.tables]
         if table not in names:
             raise ValueError(f"there is no table {table!r} to grow; the tables are {', '.join(names)}")
@@ -257,37 +171,14 @@ class EmbeddingCollection(nn.Module):
                 f"table {table!r} has {old.num_embeddings:,} rows and cannot be given {num_embeddings!r}: tables only "
                 "grow; for fewer rows make a new collection"
             )
-        if self.device_rows is not None:
-            raise ValueError(f"table {table!r} has slots on a device and cannot grow: make a collection with more rows")
         bound = old.init.bound_for(old.num_embeddings)
-        new = replace(old, num_embeddings=num_embeddings, init=replace(old.init, bound=bound))
-        if self.tiers is not None:
-            self.tiers.grow(new)
-        else:
-            weight, low = self.stored(table)
-            states = [state for optimizer in self.optimizers for state in optimizer.state[weight].values()]
-            arrays = [array for array in (weight, low, *states) if array is not None]
-            for array, longer in [(array, _longer(array, num_embeddings)) for array in arrays]:
-                array.data = longer
-            _fill_initial_rows(self.stored(table), new, self.seed, start=old.num_embeddings)
-        self.tables = tuple(new if config is old else config for config in self.tables)
-        self._take_arrays()
-        for optimizer in self.optimizers:
-            optimizer.follow_growth(table, old.num_embeddings)
+        self.placement.grow(replace(old, num_embeddings=num_embeddings, init=replace(old.init, bound=bound)))
+        self.tables = self.placement.tables
 
     def _prepare(self) -> None:
         layout = Layout.of(self.tables)
         self.feature_names = tuple(feature.name for feature in layout.features)
         self.output_dim = layout.width
-        make: Any = ops.Kernels if self.device_rows is None else self.device_rows.make_kernels
-        self.kernels: ops.Kernels = make(layout)
-        self.sequence_kernels: dict[str, ops.Kernels] = {
-            feature.name: make(layout.sequence_of(feature.name), among=layout) for feature in layout.features
-        }
-        self._partial: dict[frozenset[int], ops.Kernels] = {}  # by the tables that they update
-        self._take_arrays()
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Sparse optimizers of these tables, which grow with them."""
         self.newest_optimizer: Callable[[], Any] = _nobody
         """Gives the one that was made last, the only one that may step; None where it is gone."""
         self._pending: list[tuple[int, Pending]] = []
@@ -296,9 +187,6 @@ class EmbeddingCollection(nn.Module):
         # Autograd calls backward only below an input that requires grad, and the tables are none.
         self._leaf = torch.zeros(0, requires_grad=True)
         self._frozen_leaf = torch.zeros(0)
-
-    def _take_arrays(self) -> None:
-        self.arrays = ops.Arrays(list(self.weights.values()), [self.low.get(name) for name in self.weights])
 
     def forward(self, sparse: KeyedJaggedTensor | Tensor) -> Tensor:
         """Pooled rows [B, output_dim], float32.
@@ -311,37 +199,17 @@ class EmbeddingCollection(nn.Module):
         if isinstance(sparse, Tensor):
             sparse = KeyedJaggedTensor.from_dense(self.feature_names, sparse)
         sparse = KeyedJaggedTensor.of(sparse)
-        if halves := self._halves(sparse):
-            return torch.cat([self(half) for half in halves])
-        flight, slots = self._take(sparse)
-        out = self._look_up(self.live_kernels, slots, blame=sparse, flight=flight)
-        if flight is not None and not out.requires_grad:
-            flight.release(updated=False)
+        placement, frozen = self.placement, self.frozen
+        if not placement.fits(sparse):
+            return torch.cat([self(half) for half in _halves(sparse)])
+        lease, slots = placement.take(sparse, training=self._trains(frozen))
+        out = self._look_up(placement.kernels.pooled, slots, sparse, lease, frozen)
+        if not out.requires_grad:
+            lease.release(updated=False)
         return out
 
-    def _halves(self, sparse: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
-        """A batch that is scored in two, where it looks up more rows than there are slots on the device; else none."""
-        if self.device_rows is None or torch.is_grad_enabled() or not self.device_rows.is_crowded_by(sparse):
-            return []
-        middle = sparse.stride // 2
-        return [sparse.samples(0, middle), sparse.samples(middle, sparse.stride)]
-
-    @property
-    def in_slots(self) -> Tiers | DeviceRows | None:
-        """What brings rows before their batches; None where lookups find all of them by their ids."""
-        return self.tiers if self.device_rows is None else self.device_rows
-
-    def _take(self, sparse: KeyedJaggedTensor) -> tuple[Flight | DeviceFlight | None, KeyedJaggedTensor]:
-        """What keeps the rows of a batch in their slots, and the batch with slots for ids."""
-        if self.copies is not None:
-            return None, self.copies.slots(sparse)
-        if self.in_slots is None:
-            return None, sparse
-        training = torch.is_grad_enabled() and len(self.frozen) < len(self.tables)
-        flight, slots = self.in_slots.take(sparse, training=training)
-        if self.device_rows is not None:
-            self.arrays = self.device_rows.arrays
-        return flight, slots
+    def _trains(self, frozen: frozenset[int]) -> bool:
+        return torch.is_grad_enabled() and len(frozen) < len(self.tables)
 
     def sequence(self, sparse: KeyedJaggedTensor) -> dict[str, tuple[Tensor, Tensor]]:
         """The row of every id, not pooled: feature -> (values [L, D] float32, offsets int64 [B + 1]).
@@ -352,25 +220,21 @@ class EmbeddingCollection(nn.Module):
         of `forward`'s, into the same `step()`. Raises ValueError for an id outside its table.
         """
         sparse = KeyedJaggedTensor.of(sparse)
-        if halves := self._halves(sparse):
-            first, second = map(self.sequence, halves)
+        placement, frozen = self.placement, self.frozen
+        if not placement.fits(sparse):
+            first, second = map(self.sequence, _halves(sparse))
             return {name: _joined(own, second[name]) for name, own in first.items()}
         found = {}
-        flight, slots = self._take(sparse)
-        kernels = self.sequence_kernels if self.copies is None else self.copies.sequence_kernels
+        lease, slots = placement.take(sparse, training=self._trains(frozen))
         for name in self.feature_names:
             if name in sparse.keys:
                 values, offsets, _ = slots.bags(name)
                 single = KeyedJaggedTensor((name,), values)
-                found[name] = self._look_up(kernels[name], single, blame=sparse, flight=flight), offsets
-        if flight is not None and not any(values.requires_grad for values, _ in found.values()):
-            flight.release(updated=False)
+                kernels = placement.kernels.sequences[name]
+                found[name] = self._look_up(kernels, single, sparse, lease, frozen), offsets
+        if not any(values.requires_grad for values, _ in found.values()):
+            lease.release(updated=False)
         return found
-
-    @property
-    def pooled_kernels(self) -> tuple[ops.Kernels, ...]:
-        """What updates the rows of a `forward`: all of them, or those of some tables."""
-        return self.live_kernels, *self._partial.values()
 
     @property
     def switches(self) -> dict[str, nn.Parameter]:
@@ -384,108 +248,51 @@ class EmbeddingCollection(nn.Module):
         return frozenset(t for t, own in enumerate(switches) if own is not None and not own.requires_grad)
 
     def kernels_without(self, kernels: ops.Kernels, frozen: frozenset[int]) -> ops.Kernels | None:
-        """`kernels` for an update that leaves the `frozen` tables alone; None where it updates no other."""
-        kept = tuple(feature for feature in kernels.layout.features if feature.table not in frozen)
-        if len(kept) == len(kernels.layout.features):
-            return kernels
-        if not kept:
-            return None
-        if self.device_rows is not None or self.copies is not None:
-            raise ValueError(
-                "some of the tables are frozen and others not, which tables on a device and copies of hot rows do not "
-                "offer: freeze all, or make one EmbeddingCollection of the tables that stay and one of the others"
-            )
-        numbers = frozenset(feature.table for feature in kept)
-        if numbers not in self._partial:
-            self._partial[numbers] = ops.Kernels(Layout(kept, self.output_dim), among=self.kernels.layout)
-        return self._partial[numbers]
-
-    @property
-    def live_arrays(self) -> ops.Arrays:
-        """What lookups read and updates write: the tables' rows, or their copies."""
-        return self.arrays if self.copies is None else self.copies.arrays
-
-    @property
-    def live_kernels(self) -> ops.Kernels:
-        """What looks up and updates `live_arrays`."""
-        return self.kernels if self.copies is None else self.copies.kernels
-
-    def check_tables_are_live(self) -> None:
-        """Raises RuntimeError where copies of hot rows are live and the tables are out of date."""
-        if self.copies is not None:
-            raise RuntimeError(
-                "the tables' hot rows are out of date, their copies on the fast device are live: read and change "
-                "tables inside `with copies.flushed()`, or after copies.give_back()"
-            )
+        """Returns `kernels` for an update that leaves the `frozen` tables alone; None if it updates no other."""
+        updates = self.placement.kernels.without(kernels, frozen)
+        if updates is not None and updates is not kernels:
+            self.placement.check("freeze_some")
+        return updates
 
     def _look_up(
         self,
         kernels: ops.Kernels,
         sparse: KeyedJaggedTensor,
-        *,
         blame: KeyedJaggedTensor,
-        flight: Flight | DeviceFlight | None = None,
+        lease: Lease,
+        frozen: frozenset[int],
     ) -> Tensor:
         number = self._waiting.newest = next(self._forwards)
-        frozen = self.frozen
         leaf = self._leaf if any(f.table not in frozen for f in kernels.layout.features) else self._frozen_leaf
-        return _Lookup.apply(leaf, sparse.weights, sparse, blame, self, kernels, number, flight, frozen)  # type: ignore[no-any-return, no-untyped-call]
+        return _Lookup.apply(leaf, sparse.weights, sparse, blame, self, kernels, number, lease, frozen)  # type: ignore[no-any-return, no-untyped-call]
 
-    def new_state(self, shape: torch.Size, value: float) -> Tensor:
-        """An optimizer state of every row at `value`; in tiers address space for it, filled row by row when needed."""
-        tensor = ops.allocate(*shape, sparse=self.tiers is not None)
-        # Zero pages are not touched: rows that never train cost no memory.
-        return tensor.fill_(value) if value and self.tiers is None else tensor
-
-    def stored(self, name: str) -> StoredTable:
-        """The table `name` as it lies in memory; with slots on a device, after they were written back to it."""
-        self.check_tables_are_live()
-        if self.device_rows is not None:
-            self.device_rows.flush()
-        return StoredTable(self.weights[name], self.low.get(name))
+    def rows(self, name: str) -> Rows:
+        """Returns the weights of the table `name` by row, to be read and written piece by piece, wherever they lie."""
+        return self.placement.rows(name)
 
     def float32(self, name: str) -> Tensor:
-        """The table `name` in float32, exactly: its own memory where that is its dtype, else a copy."""
-        if self.tiers is not None:
-            return self.read_rows(name, slice(0, self._table(name).num_embeddings))
-        table = self.stored(name)
-        if table.weight.dtype == torch.float32:
-            return table.weight
-        out = ops.allocate(*table.weight.shape)
-        for rows in table.pieces():
-            out[rows] = table.read(rows)
-        return out
+        """Returns the table `name` in float32, exactly: its own memory if it lies there in float32, else a copy."""
+        rows = self.rows(name)
+        return rows.whole().float()
 
     def _table(self, name: str) -> TableConfig:
         return next(table for table in self.tables if table.name == name)
 
-    def rows(self, name: str) -> RowsInTiers:
-        """The weights of the table `name` of a collection in tiers, to be read and written piece by piece."""
-        self.check_tables_are_live()
-        assert self.tiers is not None
-        if self.device_rows is not None:
-            self.device_rows.flush()
-        return RowsInTiers(self.tiers, list(self.weights).index(name), self.weights[name], self.low.get(name))
-
     def read_rows(self, name: str, rows: slice) -> Tensor:
-        """Rows of the table `name` as float32 [n, D], a copy, wherever they lie."""
-        if self.tiers is None:
-            return self.stored(name).read(rows).clone()
+        """Returns rows of the table `name` as float32 [n, D], a copy, wherever they lie."""
         start, stop, _ = rows.indices(self._table(name).num_embeddings)
-        return self.rows(name).read(slice(start, stop)).float()
+        found = self.rows(name).read(slice(start, stop))
+        return found.clone() if found.dtype == torch.float32 else found.float()
 
     @property
     def pending(self) -> list[Pending]:
         """Batches whose gradients await `optimizer.step()`, in the order of their forward passes."""
-        if self.device_rows is not None:
-            self.device_rows.refresh()
         return [pending for _, pending in sorted(self._pending, key=lambda entry: entry[0])]
 
     def clear_pending(self, *, updated: bool = False) -> None:
         """Drops the pending gradients: what `step()` (updated: it changed their rows) and `zero_grad()` end with."""
         for _, pending in self._pending:
-            if pending.flight is not None:
-                pending.flight.release(updated=updated)
+            pending.lease.release(updated=updated)
         self._pending.clear()
         self._waiting.num_batches = 0
 
@@ -523,13 +330,8 @@ class EmbeddingCollection(nn.Module):
 
     def _whole(self, name: str) -> Tensor:
         """The table `name` as float32, of a float16 table float16: its own memory but for split tables."""
-        self.check_tables_are_live()
-        if self.tiers is not None:
-            raise ValueError(
-                "a collection in tiers has no state_dict, since its tables may be larger than memory; "
-                "hotrow.save_checkpoint writes them piece by piece, read_rows() gives some rows"
-            )
-        return self.float32(name) if name in self.low else self.stored(name).weight
+        self.placement.check("state_dict")
+        return self.rows(name).whole()
 
     def _load_from_state_dict(
         self,
@@ -541,13 +343,10 @@ class EmbeddingCollection(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if self.tiers is not None:
-            raise ValueError(
-                "a collection in tiers takes no state_dict; hotrow.load_checkpoint fills it piece by piece"
-            )
-        wanted = {f"{prefix}{name}.weight": self.stored(name) for name in self.weights}
+        self.placement.check("load_state_dict")
+        wanted = {f"{prefix}{name}.weight": self.rows(name) for name in self.weights}
         for key, table in wanted.items():
-            shape = tuple(table.weight.shape)
+            shape = tuple(table.shape)
             if key not in state_dict:
                 missing_keys.append(key)
             elif state_dict[key].shape != shape:
@@ -568,8 +367,7 @@ class EmbeddingCollection(nn.Module):
         """What `.half()`, `.to(...)`, `.cuda()` and their like call: tables stay as they are, and a warning says so."""
         probe = torch.zeros(1)
         changed = fn(probe)
-        devices = {"cpu", *([] if self.device_rows is None else [self.device_rows.device.type])}
-        if changed.device.type not in devices:
+        if changed.device.type not in ("cpu", self.placement.device.type):
             self._say_unchanged(
                 f"do not move to {changed.device}: they stay where memory= of the collection puts them. Move what "
                 f"they give, emb(ids).to({str(changed.device)!r}); hotrow.DeviceMemory keeps rows on a GPU"
@@ -595,14 +393,9 @@ class EmbeddingCollection(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """For copies: all but native handles and what belongs to steps under way."""
         _refuse_averaging()
-        self.check_tables_are_live()
-        if self.tiers is not None:
-            raise TypeError("a collection in tiers cannot be copied or pickled: its files belong to it alone")
-        if self.device_rows is not None:
-            raise TypeError("a collection with slots on a device cannot be copied or pickled; copy its state_dict()")
-        made = ("kernels", "sequence_kernels", "arrays", "optimizers", "newest_optimizer", "_partial")
-        passing = ("_pending", "_waiting", "_forwards", "_leaf", "_frozen_leaf")
-        return {name: value for name, value in self.__dict__.items() if name not in made + passing}
+        self.placement.check("copy")
+        passing = ("newest_optimizer", "_pending", "_waiting", "_forwards", "_leaf", "_frozen_leaf")
+        return {name: value for name, value in self.__dict__.items() if name not in passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Rebuilds what `__getstate__` left out, around the copied tables."""
@@ -666,24 +459,9 @@ def _refuse_averaging() -> None:
         frame = frame.f_back
 
 
-def _check_memory(tables: Sequence[TableConfig]) -> None:
-    """Raises ValueError where tables do not fit in the memory there is, of which those that start at zero need none."""
-    filled = sum(table.num_bytes for table in tables if table.init.bound_for(table.num_embeddings))
-    every = sum(table.num_bytes for table in tables)
-    available = available_memory_bytes()
-    if filled <= available and every < ADDRESS_SPACE:
-        return
-    largest = max(tables, key=lambda table: table.num_bytes)
-    raise ValueError(
-        f"the tables are {size(every)}, and {size(available)} of memory are available; the largest, {largest.name!r}, "
-        f"has {largest.num_embeddings:,} rows of {largest.embedding_dim} {largest.dtype}: keep part of the rows on "
-        "disk (memory=hotrow.Memory(dram=..., ssd=...)), or give the tables fewer rows or columns"
-    )
-
-
-def _beyond_float16(table: StoredTable, weights: Tensor) -> tuple[int, float] | None:
+def _beyond_float16(table: Rows, weights: Tensor) -> tuple[int, float] | None:
     """The first row [D] of a float16 table with a weight that would become infinite, and that weight."""
-    if table.weight.dtype != torch.float16:
+    if table.dtype != torch.float16:
         return None
     for rows in table.pieces():
         given = weights[rows].float()
@@ -700,27 +478,9 @@ def _joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tupl
     return torch.cat([first[0], second[0]]), offsets
 
 
-def _longer(array: Tensor, num_rows: int) -> Tensor:
-    """A copy of `array` [N, ...] with `num_rows`, zeros beyond N."""
-    longer = ops.allocate(num_rows, *array.shape[1:], dtype=array.dtype)
-    step = max(1, PIECE_FLOATS // max(1, array[:1].numel()))
-    for start in range(0, len(array), step):
-        piece = array[start : start + step]
-        if piece.view(torch.int16).any():  # pages that were never touched stay so
-            longer[start : start + len(piece)] = piece
-    return longer
-
-
-def _fill_initial_rows(stored: StoredTable, table: TableConfig, seed: int, *, start: int = 0) -> None:
-    bound, key = table.init.bound_for(table.num_embeddings), row_key(seed, table.name)
-    if not bound:
-        return  # zero as allocated, and no page touched
-    for rows in stored.pieces(start):
-        plain = stored.weight.dtype == torch.float32
-        values = stored.weight[rows] if plain else torch.empty(stored.weight[rows].shape)
-        ops.fill_uniform(values, key=key, bound=bound, zero_rows=table.init.zero_rows, first_row=rows.start)
-        if not plain:
-            stored.write(rows, values)
+def _halves(sparse: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
+    middle = sparse.stride // 2
+    return [sparse.samples(0, middle), sparse.samples(middle, sparse.stride)]
 
 
 class _Lookup(torch.autograd.Function):
@@ -736,13 +496,13 @@ class _Lookup(torch.autograd.Function):
         emb: EmbeddingCollection,
         kernels: ops.Kernels,
         number: int,
-        flight: Flight | DeviceFlight | None,
+        lease: Lease,
         frozen: frozenset[int],
     ) -> Tensor:
-        ctx.sparse, ctx.emb, ctx.kernels, ctx.number, ctx.flight = sparse, emb, kernels, number, flight
+        ctx.sparse, ctx.emb, ctx.kernels, ctx.number, ctx.lease = sparse, emb, kernels, number, lease
         ctx.frozen = frozen
-        ctx.copies = emb.copies
-        return kernels.lookup(emb.live_arrays, sparse, blame=blame)
+        ctx.placement = placement = emb.placement
+        return kernels.lookup(placement.arrays, sparse, blame=blame)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -750,12 +510,12 @@ class _Lookup(torch.autograd.Function):
             raise RuntimeError(
                 "EmbeddingCollection cannot be differentiated twice: call backward without create_graph=True"
             )
-        if ctx.flight is not None and ctx.flight.released:
+        if ctx.lease.released:
             raise RuntimeError(
                 "the rows of this lookup have left their slots: an optimizer step or zero_grad() came between its "
                 "forward and this backward; call them in the order forward, backward, step"
             )
-        if ctx.copies is not ctx.emb.copies:  # whose rows are numbered otherwise
+        if ctx.placement is not ctx.emb.placement:  # whose rows are numbered otherwise
             raise RuntimeError(
                 "copies of hot rows became live, or the tables again, between this lookup's forward and its backward; "
                 "call forward, backward and step on one side"
@@ -766,12 +526,12 @@ class _Lookup(torch.autograd.Function):
         emb: EmbeddingCollection = ctx.emb
         weight_grad = None
         if ctx.needs_input_grad[1]:
-            weight_grad = ctx.kernels.weight_gradient(emb.live_arrays, ctx.sparse, grad)
+            weight_grad = ctx.kernels.weight_gradient(emb.placement.arrays, ctx.sparse, grad)
         updates = emb.kernels_without(ctx.kernels, ctx.frozen)
         if updates is not None:
             if updates is not ctx.kernels:
                 grad = _zeroed(grad, ctx.kernels.layout, ctx.frozen)
-            emb._add_pending(ctx.number, Pending(updates, ctx.sparse, grad, ctx.flight))
+            emb._add_pending(ctx.number, Pending(updates, ctx.sparse, grad, ctx.lease))
         return None, weight_grad, *[None] * 7
 
 

@@ -26,7 +26,7 @@ def nonfinite_gradient(emb: EmbeddingCollection) -> str | None:
         if found is not None:
             row, column = found
             feature = next(f for f in pending.kernels.layout.features if f.columns.start <= column < f.columns.stop)
-            what = "sample" if pending.kernels in emb.pooled_kernels else "position"
+            what = "sample" if emb.placement.kernels.are_pooled(pending.kernels) else "position"
             value = float(pending.grad[row, column])
             return (
                 f"the gradient of feature {feature.name!r} (table {emb.tables[feature.table].name!r}), {what} {row}, "

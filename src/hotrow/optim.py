@@ -20,10 +20,9 @@ from torch import Tensor
 
 from hotrow.embedding import EmbeddingCollection
 from hotrow.gradients import nonfinite_gradient
-from hotrow.kernels import ops
 from hotrow.kernels.reference import Algorithm, Rule, split, widen
-from hotrow.placement.table_rows import RowsInTiers
-from hotrow.placement.tiers import State
+from hotrow.placement.base import Attached, Rows, State
+from hotrow.tables import TableConfig
 
 OnNonfinite = Literal["raise", "skip"] | None
 """What a step does on a gradient that is NaN or infinite; see `SparseOptimizer`."""
@@ -80,22 +79,21 @@ class SparseOptimizer(torch.optim.Optimizer):
         ]
         super().__init__(groups, defaults)
         self._complete = True
-        for group in self.param_groups:
-            (weight,) = group["params"]
-            for name in self.state_names:
-                own = self._collection_of(group["name"])
-                self.state[weight][name] = own.new_state(self._state_shape(weight), self._initial(group, name))
-        # Of rows yet to come too, with the rates of now: schedules may change these.
-        self._initial_states: dict[str, Sequence[State]] = {
-            group["name"]: self._untouched(group) for group in self.param_groups
-        }
+        self._attached = [self._attach(part) for part in self._parts]
         for part in self._parts:
-            if part.emb.in_slots is not None:
-                part.emb.in_slots.attach({table.name: self._initial_states[table.name] for table in part.emb.tables})
-        self._take_arrays()
-        for part in self._parts:
-            part.emb.optimizers.add(self)
             part.emb.newest_optimizer = weakref.ref(self)
+
+    def _attach(self, part: _Part) -> Attached:
+        """Makes the states of a collection's tables, beside the rows they belong to."""
+        placement = part.emb.placement
+        states: dict[str, Sequence[State]] = {}
+        for table, group in zip(part.emb.tables, self.param_groups[part.groups], strict=True):
+            made = {name: placement.new_state(self._state_shape(table)) for name in self.state_names}
+            if made:
+                self.state[group["params"][0]] = made
+            # The formulas hold for rows yet to come too, with the rates of now: schedules may change these.
+            states[table.name] = [self._initial(group, State(name, array)) for name, array in made.items()]
+        return placement.attach(states)
 
     @property
     def emb(self) -> EmbeddingCollection:
@@ -112,9 +110,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         """The collections, in the order in which they were given."""
         return tuple(part.emb for part in self._parts)
 
-    def _collection_of(self, table: str) -> EmbeddingCollection:
-        return next(part.emb for part in self._parts if table in part.emb.weights)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's while the optimizer is made. Raises ValueError afterwards: its groups are its tables."""
         if self._complete:
@@ -124,37 +119,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def _take_arrays(self) -> None:
-        self._arrays: list[Any] = []
-        """States, by collection."""
-        for part in self._parts:
-            if part.emb.device_rows is not None:
-                self._arrays.append(part.emb.device_rows.state_arrays)
-            else:
-                self._arrays.append([ops.Arrays(self._states(name)[part.groups]) for name in self.state_names])
+    def _state_shape(self, table: TableConfig) -> tuple[int, ...]:
+        return table.num_embeddings, table.embedding_dim
 
-    def follow_growth(self, table: str, first: int) -> None:
-        """`EmbeddingCollection.grow` has made the arrays of `table` longer: states for its rows from `first` on."""
-        emb = self._collection_of(table)
-        if emb.tiers is None:
-            for state in self._initial_states[table]:
-                for rows in emb.stored(table).pieces(first):
-                    state.fill(rows, emb.stored(table).read(rows))
-        self._take_arrays()
-
-    def _state_shape(self, weight: Tensor) -> torch.Size:
-        return weight.shape
-
-    def _initial(self, group: dict[str, Any], name: str) -> float:
-        return 0.0
-
-    def _untouched(self, group: dict[str, Any]) -> list[State]:
-        """The states of the group's table and what they are for a row that was never touched."""
-        (weight,) = group["params"]
-        return [State(name, self.state[weight][name], self._initial(group, name)) for name in self.state_names]
-
-    def _states(self, name: str) -> list[Tensor]:
-        return [self.state[group["params"][0]][name] for group in self.param_groups]
+    def _initial(self, group: dict[str, Any], state: State) -> State:
+        """Returns `state` with what it is for a row that was never touched."""
+        return state
 
     def _rules(self, groups: slice) -> list[Rule]:
         """What this step does to the rows of each table; neighbours of equal numbers, mostly all, share one rule."""
@@ -191,15 +161,10 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _update(self, k: int, rules: list[Rule]) -> None:
         part = self._parts[k]
-        emb, states = part.emb, self._arrays[k]
-        still = self._still_tables(part.groups)
+        emb, still = part.emb, self._still_tables(part.groups)
         kept = [(emb.kernels_without(p.kernels, still), p.sparse, p.grad) for p in emb.pending]
         lookups = [(kernels, sparse, grad) for kernels, sparse, grad in kept if kernels is not None]
-        if emb.copies is not None:
-            states = emb.copies.states
-            emb.copies.updated()
-        if lookups:
-            emb.live_kernels.update(emb.live_arrays, states, lookups, rules)
+        emb.placement.update(lookups, self._attached[k], rules)
         self._count_step(part.groups)
         emb.clear_pending(updated=True)
 
@@ -256,61 +221,61 @@ class SparseOptimizer(torch.optim.Optimizer):
         for part in self._parts:
             part.emb.clear_pending()
 
-    def state_rows(self) -> dict[str, RowsInTiers]:
-        """The states of tables in tiers, `<number of the table>.<name>`, to be read and written piece by piece."""
-        self.emb.check_tables_are_live()
-        tiers, names = self.emb.tiers, self.state_names
-        assert tiers is not None
-        if self.emb.device_rows is not None:
-            self.emb.device_rows.flush()
-        states = {(t, name): self._states(name)[t] for t in range(len(self.param_groups)) for name in names}
-        return {f"{t}.{name}": RowsInTiers(tiers, t, array) for (t, name), array in states.items()}
+    def attached_to(self, emb: EmbeddingCollection) -> Attached:
+        """Returns the states of the tables of `emb`, as its placement has them."""
+        return next(own for own, part in zip(self._attached, self._parts, strict=True) if part.emb is emb)
+
+    def state_rows(self) -> dict[str, Rows]:
+        """Returns the states, `<number of the group>.<name>`, to be read and written piece by piece."""
+        found: dict[str, Rows] = {}
+        for part, attached in zip(self._parts, self._attached, strict=True):
+            for t, (table, states) in enumerate(attached.states.items(), part.groups.start):
+                found |= {f"{t}.{state.name}": part.emb.placement.rows(table, state) for state in states}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Raises ValueError for tables in tiers, whose states may be larger than memory."""
-        self._flush()
-        if any(part.emb.tiers is not None for part in self._parts):
-            raise ValueError(
-                "the states of tables in tiers have no state_dict, since they may be larger than memory; "
-                "hotrow.save_checkpoint writes them piece by piece"
-            )
-        return super().state_dict()
-
-    def _flush(self) -> None:
-        """The states as `self.state` has them."""
         for part in self._parts:
-            part.emb.check_tables_are_live()
-            if part.emb.device_rows is not None:
-                part.emb.device_rows.flush()
+            part.emb.placement.check("optimizer_state_dict")
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, rows in self.state_rows().items():
+            number, _, name = key.partition(".")
+            state.setdefault(int(number), {})[name] = rows.whole()
+        return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict()` returned: rates and state tensors; of tables in tiers rates alone.
+        """Restores what `state_dict()` returned: rates and states; of tables in tiers a checkpoint does.
 
         Raises ValueError where it is of other tables or another optimizer; then nothing has changed.
         """
-        self._flush()
+        for part in self._parts:
+            part.emb.placement.check("optimizer_state_dict")
         own = [group["name"] for group in self.param_groups]
         given = [group.get("name") for group in state_dict["param_groups"]]
         if own != given:
             raise ValueError(f"the state is of tables {given}, this optimizer's are {own}; load it into the same model")
+        rows = self.state_rows()
+        wanted: dict[int, dict[str, tuple[int, ...]]] = {}
+        for key, each in rows.items():
+            number, _, name = key.partition(".")
+            wanted.setdefault(int(number), {})[name] = tuple(each.shape)
         shapes = {i: _shapes(state) for i, state in state_dict["state"].items()}
-        in_dram = [self._collection_of(name).tiers is None for name in own]
-        wanted = {i: _shapes(self.state[w]) for i, w in enumerate(self._weights()) if w in self.state and in_dram[i]}
         if shapes != wanted:
             raise ValueError(
                 f"the state is {shapes}, {type(self).__name__} keeps {wanted}; load it into the optimizer that wrote it"
             )
-        kept = {i: self.state[weight] for i, weight in enumerate(self._weights()) if weight in self.state}
+        self.load_rates(state_dict)
+        for key, each in rows.items():
+            number, _, name = key.partition(".")
+            for piece in each.pieces():
+                each.write(piece, state_dict["state"][int(number)][name][piece])
+
+    def load_rates(self, state_dict: dict[str, Any]) -> None:
+        """Restores the options of the param groups in `state_dict`, rates among them, and no state."""
+        kept = dict(self.state)
         # Without the state: torch would cast it to the dtype of the weights.
         super().load_state_dict({**state_dict, "state": {}})
-        for i, tensors in kept.items():
-            for name, tensor in tensors.items():
-                if in_dram[i]:
-                    tensor.copy_(state_dict["state"][i][name])
-            self.state[self._weights()[i]] = tensors
-
-    def _weights(self) -> list[Tensor]:
-        return [group["params"][0] for group in self.param_groups]
+        self.state.update(kept)
 
 
 def _parts(emb: Collections) -> tuple[_Part, ...]:
@@ -384,8 +349,8 @@ class Adagrad(SparseOptimizer):
         start = initial_accumulator_value
         super().__init__(emb, nonfinite=nonfinite, lr=lr, eps=eps, initial_accumulator_value=start)
 
-    def _initial(self, group: dict[str, Any], name: str) -> float:
-        return float(group["initial_accumulator_value"])
+    def _initial(self, group: dict[str, Any], state: State) -> State:
+        return state._replace(constant=float(group["initial_accumulator_value"]))
 
 
 class RowWiseAdagrad(Adagrad):
@@ -396,8 +361,8 @@ class RowWiseAdagrad(Adagrad):
 
     algorithm = "row_wise_adagrad"
 
-    def _state_shape(self, weight: Tensor) -> torch.Size:
-        return weight.shape[:1]
+    def _state_shape(self, table: TableConfig) -> tuple[int, ...]:
+        return (table.num_embeddings,)
 
 
 class Adam(SparseOptimizer):
@@ -468,25 +433,14 @@ class FTRL(SparseOptimizer):
         nonfinite: OnNonfinite = "raise",
     ) -> None:
         super().__init__(emb, nonfinite=nonfinite, lr=lr, beta=beta, l1=l1, l2=l2)
-        for group in self.param_groups:
-            (weight,), own = group["params"], self._collection_of(group["name"])
-            # In tiers rows get theirs as they are touched; pages of zeros stay untouched.
-            if own.tiers is None and weight.any():
-                initial = own.float32(group["name"])
-                z = torch.mul(initial, -(beta / _rate(group) + l2), out=self.state[weight]["z"])
-                if l1:
-                    z.sub_(initial.sign(), alpha=l1)
 
     def _still_tables(self, groups: slice) -> frozenset[int]:
         return frozenset(t for t, group in enumerate(self.param_groups[groups]) if _rate(group) == 0)
 
-    def _untouched(self, group: dict[str, Any]) -> list[State]:
-        z, n = super()._untouched(group)
-        emb = self._collection_of(group["name"])
-        table = next(table for table in emb.tables if table.name == group["name"])
-        if not table.init.bound_for(table.num_embeddings):
-            return [z, n]
-        return [z._replace(of_weight=-(group["beta"] / _rate(group) + group["l2"]), of_sign=-group["l1"]), n]
+    def _initial(self, group: dict[str, Any], state: State) -> State:
+        if state.name != "z":
+            return state
+        return state._replace(of_weight=-(group["beta"] / _rate(group) + group["l2"]), of_sign=-group["l1"])
 
 
 class SplitSGDBF16(torch.optim.SGD):

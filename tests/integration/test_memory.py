@@ -59,7 +59,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[Tiers],
 
     def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
         if step + 1 == number:
-            act(parts.embedding.tiers)
+            act(parts.embedding.placement)
         return plain(parts, batch, step, clock)
 
     monkeypatch.setattr(trainer, "train_step", step)
@@ -168,7 +168,7 @@ def test_a_disk_that_fails_while_a_checkpoint_is_written(
 
     def save(path: Path, parts: Any, **options: Any) -> Path:
         if path.name == "step-21":
-            parts["embedding"].tiers.stores[2].native.inject(False, 2, errno.EIO)
+            parts["embedding"].placement.stores[2].native.inject(False, 2, errno.EIO)
         return plain(path, parts, **options)
 
     with monkeypatch.context() as patch:

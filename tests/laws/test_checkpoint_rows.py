@@ -183,7 +183,7 @@ def test_what_is_written_is_at_most_twice_what_changed(big: Model, tmp_path: Pat
         path = save_checkpoint(tmp_path / f"step-{step}", big.parts)
         links = chains(path)["embedding/t"]["links"]
         changed, written = changed + len(rows), written + links[-1]
-        assert sum(links) <= 2 * big.emb.tiers.num_changed(0, ever=True)  # type: ignore[union-attr]
+        assert sum(links) <= 2 * big.emb.placement.num_changed("t", ever=True)
         prune_checkpoints(tmp_path, keep_last=1)
     assert changed < written <= 2 * changed
 

@@ -23,7 +23,7 @@ from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.placement.budget import MOVING_SHARE, TableDemand, TableSlots, plan_slots_on_device
-from hotrow.placement.directory import Directory
+from hotrow.placement.slots import Directory
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Flight, Tiers
 from hotrow.tables import TableConfig, Uniform
@@ -117,7 +117,7 @@ class Side:
     def arrays(self) -> list[Tensor]:
         """Weights, split ones joined, and states of every row, as they are below."""
         weights = [self.emb.read_rows(name, slice(0, num_rows)) for name, num_rows in ROWS.items()]
-        if self.emb.tiers is not None:
+        if self.emb.placement.find(Tiers) is not None:
             return weights + [rows.read(slice(0, rows.shape[0])) for rows in self.optimizer.state_rows().values()]
         states = [tensor for state in self.optimizer.state_dict()["state"].values() for tensor in state.values()]
         return weights + states
@@ -181,11 +181,10 @@ def test_every_optimizer_and_storage(optimizer: str, dtype: str, depth: int) -> 
     sides = make_sides(dtype, optimizer, plan=plan_for(22, pinned=3))
     drive(sides, seed=len(optimizer) + depth, depth=depth, num_batches=12, size=2)
     check(*sides)
-    rows = sides[1].emb.device_rows
-    assert rows is not None
+    rows = sides[1].emb.placement
     counts = rows.counters()["u"]
     assert counts["evicted_rows"] > 5 and counts["written_rows"] > 5, "the schedule did not exercise the slots"
-    assert (rows.foreseen > 0) == (depth > 0)
+    assert (rows.announced.foreseen > 0) == (depth > 0)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +199,13 @@ def test_every_optimizer_before_tiers(tmp_path: Path, optimizer: str, dtype: str
     sides = make_sides(dtype, optimizer, plan=plan_for(22, pinned=3), below=tiers(tmp_path, 9, kind))
     drive(sides, seed=len(optimizer) + depth, depth=depth, num_batches=12, size=2)
     check(*sides)
-    rows, below = sides[1].emb.device_rows, sides[1].emb.tiers
-    assert rows is not None and below is not None
+    rows, below = sides[1].emb.placement, sides[1].emb.placement.below
+    assert below is not None
     above, counts = rows.counters()["u"], below.counters()["u"]
     assert above["evicted_rows"] > 5 and above["written_rows"] > 5, "the schedule did not exercise the slots"
     read, written = counts["read_rows"] + counts["middle_hits"], counts["written_rows"] + counts["middle_written_bytes"]
     assert read > 5 and written > 5, "the schedule did not exercise the files"
-    assert (rows.foreseen > 0) == (depth > 0)
+    assert (rows.announced.foreseen > 0) == (depth > 0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -244,8 +243,8 @@ def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:
             side.forward(batch)
             side.step()
     check(*sides)
-    rows = sides[1].emb.device_rows
-    assert rows is not None and rows.postponed > 0 and rows.foreseen > 0
+    rows = sides[1].emb.placement
+    assert rows.postponed > 0 and rows.announced.foreseen > 0
     assert all(directory.num_free == 24 for directory in rows.directories[:2]), "rows are still held"
 
 
@@ -255,8 +254,10 @@ def test_an_evaluation_may_look_up_more_rows_than_there_are_slots(seed: int) -> 
     sides = make_sides("float32", "sgd", plan=plan_for(22, pinned=3))
     rng = np.random.default_rng(seed)
     small, crowd = make_batch(rng, size=2), make_batch(rng, size=40)
-    rows = sides[1].emb.device_rows
-    assert rows is not None and rows.is_crowded_by(crowd) and not rows.is_crowded_by(small)
+    rows = sides[1].emb.placement
+    with torch.no_grad():
+        assert rows.fits(small) and not rows.fits(crowd)
+    assert rows.fits(crowd), "a training batch is never halved: it is refused"
     for side in sides:
         side.evaluate(crowd)
         side.forward(small)
@@ -289,8 +290,8 @@ def test_too_few_slots_are_refused_with_the_number_to_use() -> None:
 def test_tiers_are_asked_for_rows_before_their_batch(tmp_path: Path) -> None:
     """Also for a batch without room on the device; the far half of what was announced is not waited for."""
     side = make_sides("float32", "sgd", plan=plan_for(24), below=tiers(tmp_path, 50))[1]
-    rows, below = side.emb.device_rows, side.emb.tiers
-    assert rows is not None and below is not None
+    rows, below = side.emb.placement, side.emb.placement.below
+    assert below is not None
 
     def asked() -> int:
         return below.counters()["t"]["rows"] + below.counters()["u"]["rows"]
@@ -308,14 +309,13 @@ def test_tiers_are_asked_for_rows_before_their_batch(tmp_path: Path) -> None:
         side.forward(batch)
         side.step()
     assert not rows._asked and not rows._landings
-    assert rows.foreseen == 2 and rows.stall_s > 0
+    assert rows.announced.foreseen == 2 and rows.stall_s > 0
 
 
 @pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its writes are made to fail")
 def test_a_store_that_failed_ends_batches_whose_rows_are_there(tmp_path: Path) -> None:
     """Those announced before it too, the last of a loader, after which nothing is announced."""
     side = make_sides("float32", "sgd", below=tiers(tmp_path, 50))[1]
-    assert side.emb.tiers is not None
     rng = np.random.default_rng(0)
     batches = [make_batch(rng) for _ in range(3)]
     seen = []
@@ -324,7 +324,7 @@ def test_a_store_that_failed_ends_batches_whose_rows_are_there(tmp_path: Path) -
             side.forward(batch)
             side.step()
             seen.append(batch)
-            store = side.emb.tiers.stores[1]
+            store = side.emb.placement.below.stores[1]
             store.native.inject(True, 1, errno.EIO)
             store.write([7], [0], [np.zeros((1, store.rows.record_bytes), np.uint8)])
             while store.failure() is None:
@@ -345,9 +345,8 @@ def test_rows_whose_way_back_is_cut_short_are_missed(monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError
 
     train()
-    assert side.emb.device_rows is not None
     with monkeypatch.context() as patch:
-        patch.setattr(side.emb.device_rows._mover, "send_back", no_memory)
+        patch.setattr(side.emb.placement._mover, "send_back", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             for _ in range(20):
                 train()
@@ -359,10 +358,10 @@ def test_rows_whose_way_back_is_cut_short_are_missed(monkeypatch: pytest.MonkeyP
 def test_waits_of_batches_that_are_announced_are_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For rows that are on their way, and for room to write; with and without room on the device."""
     side = make_sides("float32", "sgd", plan=plan_for(24), below=tiers(tmp_path, 50))[1]
-    rows, below = side.emb.device_rows, side.emb.tiers
-    assert rows is not None and below is not None
+    rows, below = side.emb.placement, side.emb.placement.below
+    assert below is not None
     rows.announce(KeyedJaggedTensor(FEATURES, torch.zeros(4, dtype=torch.int64)))
-    wait, hold = Flight.wait, Tiers.hold
+    wait, hold = Flight.wait, Tiers.bring
 
     def wait_longer(flight: Flight) -> None:
         time.sleep(0.05)
@@ -379,7 +378,7 @@ def test_waits_of_batches_that_are_announced_are_stalls(tmp_path: Path, monkeypa
             ids = torch.arange(first, first + 8)
             rows.announce(KeyedJaggedTensor(FEATURES, torch.cat([ids, ids, torch.zeros_like(ids), ids])))
     assert 0.05 <= rows.stall_s - before < 50
-    monkeypatch.setattr(Tiers, "hold", without_room)
+    monkeypatch.setattr(Tiers, "bring", without_room)
     for first, stalled in ((17, 100), (30, 200)):
         ids = torch.arange(first, first + 4 if stalled == 100 else first + 24)
         rows.announce(KeyedJaggedTensor(FEATURES, torch.cat([ids, ids, torch.zeros_like(ids), ids])))
@@ -393,7 +392,7 @@ def test_a_plan_by_counts_gives_often_used_rows_slots_for_good() -> None:
     sides = make_sides("float32", "adagrad", hbm=12_000, plan=plan)
     drive(sides, seed=3, depth=1, num_batches=6, size=2)
     check(*sides)
-    rows = sides[1].emb.device_rows
+    rows = sides[1].emb.placement
     assert rows is not None and all(own.pinned for own in rows.slots)
     assert not all(own.pinned == n for own, n in zip(rows.slots, ROWS.values(), strict=True))
 
@@ -401,8 +400,7 @@ def test_a_plan_by_counts_gives_often_used_rows_slots_for_good() -> None:
 def test_slots_stay_within_the_budget() -> None:
     for hbm in (3000, 9000, 30_000, 10**6):
         side = Side("bfloat16", "adagrad", DeviceMemory(hbm=hbm, device=str(DEVICE)))
-        rows = side.emb.device_rows
-        assert rows is not None
+        rows = side.emb.placement
         held = sum(array.nbytes for parts in rows._parts for array in parts)
         assert held <= hbm - hbm // MOVING_SHARE
     assert [sum(own) for own in rows.slots] == list(ROWS.values()), "all rows fit into the last"
@@ -479,8 +477,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_a_lookup_that_nobody_wanted_lets_go_of_its_rows() -> None:
     _, side = make_sides("float32", "sgd", plan=plan_for(40))
-    rows = side.emb.device_rows
-    assert rows is not None
+    rows = side.emb.placement
     side.emb(make_batch(np.random.default_rng(0)))
     assert [directory.num_free for directory in rows.directories] == [40, 40, 0]
 

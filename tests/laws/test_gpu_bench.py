@@ -58,7 +58,7 @@ def test_rows_and_slots_of_a_share() -> None:
     assert cell.row_bytes == num_rows * row_bytes // 10
     assert 0.99 * cell.row_bytes < cell.hot_set().num_bytes <= cell.row_bytes
     sides, _ = gpu.make_sides(cell, ["cached"], cell.hot_set())
-    slots = sides["cached"].emb.device_rows.slots  # type: ignore[attr-defined]
+    slots = sides["cached"].emb.placement.slots  # type: ignore[attr-defined]
     assert 0.95 * num_rows / 10 < sum(own.pinned + own.cached for own in slots) <= num_rows / 10
     assert {table.zipf for table in cell.source} == {1.05}
     for bad in ("0%", "101%", "x%"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from gpu_device import DEVICE
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from hotrow.kernels import triton_moves as moves
 from hotrow.kernels.triton_moves import Buffers, Moment, Mover, Streams
-from hotrow.placement.below import InDram
+from hotrow.placement.base import NO_LEASE
+from hotrow.placement.slots import Held
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,7 +59,7 @@ def test_rows_move_both_ways(counts: tuple[int, ...], tables: tuple[int, ...]) -
             assert same(array, expected)
             array += 1 if array.dtype != torch.int16 else 3
     if any(counts):
-        mover.send_back(InDram({}).hold([each.numpy() for each in rows], keep=True), places, after=streams.moment())
+        mover.send_back(Held(NO_LEASE, list(rows)), places, after=streams.moment())
     mover.settle()
     for own, at, ids, parts, old in zip(slots, places, rows, host, before, strict=True):
         for array, source, expected in zip(own, parts, old, strict=True):
@@ -72,7 +72,7 @@ def test_a_row_that_leaves_is_there_when_it_is_asked_for_again() -> None:
     slots = [[torch.arange(8.0).view(2, 4).to(DEVICE)]]
     streams = Streams(DEVICE)
     mover = Mover(host, slots, streams)
-    target = InDram({}).hold([np.array([5])], keep=True)
+    target = Held(NO_LEASE, [torch.tensor([5])])
     mover.send_back(target, [torch.tensor([1])], after=streams.moment())
     mover.settle()
     mover.bring([torch.tensor([5])], [torch.tensor([0])], after=streams.moment()).wait()

@@ -41,9 +41,8 @@ def test_rows_that_move_are_those_of_a_run(dataset: PackedDataset) -> None:
         optimizer.step()
         inputs += batch.dense.nbytes + batch.label.nbytes
         num_ids += len(batch.sparse.values)
-    assert emb.device_rows is not None
-    emb.device_rows.flush()
-    counts = emb.device_rows.counters()
+    emb.placement.flush()
+    counts = emb.placement.counters()
     for name, key in (("rows", "rows"), ("hit_rows", "hit_rows")):
         assert getattr(found, name) == sum(own[key] for own in counts.values())
     coming = {name: slots[name].pinned + own["read_rows"] for name, own in counts.items()}

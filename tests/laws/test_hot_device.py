@@ -32,9 +32,10 @@ import hotrow
 from hotrow import KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot import fast_memory, turns
+from hotrow.hot import turns
 from hotrow.hot.copies import HotCopies
 from hotrow.kernels.triton_ops import Kernels
+from hotrow.placement import copies as copies_of
 from hotrow.run import runs, setup, trainer
 from hotrow.run.folder import RunFolder
 from hotrow.run.setup import Place, device_of_copies
@@ -121,14 +122,15 @@ def test_any_turns_with_copies_on_a_device(name: str, one_hot: bool, steps_there
 def test_rows_cross_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a row at a time, and of five: every row arrives and returns, and the others stay."""
     for piece_bytes in (1, 100):
-        monkeypatch.setattr(fast_memory.OnDevice, "piece_bytes", piece_bytes)
+        monkeypatch.setattr(copies_of.OnDevice, "piece_bytes", piece_bytes)
         emb = hotrow.EmbeddingCollection(TABLES, seed=3)
         optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
         before = everything(emb, optimizer)
         copies = HotCopies(emb, optimizer, HOT_SET, device=DEVICE)
         copies.fetch()
-        copies.updated()
-        for array in (*copies.arrays.tensors, *(half for half in copies.arrays.low if half is not None)):
+        emb.placement.changed = True
+        arrays = emb.placement.arrays
+        for array in (*arrays.tensors, *(half for half in arrays.low if half is not None)):
             array.view(torch.int16).add_(1)
         copies.give_back()
         for t, (table, own) in enumerate(zip(TABLES, emb.weights.values(), strict=True)):
@@ -312,7 +314,7 @@ def test_a_full_device_names_what_to_resume_with(
     step = trainer.train_step
 
     def full(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if parts.embedding.copies is not None:
+        if isinstance(parts.embedding.placement, copies_of.Copies):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines")
         return step(parts, batch, number, clock)
 

@@ -305,10 +305,10 @@ def test_copies_that_cannot_be_written_back_stay_live(monkeypatch: pytest.Monkey
     emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True)).sum().backward()
     optimizer.step()
 
-    def fail(*, to_tables: bool) -> None:
+    def fail() -> None:
         raise MemoryError
 
-    monkeypatch.setattr(copies, "_copy", fail)
+    monkeypatch.setattr(copies.copies, "save", fail)
     with pytest.raises(MemoryError):
         copies.give_back()
     assert copies.live

@@ -24,6 +24,7 @@ from hotrow.base.machine import lacks_bfloat16_products
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
+from hotrow.placement.tiers import Tiers
 from hotrow.plan import choose as placement
 from hotrow.plan import solve
 from hotrow.run import runs, setup, trainer
@@ -168,13 +169,14 @@ def test_checkpoints_say_the_same_and_fit_everywhere(data: Path, tmp_path: Path,
 def test_a_row_is_written_though_it_differs_in_signs_of_zero_alone(data: Path, tmp_path: Path) -> None:
     run = config(data, tmp_path / "run", [], tiers(data, []))
     decided = setup.Setup.decide(run, PackedDataset.open(data), tmp_path / "run")
-    rows = trainer.build(decided).embedding.rows("t2")
+    emb = trainer.build(decided).embedding
+    rows = emb.rows("t2")
     for values in (torch.zeros(1, 8), -torch.zeros(1, 8), torch.full((1, 8), torch.nan)):
         rows.write(slice(9, 10), values)
-        written = rows.tiers.counters()["t2"]
+        written = emb.placement.counters()["t2"]
         assert torch.equal(rows.read(slice(9, 10)).view(torch.int32), values.view(torch.int32))
         rows.write(slice(9, 10), values)
-        assert rows.tiers.counters()["t2"]["lookups"] == written["lookups"] + 2, "what is so already is not written"
+        assert emb.placement.counters()["t2"]["lookups"] == written["lookups"] + 2, "what is so already is not written"
 
 
 def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +189,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
     loaded = hotrow.load(run.path)
     assert loaded.evaluate("test") == expected
-    assert loaded._network[0].tiers is not None
+    assert loaded._network[0].placement.find(Tiers) is not None
     assert list((run.path / "memory").iterdir())
     loaded.close()
     assert not (run.path / "memory").exists()

@@ -18,6 +18,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.kernels import ops
+from hotrow.placement.tiers import Tiers
 from hotrow.plan import choose as placement
 from hotrow.run import runs, setup
 
@@ -155,7 +156,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
     again = hotrow.load(run.path)
     assert again.evaluate("test") == expected
-    assert again._network[0].tiers is not None
+    assert again._network[0].placement.find(Tiers) is not None
     np.testing.assert_array_equal(again.predict(new), scores)
     again.close()
 

@@ -23,6 +23,7 @@ from hotrow.kernels import ops
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.placement import budget
 from hotrow.placement.budget import METADATA_BYTES, MIDDLE_PLACE_BYTES, TableDemand, place_bytes
+from hotrow.placement.tiers import Tiers
 from hotrow.tables import TableConfig, Uniform
 
 OPTIMIZERS = {
@@ -127,10 +128,10 @@ class Side:
             arrays = [weight, *([emb.low[table.name]] if table.name in emb.low else [])]
             arrays += [self.optimizer.state[weight][name] for name in self.optimizer.state_names]
             ids = torch.arange(table.num_embeddings)
-            if emb.tiers is None:
+            if emb.placement.find(Tiers) is None:
                 found += [array.clone() for array in arrays]
             else:
-                with emb.tiers.rows(t, ids) as slots:
+                with emb.placement.in_slots(t, ids) as slots:
                     found += [array[slots] for array in arrays]
         return found
 
@@ -254,7 +255,7 @@ def test_every_optimizer_and_storage(folder: Path, optimizer: str, dtype: str, k
     sides = make_sides(folder, dtype=dtype, optimizer=optimizer, kind=kind)
     drive(sides, seed=1, depth=3, num_batches=60)
     check(*sides)
-    tiers = sides[1].emb.tiers
+    tiers = sides[1].emb.placement
     assert tiers is not None
     assert tiers.stores[1].kind == ("gathered" if kind == "gathered" else "block")
     counters = tiers.counters()["u"]
@@ -269,7 +270,7 @@ def test_three_tiers_and_every_optimizer(folder: Path, optimizer: str, middle: i
     sides = make_sides(folder, dtype=dtype, optimizer=optimizer, slots=100, kind="both", middle=middle)
     drive(sides, seed=2, depth=3, num_batches=60)
     check(*sides)
-    tiers = sides[1].emb.tiers
+    tiers = sides[1].emb.placement
     assert tiers is not None
     counters = tiers.counters()["u"]
     assert counters["middle_hits"] > 20, "the schedule did not exercise the middle tier"
@@ -331,7 +332,7 @@ def test_a_list_of_pins(folder: Path, pinned: int) -> None:
     sides = make_sides(folder, optimizer="adam", slots=350, plan=plan, pins=pins)
     drive(sides, seed=1, depth=4, num_batches=60)
     check(*sides)
-    tiers = sides[1].emb.tiers
+    tiers = sides[1].emb.placement
     assert tiers is not None
     before = tiers.counters()
     assert before["u"]["evicted_rows"] > 100, "the schedule did not exercise the cache"
@@ -378,5 +379,5 @@ def test_evaluation_leaves_the_cache_as_it_is(folder: Path) -> None:
 
 def counted(side: Side) -> dict[str, int]:
     """The counters of all tables together."""
-    tables = side.emb.tiers.counters().values()  # type: ignore[union-attr]
+    tables = side.emb.placement.counters().values()
     return {name: sum(table[name] for table in tables) for name in next(iter(tables))}

@@ -23,6 +23,7 @@ from hotrow.cli import app as cli
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
+from hotrow.placement.tiers import Tiers
 from hotrow.run import runs, trainer
 from hotrow.run import wear as write_budget
 from hotrow.run.checkpoint import list_checkpoints
@@ -71,7 +72,8 @@ class Sessions:
         close, save = trainer.close_tiers, trainer.save_checkpoint
 
         def closing(embedding: Any, run: Path) -> None:
-            stores = [] if embedding.tiers is None else [store for store in embedding.tiers.stores if store.path]
+            tiers = embedding.placement.find(Tiers)
+            stores = [] if tiers is None else [store for store in tiers.stores if store.path]
             natives = [store.native for store in stores]
             close(embedding, run)
             for native in natives:  # counts on after its store is closed
@@ -156,7 +158,7 @@ plain, seen = trainer.train_step, []
 def step(parts, batch, step, clock):
     seen.append(step)
     if len(seen) == int(sys.argv[2]):
-        stores = [store for store in parts.embedding.tiers.stores if store.path is not None]
+        stores = [store for store in parts.embedding.placement.stores if store.path is not None]
         print("rows", sum(store.counters()["written_bytes"] for store in stores))
         sys.stdout.flush()
         os._exit(9)

@@ -127,7 +127,7 @@ def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_split_table_is_written_as_the_float32_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file has the bytes of a float32 table's, and each is read by the other without loss."""
     monkeypatch.setattr("hotrow.run.checkpoint_tensors.CHUNK_BYTES", 40)
-    monkeypatch.setattr("hotrow.embedding.PIECE_FLOATS", 12)
+    monkeypatch.setattr("hotrow.placement.base.PIECE_BYTES", 48)
     make = {
         dtype: EmbeddingCollection(
             [TableConfig(name="a", num_embeddings=11, embedding_dim=4, feature_names=("a",), dtype=dtype)], seed=seed
@@ -141,7 +141,7 @@ def test_a_split_table_is_written_as_the_float32_it_is(tmp_path: Path, monkeypat
     assert load_file(files["float16"])["weight"].dtype == torch.float16
     expected = make["float32"].weights["a"].clone()
     for dtype, other in (("float32", "bfloat16"), ("bfloat16", "float32")):
-        make[dtype].stored("a").write(slice(None), torch.zeros(11, 4))
+        make[dtype].rows("a").write(slice(None), torch.zeros(11, 4))
         load_checkpoint(paths[other], {"embedding": make[dtype]})
         assert torch.equal(make[dtype].float32("a"), expected)
     with pytest.raises(ValueError, match=r"weight is F16 \[11, 4\]; this model has torch.float32"):

@@ -200,12 +200,12 @@ def table(num_rows: int) -> list[TableConfig]:
 def test_a_collection_says_how_it_writes(tmp_path: Path) -> None:
     emb = EmbeddingCollection(table(60_000), memory=Memory(dram="2MiB", ssd=tmp_path), seed=1)
     hotrow.SGD(emb, lr=0.1)
-    assert emb.tiers is not None and emb.tiers.memory.writes == "gathered"
-    assert emb.tiers.stores[0].kind == "gathered"
-    slots = emb.tiers.slots[0]
+    assert emb.placement.memory.writes == "gathered"
+    assert emb.placement.stores[0].kind == "gathered"
+    slots = emb.placement.slots[0]
     slots_bytes = slots.cached * (256 + budget.METADATA_BYTES) + 60_000 * budget.ROW_BYTES
-    assert emb.tiers.places_bytes + slots_bytes <= emb.tiers.memory.slots_bytes
-    emb.tiers.close()
+    assert emb.placement.places_bytes + slots_bytes <= emb.placement.memory.slots_bytes
+    emb.placement.close()
 
 
 def test_auto_writes_in_place_where_too_little_would_be_left(tmp_path: Path) -> None:
@@ -214,16 +214,15 @@ def test_auto_writes_in_place_where_too_little_would_be_left(tmp_path: Path) -> 
     memory = Memory(dram=270_000, ssd=tmp_path, plan=lambda demands, left: budget.plan_slots(demands, left - 110_000))
     emb = EmbeddingCollection(table(33_000), memory=memory, seed=1)
     hotrow.SGD(emb, lr=0.1)
-    assert emb.tiers is not None and emb.tiers.memory.writes == "in_place" and emb.tiers.slots[0].cached >= 100
-    emb.tiers.close()
+    assert emb.placement.memory.writes == "in_place" and emb.placement.slots[0].cached >= 100
+    emb.placement.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are resident")
 def test_slots_of_a_large_piece_give_their_memory_back(tmp_path: Path) -> None:
     emb = EmbeddingCollection(table(100_000), memory=Memory(dram="4MiB", ssd=tmp_path), seed=1)
     hotrow.SGD(emb, lr=0.1)
-    assert emb.tiers is not None
-    weights, cached = emb.tiers.weights["a"], sum(emb.tiers.slots[0])
+    weights, cached = emb.placement.weights["a"], sum(emb.placement.slots[0])
 
     def resident_bytes() -> int:
         """Of the slots beside the cache, by mincore(2), in whole pages."""
@@ -233,10 +232,10 @@ def test_slots_of_a_large_piece_give_their_memory_back(tmp_path: Path) -> None:
         assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(first), ctypes.c_size_t(length), found) == 0
         return sum(flags & 1 for flags in found) * mmap.PAGESIZE
 
-    with emb.tiers.rows(0, torch.arange(40_000, 70_000)) as slots:
+    with emb.placement.in_slots(0, torch.arange(40_000, 70_000)) as slots:
         during, values = resident_bytes(), weights[slots].clone()
     assert during >= 30_000 * 256 - (1 << 20)
     assert resident_bytes() <= during - 30_000 * 256 + (1 << 20)
-    with emb.tiers.rows(0, torch.arange(40_000, 70_000)) as slots:
+    with emb.placement.in_slots(0, torch.arange(40_000, 70_000)) as slots:
         assert torch.equal(weights[slots], values)
-    emb.tiers.close()
+    emb.placement.close()

@@ -15,6 +15,7 @@ import hotrow
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, Memory, TableConfig
 from hotrow.kernels import ops
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SparseOptimizer
+from hotrow.placement.tiers import Tiers
 from hotrow.tables import Dtype, Uniform
 
 OLD, NEW, WHOLE = 3000, 4500, 7
@@ -64,9 +65,9 @@ def arrays(emb: EmbeddingCollection, optimizer: SparseOptimizer | None) -> list[
     for group in optimizer.param_groups if optimizer else ():
         for name in optimizer.state_names:  # type: ignore[union-attr]
             state = optimizer.state[group["params"][0]][name]  # type: ignore[union-attr]
-            if emb.tiers is not None:
+            if emb.placement.find(Tiers) is not None:
                 table = list(emb.weights).index(group["name"])
-                with emb.tiers.rows(table, torch.arange(len(state))) as slots:
+                with emb.placement.in_slots(table, torch.arange(len(state))) as slots:
                     state = state[slots]
             found.append(state)
     return [array.contiguous().view(torch.int32) for array in found]
@@ -239,9 +240,10 @@ def test_ids_beyond_are_refused_until_it_has_grown(place: Path | None) -> None:
 def test_what_goes_over_the_budget_is_told(tmp_path: Path) -> None:
     emb = make(tmp_path, OLD)
     emb(batch_of(1, OLD))
-    before = emb.tiers.counters()["a"]["num_bytes"]
+    before = emb.placement.counters()["a"]["num_bytes"]
     with pytest.warns(UserWarning, match=r"table 'b' has grown to 5,000 rows: tables take [\d.]+ KiB more of memory"):
         emb.grow("b", 5000)
-    assert emb.tiers.slots[1] == (5000, 0), "it stays in memory whole"
+    assert emb.placement.slots[1] == (5000, 0), "it stays in memory whole"
     emb.grow("a", 9000)
-    assert emb.tiers.counters()["a"]["num_bytes"] == before + 2 * 752 * NATIVE  # whole words of two bits for each row
+    after = emb.placement.counters()["a"]["num_bytes"]
+    assert after == before + 2 * 752 * NATIVE  # whole words of two bits for each row

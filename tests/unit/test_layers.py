@@ -79,6 +79,26 @@ def test_imports_point_down(path: Path) -> None:
             assert LEVELS[room_of(name)] <= LEVELS[own], f"{relative} imports {name}, of a higher room"
 
 
+@pytest.mark.parametrize(
+    "name", ["embedding", "gradients", "optim", *(p.stem for p in SOURCE.glob("run/checkpoint*.py"))]
+)
+def test_what_asks_a_placement_knows_none(name: str) -> None:
+    path = next(path for path in MODULES if path.stem == name)
+    below = {name for name in imported(ast.parse(path.read_text(encoding="utf-8"))) if name.startswith("placement")}
+    assert below <= {"placement.base", "placement.place"}, "ask through the protocol; add to it what is missing"
+
+
+def test_no_placement_imports_itself_through_others() -> None:
+    imports = {
+        f"placement.{path.stem}": imported(ast.parse(path.read_text(encoding="utf-8")))
+        for path in SOURCE.glob("placement/*.py")
+    }
+    while imports:
+        bottom = [name for name, below in imports.items() if not below & imports.keys()]
+        assert bottom, f"in a circle, or above one: {sorted(imports)}"
+        imports = {name: below for name, below in imports.items() if name not in bottom}
+
+
 def test_a_model_needs_torch_and_two_modules() -> None:
     """An export copies its file, and has what stands for these two."""
     for path in (SOURCE / "models").glob("*.py"):

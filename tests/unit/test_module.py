@@ -128,9 +128,9 @@ def test_lookups_of_frozen_tables_leave_the_cache_alone(tmp_path: Path) -> None:
     emb.requires_grad_(False)
     emb(ids(0, 1))
     emb.requires_grad_(True)
-    assert emb.tiers is not None and emb.tiers.unannounced == 0
+    assert emb.placement.announced.unannounced == 0
     emb(ids(0, 1))
-    assert emb.tiers.unannounced == 1
+    assert emb.placement.announced.unannounced == 1
 
 
 def test_a_frozen_tables_gradient_plays_no_part_in_clipping() -> None:
@@ -663,7 +663,7 @@ def test_look_ahead_announces_batches_of_torchrec(tmp_path: Path) -> None:
         assert isinstance(batch, OfTorchrec)
         emb(batch).sum().backward()
         optimizer.step()
-    assert emb.tiers is not None and (emb.tiers.foreseen, emb.tiers.unannounced) == (4, 0)
+    assert (emb.placement.announced.foreseen, emb.placement.announced.unannounced) == (4, 0)
 
 
 def test_features_with_their_own_numbers_of_samples_are_refused() -> None:

@@ -306,7 +306,6 @@ def misses_per_step(
         for name, each in rates.items()
     ]
     emb = hotrow.EmbeddingCollection(tables, memory=hotrow.Memory(dram=budget, file=folder, plan=plan))  # type: ignore[arg-type]
-    assert emb.tiers is not None
     sums = {name: np.cumsum(each) / each.sum() for name, each in rates.items()}
     size = round(next(iter(rates.values())).sum())
     flying: list[hotrow.KeyedJaggedTensor] = []
@@ -314,13 +313,13 @@ def misses_per_step(
     for step in range(400):
         ids = [np.minimum(np.searchsorted(each, rng.random(size)), len(each) - 1) for each in sums.values()]
         flying.append(hotrow.KeyedJaggedTensor(tuple(rates), torch.from_numpy(np.concatenate(ids))))
-        emb.tiers.announce(flying[-1])
+        emb.placement.announce(flying[-1])
         if len(flying) > depth:
-            emb.tiers.forget(flying.pop(0))
-        after = sum(each["created_rows"] + each["read_rows"] for each in emb.tiers.counters().values())
+            emb.placement.forget(flying.pop(0))
+        after = sum(each["created_rows"] + each["read_rows"] for each in emb.placement.counters().values())
         before = after if step == 199 else before
-    overflown = sum(each["overflow_rows"] for each in emb.tiers.counters().values())
-    return (after - before) / 200, emb.tiers.slots, overflown
+    overflown = sum(each["overflow_rows"] for each in emb.placement.counters().values())
+    return (after - before) / 200, emb.placement.slots, overflown
 
 
 @pytest.mark.parametrize("parts", [10, 32])
@@ -356,8 +355,7 @@ def test_a_collection_follows_its_plan(tmp_path: Path) -> None:
     plan = plan_by_counts(counts, num_steps=1000)
     emb = collection(tmp_path, plan)
     optimizer = hotrow.SGD(emb, lr=0.1)
-    assert emb.tiers is not None
-    a, b = emb.tiers.slots
+    a, b = emb.placement.slots
     assert 200 <= a.pinned <= 300 and b.pinned == 5000
     assert isinstance(plan, CountsPlan)
     plain = hotrow.EmbeddingCollection(emb.tables)

@@ -148,11 +148,10 @@ def test_written_rows_keep_their_initial_values(tmp_path: Path, pinned: int) -> 
         dram=WORK.table_bytes, ssd=tmp_path, plan=lambda *_: [TableSlots(n, 0) for n in (3, 900)] + [(pinned, 500)]
     )
     tiered = EmbeddingCollection(WORK.tables, memory=memory, seed=1)
-    assert tiered.tiers is not None
-    tiered.tiers.write_every_row(piece_rows=70)
+    tiered.placement.write_every_row(piece_rows=70)
     for name, num_rows in (("C1", 3), ("C3", 4000)):
         assert torch.equal(tiered.read_rows(name, slice(0, num_rows)), plain.read_rows(name, slice(0, num_rows)))
-    counts = tiered.tiers.counters()["C3"]
+    counts = tiered.placement.counters()["C3"]
     assert counts["created_rows"] == 4000 - pinned and counts["written_rows"] == counts["evicted_rows"] > 1000
 
 

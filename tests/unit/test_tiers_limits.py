@@ -173,7 +173,6 @@ def test_what_is_known_of_the_middle_is_counted_in_dram() -> None:
 def test_three_tiers_lie_where_they_should(folder: Path) -> None:
     emb = make(folder, dram=150_000, file=folder / "fast", file_bytes=60_000, ssd=folder / "slow")
     optimizer = hotrow.SGD(emb, lr=0.1)
-    assert emb.tiers is not None
     for seed in range(20):
         emb(batch_of(seed, size=1000)).sum().backward()
         optimizer.step()
@@ -182,14 +181,14 @@ def test_three_tiers_lie_where_they_should(folder: Path) -> None:
     assert len(before) == len(below) == 2
     assert all(sum(f.stat().st_size - 8192 for f in files) > 55_000 for files in (before, below))
     assert sum(f.stat().st_size - 8192 for f in before) <= 60_000
-    for store, counts in zip(emb.tiers.stores, emb.tiers.counters().values(), strict=True):
+    for store, counts in zip(emb.placement.stores, emb.placement.counters().values(), strict=True):
         assert store.middle is not None
         assert counts["middle_map_bytes"] <= MIDDLE_PLACE_BYTES * store.middle.rows.num_rows
         assert 0 < counts["middle_rows"] <= store.middle.rows.num_rows
         assert counts["middle_hits"] > 0 and counts["written_rows"] > 0
     line = placement.describe(emb, 192_000)
     assert re.search(r" in DRAM \(0 of 2 tables whole\), .* on disk in .*/slow, [\d.]+ KiB before it in .*/fast", line)
-    emb.tiers.close()
+    emb.placement.close()
     assert list((folder / "fast").iterdir()) == list((folder / "slow").iterdir()) == []
     (folder / "fast").rmdir()
     (folder / "slow").rmdir()
@@ -283,8 +282,7 @@ def test_backward_after_the_step(emb: EmbeddingCollection) -> None:
 
 def all_can_be_admitted(emb: EmbeddingCollection) -> bool:
     """No row is pinned by a batch: as many as there are slots find theirs without overflow."""
-    assert emb.tiers is not None
-    tiers = emb.tiers
+    tiers = emb.placement
     before = tiers.counters()
     for t, slots in enumerate(tiers.slots):
         batch = KeyedJaggedTensor(("ab"[t],), torch.arange(NUM_ROWS - slots.cached, NUM_ROWS))
@@ -297,8 +295,7 @@ def test_the_check_of_pins_can_fail(emb: EmbeddingCollection) -> None:
     kept = batch_of(1)
     emb(kept)
     assert all_can_be_admitted(emb)
-    assert emb.tiers is not None
-    emb.tiers.announce(kept)
+    emb.placement.announce(kept)
     assert not all_can_be_admitted(emb)
 
 
@@ -357,8 +354,7 @@ def test_a_failure_while_files_are_made_can_be_tried_again(
         emb(batch_of(1))
     with torch.no_grad():
         assert torch.equal(emb(batch_of(1)), make(folder, tiers=False)(batch_of(1)))
-    assert emb.tiers is not None
-    assert [store.rows.table for store in emb.tiers.stores] == ["a", "b"], "those of the first try are gone"
+    assert [store.rows.table for store in emb.placement.stores] == ["a", "b"], "those of the first try are gone"
 
 
 # ---- look-ahead
@@ -453,12 +449,12 @@ def batch_of(seed):
 
 emb = make(sys.argv[2])
 waiting = [batch_of(seed) for seed in range(4)]
-with emb.tiers.rows(0, torch.arange(2000), write=True):  # so that rows are read below
+with emb.placement.in_slots(0, torch.arange(2000), write=True):  # so that rows are read below
     pass
 for batch in waiting:
-    emb.tiers.announce(batch)
+    emb.placement.announce(batch)
 if (child := os.fork()) == 0:
-    for call in (lambda: emb(waiting[0]), lambda: emb.read_rows("a", slice(3)), emb.tiers.flush,
+    for call in (lambda: emb(waiting[0]), lambda: emb.read_rows("a", slice(3)), emb.placement.flush,
                  lambda: next(iter(hotrow.lookahead([batch_of(8)], emb)))):
         try: call()
         except StoreError as error: print(error, flush=True)
@@ -469,7 +465,7 @@ if (child := os.fork()) == 0:
 assert os.waitpid(child, 0)[1] == 0
 for batch in waiting:
     emb(batch)
-emb.tiers.flush()
+emb.placement.flush()
 print(sum(len(files) for _, _, files in os.walk(sys.argv[2])))
 """
 
@@ -490,7 +486,7 @@ def test_a_forked_child_is_told_and_takes_nothing_away(folder: Path, kind: str) 
 def test_the_map_of_a_large_batch_is_given_back(emb: EmbeddingCollection) -> None:
     """The budget counts 8 bytes a slot; what is above is there while rows lie beside the cache."""
     emb(batch_of(1))
-    tiers = emb.tiers
+    tiers = emb.placement
     assert tiers is not None
 
     def map_bytes() -> list[int]:
@@ -523,7 +519,7 @@ def test_the_slots_of_a_large_piece_are_given_back(folder: Path, in_flight: int)
     num_rows, dim = 200_000, 64
     table = TableConfig(name="a", num_embeddings=num_rows, embedding_dim=dim, feature_names=("a",))
     emb = EmbeddingCollection([table], memory=Memory(dram="2MiB", ssd=folder, force=True), seed=5)
-    tiers = emb.tiers
+    tiers = emb.placement
     assert tiers is not None
     tiers.write_every_row()
     batch = KeyedJaggedTensor(("a",), torch.arange(max(in_flight, 1)))
@@ -531,7 +527,7 @@ def test_the_slots_of_a_large_piece_are_given_back(folder: Path, in_flight: int)
     beside = max(0, len(batch.values) - tiers.slots[0].cached)
     assert (beside > 0) == (in_flight > 0), "the batch was too small"
     for first in (50_000, 100_000):
-        with tiers.rows(0, torch.arange(first, first + 40_000)):
+        with tiers.in_slots(0, torch.arange(first, first + 40_000)):
             used = resident_bytes(tiers.weights["a"], tiers.slots[0].cached)
         left = resident_bytes(tiers.weights["a"], tiers.slots[0].cached)
         assert used > 4 * dim * 40_000, "the piece was too small"
@@ -546,13 +542,12 @@ def test_waiting_for_room_is_a_stall(folder: Path) -> None:
     table = TableConfig(name="a", num_embeddings=20_000, embedding_dim=64, feature_names=("a",))
     emb = EmbeddingCollection([table], memory=Memory(dram=400_000, ssd=folder, force=True), seed=5)
     optimizer = hotrow.SGD(emb, lr=0.1)
-    assert emb.tiers is not None
-    tiers = emb.tiers
+    tiers = emb.placement
 
     def blocked_s() -> float:
         return tiers.counters()["a"]["blocked_ns"] / 1e9
 
-    with tiers.rows(0, torch.arange(20_000), write=True):
+    with tiers.in_slots(0, torch.arange(20_000), write=True):
         pass
     aside = blocked_s()
     assert aside > 0 and tiers.stall_s == 0, "nothing waited"
@@ -573,7 +568,6 @@ def test_a_write_that_fails_ends_batches_whose_rows_are_there(folder: Path) -> N
     """Those announced before it too, the last of a loader, after which nothing is announced."""
     emb = make(folder, ssd=folder, force=True)
     optimizer = hotrow.SGD(emb, lr=0.1)
-    assert emb.tiers is not None
     batches = [batch_of(seed) for seed in range(3)]
     seen = []
     with pytest.raises(StoreError, match=r"writing row.* of table 'b' in .* Input/output error"):
@@ -581,7 +575,7 @@ def test_a_write_that_fails_ends_batches_whose_rows_are_there(folder: Path) -> N
             emb(batch).sum().backward()
             optimizer.step()
             seen.append(batch)
-            store = emb.tiers.stores[1]
+            store = emb.placement.stores[1]
             store.native.inject(True, 1, errno.EIO)
             store.write([7], [0], [np.zeros((1, 32), np.uint8)])
             while store.failure() is None:
@@ -594,12 +588,11 @@ def test_a_read_that_fails_ahead_ends_batches_whose_rows_are_there(folder: Path)
     """That of a loader's last batch, when all are announced: those before it need no row from disk."""
     emb = make(folder, ssd=folder, force=True)
     optimizer = hotrow.SGD(emb, lr=0.1)
-    assert emb.tiers is not None
     for seed in [*range(40), 99]:
         emb(batch_of(seed)).sum().backward()
         optimizer.step()
-    emb.tiers.flush()
-    store, seen = emb.tiers.stores[1], []
+    emb.placement.flush()
+    store, seen = emb.placement.stores[1], []
     reads = store.counters()["read_rows"]
     with torch.no_grad():
         emb(batch_of(99))

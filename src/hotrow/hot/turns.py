@@ -22,10 +22,10 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.calibrate import FoundHot, calibrate, find_hot
 from hotrow.hot.copies import HotCopies
-from hotrow.hot.fast_memory import room_bytes
 from hotrow.hot.hot_set import check_budget
 from hotrow.hot.order import Turn, batch_order, mixed_samples
 from hotrow.optim import SparseOptimizer
+from hotrow.placement.copies import room_bytes
 
 
 def check_hot(

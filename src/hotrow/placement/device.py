@@ -2,10 +2,10 @@
 
     ids of a batch --admit--> slots; rows are held below --land--> slots filled --take--> lookup, update --release-->
 
-Every row of a table lies below: in DRAM, or in tiers (below.py). Device memory has slots for some: the first rows of a
+Every row of a table lies below: in DRAM, or in tiers (`Backing`). Device memory has slots for some: the first rows of a
 table for good, and whichever of the others are in use. Updates happen in slots; a row that was updated is copied back
 when its slot is needed, and by `flush`. Kernels are given slots instead of ids: no result depends on what is decided
-here. Which row lies where: directory.py; how many slots there are: budget.py. Next: gpu/.
+here. Which row lies where: slots.py; how many slots there are: budget.py. Next: kernels/triton_moves.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -24,19 +24,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.kernels.reference import Layout, first_bad_id
-from hotrow.placement.below import Below, Held
+from hotrow.kernels.ops import Kernels
+from hotrow.kernels.reference import Layout, Rule
+from hotrow.placement.base import SOME_FROZEN, Attached, Changes, KernelSet, Placement, Rows, State, Use
 from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, TableSlots, raise_to
-from hotrow.placement.directory import Directory, Moves
+from hotrow.placement.slots import Announced, Directory, Held, Moves, Span, bad_id, spans_of
 from hotrow.placement.stores import StoreError
-from hotrow.placement.tiers import State
 from hotrow.tables import TableConfig
 
 if TYPE_CHECKING:
     from hotrow.kernels.triton_moves import Moment, Mover
 
-Span = tuple[int, int, int]
-"""A table, and from where to where a batch's ids look it up."""
 Numbers = NDArray[np.int64]
 
 
@@ -56,7 +54,7 @@ class DeviceFlight:
     """A batch whose rows lie in slots, or are on their way there, until it is released."""
 
     def __init__(
-        self, owner: DeviceRows, spans: list[Span], slots: Tensor, pinned: list[Numbers], landing: Landing
+        self, owner: Device, spans: list[Span], slots: Tensor, pinned: list[Numbers], landing: Landing
     ) -> None:
         self._owner, self.spans, self.slots, self.pinned, self.landing = owner, spans, slots, pinned, landing
         self.released = False
@@ -71,13 +69,39 @@ class DeviceFlight:
             self._owner.release(self.pinned, updated=updated)
 
 
-class DeviceRows:
-    """The slots of one collection on a device, in front of what lies below."""
+class Backing(Placement, Protocol):
+    """A placement that can stand below a device: its rows can be held in places of host memory while they are moved."""
 
-    def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: DeviceMemory, below: Below) -> None:
-        self.tables, self.layout, self.memory = tables, layout, memory
+    @property
+    def piece_bytes(self) -> int | None:
+        """Rows that are held without being kept take at most so many bytes at once; None: any number."""
+
+    def parts(self) -> list[list[Tensor]]:
+        """Returns by table what makes up a row: weights, lower halves of split ones, and states that are attached."""
+
+    def hold(self, rows: Sequence[Numbers], *, keep: bool) -> Held:
+        """Brings different rows of each table to their places. keep: they are worth memory for longer."""
+
+    def check_stores(self) -> None:
+        """Raises StoreError if a store has failed, whichever rows it was to move."""
+
+
+class Device(Placement):
+    """The slots of one collection on a device, in front of the placement `below`.
+
+    Raises ImportError if Triton is not installed.
+    """
+
+    looks_ahead = True
+    stall_s = 0.0
+    """Seconds that training batches waited for rows from below, and for room there, announced ones among them."""
+
+    def __init__(self, memory: DeviceMemory, below: Backing) -> None:
+        self.tables, self.layout, self.memory = below.tables, Layout.of(below.tables), memory
         self.device = torch.device(memory.device)
-        self._below = below
+        self.below: Backing = below
+        self.weights, self.low = below.weights, below.low
+        self.kernels = KernelSet(self.layout, _triton_kernels())
         self._num_states = 0
         self.directories: list[Directory] = []
         self.slots: list[TableSlots] = []
@@ -85,72 +109,79 @@ class DeviceRows:
         self._parts: list[list[Tensor]] = []
         self.arrays: Any = None
         """Weights by slot, once they are laid out, a `triton_ops.Arrays`; it stands in for `ops.Arrays`."""
-        self.state_arrays: list[Any] = []
         self._mover: Mover | None = None
-        self._announced: dict[int, tuple[KeyedJaggedTensor, DeviceFlight]] = {}
+        self.announced: Announced[DeviceFlight] = Announced()
         self._asked: dict[int, tuple[KeyedJaggedTensor, Held]] = {}
         """Announced batches without room yet: their rows are held below."""
+        self.postponed = 0
+        """Announcements for which there was no room yet."""
         self._landings: deque[Landing] = deque()
         self._stale = False
         self._lost: str | None = None
         """Why rows may be lost, and the cure."""
         self._lock = threading.RLock()
-        self.altered = self.unannounced = self.foreseen = self.postponed = 0
-        """Training batches that were changed after they were announced, that never were, that were as announced; and
-        announcements for which there was no room yet."""
-        self.stall_s = 0.0
-        """Seconds that training batches waited for rows from below, and for room there, announced ones among them."""
 
-    def make_kernels(self, layout: Layout, *, among: Layout | None = None) -> Any:
-        """The ops of some of the collection's features. Raises ImportError where Triton is not installed."""
-        try:
-            from hotrow.kernels.triton_ops import Kernels
-        except ModuleNotFoundError as error:
-            if error.name != "triton":
-                raise
-            raise ImportError("tables on a device need Triton: pip install 'hotrow[gpu]'") from error
-        return Kernels(layout, among=among)
+    @property
+    def changes(self) -> Changes | None:
+        """See Placement."""
+        return self.below.changes
+
+    def check(self, use: Use) -> None:
+        """See Placement."""
+        self.below.check(use)
+        if use == "copy":
+            raise TypeError("a collection with slots on a device cannot be copied or pickled; copy its state_dict()")
+        if use == "hot_copies":
+            raise ValueError("the tables have slots on a device already: make the collection without DeviceMemory")
+        if use == "freeze_some":
+            raise ValueError(SOME_FROZEN)
 
     # ---- where rows lie
 
-    def attach(self, states: dict[str, Sequence[State]]) -> None:
-        """An optimizer's states get slots beside the weights. Raises ValueError where these are laid out already."""
+    def new_state(self, shape: Sequence[int]) -> Tensor:
+        """See Placement: below, where every row has one."""
+        return self.below.new_state(shape)
+
+    def attach(self, states: dict[str, Sequence[State]]) -> Attached:
+        """See Placement. The states get slots beside the weights. Raises ValueError if these are laid out already."""
         if self.arrays is not None:
             raise ValueError(
                 "the tables have their slots on the device already, by the first lookup or another optimizer: make the "
                 "optimizer right after the EmbeddingCollection, and only one"
             )
-        self._below.attach(states)
-        self._num_states = len(states[self.tables[0].name])
-        self._lay_out()
+        self._attached_below = self.below.attach(states)  # as long as it lives, the states are parts below
+        count = self._num_states = len(states[self.tables[0].name])
+        arrays = self._lay_out()
+        return Attached(states, [arrays([parts[k - count] for parts in self._parts]) for k in range(count)])
 
     def _demands(self) -> list[TableDemand]:
         return [
             TableDemand(table.name, table.num_embeddings, sum(array[:1].nbytes for array in arrays))
-            for table, arrays in zip(self.tables, self._below.arrays, strict=True)
+            for table, arrays in zip(self.tables, self.below.parts(), strict=True)
         ]
 
-    def _lay_out(self) -> None:
+    def _lay_out(self) -> Any:
+        """Gives the slots their memory; returns the class of arrays that the kernels take."""
         from hotrow.kernels.triton_moves import Mover, Streams
         from hotrow.kernels.triton_ops import Arrays
 
-        demands = self._demands()
+        demands, below = self._demands(), self.below.parts()
         self.slots = self.memory.checked_slots(demands)
+        self._record_bytes = [demand.record_bytes for demand in demands]
         self.directories = [Directory(d.num_rows, own) for d, own in zip(demands, self.slots, strict=True)]
         self._parts = [
             [torch.zeros(sum(own), *array.shape[1:], dtype=array.dtype, device=self.device) for array in arrays]
-            for arrays, own in zip(self._below.arrays, self.slots, strict=True)
+            for arrays, own in zip(below, self.slots, strict=True)
         ]
-        count = self._num_states
         weights = [parts[0] for parts in self._parts]
         low = [parts[1] if parts[0].dtype == torch.bfloat16 else None for parts in self._parts]
-        self.state_arrays = [Arrays([parts[k - count] for parts in self._parts]) for k in range(count)]
         self._streams = Streams(self.device)
         self._streams.share(array for parts in self._parts for array in parts)
-        self._mover = Mover(self._below.arrays, self._parts, self._streams)
+        self._mover = Mover(below, self._parts, self._streams)
         self._released = self._streams.moment()
         self.arrays = Arrays(weights, low)
         self._stale = True  # the pinned rows are yet to come
+        return Arrays
 
     @property
     def slots_bytes(self) -> int:
@@ -166,7 +197,7 @@ class DeviceRows:
         its turn comes.
         """
         with self._lock:
-            if id(sparse.values) in self._announced or id(sparse.values) in self._asked:
+            if sparse in self.announced or id(sparse.values) in self._asked:
                 return
             spans = self._spans(sparse)
             rows = self._rows(sparse, spans)
@@ -176,29 +207,28 @@ class DeviceRows:
                 if self._num_short(rows):
                     self._ask(sparse, rows)
                     return
-                self._announced[id(sparse.values)] = (sparse, self._admit(sparse, spans, rows, keep=True))
+                self.announced.add(sparse, self._admit(sparse, spans, rows, keep=True))
             started = time.perf_counter()
             # Whether rows have come from disk cannot be asked without waiting: those of the nearer half should have.
-            self._land(most_left=(len(self._announced) + 1) // 2)
+            self._land(most_left=(len(self.announced) + 1) // 2)
             self.stall_s += time.perf_counter() - started
 
     def _ask(self, sparse: KeyedJaggedTensor, rows: Sequence[Numbers]) -> None:
         self.postponed += 1
         absent = [directory.absent(own) for directory, own in zip(self.directories, rows, strict=True)]
-        self._asked[id(sparse.values)] = (sparse, self._below.hold(absent, keep=True))
+        self._asked[id(sparse.values)] = (sparse, self.below.hold(absent, keep=True))
 
     @contextmanager
     def _counting_room(self) -> Iterator[None]:
         """What is waited for room below inside the block is a stall."""
-        before = self._below.stall_s
+        before = self.below.stall_s
         yield
-        self.stall_s += self._below.stall_s - before
+        self.stall_s += self.below.stall_s - before
 
     def forget(self, sparse: KeyedJaggedTensor) -> None:
         """A batch that was announced will not come, or has been."""
         with self._lock:
-            if (found := self._announced.pop(id(sparse.values), None)) is not None:
-                found[1].release(updated=False)
+            self.announced.forget(sparse)
             self._ask_no_more(sparse)
 
     def _ask_no_more(self, sparse: KeyedJaggedTensor) -> None:
@@ -214,14 +244,9 @@ class DeviceRows:
         """
         with self._lock:
             spans = self._spans(sparse)
-            _, flight = self._announced.pop(id(sparse.values), (None, None))
-            if flight is not None and not self._is_of(flight, sparse, spans):
-                self.altered += training
-                flight.release(updated=False)
-                flight = None
-            elif training:
-                self.unannounced += flight is None
-                self.foreseen += flight is not None
+            flight = self.announced.take(
+                sparse, unchanged=lambda own: self._is_of(own, sparse, spans), training=training
+            )
             started = time.perf_counter()
             if flight is None:
                 flight = self._make_room_and_admit(sparse, spans, keep=training)
@@ -234,14 +259,26 @@ class DeviceRows:
             flight.landing.arrived.precede()
             return flight, sparse.with_values(flight.slots)
 
-    def is_crowded_by(self, sparse: KeyedJaggedTensor) -> bool:
-        """Whether the batch looks up more rows than there are slots, and has samples to be looked up in two halves."""
+    def fits(self, sparse: KeyedJaggedTensor) -> bool:
+        """See Placement: not if a batch to be scored, of two samples or more, has more rows than there are slots."""
+        if torch.is_grad_enabled() or sparse.stride < 2:
+            return True
         with self._lock:
-            rows = None if sparse.stride < 2 else self._rows(sparse, self._spans(sparse))
-            return rows is not None and any(
-                len(own) - np.searchsorted(own, slots.pinned) > slots.cached
+            rows = self._rows(sparse, self._spans(sparse))
+            return rows is None or all(
+                len(own) - np.searchsorted(own, slots.pinned) <= slots.cached
                 for own, slots in zip(rows, self.slots, strict=True)
             )
+
+    def update(
+        self,
+        lookups: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
+        attached: Attached,
+        rules: Sequence[Rule],
+    ) -> None:
+        """See Placement. Rows may have been changed below since the lookups."""
+        self.refresh()
+        super().update(lookups, attached, rules)
 
     def _is_of(self, flight: DeviceFlight, sparse: KeyedJaggedTensor, spans: list[Span]) -> bool:
         ids, slots = sparse.values.numpy(), flight.slots.numpy()
@@ -252,10 +289,10 @@ class DeviceRows:
     def _make_room_and_admit(self, sparse: KeyedJaggedTensor, spans: list[Span], *, keep: bool) -> DeviceFlight:
         rows = self._rows(sparse, spans)
         if rows is None:
-            raise ValueError(self._bad_id(sparse))
-        while self._num_short(rows) and self._announced:
-            _, flight = self._announced.pop(next(reversed(self._announced)))  # the one that is needed last
-            flight.release(updated=False)
+            weights = [parts[0] for parts in self.below.parts()]
+            raise ValueError(bad_id(self.layout, self.tables, weights, sparse))
+        while self._num_short(rows) and len(self.announced):
+            self.announced.forget_last()
             self.postponed += 1
         if short := self._num_short(rows):
             t, missing = short
@@ -275,10 +312,7 @@ class DeviceRows:
     def _spans(self, sparse: KeyedJaggedTensor) -> list[Span]:
         if self.arrays is None:
             self._lay_out()
-        names = set(sparse.keys)
-        served = [feature for feature in self.layout.features if feature.name in names]  # in the order of their tables
-        spans = [(feature.table, sparse.span(feature.name)) for feature in served]
-        return [(table, span.start, span.stop) for table, span in spans]
+        return spans_of(self.layout, sparse)
 
     def _rows(self, sparse: KeyedJaggedTensor, spans: Sequence[Span]) -> list[NDArray[np.int64]] | None:
         """The different rows of each table that the batch looks up, rising; None where an id is out of range."""
@@ -320,15 +354,15 @@ class DeviceRows:
         """Raise StoreError where rows are lost here or below."""
         if self._lost is not None:
             raise StoreError(self._lost)
-        self._below.raise_failure()
+        self.below.check_stores()
 
     def _exchange(self, moves: Sequence[Moves], *, keep: bool) -> Landing:
         """Rows that leave are read before others are laid into their slots: copies keep their order."""
         assert self._mover is not None
         num_sent = self._mover.num_sent
         for rows, slots in self._pieces([each.leaving for each in moves], [each.leaving_slots for each in moves]):
-            self._mover.send_back(self._below.hold(rows, keep=True), _tensors(slots), after=self._released)
-        held = self._below.hold([each.coming for each in moves], keep=keep)
+            self._mover.send_back(self.below.hold(rows, keep=True), _tensors(slots), after=self._released)
+        held = self.below.hold([each.coming for each in moves], keep=keep)
         landing = Landing(held, [each.coming_slots for each in moves], num_sent)
         self._landings.append(landing)
         if held.ready:
@@ -357,10 +391,9 @@ class DeviceRows:
         self, rows: Sequence[Numbers], slots: Sequence[Numbers], most_bytes: int | None = None
     ) -> Iterator[tuple[list[Numbers], list[Numbers]]]:
         """They in pieces that take no more than what is set aside for rows on their way, nor than `most_bytes`."""
-        record_bytes = [demand.record_bytes for demand in self._demands()]
         most = max(1, self.memory.hbm_bytes // MOVING_SHARE // 2)
         most = most if most_bytes is None else min(most, most_bytes)
-        total = sum(len(own) * num_bytes for own, num_bytes in zip(rows, record_bytes, strict=True))
+        total = sum(len(own) * num_bytes for own, num_bytes in zip(rows, self._record_bytes, strict=True))
         pieces = -(-total // most)
         cut_rows = [np.array_split(own, max(1, pieces)) for own in rows]
         cut_slots = [np.array_split(own, max(1, pieces)) for own in slots]
@@ -374,14 +407,22 @@ class DeviceRows:
                 directory.release(slots, updated=updated)
             self._released = self._streams.moment()
 
-    def _bad_id(self, sparse: KeyedJaggedTensor) -> str:
-        served = replace(self.layout, features=tuple(f for f in self.layout.features if f.name in sparse.keys))
-        bad = first_bad_id(served, [arrays[0] for arrays in self._below.arrays], sparse)
-        if bad is None:
-            return "an id of the batch was outside its table, and is not when looked at again: it is being changed"
-        return bad.text(self.tables[bad.feature.table].num_embeddings)
-
     # ---- what lies below
+
+    def rows(self, table: str, state: State | None = None) -> Rows:
+        """See Placement: those below, after `flush`."""
+        self.flush()
+        return self.below.rows(table, state)
+
+    def grow(self, table: TableConfig) -> None:
+        """Raises ValueError: the slots are shared out when they are made."""
+        raise ValueError(
+            f"table {table.name!r} has slots on a device and cannot grow: make a collection with more rows"
+        )
+
+    def close(self) -> None:
+        """See Placement."""
+        self.below.close()
 
     def flush(self) -> None:
         """Below every row is as it is, and may be changed: rows on the device are read again after.
@@ -396,9 +437,9 @@ class DeviceRows:
             self._land()
             dirty = [np.flatnonzero(directory.dirty) for directory in self.directories]
             rows = [directory.row_of[slots] for directory, slots in zip(self.directories, dirty, strict=True)]
-            for some_rows, some_slots in self._pieces(rows, dirty, self._below.piece_bytes):
+            for some_rows, some_slots in self._pieces(rows, dirty, self.below.piece_bytes):
                 num_sent = self._mover.num_sent
-                held = self._below.hold(some_rows, keep=False)
+                held = self.below.hold(some_rows, keep=False)
                 self._mover.send_back(held, _tensors(some_slots), after=self._streams.moment())
                 self._mover.settle(num_sent)  # the piece before: two at most are under way
             self._mover.settle()
@@ -416,8 +457,8 @@ class DeviceRows:
             slots = [np.flatnonzero(directory.row_of >= 0) for directory in self.directories]
             rows = [directory.row_of[own] for directory, own in zip(self.directories, slots, strict=True)]
             self._released = arrived = self._streams.moment()
-            for some_rows, some_slots in self._pieces(rows, slots, self._below.piece_bytes):
-                held = self._below.hold(some_rows, keep=False)
+            for some_rows, some_slots in self._pieces(rows, slots, self.below.piece_bytes):
+                held = self.below.hold(some_rows, keep=False)
                 held.wait()
                 arrived = self._bring([own.numpy() for own in held.places], some_slots)
                 held.release(updated=False)
@@ -427,6 +468,17 @@ class DeviceRows:
     def counters(self) -> dict[str, dict[str, int]]:
         """By table: rows that batches named, those that were there, came, left, and were copied back."""
         return {table.name: dict(own.counts) for table, own in zip(self.tables, self.directories, strict=False)}
+
+
+def _triton_kernels() -> Any:
+    """Returns the ops for devices. Raises ImportError if Triton is not installed."""
+    try:
+        from hotrow.kernels.triton_ops import Kernels
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ImportError("tables on a device need Triton: pip install 'hotrow[gpu]'") from error
+    return Kernels
 
 
 def _tensors(numbers: Sequence[Numbers]) -> list[Tensor]:

@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.placement.device import DeviceRows
-from hotrow.placement.tiers import Tiers
+from hotrow.placement.base import Placement
 
 Item = TypeVar("Item")
 _END: Any = object()
@@ -27,8 +26,8 @@ class Lookahead(Generic[Item]):
             raise ValueError(f"lookahead was given a {type(module).__name__} to look ahead for; pass the nn.Module")
         self.batches: Any = batches
         self.depth = depth
-        in_slots = [getattr(part, "in_slots", None) for part in module.modules()]  # of each EmbeddingCollection
-        self.tiers: list[Tiers | DeviceRows] = [slots for slots in in_slots if slots is not None]
+        placements = [getattr(part, "placement", None) for part in module.modules()]  # of each EmbeddingCollection
+        self.placements: list[Placement] = [own for own in placements if own is not None and own.looks_ahead]
         self._state: Any = None
 
     def state(self) -> Any:
@@ -65,7 +64,7 @@ class Lookahead(Generic[Item]):
                 self._each("forget", item)
 
     def _each(self, verb: str, item: Item) -> None:
-        if not self.tiers:
+        if not self.placements:
             return
         try:
             sparse = KeyedJaggedTensor.of(item.sparse if isinstance(item, Batch) else item)
@@ -74,8 +73,8 @@ class Lookahead(Generic[Item]):
                 f"lookahead was given a {type(item).__name__} among the batches; it knows Batch and KeyedJaggedTensor, "
                 f"so wrap the loader in a generator of those ({error})"
             ) from None
-        for tiers in self.tiers:
-            getattr(tiers, verb)(sparse)
+        for placement in self.placements:
+            getattr(placement, verb)(sparse)
 
 
 def lookahead(batches: Iterable[Item], module: nn.Module, *, depth: int = 4) -> Lookahead[Item]:

@@ -17,8 +17,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,21 @@ from torch import Tensor
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, first_bad_id, row_key
+from hotrow.kernels.reference import Layout, row_key, widen, write_rows
+from hotrow.placement.base import (
+    NO_LEASE,
+    Attached,
+    Changes,
+    InitialRows,
+    KernelSet,
+    Placement,
+    RowIds,
+    Rows,
+    Saved,
+    State,
+    Use,
+    as_stored,
+)
 from hotrow.placement.budget import (
     LEAST_ROWS,
     Memory,
@@ -38,6 +51,7 @@ from hotrow.placement.budget import (
     plan_slots,
 )
 from hotrow.placement.budget import num_bytes as planned_bytes
+from hotrow.placement.slots import Announced, Held, bad_id, spans_of
 from hotrow.placement.store_file import SUFFIX, OwnFolder, TableRows, no_disk
 from hotrow.placement.stores import Engines, Store, StoreError, open_cached_store, open_store
 from hotrow.tables import TableConfig
@@ -52,35 +66,23 @@ GATHERED_PIECE_SHARE = 8
 """Of the memory for tables, that such a piece takes beside it."""
 
 
-class State(NamedTuple):
-    """An optimizer state of one table, by slot, and what it is for a row that was never touched:
-
-    `(of_weight * w if of_weight else constant) + of_sign * sign(w)` for each element of the row.
-    """
-
-    name: str
-    array: Tensor
-    """float32 [N, D] or [N]: address space for every row, of which the slots in use have memory."""
-    constant: float = 0.0
-    of_weight: float = 0.0
-    of_sign: float = 0.0
-
-    def fill(self, rows: slice, weights: Tensor) -> None:
-        """Make these rows of `array`, zeros, those of rows never touched, whose weights [n, D] float32 these are."""
-        if self.of_weight:
-            torch.mul(weights, self.of_weight, out=self.array[rows])
-        elif self.constant:
-            self.array[rows] = self.constant
-        if self.of_sign:
-            self.array[rows].add_(weights.sign(), alpha=self.of_sign)
-
-
-class Saved(NamedTuple):
-    """The checkpoint that has every row of a collection as it is, but for the changed ones."""
-
-    path: Path
-    manifest: Any
-    """Its `hotrow.checkpoint_manifest.Manifest`."""
+_REFUSED: dict[Use, tuple[type[Exception], str]] = {
+    "state_dict": (
+        ValueError,
+        "a collection in tiers has no state_dict, since its tables may be larger than memory; "
+        "hotrow.save_checkpoint writes them piece by piece, read_rows() gives some rows",
+    ),
+    "load_state_dict": (
+        ValueError,
+        "a collection in tiers takes no state_dict; hotrow.load_checkpoint fills it piece by piece",
+    ),
+    "optimizer_state_dict": (
+        ValueError,
+        "the states of tables in tiers have no state_dict, since they may be larger than memory; "
+        "hotrow.save_checkpoint writes them piece by piece",
+    ),
+    "copy": (TypeError, "a collection in tiers cannot be copied or pickled: its files belong to it alone"),
+}
 
 
 class Flight:
@@ -109,14 +111,22 @@ class Flight:
             self._native.release(updated, torch.get_num_threads())
 
 
-class Tiers:
-    """The tables of one collection, part in DRAM and part in files of one folder, or two that follow one another."""
+class Tiers(Placement):
+    """The tables of one collection, part in DRAM and part in files of one folder, or two that follow one another.
 
-    def __init__(self, tables: Sequence[TableConfig], layout: Layout, memory: Memory, *, seed: int) -> None:
+    `weights`, `low` and states are address space for every row, of which the slots in use have memory.
+    """
+
+    looks_ahead = True
+    stall_s = 0.0
+    """Seconds that training batches waited for their rows, and for room to write those that made way for them."""
+
+    def __init__(self, tables: Sequence[TableConfig], memory: Memory, *, seed: int) -> None:
         ops.native_module()  # refused here if there is none, not at the first lookup
         for table in tables:
             _check_rows(table)
-        self.tables, self.layout, self.memory, self.seed = tables, layout, memory, seed
+        self.tables, self.layout, self.memory, self.seed = tuple(tables), Layout.of(tables), memory, seed
+        self.kernels = KernelSet(self.layout)
         self._pins = _pins(tables, memory.pins or {})
         self._place_bytes = [0.0] * len(tables)
         """Of each row of a table whose writes are gathered, once it is laid out."""
@@ -131,33 +141,51 @@ class Tiers:
             for t, shape in shapes.items()
             if t.dtype == "bfloat16"
         }
+        self._take_arrays()
         self.states: dict[str, Sequence[State]] = {}
         """By table; what lies in a record beside the weights."""
+        self._attached: Attached | None = None
         self.slots: list[TableSlots] = []
         """Of each table, once it is laid out."""
         self.caches: Any = None
         self.stores: list[Store] = []
         self.saved: Saved | None = None
-        self._announced: dict[int, tuple[KeyedJaggedTensor, Flight]] = {}
-        self.altered = self.unannounced = self.foreseen = 0
-        """Training batches that were changed after they were announced, that never were, and that were as announced."""
-        self.stall_s = 0.0
-        """Seconds that training batches waited for their rows, and for room to write those that made way for them."""
+        self.announced: Announced[Flight] = Announced()
         self._engines = Engines()
         self._finalizer: weakref.finalize[..., Tiers] | None = None
         self._process, self._laying_out = os.getpid(), threading.Lock()
 
+    def _take_arrays(self) -> None:
+        self.arrays = ops.Arrays(list(self.weights.values()), [self.low.get(name) for name in self.weights])
+
+    @property
+    def changes(self) -> Changes:
+        """See Placement."""
+        return self
+
+    def check(self, use: Use) -> None:
+        """See Placement."""
+        if use in _REFUSED:
+            error, text = _REFUSED[use]
+            raise error(text)
+
     # ---- where rows lie
 
-    def attach(self, states: dict[str, Sequence[State]]) -> None:
-        """An optimizer's states become parts of the records. Raises ValueError where these are laid out already."""
+    def new_state(self, shape: Sequence[int]) -> Tensor:
+        """See Placement. It is address space, filled row by row when they are needed."""
+        return ops.allocate(*shape, sparse=True)
+
+    def attach(self, states: dict[str, Sequence[State]]) -> Attached:
+        """See Placement. The states become parts of the records. Raises ValueError if these are laid out already."""
         if self.caches is not None:
             raise ValueError(
                 "the tables' records are laid out on disk already, by the first lookup or another optimizer: make the "
                 "optimizer right after the EmbeddingCollection, and only one"
             )
-        self.states = states
+        self.states = {t.name: [state.of_untouched(t) for state in states[t.name]] for t in self.tables}
+        self._attached = Attached(self.states)
         self._laid_out()
+        return self._attached
 
     def _laid_out(self) -> Any:
         """The caches, made when they are first needed. Raises StoreError in a forked child."""
@@ -241,7 +269,7 @@ class Tiers:
         grow.
         """
         _check_rows(table)
-        t = next(t for t, each in enumerate(self.tables) if each.name == table.name)
+        t = self._number(table.name)
         old = [array for _, array in self.arrays_of(table)]
         new = [ops.allocate(table.num_embeddings, *a.shape[1:], dtype=a.dtype, sparse=True) for a in old]
         if self.caches is not None:
@@ -251,6 +279,9 @@ class Tiers:
             self.slots[t] = TableSlots(table.num_embeddings, 0) if whole else self.slots[t]
         for array, larger in zip(old, new, strict=True):
             array.data = larger
+        self._take_arrays()
+        if self._attached is not None:
+            self._attached.take_arrays()
         self.tables = (*self.tables[:t], table, *self.tables[t + 1 :])
         self._warn_of_budget(table)
 
@@ -308,14 +339,12 @@ class Tiers:
 
         One with an id out of range is left to its lookup, which refuses it when its turn comes.
         """
-        if id(sparse.values) not in self._announced and (flight := self._admit(sparse, keep=True)) is not None:
-            self._announced[id(sparse.values)] = (sparse, flight)
+        if sparse not in self.announced and (flight := self._admit(sparse, keep=True)) is not None:
+            self.announced.add(sparse, flight)
 
     def forget(self, sparse: KeyedJaggedTensor) -> None:
-        """A batch that was announced will not come, or has been."""
-        found = self._announced.pop(id(sparse.values), None)
-        if found is not None:
-            found[1].release(updated=False)
+        """See Placement."""
+        self.announced.forget(sparse)
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Flight, KeyedJaggedTensor]:
         """The flight of this batch, arrived, and the batch with slots for ids.
@@ -324,18 +353,13 @@ class Tiers:
         where a store has failed, also where these rows need none: it was to keep others.
         """
         self._laid_out()
-        _, flight = self._announced.pop(id(sparse.values), (None, None))
-        if flight is not None and not flight.is_of(sparse.values, self._spans(sparse)):
-            self.altered += training
-            flight.release(updated=False)
-            flight = None
-        elif training:
-            self.unannounced += flight is None
-            self.foreseen += flight is not None
+        flight = self.announced.take(
+            sparse, unchanged=lambda own: own.is_of(sparse.values, spans_of(self.layout, sparse)), training=training
+        )
         if flight is None:
             flight = self._admit(sparse, keep=training)
         if flight is None:
-            raise ValueError(self._bad_id(sparse))
+            raise ValueError(bad_id(self.layout, self.tables, list(self.weights.values()), sparse))
         started = time.perf_counter()
         flight.wait()
         self.stall_s += training * (time.perf_counter() - started)
@@ -346,20 +370,7 @@ class Tiers:
         """None where an id is out of range."""
         self._laid_out()
         self.raise_failure(only_if_failed=True)
-        return self._fly(sparse.values.numpy(), self._spans(sparse), keep=keep)
-
-    def _spans(self, sparse: KeyedJaggedTensor) -> list[tuple[int, int, int]]:
-        names = set(sparse.keys)
-        served = [feature for feature in self.layout.features if feature.name in names]  # in the order of their tables
-        spans = [(feature.table, sparse.span(feature.name)) for feature in served]
-        return [(table, span.start, span.stop) for table, span in spans]
-
-    def _bad_id(self, sparse: KeyedJaggedTensor) -> str:
-        served = replace(self.layout, features=tuple(f for f in self.layout.features if f.name in sparse.keys))
-        bad = first_bad_id(served, list(self.weights.values()), sparse)
-        if bad is None:
-            return "an id of the batch was outside its table, and is not when looked at again: it is being changed"
-        return bad.text(self.tables[bad.feature.table].num_embeddings)
+        return self._fly(sparse.values.numpy(), spans_of(self.layout, sparse), keep=keep)
 
     def _fly(self, ids: np.ndarray[Any, Any], spans: list[tuple[int, int, int]], *, keep: bool) -> Flight | None:
         """The rows of `ids` on their way; None where one is out of range. keep: into the cache, else beside it."""
@@ -376,7 +387,19 @@ class Tiers:
 
     # ---- rows by their ids
 
-    def hold(self, rows: Mapping[int, np.ndarray[Any, Any]], *, keep: bool) -> Flight:
+    def rows(self, table: str, state: State | None = None) -> Rows:
+        """See Placement. Reading and writing goes through the table's cache without changing what it keeps."""
+        t = self._number(table)
+        return (
+            _RowsInTiers(self, t, self.weights[table], self.low.get(table))
+            if state is None
+            else _RowsInTiers(self, t, state.array)
+        )
+
+    def _number(self, table: str) -> int:
+        return next(t for t, each in enumerate(self.tables) if each.name == table)
+
+    def bring(self, rows: Mapping[int, np.ndarray[Any, Any]], *, keep: bool) -> Flight:
         """Rows of tables, by the tables' numbers, on their way to slots, which the flight's `slots` has end to end.
 
         keep: into the cache, as for a training batch; else beside it. Raises StoreError where a store has failed.
@@ -388,9 +411,9 @@ class Tiers:
         return flight
 
     @contextmanager
-    def rows(self, table: int, ids: Tensor, *, write: bool = False) -> Iterator[Tensor]:
+    def in_slots(self, table: int, ids: Tensor, *, write: bool = False) -> Iterator[Tensor]:
         """Slots [n] in which the rows `ids` of a table lie inside the block; write: they are changed there."""
-        flight = self.hold({table: ids.numpy()}, keep=False)
+        flight = self.bring({table: ids.numpy()}, keep=False)
         flight.wait()
         try:
             yield flight.slots.long()
@@ -398,20 +421,28 @@ class Tiers:
             flight.release(updated=write)
 
     def piece_rows(self, table: int) -> int:
-        """How many rows of a table to ask `rows` for at once, for a bounded use of memory beside the cache."""
+        """How many rows of a table to ask `in_slots` for at once, for a bounded use of memory beside the cache."""
         num_bytes = min(PIECE_BYTES, self.memory.waiting_bytes // len(self.tables))
         if self._place_bytes[table]:
             num_bytes = min(GATHERED_PIECE_BYTES, self.memory.dram_bytes // GATHERED_PIECE_SHARE)
         return max(1, num_bytes // sum(part for _, part in self._parts(self.tables[table])))
 
-    def num_changed(self, table: int, *, ever: bool) -> int:
-        """How many rows of a table were ever written to, or since `clear_changed`."""
-        return int(self._laid_out().num_changed(table, ever))
+    def initial(self, table: str) -> InitialRows:
+        """See Changes."""
+        return InitialRows.of(self.tables[self._number(table)], self.seed, self.states.get(table, ()))
 
-    def changed_rows(self, table: int, *, ever: bool) -> Iterator[Tensor]:
-        """Their ids, rising, in pieces for `rows`."""
-        caches, first, most = self._laid_out(), 0, self.piece_rows(table)
-        while len(ids := caches.changed_rows(table, ever, first, most)):
+    def arrays_by_table(self) -> dict[str, list[str]]:
+        """See Changes."""
+        return {t.name: ["weight", *(state.name for state in self.states.get(t.name, ()))] for t in self.tables}
+
+    def num_changed(self, table: str, *, ever: bool) -> int:
+        """See Changes."""
+        return int(self._laid_out().num_changed(self._number(table), ever))
+
+    def changed_rows(self, table: str, *, ever: bool) -> Iterator[Tensor]:
+        """See Changes."""
+        caches, t, first = self._laid_out(), self._number(table), 0
+        while len(ids := caches.changed_rows(t, ever, first, self.piece_rows(t))):
             yield torch.from_numpy(ids)
             first = int(ids[-1]) + 1
 
@@ -434,7 +465,7 @@ class Tiers:
         while left:
             starts = {t: max(0, end - min(piece_rows, len(first[t]))) for t, end in left.items()}
             pieces = {t: pinned[t] + _rows_of_piece(first[t], start, left[t]) for t, start in starts.items()}
-            flight = self.hold(pieces, keep=True)
+            flight = self.bring(pieces, keep=True)
             flight.wait()
             flight.release(updated=True)
             left = {t: start for t, start in starts.items() if start}
@@ -451,6 +482,29 @@ class Tiers:
         if what or not only_if_failed:
             raise StoreError(what or "a store failed without saying why")
 
+    # ---- below a device
+
+    @property
+    def piece_bytes(self) -> int | None:
+        """See Backing, in device.py."""
+        return min(PIECE_BYTES, self.memory.waiting_bytes)
+
+    def parts(self) -> list[list[Tensor]]:
+        """See Backing."""
+        return [[array for _, array in self.arrays_of(table)] for table in self.tables]
+
+    def hold(self, rows: Sequence[np.ndarray[Any, Any]], *, keep: bool) -> Held:
+        """See Backing. What is kept lies in the caches in DRAM, as a batch's rows do."""
+        if not any(map(len, rows)):
+            return Held(NO_LEASE, [torch.from_numpy(own) for own in rows], ready=True)
+        flight = self.bring(dict(enumerate(rows)), keep=keep)
+        return Held(flight, list(torch.split(flight.slots.long(), [len(own) for own in rows])))
+
+    def check_stores(self) -> None:
+        """See Backing."""
+        if self.caches is not None:
+            self.raise_failure(only_if_failed=True)
+
     def counters(self) -> dict[str, dict[str, int]]:
         """By table: what its cache and its store have counted (row_cache.h, store.h)."""
         if self.caches is None:
@@ -463,6 +517,55 @@ class Tiers:
         """Remove the files; nothing works afterwards. Else it is done when the collection goes."""
         if self._finalizer is not None:
             self._finalizer()
+
+
+class _RowsInTiers(Rows):
+    """See Rows. `array` is the weights of table number `table`, or a state; low: lower halves of split weights."""
+
+    def __init__(self, tiers: Tiers, table: int, array: Tensor, low: Tensor | None = None) -> None:
+        self._tiers, self._table, self._array, self._low = tiers, table, array, low
+        self.shape, self.dtype = array.shape, torch.float32 if low is not None else array.dtype
+
+    @property
+    def piece_rows(self) -> int:  # type: ignore[override]
+        """As many as memory is set aside for, once the records are laid out."""
+        return self._tiers.piece_rows(self._table)
+
+    def read(self, rows: RowIds, /) -> Tensor:
+        """See Rows: a copy."""
+        with self._tiers.in_slots(self._table, _ids(rows)) as slots:
+            return self._at(slots)
+
+    def write(self, rows: RowIds, values: Tensor, /) -> None:
+        """See Rows. Rows that are so already stay as they are, and cost no write."""
+        ids, values = _ids(rows), as_stored(values, self.dtype)
+        with self._tiers.in_slots(self._table, ids) as slots:
+            differs = (_bits(self._at(slots)) != _bits(values)).reshape(len(ids), -1).any(dim=1)
+        if differs.any():
+            with self._tiers.in_slots(self._table, ids[differs], write=True) as slots:
+                self._put(slots, values[differs])
+
+    def _at(self, slots: Tensor) -> Tensor:
+        if self._low is not None:
+            return widen(self._array[slots], self._low[slots])
+        # On pages that go with it: malloc would keep them, cut up by what comes after, and the next piece take others.
+        out = ops.allocate(len(slots), *self._array.shape[1:], dtype=self._array.dtype)
+        return torch.index_select(self._array, 0, slots, out=out)
+
+    def _put(self, slots: Tensor, values: Tensor) -> None:
+        if self._low is not None:
+            write_rows(self._array, self._low, slots, values)
+        else:
+            self._array[slots] = values
+
+
+def _ids(rows: RowIds) -> Tensor:
+    return rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """As integers: -0 is not 0, and NaN is itself."""
+    return values.contiguous().view(torch.int32 if values.itemsize == 4 else torch.int16)
 
 
 def _pins(tables: Sequence[TableConfig], pins: Mapping[str, ArrayLike]) -> list[np.ndarray[Any, Any]]:

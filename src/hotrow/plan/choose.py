@@ -19,6 +19,7 @@ from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.placement.device import Device
 from hotrow.placement.store_file import no_disk, takes_no_files
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.demand import demands_of, most_rows, required_bytes
@@ -211,11 +212,11 @@ def moved(memory: Memory | None, before: Path, after: Path) -> Memory | None:
 
 def close_tiers(embedding: EmbeddingCollection, run: Path) -> None:
     """Removes the files of tables in tiers, and the run's folder for them."""
-    if embedding.tiers is not None:
-        embedding.tiers.close()
-        if embedding.tiers.memory.folder == run / FOLDER:
-            with suppress(OSError):  # others' files may lie there
-                (run / FOLDER).rmdir()
+    embedding.placement.close()
+    tiers = embedding.placement.find(Tiers)
+    if tiers is not None and tiers.memory.folder == run / FOLDER:
+        with suppress(OSError):  # others' files may lie there
+            (run / FOLDER).rmdir()
 
 
 def disk_bytes(tiers: Tiers) -> int:
@@ -240,7 +241,7 @@ def dram_bytes(tiers: Tiers) -> int:
 
 def describe(embedding: EmbeddingCollection, needed: int) -> str:
     """Returns what lies where, as a line for the user. needed: `required_bytes`."""
-    tiers, slots = embedding.tiers, _describe_slots(embedding)
+    tiers, slots = embedding.placement.find(Tiers), _describe_slots(embedding)
     if tiers is None:
         return f"memory: {slots}tables and optimizer state are {size(needed)}, all in DRAM"
     paths = [store.path for store in tiers.stores if store.path is not None]
@@ -253,7 +254,7 @@ def describe(embedding: EmbeddingCollection, needed: int) -> str:
 
 
 def _describe_slots(embedding: EmbeddingCollection) -> str:
-    rows = embedding.device_rows
+    rows = embedding.placement.find(Device)
     if rows is None:
         return ""
     whole = sum(sum(own) == table.num_embeddings for own, table in zip(rows.slots, rows.tables, strict=True))

@@ -37,7 +37,7 @@ from hotrow.base.files import (
 )
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SparseOptimizer, SplitSGDBF16
-from hotrow.placement.tiers import Saved, Tiers
+from hotrow.placement.base import Changes, Rows, Saved
 from hotrow.run.checkpoint_manifest import DOCUMENT, MANIFEST, ChainRecord, Manifest, PartRecord, read_manifest
 from hotrow.run.checkpoint_rows import Chain, link_or_copy, load_chain, next_chain
 from hotrow.run.checkpoint_tensors import (
@@ -171,13 +171,13 @@ def _contents(parts: Mapping[str, Part]) -> _Contents:
     contents = _Contents()
     for name, part in parts.items():
         files, contents.parts[name] = _describe(name, part)
-        if (tiers := _tiers(part)) is None:
+        if (changes := _changes(part)) is None:
             contents.new |= files
             continue
         chains: dict[str, ChainRecord] = {}
-        before = _last_one(tiers)
+        before = _last_one(changes)
         for table, arrays in _tables(part).items():
-            found = next_chain(name, table, arrays, before)
+            found = next_chain(name, table, arrays, changes, before)
             chains[table] = found.chain.record
             contents.new |= found.new_file
             contents.kept |= {file: before for file in found.kept_files if before is not None}
@@ -185,17 +185,17 @@ def _contents(parts: Mapping[str, Part]) -> _Contents:
     return contents
 
 
-def _last_one(tiers: Tiers) -> Saved | None:
+def _last_one(changes: Changes) -> Saved | None:
     """The checkpoint that has every row but the changed ones as it is; None where its folder is not what it was."""
-    if tiers.saved is None:
+    if changes.saved is None:
         return None
-    path, manifest = tiers.saved
+    path, manifest = changes.saved
     try:
         same = read_manifest(path).files == manifest.files
         whole = all((path / file).stat().st_size == record.num_bytes for file, record in manifest.files.items())
     except (ValueError, OSError):
         return None
-    return tiers.saved if same and whole else None
+    return changes.saved if same and whole else None
 
 
 def _write_files(folder: Path, contents: _Contents) -> dict[str, FileRecord]:
@@ -221,25 +221,25 @@ def _load_chains(path: Path, manifest: Manifest, name: str, part: Part) -> None:
             raise ValueError(
                 f"checkpoint {path} has no table {table!r} in its part {name!r}; load it into the same model"
             )
-        load_chain(path, chain, arrays)
+        load_chain(path, chain, table, arrays, _changes(part))
 
 
 def _continue_from(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
     """What this checkpoint holds of tables in tiers, all of it, the next one need not write but where it changes."""
-    for tiers in {tiers for part in parts.values() if (tiers := _tiers(part)) is not None}:
+    tables = {name: _tables(part) for name, part in parts.items() if _changes(part) is not None}
+    for changes in {changes for part in parts.values() if (changes := _changes(part)) is not None}:
         held = {
             (table, array)
-            for name, part in parts.items()
-            if _tiers(part) is tiers
-            for table, arrays in _tables(part).items()
+            for name, own in tables.items()
+            if _changes(parts[name]) is changes
+            for table, arrays in own.items()
             for array in arrays
             if Chain.of(manifest, name, table) is not None
         }
-        states = {(table, state.name) for table, states in tiers.states.items() for state in states}
-        if held == {(table.name, "weight") for table in tiers.tables} | states:
+        if held == {(table, array) for table, arrays in changes.arrays_by_table().items() for array in arrays}:
             # In this order: cut short in between, the next one has rows that did not change.
-            tiers.saved = Saved(path.absolute(), manifest)
-            tiers.clear_changed()
+            changes.saved = Saved(path.absolute(), manifest)
+            changes.clear_changed()
 
 
 def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Any]], PartRecord]:
@@ -255,35 +255,32 @@ def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Any]], PartRec
     return {f"{name}.safetensors": dict(part.state_dict())}, PartRecord()
 
 
-def _tables(part: Part) -> dict[str, dict[str, Any]]:
-    """By table, the arrays of rows that a collection (the weights) or its optimizer (each state) is made of."""
+def _tables(part: Part) -> dict[str, dict[str, Rows]]:
+    """Returns by table the arrays of rows that a collection (the weights) or its optimizer (each state) is made of."""
     if isinstance(part, EmbeddingCollection):
-        return {table: {"weight": _stored(part, table)} for table in part.weights}
+        return {table.name: {"weight": part.rows(table.name)} for table in part.tables}
     assert isinstance(part, SparseOptimizer)
-    found: dict[str, dict[str, Any]] = {}
-    for key, tensor in _flatten_optimizer(part)[0].items():
+    found: dict[str, dict[str, Rows]] = {}
+    for key, rows in part.state_rows().items():
         index, _, state = key.partition(".")
-        found.setdefault(part.param_groups[int(index)]["name"], {})[state] = tensor
+        found.setdefault(part.param_groups[int(index)]["name"], {})[state] = rows
     return found
 
 
-def _stored(emb: EmbeddingCollection, table: str) -> Target:
-    if emb.tiers is not None:
-        return emb.rows(table)
-    return emb.stored(table) if table in emb.low else emb.stored(table).weight
+def _changes(part: Part) -> Changes | None:
+    """Returns what is known of the changed rows of a collection, or of its optimizer; None if they are saved whole.
 
-
-def _tiers(part: Part) -> Tiers | None:
-    """The tiers of a collection or of its optimizer. Raises ValueError for an optimizer of several, some in tiers."""
+    Raises ValueError for an optimizer of several collections, some of which know.
+    """
     if isinstance(part, SparseOptimizer):
-        tiers = {emb.tiers for emb in part.collections} - {None}
-        return part.emb.tiers if tiers else None
-    return part.tiers if isinstance(part, EmbeddingCollection) else None
+        known = any(emb.placement.changes is not None for emb in part.collections)
+        return part.emb.placement.changes if known else None
+    return part.placement.changes if isinstance(part, EmbeddingCollection) else None
 
 
 def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Target], PartRecord]:
-    """An optimizer's state as tensors named `<parameter index>.<name>`, and the rest of it."""
-    if isinstance(optimizer, SparseOptimizer) and _tiers(optimizer) is not None:
+    """Returns an optimizer's state as tensors named `<parameter index>.<name>`, and the rest of it."""
+    if isinstance(optimizer, SparseOptimizer):
         groups = Optimizer.state_dict(optimizer)["param_groups"]
         return {**optimizer.state_rows()}, PartRecord(param_groups=_plain(groups))
     state = optimizer.state_dict()
@@ -306,7 +303,7 @@ def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Ma
     """Put back what `_flatten_optimizer` took apart; state that exists already is filled in place."""
     rest, file = manifest.parts[name], path / f"{name}.safetensors"
     tensors, own = _flatten_optimizer(optimizer)
-    in_tiers, found = _tiers(optimizer) is not None, _names(file) if rest.chains is None else []
+    found = _names(file) if rest.chains is None else []
     if any(key.endswith(".low") for key in found) and not isinstance(optimizer, SplitSGDBF16):
         # torch's SGD would take them for a state it does not know, and go on from the upper halves.
         raise ValueError(
@@ -317,13 +314,16 @@ def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Ma
     groups = _checked_groups(f"{path / MANIFEST}: parts.{name}", rest.param_groups, own.param_groups)
     if rest.chains is not None:
         _load_chains(path, manifest, name, optimizer)
-    elif in_tiers or found == sorted(tensors):
+    elif isinstance(optimizer, SparseOptimizer) or found == sorted(tensors):
         read_tensors(file, tensors)
     else:  # torch's Adam and SGD make their state at the first step
         with open_tensors(file) as opened:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is no mapping
+    if isinstance(optimizer, SparseOptimizer):
+        optimizer.load_rates({"param_groups": groups})
+        return
     state: dict[int, dict[str, Any]] = {}
-    for key, value in {**tensors, **rest.values}.items() if not in_tiers else ():
+    for key, value in {**tensors, **rest.values}.items():
         index, _, entry = key.partition(".")
         state.setdefault(int(index), {})[entry] = value
     optimizer.load_state_dict({"state": state, "param_groups": groups})

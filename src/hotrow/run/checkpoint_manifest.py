@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from hotrow.base.files import check_name
 from hotrow.base.records import STRICT, Count, Document
-from hotrow.placement.table_rows import InitialRows
+from hotrow.placement.base import InitialRows
 from hotrow.run.checkpoint_tensors import CURE, FileRecord
 
 FORMAT_VERSION = 2

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from hotrow.base.files import file_name, open_private
-from hotrow.placement.table_rows import ChangedRows, InitialRows, RowsInTiers
-from hotrow.placement.tiers import Saved
+from hotrow.placement.base import Changes, InitialRows, RowIds, Rows, Saved
 from hotrow.run.checkpoint_manifest import MANIFEST, ChainRecord, Manifest
-from hotrow.run.checkpoint_tensors import CURE, Stored, Target, check_like, check_names, open_tensors, piece_rows, put
+from hotrow.run.checkpoint_tensors import CURE, Stored, check_like, check_names, open_tensors
 
 MOST_LINKS = 100
 """Of a chain, each a file that every save links and every load opens; the next save begins a new one."""
@@ -89,10 +88,31 @@ class NextChain(NamedTuple):
         return {self.chain.files[-1]: self.tensors} if self.tensors else {}
 
 
-def next_chain(part: str, table: str, arrays: Mapping[str, RowsInTiers], before: Saved | None) -> NextChain:
-    """The chain of a table's arrays, by name, after the checkpoint `before`."""
+class ChangedRows:
+    """The values of an array in the rows of a table that were ever written to, or since `Changes.clear_changed`.
+
+    rows: the array; None: the ids of those rows instead. No row may change while they are read.
+    """
+
+    def __init__(self, changes: Changes, table: str, rows: Rows | None, *, ever: bool) -> None:
+        self._changes, self._table, self._rows, self._ever = changes, table, rows, ever
+        num_rows = changes.num_changed(table, ever=ever)
+        self.shape = torch.Size((num_rows, *(() if rows is None else rows.shape[1:])))
+        self.dtype = torch.int64 if rows is None else rows.dtype
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yields their ids [n], rising, as many at a time as memory is set aside for."""
+        return self._changes.changed_rows(self._table, ever=self._ever)
+
+    def read(self, ids: Tensor, /) -> Tensor:
+        """Returns the values in the rows `ids`, or the ids themselves."""
+        return ids if self._rows is None else self._rows.read(ids)
+
+
+def next_chain(part: str, table: str, arrays: Mapping[str, Rows], changes: Changes, before: Saved | None) -> NextChain:
+    """Returns the chain of a table's arrays, by name, after the checkpoint `before`."""
     first = next(iter(arrays.values()))
-    num_changed, num_ever = (first.tiers.num_changed(first.table, ever=ever) for ever in (False, True))
+    num_changed, num_ever = (changes.num_changed(table, ever=ever) for ever in (False, True))
     chain = None if before is None else Chain.of(before.manifest, part, table)
     if chain is not None and (len(chain.links) >= MOST_LINKS or sum(chain.links[1:]) + num_changed > num_ever):
         chain = None
@@ -101,11 +121,11 @@ def next_chain(part: str, table: str, arrays: Mapping[str, RowsInTiers], before:
     if chain is not None and num_changed == 0:
         return NextChain(chain, len(chain.links), {})
     ever = chain is None
-    tensors: dict[str, Stored] = {name: ChangedRows(array, ever=ever) for name, array in arrays.items()}
-    tensors[ROWS] = ChangedRows(first, ever=ever, ids=True)
+    tensors: dict[str, Stored] = {n: ChangedRows(changes, table, rows, ever=ever) for n, rows in arrays.items()}
+    tensors[ROWS] = ChangedRows(changes, table, None, ever=ever)
     if chain is None:
-        initial = InitialRows.of(first.tiers, first.table)
-        return NextChain(Chain(f"{part}/{file_name(table)}", first.shape[0], initial, (num_ever,)), 0, tensors)
+        stem, initial = f"{part}/{file_name(table)}", changes.initial(table)
+        return NextChain(Chain(stem, first.shape[0], initial, (num_ever,)), 0, tensors)
     return NextChain(replace(chain, links=(*chain.links, num_changed)), len(chain.links), tensors)
 
 
@@ -122,7 +142,7 @@ def link_or_copy(source: Path, target: Path) -> None:
             os.fsync(copy.fileno())
 
 
-def load_chain(path: Path, chain: Chain, arrays: Mapping[str, Target]) -> None:
+def load_chain(path: Path, chain: Chain, table: str, arrays: Mapping[str, Rows], changes: Changes | None) -> None:
     """Make `arrays`, by name, what the chain of the checkpoint folder `path` says, also rows that are in no link.
 
     Raises ValueError, with nothing changed, where a link does not fit the arrays, and where its rows do not rise.
@@ -133,16 +153,16 @@ def load_chain(path: Path, chain: Chain, arrays: Mapping[str, Target]) -> None:
     for file, num_rows in zip(chain.files, chain.links, strict=True):
         _check_link(path / file, num_rows, chain, arrays)
     for name, array in arrays.items():
-        for rows in _rows_to_reset(name, array, chain):
-            put(array, rows, chain.initial.read(name, rows, array.shape))
+        for rows in _rows_to_reset(name, table, array, chain, changes):
+            array.write(rows, chain.initial.read(name, rows, array.shape))
     for file, num_rows in zip(chain.files, chain.links, strict=True):
         with open_tensors(path / file) as link:
             for piece, rows in _pieces(link, num_rows, arrays):
                 for name, array in arrays.items():
-                    put(array, rows, link.get_slice(name)[piece])
+                    array.write(rows, link.get_slice(name)[piece])
 
 
-def _check_link(path: Path, num_rows: int, chain: Chain, arrays: Mapping[str, Target]) -> None:
+def _check_link(path: Path, num_rows: int, chain: Chain, arrays: Mapping[str, Rows]) -> None:
     with open_tensors(path) as link:
         check_names(path, link.keys(), [ROWS, *arrays])
         check_like(path, ROWS, link.get_slice(ROWS), torch.int64, (num_rows,))
@@ -155,22 +175,15 @@ def _check_link(path: Path, num_rows: int, chain: Chain, arrays: Mapping[str, Ta
             last = int(rows[-1])
 
 
-def _pieces(link: Any, num_rows: int, arrays: Mapping[str, Target]) -> Iterator[tuple[slice, Tensor]]:
+def _pieces(link: Any, num_rows: int, arrays: Mapping[str, Rows]) -> Iterator[tuple[slice, Tensor]]:
     """Ranges of a link's rows and the rows themselves."""
-    step = min(_piece_rows(array) for array in arrays.values())
+    step = min(array.piece_rows for array in arrays.values())
     ranges = (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
     return ((piece, link.get_slice(ROWS)[piece]) for piece in ranges)
 
 
-def _rows_to_reset(name: str, array: Target, chain: Chain) -> Iterator[slice | Tensor]:
-    """Those that may differ from what the chain has for rows in no link."""
-    if isinstance(array, RowsInTiers):
-        own = InitialRows.of(array.tiers, array.table)
-        if own.formula(name) == chain.initial.formula(name):
-            return array.tiers.changed_rows(array.table, ever=True)
-    step = _piece_rows(array)
-    return (slice(start, min(start + step, chain.num_rows)) for start in range(0, chain.num_rows, step))
-
-
-def _piece_rows(array: Target) -> int:
-    return array.tiers.piece_rows(array.table) if isinstance(array, RowsInTiers) else piece_rows(array)
+def _rows_to_reset(name: str, table: str, array: Rows, chain: Chain, changes: Changes | None) -> Iterator[RowIds]:
+    """Yields those that may differ from what the chain has for rows in no link."""
+    if changes is not None and changes.initial(table).formula(name) == chain.initial.formula(name):
+        return changes.changed_rows(table, ever=True)
+    return array.pieces()

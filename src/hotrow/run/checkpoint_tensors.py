@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, BinaryIO, Protocol, TypeAlias
 
 import torch
 from pydantic import Field
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hotrow.base.files import atomic_write
 from hotrow.base.records import STRICT, Count
+from hotrow.placement.base import Rows
 
 CHUNK_BYTES = 1 << 24
 CURE = "remove its step folder and resume from an earlier checkpoint"
@@ -47,29 +48,17 @@ class FileRecord:
 
 
 class Pieces(Protocol):
-    """What becomes a tensor of a file piece by piece: a split table, a table in tiers, some of its rows."""
+    """What becomes a tensor of a file piece by piece: an array of a table, or some of its rows."""
 
-    @property
-    def shape(self) -> torch.Size:
-        """Of the tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the tensor."""
+    shape: torch.Size
+    """The shape of the whole tensor."""
+    dtype: torch.dtype
 
     def pieces(self) -> Iterable[Any]:
-        """What `read` takes, so that the results are the tensor, first rows first."""
+        """Yields what `read` takes, so that the results are the tensor, first rows first."""
 
-    def read(self, piece: Any) -> Tensor:
-        """Its rows of a piece."""
-
-
-@runtime_checkable
-class Rows(Pieces, Protocol):
-    """What is also written to by rows."""
-
-    def write(self, rows: Any, values: Tensor) -> None:
-        """Rows (a range, or ids [n]) become `values`."""
+    def read(self, piece: Any, /) -> Tensor:
+        """Returns the rows of a piece."""
 
 
 Stored: TypeAlias = Tensor | Pieces
@@ -145,8 +134,10 @@ def put(tensor: Target, rows: Any, values: Tensor) -> None:
         tensor.write(rows, values)
 
 
-def piece_rows(tensor: Stored) -> int:
-    """How many of its rows fit a chunk."""
+def piece_rows(tensor: Target) -> int:
+    """Returns how many of its rows to move at once."""
+    if not isinstance(tensor, Tensor):
+        return tensor.piece_rows
     return max(1, CHUNK_BYTES // max(1, num_bytes(tensor) // max(1, tensor.shape[0])))
 
 

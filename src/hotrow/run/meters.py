@@ -19,7 +19,8 @@ from hotrow.base.files import size
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.turns import Turns
-from hotrow.placement.device import DeviceRows
+from hotrow.placement.base import Placement
+from hotrow.placement.device import Device
 from hotrow.placement.store_file import BLOCKS
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import disk_bytes, dram_bytes
@@ -159,7 +160,9 @@ def meters_of_rows(
 
     drive_written_bytes: returns what the run has written to its drive, over all sessions.
     """
-    tiers, on_device, slots = embedding.tiers, embedding.device_rows, embedding.in_slots
+    placement = embedding.placement
+    tiers, on_device = placement.find(Tiers), placement.find(Device)
+    slots = placement if placement.looks_ahead else None
     meters: list[Meter] = [] if slots is None else [StallMeter(slots, session, drive_written_bytes)]
     meters += [] if tiers is None else [TierMeter(tiers, session)]
     return meters + ([] if on_device is None else [DeviceMeter(on_device)])
@@ -168,7 +171,7 @@ def meters_of_rows(
 class StallMeter(Meter):
     """How long steps waited for rows, and what went to the drive, over all sessions."""
 
-    def __init__(self, slots: Tiers | DeviceRows, session: Session, drive_written_bytes: Callable[[], int]) -> None:
+    def __init__(self, slots: Placement, session: Session, drive_written_bytes: Callable[[], int]) -> None:
         self._slots, self._session, self._drive_written_bytes = slots, session, drive_written_bytes
 
     @override
@@ -255,7 +258,7 @@ class TierMeter(CountsApart):
             "disk_bytes": disk_bytes(tiers),
             "folder": str(tiers.memory.folder),
             "writes": tiers.memory.writes,
-            "batches": {"foreseen": tiers.foreseen, "unannounced": tiers.unannounced, "altered": tiers.altered},
+            "batches": tiers.announced.counts(),
             **figures(sum_of(training.values())),
             "tiers": self._by_tier(training),
             "aside": {**hits(aside), **io(aside)},
@@ -310,7 +313,7 @@ class TierMeter(CountsApart):
 class DeviceMeter(CountsApart):
     """What slots on a device did since they were made, with training apart from evaluations and checkpoints."""
 
-    def __init__(self, rows: DeviceRows) -> None:
+    def __init__(self, rows: Device) -> None:
         super().__init__(rows.counters)
         self.rows = rows
 
@@ -324,7 +327,7 @@ class DeviceMeter(CountsApart):
     @override
     def record(self) -> dict[str, Any]:
         rows, training = self.rows, self._training()
-        batches = {name: getattr(rows, name) for name in ("foreseen", "unannounced", "altered", "postponed")}
+        batches = {**rows.announced.counts(), "postponed": rows.postponed}
         tables = {
             table.name: {"pinned": own.pinned, "cached": own.cached, "hits_per_row": _hits(training[table.name])}
             for table, own in zip(rows.tables, rows.slots, strict=True)

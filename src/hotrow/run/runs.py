@@ -24,6 +24,7 @@ from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.stores import StoreError
+from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import describe, disk_shortfall
 from hotrow.plan.demand import required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
@@ -282,7 +283,7 @@ def _warn_of_little_disk(training: Training) -> None:
 
 
 def _warn_of_tiers(training: Training) -> None:
-    tiers, folder = training.parts.embedding.tiers, training.folder
+    tiers, folder = training.parts.embedding.placement.find(Tiers), training.folder
     if tiers is None:
         return
     fallbacks = [store.fallback for store in tiers.stores if store.fallback]

@@ -29,6 +29,7 @@ from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
 from hotrow.placement.lookahead import lookahead
+from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest
@@ -135,11 +136,11 @@ class Training:
         self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=setup.copies_on)
         embedding, memory = self.parts.embedding, config.memory
         wanted = memory.lookahead if isinstance(memory, MemoryConfig) else LOOKAHEAD
-        self.lookahead = 0 if embedding.in_slots is None else wanted
+        self.lookahead = wanted if embedding.placement.looks_ahead else 0
         ledger = WriteLedger(folder.path / LEDGER, config.write_budget)
         most = checkpoint_bytes(config, setup.tables, self.parts.model, in_tiers=setup.in_tiers)
         self.clock = StepClock(self.session)
-        self.writes = WriteMeter(embedding.tiers, ledger, self.session, checkpoint_bytes=most)
+        self.writes = WriteMeter(embedding.placement.find(Tiers), ledger, self.session, checkpoint_bytes=most)
         self.meters: list[Meter] = [self.clock, HotMeter(self.turns, folder.measurements), self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
         if not self._has("val"):

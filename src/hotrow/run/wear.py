@@ -164,11 +164,11 @@ class WriteMeter(Meter):
             return 0
         manifest = None if path is None else read_manifest(path)
         total = 0.0
-        for t, store in enumerate(self._tiers.stores):
+        for store in self._tiers.stores:
             rows, whole = store.rows, store.padded_record_bytes * store.rows.num_rows
             chain = None if manifest is None else manifest.chain("embedding", rows.table)
             links = [rows.num_rows] if chain is None else chain.links
-            made_untouched = [self._tiers.num_changed(t, ever=True)] if here else []
+            made_untouched = [self._tiers.num_changed(store.rows.table, ever=True)] if here else []
             passes = [*made_untouched, *links]
             if store.path is not None:
                 total += len(rows.parts) * sum(min(num_rows * store.write_bytes, whole) for num_rows in passes)

@@ -1,0 +1,327 @@
+"""Copies of some rows of every table, with their optimizer states: while they are live, lookups and updates use them.
+
+    load   tables --gather, copy--> copies        once a table and array; from now on the tables are out of date
+    save   copies --copy, scatter--> tables
+
+Rows of a prefix keep their numbers as slots; listed rows follow them. Every copy is exact, so that a run with copies
+has the bits of one without (law 2). The copies lie in DRAM beside the tables, or on a device, whose lookups and updates
+are those of kernels/triton_ops.py. Which rows are copied, and when, is for hot/ to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.kernels import ops
+from hotrow.kernels.reference import Layout, Rule
+from hotrow.placement.base import (
+    NO_LEASE,
+    SOME_FROZEN,
+    Attached,
+    Changes,
+    KernelSet,
+    Lease,
+    Placement,
+    RowIds,
+    Rows,
+    RowsInMemory,
+    State,
+    Use,
+)
+from hotrow.placement.budget import free_bytes
+from hotrow.tables import TableConfig
+
+PIECE_BYTES = 32 << 20
+"""At most so many bytes of rows are on their way to a device at once, so that pinned memory stays small."""
+
+
+class CopiedRows(Protocol):
+    """The rows of one table that have copies: rows [0, prefix), and those of `listed`, rising, none below prefix."""
+
+    @property
+    def prefix(self) -> int:
+        """How many first rows."""
+
+    @property
+    def listed(self) -> NDArray[np.int64]:
+        """The other rows."""
+
+
+class Copies(Placement):
+    """Copies of `rows`, by table, of the placement `below`, in front of it; `attached`: its optimizer's states.
+
+    device: where the copies lie, so that batches are looked up and updated there; None: in DRAM, beside the tables.
+    Raises MemoryError, or torch's OutOfMemoryError, if the copies find no memory, ImportError if they are to lie on a
+    device and Triton is not installed, ValueError if `below` has slots on a device already and for a device that the
+    kernels do not run on.
+    """
+
+    def __init__(
+        self, below: Placement, attached: Attached, rows: Sequence[CopiedRows], *, device: torch.device | None = None
+    ) -> None:
+        below.check("hot_copies")
+        self.below: Placement = below
+        self.tables, self.weights, self.low = below.tables, below.weights, below.low
+        self._attached, self._rows = attached, rows
+        self._table_of = {name: t for t, table in enumerate(below.tables) for name in table.feature_names}
+        self._fast: FastMemory = InDram(below) if device is None else OnDevice(below, device)
+        self.device, self.kernels = self._fast.device, self._fast.kernels
+        nums = [own.prefix + len(own.listed) for own in rows]
+        room = self._fast.room
+        weights = [room(n, below.weights[t.name]) for t, n in zip(self.tables, nums, strict=True)]
+        split = [(below.low.get(t.name), n) for t, n in zip(self.tables, nums, strict=True)]
+        low = [None if half is None else room(n, half) for half, n in split]
+        states = [
+            [room(n, state.array) for state in own] for own, n in zip(attached.states.values(), nums, strict=True)
+        ]
+        self.arrays = self._fast.arrays(weights, low)
+        self._state_arrays = [self._fast.arrays(arrays) for arrays in zip(*states, strict=True)]
+        stored = [RowsInMemory(weight, half) for weight, half in zip(weights, low, strict=True)]
+        self._copies = [[own, *map(RowsInMemory, arrays)] for own, arrays in zip(stored, states, strict=True)]
+        """By table, the copies of its weights and of each state."""
+        self.changed = False
+        """Whether a step has changed the copies since they were loaded or saved."""
+
+    @property
+    def stall_s(self) -> float:
+        """See Placement."""
+        return self.below.stall_s
+
+    @property
+    def changes(self) -> Changes | None:
+        """See Placement."""
+        return self.below.changes
+
+    def check(self, use: Use) -> None:
+        """See Placement."""
+        if use == "freeze_some":
+            raise ValueError(SOME_FROZEN)
+        self._refuse()
+
+    def _refuse(self) -> None:
+        raise RuntimeError(
+            "the tables' hot rows are out of date, their copies on the fast device are live: read and change "
+            "tables inside `with copies.flushed()`, or after copies.give_back()"
+        )
+
+    def attach(self, states: dict[str, Sequence[State]]) -> Attached:
+        """Raises RuntimeError: states belong to the tables."""
+        self._refuse()
+        raise AssertionError
+
+    def rows(self, table: str, state: State | None = None) -> Rows:
+        """Raises RuntimeError: the tables are out of date."""
+        self._refuse()
+        raise AssertionError
+
+    def grow(self, table: TableConfig) -> None:
+        """Raises RuntimeError: the tables are out of date."""
+        self._refuse()
+
+    def flush(self) -> None:
+        """Raises RuntimeError: the tables are out of date."""
+        self._refuse()
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """See Placement: those below."""
+        return self.below.counters()
+
+    def close(self) -> None:
+        """See Placement."""
+        self.below.close()
+
+    # ---- batches
+
+    def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Lease, KeyedJaggedTensor]:
+        """See Placement. Raises ValueError if a row has no copy: its only place is in the tables."""
+        values = sparse.values
+        for name in (key for key in sparse.keys if key in self._table_of):
+            span, own = sparse.span(name), self._rows[self._table_of[name]]
+            beyond = sparse.values[span] >= own.prefix
+            if bool(beyond.any()):
+                values = values.clone() if values is sparse.values else values
+                _move(name, own, beyond, values[span])
+        return NO_LEASE, sparse.with_values(values)
+
+    def update(
+        self,
+        lookups: Sequence[tuple[ops.Kernels, KeyedJaggedTensor, Tensor]],
+        attached: Attached,
+        rules: Sequence[Rule],
+    ) -> None:
+        """See Placement. The tables are out of date until the copies are saved."""
+        self.changed = True
+        if lookups:
+            self.kernels.pooled.update(self.arrays, self._state_arrays, lookups, rules)
+
+    # ---- to and fro
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Makes the copies what the tables are."""
+        for table, copies, rows, slots in self._moves():
+            copies.write(slots, self._fast.over(table.read(rows)))
+        self._fast.wait()
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Makes the tables' rows what the copies are."""
+        for table, copies, rows, slots in self._moves():
+            table.write(rows, self._fast.back(copies.read(slots)))
+        self._fast.wait()
+        self.changed = False
+
+    def wait(self) -> None:
+        """Sleeps until what was asked for where the copies lie is done."""
+        self._fast.wait()
+
+    def _moves(self) -> Iterator[tuple[Rows, RowsInMemory, RowIds, slice]]:
+        """Yields an array of a table, that of its copies, and rows and their slots in pieces."""
+        for config, copied, own in zip(self.tables, self._copies, self._rows, strict=True):
+            for state, copies in zip((None, *self._attached.states[config.name]), copied, strict=True):
+                table = self.below.rows(config.name, state)
+                for rows, slots in self._pieces(own, table.piece_rows, config.embedding_dim):
+                    yield table, copies, rows, slots
+
+    def _pieces(self, own: CopiedRows, piece_rows: int, dim: int) -> Iterator[tuple[RowIds, slice]]:
+        most = self._fast.piece_bytes
+        step = piece_rows if most is None else max(1, min(piece_rows, most // (4 * dim)))
+        for start in range(0, own.prefix, step):
+            span = slice(start, min(start + step, own.prefix))
+            yield span, span
+        for start in range(0, len(own.listed), step):
+            rows = torch.from_numpy(own.listed[start : start + step])
+            yield rows, slice(own.prefix + start, own.prefix + start + len(rows))
+
+
+def _move(feature: str, own: CopiedRows, beyond: Tensor, ids: Tensor) -> None:
+    """Puts slots for those ids of a feature that lie beyond the prefix, in place."""
+    listed, found = torch.from_numpy(own.listed), ids[beyond].long()
+    places = torch.searchsorted(listed, found)
+    cold = found if not len(listed) else found[listed[places.clamp(max=len(listed) - 1)] != found]
+    if len(cold):
+        raise ValueError(
+            f"feature {feature!r} looks up row {int(cold[0])}, which is not hot, while hot rows live on the fast "
+            "device: call give_back() before batches that are not all hot"
+        )
+    ids[beyond] = (own.prefix + places).to(ids.dtype)
+
+
+class FastMemory(Protocol):
+    """Where copies lie."""
+
+    device: torch.device
+    kernels: KernelSet
+    """What looks up and updates rows there."""
+    piece_bytes: int | None
+    """Of rows of one array on their way, at most so many; None: any number."""
+
+    def room(self, num_rows: int, like: Tensor) -> Tensor:
+        """Memory for so many rows of an array. MemoryError or torch's OutOfMemoryError where there is none."""
+
+    def arrays(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> Any:
+        """As the kernels there take them."""
+
+    def over(self, values: Tensor) -> Tensor:
+        """`values`, which lie in DRAM, where copies lie."""
+
+    def back(self, values: Tensor) -> Tensor:
+        """`values`, which lie where copies do, in DRAM; until the next call."""
+
+    def wait(self) -> None:
+        """Sleep until what was asked for there is done."""
+
+
+class InDram:
+    """Memory of this machine beside the tables."""
+
+    piece_bytes: int | None = None
+
+    device = torch.device("cpu")
+
+    def __init__(self, below: Placement) -> None:
+        self.kernels = below.kernels
+
+    def room(self, num_rows: int, like: Tensor) -> Tensor:
+        """As tables are allocated."""
+        return ops.allocate(num_rows, *like.shape[1:], dtype=like.dtype)
+
+    def arrays(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> ops.Arrays:
+        """Of hotrow.kernels.ops."""
+        return ops.Arrays(tensors, low)
+
+    def over(self, values: Tensor) -> Tensor:
+        """Themselves."""
+        return values
+
+    def back(self, values: Tensor) -> Tensor:
+        """Themselves."""
+        return values
+
+    def wait(self) -> None:
+        """Nothing is done later here."""
+
+
+class OnDevice:
+    """Memory of a device with the kernels of triton_ops.py; of the CPU only if Triton's interpreter runs them.
+
+    Raises ImportError where Triton is not installed.
+    """
+
+    piece_bytes: int | None = PIECE_BYTES
+
+    def __init__(self, below: Placement, device: torch.device) -> None:
+        try:
+            from hotrow.kernels.triton_moves import Buffers, Streams
+            from hotrow.kernels.triton_ops import Arrays, Kernels
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ImportError("copies of hot rows on a device need Triton: pip install 'hotrow[gpu]'") from error
+        self.device = device
+        self._streams, self._buffers, self._arrays = Streams(device), Buffers(device), Arrays
+        self.kernels = KernelSet(Layout.of(below.tables), Kernels)
+
+    def room(self, num_rows: int, like: Tensor) -> Tensor:
+        """Of torch's allocator."""
+        return torch.empty(num_rows, *like.shape[1:], dtype=like.dtype, device=self.device)
+
+    def arrays(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> Any:
+        """Of hotrow.gpu. Raises ValueError for a device that the kernels do not run on."""
+        return self._arrays(tensors, low)
+
+    def over(self, values: Tensor) -> Tensor:
+        """Through pinned memory; the host goes on meanwhile."""
+        staged = self._buffers.take(values.nbytes)
+        staged.view(values.dtype).view(values.shape).copy_(values)
+        found = staged.to(self.device, non_blocking=True, copy=True)
+        self._buffers.give_back(staged, self._streams.moment())
+        return found.view(values.dtype).view(values.shape)
+
+    def back(self, values: Tensor) -> Tensor:
+        """Through pinned memory, when they are there."""
+        staged = self._buffers.take(values.nbytes)
+        found = staged.view(values.dtype).view(values.shape)
+        found.copy_(values, non_blocking=True)
+        arrived = self._streams.moment()
+        arrived.wait()
+        self._buffers.give_back(staged, arrived)
+        return found
+
+    def wait(self) -> None:
+        """So that seconds are those of the copies."""
+        self._streams.moment().wait()
+
+
+def room_bytes(device: torch.device) -> int:
+    """Returns how much of a device's memory copies may take."""
+    # What torch keeps of arrays that are gone is free for others.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return free_bytes(str(device)) + kept

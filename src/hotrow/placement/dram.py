@@ -1,0 +1,170 @@
+"""All rows in DRAM: one array per table, in which a row's slot is its number."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hotrow.base.files import size
+from hotrow.base.machine import available_memory_bytes
+from hotrow.kernels import ops
+from hotrow.kernels.reference import Layout, row_key
+from hotrow.placement.base import (
+    NO_LEASE,
+    PIECE_BYTES,
+    Attached,
+    KernelSet,
+    Placement,
+    Rows,
+    RowsInMemory,
+    State,
+)
+from hotrow.placement.slots import Held
+from hotrow.tables import TableConfig
+
+ADDRESS_SPACE = 1 << 47
+"""Bytes that a process can address on x86-64; on arm64 at least as many."""
+
+
+class Dram(Placement):
+    """Every row of every table in memory.
+
+    weights: tables that exist already, by name, float32 [N, D]; None: new ones, with their initial rows. Raises
+    ValueError if new tables are larger than the memory there is.
+    """
+
+    def __init__(
+        self, tables: Sequence[TableConfig], *, seed: int = 0, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.tables, self.seed = tuple(tables), seed
+        if weights is not None:
+            self.weights, self.low = dict(weights), {}
+        else:
+            _check_memory(self.tables)
+            shapes = {table: (table.num_embeddings, table.embedding_dim) for table in self.tables}
+            self.weights = {t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype)) for t, shape in shapes.items()}
+            split = [name for name, weight in self.weights.items() if weight.dtype == torch.bfloat16]
+            self.low = {name: ops.allocate(*self.weights[name].shape, dtype=torch.int16) for name in split}
+            for table in self.tables:
+                fill_initial_rows(self._stored(table.name), table, seed)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.kernels = KernelSet(Layout.of(self.tables))
+        self._attached: weakref.WeakSet[Attached] = weakref.WeakSet()
+        self._take_arrays()
+
+    def _take_arrays(self) -> None:
+        self.arrays = ops.Arrays(list(self.weights.values()), [self.low.get(name) for name in self.weights])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the tables alone: a copy makes its own native handles, and its optimizers are yet to come."""
+        return {name: getattr(self, name) for name in ("tables", "seed", "weights", "low")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._prepare()
+
+    def attach(self, states: dict[str, Sequence[State]]) -> Attached:
+        """See Placement. Several optimizers may be attached, each with states of its own."""
+        for table in self.tables:
+            stored = self._stored(table.name)
+            for state in states[table.name]:
+                # Pages of zeros stay untouched: rows that never train cost no memory.
+                if state.constant or (state.of_weight and stored.array.any()):
+                    _fill(state, stored)
+        attached = Attached(states)
+        self._attached.add(attached)
+        return attached
+
+    def _stored(self, table: str) -> RowsInMemory:
+        return RowsInMemory(self.weights[table], self.low.get(table))
+
+    def rows(self, table: str, state: State | None = None) -> Rows:
+        """See Placement."""
+        return self._stored(table) if state is None else RowsInMemory(state.array)
+
+    def grow(self, table: TableConfig) -> None:
+        """See Placement. The table's arrays move to larger memory: for a moment they are there twice."""
+        t = next(t for t, each in enumerate(self.tables) if each.name == table.name)
+        first, stored = self.tables[t].num_embeddings, self._stored(table.name)
+        states = [state for attached in self._attached for state in attached.states[table.name]]
+        arrays = [array for array in (stored.array, stored.low, *(s.array for s in states)) if array is not None]
+        for array, longer in [(array, _longer(array, table.num_embeddings)) for array in arrays]:
+            array.data = longer
+        self.tables = (*self.tables[:t], table, *self.tables[t + 1 :])
+        fill_initial_rows(self._stored(table.name), table, self.seed, start=first)
+        for state in states:
+            _fill(state.of_untouched(table), self._stored(table.name), start=first)
+        self._take_arrays()
+        for attached in self._attached:
+            attached.take_arrays()
+
+    # ---- below a device
+
+    piece_bytes: int | None = None
+
+    def parts(self) -> list[list[Tensor]]:
+        """See Backing, in device.py."""
+        found = []
+        for name, weight in self.weights.items():
+            low = [self.low[name]] if name in self.low else []
+            found.append([weight, *low, *(s.array for own in self._attached for s in own.states[name])])
+        return found
+
+    def hold(self, rows: Sequence[NDArray[np.int64]], *, keep: bool) -> Held:
+        """See Backing."""
+        return Held(NO_LEASE, [torch.from_numpy(own) for own in rows], ready=True)
+
+    def check_stores(self) -> None:
+        """See Backing: there is nothing that could fail."""
+
+
+def _fill(state: State, stored: RowsInMemory, *, start: int = 0) -> None:
+    for rows in stored.pieces(start):
+        state.fill(rows, stored.read(rows).float())
+
+
+def fill_initial_rows(stored: RowsInMemory, table: TableConfig, seed: int, *, start: int = 0) -> None:
+    """Gives the rows of a table, zeros as allocated, their initial values from row `start` on."""
+    bound, key = table.init.bound_for(table.num_embeddings), row_key(seed, table.name)
+    if not bound:
+        return  # zero already, and no page touched
+    for rows in stored.pieces(start):
+        plain = stored.array.dtype == torch.float32
+        values = stored.array[rows] if plain else torch.empty(stored.array[rows].shape)
+        ops.fill_uniform(values, key=key, bound=bound, zero_rows=table.init.zero_rows, first_row=rows.start)
+        if not plain:
+            stored.write(rows, values)
+
+
+def _longer(array: Tensor, num_rows: int) -> Tensor:
+    """Returns a copy of `array` [N, ...] with `num_rows`, zeros beyond N."""
+    longer = ops.allocate(num_rows, *array.shape[1:], dtype=array.dtype)
+    step = max(1, PIECE_BYTES // max(1, 4 * array[:1].numel()))
+    for start in range(0, len(array), step):
+        piece = array[start : start + step]
+        if piece.view(torch.int16).any():  # pages that were never touched stay so
+            longer[start : start + len(piece)] = piece
+    return longer
+
+
+def _check_memory(tables: Sequence[TableConfig]) -> None:
+    """Raises ValueError if tables do not fit in the memory there is; those that start at zero need none at first."""
+    filled = sum(table.num_bytes for table in tables if table.init.bound_for(table.num_embeddings))
+    every = sum(table.num_bytes for table in tables)
+    available = available_memory_bytes()
+    if filled <= available and every < ADDRESS_SPACE:
+        return
+    largest = max(tables, key=lambda table: table.num_bytes)
+    raise ValueError(
+        f"the tables are {size(every)}, and {size(available)} of memory are available; the largest, {largest.name!r}, "
+        f"has {largest.num_embeddings:,} rows of {largest.embedding_dim} {largest.dtype}: keep part of the rows on "
+        "disk (memory=hotrow.Memory(dram=..., ssd=...)), or give the tables fewer rows or columns"
+    )
