@@ -28,7 +28,7 @@ from hotrow.config.load import load_config
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs, trainer
 from hotrow.run.meters import StepClock
-from hotrow.run.parts import Parts
+from hotrow.run.setup import Parts
 from hotrow.study import bench
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -49,13 +49,12 @@ from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
-from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.parts import build_network, look_up
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import train
-from hotrow.run.setup import Place, Setup, cpu_instead, read_model
+from hotrow.run.setup import Place, Setup, build_network, cpu_instead, look_up, read_model
 from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}

@@ -22,7 +22,7 @@ from hotrow.run.checkpoint import (
     save_checkpoint,
     verify,
 )
-from hotrow.run.checkpoint_tensors import read_tensors, write_tensors
+from hotrow.run.checkpoint_files import read_tensors, write_tensors
 from hotrow.tables import TableConfig
 from resealed import reseal
 
@@ -115,7 +115,7 @@ def test_against_the_safetensors_library(tmp_path: Path, dtype: torch.dtype, sha
 
 
 def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.run.checkpoint_tensors.CHUNK_BYTES", 40)
+    monkeypatch.setattr("hotrow.run.checkpoint_files.CHUNK_BYTES", 40)
     values = torch.randn(13, 3, generator=torch.Generator().manual_seed(0))
     write_tensors(tmp_path / "f.safetensors", {"x": values})
     assert torch.equal(load_file(tmp_path / "f.safetensors")["x"], values)
@@ -126,7 +126,7 @@ def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_split_table_is_written_as_the_float32_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file has the bytes of a float32 table's, and each is read by the other without loss."""
-    monkeypatch.setattr("hotrow.run.checkpoint_tensors.CHUNK_BYTES", 40)
+    monkeypatch.setattr("hotrow.run.checkpoint_files.CHUNK_BYTES", 40)
     monkeypatch.setattr("hotrow.placement.base.PIECE_BYTES", 48)
     make = {
         dtype: EmbeddingCollection(

@@ -116,7 +116,9 @@ def options(
 
 
 @verb(
-    "demo", home="hotrow.cli.demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)"
+    "demo",
+    home="hotrow.cli.tools",
+    example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)",
 )
 def demo(
     *,
@@ -137,7 +139,7 @@ def demo(
     json_: Json = False,
 ) -> None:
     """Make synthetic Criteo-shaped clicks (or take your own logs), prepare, train a DLRM, evaluate it."""
-    from hotrow.cli.demo import demo_on_logs, demo_on_synthetic
+    from hotrow.cli.tools import demo_on_logs, demo_on_synthetic
     from hotrow.config.load import overrides_of
 
     if data is None and (label or time or schema or split or fractions or set_):

@@ -8,7 +8,7 @@
       model.safetensors  dense_optimizer.safetensors  sparse_optimizer.safetensors (in tiers <table>/000.safetensors)
 
 A checkpoint is made of named parts: an EmbeddingCollection, any nn.Module, any torch optimizer. Tensors are written
-from and read into the memory they live in, in pieces (checkpoint_tensors.py), so that saving tables of any size needs
+from and read into the memory they live in, in pieces (checkpoint_files.py), so that saving tables of any size needs
 no second copy. Tables in memory are written whole; of tables in tiers a checkpoint writes the rows that changed since
 the one before. Either loads into either. A table in split storage (bfloat16 and lower halves) is written joined: its
 file is that of a float32 table. Nothing is pickled. What to save, and when, is for trainer.py to say.
@@ -38,19 +38,24 @@ from hotrow.base.files import (
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SparseOptimizer, SplitSGDBF16
 from hotrow.placement.base import Changes, Rows, Saved
-from hotrow.run.checkpoint_manifest import DOCUMENT, MANIFEST, ChainRecord, Manifest, PartRecord, read_manifest
-from hotrow.run.checkpoint_rows import Chain, link_or_copy, load_chain, next_chain
-from hotrow.run.checkpoint_tensors import (
+from hotrow.run.checkpoint_files import (
     CURE,
+    DOCUMENT,
+    MANIFEST,
+    ChainRecord,
     FileRecord,
+    Manifest,
+    PartRecord,
     Stored,
     Target,
     crc32,
     num_bytes,
     open_tensors,
+    read_manifest,
     read_tensors,
     write_tensors,
 )
+from hotrow.run.checkpoint_rows import Chain, link_or_copy, load_chain, next_chain
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
 

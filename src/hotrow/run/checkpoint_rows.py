@@ -25,8 +25,16 @@ from torch import Tensor
 
 from hotrow.base.files import file_name, open_private
 from hotrow.placement.base import Changes, InitialRows, RowIds, Rows, Saved
-from hotrow.run.checkpoint_manifest import MANIFEST, ChainRecord, Manifest
-from hotrow.run.checkpoint_tensors import CURE, Stored, check_like, check_names, open_tensors
+from hotrow.run.checkpoint_files import (
+    CURE,
+    MANIFEST,
+    ChainRecord,
+    Manifest,
+    Stored,
+    check_like,
+    check_names,
+    open_tensors,
+)
 
 MOST_LINKS = 100
 """Of a chain, each a file that every save links and every load opens; the next save begins a new one."""

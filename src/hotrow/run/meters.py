@@ -409,3 +409,12 @@ def rates(counts: Counter[str], *, seconds: float, epochs: float) -> dict[str, A
 def ratio(part: float, whole: float, *, digits: int = 6) -> float | None:
     """Returns part / whole, rounded for people; None if `whole` is 0."""
     return round(part / whole, digits) if whole else None
+
+
+def merged(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of all `records`; those of mappings under one name together."""
+    fields: dict[str, Any] = {}
+    for record in records:
+        for name, value in record.items():
+            fields[name] = {**fields[name], **value} if name in fields else value
+    return fields

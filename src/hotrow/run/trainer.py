@@ -1,18 +1,22 @@
 """Training: one step on one screen, and the loop of a run.
 
-`train_step` takes one step with the parts that parts.py builds. `Training` takes step after step and does what is due
+`train_step` takes one step with the parts that setup.py builds. `Training` takes step after step and does what is due
 between them. The result of a run depends only on its config, its dataset and its seed. Runs start and resume in
-runs.py; threads and signals are in session.py, figures in meters.py.
+runs.py; figures are in meters.py. `Interrupt` notes the signals that end a run in good order.
 """
 
 from __future__ import annotations
 
 import math
+import signal
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -32,15 +36,12 @@ from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
-from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest
-from hotrow.run.checkpoint_tensors import CURE
+from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.folder import RunFolder, resume_command
-from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, meters_of_rows
+from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, merged, meters_of_rows
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.parts import Parts, build, look_up
 from hotrow.run.record import Extra, State, read_extra
-from hotrow.run.session import Interrupt
-from hotrow.run.setup import Place, Setup
+from hotrow.run.setup import Parts, Place, Setup, build, look_up
 from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
 
 EVAL_BATCH_SIZE = 4096
@@ -109,6 +110,41 @@ def evaluate(
         metrics.update(place.logits(model, batch.dense, look_up(model, embedding, batch.sparse)), batch.label)
     values = metrics.compute()
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
+
+
+class Interrupt:
+    """A block in which the first SIGINT or SIGTERM is only noted in `signal`; the next one acts as usual.
+
+    Outside the main thread signals cannot be caught, and act as usual.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        """Starts to note signals."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self._restore()
+        print("\nfinishing this step and saving a checkpoint; press again to abort", file=sys.stderr, flush=True)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Lets signals act as before."""
+        self._restore()
 
 
 class Training:
@@ -454,12 +490,3 @@ def scores(metrics: Mapping[str, Any]) -> str:
     """Returns AUC, LogLoss and NE in one line."""
     named = {"AUC": metrics["auc"], "LogLoss": metrics["logloss"], "NE": metrics["ne"]}
     return " ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in named.items())
-
-
-def merged(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of all `records`; those of mappings under one name together."""
-    fields: dict[str, Any] = {}
-    for record in records:
-        for name, value in record.items():
-            fields[name] = {**fields[name], **value} if name in fields else value
-    return fields
