@@ -280,7 +280,7 @@ def test_help_has_an_example(verb: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "absent.yaml"], r"config absent\.yaml is no file; pass a YAML file"),
+        (["train", "absent.yaml"], r"config absent\.yaml is not a file; pass a YAML file"),
         (["train"], "pass a config to start a run, or --resume RUN"),
         (["train", "small.yaml", "--set", "train.epoch=2"], r"unknown key train\.epoch; did you mean 'epochs'"),
         (["train", "small.yaml"], r"packed: no dataset\.json"),

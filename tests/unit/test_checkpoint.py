@@ -194,7 +194,7 @@ def test_other_manifests(tmp_path: Path) -> None:
     write_sealed(path / "manifest.json", {"hotrow_checkpoint": 99})
     with pytest.raises(ValueError, match="hotrow_checkpoint is 99, and this hotrow reads 2; use the hotrow that wrote"):
         read_manifest(path)
-    with pytest.raises(ValueError, match=r"is no checkpoint: it holds no manifest\.json"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint: it has no manifest\.json"):
         read_manifest(tmp_path / "absent")
 
 

@@ -56,6 +56,7 @@ from hotrow.models import MODELS
 from hotrow.run.checkpoint import verify
 from hotrow.run.checkpoint_files import (
     CURE,
+    Chain,
     FileRecord,
     Manifest,
     check_like,
@@ -64,7 +65,7 @@ from hotrow.run.checkpoint_files import (
     read_manifest,
     write_tensors,
 )
-from hotrow.run.checkpoint_rows import ROWS, Chain
+from hotrow.run.checkpoint_rows import ROWS
 from hotrow.run.record import Extra, read_extra
 from hotrow.run.setup import read_model
 from hotrow.tables import TableConfig
@@ -409,7 +410,7 @@ class LookedUpRows:
         self.shape = torch.Size((table.num_embeddings, table.embedding_dim))
         self._upper_half, self._done = table.dtype == "bfloat16", done
         dtype = torch.float16 if table.dtype == "float16" else torch.float32
-        chain = Chain.of(manifest, PART, table.name)
+        chain = manifest.chain(PART, table.name)
         if chain is None:
             self._rows = _whole(path / PART / f"{file_name(table.name)}.safetensors", self.shape, dtype)
         else:
@@ -445,14 +446,16 @@ def _merged(path: Path, chain: Chain, shape: torch.Size, dtype: torch.dtype) -> 
 
     The row numbers in a link rise, so one position in each link is enough to go on from.
     """
-    if chain.num_rows != shape[0]:
-        raise ValueError(f"{path / chain.stem} has {chain.num_rows:,} rows, its table {shape[0]:,}; take another step")
-    if (dtype == torch.float16) != (chain.initial.dtype == "float16"):
-        raise ValueError(f"{path / chain.stem} is made of {chain.initial.dtype}, its table of {dtype}; {CURE}")
-    places = [0] * len(chain.links)
+    if chain.record.num_rows != shape[0]:
+        raise ValueError(
+            f"{path / chain.stem} has {chain.record.num_rows:,} rows, its table {shape[0]:,}; take another step"
+        )
+    if (dtype == torch.float16) != (chain.record.initial.dtype == "float16"):
+        raise ValueError(f"{path / chain.stem} is made of {chain.record.initial.dtype}, its table of {dtype}; {CURE}")
+    places = [0] * len(chain.record.links)
     for rows in _ranges(shape):
-        piece = chain.initial.read(WEIGHT, rows, shape)
-        for k, (file, num_rows) in enumerate(zip(chain.files, chain.links, strict=True)):
+        piece = chain.record.initial.read(WEIGHT, rows, shape)
+        for k, (file, num_rows) in enumerate(zip(chain.files, chain.record.links, strict=True)):
             places[k] = _overlay(piece, rows, path / file, places[k], num_rows)
         yield piece
 

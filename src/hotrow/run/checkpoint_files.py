@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol, TypeAlias
+from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol, TypeAlias
 
 import torch
 from pydantic import Field, JsonValue
@@ -21,10 +21,12 @@ from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hotrow.base.files import atomic_write, check_name
+from hotrow.base.files import atomic_write, check_name, file_name
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.placement.base import InitialRows, Rows
 
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 24
 CURE = "remove its step folder and resume from an earlier checkpoint"
 _DTYPES = {
@@ -38,14 +40,6 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-@dataclass(frozen=True, config=STRICT)
-class FileRecord:
-    """Size and checksum of a file."""
-
-    num_bytes: Count
-    crc32: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
 class Pieces(Protocol):
@@ -65,16 +59,27 @@ class Pieces(Protocol):
 Stored: TypeAlias = Tensor | Pieces
 """What becomes a tensor of a file."""
 Target: TypeAlias = Tensor | Rows
-"""What is filled from one."""
+"""What is filled from a tensor of a file."""
 
 
 def num_bytes(tensor: Stored) -> int:
-    """Of its values in a file."""
+    """Returns the bytes that the values take in a file."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
+# ---- tensors
+
+
+@dataclass(frozen=True, config=STRICT)
+class FileRecord:
+    """Size and checksum of a file."""
+
+    num_bytes: Count
+    crc32: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> FileRecord:
-    """Write a safetensors file from the tensors' own memory; returns its size and crc32."""
+    """Writes a safetensors file from the tensors' own memory; returns its size and crc32."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     # Wide elements first keeps every tensor aligned to its element, as the safetensors library lays files out.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
@@ -93,82 +98,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> FileRecord:
             for chunk in _chunks(tensor):
                 file.write(chunk)
                 checksum, left = zlib.crc32(chunk, checksum), left - len(chunk)
-                del chunk  # before the next is made: its memory is that one's
+                del chunk  # before the next chunk is made, which then uses the same memory
                 _send_down(file)
         assert left == 0, f"{path}: rows changed while they were written"
     return FileRecord(len(head) + end, f"{checksum:08x}")
 
 
-def read_tensors(path: Path, into: Mapping[str, Target]) -> None:
-    """Copy the tensors of a safetensors file into existing ones, in pieces; ValueError where names or shapes differ."""
-    with open_tensors(path) as file:
-        check_names(path, file.keys(), into)
-        for name, tensor in into.items():
-            stored = file.get_slice(name)
-            check_like(path, name, stored, tensor.dtype, tensor.shape)
-            if not tensor.shape:
-                assert isinstance(tensor, Tensor)
-                tensor.data.copy_(file.get_tensor(name))
-                continue
-            for piece in _pieces(tensor):
-                put(tensor, piece, stored[piece])
-
-
-def check_names(path: Path, found: Iterable[str], wanted: Iterable[str]) -> None:
-    """ValueError where a file has other tensors than this model."""
-    if sorted(found) != sorted(wanted):
-        raise ValueError(f"{path} holds {_few(sorted(found))}; this model has {_few(sorted(wanted))}")
-
-
-def check_like(path: Path, name: str, stored: Any, dtype: torch.dtype, shape: Iterable[int]) -> None:
-    """ValueError where a file's tensor `name` has another dtype or shape."""
-    own, found = list(shape), list(stored.get_shape())
-    if found != own or stored.get_dtype() != _DTYPES[dtype]:
-        raise ValueError(f"{path}: {name} is {stored.get_dtype()} {found}; this model has {dtype} {own}")
-
-
-def put(tensor: Target, rows: Any, values: Tensor) -> None:
-    """Rows (a range, or ids [n]) of `tensor` become `values`."""
-    if isinstance(tensor, Tensor):
-        tensor.data[rows] = values
-    else:
-        tensor.write(rows, values)
-
-
-def piece_rows(tensor: Target) -> int:
-    """Returns how many of its rows to move at once."""
-    if not isinstance(tensor, Tensor):
-        return tensor.piece_rows
-    return max(1, CHUNK_BYTES // max(1, num_bytes(tensor) // max(1, tensor.shape[0])))
-
-
-def _pieces(tensor: Target) -> Iterable[Any]:
-    """Ranges of the first axis that fit a chunk."""
-    if not isinstance(tensor, Tensor):
-        return tensor.pieces()
-    num_rows, step = len(tensor), piece_rows(tensor)
-    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-
-
-def open_tensors(path: Path) -> Any:
-    """The safetensors file at `path`; ValueError where it is none."""
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"checkpoint file {path} cannot be read: {error}; {CURE}") from None
-
-
-def crc32(path: Path) -> str:
-    """Of the file's bytes, as the manifest has it."""
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return f"{checksum:08x}"
-
-
 def _chunks(tensor: Stored) -> Iterator[memoryview]:
-    """The bytes of a tensor; of what comes in pieces no two are in memory at once."""
+    """Yields the bytes of a tensor. No two pieces of `Pieces` are in memory at once."""
     if isinstance(tensor, Tensor):
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         yield from (flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES))
@@ -178,20 +115,67 @@ def _chunks(tensor: Stored) -> Iterator[memoryview]:
 
 
 def _send_down(file: BinaryIO) -> None:
-    """Let what was written go to the disk now and leave the page cache, which nobody will read it from.
+    """Sends what was written to the disk now and drops it from the page cache, because nobody will read it from there.
 
-    Else it waits there until the file is whole, and a memory group with less room than that ends the process.
+    Otherwise it stays in memory until the file is complete, and a memory group with too little room ends the process.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_tensors(path: Path, into: Mapping[str, Target]) -> None:
+    """Copies the tensors of a safetensors file into existing ones, in pieces. Raises ValueError if they do not fit."""
+    with open_tensors(path) as file:
+        check_names(path, file.keys(), into)
+        for name, tensor in into.items():
+            stored = file.get_slice(name)
+            check_like(path, name, stored, tensor.dtype, tensor.shape)
+            if not isinstance(tensor, Tensor):
+                for piece in tensor.pieces():
+                    tensor.write(piece, stored[piece])
+            elif not tensor.shape:
+                tensor.data.copy_(file.get_tensor(name))
+            else:
+                step = max(1, CHUNK_BYTES // max(1, num_bytes(tensor) // max(1, len(tensor))))
+                for start in range(0, len(tensor), step):
+                    tensor.data[start : start + step] = stored[start : start + step]
+
+
+def open_tensors(path: Path) -> Any:
+    """Opens the safetensors file at `path`. Raises ValueError if it cannot be read as one."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"checkpoint file {path} cannot be read: {error}; {CURE}") from None
+
+
+def check_names(path: Path, found: Iterable[str], wanted: Iterable[str]) -> None:
+    """Raises ValueError if a file has other tensors than this model."""
+    if sorted(found) != sorted(wanted):
+        raise ValueError(f"{path} holds {_few(sorted(found))}; this model has {_few(sorted(wanted))}")
 
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"
 
 
-FORMAT_VERSION = 2
-MANIFEST = "manifest.json"
+def check_like(path: Path, name: str, stored: Any, dtype: torch.dtype, shape: Iterable[int]) -> None:
+    """Raises ValueError if a file's tensor `name` has another dtype or shape."""
+    own, found = list(shape), list(stored.get_shape())
+    if found != own or stored.get_dtype() != _DTYPES[dtype]:
+        raise ValueError(f"{path}: {name} is {stored.get_dtype()} {found}; this model has {dtype} {own}")
+
+
+def crc32(path: Path) -> str:
+    """Returns the checksum of a file as the manifest writes it."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return f"{checksum:08x}"
+
+
+# ---- the manifest
 
 Plain: TypeAlias = bool | int | float | str | None
 _Entry = Annotated[str, Field(pattern=r"^[0-9]{1,9}\..+$")]
@@ -208,14 +192,27 @@ class ChainRecord:
     """The number of rows in each file."""
 
 
+class Chain(NamedTuple):
+    """The chain of a table in one part, and where its files are."""
+
+    stem: str
+    """The folder of the files, as in "embedding/<table>"."""
+    record: ChainRecord
+
+    @property
+    def files(self) -> list[str]:
+        """The files, the oldest first."""
+        return [f"{self.stem}/{k:03d}.safetensors" for k in range(len(self.record.links))]
+
+
 @dataclass(frozen=True, config=STRICT)
 class PartRecord:
-    """What a part is made of beside its tensors."""
+    """What a part is made of, apart from its tensors."""
 
     chains: dict[str, ChainRecord] | None = None
-    """By table; None where the part was not in tiers."""
+    """By table; None if the part was not in tiers."""
     values: dict[_Entry, Plain] = Field(default_factory=dict)
-    """State of an optimizer that is no tensor, by `<parameter index>.<name>`."""
+    """State of an optimizer that is not a tensor, by `<parameter index>.<name>`."""
     param_groups: tuple[dict[str, Plain | tuple[Plain, ...]], ...] = ()
     """The options of an optimizer's parameter groups."""
 
@@ -227,7 +224,7 @@ class PartRecord:
 
 @dataclass(frozen=True, config=STRICT)
 class Manifest:
-    """What manifest.json says."""
+    """The content of manifest.json."""
 
     parts: dict[str, PartRecord]
     files: dict[str, FileRecord]
@@ -244,20 +241,29 @@ class Manifest:
             for component in file.split("/"):
                 check_name(component, what=f"files: file name in {file!r}")
 
-    def chain(self, part: str, table: str) -> ChainRecord | None:
-        """That of a table in a part; None where the part was not in tiers."""
+    def chain(self, part: str, table: str) -> Chain | None:
+        """Returns the chain of a table in a part, or None. Raises ValueError if `files` lacks a file of the chain."""
         chains = self.parts[part].chains if part in self.parts else None
-        return None if chains is None else chains.get(table)
+        if chains is None or table not in chains:
+            return None
+        chain = Chain(f"{part}/{file_name(table)}", chains[table])
+        for file in chain.files:
+            if file not in self.files:
+                raise ValueError(f"the checkpoint's {MANIFEST} does not list {file}, a link of its chain; {CURE}")
+        return chain
 
 
 DOCUMENT = Document(Manifest, marks={"hotrow_checkpoint": FORMAT_VERSION}, cure=CURE)
 
 
 def read_manifest(path: Path | str) -> Manifest:
-    """The manifest of the checkpoint folder at `path`; ValueError naming file, field and cure where there is none."""
+    """Returns the manifest of the checkpoint folder at `path`.
+
+    Raises ValueError if there is none or it is wrong, naming file, field and cure.
+    """
     path = Path(path)
     if not (path / MANIFEST).is_file():
         raise ValueError(
-            f"{path} is no checkpoint: it holds no {MANIFEST}; pass a folder such as runs/NAME/checkpoints/step-N"
+            f"{path} is not a checkpoint: it has no {MANIFEST}; pass a folder such as runs/NAME/checkpoints/step-N"
         )
     return DOCUMENT.read(path / MANIFEST)

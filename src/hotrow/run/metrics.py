@@ -1,8 +1,8 @@
-"""How good scores are, over a whole split: exact AUC, LogLoss, normalised entropy, calibration, beside a constant rate.
+"""Metrics of scores over a whole split: exact AUC, LogLoss, normalised entropy and calibration.
 
-Nothing is averaged over batches: AUC of a mean is not the mean of AUCs. Scores are kept (5 bytes a row) and everything
-is computed from them at the end, so the size of batches does not matter, and the order of rows only in the last bits of
-the sums (AUC is counted in integers).
+Nothing is averaged over batches, because the mean of the batches' AUCs is not the AUC. Scores are kept (5 bytes a row)
+and all metrics are computed from them at the end. So the batch size has no influence, and the order of rows changes
+only the last bits of the sums; AUC is counted in integers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ def _check_metrics(values: dict[str, Any]) -> dict[str, Any]:
 
 
 Metrics: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_metrics)]
-"""What `BinaryMetrics.compute` returned, as files have it: null for NaN."""
+"""The result of `BinaryMetrics.compute` as it is written to files, with null for NaN."""
 PROBABILITY_MARGIN = 1e-7
-"""Probabilities nearer to 0 or 1 than this count as this near: float32 cannot say 1 - 1e-8, and log 0 is no loss."""
+"""The smallest distance of a probability from 0 and 1; nearer ones are moved to it. float32 cannot hold 1 - 1e-8, and
+log 0 is infinite."""
 _PIECE_ROWS = 1 << 20
 """Rows turned into float64 at a time."""
 
 
 class BinaryMetrics:
-    """Accumulates scores and labels of a binary task, then computes exact metrics over all of them.
+    """Scores and labels of a binary task, and exact metrics over all of them.
 
         metrics = BinaryMetrics()                    # scores are logits; "probabilities" for sigmoid outputs
         metrics.update(logits, labels)               # per batch
@@ -53,12 +54,12 @@ class BinaryMetrics:
         logloss       -mean(y log p + (1 - y) log(1 - p)), natural logarithm; from logits: mean(log(1 + e^z) - y z)
         base_logloss  the same for the constant prediction p = r, which is the entropy H(r)
         ne            logloss / base_logloss; below 1 is better than knowing the rate alone
-        calibration   mean(p) / r; 1 is neither over- nor underestimating
+        calibration   mean(p) / r; above 1 the model overestimates, below 1 it underestimates
         accuracy      share of rows with (p >= 0.5) == y
         base_rate     r
         num_rows      n
 
-    Memory: float32 score and one byte of label per row, and 12 bytes a row more while computing.
+    Memory: 5 bytes per row (float32 score, label in one byte), and 12 bytes per row more in `compute`.
     """
 
     def __init__(self, scores: Scores = "logits") -> None:
@@ -70,11 +71,10 @@ class BinaryMetrics:
 
     @property
     def num_rows(self) -> int:
-        """Rows added so far."""
         return sum(len(labels) for labels in self._labels)
 
     def update(self, scores: Tensor | ArrayLike, labels: Tensor | ArrayLike) -> None:
-        """Add rows: scores [n] (any float dtype, kept as float32) and labels [n], 0 or 1.
+        """Adds rows: scores [n] (any float dtype, kept as float32) and labels [n], 0 or 1.
 
         Raises ValueError for NaN or infinite scores (the model diverged), probabilities outside [0, 1], other labels.
         """
@@ -97,17 +97,17 @@ class BinaryMetrics:
         self._labels.append(positive)
 
     def merge(self, other: BinaryMetrics) -> None:
-        """Add all rows of `other`, which must hold the same kind of scores."""
+        """Adds all rows of `other`, which must hold the same kind of scores."""
         if other.scores != self.scores:
             raise ValueError(f"cannot merge {other.scores} into {self.scores}; create both with the same kind")
         self._scores.extend(other._scores)
         self._labels.extend(other._labels)
 
     def compute(self) -> dict[str, Any]:
-        """All metrics as floats, and `num_rows`; see the class.
+        """Returns all metrics as floats, and `num_rows`; see the class.
 
-        Where all labels are equal, `auc`, `ne` (and `calibration`, if there is no positive) are NaN and `undefined`
-        says why in words; else `undefined` is None. Raises ValueError if no row was added.
+        If all labels are equal, `auc` and `ne` (and `calibration`, if there is no positive) are NaN, and `undefined`
+        says why in words; otherwise `undefined` is None. Raises ValueError if no row was added.
         """
         if not self.num_rows:
             raise ValueError("no rows were added, so there is nothing to compute; is the split empty?")
@@ -131,7 +131,7 @@ class BinaryMetrics:
         }
 
     def _sums(self, scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Sums over rows of loss, predicted probability, and correct decisions."""
+        """Returns the sums over rows of loss, predicted probability, and correct decisions."""
         sums = np.zeros(3)
         for start in range(0, len(scores), _PIECE_ROWS):
             score = scores[start : start + _PIECE_ROWS].astype(np.float64)
@@ -148,9 +148,9 @@ class BinaryMetrics:
 
 
 def auc(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> float:
-    """P(score of a random positive > score of a random negative) + P(equal) / 2, exact; NaN if a class is missing.
+    """Returns P(score of a random positive > score of a random negative) + P(equal) / 2; NaN if a class is missing.
 
-    Counted in integers: for each positive, the negatives strictly below plus the negatives not above.
+    It is exact: for each positive, it counts the negatives strictly below and the negatives not above, in integers.
     """
     negatives, positives = np.sort(scores[~labels]), np.sort(scores[labels])
     if not len(negatives) or not len(positives):
@@ -165,7 +165,7 @@ def auc(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> float:
 
 
 def entropy(rate: float) -> float:
-    """-(r log r + (1 - r) log(1 - r)), natural logarithm: the LogLoss of always predicting the rate r."""
+    """Returns -(r log r + (1 - r) log(1 - r)), natural logarithm: the LogLoss of always predicting the rate r."""
     return -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0)
 
 

@@ -191,7 +191,7 @@ def _begin(training: Training) -> None:
     emb = training.parts.embedding
     where = training.turns.device
     on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
-    where_rows_lie = describe(emb, required_bytes(config, emb.tables)) + training.parts.place.line() + on_device
+    where_rows_lie = describe(emb, required_bytes(config, emb.tables)) + training.parts.dense.line() + on_device
     training.say(f"{describe_threads()}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
@@ -313,8 +313,8 @@ def _say_of_few_positives(training: Training) -> None:
 
 
 def _warn_of_slow_products(training: Training) -> None:
-    place = training.parts.place
-    if place.dense_dtype == "bf16" and place.device.type == "cpu" and lacks_bfloat16_products():
+    dense = training.parts.dense
+    if dense.dtype == "bf16" and dense.device.type == "cpu" and lacks_bfloat16_products():
         text = (
             "train.dense_dtype is 'bf16', but this processor has no products of bfloat16: torch converts instead, "
             "which is slower than float32, without AVX-512 many times; fp32 in a new run is faster and more exact"

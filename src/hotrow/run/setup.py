@@ -52,7 +52,7 @@ class Setup:
     dataset: PackedDataset
     """What the run trains on; for scoring, the vocabularies that the run keeps."""
     tables: tuple[TableConfig, ...]
-    place: Place
+    dense: DenseDevice
     """Where dense layers compute."""
     memory: Memory | DeviceMemory | None
     """Where rows lie; None: all in DRAM."""
@@ -69,10 +69,10 @@ class Setup:
         optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`.
         Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
         """
-        tables, place = tables_of(config, dataset), Place.of(config)
-        memory = place_tables(config, tables, folder, place, dataset=dataset, training=training)
-        copies_on = device_of_copies(config, place) if training else None
-        setup = cls(config, dataset, tables, place, memory, copies_on, folder)
+        tables, dense = tables_of(config, dataset), DenseDevice.of(config)
+        memory = place_tables(config, tables, folder, dense, dataset=dataset, training=training)
+        copies_on = device_of_copies(config, dense) if training else None
+        setup = cls(config, dataset, tables, dense, memory, copies_on, folder)
         if training:
             check_write_budget(config, tables, in_tiers=setup.in_tiers)
             check_hot(config.hot, dataset, setup.record_bytes, device=copies_on)
@@ -99,14 +99,14 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Place:
+class DenseDevice:
     """Where dense layers compute, and in which arithmetic."""
 
     device: torch.device = CPU
-    dense_dtype: DenseDtype = "fp32"
+    dtype: DenseDtype = "fp32"
 
     @classmethod
-    def of(cls, config: Config) -> Place:
+    def of(cls, config: Config) -> DenseDevice:
         """Returns the device and arithmetic that `config` asks for.
 
         Raises ValueError if this machine does not have them; the error names the option and what to do.
@@ -133,10 +133,10 @@ class Place:
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Inside the block, products of float32 matrices use `dense_dtype`, forward and backward."""
+        """Inside the block, products of float32 matrices use `dtype`, forward and backward."""
         flags = torch.backends.cuda.matmul
         before = flags.allow_tf32
-        flags.allow_tf32 = before or self.dense_dtype == "tf32"
+        flags.allow_tf32 = before or self.dtype == "tf32"
         try:
             yield
         finally:
@@ -144,7 +144,7 @@ class Place:
 
     def logits(self, model: nn.Module, dense_BI: Tensor, rows: Any) -> Tensor:
         """Returns the logits of a batch, float32 [B] on the device. rows: what `look_up` returned, on any device."""
-        cast = self.dense_dtype == "bf16"
+        cast = self.dtype == "bf16"
         autocast = torch.autocast(self.device.type, dtype=torch.bfloat16) if cast else nullcontext()
         with self.arithmetic(), autocast:
             logits_B: Tensor = model(dense_BI.to(self.device), self._bring(rows))
@@ -156,11 +156,11 @@ class Place:
         return {name: (values.to(self.device), offsets) for name, (values, offsets) in rows.items()}
 
     def line(self) -> str:
-        """Returns this place in words for the user; empty for float32 on the CPU."""
-        if self == Place():
+        """Returns the device and arithmetic in words for the user; empty for float32 on the CPU."""
+        if self == DenseDevice():
             return ""
         name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
-        return f"; dense layers on {self.device}{name}, {ARITHMETIC[self.dense_dtype]}"
+        return f"; dense layers on {self.device}{name}, {ARITHMETIC[self.dtype]}"
 
 
 def _check_interpreter(config: Config) -> None:
@@ -197,7 +197,7 @@ def place_tables(
     config: Config,
     tables: Sequence[TableConfig],
     run: Path,
-    place: Place,
+    dense: DenseDevice,
     *,
     dataset: PackedDataset,
     training: bool,
@@ -209,7 +209,7 @@ def place_tables(
     below = choose(config, tables, run, dataset=dataset, training=training)
     if config.hbm is None:
         return below
-    memory = DeviceMemory(hbm=config.hbm, below=below, device=str(place.device))
+    memory = DeviceMemory(hbm=config.hbm, below=below, device=str(dense.device))
     if training:
         _check_a_step_fits(config, tables, memory)
     return memory
@@ -227,19 +227,19 @@ def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: De
             )
 
 
-def device_of_copies(config: Config, place: Place) -> torch.device | None:
+def device_of_copies(config: Config, dense: DenseDevice) -> torch.device | None:
     """Returns the device that holds copies of hot rows: the GPU of the dense layers, unless tables have slots on it.
 
     None: no device. Raises ValueError, with the cure, if the kernels for that are not installed.
     """
-    if not config.hot.takes_turns or config.hbm is not None or place.device.type != "cuda":
+    if not config.hot.takes_turns or config.hbm is not None or dense.device.type != "cuda":
         return None
     if find_spec("triton") is None:
         raise ValueError(
             f"hot.schedule is {config.hot.schedule!r} and device is 'cuda': copies of hot rows lie on the GPU, but "
             "Triton is not installed: pip install 'hotrow[gpu]', or set device to cpu"
         )
-    return place.device
+    return dense.device
 
 
 def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:
@@ -310,12 +310,12 @@ class Parts:
     dense_optimizer: Optimizer
     sparse_optimizer: optim.SparseOptimizer
     schedule: Schedule
-    place: Place = field(default_factory=Place)
+    dense: DenseDevice = field(default_factory=DenseDevice)
     """Where the model computes."""
 
     def with_state(self) -> dict[str, Part]:
         """Returns the parts that a checkpoint holds, by the names of their files."""
-        return {name: part for name, part in vars(self).items() if name not in ("schedule", "place")}
+        return {name: part for name, part in vars(self).items() if name not in ("schedule", "dense")}
 
 
 def build_network(setup: Setup) -> tuple[EmbeddingCollection, Network]:
@@ -324,7 +324,7 @@ def build_network(setup: Setup) -> tuple[EmbeddingCollection, Network]:
     seed, dims = config.train.seed, {name: table.embedding_dim for table in tables for name in table.feature_names}
     generator = torch.Generator().manual_seed(seed)
     model = config.model.build(num_dense=len(setup.dataset.info.dense), dims=dims, generator=generator)
-    return EmbeddingCollection(tables, memory=setup.memory, seed=seed), model.to(setup.place.device)
+    return EmbeddingCollection(tables, memory=setup.memory, seed=seed), model.to(setup.dense.device)
 
 
 def build(setup: Setup) -> Parts:
@@ -332,7 +332,7 @@ def build(setup: Setup) -> Parts:
     embedding, model = build_network(setup)
     dense_optimizer, sparse_optimizer = build_optimizers(setup.config, embedding, model)
     schedule = Schedule([dense_optimizer, sparse_optimizer], **setup.config.optimizer.schedule.model_dump())
-    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.place)
+    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.dense)
 
 
 def build_optimizers(

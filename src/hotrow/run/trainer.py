@@ -41,7 +41,7 @@ from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, merged, meters_of_rows
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.record import Extra, State, read_extra
-from hotrow.run.setup import Parts, Place, Setup, build, look_up
+from hotrow.run.setup import DenseDevice, Parts, Setup, build, look_up
 from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
 
 EVAL_BATCH_SIZE = 4096
@@ -65,8 +65,8 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     parts.sparse_optimizer.zero_grad()
     rows = look_up(parts.model, parts.embedding, batch.sparse)
     clock.lap("lookup")
-    with parts.place.arithmetic():
-        logits_B = parts.place.logits(parts.model, batch.dense, rows)
+    with parts.dense.arithmetic():
+        logits_B = parts.dense.logits(parts.model, batch.dense, rows)
         loss = binary_cross_entropy_with_logits(logits_B, batch.label.to(logits_B.device))
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     check_finite(parts, batch, loss.detach())
@@ -97,17 +97,17 @@ def evaluate(
     loader: Loader,
     *,
     num_batches: int | None = None,
-    place: Place | None = None,
+    dense: DenseDevice | None = None,
 ) -> dict[str, Any]:
     """Returns the metrics of `BinaryMetrics` over the loader's split; an undefined metric is None.
 
-    num_batches: how many batches to evaluate, from the first; None: all. place: where the model computes; None: on the
+    num_batches: how many batches to evaluate, from the first; None: all. dense: where the model computes; None: on the
     CPU.
     """
-    place = place or Place()
+    dense = dense or DenseDevice()
     metrics = BinaryMetrics()
     for batch in islice(loader.epoch(0), num_batches):
-        metrics.update(place.logits(model, batch.dense, look_up(model, embedding, batch.sparse)), batch.label)
+        metrics.update(dense.logits(model, batch.dense, look_up(model, embedding, batch.sparse)), batch.label)
     values = metrics.compute()
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
@@ -249,7 +249,7 @@ class Training:
         num_batches = math.ceil(self.config.hot.eval_samples / EVAL_BATCH_SIZE)
         with self._aside():
             result = evaluate(
-                self.parts.embedding, self.parts.model, loader, num_batches=num_batches, place=self.parts.place
+                self.parts.embedding, self.parts.model, loader, num_batches=num_batches, dense=self.parts.dense
             )
         return float(result["logloss"])
 
@@ -357,7 +357,7 @@ class Training:
         step = self.state.step if step is None else step
         loader = Loader(self.dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
         with self._aside():
-            result = evaluate(self.parts.embedding, self.parts.model, loader, place=self.parts.place)
+            result = evaluate(self.parts.embedding, self.parts.model, loader, dense=self.parts.dense)
         epoch = round(step / self.steps_per_epoch, 4)
         self.folder.measure("eval", step=step, split=split, epoch=epoch, **result)
         self.say(f"{split} at step {step}: {scores(result)}")
@@ -384,7 +384,7 @@ class Training:
                 num_dense=len(self.dataset.info.dense),
                 threads=torch.get_num_threads(),
                 isa=ops.backend().isa,
-                device=self.parts.place.device.type,
+                device=self.parts.dense.device.type,
                 config=self.config.model_dump(mode="json"),
             )
             with self._aside(), self.writes.saving(path):
@@ -401,7 +401,7 @@ class Training:
         """
         manifest = read_manifest(path)
         extra = read_extra(path, manifest)
-        where, state, device = f"{path / MANIFEST}: extra", extra.state, self.parts.place.device.type
+        where, state, device = f"{path / MANIFEST}: extra", extra.state, self.parts.dense.device.type
         if extra.dataset != self.dataset.checksum:
             raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
         if state.turns is None or (state.best is not None and state.best[self.config.train.monitor] is None):

@@ -167,7 +167,7 @@ class WriteMeter(Meter):
         for store in self._tiers.stores:
             rows, whole = store.rows, store.padded_record_bytes * store.rows.num_rows
             chain = None if manifest is None else manifest.chain("embedding", rows.table)
-            links = [rows.num_rows] if chain is None else chain.links
+            links = [rows.num_rows] if chain is None else chain.record.links
             made_untouched = [self._tiers.num_changed(store.rows.table, ever=True)] if here else []
             passes = [*made_untouched, *links]
             if store.path is not None:
