@@ -54,7 +54,7 @@ from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import train
-from hotrow.run.setup import DenseDevice, Setup, build_network, cpu_instead, look_up, read_model
+from hotrow.run.setup import DenseDevice, Setup, build_network, look_up, read_model
 from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
@@ -69,7 +69,6 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run's folder."""
         return self.folder.path
 
     @property
@@ -117,15 +116,12 @@ class Run:
         step: the step of the checkpoint; None: the checkpoint that this run predicts with. Returns what export.json
         says. Raises ValueError if there is no such checkpoint, `out` exists already or the disk has too little room.
         """
-        checkpoint = self.checkpoint if step is None else self._checkpoint_at(step)
-        return export_checkpoint(checkpoint, self.folder.vocabulary, out, progress=progress)
-
-    def _checkpoint_at(self, step: int) -> Path:
         checkpoints = list_checkpoints(self.folder.checkpoints)
-        if step not in checkpoints:
+        if step is not None and step not in checkpoints:
             kept = ", ".join(map(str, checkpoints)) or "none"
             raise ValueError(f"run {self.path} has no checkpoint of step {step}; it keeps {kept}")
-        return checkpoints[step]
+        checkpoint = self.checkpoint if step is None else checkpoints[step]
+        return export_checkpoint(checkpoint, self.folder.vocabulary, out, progress=progress)
 
     @cached_property
     def _network(self) -> tuple[EmbeddingCollection, Network, DenseDevice]:
@@ -292,13 +288,15 @@ class Run:
 
 
 def _on_this_machine(config: Config) -> Config:
-    """Returns `config`, or without its device if this machine does not have it: scores then agree, not to the bit."""
+    """Returns `config`, or the same model on the CPU if the device is missing: scores agree within docs/numerics.md."""
     try:
         DenseDevice.of(config)
         return config
     except ValueError as error:
         warnings.warn(f"scores are computed on the CPU, in float32: {error}", stacklevel=3)
-        return cpu_instead(config)
+    train = config.train.model_copy(update={"dense_dtype": "fp32"})
+    memory = config.memory if isinstance(config.memory, str) else config.memory.model_copy(update={"hbm": None})
+    return config.model_copy(update={"device": "cpu", "train": train, "memory": memory})
 
 
 def load(path: Path | str) -> Run:

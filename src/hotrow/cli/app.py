@@ -44,6 +44,8 @@ Label = Annotated[
 NOT_OF_A_CONFIG = ("data", "label", "time", "schema", "categorical", "dense", "lists", "split", "config", "quiet")
 """Arguments of `hotrow.fit` that are not config options, so that --set does not take them."""
 Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
+Split = Annotated[str | None, typer.Option(help="time, random or reference (criteo).")]
+Fractions = Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")]
 Answer: TypeAlias = Mapping[str, Any] | tuple[Mapping[str, Any], Callable[[], None]]
 """What a verb returns: its result, and what prints it for people; by default each field on a line."""
 
@@ -141,8 +143,8 @@ def demo(
     schema: Annotated[
         Path | None, typer.Option(help="Schema of your logs (hotrow init writes one); guessed if not given.")
     ] = None,
-    split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
-    fractions: Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    split: Split = None,
+    fractions: Fractions = None,
     set_: Set = None,
     folder: Annotated[Path, typer.Option(help="Folder for the synthetic logs and their packed form.")] = Path(
         "demo-data"
@@ -203,8 +205,8 @@ def prepare(
     ] = None,
     label: Label = None,
     time: Time = None,
-    split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
-    fractions: Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    split: Split = None,
+    fractions: Fractions = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random split and of --sample.")] = None,
     min_count: Annotated[
         int | None, typer.Option(help="Ids seen fewer times than this in training share row 0.")

@@ -336,7 +336,6 @@ class Config(_Section):
 
     @property
     def hbm(self) -> str | int | None:
-        """`memory.hbm`; None: no slots on a device."""
         return None if isinstance(self.memory, str) else self.memory.hbm
 
     @property

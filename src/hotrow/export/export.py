@@ -157,14 +157,10 @@ def _free_place(out: Path) -> Path:
     if out.exists() or out.is_symlink():
         raise ValueError(f"export folder {out} exists already; remove it or choose another name")
     partial = out.with_name(out.name + PARTIAL_SUFFIX)
-    if partial.exists() and not (partial.is_dir() and _is_left_over(partial)):
+    names = {path.name.removesuffix(PARTIAL_SUFFIX) for path in partial.iterdir()} if partial.is_dir() else set()
+    if (partial.exists() and not partial.is_dir()) or not names <= {*_OWN_NAMES, EXPORT}:
         raise ValueError(f"{partial}, where the export would be made, holds other files; move it or choose another out")
     return partial
-
-
-def _is_left_over(folder: Path) -> bool:
-    names = {path.name.removesuffix(PARTIAL_SUFFIX) for path in folder.iterdir()}
-    return names <= {*_OWN_NAMES, EXPORT}
 
 
 def _make(partial: Path, out: Path) -> None:
@@ -221,17 +217,14 @@ def _write_vocabularies(folder: Path, kept: PackedDataset, progress: ProgressCal
 
 
 def _write_keys(path: Path, vocabulary: Vocabulary, done: Callable[[int], None]) -> None:
-    kind = pa.int64() if _keys_are_integers(vocabulary) else pa.large_binary()
+    integers = vocabulary.key_kind == "int" or vocabulary.header.hash_cap != 0
+    kind = pa.int64() if integers else pa.large_binary()
     schema = pa.schema([pa.field("key", kind, nullable=False), pa.field("row", pa.int64(), nullable=False)])
     with atomic_write(path) as file, pa.parquet.ParquetWriter(file, schema) as writer:
         for keys, rows in vocabulary.entries():
             columns = [_to_arrow(keys), pa.array(rows.astype("int64"))]
             writer.write_batch(pa.record_batch(columns, schema=schema))
             done(len(rows))
-
-
-def _keys_are_integers(vocabulary: Vocabulary) -> bool:
-    return vocabulary.key_kind == "int" or vocabulary.header.hash_cap != 0
 
 
 def _to_arrow(keys: Keys) -> pa.Array:

@@ -58,27 +58,22 @@ class Demand:
 
     @property
     def gross_bytes(self) -> float:
-        """Bytes if every lookup read its row."""
         return self.lookups * self.row_bytes
 
     @property
     def net_bytes(self) -> float:
-        """Bytes of every different row, once."""
         return self.rows * self.row_bytes
 
     @property
     def training_bytes(self) -> float:
-        """Bytes of rows read, read again and written, and of their state read and written."""
         return 3 * self.net_bytes + 2 * self.rows * self.state_bytes
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the table's weights."""
         return self.num_embeddings * self.row_bytes
 
     @property
     def density(self) -> float:
-        """Training bytes per step over table bytes."""
         return self.training_bytes / self.table_bytes
 
 
@@ -120,12 +115,6 @@ def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool)
         return NUM_STATES[name] * (1 if name == "row_wise_adagrad" else table.embedding_dim) if training else 0
 
     return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states(t)) for t in tables]
-
-
-def record_bytes(config: Config, tables: Sequence[TableConfig]) -> dict[str, int]:
-    """Returns the bytes of a row of each table, optimizer state included."""
-    demands = demands_of(config, tables, training=True)
-    return {table.name: demand.record_bytes for table, demand in zip(tables, demands, strict=True)}
 
 
 def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
@@ -297,7 +286,7 @@ def _check_slots(
     if reason := short(budget, writes):
         least = _least(partial(short, writes=writes), budget)
         raise ValueError(
-            f"{size(budget)} of memory are too little for tables and optimizer state: {reason}. "
+            f"{size(budget)} is not enough memory for tables and optimizer state: {reason}. "
             f"{size(least - budget)} more are needed (memory.dram={-(-(least + beside) // 2**20)}MiB), or "
             f"a train.batch_size below {config.train.batch_size}"
         )

@@ -143,7 +143,6 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder with the step-N folders."""
         return self.path / "checkpoints"
 
     @property

@@ -292,7 +292,8 @@ def _say_what_is_hot(training: Training) -> None:
         f"hot: {facts['hot_rows']:,} rows ({facts['name']}) in {facts['hot_bytes']:,} of {facts['budget_bytes']:,} "
         f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s"
     )
-    training.warn_of_nothing_hot()
+    if text := training.turns.nothing_hot:
+        training.warn("no_hot_samples", text)
 
 
 def _say_of_few_positives(training: Training) -> None:

@@ -28,7 +28,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.turns import check_hot
 from hotrow.models.layers import Network
 from hotrow.placement.budget import DeviceMemory, Memory
-from hotrow.plan.choose import choose, demands_of, most_rows, moved, record_bytes, required_bytes
+from hotrow.plan.choose import choose, demands_of, most_rows, moved, required_bytes
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.record import read_extra
@@ -95,7 +95,7 @@ class Setup:
     @property
     def record_bytes(self) -> dict[str, int]:
         """Bytes of one row of each table, its optimizer state included."""
-        return record_bytes(self.config, self.tables)
+        return {own.name: own.record_bytes for own in demands_of(self.config, self.tables, training=True)}
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,11 @@ class DenseDevice:
                 "train.dense_dtype is 'tf32', but dense layers compute on the CPU, which has no such products: choose "
                 "fp32 or bf16, or set device to cuda"
             )
-        if wanted == "cuda":
-            _check_cuda(config)
+        if wanted == "cuda" and splits_dense(config):
+            raise ValueError(
+                "train.precision is 'split_bf16', which with dense sgd keeps the MLPs' weights in halves on the CPU, "
+                "but device is cuda: choose fp32 or another optimizer.dense.name"
+            )
         return cls(torch.device(wanted), dtype)
 
     @contextmanager
@@ -177,14 +180,6 @@ def _check_interpreter(config: Config) -> None:
         raise ValueError(
             f"memory.hbm is {config.hbm!r}, slots on a GPU, but device is 'cpu': set device to cuda, or memory.hbm to "
             "null (with TRITON_INTERPRET=1 in the environment the kernels are interpreted on the CPU, for tests)"
-        )
-
-
-def _check_cuda(config: Config) -> None:
-    if config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd":
-        raise ValueError(
-            "train.precision is 'split_bf16', which with dense sgd keeps the MLPs' weights in halves on the CPU, but "
-            "device is cuda: choose fp32 or another optimizer.dense.name"
         )
 
 
@@ -262,13 +257,6 @@ def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutO
         return f"{text}; slots of less do not hold the rows of a step, so lower train.batch_size, in a new run", None
     instead = "" if config.hbm is not None else ", slots in place of the copies, or a lower hot.budget in a new run"
     return f"{text}; try memory.hbm={tried}{instead}", f"memory.hbm={tried}"
-
-
-def cpu_instead(config: Config) -> Config:
-    """Returns a config of the same model on the CPU, whose results agree within docs/numerics.md."""
-    train = config.train.model_copy(update={"dense_dtype": "fp32"})
-    memory = config.memory if isinstance(config.memory, str) else config.memory.model_copy(update={"hbm": None})
-    return config.model_copy(update={"device": "cpu", "train": train, "memory": memory})
 
 
 def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) -> tuple[Config, Sequence[TableConfig]]:
@@ -363,7 +351,7 @@ def splits_dense(config: Config) -> bool:
 def storage_line(config: Config) -> str:
     """Returns in words how weights are stored: bfloat16 storage does not mean bfloat16 arithmetic."""
     tables = {"fp32": "float32", "fp16": "float16", "split_bf16": "float32 in two halves, lookups read the upper"}
-    dense, products = "likewise" if splits_dense(config) else "float32", config.train.dense_dtype
+    dense, products = "the same" if splits_dense(config) else "float32", config.train.dense_dtype
     arithmetic = "all arithmetic is float32"
     if products != "fp32":
         arithmetic = f"arithmetic of tables is float32, of dense layers {ARITHMETIC[products]}"

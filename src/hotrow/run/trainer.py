@@ -125,7 +125,6 @@ class Interrupt:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        """Starts to note signals."""
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
@@ -143,7 +142,6 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Lets signals act as before."""
         self._restore()
 
 
@@ -184,7 +182,6 @@ class Training:
 
     @property
     def state(self) -> State:
-        """Where the run stands."""
         return self.session.state
 
     def _has(self, split: str) -> bool:
@@ -209,11 +206,6 @@ class Training:
                     rates = f"{swap['next_rate']:g} % of a class, not {swap['rate']:g}"
                     self.say(f"step {self.state.step}: turns of {rates}")
         self.turns.close()
-
-    def warn_of_nothing_hot(self) -> None:
-        """Warns if the schedule of hot rows has nothing to do."""
-        if text := self.turns.nothing_hot:
-            self.warn("no_hot_samples", text)
 
     def warn(self, code: str, text: str) -> None:
         """Shows a warning, and counts it in run.json."""
@@ -444,7 +436,6 @@ class Training:
 
     @property
     def epochs(self) -> float:
-        """Epochs trained so far."""
         return round(self.state.step / self.steps_per_epoch, 4)
 
     def figures(self) -> dict[str, Any]:
