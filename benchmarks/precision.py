@@ -29,7 +29,7 @@ from hotrow.config.load import load_config
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs, trainer
 from hotrow.run.meters import StepClock
-from hotrow.run.parts import Parts
+from hotrow.run.setup import Parts
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "criteo-small.yaml"

@@ -29,7 +29,7 @@ from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Flight, Tiers
 from hotrow.plan.solve import plan_by_counts
 from hotrow.run.checkpoint import Part, save_checkpoint
-from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.meters import GAUGES
 from hotrow.tables import TableConfig
 

@@ -49,13 +49,12 @@ from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
-from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.parts import build_network, look_up
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import train
-from hotrow.run.setup import Place, Setup, cpu_instead, read_model
+from hotrow.run.setup import DenseDevice, Setup, build_network, look_up, read_model
 from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
@@ -70,7 +69,6 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run's folder."""
         return self.folder.path
 
     @property
@@ -118,24 +116,21 @@ class Run:
         step: the step of the checkpoint; None: the checkpoint that this run predicts with. Returns what export.json
         says. Raises ValueError if there is no such checkpoint, `out` exists already or the disk has too little room.
         """
-        checkpoint = self.checkpoint if step is None else self._checkpoint_at(step)
-        return export_checkpoint(checkpoint, self.folder.vocabulary, out, progress=progress)
-
-    def _checkpoint_at(self, step: int) -> Path:
         checkpoints = list_checkpoints(self.folder.checkpoints)
-        if step not in checkpoints:
+        if step is not None and step not in checkpoints:
             kept = ", ".join(map(str, checkpoints)) or "none"
             raise ValueError(f"run {self.path} has no checkpoint of step {step}; it keeps {kept}")
-        return checkpoints[step]
+        checkpoint = self.checkpoint if step is None else checkpoints[step]
+        return export_checkpoint(checkpoint, self.folder.vocabulary, out, progress=progress)
 
     @cached_property
-    def _network(self) -> tuple[EmbeddingCollection, Network, Place]:
+    def _network(self) -> tuple[EmbeddingCollection, Network, DenseDevice]:
         checkpoint, kept = self.checkpoint, PackedDataset.open(self.folder.vocabulary)
         config, _ = read_model(checkpoint, read_manifest(checkpoint), kept)
         setup = Setup.decide(_on_this_machine(config), kept, self.path, training=False)
         embedding, model = build_network(setup)
         load_checkpoint(checkpoint, {"embedding": embedding, "model": model})
-        return embedding, model, setup.place
+        return embedding, model, setup.dense
 
     def close(self) -> None:
         """Frees the model, and removes the files of tables that do not fit in memory."""
@@ -160,11 +155,11 @@ class Run:
     @torch.no_grad()
     def _logits(self, data: Any, *, labels: Literal["ignored", "alone"]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields logits and labels of raw rows, piece by piece. labels: "alone": labels are read, but not times."""
-        embedding, model, place = self._network
+        embedding, model, dense = self._network
         first_row = 0
         for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE, labels=labels):
             try:
-                logits_B = place.logits(model, batch.dense, look_up(model, embedding, batch.sparse))
+                logits_B = dense.logits(model, batch.dense, look_up(model, embedding, batch.sparse))
             except SampleError as error:
                 row = first_row + error.sample
                 raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
@@ -225,9 +220,9 @@ class Run:
                     f"{dataset.path}: table {table.name!r} has another vocabulary than run {self.path} has; "
                     "score its raw rows instead (`hotrow eval RUN ROWS` or `hotrow predict`)"
                 )
-        embedding, model, place = self._network
+        embedding, model, dense = self._network
         loader = Loader(dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
-        return evaluate(embedding, model, loader, place=place)
+        return evaluate(embedding, model, loader, dense=dense)
 
     def _dataset_path(self) -> Path:
         path = None if self.record.dataset is None else Path(self.record.dataset["path"])
@@ -293,13 +288,15 @@ class Run:
 
 
 def _on_this_machine(config: Config) -> Config:
-    """Returns `config`, or without its device if this machine does not have it: scores then agree, not to the bit."""
+    """Returns `config`, or the same model on the CPU if the device is missing: scores agree within docs/numerics.md."""
     try:
-        Place.of(config)
+        DenseDevice.of(config)
         return config
     except ValueError as error:
         warnings.warn(f"scores are computed on the CPU, in float32: {error}", stacklevel=3)
-        return cpu_instead(config)
+    train = config.train.model_copy(update={"dense_dtype": "fp32"})
+    memory = config.memory if isinstance(config.memory, str) else config.memory.model_copy(update={"hbm": None})
+    return config.model_copy(update={"device": "cpu", "train": train, "memory": memory})
 
 
 def load(path: Path | str) -> Run:
@@ -335,8 +332,8 @@ def fit(
     schema: a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`.
     split: "time", "random" or "reference", or a mapping as in a schema, such as
         {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
-    config: a recipe to train by, as a path or its content, instead of the one for so many rows (config/recipe.py).
-    model: "dlrm" (default) or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN).
+    config: a recipe to train by, as a path or its content, instead of the one for this many rows (config/recipe.py).
+    model: "dlrm" (default), "dcn" or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN).
     overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
         (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 

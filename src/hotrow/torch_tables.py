@@ -1,6 +1,7 @@
-"""Tables of other libraries' modules as ours: torch.nn.EmbeddingBag and Embedding, torchrec's collections of them.
+"""Tables taken over from other libraries: torch.nn.EmbeddingBag and Embedding, and torchrec's collections of them.
 
-What ours do not do (padding, norms, scaling by frequency, max pooling) is refused by name, never dropped.
+Options that hotrow's tables do not have (padding, norms, scaling by frequency, max pooling) are refused by name, never
+dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _WITHOUT = {
     "max_norm": "rows are not renormalised when they are looked up; normalise what the lookup gives",
     "scale_grad_by_freq": "a row's gradient is the sum over its occurrences; give ids the weights 1 / count",
 }
-"""How to do without what a table here has not."""
+"""What to do instead of an option that hotrow's tables do not have."""
 
 
 class Given(NamedTuple):
@@ -37,9 +38,9 @@ class Given(NamedTuple):
 
 
 def from_torch(modules: nn.Module | Mapping[str, nn.Module] | nn.ModuleDict) -> list[Given]:
-    """Each nn.EmbeddingBag or nn.Embedding as the table and the feature of its name; a single one is "embedding".
+    """Returns a table for each nn.EmbeddingBag or nn.Embedding, with a feature of its name; of one alone, "embedding".
 
-    Raises ValueError for other modules, and for options that tables here have not.
+    Raises ValueError for other modules, and for options that hotrow's tables do not have.
     """
     if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleDict):
         modules = {"embedding": modules}
@@ -64,8 +65,8 @@ def _given(name: str, weight: Any, features: tuple[str, ...], pooling: Pooling) 
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in _DTYPES:
         what = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
         raise ValueError(
-            f"the weight of {name!r} is {what}; pass float32, float16 or bfloat16 [N, D], whole: of float64 "
-            "module.float(), of sharded modules their tables gathered"
+            f"the weight of {name!r} is {what}; pass float32, float16 or bfloat16 [N, D], whole: for "
+            "float64, module.float(); for sharded modules, their tables gathered"
         )
     config = TableConfig(
         name=name,
@@ -79,7 +80,7 @@ def _given(name: str, weight: Any, features: tuple[str, ...], pooling: Pooling) 
 
 
 def from_torchrec(collection: Any) -> list[Given]:
-    """The tables of a torchrec EmbeddingBagCollection, or of its EmbeddingCollection, whose rows are not pooled.
+    """Returns the tables of a torchrec EmbeddingBagCollection, or of an EmbeddingCollection, whose rows are not pooled.
 
     Raises ValueError for other objects, and for tables whose options have no counterpart here.
     """
@@ -102,5 +103,5 @@ def _of_torchrec(config: Any, weight: Any) -> Given:
             raise ValueError(f"table {config.name!r} has {option}, which hotrow's tables do not have")
     pooling: Any = getattr(getattr(config, "pooling", None), "name", "SUM").lower()
     if pooling not in ("sum", "mean"):
-        raise ValueError(f"table {config.name!r} has pooling {pooling}; sum and mean are there. {MAX_POOLING}")
+        raise ValueError(f"table {config.name!r} has pooling {pooling}; hotrow has sum and mean. {MAX_POOLING}")
     return _given(config.name, weight, tuple(config.feature_names), pooling)

@@ -23,7 +23,7 @@ import typer
 from typer.testing import CliRunner
 
 from hotrow.cli import app as cli
-from hotrow.cli import demo
+from hotrow.cli import tools as verbs
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
@@ -149,8 +149,8 @@ def test_demo_takes_what_prepare_and_train_take(
 def test_demo_repeats_and_is_named_for_people(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "NUM_ROWS", 3000)
-    monkeypatch.setattr(demo, "TABLE_SCALE", 0.001)
+    monkeypatch.setattr(verbs, "NUM_ROWS", 3000)
+    monkeypatch.setattr(verbs, "TABLE_SCALE", 0.001)
     results = [hotrow("demo", "--json", capsys=capsys, monkeypatch=monkeypatch) for _ in range(2)]
     assert [result["run_dir"] for result in results] == ["runs/demo-dlrm-001", "runs/demo-dlrm-002"]
     assert results[0]["auc"] == results[1]["auc"]
@@ -280,7 +280,7 @@ def test_help_has_an_example(verb: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "absent.yaml"], r"config absent\.yaml is no file; pass a YAML file"),
+        (["train", "absent.yaml"], r"config absent\.yaml is not a file; pass a YAML file"),
         (["train"], "pass a config to start a run, or --resume RUN"),
         (["train", "small.yaml", "--set", "train.epoch=2"], r"unknown key train\.epoch; did you mean 'epochs'"),
         (["train", "small.yaml"], r"packed: no dataset\.json"),

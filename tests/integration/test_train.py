@@ -169,8 +169,8 @@ NARROW = "arithmetic of tables is float32, of dense layers bfloat16 where torch'
 PRECISIONS = {
     "fp16": ("adagrad", f"tables float16; MLPs float32; {WIDE}", 0.5),
     "split_bf16": ("adagrad", f"{HALVES}; MLPs float32; {WIDE}", 1.0),
-    "split_bf16 of all": ("sgd", f"{HALVES}; MLPs likewise; {WIDE}", 1.0),
-    "split_bf16 with bf16 layers": ("sgd", f"{HALVES}; MLPs likewise; {NARROW}", 1.0),
+    "split_bf16 of all": ("sgd", f"{HALVES}; MLPs the same; {WIDE}", 1.0),
+    "split_bf16 with bf16 layers": ("sgd", f"{HALVES}; MLPs the same; {NARROW}", 1.0),
     "fp16 with bf16 layers": ("adagrad", f"tables float16; MLPs float32; {NARROW}", 0.5),
 }
 

@@ -33,9 +33,8 @@ from hotrow.data.sources.registry import open_source
 from hotrow.kernels.ops import backend
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
-from hotrow.run.session import Interrupt
 from hotrow.run.setup import Setup
-from hotrow.run.trainer import Training
+from hotrow.run.trainer import Interrupt, Training
 from hotrow.run.wear import WriteLedger
 from prepare_data import SCHEMA, make_rows, to_table
 

@@ -28,7 +28,7 @@ from hotrow.models.tbsm import TBSM
 from hotrow.run import runs, setup, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
-from hotrow.run.setup import Place, Setup, full_device
+from hotrow.run.setup import DenseDevice, Setup, full_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 only_interpreted = pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here: its absence cannot be seen")
@@ -252,7 +252,7 @@ def test_bfloat16_layers_against_float32() -> None:
     dense, pooled = torch.randn(32, 5), torch.randn(32, 24, requires_grad=True)
     grads = []
     for dtype in ("fp32", "bf16"):
-        logits = Place(torch.device("cpu"), dtype).logits(model, dense, pooled)  # type: ignore[arg-type]
+        logits = DenseDevice(torch.device("cpu"), dtype).logits(model, dense, pooled)  # type: ignore[arg-type]
         assert logits.dtype == torch.float32
         grads.append([logits.detach(), *torch.autograd.grad(logits.square().sum(), [pooled, *model.parameters()])])
     for full, narrow in zip(*grads, strict=True):
@@ -274,7 +274,7 @@ def test_bfloat16_steps_of_tbsm_against_float32() -> None:
     rows, dense = {name: (values[name], offsets[name]) for name in offsets}, torch.randn(32, 2, generator=draw)
     grads = []
     for dtype in ("fp32", "bf16"):
-        logits = Place(torch.device("cpu"), dtype).logits(model, dense, rows)  # type: ignore[arg-type]
+        logits = DenseDevice(torch.device("cpu"), dtype).logits(model, dense, rows)  # type: ignore[arg-type]
         assert logits.dtype == torch.float32
         wanted = [*values.values(), *model.parameters()]
         grads.append([logits.detach(), *torch.autograd.grad(logits.square().sum(), wanted)])
@@ -286,8 +286,8 @@ def test_bfloat16_steps_of_tbsm_against_float32() -> None:
 def test_tf32_is_on_inside_alone() -> None:
     flags = torch.backends.cuda.matmul
     before = flags.allow_tf32
-    with Place(torch.device("cuda"), "tf32").arithmetic():
+    with DenseDevice(torch.device("cuda"), "tf32").arithmetic():
         assert flags.allow_tf32
     assert flags.allow_tf32 == before
-    with Place(torch.device("cuda"), "fp32").arithmetic():
+    with DenseDevice(torch.device("cuda"), "fp32").arithmetic():
         assert flags.allow_tf32 == before

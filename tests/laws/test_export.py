@@ -39,7 +39,7 @@ from hotrow.export.export import network_source
 from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.run import runs
-from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.checkpoint_files import read_manifest
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 TOLERANCE = 1e-5
@@ -308,7 +308,7 @@ def test_the_tables_are_those_of_the_checkpoint(
     """To the bit, in pieces of a few rows: float16 as it is; of split weights the upper halves, as lookups see them."""
     memory = {"dram": DRAM, "ssd": str(tmp_path), "force": True} if tiers else {}
     run = train(long_tailed, tmp_path / "run", f"train.precision={precision}", **memory)
-    monkeypatch.setattr("hotrow.export.tables.PIECE_BYTES", 1000)
+    monkeypatch.setattr("hotrow.export.export.PIECE_BYTES", 1000)
     run.export(tmp_path / "out")
     described = json.loads((tmp_path / "out" / "export.json").read_text())
     stored = expanded(run.checkpoint)
@@ -330,9 +330,9 @@ MEMORY_CHECK = """
 import sys
 from pathlib import Path
 import torch
-from hotrow.run.checkpoint_manifest import read_manifest
-from hotrow.run.checkpoint_tensors import write_tensors
-from hotrow.export.tables import LookedUpRows
+from hotrow.run.checkpoint_files import read_manifest
+from hotrow.run.checkpoint_files import write_tensors
+from hotrow.export.export import LookedUpRows
 from hotrow.tables import TableConfig
 folder, rows = Path(sys.argv[1]), int(sys.argv[2])
 def export(checkpoint, num_embeddings):

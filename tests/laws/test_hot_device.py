@@ -38,7 +38,7 @@ from hotrow.kernels.triton_ops import Kernels
 from hotrow.placement import copies as copies_of
 from hotrow.run import runs, setup, trainer
 from hotrow.run.folder import RunFolder
-from hotrow.run.setup import Place, device_of_copies
+from hotrow.run.setup import DenseDevice, device_of_copies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ON_DEVICE = ("device=cuda",) if HAS_GPU else ()
@@ -293,12 +293,12 @@ def test_copies_above_the_memory_of_the_device(data: Path, tmp_path: Path, monke
 
 def test_which_runs_have_copies_on_a_device(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def device(**changes: Any) -> Any:
-        return device_of_copies(make_config({"data": str(data), **changes}), Place(torch.device("cuda")))
+        return device_of_copies(make_config({"data": str(data), **changes}), DenseDevice(torch.device("cuda")))
 
     assert device(hot={"schedule": "fae"}) == device(hot={"schedule": "fixed"}) == torch.device("cuda")
     assert device() is None and device(hot={"schedule": "window"}) is None
     assert device(hot={"schedule": "fae"}, memory={"hbm": "1GiB"}) is None, "slots hold the hot rows"
-    assert device_of_copies(make_config({"data": str(data), "hot": {"schedule": "fae"}}), Place()) is None
+    assert device_of_copies(make_config({"data": str(data), "hot": {"schedule": "fae"}}), DenseDevice()) is None
     monkeypatch.setattr("hotrow.run.setup.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Triton is not installed: pip install 'hotrow\[gpu\]', or set device to cpu"):
         device(hot={"schedule": "fae"})

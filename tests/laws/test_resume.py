@@ -22,7 +22,7 @@ from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
-from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RunFolder
 
 TIMES = {"seconds", "samples_per_s", "step_ms", "stall_s", "stall_share"}

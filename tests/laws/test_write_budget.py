@@ -27,7 +27,7 @@ from hotrow.placement.tiers import Tiers
 from hotrow.run import runs, trainer
 from hotrow.run import wear as write_budget
 from hotrow.run.checkpoint import list_checkpoints
-from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RunFolder
 from hotrow.run.wear import LEDGER, PIECE_S, WriteBudgetError
 

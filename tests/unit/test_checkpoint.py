@@ -22,7 +22,7 @@ from hotrow.run.checkpoint import (
     save_checkpoint,
     verify,
 )
-from hotrow.run.checkpoint_tensors import read_tensors, write_tensors
+from hotrow.run.checkpoint_files import read_tensors, write_tensors
 from hotrow.tables import TableConfig
 from resealed import reseal
 
@@ -115,7 +115,7 @@ def test_against_the_safetensors_library(tmp_path: Path, dtype: torch.dtype, sha
 
 
 def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.run.checkpoint_tensors.CHUNK_BYTES", 40)
+    monkeypatch.setattr("hotrow.run.checkpoint_files.CHUNK_BYTES", 40)
     values = torch.randn(13, 3, generator=torch.Generator().manual_seed(0))
     write_tensors(tmp_path / "f.safetensors", {"x": values})
     assert torch.equal(load_file(tmp_path / "f.safetensors")["x"], values)
@@ -126,7 +126,7 @@ def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_split_table_is_written_as_the_float32_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file has the bytes of a float32 table's, and each is read by the other without loss."""
-    monkeypatch.setattr("hotrow.run.checkpoint_tensors.CHUNK_BYTES", 40)
+    monkeypatch.setattr("hotrow.run.checkpoint_files.CHUNK_BYTES", 40)
     monkeypatch.setattr("hotrow.placement.base.PIECE_BYTES", 48)
     make = {
         dtype: EmbeddingCollection(
@@ -194,7 +194,7 @@ def test_other_manifests(tmp_path: Path) -> None:
     write_sealed(path / "manifest.json", {"hotrow_checkpoint": 99})
     with pytest.raises(ValueError, match="hotrow_checkpoint is 99, and this hotrow reads 2; use the hotrow that wrote"):
         read_manifest(path)
-    with pytest.raises(ValueError, match=r"is no checkpoint: it holds no manifest\.json"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint: it has no manifest\.json"):
         read_manifest(tmp_path / "absent")
 
 

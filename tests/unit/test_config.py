@@ -220,7 +220,7 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (
             {"data": "d", "optimizer": {"sparse": {"name": "sgd", "eps": 1e-8}}},
-            r"optimizer\.sparse: eps is 1e-08, but sgd has no such number",
+            r"optimizer\.sparse: eps is 1e-08, but sgd has no such option",
         ),
         ({"data": "d", "optimizer": {"schedule": {"decay_start_step": 9}}}, "decay_start_step is 9, but decay_steps"),
         (
@@ -286,12 +286,12 @@ def test_bad_overrides(override: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3\n", "f line 3, column 1: key 'a' stands here twice"),
+        ("a: 1\nb: 2\na: 3\n", "f line 3, column 1: key 'a' is given twice"),
         ("a: [1\n", "f line 2"),
         ("a: !!python/object/apply:os.system ['true']", "f line 1, column 4: could not determine a constructor"),
         ("[" * 600, "f is nested too deeply"),
-        ("{? {a: 1} : 2}", "is no name"),
-        ("a: \x00", "f is no readable YAML: .*special characters are not allowed"),
+        ("{? {a: 1} : 2}", "is not a name"),
+        ("a: \x00", "f is not readable as YAML: .*special characters are not allowed"),
     ],
 )
 def test_hostile_yaml(text: str, message: str) -> None:
@@ -304,7 +304,7 @@ def test_numbers_with_an_exponent_are_numbers() -> None:
 
 
 def test_missing_and_empty_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none.yaml is no file; pass a YAML file such as recipes/"):
+    with pytest.raises(ValueError, match=r"none.yaml is not a file; pass a YAML file such as recipes/"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "empty.yaml").touch()
     with pytest.raises(ValueError, match="holds None; it must be a mapping"):

@@ -20,7 +20,7 @@ from hotrow.inspect.accesses import Accesses, TableAccesses, first_batches, trac
 from hotrow.inspect.hotness import Hotness, measure_hotness
 from hotrow.inspect.report import inspection_page, print_inspection, sentences
 from hotrow.inspect.reuse import MissRatioCurve, measure_locality, sampling_rate
-from hotrow.plan.demand import Demand, spread
+from hotrow.plan.choose import Demand, spread
 
 GENERATOR = np.random.default_rng(5)
 IDS = {

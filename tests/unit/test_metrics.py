@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hotrow.run.metrics import BinaryMetrics, auc, entropy
 
 
-def compute(scores: np.ndarray, labels: np.ndarray, kind: str = "logits") -> dict:
-    metrics = BinaryMetrics(kind)
+def compute(scores: np.ndarray, labels: np.ndarray) -> dict:
+    metrics = BinaryMetrics()
     metrics.update(scores, labels)
     return metrics.compute()
 
@@ -34,15 +34,14 @@ def test_auc_against_every_pair(rows: list[tuple[int, bool]]) -> None:
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("kind", ["logits", "probabilities"])
-def test_against_sklearn(ties: bool, kind: str) -> None:
+def test_against_sklearn(ties: bool) -> None:
     rng = np.random.default_rng(5)
     labels = (rng.random(20_000) < 0.03).astype(np.float32)
     logits = (rng.standard_normal(20_000) + labels - 3).astype(np.float32)
     if ties:
         logits = np.round(logits * 4) / 4
     probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
-    got = compute(logits if kind == "logits" else probabilities, labels, kind)
+    got = compute(logits, labels)
     rate = labels.mean(dtype=np.float64)
     assert got["num_rows"] == 20_000 and got["undefined"] is None
     assert got["auc"] == pytest.approx(sklearn.metrics.roc_auc_score(labels, logits), abs=1e-12)
@@ -54,27 +53,20 @@ def test_against_sklearn(ties: bool, kind: str) -> None:
     assert got["base_rate"] == rate
 
 
-def test_batches_and_processes_do_not_matter() -> None:
+def test_batches_do_not_matter() -> None:
     rng = np.random.default_rng(1)
     scores, labels = rng.standard_normal(5000).astype(np.float32), rng.random(5000) < 0.2
     whole = compute(scores, labels)
-    parts = [BinaryMetrics() for _ in range(3)]
-    for k, rows in enumerate(np.array_split(np.arange(5000), 40)):
-        parts[k * 3 // 40].update(torch.from_numpy(scores[rows]), torch.from_numpy(labels[rows]).float())
-    parts[0].merge(parts[1])
-    parts[0].merge(parts[2])
-    assert parts[0].compute() == whole
-    assert parts[0].compute() == whole, "computing does not use rows up"
+    parts = BinaryMetrics()
+    for rows in np.array_split(np.arange(5000), 40):
+        parts.update(torch.from_numpy(scores[rows]), torch.from_numpy(labels[rows]).float())
+    assert parts.compute() == whole
+    assert parts.compute() == whole, "computing does not use rows up"
 
 
 def test_logloss_of_extreme_logits_is_exact() -> None:
     got = compute(np.array([100.0, -100.0, 100.0]), np.array([1, 0, 0]))
     assert got["logloss"] == pytest.approx(100 / 3)
-
-
-def test_certain_probabilities_are_kept_off_zero() -> None:
-    got = compute(np.array([0.0, 1.0]), np.array([1, 0]), "probabilities")
-    assert got["logloss"] == pytest.approx(-math.log(1e-7), rel=1e-6)
 
 
 @pytest.mark.parametrize("label", [0, 1])
@@ -109,25 +101,20 @@ def test_entropy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "scores", "labels", "message"),
+    ("scores", "labels", "message"),
     [
-        ("logits", [0.0, math.nan], [0, 1], "1 of 2 scores are NaN or infinite"),
-        ("logits", [math.inf], [0], "NaN or infinite"),
-        ("logits", [0.0], [0.5], "labels hold 0.5"),
-        ("logits", [0.0], [math.nan], "labels hold nan"),
-        ("logits", [0.0], [0, 1], "1 scores came with 2 labels"),
-        ("probabilities", [1.5], [1], "for logits use"),
+        ([0.0, math.nan], [0, 1], "1 of 2 scores are NaN or infinite"),
+        ([math.inf], [0], "NaN or infinite"),
+        ([0.0], [0.5], "labels hold 0.5"),
+        ([0.0], [math.nan], "labels hold nan"),
+        ([0.0], [0, 1], "1 scores came with 2 labels"),
     ],
 )
-def test_bad_rows(kind: str, scores: list, labels: list, message: str) -> None:
+def test_bad_rows(scores: list, labels: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        compute(np.array(scores), np.array(labels), kind)
+        compute(np.array(scores), np.array(labels))
 
 
-def test_wrong_use() -> None:
-    with pytest.raises(ValueError, match="choose 'logits' or 'probabilities'"):
-        BinaryMetrics("scores")
+def test_no_rows() -> None:
     with pytest.raises(ValueError, match="no rows were added"):
         BinaryMetrics().compute()
-    with pytest.raises(ValueError, match="cannot merge probabilities into logits"):
-        BinaryMetrics().merge(BinaryMetrics("probabilities"))

@@ -18,8 +18,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.plan import choose as placement
-from hotrow.plan.choose import choose
-from hotrow.plan.demand import demands_of, required_bytes
+from hotrow.plan.choose import choose, demands_of, required_bytes
 from hotrow.tables import TableConfig
 
 TABLES = [
@@ -69,7 +68,7 @@ def test_three_tiers(tmp_path: Path) -> None:
     assert chosen is not None and (chosen.middle, chosen.folder) == (Path("fast"), tmp_path)
     with pytest.raises(ValueError, match=r"file_bytes is too small: fast .* raise it \(config memory\.file_bytes, or "):
         choose(config({**tiers, "file_bytes": 1000}), TABLES, tmp_path)
-    with pytest.raises(ValueError, match="too little for tables and optimizer state"):
+    with pytest.raises(ValueError, match="not enough memory for tables and optimizer state"):
         choose(config({**tiers, "dram": "200KiB", "file_bytes": "500MiB"}), TABLES, tmp_path)
     for wrong in ({"file": None}, {"file_bytes": 0}, {"file_bytes": None, "ssd": "slow"}):
         with pytest.raises(ValueError, match="file"):

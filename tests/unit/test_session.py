@@ -18,7 +18,7 @@ from hotrow.base.machine import _cgroup_quota, default_threads, nodes_of, numa_n
 from hotrow.base.records import write_sealed
 from hotrow.kernels import ops
 from hotrow.run.folder import RunFolder, _new_folder, resume_command
-from hotrow.run.session import cores_to_pin, threads
+from hotrow.run.runs import cores_to_pin, threads
 
 TWO_NODES = [[0, 1, 4, 5], [2, 3, 6, 7]]
 
@@ -136,7 +136,7 @@ import os, sys, torch
 if len(sys.argv) > 1:
     torch.set_num_threads(int(sys.argv[1]))
 import hotrow
-from hotrow.run.session import describe_threads, threads
+from hotrow.run.runs import describe_threads, threads
 from hotrow.cli.tools import doctor
 before = len(os.listdir("/proc/self/task"))
 with threads("auto") as used:

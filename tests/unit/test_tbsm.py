@@ -16,7 +16,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.models.tbsm import TBSM, TBSMSpec
 from hotrow.optim import SGD
-from hotrow.run.parts import look_up
+from hotrow.run.setup import look_up
 from plain_tbsm import PlainTBSM
 
 DIM, STEPS, ROWS = 8, 6, {"user": 30, "item": 50, "category": 9}
@@ -187,7 +187,7 @@ def test_batches_it_refuses() -> None:
     with pytest.raises(ValueError, match=r"'category_history', sample 0 of the batch: 3 ids, but 'item_history' has"):
         score(jagged(ids, [2, 3], category_history=[3, 2]))
     ids = make_ids([2, 3]) | {"user": torch.zeros(3, dtype=torch.int64)}
-    with pytest.raises(ValueError, match="'user', sample 1 of the batch: 2 ids, where tbsm needs exactly one"):
+    with pytest.raises(ValueError, match="'user', sample 1 of the batch: 2 ids, but tbsm needs exactly one"):
         score(jagged(ids, [2, 3], user=[1, 2]))
 
 
@@ -195,7 +195,7 @@ def test_batches_it_refuses() -> None:
     ("names", "message"),
     [
         (["user", "item"], "needs a history, a feature such as 'item_history' beside 'item'; the data has user, item"),
-        (["user", "item_history"], "'item_history' is the history of 'item', which the data has not"),
+        (["user", "item_history"], "'item_history' is the history of 'item', which the data lacks"),
     ],
 )
 def test_data_it_refuses(names: list[str], message: str) -> None:

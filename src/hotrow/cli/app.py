@@ -20,8 +20,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -43,22 +44,42 @@ Label = Annotated[
 NOT_OF_A_CONFIG = ("data", "label", "time", "schema", "categorical", "dense", "lists", "split", "config", "quiet")
 """Arguments of `hotrow.fit` that are not config options, so that --set does not take them."""
 Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
+Split = Annotated[str | None, typer.Option(help="time, random or reference (criteo).")]
+Fractions = Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")]
+Answer: TypeAlias = Mapping[str, Any] | tuple[Mapping[str, Any], Callable[[], None]]
+"""What a verb returns: its result, and what prints it for people; by default each field on a line."""
 
 
-def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., Answer]], Callable[..., None]]:
     """Registers a function as the verb `name`, whose help ends with an example.
 
+    The verb gets an option --json, which prints the function's result as one line of JSON. Its exit code is
+    128 + the signal if the result says that a run was interrupted.
     home: the module whose functions the verb calls. It imports torch, so it is imported before the verb begins, while
     Ctrl-C still ends the process at once (`__main__`); a KeyboardInterrupt inside torch's C++ ends with a crash report.
     """
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
+    def register(function: Callable[..., Answer]) -> Callable[..., None]:
         @functools.wraps(function)
-        def run(*arguments: Any, **options: Any) -> None:
+        def run(*arguments: Any, json_: bool, **options: Any) -> None:
             import_module(home)
             with saying_interruptions():
-                function(*arguments, **options)
+                answer = function(*arguments, **options)
+                result, show = answer if isinstance(answer, tuple) else (answer, None)
+                if json_:
+                    print(json.dumps(result, allow_nan=False))
+                elif show is not None:
+                    show()
+                else:
+                    _print_fields(result)
+                if result.get("status") == "interrupted":
+                    raise typer.Exit(128 + result["signal"])
 
+        plain = signature(function, eval_str=True)
+        option = Parameter("json_", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+        shown = plain.replace(parameters=[*plain.parameters.values(), option])
+        run.__signature__ = shown  # type: ignore[attr-defined]  # typer reads it
+        run.__annotations__ = {name: parameter.annotation for name, parameter in shown.parameters.items()}
         return app.command(name, epilog=f"Example: {example}")(run)
 
     return register
@@ -89,14 +110,6 @@ def saying_interruptions() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def print_result(result: Mapping[str, Any], *, as_json: bool, human: Callable[[], None]) -> None:
-    """Prints `result` as one line of JSON, or calls `human` to print it."""
-    if as_json:
-        print(json.dumps(result, allow_nan=False))
-    else:
-        human()
-
-
 def _version(value: bool) -> None:
     if value:
         from hotrow import __version__
@@ -116,7 +129,9 @@ def options(
 
 
 @verb(
-    "demo", home="hotrow.cli.demo", example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)"
+    "demo",
+    home="hotrow.cli.tools",
+    example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)",
 )
 def demo(
     *,
@@ -128,16 +143,15 @@ def demo(
     schema: Annotated[
         Path | None, typer.Option(help="Schema of your logs (hotrow init writes one); guessed if not given.")
     ] = None,
-    split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
-    fractions: Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    split: Split = None,
+    fractions: Fractions = None,
     set_: Set = None,
     folder: Annotated[Path, typer.Option(help="Folder for the synthetic logs and their packed form.")] = Path(
         "demo-data"
     ),
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Make synthetic Criteo-shaped clicks (or take your own logs), prepare, train a DLRM, evaluate it."""
-    from hotrow.cli.demo import demo_on_logs, demo_on_synthetic
+    from hotrow.cli.tools import demo_on_logs, demo_on_synthetic
     from hotrow.config.load import overrides_of
 
     if data is None and (label or time or schema or split or fractions or set_):
@@ -154,8 +168,7 @@ def demo(
             raise ValueError(f"--set {own[0]}: not an option of a config; docs/config.md lists them")
         how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
         result = demo_on_logs(data, label=label, time=time, **how, **overrides)
-    print_result(result, as_json=json_, human=lambda: print(result["text"]))
-    _exit_if_interrupted(result)
+    return result, lambda: print(result["text"])
 
 
 @verb("init", home="hotrow.data.prepare.init", example="hotrow init clicks/*.parquet --label click --out clicks")
@@ -165,14 +178,13 @@ def init(
     label: Label = None,
     time: Time = None,
     out: Annotated[Path, typer.Option(help="Folder to write schema.yaml and recipe.yaml into.")] = Path(),
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Look at logs, or a packed dataset, and write a commented schema and recipe for it."""
     from hotrow.data.prepare.init import run_init
 
     found = run_init(paths[0] if len(paths) == 1 else paths, label=label, time=time, out=out)
     result = {"found": found.found, "files": [str(file) for file in found.files], "next": list(found.commands)}
-    print_result(result, as_json=json_, human=lambda: _print_init(result))
+    return result, lambda: _print_init(result)
 
 
 @verb("prepare", home="hotrow.data.prepare.prepare", example="hotrow prepare criteo train.txt --out data/criteo")
@@ -193,8 +205,8 @@ def prepare(
     ] = None,
     label: Label = None,
     time: Time = None,
-    split: Annotated[str | None, typer.Option(help="time, random or reference (criteo).")] = None,
-    fractions: Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")] = None,
+    split: Split = None,
+    fractions: Fractions = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random split and of --sample.")] = None,
     min_count: Annotated[
         int | None, typer.Option(help="Ids seen fewer times than this in training share row 0.")
@@ -210,8 +222,7 @@ def prepare(
         int | None, typer.Option(help="Threads for encoding; default: the cores this process may use.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at --out.")] = False,
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable, in bounded memory."""
     from hotrow.base.progress import progress_bar
     from hotrow.data.prepare.prepare import run_prepare
@@ -246,7 +257,7 @@ def prepare(
         "summary": dict(dataset.info.summary),
         "checksum": dataset.checksum,
     }
-    print_result(result, as_json=json_, human=lambda: _print_fields({k: result[k] for k in ("out", "rows", "summary")}))
+    return result, lambda: _print_fields({k: result[k] for k in ("out", "rows", "summary")})
 
 
 @verb(
@@ -259,8 +270,7 @@ def train(
     *,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder to the same bits.")] = None,
     set_: Set = None,
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Train as a config says, or continue an interrupted run."""
     from hotrow.api import Run
     from hotrow.config.load import load_config
@@ -277,8 +287,7 @@ def train(
     result = run.summary()
     assert run.record.dataset is not None, "training has begun"
     title = f"{run.record.dataset['name']}, {result['epochs']:g} epochs"
-    print_result(result, as_json=json_, human=lambda: print(run.closing_lines(title, run.next_commands())))
-    _exit_if_interrupted(result)
+    return result, lambda: print(run.closing_lines(title, run.next_commands()))
 
 
 @verb(
@@ -292,8 +301,7 @@ def eval_(
     *,
     data: Annotated[Path | None, typer.Option(help="A packed dataset; default: the run's own.")] = None,
     split: Annotated[str | None, typer.Option(help="Which split of it; default: test.")] = None,
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Show AUC, LogLoss, normalised entropy and calibration of a run, on a split or on new raw rows."""
     from hotrow.api import load
 
@@ -306,7 +314,7 @@ def eval_(
             result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(paths)}
         else:
             result = {"run_dir": str(run), "split": split or "test", **loaded.evaluate(split or "test", data=data)}
-    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+    return result
 
 
 @verb("predict", home="hotrow.api", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")
@@ -318,14 +326,12 @@ def predict(
     keep: Annotated[
         list[str] | None, typer.Option(help="Column to write beside the score, unchanged; may be repeated.")
     ] = None,
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Score raw rows (- is standard input): one probability per row, in the rows' order, in column `score`."""
     from hotrow.api import load
 
     with closing(load(run)) as loaded, _standard_input(paths) as rows:
-        result = {"run_dir": str(run), "out": str(out), "rows": loaded.write_scores(rows, out, keep=keep or ())}
-    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+        return {"run_dir": str(run), "out": str(out), "rows": loaded.write_scores(rows, out, keep=keep or ())}
 
 
 @verb("export", home="hotrow.api", example="hotrow export runs/clicks-dlrm-001 --out clicks-export")
@@ -336,15 +342,14 @@ def export(
     step: Annotated[
         int | None, typer.Option(help="Step of the checkpoint to export; default: the one that `predict` uses.")
     ] = None,
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Write weights (safetensors), vocabularies (Parquet) and rules, to score raw rows in plain PyTorch."""
     from hotrow.api import load
     from hotrow.base.progress import progress_bar
 
     with progress_bar() as progress:
         made = load(run).export(out, step=step, progress=progress)
-    result = {
+    return {
         "run_dir": str(run),
         "out": str(out),
         "step": made["step"],
@@ -352,7 +357,6 @@ def export(
         "files": len(made["files"]) + 1,
         "bytes": sum(file["num_bytes"] for file in made["files"].values()),
     }
-    print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
 @verb("inspect", home="hotrow.cli.tools", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
@@ -382,8 +386,7 @@ def inspect(
     ] = None,
     optimizer: Annotated[str, typer.Option(help="The optimizer whose state is kept beside hot rows.")] = "sgd",
     out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Report hotness: bytes per table, how few rows take most accesses, how soon rows come again."""
     from hotrow.base.progress import progress_bar
     from hotrow.cli import tools
@@ -405,20 +408,17 @@ def inspect(
             out=out,
             progress=progress,
         )
-    print_result(result, as_json=json_, human=lambda: print_inspection(result))
+    return result, lambda: print_inspection(result)
 
 
 @verb("check", home="hotrow.cli.tools", example="hotrow check data/criteo")
 def check(
     path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint, a run or an export.")],
-    *,
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Verify every byte of a packed dataset, a checkpoint, a run or an export against its checksums."""
     from hotrow.cli import tools
 
-    result = tools.check(path)
-    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+    return tools.check(path)
 
 
 @verb("bench", home="hotrow.bench", example="hotrow bench --quick")
@@ -426,25 +426,20 @@ def bench(
     names: Annotated[list[str] | None, typer.Argument(help="Cells to measure; default: all.")] = None,
     *,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes, fewer rounds.")] = False,
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Compare hotrow's kernels with torch's and the machine's limit, interleaved; outputs are compared first."""
     from hotrow.bench import format_row, run_bench
 
     result = run_bench(names or None, quick=quick)
-    print_result(result, as_json=json_, human=lambda: print("\n".join(format_row(row) for row in result["cells"])))
+    return result, lambda: print("\n".join(format_row(row) for row in result["cells"]))
 
 
 @verb("doctor", home="hotrow.cli.tools", example="hotrow doctor")
-def doctor(
-    *,
-    json_: Json = False,
-) -> None:
+def doctor() -> Answer:
     """Show what decides whether and how fast hotrow runs here; paste it into bug reports."""
     from hotrow.cli import tools
 
-    result = tools.doctor()
-    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+    return tools.doctor()
 
 
 @verb("clean", home="hotrow.cli.tools", example="hotrow clean runs/criteo-dlrm-001")
@@ -454,13 +449,11 @@ def clean(
     data: Annotated[
         bool, typer.Option("--data", help="Also remove data that was packed into the run's folder.")
     ] = False,
-    json_: Json = False,
-) -> None:
+) -> Answer:
     """Remove a run's checkpoints except the newest and the chosen one."""
     from hotrow.cli import tools
 
-    result = tools.clean(run, data=data)
-    print_result(result, as_json=json_, human=lambda: _print_fields(result))
+    return tools.clean(run, data=data)
 
 
 @contextmanager
@@ -487,11 +480,6 @@ def _print_init(result: Mapping[str, Any]) -> None:
     for file in result["files"]:
         print(f"wrote {file}")
     print("next:", *result["next"], sep="\n  ")
-
-
-def _exit_if_interrupted(result: Mapping[str, Any]) -> None:
-    if result.get("status") == "interrupted":
-        raise typer.Exit(128 + result["signal"])
 
 
 def _print_fields(fields: Mapping[str, Any], indent: str = "") -> None:

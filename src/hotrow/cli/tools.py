@@ -1,4 +1,4 @@
-"""The verbs inspect, check, clean and doctor: questions about files and this machine, answered as data."""
+"""The verbs inspect, check, clean, doctor and demo as functions that return data; app.py prints it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hotrow.api import Run, fit
 from hotrow.base.files import disk_free_bytes, file_system, parse_bytes
 from hotrow.base.machine import available_memory_bytes, host_facts, isa_limit, versions
-from hotrow.base.progress import ProgressCallback
+from hotrow.base.progress import ProgressCallback, progress_bar
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.config.recipe import as_overrides, choose_recipe
+from hotrow.data.packed.format import MANIFEST as DATASET
 from hotrow.data.packed.reader import PackedDataset, crc32_of_file
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.synthetic import write_criteo
+from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.export.export import EXPORT, verify_export
 from hotrow.hot.hot_set import check_budget
 from hotrow.inspect.accesses import first_batches, open_accesses
@@ -29,8 +39,15 @@ from hotrow.placement.store_file import direct_io, remove_left_folders
 from hotrow.placement.stores import io_uring_refused
 from hotrow.plan.choose import FOLDER
 from hotrow.run.checkpoint import list_checkpoints, prune_checkpoints, verify
-from hotrow.run.checkpoint_manifest import MANIFEST
+from hotrow.run.checkpoint_files import MANIFEST
 from hotrow.run.folder import RUN, RunFolder
+from hotrow.run.runs import train
+
+NUM_ROWS = 600_000
+TABLE_SCALE = 0.01
+"""Size of the tables relative to Criteo Kaggle's. With 1/70 of its rows, about the same share of ids is seen."""
+DRAM = "4MiB"
+"""Less than the tables take, so that the rest lies on disk, as it does if tables are larger than memory."""
 
 
 def inspect(
@@ -125,7 +142,7 @@ def check(path: Path | str) -> dict[str, Any]:
     Raises ValueError naming the first file that is missing or damaged, or if `path` is none of the four.
     """
     path = Path(path)
-    if (path / "dataset.json").is_file():
+    if (path / DATASET).is_file():
         dataset = PackedDataset.open(path, verify="full")
         rows = sum(split.num_rows for split in dataset.splits.values())
         return {"kind": "packed dataset", "path": str(path), "rows": rows, "ok": True}
@@ -139,7 +156,7 @@ def check(path: Path | str) -> dict[str, Any]:
     if (path / EXPORT).is_file():
         return {"kind": "export", "path": str(path), "bytes": verify_export(path), "ok": True}
     raise ValueError(
-        f"{path} was not written by hotrow: it has no dataset.json, {MANIFEST}, {RUN} or {EXPORT}; pass a packed "
+        f"{path} was not written by hotrow: it has no {DATASET}, {MANIFEST}, {RUN} or {EXPORT}; pass a packed "
         "dataset, a checkpoint (RUN/checkpoints/step-N), a run or an export"
     )
 
@@ -239,3 +256,51 @@ def _limit(name: str) -> int | None:
 
     limit = resource.getrlimit(getattr(resource, name))[0]
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+def say(text: str) -> None:
+    """Prints a line for the user, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def demo_on_synthetic(folder: Path) -> dict[str, Any]:
+    """Writes synthetic clicks as Criteo text, packs them and trains a DLRM; reuses what `folder` already has."""
+    started = time.monotonic()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    clicks = criteo_kaggle(NUM_ROWS, scale=TABLE_SCALE)
+    raw, packed = folder / f"clicks-{clicks.digest}.txt", folder / f"packed-{clicks.digest}"
+    tiers = ops.backend().reason is None  # tiers need the native module
+    where = f"the tables in {DRAM} of memory, the rest on disk" if tiers else "the tables in memory"
+    say(f"1/3  {NUM_ROWS:,} synthetic clicks: made up, in Criteo's layout, from a planted truth; {where}")
+    if not raw.exists():
+        write_criteo(raw, clicks)
+    say(f"2/3  preparing {raw} ({raw.stat().st_size / 2**20:.0f} MiB)")
+    if not (packed / DATASET).exists():
+        with progress_bar() as progress:
+            run_prepare("criteo", raw, packed, progress=progress)
+    say("3/3  training a DLRM")
+    memory = {"memory": {"dram": DRAM}} if tiers else {}
+    dataset = PackedDataset.open(packed)
+    recipe = choose_recipe(dataset.split("train").num_rows, num_features=len(dataset.info.features))
+    config = make_config(apply_overrides({"data": str(packed), **memory}, as_overrides(recipe)), origin="demo")
+    run = Run(train(config, folder=RunFolder.create(None, name=f"demo-{config.model.name}")).path)
+    commands = ["hotrow demo --data YOUR_LOGS --label CLICK_COLUMN", "make demo DATA=YOUR_LOGS LABEL=CLICK_COLUMN"]
+    return _demo_result(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, commands)
+
+
+def demo_on_logs(data: str, **options: Any) -> dict[str, Any]:
+    """Guesses the schema of the user's logs, packs them, trains and evaluates. options: those of `fit`."""
+    started = time.monotonic()
+    run = fit(data, **options)
+    return _demo_result(run, data, time.monotonic() - started, run.next_commands(shlex.quote(data)))
+
+
+def _demo_result(run: Run, rows: str, seconds: float, commands: list[str]) -> dict[str, Any]:
+    summary = run.summary()
+    return {
+        **summary,
+        "rows": rows,
+        "seconds": round(seconds, 1),
+        "next": commands[0],
+        "text": run.closing_lines(f"DLRM on {rows}", commands),
+    }

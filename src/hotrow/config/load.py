@@ -24,33 +24,31 @@ from pydantic.fields import FieldInfo
 from hotrow.config.schema import Config
 
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number"}
-
-
 _MOST_VALUES = 100_000
-"""Most values in one YAML text, aliases counted as what they stand for; a schema of 1,000 columns has about 4,000."""
+"""The most values in one YAML text, in which every alias counts as all that it stands for. A schema of 1,000 columns
+has about 4,000."""
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, refusing repeated keys, values within themselves and aliases that multiply, and reading
-    1e-3 as a number (YAML 1.1 reads it as text)."""
+    """PyYAML's safe loader, with two changes: it refuses repeated keys, values that contain themselves and aliases that
+    multiply, and it reads 1e-3 as a number (YAML 1.1 reads it as text)."""
 
     def construct_document(self, node: yaml.Node) -> Any:
-        """The value of the whole text."""
         _count_values(node, {})
         return super().construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """The mapping of `node`; a key that stands twice raises, where PyYAML would keep the last."""
+        """Returns the mapping of `node`. Raises for a repeated key, of which PyYAML would keep the last."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             problem = ""
             if isinstance(key, list | dict):
-                problem = "is no name"
+                problem = "is not a name"
             elif not isinstance(key, str):
                 problem = f"is read as {_KINDS.get(type(key), type(key).__name__)}, not as a name; put it in quotes"
             elif key in seen:
-                problem = "stands here twice; keep one"
+                problem = "is given twice; keep one"
             if problem:
                 problem = f"key {reprlib.repr(key)} {problem}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
@@ -64,7 +62,7 @@ _YamlLoader.add_implicit_resolver(
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Values in `node`; `counts` holds those of nodes seen before, 0 of the nodes that are being counted."""
+    """Returns the number of values in `node`. counts: results by node; 0 while a node is being counted."""
     if id(node) not in counts:
         counts[id(node)] = 0
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -81,7 +79,7 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
 
 
 def parse_yaml(text: str, *, origin: str) -> Any:
-    """The value of a YAML text; ValueError names `origin`, line and column where it is none or repeats a key."""
+    """Returns the value of a YAML text. Raises ValueError, which names `origin`, line and column."""
     try:
         return yaml.load(text, Loader=_YamlLoader)
     except yaml.MarkedYAMLError as error:
@@ -90,27 +88,27 @@ def parse_yaml(text: str, *, origin: str) -> Any:
         raise ValueError(f"{origin}{place}: {error.problem}") from None
     except RecursionError:
         raise ValueError(f"{origin} is nested too deeply to be read") from None
-    except ValueError as error:  # a date that there is not, a number of too many digits
+    except ValueError as error:  # such as a date that does not exist, or a number with too many digits
         raise ValueError(f"{origin}: a value cannot be read ({error}); put it in quotes if it is text") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"{origin} is no readable YAML: {error}") from None
+        raise ValueError(f"{origin} is not readable as YAML: {error}") from None
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """The config in the YAML file at `path`, with `a.b=v` overrides (values in YAML) put over it.
+    """Returns the config in the YAML file at `path`, changed by `a.b=v` overrides, whose values are YAML.
 
-    Raises ValueError naming file, field, value and what is allowed; FileNotFoundError as ValueError with the cure.
+    Raises ValueError naming file, field, value and what is allowed, also if there is no such file.
     """
     return make_config(apply_overrides(read_config(path), overrides), origin=f"config {path}")
 
 
 def read_config(path: Path | str) -> dict[str, Any]:
-    """The fields in the YAML file at `path`, unchecked. Raises ValueError naming the file where it holds none."""
+    """Returns the fields in the YAML file at `path`, unchecked. Raises ValueError if it has none, naming the file."""
     if not isinstance(path, str | Path):
         raise ValueError(f"config is {reprlib.repr(path)}; pass the path of a YAML file, or its content as a dict")
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"config {path} is no file; pass a YAML file such as recipes/criteo-small.yaml")
+        raise ValueError(f"config {path} is not a file; pass a YAML file such as recipes/criteo-small.yaml")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -122,7 +120,7 @@ def read_config(path: Path | str) -> dict[str, Any]:
 
 
 def make_config(raw: dict[str, Any], *, origin: str = "config") -> Config:
-    """The checked Config of a nested dict; ValueError lists every wrong field with its value and what is allowed."""
+    """Returns a nested dict as a Config. Raises ValueError with all wrong fields, their values and what is allowed."""
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
@@ -130,14 +128,16 @@ def make_config(raw: dict[str, Any], *, origin: str = "config") -> Config:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of `raw` with each `a.b=v` set; ValueError where one has no `=` or goes through a plain value, or where
-    a key of `raw` is not a text."""
+    """Returns a copy of `raw` with each `a.b=v` set.
+
+    Raises ValueError if an override has no `=` or goes through a plain value, or if a key of `raw` is not a text.
+    """
     result: dict[str, Any] = _copy(raw)
     for override in overrides:
         ((path, value),) = overrides_of([override]).items()
         *parents, leaf = path.split(".")
         if parents and isinstance(result.get(parents[0]), str) and parents[0] == "memory":
-            result["memory"] = {}  # in place of a word such as auto
+            result["memory"] = {}  # instead of a word such as auto
         section = result
         for name in parents:
             section = section.setdefault(name, {})
@@ -148,7 +148,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
 
 
 def overrides_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """`a.b=v` overrides as `{"a.b": value}`; ValueError where one has no name and value."""
+    """Returns `a.b=v` overrides as `{"a.b": value}`. Raises ValueError if one has no name or no value."""
     split = [override.partition("=") for override in overrides]
     for override, (path, equals, _) in zip(overrides, split, strict=True):
         if not equals or not all(name.strip() for name in path.split(".")):
@@ -197,7 +197,7 @@ def _unknown(path: str, names: Sequence[str], section: type[BaseModel], tag: str
 def _locate(location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel], str]:
     """Returns the path of a field as users write it, the section it is in, and that section's tag in a union or ''.
 
-    In `location` the branches of unions are names of their own, and so are places in a list.
+    location: pydantic's, which also has names for the branches of unions and for positions in lists.
     """
     names: list[str] = []
     section: type[BaseModel] = Config
@@ -248,7 +248,7 @@ def _words(field: FieldInfo) -> list[tuple[str, ...]]:
 
 
 def _render(schema: dict[str, Any]) -> str:
-    """A field's JSON schema in words."""
+    """Returns a field's JSON schema in words."""
     if choices := schema.get("anyOf") or schema.get("oneOf"):
         return " or ".join(_render(choice) for choice in choices)
     if "const" in schema or "enum" in schema:
@@ -281,7 +281,7 @@ def options_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def options() -> dict[str, FieldInfo]:
-    """Returns every option by its dotted path; one that several models have is that of the first."""
+    """Returns every option by its dotted path; if several models have an option, that of the first model."""
     found: dict[str, FieldInfo] = {}
     for _, path, section in sections():
         for name, field in options_of(section).items():

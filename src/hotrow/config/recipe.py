@@ -1,7 +1,8 @@
-"""The recipe for data of a given size: what `fit`, `demo` and `init` train with if nobody says otherwise.
+"""The recipe for data of a given size: the options with which `fit`, `demo` and `init` train by default.
 
-It knows the number of training rows, the number of id features and the model, never a file. The figures behind it are
-measured by `python -m benchmarks.recipe` on real rows: 80,000 and 10,000 of Criteo's, 110,300 and 10,000 of Taobao's.
+It depends on the number of training rows, the number of id features and the model, and reads no file. The figures here
+were measured with `python -m benchmarks.recipe` on real data: 80,000 and 10,000 rows of Criteo, 110,300 and 10,000 of
+Taobao.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ from typing import Any
 from hotrow.models import MODELS
 
 FEW_ROWS = 5_000_000
-"""Up to here most ids are seen a few times at most; beyond, the recipe is that of the published Criteo models."""
+"""With up to this many rows, most ids are seen only a few times. With more, the recipe is that of the published Criteo
+models."""
 LEAST_BATCH, MOST_BATCH = 64, 256
 ROWS_PER_SAMPLE_OF_BATCH = 1250
 RATE_OF_TABLES = 1.8
-"""Rate of SGD at LEAST_BATCH. The gradient is a mean over the batch, so the rate grows with it: an id that comes
-once a batch then learns as much each time. Past MOST_BATCH that fails, because frequent ids then step too far: on
-600,000 rows AUC was 0.79 at 256; at 512 0.74 with the rate doubled, 0.77 with it kept."""
+"""The learning rate of SGD at LEAST_BATCH. The gradient is a mean over the batch, so the rate grows with the batch
+size; an id that occurs once in a batch then learns equally fast at every size. Past MOST_BATCH this fails, because
+frequent ids take steps that are too large: on 600,000 rows AUC was 0.79 at batch size 256; at 512 it was 0.74 with the
+rate doubled and 0.77 with the same rate."""
 FEATURES_OF_CRITEO, MOST_FACTOR = 26, 3.0
-"""The rate above is for 26 id features. A step moves a logit by the sum over its features, so with fewer of them each
-may step further: by sqrt(26 / features), at most 3. With Taobao's 3 features that gave 0.010 AUC on 110,000 rows."""
+"""The rate above is for 26 id features. A step changes a logit by the sum over its features, so with fewer features
+each may take a larger step: by a factor of sqrt(26 / features), at most 3. With Taobao's 3 features this raised AUC by
+0.010 on 110,000 rows."""
 SCARCE_ROWS = 20_000
-"""Below, six epochs and a lower rate of the MLPs are better: on Taobao's 8,000 rows by 0.01 AUC and 0.002 LogLoss."""
+"""With fewer rows, six epochs and a lower learning rate of the MLPs are better: on 8,000 rows of Taobao by 0.01 AUC and
+0.002 LogLoss."""
 EPOCHS = 3
-"""With a rate that falls to zero. On Criteo's 64,000 rows one epoch is 0.01 AUC lower, and a fourth overfits."""
+"""The learning rate falls to zero over these. On 64,000 rows of Criteo, AUC after one epoch is 0.01 lower, and a fourth
+epoch overfits."""
 
 
 def choose_recipe(
@@ -40,30 +46,32 @@ def choose_recipe(
 ) -> dict[str, Any]:
     """Returns config values by dotted name for `num_rows` training rows of `num_features` id features.
 
-    batch_size, epochs: as the user has them, if he does: rates and schedule follow. validated: whether there are
-    validation rows to choose the best weights by.
+    batch_size, epochs: set by the user; None: chosen. Rates and schedule follow them. validated: whether there are
+    validation rows by which the best weights can be chosen.
     """
     few = num_rows <= FEW_ROWS
     batch_size = batch_size or (_batch_of_few(num_rows) if few else 2048)
     epochs = epochs or ((1 if num_rows >= SCARCE_ROWS else 2) * EPOCHS if few else 1)
     size = {"train.batch_size": batch_size, "train.epochs": epochs, "train.eval_every": 0.5 if few else 0.25}
-    # A step so small gains nothing from a second thread, and beside other work loses much: on two cores that others
-    # used too, 300 samples/s instead of 4,500.
+    # So small a step gains nothing from a second thread, and loses much if the cores are busy: 300 samples/s instead of
+    # 4,500 on two cores that other processes used too.
     size |= {"train.threads": 1} if few and batch_size <= MOST_BATCH else {}
     stops = {"train.early_stopping": 4} if validated else {}
     return {**(_few(model, num_rows, num_features, batch_size, epochs) if few else _many(model)), **size, **stops}
 
 
 def _batch_of_few(num_rows: int) -> int:
-    """The power of two nearest below, within bounds: 64 up to 160,000 rows, 256 from 320,000 on."""
+    """Returns 64 up to 160,000 rows, 256 from 320,000 rows on, and 128 between."""
     samples = max(1, num_rows // ROWS_PER_SAMPLE_OF_BATCH)
     return min(MOST_BATCH, max(LEAST_BATCH, 1 << (samples.bit_length() - 1)))
 
 
 def _few(model: str, num_rows: int, num_features: int, batch_size: int, epochs: int) -> dict[str, Any]:
-    """What matters, in AUC on Criteo's 64,000 rows: rows that start at zero say nothing until they were seen (else up
-    to 0.02 lower), SGD's steps shrink with an id's frequency where Adagrad lets rare ids jump (0.01), and with
-    `first_order` an id acts by itself (0.004).
+    """Returns the recipe for few rows. AUC on 64,000 rows of Criteo says what matters:
+
+    - Rows start at zero, so that an unseen id has no effect. Random rows cost up to 0.02.
+    - SGD takes small steps for rare ids; Adagrad, whose steps for them are large, costs 0.01.
+    - With `first_order` an id has an effect of its own, which is worth 0.004.
     """
     factor = min(MOST_FACTOR, max(1.0, math.sqrt(FEATURES_OF_CRITEO / max(1, num_features))))
     rate = round(RATE_OF_TABLES * factor * min(batch_size, MOST_BATCH) / LEAST_BATCH, 2)
@@ -82,7 +90,8 @@ def _few(model: str, num_rows: int, num_features: int, batch_size: int, epochs: 
 
 
 def _many(model: str) -> dict[str, Any]:
-    """The published model of Criteo Kaggle, with a rate by row for batches larger than its 128. Not measured here."""
+    """Returns the published model of Criteo Kaggle, with row-wise Adagrad because batches are larger than its 128. This
+    recipe was not measured here."""
     spec = MODELS[model]
     return {
         "model.embedding_dim": 16,
@@ -93,5 +102,5 @@ def _many(model: str) -> dict[str, Any]:
 
 
 def as_overrides(recipe: dict[str, Any]) -> list[str]:
-    """A recipe as `a.b=value` texts, which `apply_overrides` takes."""
+    """Returns a recipe as `a.b=value` texts, which `apply_overrides` takes."""
     return [f"{name}={json.dumps(value)}" for name, value in recipe.items()]

@@ -22,7 +22,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""How often within training: up to 1 a share of an epoch, above 1 a whole number of steps."""
+"""How often something happens in training: a share of an epoch (up to 1), or a whole number of steps (above 1)."""
 
 
 class _Section(BaseModel):
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Model = ModelSpec
 else:
     Model = Annotated[
-        Union[tuple(Annotated[spec, Tag(name)] for name, spec in MODELS.items())],  # noqa: UP007  # made of a list
+        Union[tuple(Annotated[spec, Tag(name)] for name, spec in MODELS.items())],  # noqa: UP007  # made from a list
         Discriminator(_model_name),
     ]
 
@@ -48,33 +48,33 @@ class DenseOptimizerConfig(_Section):
     """The torch optimizer of the MLPs."""
 
     name: Literal["sgd", "adagrad", "adam"] = "sgd"
-    """`torch.optim.SGD`, `Adagrad` or `Adam`, with torch's own defaults for what is not listed here."""
+    """`torch.optim.SGD`, `Adagrad` or `Adam`, with torch's defaults for options that are not listed here."""
     lr: Positive = 0.1
     """Learning rate before the schedule."""
     weight_decay: NotNegative = 0.0
-    """L2 penalty on the MLPs' weights and biases, per step; tables have none."""
+    """L2 penalty on the weights and biases of the MLPs, at every step; tables have no such penalty."""
 
 
 class SparseOptimizerConfig(_Section):
     """The fused optimizer of the embedding tables."""
 
     name: Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "ftrl"] = "row_wise_adagrad"
-    """`adagrad` keeps one sum of squares per weight, `row_wise_adagrad` one per row, `adam` (row-lazy) and `ftrl` two
-    numbers per weight, `sgd` none."""
+    """The optimizers differ in the state they keep: `adagrad` one sum of squares per weight, `row_wise_adagrad` one per
+    row, `adam` (which changes only the rows of the batch) and `ftrl` two numbers per weight, `sgd` nothing."""
     lr: Positive = 0.05
     """Learning rate before the schedule."""
     eps: Positive | None = None
-    """Added to the root of the sum of squares; null means 1e-10, for adam 1e-8. Only for the Adagrads and adam."""
+    """Added to the root of the sum of squares; null means 1e-10, or 1e-8 for adam. Only for the Adagrads and adam."""
     initial_accumulator_value: NotNegative | None = None
-    """Where the sums of squares start; null means 0. Only for the Adagrads."""
+    """Initial value of the sums of squares; null means 0. Only for the Adagrads."""
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
-    """Decay of the means of gradients and of their squares; null means [0.9, 0.999]. Only for adam."""
+    """Decay rates of the running means of gradients and of their squares; null means [0.9, 0.999]. Only for adam."""
     beta: Positive | None = None
-    """Smooths the first steps; null means 1. Only for ftrl."""
+    """Makes the first steps smaller; null means 1. Only for ftrl."""
     l1: NotNegative | None = None
-    """Pulls weights to exactly 0; null means 0. Only for ftrl."""
+    """L1 penalty, which makes small weights exactly 0; null means 0. Only for ftrl."""
     l2: NotNegative | None = None
-    """Pulls weights towards 0; null means 0. Only for ftrl."""
+    """L2 penalty, which makes weights smaller; null means 0. Only for ftrl."""
 
     @model_validator(mode="after")
     def _only_what_acts(self) -> SparseOptimizerConfig:
@@ -88,34 +88,34 @@ class SparseOptimizerConfig(_Section):
         for field, value in self:
             if field not in ("name", "lr", *acts) and value is not None:
                 raise ValueError(
-                    f"{field} is {value}, but {self.name} has no such number; remove it or choose another optimizer "
+                    f"{field} is {value}, but {self.name} has no such option; remove it or choose another optimizer "
                     f"({self.name} has lr{''.join(f', {name}' for name in acts)})"
                 )
         return self
 
 
 class ScheduleConfig(_Section):
-    """The learning rate over steps, for MLPs and tables alike: linear warm-up, level, quadratic decay."""
+    """The learning rate over the steps, for MLPs and tables: linear warm-up, then constant, then quadratic decay."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises linearly from lr / warmup_steps to lr."""
     decay_start_step: Count | None = None
     """First step of the decay; null means the step at which the warm-up ends."""
     decay_steps: Annotated[int, Field(ge=0)] = 0
-    """Length of the decay: lr * (1 - k / decay_steps)^2 at its k-th step, never below 1e-7; 0 means no decay."""
+    """Length of the decay. At its k-th step the rate is lr * (1 - k / decay_steps)^2, at least 1e-7. 0: no decay."""
 
     @model_validator(mode="after")
     def _in_order(self) -> ScheduleConfig:
         start = self.decay_start_step
         if start is not None and not self.decay_steps:
-            raise ValueError(f"decay_start_step is {start}, but decay_steps is 0; say how many steps the decay lasts")
+            raise ValueError(f"decay_start_step is {start}, but decay_steps is 0; set it to the length of the decay")
         if start is not None and start < self.warmup_steps:
             raise ValueError(f"decay_start_step is {start}, before the warm-up ends at step {self.warmup_steps}")
         return self
 
 
 class OptimizerConfig(_Section):
-    """How weights follow gradients."""
+    """The optimizers and their learning rates."""
 
     dense: DenseOptimizerConfig = DenseOptimizerConfig()
     sparse: SparseOptimizerConfig = SparseOptimizerConfig()
@@ -123,57 +123,63 @@ class OptimizerConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """How long, how much at once, and from which seed."""
+    """How long to train, in which batches, with which arithmetic, and from which seed."""
 
     batch_size: Count = 2048
-    """Samples per step; the last batch of an epoch may be smaller and is kept."""
+    """Samples per step. The last batch of an epoch may be smaller; it is trained too."""
     epochs: Count = 1
     """Passes over the training split."""
     max_steps: Count | None = None
-    """Stop after this many steps even within an epoch; null means only `epochs` decides."""
+    """Stop after this many steps, even in the middle of an epoch; null means that only `epochs` counts."""
     shuffle: bool = True
-    """Whether each epoch visits the rows in a new order drawn from `seed` (blocks, then rows within a window)."""
+    """Whether each epoch reads the rows in a new order drawn from `seed`: blocks, then rows in a window."""
     eval_every: Interval | None = 1.0
-    """Score the validation split this often: up to 1 a share of an epoch, above 1 steps; null means only at the end."""
+    """How often to score the validation split: a share of an epoch (up to 1) or a number of steps (above 1). null: only
+    at the end."""
     early_stopping: Count | None = None
-    """Stop after this many evaluations without a better validation score (`monitor`), end on the best weights; null
+    """Stop after this many evaluations without a better validation score (`monitor`), and keep the best weights; null
     means never."""
     monitor: Literal["logloss", "auc"] = "logloss"
-    """Which validation score says what weights are best: the lowest LogLoss, or the highest AUC, which does not see
-    whether predicted rates are right."""
+    """The validation score that decides which weights are best: the lowest LogLoss, or the highest AUC. AUC depends
+    only on the order of the scores, not on whether predicted rates are right."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 1
-    """Decides initial weights, initial rows and the order of rows; nothing else does."""
+    """Determines the initial weights, the initial rows of the tables and the order of samples, and nothing else."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """Threads of torch and the kernels. `auto`: as many as torch has (`OMP_NUM_THREADS`, `torch.set_num_threads`; else
-    one for each physical core), and unless `OMP_NUM_THREADS` is set no more than the cores this process may use."""
+    """Number of threads of torch and the kernels. `auto`: as many as torch uses (`OMP_NUM_THREADS`,
+    `torch.set_num_threads`, otherwise one for each physical core), but no more than the cores this process may use,
+    unless `OMP_NUM_THREADS` is set."""
     pin: Literal["auto", "cores", "off"] = "auto"
-    """Whether threads stay on their cores. `cores`: one core each, NUMA node after node. `auto`: so on a machine of
-    several NUMA nodes, else off, because another process on a pinned core holds the whole step back."""
+    """Whether each thread is kept on one core. `cores`: yes; cores are filled NUMA node by NUMA node. `auto`: as
+    `cores` on a machine with several NUMA nodes, otherwise `off`, because another process on a pinned core delays every
+    step."""
     precision: Literal["fp32", "fp16", "split_bf16"] = "fp32"
-    """How weights are stored; tables compute in float32 whatever they store, dense layers as `dense_dtype` says.
-    `fp16`: tables in float16, rounded at every update, in half the memory. `split_bf16`: tables as float32 in two
-    halves, of which lookups read the upper, a bfloat16; updates lose nothing. So are the MLPs' weights with dense `sgd`
-    (Split-SGD-BF16); with other dense optimizers they stay fp32."""
+    """How weights are stored. Tables always compute in float32; `dense_dtype` decides how dense layers compute. `fp16`:
+    tables are float16, rounded at every update, and take half the memory. `split_bf16`: tables are float32 in two
+    halves; lookups read the upper half, a bfloat16, and updates use both, so they lose nothing. With dense `sgd` the
+    MLPs' weights are stored in the same way (Split-SGD-BF16); with other dense optimizers they stay fp32."""
     dense_dtype: DenseDtype = "fp32"
-    """What dense layers multiply; weights and sums stay float32. `tf32`: products of TensorFloat-32, on a GPU alone.
-    `bf16`: layers compute in bfloat16 where torch's autocast has it, which pays on GPUs and on CPUs with bfloat16
-    products; on other CPUs it costs, and a warning says so. The run's first line says which."""
+    """The arithmetic of products in dense layers; weights and sums stay float32. `tf32`: TensorFloat-32, only on a GPU.
+    `bf16`: bfloat16 in the operations for which torch's autocast uses it. This is faster on GPUs and on CPUs with
+    bfloat16 products; on other CPUs it is slower, and a warning says so. The first line of a run names the
+    arithmetic."""
     nonfinite: Literal["raise", "skip"] = "raise"
-    """What a step does whose loss or gradients, of MLPs or tables, are NaN or infinite. `raise`: end the run with what
-    was found and where. `skip`: leave the step out for both, count it (`steps_skipped` in run.json) and go on."""
+    """What happens at a step if its loss, or a gradient of MLPs or tables, is NaN or infinite. `raise`: the run ends
+    and says what was found and where. `skip`: the step changes neither MLPs nor tables, is counted (`steps_skipped` in
+    run.json), and the run continues."""
     log_every: Count = 50
-    """Steps between two lines of metrics.jsonl, each the mean over its steps."""
+    """Steps between two lines of metrics.jsonl; each line has means over these steps."""
 
 
 class CheckpointConfig(_Section):
-    """When the state of a run is saved, and what is kept of it."""
+    """When the state of a run is saved, and which checkpoints are kept."""
 
     every: Interval | None = None
-    """Save this often: up to 1 a share of an epoch, above 1 steps; null means at the end and when interrupted."""
+    """How often to save: a share of an epoch (up to 1) or a number of steps (above 1). null: at the end and when the
+    run is interrupted."""
     keep_last: Count = 2
-    """How many of the newest checkpoints stay on disk."""
+    """How many of the newest checkpoints are kept."""
     keep_best: bool = True
-    """Whether an evaluation with the best validation score so far is saved and kept; early stopping needs it."""
+    """Whether weights with the best validation score so far are saved and kept; early stopping needs this."""
 
 
 class MemoryConfig(_Section):
@@ -298,9 +304,9 @@ class Config(_Section):
     data: str
     """Folder of a packed dataset, as `hotrow prepare` writes it; relative to the working directory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where dense layers compute. `auto`: the CPU, but a GPU where `memory.hbm` gives tables slots there. `cuda`
-    without `memory.hbm`: tables train on the CPU, and pooled rows and their gradients cross; with `hot.schedule` `fae`
-    or `fixed` hot batches train on copies of the hot rows on the GPU."""
+    """Where dense layers compute. `auto`: on the CPU, or on a GPU if `memory.hbm` gives tables slots there. `cuda`
+    without `memory.hbm`: tables train on the CPU, and pooled rows and their gradients are copied between CPU and GPU;
+    with `hot.schedule` `fae` or `fixed`, hot batches train on copies of the hot rows on the GPU."""
     model: Model = next(iter(MODELS.values())).model_validate({})
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
@@ -330,7 +336,6 @@ class Config(_Section):
 
     @property
     def hbm(self) -> str | int | None:
-        """`memory.hbm`; None: no slots on a device."""
         return None if isinstance(self.memory, str) else self.memory.hbm
 
     @property
@@ -340,19 +345,19 @@ class Config(_Section):
         return None if text is None else parse_byte_rate(text)
 
     def to_yaml(self) -> str:
-        """This config with every field written out; `load_config` reads it back to an equal one."""
+        """Returns this config as YAML with every field written out; `load_config` reads it back to an equal one."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def interval_steps(interval: float | None, *, steps_per_epoch: int) -> float | None:
-    """Steps between two events that come every `interval` (see `Interval`), not rounded; at least 1, None for None."""
+    """Returns the steps, not rounded, between two events that come every `interval` (see `Interval`); None for None."""
     if interval is None:
         return None
     return interval if interval > 1 else max(1.0, interval * steps_per_epoch)
 
 
 def is_due(step: int, every: float | None) -> bool:
-    """Whether an event that comes every `every` steps comes after step number `step` (from 1).
+    """Returns whether an event that comes every `every` steps comes after step number `step` (from 1).
 
     A quarter of an epoch of 1,005 steps is 251.25 steps: it is due after steps 252, 503, 754 and 1,005.
     """

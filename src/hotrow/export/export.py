@@ -9,8 +9,8 @@
       score.py  README.md            raw rows -> probabilities, with torch and pyarrow alone; how to use it
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
-vocabularies. The folder appears when it is complete. docs/export.md is its specification. tables.py reads the tables;
-score.py here is copied as it is, and model.py is plain.py followed by the model's own file.
+vocabularies. The folder appears when it is complete. docs/export.md is its specification. score.py
+here is copied as it is, and model.py is plain.py followed by the model's own file.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ import inspect
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
+import torch
 from pydantic import JsonValue
 from pydantic.dataclasses import dataclass as record
+from torch import Tensor
 
 from hotrow import __version__
 from hotrow.base.files import (
@@ -50,11 +52,20 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.encoder import DenseTransform
 from hotrow.data.prepare.prepare import RawRows, raw_rows
-from hotrow.export.tables import PART, LookedUpRows
 from hotrow.models import MODELS
 from hotrow.run.checkpoint import verify
-from hotrow.run.checkpoint_manifest import Manifest, read_manifest
-from hotrow.run.checkpoint_tensors import FileRecord, crc32, open_tensors, write_tensors
+from hotrow.run.checkpoint_files import (
+    CURE,
+    Chain,
+    FileRecord,
+    Manifest,
+    check_like,
+    crc32,
+    open_tensors,
+    read_manifest,
+    write_tensors,
+)
+from hotrow.run.checkpoint_rows import ROWS
 from hotrow.run.record import Extra, read_extra
 from hotrow.run.setup import read_model
 from hotrow.tables import TableConfig
@@ -146,14 +157,10 @@ def _free_place(out: Path) -> Path:
     if out.exists() or out.is_symlink():
         raise ValueError(f"export folder {out} exists already; remove it or choose another name")
     partial = out.with_name(out.name + PARTIAL_SUFFIX)
-    if partial.exists() and not (partial.is_dir() and _is_left_over(partial)):
+    names = {path.name.removesuffix(PARTIAL_SUFFIX) for path in partial.iterdir()} if partial.is_dir() else set()
+    if (partial.exists() and not partial.is_dir()) or not names <= {*_OWN_NAMES, EXPORT}:
         raise ValueError(f"{partial}, where the export would be made, holds other files; move it or choose another out")
     return partial
-
-
-def _is_left_over(folder: Path) -> bool:
-    names = {path.name.removesuffix(PARTIAL_SUFFIX) for path in folder.iterdir()}
-    return names <= {*_OWN_NAMES, EXPORT}
 
 
 def _make(partial: Path, out: Path) -> None:
@@ -210,17 +217,14 @@ def _write_vocabularies(folder: Path, kept: PackedDataset, progress: ProgressCal
 
 
 def _write_keys(path: Path, vocabulary: Vocabulary, done: Callable[[int], None]) -> None:
-    kind = pa.int64() if _keys_are_integers(vocabulary) else pa.large_binary()
+    integers = vocabulary.key_kind == "int" or vocabulary.header.hash_cap != 0
+    kind = pa.int64() if integers else pa.large_binary()
     schema = pa.schema([pa.field("key", kind, nullable=False), pa.field("row", pa.int64(), nullable=False)])
     with atomic_write(path) as file, pa.parquet.ParquetWriter(file, schema) as writer:
         for keys, rows in vocabulary.entries():
             columns = [_to_arrow(keys), pa.array(rows.astype("int64"))]
             writer.write_batch(pa.record_batch(columns, schema=schema))
             done(len(rows))
-
-
-def _keys_are_integers(vocabulary: Vocabulary) -> bool:
-    return vocabulary.key_kind == "int" or vocabulary.header.hash_cap != 0
 
 
 def _to_arrow(keys: Keys) -> pa.Array:
@@ -378,3 +382,86 @@ dense = load_file("model.safetensors")     # or take the tensors alone
 too large for that, look rows up in the files instead: they are plain safetensors and Parquet.
 Scores equal those of `hotrow predict` except for the rounding of float32 sums.
 """
+
+
+WEIGHT, PART = "weight", "embedding"
+PIECE_BYTES = 1 << 22
+"""Bytes of rows in memory at a time, as float32; the allocator keeps up to ten such pieces for reuse."""
+
+
+class LookedUpRows:
+    """[N, D] float32 of a table in the checkpoint at `path`: the numbers that a lookup adds up.
+
+    float16 is widened, exactly. Lookups read the upper half of split weights ("bfloat16"), so the lower bits are
+    0 here: these are the weights a run predicts with. The lower half is for further training and is not exported.
+    done: called with the number of rows of every piece. Raises ValueError if the checkpoint holds another table.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, path: Path, manifest: Manifest, table: TableConfig, *, done: Callable[[int], None]) -> None:
+        self.shape = torch.Size((table.num_embeddings, table.embedding_dim))
+        self._upper_half, self._done = table.dtype == "bfloat16", done
+        dtype = torch.float16 if table.dtype == "float16" else torch.float32
+        chain = manifest.chain(PART, table.name)
+        if chain is None:
+            self._rows = _whole(path / PART / f"{file_name(table.name)}.safetensors", self.shape, dtype)
+        else:
+            self._rows = _merged(path, chain, self.shape, dtype)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Returns the rows as they are stored, in order."""
+        return self._rows
+
+    def read(self, piece: Tensor) -> Tensor:
+        """Returns the piece as lookups see it."""
+        self._done(len(piece))
+        if self._upper_half:
+            return (piece.view(torch.int32) & -(2**16)).view(torch.float32)
+        return piece.to(torch.float32)
+
+
+def _ranges(shape: torch.Size) -> Iterator[slice]:
+    step = max(1, PIECE_BYTES // (4 * shape[1]))
+    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
+def _whole(path: Path, shape: torch.Size, dtype: torch.dtype) -> Iterator[Tensor]:
+    for rows in _ranges(shape):
+        with open_tensors(path) as file:  # opened again, so that pages read before do not stay mapped
+            stored = file.get_slice(WEIGHT)
+            check_like(path, WEIGHT, stored, dtype, shape)
+            yield stored[rows]
+
+
+def _merged(path: Path, chain: Chain, shape: torch.Size, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yields the initial rows, replaced by those of each link in turn.
+
+    The row numbers in a link rise, so one position in each link is enough to go on from.
+    """
+    if chain.record.num_rows != shape[0]:
+        raise ValueError(
+            f"{path / chain.stem} has {chain.record.num_rows:,} rows, its table {shape[0]:,}; take another step"
+        )
+    if (dtype == torch.float16) != (chain.record.initial.dtype == "float16"):
+        raise ValueError(f"{path / chain.stem} is made of {chain.record.initial.dtype}, its table of {dtype}; {CURE}")
+    places = [0] * len(chain.record.links)
+    for rows in _ranges(shape):
+        piece = chain.record.initial.read(WEIGHT, rows, shape)
+        for k, (file, num_rows) in enumerate(zip(chain.files, chain.record.links, strict=True)):
+            places[k] = _overlay(piece, rows, path / file, places[k], num_rows)
+        yield piece
+
+
+def _overlay(piece: Tensor, rows: slice, path: Path, place: int, num_rows: int) -> int:
+    """Copies into `piece`, the table's `rows`, those that a link has from `place` on; returns the next place."""
+    if place == num_rows:
+        return place
+    with open_tensors(path) as link:
+        ids = link.get_slice(ROWS)[place : min(num_rows, place + rows.stop - rows.start)]
+        end = place + int(torch.searchsorted(ids, rows.stop))
+        if end > place:
+            values = link.get_slice(WEIGHT)
+            check_like(path, WEIGHT, values, piece.dtype, (num_rows, piece.shape[1]))
+            piece[ids[: end - place] - rows.start] = values[place:end]
+    return end

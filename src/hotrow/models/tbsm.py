@@ -5,17 +5,18 @@
     history z_0 .. z_{L-1} --> H_BTM --- H_BTM A^T A w_BM --attention MLP, sigmoid--> y_BT --> c_BM = sum_T y_BT H_BTM
     target  z_L            --> w_BM                                             [c | w] --final MLP--> logits_B
 
-Which ids are steps is told by names: feature `item_history` holds the earlier `item`s, oldest first, and `item` is the
-target's; a feature without a history, such as `user`, stands in every step. A position is slot / (T + 1), the target's
-T / (T + 1); histories lie at the end of their T slots.
+Names decide which ids are steps: feature `item_history` holds the earlier values of `item`, oldest first, and `item` is
+the target's id; a feature without a history, such as `user`, is part of every step. The position of a step is
+slot / (T + 1), and T / (T + 1) for the target; a history fills the last of its T slots.
 
-As in facebookresearch/tbsm with the options of its Taobao script (`tsl`, `def`, one head, mechanism `mlp`): vectors on
-the unit sphere, the inner product by A^T A with A ~ N(0, sqrt(1 / M)), an attention MLP over all T products with a
-sigmoid at its end, ReLU after every layer of the step's DLRM, the position as a dense input, how weights are drawn.
-Otherwise: there an absent step is an id 0 that is looked up, trained and attended to; here it is nothing: no row, no
-product, no vector, and a shorter history is one whatever else is in its batch. There one DLRM call per step or for all
-slots; here one for the steps that are there. Dense inputs of a sample, which the reference's data has none of, stand in
-every step. Its other kinds (several heads, `mha`, `rnn`, other inner products) are not here.
+The model follows facebookresearch/tbsm with the options of its Taobao script (`tsl`, `def`, one head, mechanism `mlp`):
+vectors on the unit sphere, the inner product by A^T A with A ~ N(0, sqrt(1 / M)), an attention MLP over all T products
+with a sigmoid at its end, ReLU after every layer of the step's DLRM, the position as a dense input, and the way weights
+are drawn. It differs as follows. In the reference an absent step is an id 0 that is looked up, trained and attended to;
+here it has no row, no product and no vector, so the other samples of a batch do not change what a short history gives.
+The reference calls the DLRM once per step or for all slots; here it is called once, for the steps that exist. Dense
+inputs of a sample, which the reference's data does not have, are part of every step. The reference's other options
+(several heads, `mha`, `rnn`, other inner products) are not implemented.
 
 Shape suffixes as in hotrow.batch, and: T history_steps, M width of z, S steps of a batch (histories, then targets), L
 steps of its histories alone.
@@ -45,8 +46,8 @@ class TBSM(Network):
     step's top MLP, the last is M. attention_mlp: hidden widths between T and T. final_mlp: hidden, 1 is appended.
     history_steps: T. generator: CPU generator from which all weights are drawn, in the order of the drawing above.
 
-    Raises ValueError where no feature has a history or a history has no feature; and, of a batch, where a history is
-    longer than T, histories of a sample differ in length, or a target or other id is not exactly one.
+    Raises ValueError if no feature has a history, or a history has no feature; for a batch, if a history is longer than
+    T, if histories of a sample differ in length, or if another feature does not have exactly one id.
     """
 
     lookup: ClassVar[Lookup] = "sequence"
@@ -78,7 +79,7 @@ class TBSM(Network):
         self.final = MLP([2 * width, *final_mlp, 1], generator=generator, last="linear")
 
     def forward(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits [B]; rows: feature -> (values [.., D], offsets [B + 1]), offsets in DRAM wherever the values are."""
+        """Returns logits [B]. rows: feature -> (values [.., D], offsets [B + 1]); offsets are in DRAM."""
         num_samples, num_slots = len(dense_BI), self.history_steps
         place_L = self._places(self._lengths(rows, num_samples)).to(dense_BI.device)
         z_SM = self._steps(dense_BI, rows, place_L)
@@ -93,7 +94,7 @@ class TBSM(Network):
         return logits_B1.squeeze(1)
 
     def _places(self, lengths_B: Tensor) -> Tensor:
-        """sample * T + slot of the histories' steps [L], where lengths are: in DRAM, so that no device is awaited."""
+        """Returns sample * T + slot of the histories' steps [L], in DRAM as the lengths are: no GPU is awaited."""
         num_slots, device = self.history_steps, lengths_B.device
         sample_L = torch.repeat_interleave(torch.arange(len(lengths_B), device=device), lengths_B)
         starts_B = lengths_B.cumsum(0) - lengths_B
@@ -101,7 +102,7 @@ class TBSM(Network):
         return sample_L * num_slots + num_slots - lengths_B[sample_L] + past_L
 
     def _steps(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]], place_L: Tensor) -> Tensor:
-        """Unit vectors z [S, M] of all steps, one DLRM call; place_L: of `_places`."""
+        """Returns unit vectors z [S, M] of all steps, by one call of the DLRM. place_L: from `_places`."""
         num_slots = self.history_steps
         slot_S = torch.cat([place_L % num_slots, torch.full((len(dense_BI),), num_slots, device=place_L.device)])
         position_S = slot_S.to(torch.float32) / (num_slots + 1)
@@ -109,7 +110,7 @@ class TBSM(Network):
         vectors = []
         for name in self.single:
             values_BD, history = rows[name][0], self.histories.get(name)
-            # Through all slots: each place is taken once, so backward sums in one order, on any number of threads.
+            # Every slot gets a copy, and each is taken once: backward sums in one order on any number of threads.
             past_LD = _in_every_slot(values_BD, num_slots)[place_L] if history is None else rows[history][0]
             vectors.append(torch.cat([past_LD, values_BD]))
         x_SD = self.bottom(torch.cat([position_S[:, None], dense_SI], dim=1))
@@ -117,13 +118,13 @@ class TBSM(Network):
         return normalize(z_SM, dim=1)
 
     def _lengths(self, rows: Mapping[str, tuple[Tensor, Tensor]], num_samples: int) -> Tensor:
-        """Steps of each sample's history [B], checked."""
+        """Returns the number of steps of each sample's history [B], after checking it."""
         for name in (*self.single, *self.histories.values()):
             if name not in rows:
                 raise ValueError(f"feature {name!r} is missing from the batch; it has {', '.join(rows)}")
         for name in self.single:
             lengths_B = rows[name][1].diff()
-            _check(lengths_B == 1, lengths_B, name, "where tbsm needs exactly one: its histories end in _history")
+            _check(lengths_B == 1, lengths_B, name, "but tbsm needs exactly one: names of histories end in _history")
         first, *others = self.histories.values()
         expected_B: Tensor = rows[first][1].diff()
         assert len(expected_B) == num_samples
@@ -136,7 +137,7 @@ class TBSM(Network):
 
 
 class TBSMSpec(ModelSpec):
-    """A DLRM that makes a vector of every step of a history, and attention that compares them with the last step's.
+    """A DLRM makes a vector of every step of a history, and attention compares them with the last step's.
 
     Features named X_history hold the earlier ids of feature X (docs/prepare.md).
     """
@@ -200,7 +201,7 @@ class TBSMSpec(ModelSpec):
 
 
 def _pair(feature_names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The features with one id per step, and of those with a history its name."""
+    """Returns the features with one id per step, and the name of the history of those that have one."""
     histories = {name.removesuffix(SUFFIX): name for name in feature_names if name.endswith(SUFFIX)}
     if not histories:
         raise ValueError(
@@ -209,12 +210,12 @@ def _pair(feature_names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]
         )
     for name, history in histories.items():
         if name not in feature_names:
-            raise ValueError(f"feature {history!r} is the history of {name!r}, which the data has not; tbsm needs both")
+            raise ValueError(f"feature {history!r} is the history of {name!r}, which the data lacks; tbsm needs both")
     return tuple(name for name in feature_names if name not in histories.values()), histories
 
 
 def _in_every_slot(values_BD: Tensor, num_slots: int) -> Tensor:
-    """[B * T, D]: row b in places b * T to b * T + T - 1."""
+    """Returns [B * T, D] with row b at positions b * T to b * T + T - 1."""
     return values_BD[:, None].expand(-1, num_slots, -1).reshape(-1, values_BD.shape[1])
 
 

@@ -218,7 +218,7 @@ class Saved(NamedTuple):
 
     path: Path
     manifest: Any
-    """Its `hotrow.run.checkpoint_manifest.Manifest`."""
+    """Its `hotrow.run.checkpoint_files.Manifest`."""
 
 
 class Changes(Protocol):

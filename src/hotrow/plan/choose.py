@@ -1,30 +1,134 @@
-"""Where the tables of a run lie: what they need, what this process may use, and what came of it.
+"""Where the tables of a run lie: what a step demands of them, what this process may use, and what came of it.
 
-`choose` turns the config's `memory` into DRAM or tiers before anything is made. How rows move: hotrow.placement. What
-the tiers did: run/meters.py.
+`choose` turns the config's `memory` into DRAM or tiers before anything is made; placement/ moves rows, and
+run/meters.py says what the tiers did. `Demand` counts what a training step reads and writes of one table:
+
+    B samples a step, L lookups a sample, u = different rows / lookups, b bytes a row, s bytes of optimizer state a row
+
+    gross      B L b                       rows read if every lookup went to memory
+    net        u B L b                     each different row of the batch read once
+    training   3 net + 2 u B L s           read by the lookup, read and written by the update; state read and written
+    density    training / (rows x b)       bytes demanded per step and byte of table
+
+The formulas are the standard arithmetic of capacity and bandwidth. That densities lie far apart is the first
+observation of MTrainS, whose own figures were not read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
+from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.placement.device import Device
 from hotrow.placement.store_file import no_disk, takes_no_files
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.demand import demands_of, most_rows, required_bytes
 from hotrow.plan.solve import CountsPlan, plan_by_counts
 from hotrow.tables import TableConfig
+
+STATE_BYTES = 4
+"""Bytes of state per row of row-wise Adagrad, the usual optimizer of tables: one float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a training step demands of one table, in bytes."""
+
+    table: str
+    num_embeddings: int
+    row_bytes: int
+    state_bytes: int
+    """Bytes of optimizer state per row."""
+    lookups: float
+    """Lookups per step: B L."""
+    rows: float
+    """Different rows per step: u B L."""
+
+    @property
+    def gross_bytes(self) -> float:
+        return self.lookups * self.row_bytes
+
+    @property
+    def net_bytes(self) -> float:
+        return self.rows * self.row_bytes
+
+    @property
+    def training_bytes(self) -> float:
+        return 3 * self.net_bytes + 2 * self.rows * self.state_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        return self.num_embeddings * self.row_bytes
+
+    @property
+    def density(self) -> float:
+        return self.training_bytes / self.table_bytes
+
+
+def spread(demands: Sequence[Demand]) -> dict[str, Any]:
+    """Returns how unevenly the tables' demand falls on their bytes.
+
+    curve: (share of all table bytes, share of all training bytes) along the tables, densest first, from (0, 0).
+    gini: from that curve: 0 if every byte of table is demanded equally, near 1 if a few bytes take all.
+    max_over_median: the highest density over the median. bytes_of_half_the_demand: the share of the table bytes,
+    densest tables first and the last one in proportion, that takes half of the demand. top_tables: the densest tables
+    that together have at most 1 % and 10 % of the bytes: their number, their share of bytes and of demand. All are None
+    if there is only one table.
+    """
+    ordered = sorted(demands, key=lambda demand: (-demand.density, demand.table))
+    curve = np.zeros((len(ordered) + 1, 2))
+    curve[1:, 0] = np.cumsum([demand.table_bytes for demand in ordered])
+    curve[1:, 1] = np.cumsum([demand.training_bytes for demand in ordered])
+    if len(ordered) < 2 or curve[-1, 1] == 0:
+        return dict.fromkeys(("curve", "gini", "max_over_median", "bytes_of_half_the_demand", "top_tables"))
+    curve /= curve[-1]
+    densities = [demand.density for demand in ordered]
+    area = float(np.sum(np.diff(curve[:, 0]) * (curve[1:, 1] + curve[:-1, 1]) / 2))
+    median = float(np.median(densities))
+    tops = [int(np.searchsorted(curve[:, 0], share, "right")) - 1 for share in (0.01, 0.1)]
+    return {
+        "curve": curve.tolist(),
+        "gini": 2 * area - 1,
+        "max_over_median": densities[0] / median if median else None,
+        "bytes_of_half_the_demand": float(np.interp(0.5, curve[:, 1], curve[:, 0])),
+        "top_tables": [{"tables": n, "bytes": float(curve[n, 0]), "demand": float(curve[n, 1])} for n in tops],
+    }
+
+
+def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
+    """Returns what the tables' rows take; training: with optimizer state."""
+    name = config.optimizer.sparse.name
+
+    def states(table: TableConfig) -> int:
+        return NUM_STATES[name] * (1 if name == "row_wise_adagrad" else table.embedding_dim) if training else 0
+
+    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states(t)) for t in tables]
+
+
+def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
+    """Returns the bytes of all tables; training: with optimizer state."""
+    return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
+
+
+def most_rows(config: Config, table: TableConfig) -> int:
+    """Returns how many different rows of the table a step may look up.
+
+    A list of ids counts as one: its length is not known, and rows that find no slot lie beside the cache.
+    """
+    return config.train.batch_size * len(table.feature_names)
+
 
 AUTO_SHARE = 0.6
 """Share of the memory this process may use; the rest is for data, MLPs, Python and other processes."""
@@ -182,7 +286,7 @@ def _check_slots(
     if reason := short(budget, writes):
         least = _least(partial(short, writes=writes), budget)
         raise ValueError(
-            f"{size(budget)} of memory are too little for tables and optimizer state: {reason}. "
+            f"{size(budget)} is not enough memory for tables and optimizer state: {reason}. "
             f"{size(least - budget)} more are needed (memory.dram={-(-(least + beside) // 2**20)}MiB), or "
             f"a train.batch_size below {config.train.batch_size}"
         )

@@ -1,15 +1,16 @@
 """How many rows each table pins and caches, from access counts: greedy by hits per byte. Plain numbers, no I/O.
 
-    counts -> of n bytes the best cut into pinned and cached slots, for every n -> bytes per table
+    counts -> for every n, the best cut of n bytes into pinned and cached slots -> bytes per table
 
     memory = hotrow.Memory(dram="2GiB", ssd="/nvme/emb", plan=plan_by_counts({"user": counts}, num_steps=1000))
 
-A hit is a row of a step that lies in DRAM already; a row that a batch names twice is one hit. Accesses are taken as
-independent: row i, with c_i accesses in all steps, is in a step with chance `e_i = 1 - exp(-c_i / num_steps)`. A pinned
-prefix then hits the sum of its e_i; if rows are numbered by popularity, nothing of its size can hit more. The cache
-behind it, by Che's approximation, hits rows that were used in the last T steps, with T such that these rows fill it.
-So nearly all slots of ranked rows are pinned, and none if the order says nothing. A measured miss-ratio curve says how
-much more than independence a cache earns. Next: placement/budget.py, the plan without counts.
+A hit is a row of a step that is in DRAM already; a row that a batch names twice is one hit. Accesses are assumed to be
+independent: row i, with c_i accesses in all steps, is in a step with probability `e_i = 1 - exp(-c_i / num_steps)`. A
+pinned prefix then hits the sum of its e_i; if rows are numbered by popularity, no other rows of its size hit more. The
+cache behind it, by Che's approximation, hits rows that were used in the last T steps, where T is such that these rows
+fill the cache. So if rows are ranked, nearly all slots are pinned; if their order is arbitrary, none are. A measured
+miss-ratio curve says how much more a cache hits than independent accesses would. placement/budget.py plans without
+counts.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from hotrow.placement.budget import LEAST_ROWS, METADATA_BYTES, TableDemand, Tab
 LOOKAHEAD = 4
 """Default number of batches that are announced before their step."""
 FLIGHT_SIGMAS = 4
-"""Caches have room for the expected rows of batches in flight and so many standard deviations more."""
+"""Caches have room for the expected rows of batches in flight plus this many standard deviations."""
 CUTS_PER_OCTAVE = 64
-"""Prefixes looked at per doubling of their rows, so all of up to about 90 rows."""
+"""Prefixes tried per doubling of their rows; up to about 90 rows all are tried."""
 WINDOWS = 160
-"""Lengths of stay that are looked at: about 5 per doubling, linear between them."""
+"""Lengths of stay in a cache that are computed: about 5 per doubling, linear between them."""
 RATES_PER_OCTAVE, LEAST_RATE, MOST_RATE = 16, 2.0**-60, 2.0**40
 MOST_RATES = 2048
-"""Tables of up to so many rows keep every rate apart; larger ones RATES_PER_OCTAVE."""
+"""In tables of up to this many rows every rate is kept; larger tables have RATES_PER_OCTAVE rates per doubling."""
 PIECE_ROWS = 1 << 20
-"""Rows whose counts are looked at at once."""
+"""Rows whose counts are read at a time."""
 POINTS_PER_OCTAVE = 16
 EXACT_POINTS = 64
-"""Sizes of a table that are looked at: all up to EXACT_POINTS slots, then POINTS_PER_OCTAVE per doubling."""
+"""Sizes of a table that are tried: all up to EXACT_POINTS slots, then POINTS_PER_OCTAVE per doubling."""
 LEAST_HITS = 1e-9
-"""Hits per step that more slots must bring; less is rounding."""
+"""The least gain, in hits per step, that counts as one; less is rounding."""
 
 Array = NDArray[np.float64]
 
@@ -58,8 +59,9 @@ class TableUse:
     """One table's accesses, and what slots are worth to it.
 
     counts: accesses of each row in `num_steps` steps, [num_rows]. curve: measured hits of caches, in which the first
-    access to a row is a miss. depth: batches looked ahead to, whose rows lie in cached slots. least_cached: at least so
-    many rows are cached, or all. Raises ValueError if counts are negative, not finite, or of another number of rows.
+    access to a row is a miss. depth: batches that are fetched ahead, whose rows take cached slots. least_cached: the
+    least number of cached rows, if the table has as many. Raises ValueError if counts are negative, not finite, or of
+    another number of rows.
     """
 
     def __init__(
@@ -382,7 +384,7 @@ def plan_by_counts(
     counts: by table, accesses of each row [num_embeddings]; pinned rows are a prefix, so rows should be numbered by
     popularity, as `hotrow prepare` does; they are read when tables are laid out, one table's after another's.
     num_steps: batches in which they were counted. curves: by table, measured miss ratios per distinct row of a batch
-    (Locality.by_row), where there are some. depth: batches looked ahead to, whose rows must find cached slots.
+    (Locality.by_row); tables without one have none. depth: batches fetched ahead, whose rows need cached slots.
     least_cached: by table, rows cached at least (LEAST_ROWS). Raises ValueError for no steps and a negative depth.
     """
     if not num_steps > 0:

@@ -1,23 +1,22 @@
-"""Checkpoints: folders of safetensors files and a manifest that are whole or absent, and refuse to load when damaged.
+"""Checkpoints: folders of safetensors files and a manifest. They are complete or absent; damaged ones are refused.
 
     step-1200/
-      manifest.json                      format version, size and crc32 of every file, the bytes of those that are new,
-                                         what the caller adds
-      embedding/<table>.safetensors      one file per table; of tables in tiers a chain (checkpoint_rows.py):
-      embedding/<table>/000.safetensors  rows that were ever written to; 001 those that changed since, and so on
+      manifest.json                      format version, size and crc32 of every file, bytes of the new files, and what
+                                         the caller adds
+      embedding/<table>.safetensors      one file per table; a table in tiers has a chain of files (checkpoint_rows.py):
+      embedding/<table>/000.safetensors  rows that were ever written to; 001: rows that changed since then, and so on
       model.safetensors  dense_optimizer.safetensors  sparse_optimizer.safetensors (in tiers <table>/000.safetensors)
 
 A checkpoint is made of named parts: an EmbeddingCollection, any nn.Module, any torch optimizer. Tensors are written
-from and read into the memory they live in, in pieces (checkpoint_tensors.py), so that saving tables of any size needs
-no second copy. Tables in memory are written whole; of tables in tiers a checkpoint writes the rows that changed since
-the one before. Either loads into either. A table in split storage (bfloat16 and lower halves) is written joined: its
-file is that of a float32 table. Nothing is pickled. What to save, and when, is for trainer.py to say.
+from the memory they live in, and read into it, in pieces (checkpoint_files.py), so that saving a table of any size
+needs no second copy. Tables in DRAM are written whole. If tables are in tiers, a checkpoint writes the rows that
+changed since the previous one. Each kind loads into the other. A table in split storage (bfloat16 and lower halves) is
+joined for the file, which is that of a float32 table. Nothing is pickled. trainer.py decides what to save, and when.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,30 +37,36 @@ from hotrow.base.files import (
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SparseOptimizer, SplitSGDBF16
 from hotrow.placement.base import Changes, Rows, Saved
-from hotrow.run.checkpoint_manifest import DOCUMENT, MANIFEST, ChainRecord, Manifest, PartRecord, read_manifest
-from hotrow.run.checkpoint_rows import Chain, link_or_copy, load_chain, next_chain
-from hotrow.run.checkpoint_tensors import (
+from hotrow.run.checkpoint_files import (
     CURE,
+    DOCUMENT,
+    MANIFEST,
+    ChainRecord,
     FileRecord,
+    Manifest,
+    PartRecord,
     Stored,
     Target,
     crc32,
     num_bytes,
     open_tensors,
+    read_manifest,
     read_tensors,
     write_tensors,
 )
+from hotrow.run.checkpoint_rows import link_or_copy, load_chain, next_chain
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
 
 
 def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None) -> Path:
-    """Write `parts` and the JSON-ready `extra` as the folder `path`, which appears only when it is whole and on disk.
+    """Writes `parts` and the JSON-ready `extra` as the folder `path`, which appears when it is complete and on disk.
 
-    parts: by name, which becomes a file name. An existing `path` is an error: checkpoints are never overwritten. Tables
-    in tiers cost the rows that changed since the last checkpoint, saved or loaded, that held all of them and their
-    optimizer under the same names, where it still lies in its folder; else the rows that were ever written to.
-    Raises ValueError where the disk has too little room, saying how much is missing; OSError as the disk gives it.
+    parts: by name, which becomes a file name. Of tables in tiers, only the rows are written that changed since the last
+    checkpoint, saved or loaded, if that one held all tables and their optimizer under the same names and is still in
+    its folder; otherwise all rows that were ever written to.
+    Raises ValueError if `path` exists (checkpoints are never overwritten), or if the disk has too little room, saying
+    how much is missing; OSError as the disk gives it.
     """
     path = Path(path)
     if path.exists():
@@ -85,11 +90,11 @@ def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mappi
 
 
 def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Copy the checkpoint at `path` into `parts` after verifying every byte of it, and return its `extra`.
+    """Copies the checkpoint at `path` into `parts` after verifying every byte of it; returns its `extra`.
 
-    parts: built as they were when saved, on any placement; a subset of the saved ones may be given. Raises ValueError
-    naming a file that is missing, cut off or altered, a tensor whose name, shape or dtype does not fit, and the part
-    where lower halves of `SplitSGDBF16` are given to another optimizer.
+    parts: built as they were when saved, on any placement; some of the saved parts may be left out. Raises ValueError
+    naming a file that is missing, cut off or altered, a tensor whose name, shape or dtype does not fit, or a part with
+    lower halves from `SplitSGDBF16` that is given to another optimizer.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -109,9 +114,9 @@ def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, An
 
 
 def verify(path: Path, manifest: Manifest | None = None) -> int:
-    """Read every file that the manifest names, against size and crc32; returns the bytes read.
+    """Compares every file that the manifest names with its size and crc32; returns the bytes read.
 
-    Raises ValueError naming the first file that is missing, has another size or another checksum.
+    Raises ValueError naming the first file that is missing, or whose size or checksum differs.
     """
     manifest = read_manifest(path) if manifest is None else manifest
     total = 0
@@ -128,7 +133,7 @@ def verify(path: Path, manifest: Manifest | None = None) -> int:
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """The whole checkpoints `step-N` in `folder` by step, rising."""
+    """Returns the checkpoints `step-N` in `folder` by step, rising."""
     found = {}
     for path in folder.glob("step-*"):
         number = path.name.removeprefix("step-")
@@ -138,13 +143,13 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def steps_without_manifest(folder: Path) -> list[int]:
-    """Steps in `folder` that no checkpoint can be read of, because its manifest is gone; rising."""
+    """Returns the steps in `folder`, rising, whose checkpoints cannot be read because the manifest is missing."""
     steps = [int(n) for path in folder.glob("step-*") if (n := path.name.removeprefix("step-")).isdecimal()]
     return sorted(set(steps) - set(list_checkpoints(folder)))
 
 
 def prune_checkpoints(folder: Path, *, keep_last: int, keep: int | None = None) -> list[Path]:
-    """Remove all but the newest `keep_last` checkpoints and the one at step `keep`, and leftovers of a killed save."""
+    """Removes all but the newest `keep_last` checkpoints and the one at step `keep`, and leftovers of a killed save."""
     checkpoints = list_checkpoints(folder)
     kept = {*list(checkpoints)[-keep_last:], keep}
     removed = [path for step, path in checkpoints.items() if step not in kept]
@@ -160,11 +165,10 @@ class _Contents:
     """What a checkpoint is made of."""
 
     parts: dict[str, PartRecord] = field(default_factory=dict)
-    """What the manifest says of each."""
     new: dict[str, dict[str, Stored]] = field(default_factory=dict)
     """Files to be written, and their tensors."""
     kept: dict[str, Saved] = field(default_factory=dict)
-    """Files of the checkpoint before, and where it lies."""
+    """Files to be linked, and the checkpoint that has them."""
 
 
 def _contents(parts: Mapping[str, Part]) -> _Contents:
@@ -178,15 +182,15 @@ def _contents(parts: Mapping[str, Part]) -> _Contents:
         before = _last_one(changes)
         for table, arrays in _tables(part).items():
             found = next_chain(name, table, arrays, changes, before)
-            chains[table] = found.chain.record
-            contents.new |= found.new_file
-            contents.kept |= {file: before for file in found.kept_files if before is not None}
+            chains[table] = found.record
+            contents.new |= found.new
+            contents.kept |= {file: before for file in found.kept if before is not None}
         contents.parts[name] = replace(contents.parts[name], chains=chains)
     return contents
 
 
 def _last_one(changes: Changes) -> Saved | None:
-    """The checkpoint that has every row but the changed ones as it is; None where its folder is not what it was."""
+    """Returns the checkpoint that has every row except the changed ones; None if its folder is not as it was."""
     if changes.saved is None:
         return None
     path, manifest = changes.saved
@@ -199,7 +203,7 @@ def _last_one(changes: Changes) -> Saved | None:
 
 
 def _write_files(folder: Path, contents: _Contents) -> dict[str, FileRecord]:
-    """The files, in `folder`; returns their sizes and checksums, which those of the checkpoint before bring along."""
+    """Writes or links the files in `folder`; returns their sizes and checksums."""
     inner = {folder / parent for file in (*contents.kept, *contents.new) for parent in Path(file).parents}
     for each in sorted(inner):
         each.mkdir(mode=0o700, exist_ok=True)
@@ -214,10 +218,9 @@ def _write_files(folder: Path, contents: _Contents) -> dict[str, FileRecord]:
 
 def _load_chains(path: Path, manifest: Manifest, name: str, part: Part) -> None:
     if not isinstance(part, EmbeddingCollection | SparseOptimizer):
-        raise ValueError(f"checkpoint {path}: part {name!r} is of embedding tables; this is a {type(part).__name__}")
+        raise ValueError(f"checkpoint {path}: part {name!r} holds embedding tables; this is a {type(part).__name__}")
     for table, arrays in _tables(part).items():
-        chain = Chain.of(manifest, name, table)
-        if chain is None:
+        if (chain := manifest.chain(name, table)) is None:
             raise ValueError(
                 f"checkpoint {path} has no table {table!r} in its part {name!r}; load it into the same model"
             )
@@ -225,7 +228,7 @@ def _load_chains(path: Path, manifest: Manifest, name: str, part: Part) -> None:
 
 
 def _continue_from(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
-    """What this checkpoint holds of tables in tiers, all of it, the next one need not write but where it changes."""
+    """Notes which tables in tiers this checkpoint holds completely: the next one writes only their changed rows."""
     tables = {name: _tables(part) for name, part in parts.items() if _changes(part) is not None}
     for changes in {changes for part in parts.values() if (changes := _changes(part)) is not None}:
         held = {
@@ -234,16 +237,16 @@ def _continue_from(path: Path, manifest: Manifest, parts: Mapping[str, Part]) ->
             if _changes(parts[name]) is changes
             for table, arrays in own.items()
             for array in arrays
-            if Chain.of(manifest, name, table) is not None
+            if manifest.chain(name, table) is not None
         }
         if held == {(table, array) for table, arrays in changes.arrays_by_table().items() for array in arrays}:
-            # In this order: cut short in between, the next one has rows that did not change.
+            # In this order: if it is cut short in between, the next checkpoint has rows that did not change.
             changes.saved = Saved(path.absolute(), manifest)
             changes.clear_changed()
 
 
 def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Any]], PartRecord]:
-    """A part as `({file: {tensor name: tensor}}, the rest)`, its tables whole."""
+    """Returns a part as `({file: {tensor name: tensor}}, the rest)`, with whole tables."""
     check_name(name, what="checkpoint part")
     if isinstance(part, EmbeddingCollection):
         return {
@@ -256,7 +259,7 @@ def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Any]], PartRec
 
 
 def _tables(part: Part) -> dict[str, dict[str, Rows]]:
-    """Returns by table the arrays of rows that a collection (the weights) or its optimizer (each state) is made of."""
+    """Returns by table the arrays of rows of a collection (the weights) or of its optimizer (each state)."""
     if isinstance(part, EmbeddingCollection):
         return {table.name: {"weight": part.rows(table.name)} for table in part.tables}
     assert isinstance(part, SparseOptimizer)
@@ -268,9 +271,9 @@ def _tables(part: Part) -> dict[str, dict[str, Rows]]:
 
 
 def _changes(part: Part) -> Changes | None:
-    """Returns what is known of the changed rows of a collection, or of its optimizer; None if they are saved whole.
+    """Returns what is known of the changed rows of a collection, or of its optimizer; None if tables are saved whole.
 
-    Raises ValueError for an optimizer of several collections, some of which know.
+    Raises ValueError for an optimizer of several collections if some of them know their changed rows.
     """
     if isinstance(part, SparseOptimizer):
         known = any(emb.placement.changes is not None for emb in part.collections)
@@ -279,7 +282,7 @@ def _changes(part: Part) -> Changes | None:
 
 
 def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Target], PartRecord]:
-    """Returns an optimizer's state as tensors named `<parameter index>.<name>`, and the rest of it."""
+    """Returns an optimizer's state as tensors named `<parameter index>.<name>`, and the rest of the state."""
     if isinstance(optimizer, SparseOptimizer):
         groups = Optimizer.state_dict(optimizer)["param_groups"]
         return {**optimizer.state_rows()}, PartRecord(param_groups=_plain(groups))
@@ -293,19 +296,21 @@ def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Target], PartRec
 
 
 def _plain(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Param groups with tuples for lists."""
     return tuple(
         {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()} for group in groups
     )
 
 
 def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Manifest) -> None:
-    """Put back what `_flatten_optimizer` took apart; state that exists already is filled in place."""
+    """Puts back what `_flatten_optimizer` took apart; state that exists already is filled in place."""
     rest, file = manifest.parts[name], path / f"{name}.safetensors"
     tensors, own = _flatten_optimizer(optimizer)
-    found = _names(file) if rest.chains is None else []
+    found = []
+    if rest.chains is None:
+        with open_tensors(file) as opened:
+            found = sorted(opened.keys())
     if any(key.endswith(".low") for key in found) and not isinstance(optimizer, SplitSGDBF16):
-        # torch's SGD would take them for a state it does not know, and go on from the upper halves.
+        # torch's SGD would ignore them as a state it does not know, and continue from the upper halves.
         raise ValueError(
             f"checkpoint {path}: part {name!r} holds lower halves of weights, split by SplitSGDBF16, which a "
             f"{type(optimizer).__name__} would lose; load it into hotrow.SplitSGDBF16, whose weights() are the whole "
@@ -318,7 +323,7 @@ def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Ma
         read_tensors(file, tensors)
     else:  # torch's Adam and SGD make their state at the first step
         with open_tensors(file) as opened:
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is no mapping
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is not a mapping
     if isinstance(optimizer, SparseOptimizer):
         optimizer.load_rates({"param_groups": groups})
         return
@@ -330,8 +335,8 @@ def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Ma
 
 
 def _checked_groups(where: str, found: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`found` as the optimizer with the groups `own` takes them. What `found` does not say stays as it is: other
-    versions of torch have other options. Raises ValueError naming what is of another kind than in `own`.
+    """Returns `found` completed from `own`, the groups of the optimizer, because versions of torch differ in their
+    options. Raises ValueError naming an option that is not in `own`, or is of another kind there.
     """
     if len(found) != len(own):
         raise ValueError(f"{where}.param_groups has {len(found)} groups, this model's optimizer {len(own)}; {CURE}")
@@ -348,7 +353,7 @@ def _checked_groups(where: str, found: Sequence[dict[str, Any]], own: Sequence[d
 
 
 def _kind(value: Any) -> Any:
-    """What values of one option have in common: switches, text, numbers of one sign, or as many of these."""
+    """Returns what all values of an option have in common: a switch, a text, a number's sign, or a list of these."""
     if isinstance(value, list | tuple):
         return [_kind(each) for each in value]
     if value is None or isinstance(value, bool):
@@ -356,13 +361,8 @@ def _kind(value: Any) -> Any:
     return "text" if isinstance(value, str) else ("number", value < 0)
 
 
-def _names(path: Path) -> list[str]:
-    with open_tensors(path) as file:
-        return sorted(file.keys())
-
-
 def _check_room(path: Path, num_bytes: int) -> None:
     free = disk_free_bytes(path)
     if num_bytes > free:
-        short = math.ceil((num_bytes - free) / 2**20)
+        short = -(-(num_bytes - free) // 2**20)
         raise ValueError(f"checkpoint {path} needs {short} MiB more than the disk has free; free some or move the run")

@@ -21,7 +21,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +33,7 @@ from typing import Any
 from hotrow.base.files import atomic_write, check_text, check_writable, open_private
 from hotrow.base.machine import host_facts, versions
 from hotrow.base.records import Document
+from hotrow.run.checkpoint_rows import link_or_copy
 from hotrow.run.record import Counted, RunRecord
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
@@ -143,7 +143,6 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder with the step-N folders."""
         return self.path / "checkpoints"
 
     @property
@@ -224,11 +223,7 @@ class RunFolder:
         for source in [dataset / "dataset.json", *(dataset / "vocab").glob("*")]:
             target = self.vocabulary / source.relative_to(dataset)
             target.unlink(missing_ok=True)
-            try:
-                os.link(source, target)
-            except OSError:
-                shutil.copyfile(source, target)
-                target.chmod(0o600)
+            link_or_copy(source, target)
 
     def __enter__(self) -> RunFolder:
         return self

@@ -203,7 +203,7 @@ GAUGES = ("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_
 
 
 class CountsApart(Meter):
-    """Counters by table, with those of evaluations and checkpoints kept apart from training.
+    """Counters by table, which keeps training apart from evaluations and checkpoints.
 
     counters: returns what was counted so far, by table.
     """
@@ -223,6 +223,19 @@ class CountsApart(Meter):
             for name, counts in self._counters().items():
                 self._aside[name].update({key: n - before.get(name, {}).get(key, 0) for key, n in counts.items()})
 
+    def _training(self) -> dict[str, Counter[str]]:
+        """Returns what training counted, by table."""
+        return {
+            name: Counter({key: n - self._aside[name][key] for key, n in own.items() if key not in GAUGES})
+            for name, own in self._counters().items()
+        }
+
+    def _since(self) -> Counter[str]:
+        """Returns what training counted since the last call, over all tables."""
+        now = sum_of(self._training().values())
+        since, self._seen = now - self._seen, now
+        return since
+
 
 class TierMeter(CountsApart):
     """What the tiers of a collection did since it was made, with training apart from evaluations and checkpoints."""
@@ -240,9 +253,8 @@ class TierMeter(CountsApart):
     @override
     def window(self) -> dict[str, float | None]:
         """Returns shares of hits in training since the last call: whether the rows in use stay the same over time."""
-        now = sum_of(self._training().values())
-        since, self._seen = now - self._seen, now
-        return {name: hits(since)[name] for name in ("hits_per_lookup", "hits_per_row")}
+        since = hits(self._since())
+        return {name: since[name] for name in ("hits_per_lookup", "hits_per_row")}
 
     @override
     def record(self) -> dict[str, Any]:
@@ -286,12 +298,9 @@ class TierMeter(CountsApart):
         before = {"file": {"tables": len(middle), **middle_io(sum_of(middle))}} if middle else {}
         return {"dram": {"tables": len(self.tiers.tables), **hits(sum_of(training.values()))}, **before, **files}
 
+    @override
     def _training(self) -> dict[str, Counter[str]]:
-        """Returns what training counted, by table."""
-        counts = {
-            name: Counter({key: n - self._aside[name][key] for key, n in own.items() if key not in GAUGES})
-            for name, own in self.tiers.counters().items()
-        }
+        counts = super()._training()
         # A store's processor time is its share of the engine's, by I/Os so far, so differences of it mean nothing.
         total = sum_of(counts.values())
         for own in counts.values():
@@ -320,9 +329,7 @@ class DeviceMeter(CountsApart):
     @override
     def window(self) -> dict[str, float | None]:
         """Returns the share of rows of training batches that were on the device, since the last call."""
-        now = sum_of(self._training().values())
-        since, self._seen = now - self._seen, now
-        return {"hbm_hits_per_row": _hits(since)}
+        return {"hbm_hits_per_row": _hits(self._since())}
 
     @override
     def record(self) -> dict[str, Any]:
@@ -336,19 +343,12 @@ class DeviceMeter(CountsApart):
         figures = {"device": str(rows.device), "bytes": rows.slots_bytes, "hits_per_row": _hits(total), **total}
         return {"memory": {"batches": batches, "hbm": {**figures, "tables": tables}}}
 
-    def _training(self) -> dict[str, Counter[str]]:
-        found = {name: Counter(counts) for name, counts in self.rows.counters().items()}
-        for name, counts in found.items():
-            counts.subtract(self._aside[name])
-        return found
-
 
 def _hits(counts: Counter[str]) -> float | None:
     return ratio(counts["hit_rows"], counts["rows"])
 
 
 def sum_of(counts: Iterable[Counter[str]]) -> Counter[str]:
-    """Returns the sum over tables."""
     total: Counter[str] = Counter()
     for one in counts:
         total.update(one)
@@ -409,3 +409,12 @@ def rates(counts: Counter[str], *, seconds: float, epochs: float) -> dict[str, A
 def ratio(part: float, whole: float, *, digits: int = 6) -> float | None:
     """Returns part / whole, rounded for people; None if `whole` is 0."""
     return round(part / whole, digits) if whole else None
+
+
+def merged(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of all `records`; those of mappings under one name together."""
+    fields: dict[str, Any] = {}
+    for record in records:
+        for name, value in record.items():
+            fields[name] = {**fields[name], **value} if name in fields else value
+    return fields

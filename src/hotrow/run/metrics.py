@@ -1,14 +1,14 @@
-"""How good scores are, over a whole split: exact AUC, LogLoss, normalised entropy, calibration, beside a constant rate.
+"""Metrics of scores over a whole split: exact AUC, LogLoss, normalised entropy and calibration.
 
-Nothing is averaged over batches: AUC of a mean is not the mean of AUCs. Scores are kept (5 bytes a row) and everything
-is computed from them at the end, so the size of batches does not matter, and the order of rows only in the last bits of
-the sums (AUC is counted in integers).
+Nothing is averaged over batches, because the mean of the batches' AUCs is not the AUC. Scores are kept (5 bytes a row)
+and all metrics are computed from them at the end. So the batch size has no influence, and the order of rows changes
+only the last bits of the sums; AUC is counted in integers.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import AfterValidator
 from torch import Tensor
 
-Scores = Literal["logits", "probabilities"]
 _FIGURES = ("num_rows", "auc", "logloss", "ne", "calibration", "accuracy", "base_rate", "base_logloss")
 
 
@@ -33,81 +32,62 @@ def _check_metrics(values: dict[str, Any]) -> dict[str, Any]:
 
 
 Metrics: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_metrics)]
-"""What `BinaryMetrics.compute` returned, as files have it: null for NaN."""
-PROBABILITY_MARGIN = 1e-7
-"""Probabilities nearer to 0 or 1 than this count as this near: float32 cannot say 1 - 1e-8, and log 0 is no loss."""
+"""The result of `BinaryMetrics.compute` as it is written to files, with null for NaN."""
 _PIECE_ROWS = 1 << 20
 """Rows turned into float64 at a time."""
 
 
 class BinaryMetrics:
-    """Accumulates scores and labels of a binary task, then computes exact metrics over all of them.
+    """Logits and labels of a binary task, and exact metrics over all of them.
 
-        metrics = BinaryMetrics()                    # scores are logits; "probabilities" for sigmoid outputs
+        metrics = BinaryMetrics()
         metrics.update(logits, labels)               # per batch
-        metrics.merge(other)                         # of another process
         metrics.compute()["auc"]
 
-    With p the predicted probability, y the label, r the mean label over all n rows:
+    With z the logit, p the predicted probability, y the label, r the mean label over all n rows:
         auc           P(score of a random positive > score of a random negative), ties counting one half
-        logloss       -mean(y log p + (1 - y) log(1 - p)), natural logarithm; from logits: mean(log(1 + e^z) - y z)
+        logloss       -mean(y log p + (1 - y) log(1 - p)), natural logarithm; computed as mean(log(1 + e^z) - y z)
         base_logloss  the same for the constant prediction p = r, which is the entropy H(r)
         ne            logloss / base_logloss; below 1 is better than knowing the rate alone
-        calibration   mean(p) / r; 1 is neither over- nor underestimating
+        calibration   mean(p) / r; above 1 the model overestimates, below 1 it underestimates
         accuracy      share of rows with (p >= 0.5) == y
         base_rate     r
         num_rows      n
 
-    Memory: float32 score and one byte of label per row, and 12 bytes a row more while computing.
+    Memory: 5 bytes per row (float32 score, label in one byte), and 12 bytes per row more in `compute`.
     """
 
-    def __init__(self, scores: Scores = "logits") -> None:
-        if scores not in ("logits", "probabilities"):
-            raise ValueError(f"scores is {scores!r}; choose 'logits' or 'probabilities'")
-        self.scores: Scores = scores
+    def __init__(self) -> None:
         self._scores: list[NDArray[np.float32]] = []
         self._labels: list[NDArray[np.bool_]] = []
 
     @property
     def num_rows(self) -> int:
-        """Rows added so far."""
         return sum(len(labels) for labels in self._labels)
 
-    def update(self, scores: Tensor | ArrayLike, labels: Tensor | ArrayLike) -> None:
-        """Add rows: scores [n] (any float dtype, kept as float32) and labels [n], 0 or 1.
+    def update(self, logits: Tensor | ArrayLike, labels: Tensor | ArrayLike) -> None:
+        """Adds rows: logits [n] (any float dtype, kept as float32) and labels [n], 0 or 1.
 
-        Raises ValueError for NaN or infinite scores (the model diverged), probabilities outside [0, 1], other labels.
+        Raises ValueError for NaN or infinite logits (the model diverged) and for other labels.
         """
-        score_n = _to_numpy(scores).astype(np.float32).reshape(-1)
+        score_n = _to_numpy(logits).astype(np.float32).reshape(-1)
         label_n = _to_numpy(labels).reshape(-1)
         if len(score_n) != len(label_n):
             raise ValueError(f"{len(score_n)} scores came with {len(label_n)} labels; pass one label per score")
         if not np.isfinite(score_n).all():
             bad = int((~np.isfinite(score_n)).sum())
             raise ValueError(f"{bad} of {len(score_n)} scores are NaN or infinite; the model has diverged, lower lr")
-        if self.scores == "probabilities" and len(score_n) and (score_n.min() < 0 or score_n.max() > 1):
-            raise ValueError(
-                f"scores range from {score_n.min():g} to {score_n.max():g}; probabilities are in [0, 1]: "
-                "for logits use BinaryMetrics('logits')"
-            )
         positive = label_n == 1
         if not (positive | (label_n == 0)).all():
             raise ValueError(f"labels hold {label_n[~(positive | (label_n == 0))][0]}; they must be 0 or 1")
         self._scores.append(score_n)
         self._labels.append(positive)
 
-    def merge(self, other: BinaryMetrics) -> None:
-        """Add all rows of `other`, which must hold the same kind of scores."""
-        if other.scores != self.scores:
-            raise ValueError(f"cannot merge {other.scores} into {self.scores}; create both with the same kind")
-        self._scores.extend(other._scores)
-        self._labels.extend(other._labels)
-
     def compute(self) -> dict[str, Any]:
-        """All metrics as floats, and `num_rows`; see the class.
+        """Returns all metrics as floats, and `num_rows`; see the class.
 
-        Where all labels are equal, `auc`, `ne` (and `calibration`, if there is no positive) are NaN and `undefined`
-        says why in words; else `undefined` is None. Raises ValueError if no row was added.
+        If all labels are equal, `auc` and `ne` (and `calibration`, if there is no positive) are NaN, and `undefined`
+        says why in words; otherwise `undefined` is None. Raises ValueError if no row was added.
         """
         if not self.num_rows:
             raise ValueError("no rows were added, so there is nothing to compute; is the split empty?")
@@ -115,7 +95,7 @@ class BinaryMetrics:
         self._scores, self._labels = [scores], [labels]
         num_rows, num_positive = len(labels), int(labels.sum())
         rate = num_positive / num_rows
-        loss, mean_prediction, accuracy = self._sums(scores, labels) / num_rows
+        loss, mean_prediction, accuracy = _sums(scores, labels) / num_rows
         base = entropy(rate)
         single = num_positive in (0, num_rows)
         return {
@@ -130,27 +110,22 @@ class BinaryMetrics:
             "undefined": f"all {num_rows} labels are {int(labels[0])}: auc and ne need both" if single else None,
         }
 
-    def _sums(self, scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Sums over rows of loss, predicted probability, and correct decisions."""
-        sums = np.zeros(3)
-        for start in range(0, len(scores), _PIECE_ROWS):
-            score = scores[start : start + _PIECE_ROWS].astype(np.float64)
-            label = labels[start : start + _PIECE_ROWS]
-            if self.scores == "logits":
-                loss = np.logaddexp(0.0, score) - label * score
-                probability, decision = 0.5 * (1.0 + np.tanh(0.5 * score)), score >= 0
-            else:
-                probability, decision = score, score >= 0.5
-                clipped = np.clip(score, PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
-                loss = -np.log(np.where(label, clipped, 1 - clipped))
-            sums += loss.sum(), probability.sum(), (decision == label).sum()
-        return sums
+
+def _sums(logits: NDArray[np.float32], labels: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Returns the sums over rows of loss, predicted probability, and correct decisions."""
+    sums = np.zeros(3)
+    for start in range(0, len(logits), _PIECE_ROWS):
+        z = logits[start : start + _PIECE_ROWS].astype(np.float64)
+        label = labels[start : start + _PIECE_ROWS]
+        loss, probability = np.logaddexp(0.0, z) - label * z, 0.5 * (1.0 + np.tanh(0.5 * z))
+        sums += loss.sum(), probability.sum(), ((z >= 0) == label).sum()
+    return sums
 
 
 def auc(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> float:
-    """P(score of a random positive > score of a random negative) + P(equal) / 2, exact; NaN if a class is missing.
+    """Returns P(score of a random positive > score of a random negative) + P(equal) / 2; NaN if a class is missing.
 
-    Counted in integers: for each positive, the negatives strictly below plus the negatives not above.
+    It is exact: for each positive, it counts the negatives strictly below and the negatives not above, in integers.
     """
     negatives, positives = np.sort(scores[~labels]), np.sort(scores[labels])
     if not len(negatives) or not len(positives):
@@ -165,7 +140,7 @@ def auc(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> float:
 
 
 def entropy(rate: float) -> float:
-    """-(r log r + (1 - r) log(1 - r)), natural logarithm: the LogLoss of always predicting the rate r."""
+    """Returns -(r log r + (1 - r) log(1 - r)), natural logarithm: the LogLoss of always predicting the rate r."""
     return -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0)
 
 

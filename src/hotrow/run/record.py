@@ -15,8 +15,7 @@ from typing_extensions import TypedDict
 
 from hotrow.base.records import STRICT, Amount, Count, checked
 from hotrow.hot.turns import TurnsState
-from hotrow.run.checkpoint_manifest import MANIFEST, Manifest
-from hotrow.run.checkpoint_tensors import CURE
+from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.metrics import Metrics
 from hotrow.tables import TableConfig
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
-from hotrow.base.machine import lacks_bfloat16_products
+from hotrow.base.machine import default_threads, lacks_bfloat16_products, numa_nodes, usable_cores
 from hotrow.base.progress import ProgressLine
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
@@ -25,14 +27,13 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.choose import describe, disk_shortfall
-from hotrow.plan.demand import required_bytes
+from hotrow.plan.choose import describe, disk_shortfall, required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
-from hotrow.run.parts import storage_line
-from hotrow.run.session import Interrupt, describe_threads, threads
-from hotrow.run.setup import Setup, full_device
-from hotrow.run.trainer import Training
+from hotrow.run.setup import Setup, full_device, storage_line
+from hotrow.run.trainer import Interrupt, Training
+
+Pin = Literal["auto", "cores", "off"]
 
 
 def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
@@ -190,7 +191,7 @@ def _begin(training: Training) -> None:
     emb = training.parts.embedding
     where = training.turns.device
     on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
-    where_rows_lie = describe(emb, required_bytes(config, emb.tables)) + training.parts.place.line() + on_device
+    where_rows_lie = describe(emb, required_bytes(config, emb.tables)) + training.parts.dense.line() + on_device
     training.say(f"{describe_threads()}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
@@ -233,6 +234,55 @@ def _begin(training: Training) -> None:
     )
 
 
+@contextmanager
+def threads(number: int | Literal["auto"], *, pin: Pin = "off") -> Iterator[int]:
+    """Makes torch and the kernels use `number` threads inside the block; "auto": `default_threads`.
+
+    pin: see `cores_to_pin`; if the system refuses to pin, a warning says so. Afterwards the old number holds again.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(default_threads() if number == "auto" else number)
+    used = torch.get_num_threads()
+    nodes = numa_nodes()
+    cores, free = cores_to_pin(pin, used, nodes), sorted(core for node in nodes for core in node)
+    if cores and ops.pin_threads([[core] for core in cores]) < used:
+        warnings.warn(
+            f"the system did not pin all {used} threads to cores {cores}; they run wherever it puts them", stacklevel=3
+        )
+    try:
+        yield used
+    finally:
+        if cores:
+            ops.pin_threads([free] * used)
+        torch.set_num_threads(before)
+
+
+def describe_threads() -> str:
+    """Returns how many threads torch and the kernels use, and how to use all cores, for the first line of a run."""
+    used, cores = torch.get_num_threads(), usable_cores()
+    more = f" of {cores} cores (train.threads: {cores} uses all)" if used < cores else ""
+    return f"{used} thread{'' if used == 1 else 's'}{more}"
+
+
+def cores_to_pin(pin: Pin, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int] | None:
+    """Returns the core of each thread, or None if threads are not pinned.
+
+    nodes: `numa_nodes()`. "off": not pinned. "cores": one core each, node after node, so that neighbours share a
+    memory. "auto": as "cores" if there are several nodes and a core for each thread, because a thread that moves to
+    another node leaves its memory behind; else not pinned, because with one node pinning gains nothing and harms as
+    soon as another process wants the core. Raises ValueError for "cores" with more threads than cores.
+    """
+    cores = [core for node in nodes for core in node]
+    if pin == "off" or (pin == "auto" and (len(nodes) == 1 or num_threads > len(cores))):
+        return None
+    if num_threads > len(cores):
+        raise ValueError(
+            f"train.pin is 'cores', but there are {num_threads} threads and {len(cores)} cores; lower train.threads or "
+            "set train.pin to off"
+        )
+    return cores[:num_threads]
+
+
 def _say_what_is_hot(training: Training) -> None:
     """Says which rows are hot, if that is known when the session begins."""
     if (found := training.turns.found) is None:
@@ -242,7 +292,8 @@ def _say_what_is_hot(training: Training) -> None:
         f"hot: {facts['hot_rows']:,} rows ({facts['name']}) in {facts['hot_bytes']:,} of {facts['budget_bytes']:,} "
         f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s"
     )
-    training.warn_of_nothing_hot()
+    if text := training.turns.nothing_hot:
+        training.warn("no_hot_samples", text)
 
 
 def _say_of_few_positives(training: Training) -> None:
@@ -263,8 +314,8 @@ def _say_of_few_positives(training: Training) -> None:
 
 
 def _warn_of_slow_products(training: Training) -> None:
-    place = training.parts.place
-    if place.dense_dtype == "bf16" and place.device.type == "cpu" and lacks_bfloat16_products():
+    dense = training.parts.dense
+    if dense.dtype == "bf16" and dense.device.type == "cpu" and lacks_bfloat16_products():
         text = (
             "train.dense_dtype is 'bf16', but this processor has no products of bfloat16: torch converts instead, "
             "which is slower than float32, without AVX-512 many times; fp32 in a new run is faster and more exact"

@@ -1,31 +1,36 @@
-"""What is decided before the first step of a run: tables, the device of the dense layers, and where rows lie.
+"""What is decided and built before the first step of a run: tables, devices, where rows lie, model and optimizers.
 
-Errors here say what this machine does not have. plan/ divides DRAM and disk among the tables, and placement/ moves
-their rows.
+`Setup` holds the decisions, and its errors say what this machine does not have. `build` makes the parts that a step
+works on; all random draws are functions of `config.train.seed`. plan/ divides DRAM and disk among the tables,
+placement/ moves their rows, and trainer.py takes the steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from hotrow import optim
 from hotrow.base.files import parse_bytes, size
+from hotrow.batch import KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config, DenseDtype
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.turns import check_hot
+from hotrow.models.layers import Network
 from hotrow.placement.budget import DeviceMemory, Memory
-from hotrow.plan.choose import choose, moved
-from hotrow.plan.demand import demands_of, most_rows, record_bytes, required_bytes
-from hotrow.run.checkpoint_manifest import MANIFEST, Manifest
-from hotrow.run.checkpoint_tensors import CURE
+from hotrow.plan.choose import choose, demands_of, most_rows, moved, required_bytes
+from hotrow.run.checkpoint import Part
+from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.record import read_extra
 from hotrow.run.wear import check_write_budget
 from hotrow.tables import Dtype, TableConfig
@@ -47,7 +52,7 @@ class Setup:
     dataset: PackedDataset
     """What the run trains on; for scoring, the vocabularies that the run keeps."""
     tables: tuple[TableConfig, ...]
-    place: Place
+    dense: DenseDevice
     """Where dense layers compute."""
     memory: Memory | DeviceMemory | None
     """Where rows lie; None: all in DRAM."""
@@ -64,10 +69,10 @@ class Setup:
         optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`.
         Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
         """
-        tables, place = tables_of(config, dataset), Place.of(config)
-        memory = place_tables(config, tables, folder, place, dataset=dataset, training=training)
-        copies_on = device_of_copies(config, place) if training else None
-        setup = cls(config, dataset, tables, place, memory, copies_on, folder)
+        tables, dense = tables_of(config, dataset), DenseDevice.of(config)
+        memory = place_tables(config, tables, folder, dense, dataset=dataset, training=training)
+        copies_on = device_of_copies(config, dense) if training else None
+        setup = cls(config, dataset, tables, dense, memory, copies_on, folder)
         if training:
             check_write_budget(config, tables, in_tiers=setup.in_tiers)
             check_hot(config.hot, dataset, setup.record_bytes, device=copies_on)
@@ -90,18 +95,18 @@ class Setup:
     @property
     def record_bytes(self) -> dict[str, int]:
         """Bytes of one row of each table, its optimizer state included."""
-        return record_bytes(self.config, self.tables)
+        return {own.name: own.record_bytes for own in demands_of(self.config, self.tables, training=True)}
 
 
 @dataclass(frozen=True)
-class Place:
+class DenseDevice:
     """Where dense layers compute, and in which arithmetic."""
 
     device: torch.device = CPU
-    dense_dtype: DenseDtype = "fp32"
+    dtype: DenseDtype = "fp32"
 
     @classmethod
-    def of(cls, config: Config) -> Place:
+    def of(cls, config: Config) -> DenseDevice:
         """Returns the device and arithmetic that `config` asks for.
 
         Raises ValueError if this machine does not have them; the error names the option and what to do.
@@ -122,16 +127,19 @@ class Place:
                 "train.dense_dtype is 'tf32', but dense layers compute on the CPU, which has no such products: choose "
                 "fp32 or bf16, or set device to cuda"
             )
-        if wanted == "cuda":
-            _check_cuda(config)
+        if wanted == "cuda" and splits_dense(config):
+            raise ValueError(
+                "train.precision is 'split_bf16', which with dense sgd keeps the MLPs' weights in halves on the CPU, "
+                "but device is cuda: choose fp32 or another optimizer.dense.name"
+            )
         return cls(torch.device(wanted), dtype)
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Inside the block, products of float32 matrices use `dense_dtype`, forward and backward."""
+        """Inside the block, products of float32 matrices use `dtype`, forward and backward."""
         flags = torch.backends.cuda.matmul
         before = flags.allow_tf32
-        flags.allow_tf32 = before or self.dense_dtype == "tf32"
+        flags.allow_tf32 = before or self.dtype == "tf32"
         try:
             yield
         finally:
@@ -139,7 +147,7 @@ class Place:
 
     def logits(self, model: nn.Module, dense_BI: Tensor, rows: Any) -> Tensor:
         """Returns the logits of a batch, float32 [B] on the device. rows: what `look_up` returned, on any device."""
-        cast = self.dense_dtype == "bf16"
+        cast = self.dtype == "bf16"
         autocast = torch.autocast(self.device.type, dtype=torch.bfloat16) if cast else nullcontext()
         with self.arithmetic(), autocast:
             logits_B: Tensor = model(dense_BI.to(self.device), self._bring(rows))
@@ -151,11 +159,11 @@ class Place:
         return {name: (values.to(self.device), offsets) for name, (values, offsets) in rows.items()}
 
     def line(self) -> str:
-        """Returns this place in words for the user; empty for float32 on the CPU."""
-        if self == Place():
+        """Returns the device and arithmetic in words for the user; empty for float32 on the CPU."""
+        if self == DenseDevice():
             return ""
         name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
-        return f"; dense layers on {self.device}{name}, {ARITHMETIC[self.dense_dtype]}"
+        return f"; dense layers on {self.device}{name}, {ARITHMETIC[self.dtype]}"
 
 
 def _check_interpreter(config: Config) -> None:
@@ -175,14 +183,6 @@ def _check_interpreter(config: Config) -> None:
         )
 
 
-def _check_cuda(config: Config) -> None:
-    if config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd":
-        raise ValueError(
-            "train.precision is 'split_bf16', which with dense sgd keeps the MLPs' weights in halves on the CPU, but "
-            "device is cuda: choose fp32 or another optimizer.dense.name"
-        )
-
-
 def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
     """Returns the dataset's tables as the model needs them, in the dtype that `config` says."""
     return config.model.tables(dataset, dtype=_TABLE_DTYPES[config.train.precision])
@@ -192,7 +192,7 @@ def place_tables(
     config: Config,
     tables: Sequence[TableConfig],
     run: Path,
-    place: Place,
+    dense: DenseDevice,
     *,
     dataset: PackedDataset,
     training: bool,
@@ -204,7 +204,7 @@ def place_tables(
     below = choose(config, tables, run, dataset=dataset, training=training)
     if config.hbm is None:
         return below
-    memory = DeviceMemory(hbm=config.hbm, below=below, device=str(place.device))
+    memory = DeviceMemory(hbm=config.hbm, below=below, device=str(dense.device))
     if training:
         _check_a_step_fits(config, tables, memory)
     return memory
@@ -222,19 +222,19 @@ def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: De
             )
 
 
-def device_of_copies(config: Config, place: Place) -> torch.device | None:
+def device_of_copies(config: Config, dense: DenseDevice) -> torch.device | None:
     """Returns the device that holds copies of hot rows: the GPU of the dense layers, unless tables have slots on it.
 
     None: no device. Raises ValueError, with the cure, if the kernels for that are not installed.
     """
-    if not config.hot.takes_turns or config.hbm is not None or place.device.type != "cuda":
+    if not config.hot.takes_turns or config.hbm is not None or dense.device.type != "cuda":
         return None
     if find_spec("triton") is None:
         raise ValueError(
             f"hot.schedule is {config.hot.schedule!r} and device is 'cuda': copies of hot rows lie on the GPU, but "
             "Triton is not installed: pip install 'hotrow[gpu]', or set device to cpu"
         )
-    return place.device
+    return dense.device
 
 
 def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:
@@ -259,13 +259,6 @@ def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutO
     return f"{text}; try memory.hbm={tried}{instead}", f"memory.hbm={tried}"
 
 
-def cpu_instead(config: Config) -> Config:
-    """Returns a config of the same model on the CPU, whose results agree within docs/numerics.md."""
-    train = config.train.model_copy(update={"dense_dtype": "fp32"})
-    memory = config.memory if isinstance(config.memory, str) else config.memory.model_copy(update={"hbm": None})
-    return config.model_copy(update={"device": "cpu", "train": train, "memory": memory})
-
-
 def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) -> tuple[Config, Sequence[TableConfig]]:
     """Returns the config and the tables of a run's checkpoint, for the ids of `vocabulary`.
 
@@ -284,3 +277,129 @@ def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) 
             f"the dataset the run used, or {CURE}"
         )
     return config, extra.tables
+
+
+_DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+_SPARSE_OPTIMIZERS: dict[str, Any] = {
+    "sgd": optim.SGD,
+    "adagrad": optim.Adagrad,
+    "row_wise_adagrad": optim.RowWiseAdagrad,
+    "adam": optim.Adam,
+    "ftrl": optim.FTRL,
+}
+
+
+@dataclass
+class Parts:
+    """The objects that a step works on."""
+
+    embedding: EmbeddingCollection
+    model: Network
+    dense_optimizer: Optimizer
+    sparse_optimizer: optim.SparseOptimizer
+    schedule: Schedule
+    dense: DenseDevice = field(default_factory=DenseDevice)
+    """Where the model computes."""
+
+    def with_state(self) -> dict[str, Part]:
+        """Returns the parts that a checkpoint holds, by the names of their files."""
+        return {name: part for name, part in vars(self).items() if name not in ("schedule", "dense")}
+
+
+def build_network(setup: Setup) -> tuple[EmbeddingCollection, Network]:
+    """Returns the tables, and the model on its device; all random draws follow from `config.train.seed`."""
+    config, tables = setup.config, setup.tables
+    seed, dims = config.train.seed, {name: table.embedding_dim for table in tables for name in table.feature_names}
+    generator = torch.Generator().manual_seed(seed)
+    model = config.model.build(num_dense=len(setup.dataset.info.dense), dims=dims, generator=generator)
+    return EmbeddingCollection(tables, memory=setup.memory, seed=seed), model.to(setup.dense.device)
+
+
+def build(setup: Setup) -> Parts:
+    """Returns what a step works on, before the first step."""
+    embedding, model = build_network(setup)
+    dense_optimizer, sparse_optimizer = build_optimizers(setup.config, embedding, model)
+    schedule = Schedule([dense_optimizer, sparse_optimizer], **setup.config.optimizer.schedule.model_dump())
+    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.dense)
+
+
+def build_optimizers(
+    config: Config, embedding: EmbeddingCollection, model: nn.Module
+) -> tuple[Optimizer, optim.SparseOptimizer]:
+    """Returns the torch optimizer of `model` and the fused one of `embedding`."""
+    dense, sparse = config.optimizer.dense, config.optimizer.sparse
+    options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
+    dense_optimizer = optim.SplitSGDBF16 if splits_dense(config) else _DENSE_OPTIMIZERS[dense.name]
+    fused = True if all(parameter.device.type == "cpu" for parameter in model.parameters()) else None  # torch's choice
+    return (
+        dense_optimizer(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=fused),
+        # nonfinite=None: train_step checks both sides itself, before either is changed.
+        _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
+    )
+
+
+def look_up(model: Network, embedding: EmbeddingCollection, sparse: KeyedJaggedTensor) -> Any:
+    """Returns the rows of a batch as `model` takes them."""
+    return embedding.sequence(sparse) if model.lookup == "sequence" else embedding(sparse)
+
+
+def splits_dense(config: Config) -> bool:
+    """Returns whether the weights of dense layers are kept in two halves."""
+    return config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd"
+
+
+def storage_line(config: Config) -> str:
+    """Returns in words how weights are stored: bfloat16 storage does not mean bfloat16 arithmetic."""
+    tables = {"fp32": "float32", "fp16": "float16", "split_bf16": "float32 in two halves, lookups read the upper"}
+    dense, products = "the same" if splits_dense(config) else "float32", config.train.dense_dtype
+    arithmetic = "all arithmetic is float32"
+    if products != "fp32":
+        arithmetic = f"arithmetic of tables is float32, of dense layers {ARITHMETIC[products]}"
+    return f"tables {tables[config.train.precision]}; MLPs {dense}; {arithmetic}"
+
+
+MIN_LR = 1e-7
+"""The rate at which the decay ends; the value of the reference DLRM."""
+
+
+class Schedule:
+    """Sets every parameter group's `lr` to its initial value times a factor of the step alone, counted from 0:
+
+        step < warmup_steps              (step + 1) / warmup_steps
+        up to decay_start_step           1
+        then, k = step + 1 - start       (1 - k / decay_steps)^2, the rate itself never below 1e-7
+        from start + decay_steps - 1 on  as at the last step of the decay
+
+    optimizers: their groups' `lr` at construction is the initial value, so build the schedule before loading a state.
+    decay_start_step: None means warmup_steps. The one deviation from the reference: between warm-up and decay the rate
+    is the initial one, where the reference freezes the last warm-up step's (warmup_steps - 1) / warmup_steps of it.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        warmup_steps: int = 0,
+        decay_start_step: int | None = None,
+        decay_steps: int = 0,
+    ) -> None:
+        self._optimizers = tuple(optimizers)
+        self._initial = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        self.warmup_steps, self.decay_steps = warmup_steps, decay_steps
+        self.decay_start_step = warmup_steps if decay_start_step is None else decay_start_step
+
+    def factor(self, step: int) -> float:
+        """Returns what the initial rate is multiplied by at `step`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        decayed = min(step + 1 - self.decay_start_step, self.decay_steps - 1)
+        return (1 - decayed / self.decay_steps) ** 2 if self.decay_steps and decayed > 0 else 1.0
+
+    def apply(self, step: int) -> None:
+        """Sets the rates for step number `step`."""
+        factor = self.factor(step)
+        floor = MIN_LR if factor < 1.0 and step >= self.warmup_steps else 0.0
+        # Groups are looked up anew each time: load_state_dict puts other dicts in their place.
+        for optimizer, initial in zip(self._optimizers, self._initial, strict=True):
+            for group, lr in zip(optimizer.param_groups, initial, strict=True):
+                group["lr"] = max(floor, lr * factor)

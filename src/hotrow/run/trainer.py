@@ -1,18 +1,22 @@
 """Training: one step on one screen, and the loop of a run.
 
-`train_step` takes one step with the parts that parts.py builds. `Training` takes step after step and does what is due
+`train_step` takes one step with the parts that setup.py builds. `Training` takes step after step and does what is due
 between them. The result of a run depends only on its config, its dataset and its seed. Runs start and resume in
-runs.py; threads and signals are in session.py, figures in meters.py.
+runs.py; figures are in meters.py. `Interrupt` notes the signals that end a run in good order.
 """
 
 from __future__ import annotations
 
 import math
+import signal
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -32,15 +36,12 @@ from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
-from hotrow.run.checkpoint_manifest import MANIFEST, read_manifest
-from hotrow.run.checkpoint_tensors import CURE
+from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.folder import RunFolder, resume_command
-from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, meters_of_rows
+from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, merged, meters_of_rows
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.parts import Parts, build, look_up
 from hotrow.run.record import Extra, State, read_extra
-from hotrow.run.session import Interrupt
-from hotrow.run.setup import Place, Setup
+from hotrow.run.setup import DenseDevice, Parts, Setup, build, look_up
 from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
 
 EVAL_BATCH_SIZE = 4096
@@ -64,8 +65,8 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     parts.sparse_optimizer.zero_grad()
     rows = look_up(parts.model, parts.embedding, batch.sparse)
     clock.lap("lookup")
-    with parts.place.arithmetic():
-        logits_B = parts.place.logits(parts.model, batch.dense, rows)
+    with parts.dense.arithmetic():
+        logits_B = parts.dense.logits(parts.model, batch.dense, rows)
         loss = binary_cross_entropy_with_logits(logits_B, batch.label.to(logits_B.device))
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     check_finite(parts, batch, loss.detach())
@@ -96,19 +97,52 @@ def evaluate(
     loader: Loader,
     *,
     num_batches: int | None = None,
-    place: Place | None = None,
+    dense: DenseDevice | None = None,
 ) -> dict[str, Any]:
     """Returns the metrics of `BinaryMetrics` over the loader's split; an undefined metric is None.
 
-    num_batches: how many batches to evaluate, from the first; None: all. place: where the model computes; None: on the
+    num_batches: how many batches to evaluate, from the first; None: all. dense: where the model computes; None: on the
     CPU.
     """
-    place = place or Place()
+    dense = dense or DenseDevice()
     metrics = BinaryMetrics()
     for batch in islice(loader.epoch(0), num_batches):
-        metrics.update(place.logits(model, batch.dense, look_up(model, embedding, batch.sparse)), batch.label)
+        metrics.update(dense.logits(model, batch.dense, look_up(model, embedding, batch.sparse)), batch.label)
     values = metrics.compute()
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
+
+
+class Interrupt:
+    """A block in which the first SIGINT or SIGTERM is only noted in `signal`; the next one acts as usual.
+
+    Outside the main thread signals cannot be caught, and act as usual.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self._restore()
+        print("\nfinishing this step and saving a checkpoint; press again to abort", file=sys.stderr, flush=True)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
 
 
 class Training:
@@ -148,7 +182,6 @@ class Training:
 
     @property
     def state(self) -> State:
-        """Where the run stands."""
         return self.session.state
 
     def _has(self, split: str) -> bool:
@@ -173,11 +206,6 @@ class Training:
                     rates = f"{swap['next_rate']:g} % of a class, not {swap['rate']:g}"
                     self.say(f"step {self.state.step}: turns of {rates}")
         self.turns.close()
-
-    def warn_of_nothing_hot(self) -> None:
-        """Warns if the schedule of hot rows has nothing to do."""
-        if text := self.turns.nothing_hot:
-            self.warn("no_hot_samples", text)
 
     def warn(self, code: str, text: str) -> None:
         """Shows a warning, and counts it in run.json."""
@@ -213,7 +241,7 @@ class Training:
         num_batches = math.ceil(self.config.hot.eval_samples / EVAL_BATCH_SIZE)
         with self._aside():
             result = evaluate(
-                self.parts.embedding, self.parts.model, loader, num_batches=num_batches, place=self.parts.place
+                self.parts.embedding, self.parts.model, loader, num_batches=num_batches, dense=self.parts.dense
             )
         return float(result["logloss"])
 
@@ -321,7 +349,7 @@ class Training:
         step = self.state.step if step is None else step
         loader = Loader(self.dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
         with self._aside():
-            result = evaluate(self.parts.embedding, self.parts.model, loader, place=self.parts.place)
+            result = evaluate(self.parts.embedding, self.parts.model, loader, dense=self.parts.dense)
         epoch = round(step / self.steps_per_epoch, 4)
         self.folder.measure("eval", step=step, split=split, epoch=epoch, **result)
         self.say(f"{split} at step {step}: {scores(result)}")
@@ -348,7 +376,7 @@ class Training:
                 num_dense=len(self.dataset.info.dense),
                 threads=torch.get_num_threads(),
                 isa=ops.backend().isa,
-                device=self.parts.place.device.type,
+                device=self.parts.dense.device.type,
                 config=self.config.model_dump(mode="json"),
             )
             with self._aside(), self.writes.saving(path):
@@ -365,7 +393,7 @@ class Training:
         """
         manifest = read_manifest(path)
         extra = read_extra(path, manifest)
-        where, state, device = f"{path / MANIFEST}: extra", extra.state, self.parts.place.device.type
+        where, state, device = f"{path / MANIFEST}: extra", extra.state, self.parts.dense.device.type
         if extra.dataset != self.dataset.checksum:
             raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
         if state.turns is None or (state.best is not None and state.best[self.config.train.monitor] is None):
@@ -408,7 +436,6 @@ class Training:
 
     @property
     def epochs(self) -> float:
-        """Epochs trained so far."""
         return round(self.state.step / self.steps_per_epoch, 4)
 
     def figures(self) -> dict[str, Any]:
@@ -454,12 +481,3 @@ def scores(metrics: Mapping[str, Any]) -> str:
     """Returns AUC, LogLoss and NE in one line."""
     named = {"AUC": metrics["auc"], "LogLoss": metrics["logloss"], "NE": metrics["ne"]}
     return " ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in named.items())
-
-
-def merged(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of all `records`; those of mappings under one name together."""
-    fields: dict[str, Any] = {}
-    for record in records:
-        for name, value in record.items():
-            fields[name] = {**fields[name], **value} if name in fields else value
-    return fields

@@ -24,8 +24,8 @@ from hotrow.batch import Batch
 from hotrow.config.schema import Config
 from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.demand import required_bytes
-from hotrow.run.checkpoint_manifest import read_manifest
+from hotrow.plan.choose import required_bytes
+from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.meters import Meter, Notice, Session
 from hotrow.tables import TableConfig
 
@@ -167,7 +167,7 @@ class WriteMeter(Meter):
         for store in self._tiers.stores:
             rows, whole = store.rows, store.padded_record_bytes * store.rows.num_rows
             chain = None if manifest is None else manifest.chain("embedding", rows.table)
-            links = [rows.num_rows] if chain is None else chain.links
+            links = [rows.num_rows] if chain is None else chain.record.links
             made_untouched = [self._tiers.num_changed(store.rows.table, ever=True)] if here else []
             passes = [*made_untouched, *links]
             if store.path is not None:
