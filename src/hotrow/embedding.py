@@ -22,8 +22,8 @@ from hotrow import torch_tables
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, to_float16
+from hotrow.placement import AnyMemory, place
 from hotrow.placement.base import Lease, Placement, Rows
-from hotrow.placement.place import AnyMemory, place
 from hotrow.tables import TableConfig, check_tables
 
 BATCHES_TO_WARN_OF = 3

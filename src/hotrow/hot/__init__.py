@@ -2,5 +2,5 @@
 
     counts -> calibrate.py -> hot set -> classify.py -> hot samples -> order.py -> batches
 
-copies.py keeps copies of the hot rows on a GPU.
+turns.py trains them phase by phase, with copies of the hot rows on a GPU.
 """

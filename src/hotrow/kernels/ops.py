@@ -12,7 +12,7 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -374,6 +374,34 @@ def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
         flat, place = divmod(flat, size)
         index.insert(0, place)
     return tuple(index)
+
+
+class KernelSet:
+    """The kernels of one collection: for pooled lookups, for the sequence of each feature, for some of the tables."""
+
+    def __init__(self, layout: Layout, make: Callable[..., Any] = Kernels) -> None:
+        self.pooled: Kernels = make(layout)
+        self.sequences: dict[str, Kernels] = {
+            feature.name: make(layout.sequence_of(feature.name), among=layout) for feature in layout.features
+        }
+        self._partial: dict[frozenset[int], Kernels] = {}  # by the tables that they update
+
+    def are_pooled(self, kernels: Kernels) -> bool:
+        """Returns whether `kernels` update the rows of pooled lookups, of all tables or of some."""
+        return kernels is self.pooled or kernels in self._partial.values()
+
+    def without(self, kernels: Kernels, frozen: frozenset[int]) -> Kernels | None:
+        """Returns `kernels` for an update that leaves the `frozen` tables alone; None if it updates no other."""
+        kept = tuple(feature for feature in kernels.layout.features if feature.table not in frozen)
+        if len(kept) == len(kernels.layout.features):
+            return kernels
+        if not kept:
+            return None
+        numbers = frozenset(feature.table for feature in kept)
+        if numbers not in self._partial:
+            whole = self.pooled.layout
+            self._partial[numbers] = Kernels(Layout(kept, whole.width), among=whole)
+        return self._partial[numbers]
 
 
 def fill_uniform(out: Tensor, *, key: int, bound: float, zero_rows: int = 0, first_row: int = 0) -> None:

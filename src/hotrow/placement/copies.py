@@ -26,16 +26,15 @@ from hotrow.placement.base import (
     SOME_FROZEN,
     Attached,
     Changes,
-    KernelSet,
     Lease,
     Placement,
     RowIds,
     Rows,
-    RowsInMemory,
     State,
     Use,
 )
 from hotrow.placement.budget import free_bytes
+from hotrow.placement.dram import RowsInMemory
 from hotrow.tables import TableConfig
 
 PIECE_BYTES = 32 << 20
@@ -218,7 +217,7 @@ class FastMemory(Protocol):
     """Where copies lie."""
 
     device: torch.device
-    kernels: KernelSet
+    kernels: ops.KernelSet
     """What looks up and updates rows there."""
     piece_bytes: int | None
     """Of rows of one array on their way, at most so many; None: any number."""
@@ -287,7 +286,7 @@ class OnDevice:
             raise ImportError("copies of hot rows on a device need Triton: pip install 'hotrow[gpu]'") from error
         self.device = device
         self._streams, self._buffers, self._arrays = Streams(device), Buffers(device), Arrays
-        self.kernels = KernelSet(Layout.of(below.tables), Kernels)
+        self.kernels = ops.KernelSet(Layout.of(below.tables), Kernels)
 
     def room(self, num_rows: int, like: Tensor) -> Tensor:
         """Of torch's allocator."""

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.kernels.ops import Kernels
+from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, Rule
-from hotrow.placement.base import SOME_FROZEN, Attached, Changes, KernelSet, Placement, Rows, State, Use
+from hotrow.placement.base import SOME_FROZEN, Attached, Changes, Placement, Rows, State, Use
 from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, TableSlots, raise_to
 from hotrow.placement.slots import Announced, Directory, Held, Moves, Span, bad_id, spans_of
 from hotrow.placement.stores import StoreError
@@ -101,7 +101,7 @@ class Device(Placement):
         self.device = torch.device(memory.device)
         self.below: Backing = below
         self.weights, self.low = below.weights, below.low
-        self.kernels = KernelSet(self.layout, _triton_kernels())
+        self.kernels = ops.KernelSet(self.layout, _triton_kernels())
         self._num_states = 0
         self.directories: list[Directory] = []
         self.slots: list[TableSlots] = []
@@ -272,7 +272,7 @@ class Device(Placement):
 
     def update(
         self,
-        lookups: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
+        lookups: Sequence[tuple[ops.Kernels, KeyedJaggedTensor, Tensor]],
         attached: Attached,
         rules: Sequence[Rule],
     ) -> None:

@@ -14,22 +14,39 @@ from torch import Tensor
 from hotrow.base.files import size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, row_key
-from hotrow.placement.base import (
-    NO_LEASE,
-    PIECE_BYTES,
-    Attached,
-    KernelSet,
-    Placement,
-    Rows,
-    RowsInMemory,
-    State,
-)
+from hotrow.kernels.reference import Layout, row_key, widen, write_rows
+from hotrow.placement.base import NO_LEASE, Attached, Placement, RowIds, Rows, State
 from hotrow.placement.slots import Held
 from hotrow.tables import TableConfig
 
+PIECE_BYTES = 1 << 24
+"""Rows in memory are read and written in pieces of at most this size, so that a conversion needs little memory."""
 ADDRESS_SPACE = 1 << 47
 """Bytes that a process can address on x86-64; on arm64 at least as many."""
+
+
+class RowsInMemory(Rows):
+    """The rows of a tensor [N, ...], or of split weights: the upper halves in `array`, the lower ones in `low`."""
+
+    def __init__(self, array: Tensor, low: Tensor | None = None) -> None:
+        self.array, self.low = array, low
+        self.shape, self.dtype = array.shape, array.dtype if low is None else torch.float32
+        self.piece_rows = max(1, PIECE_BYTES // max(1, 4 * array[:1].numel()))
+
+    def read(self, rows: RowIds, /) -> Tensor:
+        """See Rows."""
+        return self.array[rows] if self.low is None else widen(self.array[rows], self.low[rows])
+
+    def write(self, rows: RowIds, values: Tensor, /) -> None:
+        """See Rows."""
+        if values.dtype == self.array.dtype:
+            self.array[rows] = values
+        else:
+            write_rows(self.array, self.low, rows, values.float())
+
+    def whole(self) -> Tensor:
+        """See Rows."""
+        return self.array if self.low is None else super().whole()
 
 
 class Dram(Placement):
@@ -56,7 +73,7 @@ class Dram(Placement):
         self._prepare()
 
     def _prepare(self) -> None:
-        self.kernels = KernelSet(Layout.of(self.tables))
+        self.kernels = ops.KernelSet(Layout.of(self.tables))
         self._attached: weakref.WeakSet[Attached] = weakref.WeakSet()
         self._take_arrays()
 

@@ -27,20 +27,18 @@ from torch import Tensor
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, row_key, widen, write_rows
+from hotrow.kernels.reference import Layout, as_stored, row_key, widen, write_rows
 from hotrow.placement.base import (
     NO_LEASE,
     Attached,
     Changes,
     InitialRows,
-    KernelSet,
     Placement,
     RowIds,
     Rows,
     Saved,
     State,
     Use,
-    as_stored,
 )
 from hotrow.placement.budget import (
     LEAST_ROWS,
@@ -126,7 +124,7 @@ class Tiers(Placement):
         for table in tables:
             _check_rows(table)
         self.tables, self.layout, self.memory, self.seed = tuple(tables), Layout.of(tables), memory, seed
-        self.kernels = KernelSet(self.layout)
+        self.kernels = ops.KernelSet(self.layout)
         self._pins = _pins(tables, memory.pins or {})
         self._place_bytes = [0.0] * len(tables)
         """Of each row of a table whose writes are gathered, once it is laid out."""
