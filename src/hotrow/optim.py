@@ -39,16 +39,16 @@ class _Part(NamedTuple):
 
 
 class SparseOptimizer(torch.optim.Optimizer):
-    """What they share. Each param group is one table: `name`, `params` ([its weight]), `lr`, `lr_scale`.
+    """The base of all optimizers of tables. A param group is one table: `name`, `params` ([weight]), `lr`, `lr_scale`.
 
     emb: one EmbeddingCollection, or several of which no two have a table of the same name. The optimizer made last for
-    a collection is the one that steps: `step()` of an earlier one raises ValueError where the collection has gradients.
+    a collection is the one that steps: `step()` of an earlier one raises ValueError if the collection has gradients.
     A frozen table (`requires_grad_(False)`) collects none, so `step()` leaves it and its state alone.
 
     The rate of a table is `lr * lr_scale`, rounded to float32. `step()` consumes the pending gradients;
     `zero_grad()` drops them. State tensors keep their place in memory for life, also through `load_state_dict`.
 
-    nonfinite: what a step does where a pooled gradient or a per-id weight is NaN or infinite, which would spread to
+    nonfinite: what a step does if a pooled gradient or a per-id weight is NaN or infinite, which would spread to
     every row it reaches. "raise": ValueError; no row has changed, the gradients stay pending. "skip": the step is left
     out whole, its gradients dropped, `skipped` counts it and the first is a warning. None: the caller has looked.
     """
@@ -97,7 +97,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @property
     def emb(self) -> EmbeddingCollection:
-        """The collection. Raises ValueError where the optimizer has several."""
+        """The collection. Raises ValueError if the optimizer has several."""
         if len(self._parts) > 1:
             raise ValueError(
                 f"this {type(self).__name__} has {len(self._parts)} collections, and here an optimizer may have one: "
@@ -107,7 +107,6 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @property
     def collections(self) -> tuple[EmbeddingCollection, ...]:
-        """The collections, in the order in which they were given."""
         return tuple(part.emb for part in self._parts)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -144,9 +143,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every row that the pending batches looked up, once; returns the closure's loss, if one is given.
 
-        Raises ValueError, with no row changed, where a gradient is not finite (see `nonfinite`) or a rate is not, where
-        another optimizer was made for the tables since, and where a pending batch was altered and now holds an id out
-        of range.
+        Raises ValueError, with no row changed, if a gradient (see `nonfinite`) or a rate is not finite, if another
+        optimizer was made for the tables since, or if a pending batch was altered and now holds an id out of range.
         """
         loss = None
         if closure is not None:
@@ -246,7 +244,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict()` returned: rates and states; of tables in tiers a checkpoint does.
 
-        Raises ValueError where it is of other tables or another optimizer; then nothing has changed.
+        Raises ValueError if it belongs to other tables or another optimizer; then nothing has changed.
         """
         for part in self._parts:
             part.emb.placement.check("optimizer_state_dict")
@@ -279,7 +277,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
 
 def _parts(emb: Collections) -> tuple[_Part, ...]:
-    """Raises ValueError where there is no collection, or a table's name is in two of them."""
+    """Raises ValueError if there is no collection, or a table's name is in two of them."""
     collections = [emb] if isinstance(emb, EmbeddingCollection) else list(emb)
     for each in collections:
         if not isinstance(each, EmbeddingCollection):
@@ -466,7 +464,6 @@ class SplitSGDBF16(torch.optim.SGD):
         super().__init__(params, lr=lr, weight_decay=weight_decay, fused=fused)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; splits the new parameters."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
@@ -479,7 +476,7 @@ class SplitSGDBF16(torch.optim.SGD):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of torch.optim.SGD on the joined weights; returns the closure's loss, if one is given.
 
-        Raises ValueError where a parameter was changed since it was split.
+        Raises ValueError if a parameter was changed since it was split.
         """
         loss = None
         if closure is not None:
@@ -535,7 +532,7 @@ class SplitSGDBF16(torch.optim.SGD):
 
 
 def nonfinite_gradient(emb: EmbeddingCollection) -> str | None:
-    """Where NaN or infinity first stands among the pending gradients of `emb` and their per-id weights; None: nowhere.
+    """Returns where the pending gradients of `emb` and their per-id weights first have NaN or infinity; None: nowhere.
 
     The sums a row gets from many finite gradients are not looked at.
     """
@@ -557,7 +554,7 @@ def nonfinite_gradient(emb: EmbeddingCollection) -> str | None:
 
 
 def _nonfinite_weights(emb: EmbeddingCollection, pending: Pending) -> Iterator[str]:
-    """Those of features that were looked up: a batch may hold others, whose weights play no part."""
+    """Yields where weights of the looked-up features are not finite; a batch may hold other features."""
     for feature in pending.kernels.layout.features:
         _, offsets, weights = pending.sparse.bags(feature.name)
         assert weights is not None
@@ -571,7 +568,7 @@ def _nonfinite_weights(emb: EmbeddingCollection, pending: Pending) -> Iterator[s
 
 
 def nonfinite_parameter_gradient(module: nn.Module) -> str | None:
-    """Where NaN or infinity first stands among the gradients of the parameters of `module`; None: nowhere."""
+    """Returns where the gradients of the parameters of `module` first have NaN or infinity; None: nowhere."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and (found := ops.first_nonfinite(parameter.grad)) is not None:
             return f"the gradient of parameter {name!r} at {list(found)} is {float(parameter.grad[found])}"
@@ -593,13 +590,13 @@ def clip_grad_norm_(
     modules: the model and its collections, or one module that holds them all; what stands in several counts once.
     Returns the norm before clipping, 0-dim, as torch.nn.utils.clip_grad_norm_.
 
-    The sparse side's norm is that of the *pooled* gradients [B, output_dim], which are there before the step; the
-    gradients of rows would have to be sorted and summed first. Where every bag holds one id and no id comes twice, they
-    are the same numbers; else a row's gradient is a sum over its bags, and the two norms differ. Both sides are scaled
-    by the same factor, and with the pooled gradients those of the rows.
+    The sparse side's norm is that of the *pooled* gradients [B, output_dim], which exist before the step; the gradients
+    of rows would have to be sorted and summed first. If every bag holds one id and no id comes twice, they are the same
+    numbers; otherwise a row's gradient is a sum over its bags, and the two norms differ. Both sides are scaled by the
+    same factor, and so are the gradients of rows.
 
-    A norm that is NaN or infinite raises ValueError under `error_if_nonfinite`, naming what is not finite; else nothing
-    is scaled, and the optimizers meet the gradients as they are. Raises ValueError unless max_norm >= 0.
+    If the norm is NaN or infinite, `error_if_nonfinite` raises ValueError, naming what is not finite; without it
+    nothing is scaled, and the optimizers get the gradients as they are. Raises ValueError unless max_norm >= 0.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}; it must be 0 or a positive number")

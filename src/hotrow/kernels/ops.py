@@ -79,6 +79,17 @@ def native_module() -> Any:
     return module
 
 
+def triton(what: str) -> Any:
+    """Returns kernels/triton_ops.py. Raises ImportError if Triton, which `what` needs, is not installed."""
+    try:
+        import hotrow.kernels.triton_ops
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ImportError(f"{what} need Triton: pip install 'hotrow[gpu]'") from error
+    return hotrow.kernels.triton_ops
+
+
 def _limit_isa(module: Any) -> None:
     """Limits the native kernels, and torch, to the instruction set that HOTROW_ISA names.
 
@@ -213,25 +224,30 @@ class Arrays:
 
     def __init__(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> None:
         self.tensors, self.low = tuple(tensors), tuple(low or [None] * len(tensors))
-        for t, (tensor, halves) in enumerate(zip(self.tensors, self.low, strict=True)):
-            _check_array(tensor, (torch.float32, torch.float16, torch.bfloat16), f"array {t}")
-            if halves is not None:
-                _check_array(halves, (torch.int16,), f"low half {t}")
-            if (tensor.dtype == torch.bfloat16) != (halves is not None and halves.shape == tensor.shape):
-                raise ValueError(
-                    f"array {t} is {tensor.dtype} {tuple(tensor.shape)}, its lower halves are "
-                    f"{None if halves is None else tuple(halves.shape)}; bfloat16 needs as many, others none"
-                )
+        check_arrays(self.tensors, self.low, torch.device("cpu"))
         module = _native()
         self.native = None if module is None else module.Arrays([t.detach() for t in self.tensors], self.low)
 
 
-def _check_array(tensor: Tensor, dtypes: Sequence[torch.dtype], what: str) -> None:
-    if tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device.type != "cpu":
+def check_arrays(tensors: Sequence[Tensor], low: Sequence[Tensor | None], device: torch.device) -> None:
+    """Raises ValueError unless each array and its lower halves are contiguous, on `device` and of types that fit."""
+    for t, (tensor, halves) in enumerate(zip(tensors, low, strict=True)):
+        _check_array(tensor, (torch.float32, torch.float16, torch.bfloat16), f"array {t}", device)
+        if halves is not None:
+            _check_array(halves, (torch.int16,), f"low half {t}", device)
+        if (tensor.dtype == torch.bfloat16) != (halves is not None and halves.shape == tensor.shape):
+            raise ValueError(
+                f"array {t} is {tensor.dtype} {tuple(tensor.shape)}, its lower halves are "
+                f"{None if halves is None else tuple(halves.shape)}; bfloat16 needs as many, others none"
+            )
+
+
+def _check_array(tensor: Tensor, dtypes: Sequence[torch.dtype], what: str, device: torch.device) -> None:
+    if tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device != device:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
             f"{what} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
-            f"pass contiguous {allowed} on the cpu"
+            f"pass contiguous {allowed} on {'the cpu' if device.type == 'cpu' else device}"
         )
 
 
@@ -526,14 +542,3 @@ def touch_rows(
     if module is None:
         raise RuntimeError(f"touch_rows needs the native module, but {backend().reason}")
     return float(module.touch_rows(rows, ids, distance, into == "l2", write, threads))
-
-
-def multiply_adds_per_s(threads: int) -> float:
-    """Returns the float32 operations per second of threads that touch no memory; a multiply-add counts as two.
-
-    For benchmarks. Raises RuntimeError without the native module.
-    """
-    module = _native()
-    if module is None:
-        raise RuntimeError(f"multiply_adds_per_s needs the native module, but {backend().reason}")
-    return float(module.multiply_adds_per_s(threads))

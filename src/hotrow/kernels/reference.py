@@ -205,7 +205,6 @@ class BadId:
     id: int
 
     def text(self, num_embeddings: int) -> str:
-        """Returns the message for the user. num_embeddings: rows of the table."""
         return (
             f"feature {self.feature.name!r}, sample {self.sample}, position {self.position}: id {self.id} is outside "
             f"its table of {num_embeddings} rows; ids must be in [0, {num_embeddings}): raise num_embeddings or "

@@ -43,8 +43,8 @@ Kind = TypeVar("Kind", bound="Placement")
 class Lease(Protocol):
     """Keeps the rows of one batch in their slots until the batch is over."""
 
-    released: bool
-
+    @property
+    def released(self) -> bool: ...
     def release(self, *, updated: bool) -> None:
         """Ends the lease; updated: the batch's rows have changed. Later calls do nothing."""
 
@@ -79,7 +79,7 @@ class Rows(Protocol):
 
 
 class Placement(Protocol):
-    """Keeps the rows of the tables of one collection. Methods with a body do what DRAM needs; override what differs.
+    """Keeps the rows of the tables of one collection. Override what differs from DRAM, or from the placement below.
 
     Several threads may look up at once. No other thread may use the placement during `update`, `grow` and `close`.
     """
@@ -102,12 +102,12 @@ class Placement(Protocol):
     @property
     def stall_s(self) -> float:
         """Seconds that training batches waited for their rows."""
-        return 0.0
+        return 0.0 if self.below is None else self.below.stall_s
 
     @property
     def changes(self) -> Changes | None:
         """What is known of changed rows, if checkpoints are to write those alone."""
-        return None
+        return None if self.below is None else self.below.changes
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """Returns the placement of this kind, this one or one below it, for reports; None if there is none."""
@@ -151,7 +151,7 @@ class Placement(Protocol):
 
     def new_state(self, shape: Sequence[int]) -> Tensor:
         """Returns zeros by slot for an optimizer state of shape [N, D] or [N]."""
-        return ops.allocate(*shape)
+        return ops.allocate(*shape) if self.below is None else self.below.new_state(shape)
 
     def attach(self, states: dict[str, Sequence[State]]) -> Attached:
         """Takes the states of an optimizer, by table, beside the weights, and gives them their initial values."""
@@ -172,11 +172,12 @@ class Placement(Protocol):
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Returns by table what the placement has counted."""
-        return {}
+        return {} if self.below is None else self.below.counters()
 
     def close(self) -> None:
         """Removes what the placement made outside memory; nothing works afterwards."""
-        return
+        if self.below is not None:
+            self.below.close()
 
 
 class Recipe(Protocol):
@@ -192,20 +193,12 @@ class Recipe(Protocol):
 class _NoLease:
     released = False
 
-    def wait(self) -> None:
-        """Returns at once: the rows are always there."""
-
-    def release(self, *, updated: bool) -> None:
-        """Does nothing: the rows stay."""
+    def wait(self) -> None: ...
+    def release(self, *, updated: bool) -> None: ...
 
 
 NO_LEASE = _NoLease()
 """The lease of rows that never move."""
-SOME_FROZEN = (
-    "some of the tables are frozen and others not, which tables on a device and copies of hot rows do not offer: "
-    "freeze all, or make one EmbeddingCollection of the tables that stay and one of the others"
-)
-"""The reason why kernels that run beside the tables refuse "freeze_some"."""
 
 
 class State(NamedTuple):

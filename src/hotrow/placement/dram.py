@@ -34,18 +34,21 @@ class RowsInMemory(Rows):
         self.piece_rows = max(1, PIECE_BYTES // max(1, 4 * array[:1].numel()))
 
     def read(self, rows: RowIds, /) -> Tensor:
-        """See Rows."""
-        return self.array[rows] if self.low is None else widen(self.array[rows], self.low[rows])
+        if self.low is not None:
+            return widen(self.array[rows], self.low[rows])
+        if isinstance(rows, slice):
+            return self.array[rows]
+        # On pages of their own: malloc would keep them, cut up by what comes after, and the next piece take others.
+        out = ops.allocate(len(rows), *self.array.shape[1:], dtype=self.array.dtype)
+        return torch.index_select(self.array, 0, rows, out=out)
 
     def write(self, rows: RowIds, values: Tensor, /) -> None:
-        """See Rows."""
         if values.dtype == self.array.dtype:
             self.array[rows] = values
         else:
             write_rows(self.array, self.low, rows, values.float())
 
     def whole(self) -> Tensor:
-        """See Rows."""
         return self.array if self.low is None else super().whole()
 
 
@@ -64,10 +67,7 @@ class Dram(Placement):
             self.weights, self.low = dict(weights), {}
         else:
             _check_memory(self.tables)
-            shapes = {table: (table.num_embeddings, table.embedding_dim) for table in self.tables}
-            self.weights = {t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype)) for t, shape in shapes.items()}
-            split = [name for name, weight in self.weights.items() if weight.dtype == torch.bfloat16]
-            self.low = {name: ops.allocate(*self.weights[name].shape, dtype=torch.int16) for name in split}
+            self.weights, self.low = allocate_weights(self.tables)
             for table in self.tables:
                 fill_initial_rows(self._stored(table.name), table, seed)
         self._prepare()
@@ -89,7 +89,7 @@ class Dram(Placement):
         self._prepare()
 
     def attach(self, states: dict[str, Sequence[State]]) -> Attached:
-        """See Placement. Several optimizers may be attached, each with states of its own."""
+        # Several optimizers may be attached, each with states of its own.
         for table in self.tables:
             stored = self._stored(table.name)
             for state in states[table.name]:
@@ -104,11 +104,10 @@ class Dram(Placement):
         return RowsInMemory(self.weights[table], self.low.get(table))
 
     def rows(self, table: str, state: State | None = None) -> Rows:
-        """See Placement."""
         return self._stored(table) if state is None else RowsInMemory(state.array)
 
     def grow(self, table: TableConfig) -> None:
-        """See Placement. The table's arrays move to larger memory: for a moment they are there twice."""
+        """Moves the table's arrays to larger memory: for a moment they are there twice."""
         t = next(t for t, each in enumerate(self.tables) if each.name == table.name)
         first, stored = self.tables[t].num_embeddings, self._stored(table.name)
         states = [state for attached in self._attached for state in attached.states[table.name]]
@@ -128,7 +127,6 @@ class Dram(Placement):
     piece_bytes: int | None = None
 
     def parts(self) -> list[list[Tensor]]:
-        """See Backing, in device.py."""
         found = []
         for name, weight in self.weights.items():
             low = [self.low[name]] if name in self.low else []
@@ -136,11 +134,22 @@ class Dram(Placement):
         return found
 
     def hold(self, rows: Sequence[NDArray[np.int64]], *, keep: bool) -> Held:
-        """See Backing."""
         return Held(NO_LEASE, [torch.from_numpy(own) for own in rows], ready=True)
 
     def check_stores(self) -> None:
-        """See Backing: there is nothing that could fail."""
+        """Does nothing: there is no store that could fail."""
+
+
+def allocate_weights(
+    tables: Sequence[TableConfig], *, sparse: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns zeros for the weights of each table, and for the lower halves of bfloat16 tables."""
+
+    def zeros(table: TableConfig, dtype: torch.dtype) -> Tensor:
+        return ops.allocate(table.num_embeddings, table.embedding_dim, dtype=dtype, sparse=sparse)
+
+    low = {t.name: zeros(t, torch.int16) for t in tables if t.dtype == "bfloat16"}
+    return {t.name: zeros(t, getattr(torch, t.dtype)) for t in tables}, low
 
 
 def _fill(state: State, stored: RowsInMemory, *, start: int = 0) -> None:

@@ -71,7 +71,6 @@ class TableRows:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one row, all parts together."""
         return sum(num_bytes for _, num_bytes in self.parts)
 
 
@@ -219,7 +218,7 @@ def _read_header(descriptor: int, path: Path) -> dict[str, Any]:
         good = False
     if len(page) < HEADER_BYTES or not good:
         raise ValueError(
-            f"{path} is no store of hotrow, or its header is damaged: restore it, or remove it and resume from a "
+            f"{path} is not a store of hotrow, or its header is damaged: restore it, or remove it and resume from a "
             "checkpoint"
         )
     return dict(found)
@@ -303,7 +302,7 @@ def takes_no_files(folder: Path) -> str | None:
     while not os.path.lexists(there):
         there = there.parent
     if not there.is_dir():
-        return f"{there} is no folder"
+        return f"{there} is not a folder"
     return None if os.access(there, os.W_OK | os.X_OK) else f"this process may not write in {there}"
 
 
