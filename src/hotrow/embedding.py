@@ -50,20 +50,19 @@ class EmbeddingCollection(nn.Module):
         tables:  user [N_u, 16]: features (user,)      item [N_i, 8]: features (clicked, shown)
         output:  [ user 16 | clicked 8 | shown 8 ]     output_dim = 32
 
-    tables: one TableConfig each. memory: None or "dram": all rows in DRAM; a `Memory`: part of them, the rest on disk,
-    with the same bits in every result, but for `state_dict` and copies, which such a collection refuses; a
-    `DeviceMemory`: lookups and updates in slots of a device, before all rows in DRAM or in tiers (docs/gpu.md). seed:
-    of the initial rows, each a function of (seed, table name, row, column) alone. `state_dict()` holds
-    `<table>.weight`: float32 also of bfloat16 tables, whose halves it joins and loading splits again, without loss;
-    float16 of float16 tables. `parameters()` gives one Parameter [0, D] per table: it has no values, and its
-    `requires_grad` says whether the table is trained, so that `requires_grad_(False)`, on the collection or on a module
-    around it, freezes its tables.
+    tables: a TableConfig for each. memory: None or "dram" keeps all rows in DRAM. A `Memory` keeps some there and the
+    rest on disk; results have the same bits, but `state_dict` and copies raise an error. A `DeviceMemory` looks up and
+    updates rows in slots of a device, in front of DRAM or tiers (docs/gpu.md). seed: initial rows are functions of
+    (seed, table name, row, column) alone. `state_dict()` holds `<table>.weight`: float16 for float16 tables, float32
+    for others; it joins the halves of bfloat16 tables, and loading splits them again, without loss. `parameters()`
+    gives a Parameter [0, D] for each table. It has no values; its `requires_grad` says whether the table is trained, so
+    that `requires_grad_(False)`, on the collection or on a module around it, freezes the tables.
 
-    `sequence(sparse)` gives rows without pooling. Several forward passes before one optimizer step, sequences among
-    them, count as one batch whose bags stand in forward order; a forward under torch.no_grad leaves nothing behind.
-    Python threads may use different collections at once, and look up the same one; an optimizer step must be alone with
-    its collection. A forked child computes on one thread, and cannot use its parent's collection in tiers.
-    What else a user of torch.nn may expect: docs/python.md.
+    `sequence(sparse)` returns rows without pooling. Several forward passes before one optimizer step, sequences
+    included, count as one batch whose bags come in forward order; a forward under torch.no_grad leaves nothing behind.
+    Python threads may use different collections at once, and may look up the same one, but only one thread may use a
+    collection during an optimizer step. A forked child computes on one thread, and cannot use its parent's collection
+    in tiers. docs/python.md says what else a user of torch.nn may expect.
     Raises ValueError for repeated names, for an unknown `memory` and for tables larger than the memory there is.
     """
 
@@ -89,7 +88,7 @@ class EmbeddingCollection(nn.Module):
     def low(self) -> dict[str, Tensor]:
         """Lower halves [N, D] int16 of the bfloat16 tables: with the upper ones in `weights`, float32 bit for bit.
 
-        They are here and not in an optimizer because initial rows and checkpoints are float32 before there is one.
+        The collection keeps them, not an optimizer, because initial rows and checkpoints need them before there is one.
         """
         return self.placement.low
 
@@ -99,9 +98,9 @@ class EmbeddingCollection(nn.Module):
 
             emb = EmbeddingCollection.from_torch({"user": nn.EmbeddingBag(100, 8, mode="mean"), "item": ...})
 
-        Each is the table and the feature of its name in the dict; a single one is "embedding". Float16 and bfloat16
-        weights give tables of that dtype, weights that do not require grad a frozen table; `sparse=` and
-        `include_last_offset=` have no meaning here. The tables lie in DRAM: for tiers, save a checkpoint of this
+        A module's name in the dict becomes the name of its table and feature; a single module is "embedding". Float16
+        and bfloat16 weights give tables of that dtype, and weights that do not require grad give a frozen table.
+        `sparse=` and `include_last_offset=` are ignored. The tables lie in DRAM: for tiers, save a checkpoint of this
         collection and load it into one with Memory.
         Raises ValueError, saying how to do without, for padding_idx, max_norm, scale_grad_by_freq and max pooling, for
         float64 and for other modules.
@@ -179,7 +178,7 @@ class EmbeddingCollection(nn.Module):
         layout = Layout.of(self.tables)
         self.feature_names = tuple(feature.name for feature in layout.features)
         self.output_dim = layout.width
-        self.newest_optimizer: Callable[[], Any] = _nobody
+        self.newest_optimizer: Callable[[], Any] = lambda: None
         """Returns the optimizer that was made last, the only one that may step; None if it was deleted."""
         self._pending: list[tuple[int, Pending]] = []
         self._waiting = Waiting()
@@ -272,8 +271,7 @@ class EmbeddingCollection(nn.Module):
 
     def float32(self, name: str) -> Tensor:
         """Returns the table `name` in float32, exactly: its own memory if it lies there in float32, else a copy."""
-        rows = self.rows(name)
-        return rows.whole().float()
+        return self.rows(name).whole().float()
 
     def _table(self, name: str) -> TableConfig:
         return next(table for table in self.tables if table.name == name)
@@ -431,10 +429,6 @@ class Waiting:
             return False
         self._said = True
         return True
-
-
-def _nobody() -> None:
-    return None
 
 
 AVERAGING = {

@@ -41,8 +41,8 @@ class _Part(NamedTuple):
 class SparseOptimizer(torch.optim.Optimizer):
     """The base of all optimizers of tables. A param group is one table: `name`, `params` ([weight]), `lr`, `lr_scale`.
 
-    emb: one EmbeddingCollection, or several of which no two have a table of the same name. The optimizer made last for
-    a collection is the one that steps: `step()` of an earlier one raises ValueError if the collection has gradients.
+    emb: one EmbeddingCollection, or several whose tables have different names. Only the optimizer that was made last
+    for a collection may step: `step()` of an earlier one raises ValueError if the collection has gradients.
     A frozen table (`requires_grad_(False)`) collects none, so `step()` leaves it and its state alone.
 
     The rate of a table is `lr * lr_scale`, rounded to float32. `step()` consumes the pending gradients;
@@ -257,7 +257,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for key, each in rows.items():
             number, _, name = key.partition(".")
             wanted.setdefault(int(number), {})[name] = tuple(each.shape)
-        shapes = {i: _shapes(state) for i, state in state_dict["state"].items()}
+        shapes = {i: {n: tuple(t.shape) for n, t in state.items()} for i, state in state_dict["state"].items()}
         if shapes != wanted:
             raise ValueError(
                 f"the state is {shapes}, {type(self).__name__} keeps {wanted}; load it into the optimizer that wrote it"
@@ -307,10 +307,6 @@ def _rate(group: dict[str, Any]) -> float:
             "both must be finite, look at what sets them (a schedule, param_groups)"
         )
     return rate
-
-
-def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 class SGD(SparseOptimizer):

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -332,7 +332,7 @@ class Kernels:
         self,
         weights: Arrays,
         states: Sequence[Arrays],
-        pending: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
+        pending: Lookups,
         rules: Sequence[Rule],
     ) -> None:
         """Runs backward and update of all tables in one pass, in place (`reference.update`).
@@ -392,6 +392,10 @@ def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
     return tuple(index)
 
 
+Lookups: TypeAlias = Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]]
+"""Lookups in forward order: the kernels that made each, the batch, and the gradient of the output."""
+
+
 class KernelSet:
     """The kernels of one collection: for pooled lookups, for the sequence of each feature, for some of the tables."""
 
@@ -426,6 +430,15 @@ def fill_uniform(out: Tensor, *, key: int, bound: float, zero_rows: int = 0, fir
         reference.fill_uniform(key, first_row, out, bound, zero_rows)
     else:
         _native().fill_uniform(key, first_row, out, bound, zero_rows, torch.get_num_threads())
+
+
+def uniform_rows(rows: slice | Tensor, dim: int, *, key: int, bound: float, zero_rows: int) -> Tensor:
+    """Returns the initial values of rows of a table, a range of them or their ids, [n, dim]."""
+    if isinstance(rows, Tensor):
+        return reference.uniform_rows(key, rows, dim, bound, zero_rows)
+    out = torch.empty(rows.stop - rows.start, dim)
+    fill_uniform(out, key=key, bound=bound, zero_rows=zero_rows, first_row=rows.start)
+    return out
 
 
 class _Interaction(torch.autograd.Function):

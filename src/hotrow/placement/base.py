@@ -30,7 +30,7 @@ from torch import Tensor
 from hotrow.base.records import Amount, Count
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Rule, row_key, to_float16, uniform_rows
+from hotrow.kernels.reference import Rule, row_key, to_float16
 from hotrow.tables import TableConfig
 
 RowIds = slice | Tensor
@@ -137,12 +137,7 @@ class Placement(Protocol):
         """Returns the lease of a batch whose rows are there now, and the batch with slots for ids."""
         return NO_LEASE, sparse
 
-    def update(
-        self,
-        lookups: Sequence[tuple[ops.Kernels, KeyedJaggedTensor, Tensor]],
-        attached: Attached,
-        rules: Sequence[Rule],
-    ) -> None:
+    def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         """Applies the pending lookups, batches as `take` gave them, to the rows and states: `ops.Kernels.update`."""
         if lookups:
             self.kernels.pooled.update(self.arrays, attached.arrays, lookups, rules)
@@ -284,11 +279,7 @@ class InitialRows:
 
     def _weights(self, rows: RowIds, dim: int) -> Tensor:
         key = row_key(self.seed, self.table)
-        if isinstance(rows, Tensor):
-            out = uniform_rows(key, rows, dim, self.bound, self.zero_rows)
-        else:
-            out = torch.empty(rows.stop - rows.start, dim)
-            ops.fill_uniform(out, key=key, bound=self.bound, zero_rows=self.zero_rows, first_row=rows.start)
+        out = ops.uniform_rows(rows, dim, key=key, bound=self.bound, zero_rows=self.zero_rows)
         return to_float16(out) if self.dtype == "float16" else out
 
 

@@ -93,14 +93,11 @@ class Memory:
                 f"Memory: ssd is {self.ssd!r}, file is {self.file!r} and file_bytes is {self.file_bytes!r}; name "
                 "exactly one folder, or, for rows to lie in file before they go to ssd, all three"
             )
-        choices: dict[str, tuple[str, tuple[str, ...]]] = {
-            "writes": (self.writes, WRITES),
-            "io": (self.io, IOS),
-        }
         if self.writes == "gathered" and self.ssd is None:
             raise ValueError("Memory: writes is 'gathered', which is for block files; name ssd, a folder of a disk")
-        for name, (chosen, allowed) in choices.items():
-            if chosen not in allowed:
+        choices: dict[str, tuple[str, ...]] = {"writes": WRITES, "io": IOS}
+        for name, allowed in choices.items():
+            if (chosen := getattr(self, name)) not in allowed:
                 raise ValueError(f"Memory: {name} is {chosen!r}; choose one of {', '.join(allowed)}")
 
     @property

@@ -109,12 +109,7 @@ class Copies(Placement):
                 _move(name, own, beyond, values[span])
         return NO_LEASE, sparse.with_values(values)
 
-    def update(
-        self,
-        lookups: Sequence[tuple[ops.Kernels, KeyedJaggedTensor, Tensor]],
-        attached: Attached,
-        rules: Sequence[Rule],
-    ) -> None:
+    def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         """See Placement. The tables are out of date until the copies are saved."""
         self.changed = True
         super().update(lookups, self._attached_copies, rules)

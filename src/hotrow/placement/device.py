@@ -253,12 +253,7 @@ class Device(Placement):
                 for own, slots in zip(rows, self.slots, strict=True)
             )
 
-    def update(
-        self,
-        lookups: Sequence[tuple[ops.Kernels, KeyedJaggedTensor, Tensor]],
-        attached: Attached,
-        rules: Sequence[Rule],
-    ) -> None:
+    def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         # Rows may have changed below since the lookups.
         self.refresh()
         super().update(lookups, attached, rules)

@@ -173,11 +173,9 @@ def fill_initial_rows(stored: RowsInMemory, table: TableConfig, seed: int, *, st
 def _longer(array: Tensor, num_rows: int) -> Tensor:
     """Returns a copy of `array` [N, ...] with `num_rows`, zeros beyond N."""
     longer = ops.allocate(num_rows, *array.shape[1:], dtype=array.dtype)
-    step = max(1, PIECE_BYTES // max(1, 4 * array[:1].numel()))
-    for start in range(0, len(array), step):
-        piece = array[start : start + step]
-        if piece.view(torch.int16).any():  # pages that were never touched stay so
-            longer[start : start + len(piece)] = piece
+    for rows in RowsInMemory(array).pieces():
+        if array[rows].view(torch.int16).any():  # pages that were never touched stay so
+            longer[rows] = array[rows]
     return longer
 
 

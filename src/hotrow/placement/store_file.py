@@ -151,8 +151,7 @@ def _lock(descriptor: int, path: Path) -> None:
 def _make(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
     sector = None
     if kind in BLOCKS:
-        told = _with_direct(path, lambda direct: int(ops.native_module().direct_sector(direct)))
-        sector = told if told in SECTORS else SECTORS[0]
+        sector = _sector(path)
     write_header(descriptor, rows, kind, sector)
     os.ftruncate(descriptor, file_bytes(rows, sector, kind))
     os.fsync(descriptor)
@@ -224,16 +223,17 @@ def _read_header(descriptor: int, path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _with_direct(path: Path, ask: Any) -> Any:
-    """Returns `ask` of a descriptor that is open for direct I/O; -1 if direct I/O is refused."""
+def _sector(path: Path) -> int:
+    """Returns the sector that direct I/O on a file needs, or the smallest if direct I/O is refused."""
     try:
         descriptor = os.open(path, os.O_RDWR | DIRECT | os.O_CLOEXEC)
     except OSError:
-        return -1
+        return SECTORS[0]
     try:
-        return ask(descriptor)
+        told = int(ops.native_module().direct_sector(descriptor))
     finally:
         os.close(descriptor)
+    return told if told in SECTORS else SECTORS[0]
 
 
 def no_disk(folder: Path) -> str | None:
@@ -278,8 +278,7 @@ def direct_io(folder: Path) -> dict[str, Any]:
             file.write(bytes(HEADER_BYTES))
             file.flush()
             path = Path(file.name)
-            told = _with_direct(path, lambda direct: int(ops.native_module().direct_sector(direct)))
-            sector = told if told in SECTORS else SECTORS[0]
+            sector = _sector(path)
             descriptor, reason = open_direct(path, sector)
     except OSError as error:
         descriptor, reason = None, f"{folder} takes no file ({error.strerror})"
