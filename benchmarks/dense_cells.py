@@ -133,7 +133,11 @@ def products_flops_per_s(threads: int) -> float:
 
     Usually the latter. torch.mm alone is not a limit: MKL runs slow code on processors of other makers than Intel.
     """
-    bare = max(ops.multiply_adds_per_s(threads) for _ in range(100)) if ops.backend().name == "native" else 0.0
+    bare = (
+        max(float(ops.native_module().multiply_adds_per_s(threads)) for _ in range(100))
+        if ops.backend().name == "native"
+        else 0.0
+    )
     return max(bare, matmul_flops_per_s())
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hotrow.hot import turns
-from hotrow.hot.copies import HotCopies
+from hotrow.hot.turns import HotCopies
 from hotrow.run import setup, trainer
 
 

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from hotrow.data.packed.loader import Loader
     from hotrow.data.packed.reader import PackedDataset
     from hotrow.embedding import EmbeddingCollection
-    from hotrow.gradients import clip_grad_norm_
-    from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
+    from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16, clip_grad_norm_
     from hotrow.placement.budget import DeviceMemory, Memory
     from hotrow.placement.lookahead import lookahead
     from hotrow.plan.solve import plan_by_counts
@@ -60,10 +59,9 @@ _HOMES = {
     "hotrow.data.packed.loader": ("Loader",),
     "hotrow.data.packed.reader": ("PackedDataset",),
     "hotrow.embedding": ("EmbeddingCollection",),
-    "hotrow.gradients": ("clip_grad_norm_",),
     "hotrow.placement.budget": ("DeviceMemory", "Memory"),
     "hotrow.placement.lookahead": ("lookahead",),
-    "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16"),
+    "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16", "clip_grad_norm_"),
     "hotrow.plan.solve": ("plan_by_counts",),
     "hotrow.tables": ("TableConfig", "Uniform"),
 }

@@ -169,7 +169,6 @@ class KeyedJaggedTensor:
 
     @property
     def lengths(self) -> Tensor:
-        """Int64 bag lengths [F * B]."""
         return self.offsets.diff()
 
     def with_values(self, values: Tensor) -> KeyedJaggedTensor:
@@ -181,7 +180,6 @@ class KeyedJaggedTensor:
         return changed
 
     def samples(self, start: int, stop: int) -> KeyedJaggedTensor:
-        """Returns a copy of samples [start, stop)."""
         bags = [slice(f * self.stride + start, f * self.stride + stop) for f in range(len(self.keys))]
         offsets = self.offsets
         ids = [slice(int(offsets[own.start]), int(offsets[own.stop])) for own in bags]

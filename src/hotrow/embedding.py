@@ -22,24 +22,24 @@ from hotrow import torch_tables
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, to_float16
+from hotrow.placement import AnyMemory, place
 from hotrow.placement.base import Lease, Placement, Rows
-from hotrow.placement.place import AnyMemory, place
 from hotrow.tables import TableConfig, check_tables
 
 BATCHES_TO_WARN_OF = 3
-"""So many batches without a step are a warning: it may have been forgotten."""
+"""The number of batches without a step after which a warning says that the step may have been forgotten."""
 
 
 class Pending(NamedTuple):
     """A lookup and the gradient of its output, waiting for the optimizer."""
 
     kernels: ops.Kernels
-    """What updates the rows: those of the collection, or of one feature's sequences; without tables frozen then."""
+    """What updates the rows: kernels of the collection, or of one feature's sequences, without frozen tables."""
     sparse: KeyedJaggedTensor
     grad: Tensor
-    """[B, output_dim], of a sequence [L, D]; float32."""
+    """[B, output_dim], or [L, D] for a sequence; float32."""
     lease: Lease
-    """What keeps the rows in their slots, which stand in `sparse` for ids."""
+    """Keeps the rows in their slots; `sparse` holds those slots for ids."""
 
 
 class EmbeddingCollection(nn.Module):
@@ -50,20 +50,19 @@ class EmbeddingCollection(nn.Module):
         tables:  user [N_u, 16]: features (user,)      item [N_i, 8]: features (clicked, shown)
         output:  [ user 16 | clicked 8 | shown 8 ]     output_dim = 32
 
-    tables: one TableConfig each. memory: None or "dram": all rows in DRAM; a `Memory`: part of them, the rest on disk,
-    with the same bits in every result, but for `state_dict` and copies, which such a collection refuses; a
-    `DeviceMemory`: lookups and updates in slots of a device, before all rows in DRAM or in tiers (docs/gpu.md). seed:
-    of the initial rows, each a function of (seed, table name, row, column) alone. `state_dict()` holds
-    `<table>.weight`: float32 also of bfloat16 tables, whose halves it joins and loading splits again, without loss;
-    float16 of float16 tables. `parameters()` gives one Parameter [0, D] per table: it has no values, and its
-    `requires_grad` says whether the table is trained, so that `requires_grad_(False)`, on the collection or on a module
-    around it, freezes its tables.
+    tables: a TableConfig for each. memory: None or "dram" keeps all rows in DRAM. A `Memory` keeps some there and the
+    rest on disk; results have the same bits, but `state_dict` and copies raise an error. A `DeviceMemory` looks up and
+    updates rows in slots of a device, in front of DRAM or tiers (docs/gpu.md). seed: initial rows are functions of
+    (seed, table name, row, column) alone. `state_dict()` holds `<table>.weight`: float16 for float16 tables, float32
+    for others; it joins the halves of bfloat16 tables, and loading splits them again, without loss. `parameters()`
+    gives a Parameter [0, D] for each table. It has no values; its `requires_grad` says whether the table is trained, so
+    that `requires_grad_(False)`, on the collection or on a module around it, freezes the tables.
 
-    `sequence(sparse)` gives rows without pooling. Several forward passes before one optimizer step, sequences among
-    them, count as one batch whose bags stand in forward order; a forward under torch.no_grad leaves nothing behind.
-    Python threads may use different collections at once, and look up the same one; an optimizer step must be alone with
-    its collection. A forked child computes on one thread, and cannot use its parent's collection in tiers.
-    What else a user of torch.nn may expect: docs/python.md.
+    `sequence(sparse)` returns rows without pooling. Several forward passes before one optimizer step, sequences
+    included, count as one batch whose bags come in forward order; a forward under torch.no_grad leaves nothing behind.
+    Python threads may use different collections at once, and may look up the same one, but only one thread may use a
+    collection during an optimizer step. A forked child computes on one thread, and cannot use its parent's collection
+    in tiers. docs/python.md says what else a user of torch.nn may expect.
     Raises ValueError for repeated names, for an unknown `memory` and for tables larger than the memory there is.
     """
 
@@ -74,7 +73,7 @@ class EmbeddingCollection(nn.Module):
             self._parameters[f"{table.name}.weight"] = nn.Parameter(torch.empty(0, table.embedding_dim))
         self.seed = seed
         self.placement: Placement = place(self.tables, memory, seed=seed)
-        """Where the rows lie (placement/base.py): all that reads, updates or saves them asks it."""
+        """Keeps the rows (placement/base.py); everything that reads, updates or saves them asks it."""
         self._prepare()
 
     @property
@@ -89,19 +88,19 @@ class EmbeddingCollection(nn.Module):
     def low(self) -> dict[str, Tensor]:
         """Lower halves [N, D] int16 of the bfloat16 tables: with the upper ones in `weights`, float32 bit for bit.
 
-        They are here and not in an optimizer because initial rows and checkpoints are float32 before there is one.
+        The collection keeps them, not an optimizer, because initial rows and checkpoints need them before there is one.
         """
         return self.placement.low
 
     @classmethod
     def from_torch(cls, modules: nn.Module | Mapping[str, nn.Module] | nn.ModuleDict) -> EmbeddingCollection:
-        """The tables of an nn.EmbeddingBag or nn.Embedding, or of a dict of them, with their weights to the bit.
+        """Makes a collection of an nn.EmbeddingBag or nn.Embedding, or of a dict of them, with exactly their weights.
 
             emb = EmbeddingCollection.from_torch({"user": nn.EmbeddingBag(100, 8, mode="mean"), "item": ...})
 
-        Each is the table and the feature of its name in the dict; a single one is "embedding". Float16 and bfloat16
-        weights give tables of that dtype, weights that do not require grad a frozen table; `sparse=` and
-        `include_last_offset=` have no meaning here. The tables lie in DRAM: for tiers, save a checkpoint of this
+        A module's name in the dict becomes the name of its table and feature; a single module is "embedding". Float16
+        and bfloat16 weights give tables of that dtype, and weights that do not require grad give a frozen table.
+        `sparse=` and `include_last_offset=` are ignored. The tables lie in DRAM: for tiers, save a checkpoint of this
         collection and load it into one with Memory.
         Raises ValueError, saying how to do without, for padding_idx, max_norm, scale_grad_by_freq and max pooling, for
         float64 and for other modules.
@@ -110,7 +109,7 @@ class EmbeddingCollection(nn.Module):
 
     @classmethod
     def from_torchrec(cls, collection: Any) -> EmbeddingCollection:
-        """As `from_torch`, of a torchrec EmbeddingBagCollection or EmbeddingCollection, with its names and pooling.
+        """Makes a collection of a torchrec EmbeddingBagCollection or EmbeddingCollection, with its names and pooling.
 
         Per-id weights are used if a batch has them, also if the collection was made with is_weighted=False.
         """
@@ -127,7 +126,7 @@ class EmbeddingCollection(nn.Module):
         return emb
 
     def to_torch(self) -> dict[str, nn.EmbeddingBag]:
-        """A copy of each table as an nn.EmbeddingBag of its pooling, float32 but for float16 tables, by name.
+        """Returns a copy of each table, by name, as an nn.EmbeddingBag of its pooling; float16 only if the table is.
 
         Raises ValueError in tiers, whose tables may be larger than memory.
         """
@@ -140,16 +139,16 @@ class EmbeddingCollection(nn.Module):
         return modules
 
     def torchrec_state_dict(self, kind: str = "embedding_bags") -> dict[str, Tensor]:
-        """The tables under torchrec's names, for load_state_dict of an EmbeddingBagCollection with tables of ours.
+        """Returns the tables under torchrec's names, for load_state_dict of an equal EmbeddingBagCollection.
 
         kind: "embedding_bags", or "embeddings" for torchrec's EmbeddingCollection. Raises ValueError in tiers.
         """
         return {f"{kind}.{name}.weight": self._whole(name) for name in self.weights}
 
     def grow(self, table: str, num_embeddings: int) -> None:
-        """Give `table` rows up to `num_embeddings`; those it has keep their numbers, values and optimizer states.
+        """Gives `table` rows up to `num_embeddings`; those it has keep their numbers, values and optimizer states.
 
-        New rows are what they would be had they been there from the start and never looked up: the same function of
+        New rows are as if they had been there from the start and never looked up: the same function of
         (seed, table name, row, column), within the bound of the table as it was created, which its TableConfig in
         `tables` now says; their optimizer states are initial. The tensors in `weights` and of the optimizers stay the
         same objects, longer: param groups, schedulers and state dicts go on. It may be called at any time, also between
@@ -159,8 +158,8 @@ class EmbeddingCollection(nn.Module):
         bits of memory each, and of a table that lies in memory whole their slots; a warning says what goes over the
         budget. Checkpoints fit collections whose tables have as many rows.
 
-        Raises ValueError for an unknown table and for fewer rows than it has, MemoryError where there is no memory;
-        then nothing has changed. Raises StoreError where the store cannot grow, after which it does no more.
+        Raises ValueError for an unknown table and for fewer rows than it has, MemoryError if there is no memory;
+        then nothing has changed. Raises StoreError if the store cannot grow; it is unusable afterwards.
         """
         names = [config.name for config in self.tables]
         if table not in names:
@@ -179,8 +178,8 @@ class EmbeddingCollection(nn.Module):
         layout = Layout.of(self.tables)
         self.feature_names = tuple(feature.name for feature in layout.features)
         self.output_dim = layout.width
-        self.newest_optimizer: Callable[[], Any] = _nobody
-        """Gives the one that was made last, the only one that may step; None where it is gone."""
+        self.newest_optimizer: Callable[[], Any] = lambda: None
+        """Returns the optimizer that was made last, the only one that may step; None if it was deleted."""
         self._pending: list[tuple[int, Pending]] = []
         self._waiting = Waiting()
         self._forwards = itertools.count()  # its next() is one step for Python's threads, += is not
@@ -189,7 +188,7 @@ class EmbeddingCollection(nn.Module):
         self._frozen_leaf = torch.zeros(0)
 
     def forward(self, sparse: KeyedJaggedTensor | Tensor) -> Tensor:
-        """Pooled rows [B, output_dim], float32.
+        """Returns the pooled rows [B, output_dim], float32.
 
         sparse: every feature's bags, keys in any order, features of other collections ignored; torchrec's
         KeyedJaggedTensor will do; or an integer tensor [B, F] with one id per feature, columns as `feature_names`.
@@ -212,7 +211,7 @@ class EmbeddingCollection(nn.Module):
         return torch.is_grad_enabled() and len(frozen) < len(self.tables)
 
     def sequence(self, sparse: KeyedJaggedTensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """The row of every id, not pooled: feature -> (values [L, D] float32, offsets int64 [B + 1]).
+        """Returns the row of every id, not pooled: feature -> (values [L, D] float32, offsets int64 [B + 1]).
 
             values[offsets[b]:offsets[b + 1]] = rows of the ids of the feature in sample b, in their order
 
@@ -272,8 +271,7 @@ class EmbeddingCollection(nn.Module):
 
     def float32(self, name: str) -> Tensor:
         """Returns the table `name` in float32, exactly: its own memory if it lies there in float32, else a copy."""
-        rows = self.rows(name)
-        return rows.whole().float()
+        return self.rows(name).whole().float()
 
     def _table(self, name: str) -> TableConfig:
         return next(table for table in self.tables if table.name == name)
@@ -316,7 +314,6 @@ class EmbeddingCollection(nn.Module):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Drops the pending gradients, as the optimizer's `zero_grad()`."""
         super().zero_grad(set_to_none)
         self.clear_pending()
 
@@ -329,7 +326,7 @@ class EmbeddingCollection(nn.Module):
             destination[f"{prefix}{name}.weight"] = self._whole(name)
 
     def _whole(self, name: str) -> Tensor:
-        """The table `name` as float32, of a float16 table float16: its own memory but for split tables."""
+        """Returns the table `name` as float32, or float16 if it is; its own memory unless it is split."""
         self.placement.check("state_dict")
         return self.rows(name).whole()
 
@@ -364,7 +361,7 @@ class EmbeddingCollection(nn.Module):
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in wanted)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingCollection:  # noqa: FBT001, FBT002
-        """What `.half()`, `.to(...)`, `.cuda()` and their like call: tables stay as they are, and a warning says so."""
+        """Leaves the tables as they are and warns: `.half()`, `.to(...)`, `.cuda()` and the like call this."""
         probe = torch.zeros(1)
         changed = fn(probe)
         if changed.device.type not in ("cpu", self.placement.device.type):
@@ -391,7 +388,7 @@ class EmbeddingCollection(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: all but native handles and what belongs to steps under way."""
+        """Returns the state for copies: everything but native handles and steps under way."""
         _refuse_averaging()
         self.placement.check("copy")
         passing = ("newest_optimizer", "_pending", "_waiting", "_forwards", "_leaf", "_frozen_leaf")
@@ -403,7 +400,6 @@ class EmbeddingCollection(nn.Module):
         self._prepare()
 
     def extra_repr(self) -> str:
-        """One line per table."""
         frozen = self.frozen
         return "\n".join(
             f"{t.name}: [{t.num_embeddings}, {t.embedding_dim}] {t.dtype} {t.pooling} of {', '.join(t.feature_names)}"
@@ -413,7 +409,7 @@ class EmbeddingCollection(nn.Module):
 
 
 class Waiting:
-    """How many batches wait for an optimizer: forward passes that one or several backward passes have been through.
+    """Counts the batches that wait for an optimizer: forward passes with at least one backward pass.
 
     Forward passes without a backward pass between them are one batch: towers, or a positive and its negatives.
     """
@@ -425,7 +421,7 @@ class Waiting:
         self._newest_counted, self._said = -1, False
 
     def count(self, number: int) -> bool:
-        """Count the batch of forward pass `number`; whether it is the first ever that is one too many."""
+        """Counts the batch of forward pass `number`; returns whether to warn, which happens once."""
         if number > self._newest_counted:
             self.num_batches += 1
             self._newest_counted = self.newest
@@ -435,16 +431,12 @@ class Waiting:
         return True
 
 
-def _nobody() -> None:
-    return None
-
-
 AVERAGING = {
     "torch.optim.swa_utils": "torch.optim.swa_utils.AveragedModel",
     "lightning.pytorch.callbacks.stochastic_weight_avg": "Lightning's StochasticWeightAveraging",
     "pytorch_lightning.callbacks.stochastic_weight_avg": "Lightning's StochasticWeightAveraging",
 }
-"""What copies a module to average its parameters, by the name of the Python module it stands in."""
+"""Classes that copy a module to average its parameters, by the Python module that defines them."""
 
 
 def _refuse_averaging() -> None:
@@ -460,7 +452,7 @@ def _refuse_averaging() -> None:
 
 
 def _beyond_float16(table: Rows, weights: Tensor) -> tuple[int, float] | None:
-    """The first row [D] of a float16 table with a weight that would become infinite, and that weight."""
+    """Returns the first row of a float16 table that would get an infinite weight, and the weight; None: none."""
     if table.dtype != torch.float16:
         return None
     for rows in table.pieces():
@@ -473,7 +465,7 @@ def _beyond_float16(table: Rows, weights: Tensor) -> tuple[int, float] | None:
 
 
 def _joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Sequences of two batches as of one: (values [L, D], offsets [B + 1])."""
+    """Joins sequences of two batches: (values [L, D], offsets [B + 1])."""
     offsets = torch.cat([first[1], second[1][1:] + first[1][-1]])
     return torch.cat([first[0], second[0]]), offsets
 
@@ -515,7 +507,7 @@ class _Lookup(torch.autograd.Function):
                 "the rows of this lookup have left their slots: an optimizer step or zero_grad() came between its "
                 "forward and this backward; call them in the order forward, backward, step"
             )
-        if ctx.placement is not ctx.emb.placement:  # whose rows are numbered otherwise
+        if ctx.placement is not ctx.emb.placement:  # whose rows have other slots
             raise RuntimeError(
                 "copies of hot rows became live, or the tables again, between this lookup's forward and its backward; "
                 "call forward, backward and step on one side"
@@ -536,7 +528,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _zeroed(grad: Tensor, layout: Layout, frozen: frozenset[int]) -> Tensor:
-    """A copy of a pooled gradient that is 0 for features of the frozen tables, as if it had not been computed."""
+    """Returns a copy of a pooled gradient with 0 for the features of frozen tables."""
     grad = grad.clone()
     for feature in layout.features:
         if feature.table in frozen:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hotrow.embedding import EmbeddingCollection
-from hotrow.gradients import nonfinite_gradient
+from hotrow.embedding import EmbeddingCollection, Pending
+from hotrow.kernels import ops
 from hotrow.kernels.reference import Algorithm, Rule, split, widen
 from hotrow.placement.base import Attached, Rows, State
 from hotrow.tables import TableConfig
@@ -39,16 +39,16 @@ class _Part(NamedTuple):
 
 
 class SparseOptimizer(torch.optim.Optimizer):
-    """What they share. Each param group is one table: `name`, `params` ([its weight]), `lr`, `lr_scale`.
+    """The base of all optimizers of tables. A param group is one table: `name`, `params` ([weight]), `lr`, `lr_scale`.
 
-    emb: one EmbeddingCollection, or several of which no two have a table of the same name. The optimizer made last for
-    a collection is the one that steps: `step()` of an earlier one raises ValueError where the collection has gradients.
+    emb: one EmbeddingCollection, or several whose tables have different names. Only the optimizer that was made last
+    for a collection may step: `step()` of an earlier one raises ValueError if the collection has gradients.
     A frozen table (`requires_grad_(False)`) collects none, so `step()` leaves it and its state alone.
 
     The rate of a table is `lr * lr_scale`, rounded to float32. `step()` consumes the pending gradients;
     `zero_grad()` drops them. State tensors keep their place in memory for life, also through `load_state_dict`.
 
-    nonfinite: what a step does where a pooled gradient or a per-id weight is NaN or infinite, which would spread to
+    nonfinite: what a step does if a pooled gradient or a per-id weight is NaN or infinite, which would spread to
     every row it reaches. "raise": ValueError; no row has changed, the gradients stay pending. "skip": the step is left
     out whole, its gradients dropped, `skipped` counts it and the first is a warning. None: the caller has looked.
     """
@@ -97,7 +97,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @property
     def emb(self) -> EmbeddingCollection:
-        """The collection. Raises ValueError where the optimizer has several."""
+        """The collection. Raises ValueError if the optimizer has several."""
         if len(self._parts) > 1:
             raise ValueError(
                 f"this {type(self).__name__} has {len(self._parts)} collections, and here an optimizer may have one: "
@@ -107,7 +107,6 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @property
     def collections(self) -> tuple[EmbeddingCollection, ...]:
-        """The collections, in the order in which they were given."""
         return tuple(part.emb for part in self._parts)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -144,9 +143,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every row that the pending batches looked up, once; returns the closure's loss, if one is given.
 
-        Raises ValueError, with no row changed, where a gradient is not finite (see `nonfinite`) or a rate is not, where
-        another optimizer was made for the tables since, and where a pending batch was altered and now holds an id out
-        of range.
+        Raises ValueError, with no row changed, if a gradient (see `nonfinite`) or a rate is not finite, if another
+        optimizer was made for the tables since, or if a pending batch was altered and now holds an id out of range.
         """
         loss = None
         if closure is not None:
@@ -246,7 +244,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict()` returned: rates and states; of tables in tiers a checkpoint does.
 
-        Raises ValueError where it is of other tables or another optimizer; then nothing has changed.
+        Raises ValueError if it belongs to other tables or another optimizer; then nothing has changed.
         """
         for part in self._parts:
             part.emb.placement.check("optimizer_state_dict")
@@ -259,7 +257,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for key, each in rows.items():
             number, _, name = key.partition(".")
             wanted.setdefault(int(number), {})[name] = tuple(each.shape)
-        shapes = {i: _shapes(state) for i, state in state_dict["state"].items()}
+        shapes = {i: {n: tuple(t.shape) for n, t in state.items()} for i, state in state_dict["state"].items()}
         if shapes != wanted:
             raise ValueError(
                 f"the state is {shapes}, {type(self).__name__} keeps {wanted}; load it into the optimizer that wrote it"
@@ -279,7 +277,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
 
 def _parts(emb: Collections) -> tuple[_Part, ...]:
-    """Raises ValueError where there is no collection, or a table's name is in two of them."""
+    """Raises ValueError if there is no collection, or a table's name is in two of them."""
     collections = [emb] if isinstance(emb, EmbeddingCollection) else list(emb)
     for each in collections:
         if not isinstance(each, EmbeddingCollection):
@@ -309,10 +307,6 @@ def _rate(group: dict[str, Any]) -> float:
             "both must be finite, look at what sets them (a schedule, param_groups)"
         )
     return rate
-
-
-def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 class SGD(SparseOptimizer):
@@ -466,7 +460,6 @@ class SplitSGDBF16(torch.optim.SGD):
         super().__init__(params, lr=lr, weight_decay=weight_decay, fused=fused)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; splits the new parameters."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
@@ -479,7 +472,7 @@ class SplitSGDBF16(torch.optim.SGD):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of torch.optim.SGD on the joined weights; returns the closure's loss, if one is given.
 
-        Raises ValueError where a parameter was changed since it was split.
+        Raises ValueError if a parameter was changed since it was split.
         """
         loss = None
         if closure is not None:
@@ -529,3 +522,98 @@ class SplitSGDBF16(torch.optim.SGD):
     def _split(self, parameter: Tensor) -> None:
         high, self.state[parameter]["low"] = split(parameter)
         parameter.copy_(high)
+
+
+# ---- gradients: of parameters in `.grad`, of tables the pooled gradients that wait in their collections
+
+
+def nonfinite_gradient(emb: EmbeddingCollection) -> str | None:
+    """Returns where the pending gradients of `emb` and their per-id weights first have NaN or infinity; None: nowhere.
+
+    The sums a row gets from many finite gradients are not looked at.
+    """
+    for pending in emb.pending:
+        found = ops.first_nonfinite(pending.grad)
+        if found is not None:
+            row, column = found
+            feature = next(f for f in pending.kernels.layout.features if f.columns.start <= column < f.columns.stop)
+            what = "sample" if emb.placement.kernels.are_pooled(pending.kernels) else "position"
+            value = float(pending.grad[row, column])
+            return (
+                f"the gradient of feature {feature.name!r} (table {emb.tables[feature.table].name!r}), {what} {row}, "
+                f"column {column - feature.columns.start} is {value}"
+            )
+        if pending.sparse.weights is not None and ops.first_nonfinite(pending.sparse.weights) is not None:
+            for text in _nonfinite_weights(emb, pending):
+                return text
+    return None
+
+
+def _nonfinite_weights(emb: EmbeddingCollection, pending: Pending) -> Iterator[str]:
+    """Yields where weights of the looked-up features are not finite; a batch may hold other features."""
+    for feature in pending.kernels.layout.features:
+        _, offsets, weights = pending.sparse.bags(feature.name)
+        assert weights is not None
+        found = ops.first_nonfinite(weights)
+        if found is not None:
+            sample = int(torch.searchsorted(offsets, found[0], right=True)) - 1
+            yield (
+                f"the weight of feature {feature.name!r} (table {emb.tables[feature.table].name!r}), sample {sample}, "
+                f"position {found[0] - int(offsets[sample])} is {float(weights[found[0]])}"
+            )
+
+
+def nonfinite_parameter_gradient(module: nn.Module) -> str | None:
+    """Returns where the gradients of the parameters of `module` first have NaN or infinity; None: nowhere."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and (found := ops.first_nonfinite(parameter.grad)) is not None:
+            return f"the gradient of parameter {name!r} at {list(found)} is {float(parameter.grad[found])}"
+    return None
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    modules: nn.Module | Iterable[nn.Module],
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales the gradients of all parameters and all pending lookups by `min(1, max_norm / (norm + 1e-6))`.
+
+        norm = norm_type-norm of (every parameter's gradient, every pooled gradient of every EmbeddingCollection)
+
+    modules: the model and its collections, or one module that holds them all; what stands in several counts once.
+    Returns the norm before clipping, 0-dim, as torch.nn.utils.clip_grad_norm_.
+
+    The sparse side's norm is that of the *pooled* gradients [B, output_dim], which exist before the step; the gradients
+    of rows would have to be sorted and summed first. If every bag holds one id and no id comes twice, they are the same
+    numbers; otherwise a row's gradient is a sum over its bags, and the two norms differ. Both sides are scaled by the
+    same factor, and so are the gradients of rows.
+
+    If the norm is NaN or infinite, `error_if_nonfinite` raises ValueError, naming what is not finite; without it
+    nothing is scaled, and the optimizers get the gradients as they are. Raises ValueError unless max_norm >= 0.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm is {max_norm}; it must be 0 or a positive number")
+    roots = [modules] if isinstance(modules, nn.Module) else list(modules)
+    parts = list(dict.fromkeys(part for root in roots for part in root.modules()))
+    collections = [part for part in parts if isinstance(part, EmbeddingCollection)]
+    parameters = dict.fromkeys(parameter for root in roots for parameter in root.parameters())
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    pooled = [pending.grad for emb in collections for pending in emb.pending]
+    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in [*grads, *pooled]]
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if not torch.isfinite(norm):
+        if error_if_nonfinite:
+            places = [*map(nonfinite_gradient, collections), *map(nonfinite_parameter_gradient, roots)]
+            where = "; ".join(dict.fromkeys(place for place in places if place)) or "finite gradients overflow in sum"
+            raise ValueError(f"the norm of the gradients is {float(norm)}: {where}; lower the learning rate")
+        return norm
+    factor = max_norm / (float(norm) + 1e-6)
+    if factor < 1:
+        for grad in grads:
+            grad.mul_(factor)
+        for emb in collections:
+            emb.scale_pending(factor)
+    return norm

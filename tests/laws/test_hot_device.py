@@ -33,7 +33,7 @@ from hotrow import KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot import turns
-from hotrow.hot.copies import HotCopies
+from hotrow.hot.turns import HotCopies
 from hotrow.kernels.triton_ops import Kernels
 from hotrow.placement import copies as copies_of
 from hotrow.run import runs, setup, trainer

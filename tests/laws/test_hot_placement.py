@@ -22,8 +22,8 @@ from hot_rig import copies_in_dram
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot.copies import HotCopies
 from hotrow.hot.hot_set import HotRows, HotSet
+from hotrow.hot.turns import HotCopies
 from hotrow.run import runs, trainer
 from hotrow.run.folder import RunFolder
 

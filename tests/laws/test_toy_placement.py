@@ -18,20 +18,18 @@ from torch import Tensor
 import hotrow
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout
+from hotrow.kernels.reference import Layout, as_stored
 from hotrow.placement.base import (
     NO_LEASE,
     Attached,
     InitialRows,
-    KernelSet,
     Lease,
     Placement,
     RowIds,
     Rows,
-    RowsInMemory,
     State,
-    as_stored,
 )
+from hotrow.placement.dram import RowsInMemory
 from hotrow.placement.slots import spans_of
 from hotrow.tables import Uniform
 
@@ -62,7 +60,7 @@ class DictRows(Rows):
 class Dicts(Placement):
     def __init__(self, tables: Sequence[TableConfig], seed: int) -> None:
         self.tables, self.layout, self.seed = tuple(tables), Layout.of(tables), seed
-        self.kernels = KernelSet(self.layout)
+        self.kernels = ops.KernelSet(self.layout)
         self.weights = {t.name: torch.zeros(SLOTS, t.embedding_dim, dtype=getattr(torch, t.dtype)) for t in tables}
         split = [t for t in tables if t.dtype == "bfloat16"]
         self.low = {t.name: torch.zeros(SLOTS, t.embedding_dim, dtype=torch.int16) for t in split}

@@ -127,7 +127,7 @@ def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_split_table_is_written_as_the_float32_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file has the bytes of a float32 table's, and each is read by the other without loss."""
     monkeypatch.setattr("hotrow.run.checkpoint_files.CHUNK_BYTES", 40)
-    monkeypatch.setattr("hotrow.placement.base.PIECE_BYTES", 48)
+    monkeypatch.setattr("hotrow.placement.dram.PIECE_BYTES", 48)
     make = {
         dtype: EmbeddingCollection(
             [TableConfig(name="a", num_embeddings=11, embedding_dim=4, feature_names=("a",), dtype=dtype)], seed=seed

@@ -189,7 +189,7 @@ def test_state_dict_round_trip() -> None:
 
 
 def test_initial_rows_of_every_storage_are_those_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.placement.base.PIECE_BYTES", 28)  # pieces of two or three rows
+    monkeypatch.setattr("hotrow.placement.dram.PIECE_BYTES", 28)  # pieces of two or three rows
     plain, rounded, halves = make(seed=1), make(seed=1, dtype="float16"), make(seed=1, dtype="bfloat16")
     assert list(halves.low) == ["user", "item"] and rounded.low == plain.low == {}
     for name, w in plain.weights.items():
@@ -211,7 +211,7 @@ def test_pooled_rows_are_float32_sums_of_what_is_stored(dtype: Dtype) -> None:
 
 
 def test_split_tables_go_through_float32_state_dicts_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.placement.base.PIECE_BYTES", 28)
+    monkeypatch.setattr("hotrow.placement.dram.PIECE_BYTES", 28)
     plain, halves = make(seed=1), make(seed=2, dtype="bfloat16")
     places = [w.data_ptr() for w in (*halves.weights.values(), *halves.low.values())]
     halves.load_state_dict(plain.state_dict())
@@ -242,7 +242,7 @@ def test_load_state_dict_names_what_does_not_fit() -> None:
 
 def test_weights_beyond_float16_are_refused_with_their_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 65520 up they round to infinity; what is infinite already is nobody's loss."""
-    monkeypatch.setattr("hotrow.placement.base.PIECE_BYTES", 28)
+    monkeypatch.setattr("hotrow.placement.dram.PIECE_BYTES", 28)
     emb, state = make(dtype="float16"), make(seed=3).state_dict()
     before = emb.float32("item").clone()
     state["user.weight"][0, 0], state["item.weight"][1, 0] = torch.inf, 65519.0

@@ -11,8 +11,8 @@ import torch
 
 from hotrow import FTRL, SGD, Adagrad, Adam, KeyedJaggedTensor, RowWiseAdagrad, TableConfig, clip_grad_norm_
 from hotrow.embedding import EmbeddingCollection
-from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.kernels import ops
+from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
 
 ALL = [SGD, Adagrad, RowWiseAdagrad, Adam, FTRL]
 NONFINITE = [math.nan, math.inf, -math.inf]

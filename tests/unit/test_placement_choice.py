@@ -180,7 +180,7 @@ def test_a_folder_that_is_a_file_is_refused_by_its_field(tmp_path: Path, below: 
     path = str(tmp_path / "taken" / "deeper" if below else tmp_path / "taken")
     tiers = {"file": path, "file_bytes": "8MiB", "ssd": str(tmp_path / "new")}
     for name, memory in (("ssd", {"ssd": path}), ("file", {"file": path}), ("file", tiers)):
-        message = rf"^memory\.{name} is '{path}', but {tmp_path}/taken is no folder: choose another folder"
+        message = rf"^memory\.{name} is '{path}', but {tmp_path}/taken is not a folder: choose another folder"
         with pytest.raises(ValueError, match=message):
             choose(config({"dram": "20MiB", **memory}), TABLES, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

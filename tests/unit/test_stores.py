@@ -155,7 +155,7 @@ def test_a_truncated_or_altered_file_is_refused(tmp_path: Path, kind: Kind) -> N
     with pytest.raises(ValueError, match=r"t is truncated: .* rows of table 'item' need"):
         open_store(table_rows(), kind=kind, path=path)
     path.write_bytes(b"x" * 10_000)
-    with pytest.raises(ValueError, match="t is no store of hotrow, or its header is damaged"):
+    with pytest.raises(ValueError, match="t is not a store of hotrow, or its header is damaged"):
         open_store(table_rows(), kind=kind, path=path)
     for version in (1, 3):  # files of version 1 have no tail
         other = json.loads(header.rstrip(b"\0")) | {"version": version}

@@ -2,5 +2,5 @@
 
     counts -> calibrate.py -> hot set and samples (hot_set.py) -> order.py -> batches
 
-copies.py keeps copies of the hot rows on a GPU.
+turns.py trains them phase by phase, with copies of the hot rows on a GPU.
 """

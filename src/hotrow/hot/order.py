@@ -9,7 +9,7 @@
 A `BatchOrder` has a few classes of batches, each with its own loader, and alternates between them. One stretch of
 batches of one class is a phase of the schedule, called `Turn` in the code. `none` and `window` have one class, and an
 epoch is one phase. `fixed` and `fae` may keep some samples of both classes for a last phase in shuffled order, so that
-an epoch does not end on one class. Every sample comes once per epoch, whatever happens to the rate.
+an epoch does not end on one class. Every sample comes once per epoch, even if the rate changes.
 """
 
 from __future__ import annotations
@@ -125,7 +125,6 @@ class BatchOrder:
             yield batch
 
     def count(self) -> None:
-        """Counts a batch of this phase as trained."""
         self.turn.taken[self.turn.name] += 1
 
     @property
@@ -146,7 +145,6 @@ class BatchOrder:
             self._begin_epoch()
 
     def state(self) -> Turn:
-        """Returns a copy of the position, which `restore` takes."""
         return replace(self.turn, taken=dict(self.turn.taken))
 
     def restore(self, turn: Turn) -> None:

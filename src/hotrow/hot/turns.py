@@ -1,14 +1,15 @@
 """The phases of a hot schedule in a run: which batches come next, and where the hot rows live meanwhile.
 
-`Turns` puts together order.py (when hot, when cold), calibrate.py (what is hot) and copies.py for the trainer, which
-trains one phase (a `Turn`) after another. Without a hot schedule there is one class of batches, and an epoch is one
-phase.
+`Turns` puts together order.py (when hot, when cold) and calibrate.py (what is hot) for the trainer, which trains one
+phase (a `Turn`) after another; `HotCopies` says which side is live, and placement/copies.py copies. Without a hot
+schedule there is one class of batches, and an epoch is one phase.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +22,17 @@ from hotrow.config.schema import HotConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.calibrate import FoundHot, calibrate, find_hot
-from hotrow.hot.copies import HotCopies
-from hotrow.hot.hot_set import check_budget
+from hotrow.hot.hot_set import HotSet, check_budget
 from hotrow.hot.order import Turn, batch_order, mixed_samples
 from hotrow.optim import SparseOptimizer
-from hotrow.placement.copies import room_bytes
+from hotrow.placement.copies import Copies, room_bytes
 
 
 def check_hot(
     config: HotConfig, dataset: PackedDataset, record_bytes: Mapping[str, int], *, device: torch.device | None = None
 ) -> None:
-    """Raises ValueError for what cannot be whatever is hot: a budget below the least, or of more than is free on the
-    device for copies, and "fae" without validation rows.
+    """Raises ValueError for options that no data can satisfy: a budget that is too small or that exceeds the memory of
+    the device for copies, and "fae" without validation rows.
     """
     if config.schedule == "none":
         return
@@ -51,7 +51,7 @@ def check_hot(
 
 
 def _check_room(config: HotConfig, needed: int, device: torch.device) -> None:
-    """Raises ValueError where copies of so many bytes find no room, with the cure."""
+    """Raises ValueError, with the cure, if copies of so many bytes have no room."""
     if needed <= (free := room_bytes(device)):
         return
     raise ValueError(
@@ -60,9 +60,86 @@ def _check_room(config: HotConfig, needed: int, device: torch.device) -> None:
     )
 
 
+class HotCopies:
+    """Copies of the rows `hot` of the tables of `emb`, with the states of `optimizer`. One side is live at a time:
+
+        cold phase  lookups and updates work on the tables, which are live at first
+        fetch       tables --copy--> copies
+        hot phase   lookups and updates work on the copies; the tables' hot rows are out of date
+        give_back   copies --copy--> tables
+
+    optimizer: the only one of `emb`. device: where the copies lie, so that hot batches are looked up and updated there,
+    their pooled rows included; None: in DRAM, beside the tables. Raises as `Copies`.
+    """
+
+    def __init__(
+        self,
+        emb: EmbeddingCollection,
+        optimizer: SparseOptimizer,
+        hot: HotSet,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.emb, self.hot = emb, hot
+        rows, where = [hot.rows[table.name] for table in emb.tables], None if device is None else torch.device(device)
+        self.tables = emb.placement
+        self.copies = Copies(emb.placement, optimizer.attached_to(emb), rows, device=where)
+        self.seconds = 0.0
+        """Seconds spent copying rows, either way."""
+        self.num_copied = 0
+        """How many times all hot rows were copied, either way."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the copies are live, and not the tables' rows."""
+        return self.emb.placement is self.copies
+
+    def fetch(self) -> None:
+        """Copies every hot row, with its states, and makes the copies live."""
+        if self.live:
+            return
+        self._check_no_step_under_way()
+        with self._timed():
+            self.copies.load()
+        self.emb.placement = self.copies
+
+    def give_back(self) -> None:
+        """Copies the hot rows back and makes the tables live."""
+        with self.flushed():
+            pass
+        self.emb.placement = self.tables
+
+    @contextmanager
+    def flushed(self) -> Iterator[None]:
+        """Makes the tables live and whole inside the block, to be read and not changed, as evaluation does."""
+        self._check_no_step_under_way()
+        live = self.live
+        self.emb.placement = self.tables
+        try:  # if they cannot be written back, the copies stay live and the tables out of date
+            if live and self.copies.changed:
+                with self._timed():
+                    self.copies.save()
+            yield
+        finally:
+            if live:
+                self.emb.placement = self.copies
+
+    def _check_no_step_under_way(self) -> None:
+        if self.emb.pending:
+            raise RuntimeError("gradients of hot rows await the optimizer: call step() or zero_grad() first")
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        self.copies.wait()  # for steps under way, whose seconds are not those of copying
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+        self.num_copied += 1
+
+
 @dataclass(frozen=True)
 class TurnsState:
-    """Where the turns of a run stand, as its checkpoints have it."""
+    """The position in the phases of a run, as its checkpoints have it."""
 
     order: Turn
     sync_s: Amount
@@ -70,10 +147,10 @@ class TurnsState:
 
 
 class Turns:
-    """The batches of the training split, turn by turn.
+    """The batches of the training split, phase by phase.
 
-    record_bytes: of a row of each table, optimizer state included. seed: of the sampled and covering ways to find hot
-    rows. Raises ValueError where no hot set fits, and for "fae" without validation rows.
+    record_bytes: by table, bytes of a row with its optimizer state. seed: for the sampled and covering ways to find hot
+    rows. Raises ValueError if no hot set fits, and for "fae" without validation rows.
     """
 
     def __init__(
@@ -116,7 +193,7 @@ class Turns:
         )
         self.copies: HotCopies | None = None
         self.device: torch.device | None = None
-        """Where copies of hot rows lie; None: there are none."""
+        """The device of the copies of hot rows; None if there are none."""
         self._seconds_before = 0.0
 
     def attach(
@@ -133,7 +210,7 @@ class Turns:
 
     @property
     def nothing_hot(self) -> str:
-        """Why the schedule has nothing to do, and the cure; empty where it has, or does not know yet."""
+        """Why the schedule has nothing to do, and the cure; empty if it has something to do, or cannot know yet."""
         if self.found is None or ("hot" in self.order.loaders if self.config.takes_turns else self.found.is_hot.any()):
             return ""
         return (
@@ -144,21 +221,19 @@ class Turns:
 
     @property
     def on_copies(self) -> bool:
-        """Whether the copies of hot rows are live."""
         return self.copies is not None and self.copies.live
 
     def batches(self, epoch: int) -> Iterator[Batch]:
-        """The rest of the turn; hot rows are brought to its side first."""
+        """Brings the hot rows to the side of this phase and returns the rest of its batches."""
         if self.copies is not None:
             self.copies.fetch() if self.order.turn.name == "hot" else self.copies.give_back()
         return self.order.batches(epoch)
 
     def count(self) -> None:
-        """A batch of the turn was trained."""
         self.order.count()
 
     def end(self, logloss: Callable[[], float]) -> dict[str, Any] | None:
-        """To the next turn. Where that is another class', a swap, what was decided; logloss: on validation rows."""
+        """Goes to the next phase. Returns what was decided if it is another class'; logloss: on validation rows."""
         order, turn = self.order, self.order.turn
         if order.next_name == turn.name:
             order.end_turn()
@@ -169,30 +244,29 @@ class Turns:
         return {"turn": turn.name, "logloss": loss, **rates}
 
     def whole(self) -> AbstractContextManager[None]:
-        """Inside, the tables are whole, to be read and not changed."""
+        """Returns a context in which the tables are whole and may be read, but not changed."""
         return nullcontext() if self.copies is None else self.copies.flushed()
 
     def close(self) -> None:
-        """No more turns in this session: the tables are live."""
+        """Makes the tables live, because this session has no more phases."""
         if self.copies is not None:
             self.copies.give_back()
 
     def state(self) -> TurnsState:
-        """Where the turns stand, and what they cost over all sessions; `restore` takes it up."""
+        """Returns the position, and the seconds of copying over all sessions, for `restore`."""
         return TurnsState(self.order.state(), self.sync_s)
 
     def restore(self, state: TurnsState) -> None:
-        """Go on from there. Raises ValueError where it is of other data."""
+        """Continues from a position. Raises ValueError if it belongs to other data."""
         self.order.restore(state.order)
         self._seconds_before = state.sync_s
 
     @property
     def sync_s(self) -> float:
-        """Seconds spent copying hot rows, over all sessions."""
         return round(self._seconds_before + (0.0 if self.copies is None else self.copies.seconds), 6)
 
     def figures(self) -> dict[str, Any]:
-        """For run.json; docs/runs.md says what each is."""
+        """Returns what run.json has about the schedule; docs/runs.md explains each figure."""
         if self.found is None:
             return {}
         figures = {"schedule": self.config.schedule, **self.found.to_json()}
@@ -203,6 +277,6 @@ class Turns:
         return figures
 
     def line(self) -> str:
-        """For the progress line."""
+        """Returns the schedule's part of the progress line."""
         turn = self.order.turn
         return f"  {turn.name} R({turn.rate.percent:g})" if self.config.takes_turns else ""

@@ -12,9 +12,9 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -82,6 +82,17 @@ def native_module(need: str = "tables in tiers need", *, instead: str | None = I
             f"leave HOTROW_NATIVE unset{f', or {instead}' if instead else ''}"
         )
     return module
+
+
+def triton(what: str) -> Any:
+    """Returns kernels/triton_ops.py. Raises ImportError if Triton, which `what` needs, is not installed."""
+    try:
+        import hotrow.kernels.triton_ops
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ImportError(f"{what} need Triton: pip install 'hotrow[gpu]'") from error
+    return hotrow.kernels.triton_ops
 
 
 def _limit_isa(module: Any) -> None:
@@ -218,25 +229,30 @@ class Arrays:
 
     def __init__(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> None:
         self.tensors, self.low = tuple(tensors), tuple(low or [None] * len(tensors))
-        for t, (tensor, halves) in enumerate(zip(self.tensors, self.low, strict=True)):
-            _check_array(tensor, (torch.float32, torch.float16, torch.bfloat16), f"array {t}")
-            if halves is not None:
-                _check_array(halves, (torch.int16,), f"low half {t}")
-            if (tensor.dtype == torch.bfloat16) != (halves is not None and halves.shape == tensor.shape):
-                raise ValueError(
-                    f"array {t} is {tensor.dtype} {tuple(tensor.shape)}, its lower halves are "
-                    f"{None if halves is None else tuple(halves.shape)}; bfloat16 needs as many, others none"
-                )
+        check_arrays(self.tensors, self.low, torch.device("cpu"))
         module = _native()
         self.native = None if module is None else module.Arrays([t.detach() for t in self.tensors], self.low)
 
 
-def _check_array(tensor: Tensor, dtypes: Sequence[torch.dtype], what: str) -> None:
-    if tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device.type != "cpu":
+def check_arrays(tensors: Sequence[Tensor], low: Sequence[Tensor | None], device: torch.device) -> None:
+    """Raises ValueError unless each array and its lower halves are contiguous, on `device` and of types that fit."""
+    for t, (tensor, halves) in enumerate(zip(tensors, low, strict=True)):
+        _check_array(tensor, (torch.float32, torch.float16, torch.bfloat16), f"array {t}", device)
+        if halves is not None:
+            _check_array(halves, (torch.int16,), f"low half {t}", device)
+        if (tensor.dtype == torch.bfloat16) != (halves is not None and halves.shape == tensor.shape):
+            raise ValueError(
+                f"array {t} is {tensor.dtype} {tuple(tensor.shape)}, its lower halves are "
+                f"{None if halves is None else tuple(halves.shape)}; bfloat16 needs as many, others none"
+            )
+
+
+def _check_array(tensor: Tensor, dtypes: Sequence[torch.dtype], what: str, device: torch.device) -> None:
+    if tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device != device:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
             f"{what} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
-            f"pass contiguous {allowed} on the cpu"
+            f"pass contiguous {allowed} on {'the cpu' if device.type == 'cpu' else device}"
         )
 
 
@@ -321,7 +337,7 @@ class Kernels:
         self,
         weights: Arrays,
         states: Sequence[Arrays],
-        pending: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
+        pending: Lookups,
         rules: Sequence[Rule],
     ) -> None:
         """Runs backward and update of all tables in one pass, in place (`reference.update`).
@@ -381,12 +397,53 @@ def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
     return tuple(index)
 
 
+Lookups: TypeAlias = Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]]
+"""Lookups in forward order: the kernels that made each, the batch, and the gradient of the output."""
+
+
+class KernelSet:
+    """The kernels of one collection: for pooled lookups, for the sequence of each feature, for some of the tables."""
+
+    def __init__(self, layout: Layout, make: Callable[..., Any] = Kernels) -> None:
+        self.pooled: Kernels = make(layout)
+        self.sequences: dict[str, Kernels] = {
+            feature.name: make(layout.sequence_of(feature.name), among=layout) for feature in layout.features
+        }
+        self._partial: dict[frozenset[int], Kernels] = {}  # by the tables that they update
+
+    def are_pooled(self, kernels: Kernels) -> bool:
+        """Returns whether `kernels` update the rows of pooled lookups, of all tables or of some."""
+        return kernels is self.pooled or kernels in self._partial.values()
+
+    def without(self, kernels: Kernels, frozen: frozenset[int]) -> Kernels | None:
+        """Returns `kernels` for an update that leaves the `frozen` tables alone; None if it updates no other."""
+        kept = tuple(feature for feature in kernels.layout.features if feature.table not in frozen)
+        if len(kept) == len(kernels.layout.features):
+            return kernels
+        if not kept:
+            return None
+        numbers = frozenset(feature.table for feature in kept)
+        if numbers not in self._partial:
+            whole = self.pooled.layout
+            self._partial[numbers] = Kernels(Layout(kept, whole.width), among=whole)
+        return self._partial[numbers]
+
+
 def fill_uniform(out: Tensor, *, key: int, bound: float, zero_rows: int = 0, first_row: int = 0) -> None:
     """Writes a table's initial rows from `first_row` on into out [n, D]: U(-bound, bound), see `reference`."""
     if _native() is None:
         reference.fill_uniform(key, first_row, out, bound, zero_rows)
     else:
         _native().fill_uniform(key, first_row, out, bound, zero_rows, torch.get_num_threads())
+
+
+def uniform_rows(rows: slice | Tensor, dim: int, *, key: int, bound: float, zero_rows: int) -> Tensor:
+    """Returns the initial values of rows of a table, a range of them or their ids, [n, dim]."""
+    if isinstance(rows, Tensor):
+        return reference.uniform_rows(key, rows, dim, bound, zero_rows)
+    out = torch.empty(rows.stop - rows.start, dim)
+    fill_uniform(out, key=key, bound=bound, zero_rows=zero_rows, first_row=rows.start)
+    return out
 
 
 class _Interaction(torch.autograd.Function):
@@ -503,14 +560,3 @@ def touch_rows(
     if module is None:
         raise RuntimeError(f"touch_rows needs the native module, but {backend().reason}")
     return float(module.touch_rows(rows, ids, distance, into == "l2", write, threads))
-
-
-def multiply_adds_per_s(threads: int) -> float:
-    """Returns the float32 operations per second of threads that touch no memory; a multiply-add counts as two.
-
-    For benchmarks. Raises RuntimeError without the native module.
-    """
-    module = _native()
-    if module is None:
-        raise RuntimeError(f"multiply_adds_per_s needs the native module, but {backend().reason}")
-    return float(module.multiply_adds_per_s(threads))

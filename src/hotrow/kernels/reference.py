@@ -122,6 +122,11 @@ def to_float16(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), nan, x.half().view(torch.int16)).view(torch.float16)
 
 
+def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `values` as rows of `dtype` hold them: float32 becomes float16 by `to_float16`."""
+    return to_float16(values) if dtype == torch.float16 and values.dtype != dtype else values
+
+
 def write_rows(weight: Tensor, low: Tensor | None, rows: Tensor | slice, x: Tensor) -> None:
     """Writes the float32 `x` to `rows` of a table in the table's dtype."""
     if low is not None:
@@ -200,7 +205,6 @@ class BadId:
     id: int
 
     def text(self, num_embeddings: int) -> str:
-        """Returns the message for the user. num_embeddings: rows of the table."""
         return (
             f"feature {self.feature.name!r}, sample {self.sample}, position {self.position}: id {self.id} is outside "
             f"its table of {num_embeddings} rows; ids must be in [0, {num_embeddings}): raise num_embeddings or "

@@ -37,11 +37,9 @@ class Moment:
         self._event, self._device = event, device
 
     def reached(self) -> bool:
-        """Returns whether the work before it is done."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Blocks until it is reached."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -230,7 +228,6 @@ class Mover:
 
     @property
     def num_sent(self) -> int:
-        """Number of calls of `send_back`."""
         return self.num_settled + len(self._leaving)
 
     def bring(self, rows: Sequence[Tensor], slots: Sequence[Tensor], *, after: Moment) -> Moment:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import reference, triton_kernels
-from hotrow.kernels.ops import ALTERED
+from hotrow.kernels.ops import ALTERED, check_arrays
 from hotrow.kernels.reference import Algorithm, Layout, Rule
 
 TILE = 512
@@ -39,7 +39,6 @@ class Kind(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a tile."""
         return max(1, TILE // self.block_d)
 
 
@@ -54,12 +53,7 @@ class Arrays:
         self.tensors, self.low = tuple(tensors), tuple(low or [None] * len(tensors))
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         _check_device(self.device)
-        for t, (tensor, halves) in enumerate(zip(self.tensors, self.low, strict=True)):
-            self._check(tensor, (torch.float32, torch.float16, torch.bfloat16), f"array {t}")
-            if halves is not None:
-                self._check(halves, (torch.int16,), f"low half {t}")
-            if (tensor.dtype == torch.bfloat16) != (halves is not None and halves.shape == tensor.shape):
-                raise ValueError(f"array {t} is {tensor.dtype}: bfloat16 needs lower halves of its shape, others none")
+        check_arrays(self.tensors, self.low, self.device)
         self.kinds = [Kind(_STORAGES.get(a.dtype, triton_kernels.SPLIT), _block_d(a)) for a in self.tensors]
         """For each table, the kind of its weights."""
         self.by_rank = sorted(range(len(self.kinds)), key=lambda t: self.kinds[t])
@@ -69,17 +63,8 @@ class Arrays:
         for rank, t in enumerate(self.by_rank):
             self.bases[t] = rank << _ROW_BITS
 
-    def _check(self, tensor: Tensor, dtypes: Sequence[torch.dtype], what: str) -> None:
-        if tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device != self.device:
-            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise ValueError(
-                f"{what} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
-                f"pass contiguous {allowed} on {self.device}"
-            )
-
     @cached_property
     def addresses(self) -> Tensor:
-        """The address of each table, on the device."""
         return self.numbers([tensor.data_ptr() for tensor in self.tensors])
 
     @cached_property
@@ -89,16 +74,13 @@ class Arrays:
 
     @cached_property
     def dims(self) -> Tensor:
-        """The dim of each table, on the device."""
         return self.numbers([math.prod(tensor.shape[1:]) for tensor in self.tensors])
 
     @cached_property
     def ranked(self) -> Tensor:
-        """`by_rank` on the device."""
         return self.numbers(self.by_rank)
 
     def numbers(self, values: Sequence[Any]) -> Tensor:
-        """Returns `values` as int64 on the device."""
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
 
@@ -377,7 +359,6 @@ def _key_ends(sparse: KeyedJaggedTensor) -> list[int]:
 
 
 def _cat(parts: Sequence[Tensor], spans: Sequence[tuple[int, int, int, int]]) -> Tensor:
-    """Concatenates the spans of the parts."""
     merged: list[tuple[int, int, int]] = []
     for _, p, start, stop in spans:
         if merged and merged[-1][0] == p and merged[-1][2] == start:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -92,19 +93,15 @@ class Memory:
                 f"Memory: ssd is {self.ssd!r}, file is {self.file!r} and file_bytes is {self.file_bytes!r}; name "
                 "exactly one folder, or, for rows to lie in file before they go to ssd, all three"
             )
-        choices: dict[str, tuple[str, tuple[str, ...]]] = {
-            "writes": (self.writes, WRITES),
-            "io": (self.io, IOS),
-        }
         if self.writes == "gathered" and self.ssd is None:
             raise ValueError("Memory: writes is 'gathered', which is for block files; name ssd, a folder of a disk")
-        for name, (chosen, allowed) in choices.items():
-            if chosen not in allowed:
+        choices: dict[str, tuple[str, ...]] = {"writes": WRITES, "io": IOS}
+        for name, allowed in choices.items():
+            if (chosen := getattr(self, name)) not in allowed:
                 raise ValueError(f"Memory: {name} is {chosen!r}; choose one of {', '.join(allowed)}")
 
     @property
     def dram_bytes(self) -> int:
-        """`dram` in bytes."""
         return parse_bytes(self.dram)
 
     @property
@@ -182,20 +179,18 @@ class Memory:
         if self.file_bytes is None:
             return places
         tails = [table.num_rows - own.pinned for table, own in zip(tables, slots, strict=True)]
-        left = parse_bytes(self.file_bytes)
         rest = [t for t in sorted(range(len(tables)), key=lambda t: tails[t]) if tails[t] > 0]
         least = {t: _whole_sets(min(LEAST_ROWS, tails[t])) for t in rest}
-        for k, t in enumerate(rest):
-            level = left // sum(tables[u].record_bytes for u in rest[k:]) // SET_PLACES * SET_PLACES
-            places[t] = min(_whole_sets(tails[t]), level)
+        record_bytes, held = [table.record_bytes for table in tables], parse_bytes(self.file_bytes)
+        shares = _level([*map(_whole_sets, tails)], record_bytes, rest, held, unit=SET_PLACES)
+        for t, places[t] in shares.items():
             if places[t] < least[t]:
-                short = sum(least[u] * tables[u].record_bytes for u in rest) - parse_bytes(self.file_bytes)
+                short = sum(least[u] * record_bytes[u] for u in rest) - held
                 raise ValueError(
                     f"file_bytes is too small: {self.file} would hold {places[t]} of the {tails[t]:,} rows of table "
                     f"{tables[t].name!r} that are not pinned in DRAM. {short:,} bytes more are the least; raise it "
                     "(config memory.file_bytes, or hotrow.Memory), or leave file and file_bytes out"
                 )
-            left -= places[t] * tables[t].record_bytes
         return places
 
 
@@ -250,22 +245,53 @@ def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSl
     bookkeeping alone, or a hundred rows a table, are over the budget.
     """
     left = float(budget_bytes)
-    slots = [TableSlots(0, 0)] * len(tables)
-    costs = [table.num_rows * (table.record_bytes + ROW_BYTES) for table in tables]
-    sizes = sorted(range(len(tables)), key=lambda t: costs[t])
-    whole = 0.0
-    fits_all = sum(costs) <= budget_bytes
-    for t in sizes:
-        if whole + costs[t] > budget_bytes * (1.0 if fits_all else SMALL_TABLES_SHARE):
-            break
-        whole += costs[t]
-        slots[t] = TableSlots(tables[t].num_rows, 0)
-    rest = [t for t in sizes if slots[t].pinned == 0]
-    left -= whole + sum(tables[t].num_rows * tables[t].row_bytes for t in rest)
-    shares = _level(tables, rest, left)
-    for t, cached in shares.items():
-        slots[t] = TableSlots(0, cached)
-    return slots
+    whole, rest = _smallest_first([table.num_rows * (table.record_bytes + ROW_BYTES) for table in tables], budget_bytes)
+    slot_bytes = [table.record_bytes + METADATA_BYTES for table in tables]
+    left = budget_bytes - sum(tables[t].num_rows * (tables[t].record_bytes + ROW_BYTES) for t in whole)
+    left -= sum(tables[t].num_rows * tables[t].row_bytes for t in rest)
+    cached = _level([table.num_rows for table in tables], slot_bytes, rest, left)
+    for t in rest:
+        if cached[t] < min(LEAST_ROWS, tables[t].num_rows):
+            needed = sum(slot_bytes[u] * LEAST_ROWS + tables[u].num_rows * tables[u].row_bytes for u in rest)
+            raise ValueError(
+                f"the memory for tables is too small: table {tables[t].name!r} would keep {max(cached[t], 0)} of its "
+                f"{tables[t].num_rows:,} rows. About {size(needed)} more than the tables that lie in memory "
+                "whole are the least; raise dram (config memory.dram, or hotrow.Memory)"
+            )
+    return [TableSlots(0, cached[t]) if t in cached else TableSlots(own.num_rows, 0) for t, own in enumerate(tables)]
+
+
+def plan_slots_on_device(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
+    """Returns slots: small tables whole, smallest first, up to half of the budget; equal numbers for the others."""
+    costs = [table.num_rows * table.record_bytes for table in tables]
+    whole, rest = _smallest_first(costs, budget_bytes)
+    rest.sort(key=lambda t: tables[t].num_rows)
+    left = budget_bytes - sum(costs[t] for t in whole)
+    cached = _level([table.num_rows for table in tables], [table.record_bytes for table in tables], rest, left)
+    return [TableSlots(0, cached[t]) if t in cached else TableSlots(own.num_rows, 0) for t, own in enumerate(tables)]
+
+
+def _smallest_first(costs: Sequence[float], budget_bytes: int) -> tuple[list[int], list[int]]:
+    """Returns the tables that lie in memory whole, up to SMALL_TABLES_SHARE or all, and the others; smallest first."""
+    order = sorted(range(len(costs)), key=lambda t: costs[t])
+    most = budget_bytes * (1.0 if sum(costs) <= budget_bytes else SMALL_TABLES_SHARE)
+    count = sum(total <= most for total in accumulate(costs[t] for t in order))
+    return order[:count], order[count:]
+
+
+def _level(
+    most: Sequence[int], slot_bytes: Sequence[int], order: Sequence[int], left: float, *, unit: int = 1
+) -> dict[int, int]:
+    """Returns equal numbers of slots for the tables of `order`, multiples of `unit`, but at most most[t] for table t.
+
+    Tables are served in this order; what one does not need is for those after it.
+    """
+    shares = {}
+    for k, t in enumerate(order):
+        level = int(left // sum(slot_bytes[u] for u in order[k:])) // unit * unit
+        shares[t] = min(most[t], level)
+        left -= shares[t] * slot_bytes[t]
+    return shares
 
 
 def num_bytes(table: TableDemand, slots: TableSlots) -> float:
@@ -290,27 +316,6 @@ def check_plan(tables: Sequence[TableDemand], slots: Sequence[TableSlots], budge
     if needed > budget_bytes:
         raise ValueError(f"Memory: plan takes {needed:,.0f} bytes; there are {budget_bytes:,} for slots")
     return slots
-
-
-def _level(tables: Sequence[TableDemand], rest: Sequence[int], left: float) -> dict[int, int]:
-    """Returns equal numbers of slots for the tables of `rest`, smallest first, but no more than a table has rows."""
-    shares = {}
-    for k, t in enumerate(rest):
-        per_level = sum(tables[u].record_bytes + METADATA_BYTES for u in rest[k:])
-        cached = min(tables[t].num_rows, int(left / per_level))
-        if cached < min(LEAST_ROWS, tables[t].num_rows):
-            needed = sum(
-                (tables[u].record_bytes + METADATA_BYTES) * LEAST_ROWS + tables[u].num_rows * tables[u].row_bytes
-                for u in rest
-            )
-            raise ValueError(
-                f"the memory for tables is too small: table {tables[t].name!r} would keep {max(cached, 0)} of its "
-                f"{tables[t].num_rows:,} rows. About {size(needed)} more than the tables that lie in memory "
-                "whole are the least; raise dram (config memory.dram, or hotrow.Memory)"
-            )
-        shares[t] = cached
-        left -= cached * (tables[t].record_bytes + METADATA_BYTES)
-    return shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +349,6 @@ class DeviceMemory:
 
     @property
     def hbm_bytes(self) -> int:
-        """`hbm` in bytes."""
         return parse_bytes(self.hbm)
 
     def slots(self, tables: Sequence[TableDemand], hbm_bytes: int | None = None) -> list[TableSlots]:
@@ -395,7 +399,6 @@ class DeviceMemory:
 
 
 def free_bytes(device: str) -> int:
-    """Returns how much memory of a device is free now."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     return available_memory_bytes()
@@ -409,21 +412,3 @@ def raise_to(hbm_bytes: int) -> str:
 def slot_bytes(hbm_bytes: int) -> int:
     """Returns the part of a device's budget that is for slots."""
     return hbm_bytes - hbm_bytes // MOVING_SHARE
-
-
-def plan_slots_on_device(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
-    """Returns slots: small tables whole, smallest first, up to half of the budget; equal numbers for the others."""
-    slots = [TableSlots(0, 0)] * len(tables)
-    costs = [table.num_rows * table.record_bytes for table in tables]
-    order = sorted(range(len(tables)), key=lambda t: costs[t])
-    share = 1.0 if sum(costs) <= budget_bytes else SMALL_TABLES_SHARE
-    left, limit = budget_bytes, budget_bytes * (1 - share)
-    while order and left - costs[order[0]] >= limit:
-        t = order.pop(0)
-        slots[t], left = TableSlots(tables[t].num_rows, 0), left - costs[t]
-    order.sort(key=lambda t: tables[t].num_rows)
-    for k, t in enumerate(order):
-        level = left // sum(tables[u].record_bytes for u in order[k:])
-        slots[t] = TableSlots(0, min(tables[t].num_rows, level))
-        left -= slots[t].cached * tables[t].record_bytes
-    return slots

@@ -11,7 +11,7 @@ are those of kernels/triton_ops.py. Which rows are copied, and when, is for hot/
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -23,35 +23,28 @@ from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, Rule
 from hotrow.placement.base import (
     NO_LEASE,
-    SOME_FROZEN,
     Attached,
-    Changes,
-    KernelSet,
     Lease,
     Placement,
     RowIds,
     Rows,
-    RowsInMemory,
-    State,
     Use,
 )
 from hotrow.placement.budget import free_bytes
-from hotrow.tables import TableConfig
+from hotrow.placement.dram import RowsInMemory
+from hotrow.placement.slots import SOME_FROZEN
 
 PIECE_BYTES = 32 << 20
-"""At most so many bytes of rows are on their way to a device at once, so that pinned memory stays small."""
+"""The most bytes of rows on their way to a device at once, so that pinned memory stays small."""
 
 
 class CopiedRows(Protocol):
     """The rows of one table that have copies: rows [0, prefix), and those of `listed`, rising, none below prefix."""
 
     @property
-    def prefix(self) -> int:
-        """How many first rows."""
-
+    def prefix(self) -> int: ...
     @property
-    def listed(self) -> NDArray[np.int64]:
-        """The other rows."""
+    def listed(self) -> NDArray[np.int64]: ...
 
 
 class Copies(Placement):
@@ -71,7 +64,7 @@ class Copies(Placement):
         self.tables, self.weights, self.low = below.tables, below.weights, below.low
         self._attached, self._rows = attached, rows
         self._table_of = {name: t for t, table in enumerate(below.tables) for name in table.feature_names}
-        self._fast: FastMemory = InDram(below) if device is None else OnDevice(below, device)
+        self._fast: InDram | OnDevice = InDram(below) if device is None else OnDevice(below, device)
         self.device, self.kernels = self._fast.device, self._fast.kernels
         nums = [own.prefix + len(own.listed) for own in rows]
         room = self._fast.room
@@ -82,60 +75,26 @@ class Copies(Placement):
             [room(n, state.array) for state in own] for own, n in zip(attached.states.values(), nums, strict=True)
         ]
         self.arrays = self._fast.arrays(weights, low)
-        self._state_arrays = [self._fast.arrays(arrays) for arrays in zip(*states, strict=True)]
+        state_arrays = [self._fast.arrays(arrays) for arrays in zip(*states, strict=True)]
+        self._attached_copies = Attached(attached.states, state_arrays)
         stored = [RowsInMemory(weight, half) for weight, half in zip(weights, low, strict=True)]
         self._copies = [[own, *map(RowsInMemory, arrays)] for own, arrays in zip(stored, states, strict=True)]
         """By table, the copies of its weights and of each state."""
         self.changed = False
         """Whether a step has changed the copies since they were loaded or saved."""
 
-    @property
-    def stall_s(self) -> float:
-        """See Placement."""
-        return self.below.stall_s
-
-    @property
-    def changes(self) -> Changes | None:
-        """See Placement."""
-        return self.below.changes
-
     def check(self, use: Use) -> None:
-        """See Placement."""
         if use == "freeze_some":
             raise ValueError(SOME_FROZEN)
         self._refuse()
 
-    def _refuse(self) -> None:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
             "the tables' hot rows are out of date, their copies on the fast device are live: read and change "
             "tables inside `with copies.flushed()`, or after copies.give_back()"
         )
 
-    def attach(self, states: dict[str, Sequence[State]]) -> Attached:
-        """Raises RuntimeError: states belong to the tables."""
-        self._refuse()
-        raise AssertionError
-
-    def rows(self, table: str, state: State | None = None) -> Rows:
-        """Raises RuntimeError: the tables are out of date."""
-        self._refuse()
-        raise AssertionError
-
-    def grow(self, table: TableConfig) -> None:
-        """Raises RuntimeError: the tables are out of date."""
-        self._refuse()
-
-    def flush(self) -> None:
-        """Raises RuntimeError: the tables are out of date."""
-        self._refuse()
-
-    def counters(self) -> dict[str, dict[str, int]]:
-        """See Placement: those below."""
-        return self.below.counters()
-
-    def close(self) -> None:
-        """See Placement."""
-        self.below.close()
+    attach = rows = grow = flush = _refuse
 
     # ---- batches
 
@@ -150,36 +109,28 @@ class Copies(Placement):
                 _move(name, own, beyond, values[span])
         return NO_LEASE, sparse.with_values(values)
 
-    def update(
-        self,
-        lookups: Sequence[tuple[ops.Kernels, KeyedJaggedTensor, Tensor]],
-        attached: Attached,
-        rules: Sequence[Rule],
-    ) -> None:
+    def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         """See Placement. The tables are out of date until the copies are saved."""
         self.changed = True
-        if lookups:
-            self.kernels.pooled.update(self.arrays, self._state_arrays, lookups, rules)
+        super().update(lookups, self._attached_copies, rules)
 
     # ---- to and fro
 
     @torch.no_grad()
     def load(self) -> None:
-        """Makes the copies what the tables are."""
         for table, copies, rows, slots in self._moves():
             copies.write(slots, self._fast.over(table.read(rows)))
         self._fast.wait()
 
     @torch.no_grad()
     def save(self) -> None:
-        """Makes the tables' rows what the copies are."""
         for table, copies, rows, slots in self._moves():
             table.write(rows, self._fast.back(copies.read(slots)))
         self._fast.wait()
         self.changed = False
 
     def wait(self) -> None:
-        """Sleeps until what was asked for where the copies lie is done."""
+        """Sleeps until all work that was started where the copies lie is done."""
         self._fast.wait()
 
     def _moves(self) -> Iterator[tuple[Rows, RowsInMemory, RowIds, slice]]:
@@ -214,91 +165,57 @@ def _move(feature: str, own: CopiedRows, beyond: Tensor, ids: Tensor) -> None:
     ids[beyond] = (own.prefix + places).to(ids.dtype)
 
 
-class FastMemory(Protocol):
-    """Where copies lie."""
-
-    device: torch.device
-    kernels: KernelSet
-    """What looks up and updates rows there."""
-    piece_bytes: int | None
-    """Of rows of one array on their way, at most so many; None: any number."""
-
-    def room(self, num_rows: int, like: Tensor) -> Tensor:
-        """Memory for so many rows of an array. MemoryError or torch's OutOfMemoryError where there is none."""
-
-    def arrays(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> Any:
-        """As the kernels there take them."""
-
-    def over(self, values: Tensor) -> Tensor:
-        """`values`, which lie in DRAM, where copies lie."""
-
-    def back(self, values: Tensor) -> Tensor:
-        """`values`, which lie where copies do, in DRAM; until the next call."""
-
-    def wait(self) -> None:
-        """Sleep until what was asked for there is done."""
-
-
 class InDram:
-    """Memory of this machine beside the tables."""
-
-    piece_bytes: int | None = None
+    """Memory of this machine beside the tables, for copies; nothing that is asked for here is done later."""
 
     device = torch.device("cpu")
+    piece_bytes: int | None = None
+    """The most bytes of rows of one array on their way; None: any number."""
 
     def __init__(self, below: Placement) -> None:
         self.kernels = below.kernels
 
     def room(self, num_rows: int, like: Tensor) -> Tensor:
-        """As tables are allocated."""
+        """Returns memory for so many rows of an array. Raises MemoryError if there is none."""
         return ops.allocate(num_rows, *like.shape[1:], dtype=like.dtype)
 
-    def arrays(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> ops.Arrays:
-        """Of hotrow.kernels.ops."""
+    def arrays(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> Any:
         return ops.Arrays(tensors, low)
 
     def over(self, values: Tensor) -> Tensor:
-        """Themselves."""
+        """Returns `values`, which lie in DRAM, where copies lie."""
         return values
 
     def back(self, values: Tensor) -> Tensor:
-        """Themselves."""
+        """Returns `values`, which lie where copies do, in DRAM; they hold until the next call."""
         return values
 
     def wait(self) -> None:
-        """Nothing is done later here."""
+        """Sleeps until everything that was asked for is done."""
 
 
 class OnDevice:
-    """Memory of a device with the kernels of triton_ops.py; of the CPU only if Triton's interpreter runs them.
+    """Memory of a device with the kernels of triton_ops.py, for copies; of the CPU only if Triton's interpreter runs.
 
-    Raises ImportError where Triton is not installed.
+    The methods are those of `InDram`. Raises ImportError if Triton is not installed.
     """
 
     piece_bytes: int | None = PIECE_BYTES
 
     def __init__(self, below: Placement, device: torch.device) -> None:
-        try:
-            from hotrow.kernels.triton_moves import Buffers, Streams
-            from hotrow.kernels.triton_ops import Arrays, Kernels
-        except ModuleNotFoundError as error:
-            if error.name != "triton":
-                raise
-            raise ImportError("copies of hot rows on a device need Triton: pip install 'hotrow[gpu]'") from error
+        triton = ops.triton("copies of hot rows on a device")
+        from hotrow.kernels.triton_moves import Buffers, Streams
+
         self.device = device
-        self._streams, self._buffers, self._arrays = Streams(device), Buffers(device), Arrays
-        self.kernels = KernelSet(Layout.of(below.tables), Kernels)
+        self.arrays: Any = triton.Arrays
+        self._streams, self._buffers = Streams(device), Buffers(device)
+        self.kernels = ops.KernelSet(Layout.of(below.tables), triton.Kernels)
 
     def room(self, num_rows: int, like: Tensor) -> Tensor:
-        """Of torch's allocator."""
         return torch.empty(num_rows, *like.shape[1:], dtype=like.dtype, device=self.device)
 
-    def arrays(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> Any:
-        """Of hotrow.gpu. Raises ValueError for a device that the kernels do not run on."""
-        return self._arrays(tensors, low)
-
     def over(self, values: Tensor) -> Tensor:
-        """Through pinned memory; the host goes on meanwhile."""
+        # Through pinned memory, so that the host goes on meanwhile.
         staged = self._buffers.take(values.nbytes)
         staged.view(values.dtype).view(values.shape).copy_(values)
         found = staged.to(self.device, non_blocking=True, copy=True)
@@ -306,7 +223,6 @@ class OnDevice:
         return found.view(values.dtype).view(values.shape)
 
     def back(self, values: Tensor) -> Tensor:
-        """Through pinned memory, when they are there."""
         staged = self._buffers.take(values.nbytes)
         found = staged.view(values.dtype).view(values.shape)
         found.copy_(values, non_blocking=True)
@@ -316,7 +232,6 @@ class OnDevice:
         return found
 
     def wait(self) -> None:
-        """So that seconds are those of the copies."""
         self._streams.moment().wait()
 
 

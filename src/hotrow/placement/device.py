@@ -1,11 +1,11 @@
-"""Tables in host memory with slots in device memory before them: rows come to the device before their batch does.
+"""Slots in device memory in front of tables in host memory: rows come to the device before their batch does.
 
     ids of a batch --admit--> slots; rows are held below --land--> slots filled --take--> lookup, update --release-->
 
-Every row of a table lies below: in DRAM, or in tiers (`Backing`). Device memory has slots for some: the first rows of a
-table for good, and whichever of the others are in use. Updates happen in slots; a row that was updated is copied back
-when its slot is needed, and by `flush`. Kernels are given slots instead of ids: no result depends on what is decided
-here. Which row lies where: slots.py; how many slots there are: budget.py. Next: kernels/triton_moves.py.
+Every row of a table lies below: in DRAM, or in tiers (`Backing`). Device memory has slots for some of them: for the
+first rows of a table always, for the others while they are in use. Updates happen in slots; an updated row is copied
+back when its slot is needed, and by `flush`. The kernels get slots instead of ids, so no result depends on what is
+decided here. Which row lies where: slots.py; how many slots there are: budget.py. Next: kernels/triton_moves.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.kernels.ops import Kernels
+from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, Rule
-from hotrow.placement.base import SOME_FROZEN, Attached, Changes, KernelSet, Placement, Rows, State, Use
+from hotrow.placement.base import Attached, Placement, Rows, State, Use
 from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, TableSlots, raise_to
-from hotrow.placement.slots import Announced, Directory, Held, Moves, Span, bad_id, spans_of
+from hotrow.placement.slots import SOME_FROZEN, Announced, Directory, Held, Moves, Span, bad_id, spans_of
 from hotrow.placement.stores import StoreError
 from hotrow.tables import TableConfig
 
@@ -40,14 +40,14 @@ Numbers = NDArray[np.int64]
 
 @dataclass
 class Landing:
-    """Rows that have slots and are held below, to be copied over in the order in which slots were given."""
+    """Rows that have slots and are held below; they are copied over in the order in which slots were given."""
 
     held: Held
     slots: list[Numbers]
     num_sent: int
-    """Moves to the host before it: what they took there may be what comes now."""
+    """Number of moves to the host before it, which may carry the rows that come now."""
     arrived: Moment | None = None
-    """Once copies are under way."""
+    """Set when the copies are under way."""
 
 
 class DeviceFlight:
@@ -63,27 +63,27 @@ class DeviceFlight:
         self.release(updated=False)  # a lookup whose output nobody wanted
 
     def release(self, *, updated: bool) -> None:
-        """The batch is over; updated: its rows have changed. Later calls do nothing."""
+        """Ends the lease; updated: the rows have changed. Later calls do nothing."""
         if not self.released:
             self.released = True
             self._owner.release(self.pinned, updated=updated)
 
 
 class Backing(Placement, Protocol):
-    """A placement that can stand below a device: its rows can be held in places of host memory while they are moved."""
+    """A placement that can stand below a device: it can hold rows in host memory while they are moved."""
 
     @property
     def piece_bytes(self) -> int | None:
-        """Rows that are held without being kept take at most so many bytes at once; None: any number."""
+        """The most bytes of rows to hold at once without `keep`; None: any number."""
 
     def parts(self) -> list[list[Tensor]]:
         """Returns by table what makes up a row: weights, lower halves of split ones, and states that are attached."""
 
     def hold(self, rows: Sequence[Numbers], *, keep: bool) -> Held:
-        """Brings different rows of each table to their places. keep: they are worth memory for longer."""
+        """Brings rows of each table, no row twice, to places in host memory. keep: they stay in the cache, if any."""
 
     def check_stores(self) -> None:
-        """Raises StoreError if a store has failed, whichever rows it was to move."""
+        """Raises StoreError if any store has failed."""
 
 
 class Device(Placement):
@@ -94,24 +94,24 @@ class Device(Placement):
 
     looks_ahead = True
     stall_s = 0.0
-    """Seconds that training batches waited for rows from below, and for room there, announced ones among them."""
+    """Seconds that training batches, announced ones included, waited for rows from below and for room there."""
 
     def __init__(self, memory: DeviceMemory, below: Backing) -> None:
         self.tables, self.layout, self.memory = below.tables, Layout.of(below.tables), memory
         self.device = torch.device(memory.device)
         self.below: Backing = below
         self.weights, self.low = below.weights, below.low
-        self.kernels = KernelSet(self.layout, _triton_kernels())
+        self.kernels = ops.KernelSet(self.layout, ops.triton("tables on a device").Kernels)
         self._num_states = 0
         self.directories: list[Directory] = []
         self.slots: list[TableSlots] = []
-        """Of each table, once it is laid out."""
+        """By table, known when the tables are laid out."""
         self._parts: list[list[Tensor]] = []
         self.arrays: Any = None
-        """Weights by slot, once they are laid out, a `triton_ops.Arrays`; it stands in for `ops.Arrays`."""
-        self._mover: Mover | None = None
+        """A `triton_ops.Arrays` of the weights by slot; None until the tables are laid out."""
+        self._mover: Mover
         self.announced: Announced[DeviceFlight] = Announced()
-        self._asked: dict[int, tuple[KeyedJaggedTensor, Held]] = {}
+        self._asked: Announced[Held] = Announced()
         """Announced batches without room yet: their rows are held below."""
         self.postponed = 0
         """Announcements for which there was no room yet."""
@@ -121,13 +121,7 @@ class Device(Placement):
         """Why rows may be lost, and the cure."""
         self._lock = threading.RLock()
 
-    @property
-    def changes(self) -> Changes | None:
-        """See Placement."""
-        return self.below.changes
-
     def check(self, use: Use) -> None:
-        """See Placement."""
         self.below.check(use)
         if use == "copy":
             raise TypeError("a collection with slots on a device cannot be copied or pickled; copy its state_dict()")
@@ -138,18 +132,14 @@ class Device(Placement):
 
     # ---- where rows lie
 
-    def new_state(self, shape: Sequence[int]) -> Tensor:
-        """See Placement: below, where every row has one."""
-        return self.below.new_state(shape)
-
     def attach(self, states: dict[str, Sequence[State]]) -> Attached:
-        """See Placement. The states get slots beside the weights. Raises ValueError if these are laid out already."""
+        """Gives the states slots beside the weights. Raises ValueError if the slots are laid out already."""
         if self.arrays is not None:
             raise ValueError(
                 "the tables have their slots on the device already, by the first lookup or another optimizer: make the "
                 "optimizer right after the EmbeddingCollection, and only one"
             )
-        self._attached_below = self.below.attach(states)  # as long as it lives, the states are parts below
+        self._attached_below = self.below.attach(states)  # while it lives, the states are parts below
         count = self._num_states = len(states[self.tables[0].name])
         arrays = self._lay_out()
         return Attached(states, [arrays([parts[k - count] for parts in self._parts]) for k in range(count)])
@@ -185,19 +175,18 @@ class Device(Placement):
 
     @property
     def slots_bytes(self) -> int:
-        """What the slots take on the device."""
         return sum(part.nbytes for parts in self._parts for part in parts)
 
     # ---- batches in flight
 
     def announce(self, sparse: KeyedJaggedTensor) -> None:
-        """Bring the rows of a training batch that comes later, and keep them until it has been, if there is room.
+        """Brings the rows of a training batch that comes later, and keeps them until it has been trained.
 
-        Without room they are asked for below. One with an id out of range is left to its lookup, which refuses it when
-        its turn comes.
+        If there are not enough slots yet, the rows are brought to host memory only. A batch with an id out of range is
+        left to its lookup, which raises the error.
         """
         with self._lock:
-            if sparse in self.announced or id(sparse.values) in self._asked:
+            if sparse in self.announced or sparse in self._asked:
                 return
             spans = self._spans(sparse)
             rows = self._rows(sparse, spans)
@@ -209,38 +198,32 @@ class Device(Placement):
                     return
                 self.announced.add(sparse, self._admit(sparse, spans, rows, keep=True))
             started = time.perf_counter()
-            # Whether rows have come from disk cannot be asked without waiting: those of the nearer half should have.
+            # Nobody can ask without waiting whether rows have come from disk; those of the nearer half should have.
             self._land(most_left=(len(self.announced) + 1) // 2)
             self.stall_s += time.perf_counter() - started
 
     def _ask(self, sparse: KeyedJaggedTensor, rows: Sequence[Numbers]) -> None:
         self.postponed += 1
         absent = [directory.absent(own) for directory, own in zip(self.directories, rows, strict=True)]
-        self._asked[id(sparse.values)] = (sparse, self.below.hold(absent, keep=True))
+        self._asked.add(sparse, self.below.hold(absent, keep=True))
 
     @contextmanager
     def _counting_room(self) -> Iterator[None]:
-        """What is waited for room below inside the block is a stall."""
+        """Counts the time that the block waits for room below as a stall."""
         before = self.below.stall_s
         yield
         self.stall_s += self.below.stall_s - before
 
     def forget(self, sparse: KeyedJaggedTensor) -> None:
-        """A batch that was announced will not come, or has been."""
         with self._lock:
             self.announced.forget(sparse)
-            self._ask_no_more(sparse)
-
-    def _ask_no_more(self, sparse: KeyedJaggedTensor) -> None:
-        if (asked := self._asked.pop(id(sparse.values), None)) is not None:
-            asked[1].release(updated=False)
+            self._asked.forget(sparse)
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[DeviceFlight, KeyedJaggedTensor]:
-        """The flight of this batch and the batch with slots for ids; what runs from now on finds its rows there.
+        """Returns the flight of this batch and the batch with slots for ids; later work on the device finds its rows.
 
-        Raises ValueError for an id out of range, and where its rows and those of batches whose step is yet to come are
-        more than there are slots; StoreError where a store has failed, also where these rows need none: it was to keep
-        others.
+        Raises ValueError for an id out of range, and if the batch and those before their step need more slots than
+        there are. Raises StoreError if any store has failed, because it was to keep other rows.
         """
         with self._lock:
             spans = self._spans(sparse)
@@ -252,7 +235,7 @@ class Device(Placement):
                 flight = self._make_room_and_admit(sparse, spans, keep=training)
             self.refresh()
             self._land(flight.landing)
-            self._ask_no_more(sparse)
+            self._asked.forget(sparse)
             self.stall_s += training * (time.perf_counter() - started)
             self._raise_failure()
             assert flight.landing.arrived is not None
@@ -260,7 +243,7 @@ class Device(Placement):
             return flight, sparse.with_values(flight.slots)
 
     def fits(self, sparse: KeyedJaggedTensor) -> bool:
-        """See Placement: not if a batch to be scored, of two samples or more, has more rows than there are slots."""
+        """Returns False for a batch to be scored that has more rows than there are slots, and two samples or more."""
         if torch.is_grad_enabled() or sparse.stride < 2:
             return True
         with self._lock:
@@ -270,13 +253,8 @@ class Device(Placement):
                 for own, slots in zip(rows, self.slots, strict=True)
             )
 
-    def update(
-        self,
-        lookups: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
-        attached: Attached,
-        rules: Sequence[Rule],
-    ) -> None:
-        """See Placement. Rows may have been changed below since the lookups."""
+    def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
+        # Rows may have changed below since the lookups.
         self.refresh()
         super().update(lookups, attached, rules)
 
@@ -315,7 +293,7 @@ class Device(Placement):
         return spans_of(self.layout, sparse)
 
     def _rows(self, sparse: KeyedJaggedTensor, spans: Sequence[Span]) -> list[NDArray[np.int64]] | None:
-        """The different rows of each table that the batch looks up, rising; None where an id is out of range."""
+        """Returns by table the rows that the batch looks up, rising, each once; None if an id is out of range."""
         ids = sparse.values.numpy()
         found = []
         for t, table in enumerate(self.tables):
@@ -327,7 +305,7 @@ class Device(Placement):
         return found
 
     def _num_short(self, rows: Sequence[NDArray[np.int64]]) -> tuple[int, int] | None:
-        """The first table without room for its rows, and how many slots are missing."""
+        """Returns the first table without room for its rows, and how many slots are missing; None if all have room."""
         for t, own in enumerate(rows):
             if missing := self.directories[t].num_short(own):
                 return t, missing
@@ -351,14 +329,13 @@ class Device(Placement):
             raise
 
     def _raise_failure(self) -> None:
-        """Raise StoreError where rows are lost here or below."""
+        """Raises StoreError if rows are lost here or below."""
         if self._lost is not None:
             raise StoreError(self._lost)
         self.below.check_stores()
 
     def _exchange(self, moves: Sequence[Moves], *, keep: bool) -> Landing:
-        """Rows that leave are read before others are laid into their slots: copies keep their order."""
-        assert self._mover is not None
+        """Sends back the rows that leave, then starts to bring those that come; copies keep this order."""
         num_sent = self._mover.num_sent
         for rows, slots in self._pieces([each.leaving for each in moves], [each.leaving_slots for each in moves]):
             self._mover.send_back(self.below.hold(rows, keep=True), _tensors(slots), after=self._released)
@@ -370,8 +347,7 @@ class Device(Placement):
         return landing
 
     def _land(self, until: Landing | None = None, *, most_left: int = 0) -> None:
-        """Copy what is held over, first come first: up to `until`, or as long as more than `most_left` wait."""
-        assert self._mover is not None
+        """Copies held rows over in order: up to `until`, or until no more than `most_left` landings wait."""
         while until.arrived is None if until is not None else len(self._landings) > most_left:
             first = self._landings[0]
             self._mover.settle(first.num_sent)
@@ -381,7 +357,6 @@ class Device(Placement):
             self._landings.popleft()
 
     def _bring(self, places: Sequence[Numbers], slots: Sequence[Numbers]) -> Moment:
-        assert self._mover is not None
         arrived = self._released
         for some_places, some_slots in self._pieces(places, slots):
             arrived = self._mover.bring(_tensors(some_places), _tensors(some_slots), after=self._released)
@@ -390,7 +365,7 @@ class Device(Placement):
     def _pieces(
         self, rows: Sequence[Numbers], slots: Sequence[Numbers], most_bytes: int | None = None
     ) -> Iterator[tuple[list[Numbers], list[Numbers]]]:
-        """They in pieces that take no more than what is set aside for rows on their way, nor than `most_bytes`."""
+        """Yields rows and slots in pieces within the memory for rows on their way, and within `most_bytes`."""
         most = max(1, self.memory.hbm_bytes // MOVING_SHARE // 2)
         most = most if most_bytes is None else min(most, most_bytes)
         total = sum(len(own) * num_bytes for own, num_bytes in zip(rows, self._record_bytes, strict=True))
@@ -401,7 +376,7 @@ class Device(Placement):
             yield [own[k] for own in cut_rows], [own[k] for own in cut_slots]
 
     def release(self, pinned: Sequence[Numbers], *, updated: bool) -> None:
-        """A batch is over, whose rows lie in slots `pinned`; for flights."""
+        """Ends the lease of a batch whose rows lie in slots `pinned`; flights call it."""
         with self._lock:
             for directory, slots in zip(self.directories, pinned, strict=True):
                 directory.release(slots, updated=updated)
@@ -410,31 +385,26 @@ class Device(Placement):
     # ---- what lies below
 
     def rows(self, table: str, state: State | None = None) -> Rows:
-        """See Placement: those below, after `flush`."""
+        """Returns the rows below, after `flush`."""
         self.flush()
         return self.below.rows(table, state)
 
     def grow(self, table: TableConfig) -> None:
-        """Raises ValueError: the slots are shared out when they are made."""
+        """Raises ValueError: the number of slots is fixed when they are made."""
         raise ValueError(
             f"table {table.name!r} has slots on a device and cannot grow: make a collection with more rows"
         )
 
-    def close(self) -> None:
-        """See Placement."""
-        self.below.close()
-
     def flush(self) -> None:
-        """Below every row is as it is, and may be changed: rows on the device are read again after.
+        """Copies changed rows back, so that every row below is current and may be changed there.
 
-        Raises StoreError where rows are lost.
+        The slots are read again before their next use. Raises StoreError if rows are lost.
         """
         with self._lock:
             self._raise_failure()
             if self.arrays is None or self._stale:
                 return
-            assert self._mover is not None
-            self._land()
+                self._land()
             dirty = [np.flatnonzero(directory.dirty) for directory in self.directories]
             rows = [directory.row_of[slots] for directory, slots in zip(self.directories, dirty, strict=True)]
             for some_rows, some_slots in self._pieces(rows, dirty, self.below.piece_bytes):
@@ -449,7 +419,7 @@ class Device(Placement):
             self._stale = True
 
     def refresh(self) -> None:
-        """Rows on the device are those below again, after a `flush`."""
+        """Reads the slots again from below, if there was a `flush`."""
         with self._lock:
             if not self._stale:
                 return
@@ -466,19 +436,8 @@ class Device(Placement):
             self._stale = False
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """By table: rows that batches named, those that were there, came, left, and were copied back."""
+        """Returns by table how many rows batches named, were there, came, left, and were copied back."""
         return {table.name: dict(own.counts) for table, own in zip(self.tables, self.directories, strict=False)}
-
-
-def _triton_kernels() -> Any:
-    """Returns the ops for devices. Raises ImportError if Triton is not installed."""
-    try:
-        from hotrow.kernels.triton_ops import Kernels
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise ImportError("tables on a device need Triton: pip install 'hotrow[gpu]'") from error
-    return Kernels
 
 
 def _tensors(numbers: Sequence[Numbers]) -> list[Tensor]:

@@ -14,22 +14,42 @@ from torch import Tensor
 from hotrow.base.files import size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, row_key
-from hotrow.placement.base import (
-    NO_LEASE,
-    PIECE_BYTES,
-    Attached,
-    KernelSet,
-    Placement,
-    Rows,
-    RowsInMemory,
-    State,
-)
+from hotrow.kernels.reference import Layout, row_key, widen, write_rows
+from hotrow.placement.base import NO_LEASE, Attached, Placement, RowIds, Rows, State
 from hotrow.placement.slots import Held
 from hotrow.tables import TableConfig
 
+PIECE_BYTES = 1 << 24
+"""Rows in memory are read and written in pieces of at most this size, so that a conversion needs little memory."""
 ADDRESS_SPACE = 1 << 47
 """Bytes that a process can address on x86-64; on arm64 at least as many."""
+
+
+class RowsInMemory(Rows):
+    """The rows of a tensor [N, ...], or of split weights: the upper halves in `array`, the lower ones in `low`."""
+
+    def __init__(self, array: Tensor, low: Tensor | None = None) -> None:
+        self.array, self.low = array, low
+        self.shape, self.dtype = array.shape, array.dtype if low is None else torch.float32
+        self.piece_rows = max(1, PIECE_BYTES // max(1, 4 * array[:1].numel()))
+
+    def read(self, rows: RowIds, /) -> Tensor:
+        if self.low is not None:
+            return widen(self.array[rows], self.low[rows])
+        if isinstance(rows, slice):
+            return self.array[rows]
+        # On pages of their own: malloc would keep them, cut up by what comes after, and the next piece take others.
+        out = ops.allocate(len(rows), *self.array.shape[1:], dtype=self.array.dtype)
+        return torch.index_select(self.array, 0, rows, out=out)
+
+    def write(self, rows: RowIds, values: Tensor, /) -> None:
+        if values.dtype == self.array.dtype:
+            self.array[rows] = values
+        else:
+            write_rows(self.array, self.low, rows, values.float())
+
+    def whole(self) -> Tensor:
+        return self.array if self.low is None else super().whole()
 
 
 class Dram(Placement):
@@ -47,16 +67,13 @@ class Dram(Placement):
             self.weights, self.low = dict(weights), {}
         else:
             _check_memory(self.tables)
-            shapes = {table: (table.num_embeddings, table.embedding_dim) for table in self.tables}
-            self.weights = {t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype)) for t, shape in shapes.items()}
-            split = [name for name, weight in self.weights.items() if weight.dtype == torch.bfloat16]
-            self.low = {name: ops.allocate(*self.weights[name].shape, dtype=torch.int16) for name in split}
+            self.weights, self.low = allocate_weights(self.tables)
             for table in self.tables:
                 fill_initial_rows(self._stored(table.name), table, seed)
         self._prepare()
 
     def _prepare(self) -> None:
-        self.kernels = KernelSet(Layout.of(self.tables))
+        self.kernels = ops.KernelSet(Layout.of(self.tables))
         self._attached: weakref.WeakSet[Attached] = weakref.WeakSet()
         self._take_arrays()
 
@@ -72,7 +89,7 @@ class Dram(Placement):
         self._prepare()
 
     def attach(self, states: dict[str, Sequence[State]]) -> Attached:
-        """See Placement. Several optimizers may be attached, each with states of its own."""
+        # Several optimizers may be attached, each with states of its own.
         for table in self.tables:
             stored = self._stored(table.name)
             for state in states[table.name]:
@@ -87,11 +104,10 @@ class Dram(Placement):
         return RowsInMemory(self.weights[table], self.low.get(table))
 
     def rows(self, table: str, state: State | None = None) -> Rows:
-        """See Placement."""
         return self._stored(table) if state is None else RowsInMemory(state.array)
 
     def grow(self, table: TableConfig) -> None:
-        """See Placement. The table's arrays move to larger memory: for a moment they are there twice."""
+        """Moves the table's arrays to larger memory: for a moment they are there twice."""
         t = next(t for t, each in enumerate(self.tables) if each.name == table.name)
         first, stored = self.tables[t].num_embeddings, self._stored(table.name)
         states = [state for attached in self._attached for state in attached.states[table.name]]
@@ -111,7 +127,6 @@ class Dram(Placement):
     piece_bytes: int | None = None
 
     def parts(self) -> list[list[Tensor]]:
-        """See Backing, in device.py."""
         found = []
         for name, weight in self.weights.items():
             low = [self.low[name]] if name in self.low else []
@@ -119,11 +134,22 @@ class Dram(Placement):
         return found
 
     def hold(self, rows: Sequence[NDArray[np.int64]], *, keep: bool) -> Held:
-        """See Backing."""
         return Held(NO_LEASE, [torch.from_numpy(own) for own in rows], ready=True)
 
     def check_stores(self) -> None:
-        """See Backing: there is nothing that could fail."""
+        """Does nothing: there is no store that could fail."""
+
+
+def allocate_weights(
+    tables: Sequence[TableConfig], *, sparse: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns zeros for the weights of each table, and for the lower halves of bfloat16 tables."""
+
+    def zeros(table: TableConfig, dtype: torch.dtype) -> Tensor:
+        return ops.allocate(table.num_embeddings, table.embedding_dim, dtype=dtype, sparse=sparse)
+
+    low = {t.name: zeros(t, torch.int16) for t in tables if t.dtype == "bfloat16"}
+    return {t.name: zeros(t, getattr(torch, t.dtype)) for t in tables}, low
 
 
 def _fill(state: State, stored: RowsInMemory, *, start: int = 0) -> None:
@@ -147,11 +173,9 @@ def fill_initial_rows(stored: RowsInMemory, table: TableConfig, seed: int, *, st
 def _longer(array: Tensor, num_rows: int) -> Tensor:
     """Returns a copy of `array` [N, ...] with `num_rows`, zeros beyond N."""
     longer = ops.allocate(num_rows, *array.shape[1:], dtype=array.dtype)
-    step = max(1, PIECE_BYTES // max(1, 4 * array[:1].numel()))
-    for start in range(0, len(array), step):
-        piece = array[start : start + step]
-        if piece.view(torch.int16).any():  # pages that were never touched stay so
-            longer[start : start + len(piece)] = piece
+    for rows in RowsInMemory(array).pieces():
+        if array[rows].view(torch.int16).any():  # pages that were never touched stay so
+            longer[rows] = array[rows]
     return longer
 
 

@@ -13,11 +13,11 @@ from hotrow.placement.base import Placement
 
 Item = TypeVar("Item")
 _END: Any = object()
-"""Of a loader; None is something that a loader may give by mistake."""
+"""Marks the end of a loader, which may yield None by mistake."""
 
 
 class Lookahead(Generic[Item]):
-    """The batches of `batches`, each after the rows of the `depth` that follow it were asked for; see `lookahead`."""
+    """Yields batches while the rows of the next `depth` batches are on their way; see `lookahead`."""
 
     def __init__(self, batches: Iterable[Item], module: nn.Module, *, depth: int) -> None:
         if not isinstance(depth, int) or depth < 0:
@@ -26,19 +26,19 @@ class Lookahead(Generic[Item]):
             raise ValueError(f"lookahead was given a {type(module).__name__} to look ahead for; pass the nn.Module")
         self.batches: Any = batches
         self.depth = depth
-        placements = [getattr(part, "placement", None) for part in module.modules()]  # of each EmbeddingCollection
+        placements = [getattr(part, "placement", None) for part in module.modules()]  # EmbeddingCollections have one
         self.placements: list[Placement] = [own for own in placements if own is not None and own.looks_ahead]
         self._state: Any = None
 
     def state(self) -> Any:
-        """The loader's `state()` as of the last batch handed out here, not of the last one taken from it."""
+        """Returns the loader's `state()` at the last batch yielded here, not at the last one read ahead."""
         return self.batches.state() if self._state is None else self._state
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Item]:
-        """Announce, hand out, and forget what was not used; also when the loop is left early."""
+        """Announces and yields batches; forgets those that were not used, also when the loop is left early."""
         waiting: deque[tuple[Item, Any]] = deque()
         source, more = iter(self.batches), True
         state_of = getattr(self.batches, "state", lambda: None)

@@ -6,7 +6,7 @@ Numbers and bookkeeping alone: nothing here moves a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -20,7 +20,14 @@ from hotrow.placement.budget import TableSlots
 from hotrow.tables import TableConfig
 
 Span = tuple[int, int, int]
-"""A table, and from where to where a batch's ids look it up."""
+"""A table's number, and the first and end of the ids that look it up among those of a batch."""
+
+
+SOME_FROZEN = (
+    "some of the tables are frozen and others not, which tables on a device and copies of hot rows do not offer: "
+    "freeze all, or make one EmbeddingCollection of the tables that stay and one of the others"
+)
+"""The reason why kernels that run beside the tables refuse "freeze_some"."""
 
 
 class Flight(Lease, Protocol):
@@ -39,10 +46,9 @@ class Announced(Generic[L]):
     def __init__(self) -> None:
         self._leases: dict[int, tuple[KeyedJaggedTensor, L]] = {}
         self.altered = self.unannounced = self.foreseen = 0
-        """Training batches that were changed after they were announced, never announced, and as announced."""
+        """Numbers of training batches: changed after they were announced; never announced; as announced."""
 
     def counts(self) -> dict[str, int]:
-        """Returns the counts by name."""
         return {"foreseen": self.foreseen, "unannounced": self.unannounced, "altered": self.altered}
 
     def __contains__(self, sparse: KeyedJaggedTensor) -> bool:
@@ -78,23 +84,25 @@ class Announced(Generic[L]):
         return lease
 
 
+@dataclass
 class Held:
     """Rows of each table that keep their places until they are released, for a placement in front of this one."""
 
-    def __init__(self, flight: Flight, places: list[Tensor], *, ready: bool = False) -> None:
-        self._flight = flight
-        self.places = places
-        """By table, int64 [n]: where in the arrays of `Backing.parts` they lie."""
-        self.ready = ready
-        """Whether `wait` returns at once."""
+    flight: Flight
+    places: list[Tensor]
+    """By table, int64 [n]: their row numbers in the arrays of `Backing.parts`."""
+    ready: bool = False
+    """Whether `wait` returns at once."""
+
+    @property
+    def released(self) -> bool:
+        return self.flight.released
 
     def wait(self) -> None:
-        """Sleeps until every row is there. Raises StoreError if one could not be read."""
-        self._flight.wait()
+        self.flight.wait()
 
     def release(self, *, updated: bool) -> None:
-        """Lets the rows leave; updated: they were written to. Later calls do nothing."""
-        self._flight.release(updated=updated)
+        self.flight.release(updated=updated)
 
 
 def spans_of(layout: Layout, sparse: KeyedJaggedTensor) -> list[Span]:
@@ -125,10 +133,10 @@ class Moves(NamedTuple):
 
 
 class Directory:
-    """Which rows of a table lie in which of its slots: [0, pinned) its first rows, always; then as the clock has it.
+    """Which rows of a table lie in which of its slots: in [0, pinned) always its first rows, then a clock decides.
 
-    The hand of the clock goes round the slots; a row that is in no batch and was not used since the hand last passed
-    makes room.
+    The hand of the clock goes round the slots. A row makes room if it is in no batch and was not used since the hand
+    last passed.
     """
 
     def __init__(self, num_rows: int, slots: TableSlots) -> None:
@@ -146,17 +154,16 @@ class Directory:
         self.slot_of[first], self.row_of[first], self.pins[first] = first, first, 1
 
     def num_short(self, rows: NDArray[np.int64]) -> int:
-        """Slots that are missing for `rows`, different ones, to lie here together; 0 where they can."""
+        """Returns how many slots are missing for `rows`, no row twice, to lie here together; 0 if they can."""
         slots = self.slot_of[rows]
         hits = slots[slots >= 0]
         return max(0, len(rows) - len(hits) + int(np.count_nonzero(self.pins[hits] == 0)) - self.num_free)
 
     def absent(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of `rows` that lie in no slot."""
         return rows[self.slot_of[rows] < 0]
 
     def admit(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Moves]:
-        """A slot for each of `rows`, pinned; there must be room."""
+        """Returns a slot for each of `rows`, pinned, and the moves to make; there must be room."""
         slots = self.slot_of[rows].astype(np.int64)
         missing = slots < 0
         hits = slots[~missing]
@@ -177,7 +184,7 @@ class Directory:
         return slots, moves
 
     def _victims(self, count: int) -> NDArray[np.int64]:
-        """`count` slots that were in no batch, pinned now; there must be so many."""
+        """Pins and returns `count` slots that were in no batch; there must be so many."""
         num_slots, found = len(self.pins), [np.empty(0, np.int64)]
         self.num_free -= count
         while count:
@@ -194,13 +201,13 @@ class Directory:
         return np.concatenate(found)
 
     def release(self, slots: NDArray[np.int64], *, updated: bool) -> None:
-        """A batch whose rows lie in `slots` is over."""
+        """Unpins the slots of a batch that is over."""
         self.pins[slots] -= 1
         self.num_free += int(np.count_nonzero(self.pins[slots] == 0))
         if updated:
             self.dirty[slots] = True
 
     def holds(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> bool:
-        """Whether `slots` are still those of `ids`, which may be any numbers."""
+        """Returns whether `slots` are still those of `ids`, which may be any numbers."""
         inside = bool(((ids >= 0) & (ids < len(self.slot_of))).all())
         return inside and bool((self.slot_of[ids] == slots).all())

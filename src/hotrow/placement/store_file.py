@@ -71,7 +71,6 @@ class TableRows:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one row, all parts together."""
         return sum(num_bytes for _, num_bytes in self.parts)
 
 
@@ -152,8 +151,7 @@ def _lock(descriptor: int, path: Path) -> None:
 def _make(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
     sector = None
     if kind in BLOCKS:
-        told = _with_direct(path, lambda direct: int(ops.native_module().direct_sector(direct)))
-        sector = told if told in SECTORS else SECTORS[0]
+        sector = _sector(path)
     write_header(descriptor, rows, kind, sector)
     os.ftruncate(descriptor, file_bytes(rows, sector, kind))
     os.fsync(descriptor)
@@ -219,22 +217,23 @@ def _read_header(descriptor: int, path: Path) -> dict[str, Any]:
         good = False
     if len(page) < HEADER_BYTES or not good:
         raise ValueError(
-            f"{path} is no store of hotrow, or its header is damaged: restore it, or remove it and resume from a "
+            f"{path} is not a store of hotrow, or its header is damaged: restore it, or remove it and resume from a "
             "checkpoint"
         )
     return dict(found)
 
 
-def _with_direct(path: Path, ask: Any) -> Any:
-    """Returns `ask` of a descriptor that is open for direct I/O; -1 if direct I/O is refused."""
+def _sector(path: Path) -> int:
+    """Returns the sector that direct I/O on a file needs, or the smallest if direct I/O is refused."""
     try:
         descriptor = os.open(path, os.O_RDWR | DIRECT | os.O_CLOEXEC)
     except OSError:
-        return -1
+        return SECTORS[0]
     try:
-        return ask(descriptor)
+        told = int(ops.native_module().direct_sector(descriptor))
     finally:
         os.close(descriptor)
+    return told if told in SECTORS else SECTORS[0]
 
 
 def no_disk(folder: Path) -> str | None:
@@ -279,8 +278,7 @@ def direct_io(folder: Path) -> dict[str, Any]:
             file.write(bytes(HEADER_BYTES))
             file.flush()
             path = Path(file.name)
-            told = _with_direct(path, lambda direct: int(ops.native_module().direct_sector(direct)))
-            sector = told if told in SECTORS else SECTORS[0]
+            sector = _sector(path)
             descriptor, reason = open_direct(path, sector)
     except OSError as error:
         descriptor, reason = None, f"{folder} takes no file ({error.strerror})"
@@ -303,7 +301,7 @@ def takes_no_files(folder: Path) -> str | None:
     while not os.path.lexists(there):
         there = there.parent
     if not there.is_dir():
-        return f"{there} is no folder"
+        return f"{there} is not a folder"
     return None if os.access(there, os.W_OK | os.X_OK) else f"this process may not write in {there}"
 
 

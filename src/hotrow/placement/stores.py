@@ -75,7 +75,6 @@ class Engines:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that writers waited for room."""
         return float(sum(engine.blocked_ns() for engine, _ in self._started.values() if engine is not None)) / 1e9
 
     def open(self, path: Path, sector: int) -> tuple[Any, int, str | None]:
@@ -143,7 +142,6 @@ class Store:
 
     @property
     def path(self) -> Path | None:
-        """The store's file; None for dram."""
         return None if self._file is None else self._file.path
 
     @property
@@ -198,7 +196,6 @@ class Store:
         return dict(self._open().counters())
 
     def failure(self) -> str | None:
-        """Returns what went wrong; None while all is well."""
         return self._open().failure() or None
 
     def raise_failure(self, *, only_if_failed: bool = False) -> None:

@@ -2,9 +2,8 @@
 
     ids of a batch --admit--> slots, pinned; rows on their way --wait--> lookup, update --release--> rows may leave
 
-The kernels are given slots instead of ids and cannot tell the difference; nothing here can change a bit of a result.
-Native: row_cache.h (which row lies where) and store.h (how rows move). Next: lookahead.py, which admits batches before
-they are needed.
+The kernels get slots instead of ids, so nothing here can change a bit of a result. Native: row_cache.h (which row lies
+where) and store.h (how rows move). Next: lookahead.py, which announces batches before they are needed.
 """
 
 from __future__ import annotations
@@ -27,20 +26,18 @@ from torch import Tensor
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, row_key, widen, write_rows
+from hotrow.kernels.reference import Layout, as_stored, row_key
 from hotrow.placement.base import (
     NO_LEASE,
     Attached,
     Changes,
     InitialRows,
-    KernelSet,
     Placement,
     RowIds,
     Rows,
     Saved,
     State,
     Use,
-    as_stored,
 )
 from hotrow.placement.budget import (
     LEAST_ROWS,
@@ -51,6 +48,7 @@ from hotrow.placement.budget import (
     plan_slots,
 )
 from hotrow.placement.budget import num_bytes as planned_bytes
+from hotrow.placement.dram import RowsInMemory, allocate_weights
 from hotrow.placement.slots import Announced, Held, bad_id, spans_of
 from hotrow.placement.store_file import SUFFIX, OwnFolder, TableRows, no_disk
 from hotrow.placement.stores import Engines, Store, StoreError, open_cached_store, open_store
@@ -58,12 +56,12 @@ from hotrow.tables import TableConfig
 
 _STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOST_ROWS = 2**31 - 1
-"""Slots are int32, and one number more is needed for none."""
+"""Slots are int32, and one more number says that a row has none."""
 PIECE_BYTES, GATHERED_PIECE_BYTES = 2 << 20, 8 << 20
-"""Of rows that are read or written by their ids at once, at most. Neighbours that are gathered lie in pages of their
-region, of which a piece as large as one reads each once."""
+"""Upper limits, in bytes, for one read or write by row id. Neighbours whose writes are gathered lie in the pages of
+their region; a piece as large as a region reads each page once."""
 GATHERED_PIECE_SHARE = 8
-"""Of the memory for tables, that such a piece takes beside it."""
+"""A gathered piece takes at most 1/8 of the memory for tables, on top of it."""
 
 
 _REFUSED: dict[Use, tuple[type[Exception], str]] = {
@@ -95,58 +93,50 @@ class Flight:
         self._training, self.released = training, False
 
     def wait(self) -> None:
-        """Sleep until every row is there. Raises StoreError where one could not be read."""
+        """Sleeps until every row is there. Raises StoreError if one could not be read."""
         if not self._native.wait():
             self._tiers.raise_failure()
 
     def is_of(self, ids: Tensor, spans: list[tuple[int, int, int]]) -> bool:
-        """Whether these are still the ids whose rows lie in the slots, looked up in the same tables."""
+        """Returns whether these are still the ids whose rows lie in the slots, looked up in the same tables."""
         same_bags = ids.shape == self.slots.shape and spans == self._spans
         return same_bags and bool(self._tiers.caches.holds(ids.numpy(), self.slots.numpy(), self._native))
 
     def release(self, *, updated: bool) -> None:
-        """The batch is over; updated: its rows have changed. Later calls do nothing."""
+        """Ends the lease; updated: the rows have changed. Later calls do nothing."""
         self.released = True
         with self._tiers.counting_room(training=self._training):
             self._native.release(updated, torch.get_num_threads())
 
 
 class Tiers(Placement):
-    """The tables of one collection, part in DRAM and part in files of one folder, or two that follow one another.
+    """The tables of one collection: some rows in DRAM, the others in files of one folder, or of two in a row.
 
-    `weights`, `low` and states are address space for every row, of which the slots in use have memory.
+    `weights`, `low` and states are address space for every row; only slots in use take memory.
     """
 
     looks_ahead = True
     stall_s = 0.0
-    """Seconds that training batches waited for their rows, and for room to write those that made way for them."""
+    """Seconds that training batches waited for their rows, and for room to write the rows that left for them."""
 
     def __init__(self, tables: Sequence[TableConfig], memory: Memory, *, seed: int) -> None:
-        ops.native_module()  # refused here if there is none, not at the first lookup
+        ops.native_module()  # raises here if there is none, not at the first lookup
         for table in tables:
             _check_rows(table)
         self.tables, self.layout, self.memory, self.seed = tuple(tables), Layout.of(tables), memory, seed
-        self.kernels = KernelSet(self.layout)
+        self.kernels = ops.KernelSet(self.layout)
         self._pins = _pins(tables, memory.pins or {})
         self._place_bytes = [0.0] * len(tables)
-        """Of each row of a table whose writes are gathered, once it is laid out."""
+        """By table, `TableDemand.place_bytes`; known when the tables are laid out."""
         if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
             raise ValueError(f"Memory: ssd is {str(memory.ssd)!r}, but {reason}, or say force=True")
-        shapes = {t: (t.num_embeddings, t.embedding_dim) for t in tables}
-        self.weights = {
-            t.name: ops.allocate(*shape, dtype=getattr(torch, t.dtype), sparse=True) for t, shape in shapes.items()
-        }
-        self.low = {
-            t.name: ops.allocate(*shape, dtype=torch.int16, sparse=True)
-            for t, shape in shapes.items()
-            if t.dtype == "bfloat16"
-        }
+        self.weights, self.low = allocate_weights(tables, sparse=True)
         self._take_arrays()
         self.states: dict[str, Sequence[State]] = {}
-        """By table; what lies in a record beside the weights."""
+        """By table, what a record holds beside the weights."""
         self._attached: Attached | None = None
         self.slots: list[TableSlots] = []
-        """Of each table, once it is laid out."""
+        """By table, known when the tables are laid out."""
         self.caches: Any = None
         self.stores: list[Store] = []
         self.saved: Saved | None = None
@@ -160,11 +150,9 @@ class Tiers(Placement):
 
     @property
     def changes(self) -> Changes:
-        """See Placement."""
         return self
 
     def check(self, use: Use) -> None:
-        """See Placement."""
         if use in _REFUSED:
             error, text = _REFUSED[use]
             raise error(text)
@@ -172,11 +160,11 @@ class Tiers(Placement):
     # ---- where rows lie
 
     def new_state(self, shape: Sequence[int]) -> Tensor:
-        """See Placement. It is address space, filled row by row when they are needed."""
+        """Returns address space; a row of it is filled when the row is needed."""
         return ops.allocate(*shape, sparse=True)
 
     def attach(self, states: dict[str, Sequence[State]]) -> Attached:
-        """See Placement. The states become parts of the records. Raises ValueError if these are laid out already."""
+        """Makes the states parts of the records. Raises ValueError if the records are laid out already."""
         if self.caches is not None:
             raise ValueError(
                 "the tables' records are laid out on disk already, by the first lookup or another optimizer: make the "
@@ -188,7 +176,7 @@ class Tiers(Placement):
         return self._attached
 
     def _laid_out(self) -> Any:
-        """The caches, made when they are first needed. Raises StoreError in a forked child."""
+        """Returns the caches, made when they are first needed. Raises StoreError in a forked child."""
         if os.getpid() != self._process:
             raise StoreError(
                 f"the tables in {self.memory.folder} belong to the process that this one was forked from: use them "
@@ -232,8 +220,7 @@ class Tiers(Placement):
         self.caches = caches
 
     def _plan(self) -> tuple[list[TableDemand], list[TableSlots]]:
-        """What tables need, and get. Where writes may be gathered, and what that takes is lacking, they are not."""
-
+        """Returns what tables need and get; "auto" writes in place if memory or disk is short for gathering."""
         plain = self._demands()
 
         def planned(memory: Memory) -> tuple[list[TableDemand], list[TableSlots]]:
@@ -261,12 +248,11 @@ class Tiers(Placement):
                 )
 
     def grow(self, table: TableConfig) -> None:
-        """`table` takes the place of the one of its name, which has fewer rows; those beyond are untouched.
+        """Puts `table` in place of the one of its name, which has fewer rows; the new rows are untouched.
 
-        Every row keeps its slot, so batches may be in flight. A table that lies in DRAM whole stays there, any other
-        takes room on disk and two bits per row: what is over the budget then is a warning. Its arrays are moved, which
-        takes twice their memory for a moment. Raises ValueError for too many rows, StoreError where the store cannot
-        grow.
+        Every row keeps its slot, so batches may be in flight. A table that lies in DRAM whole stays there; any other
+        takes room on disk and two bits per row. Exceeding the budget is a warning. The arrays move, which takes twice
+        their memory for a moment. Raises ValueError for too many rows, StoreError if the store cannot grow.
         """
         _check_rows(table)
         t = self._number(table.name)
@@ -305,7 +291,7 @@ class Tiers(Placement):
 
     @property
     def places_bytes(self) -> int:
-        """Of DRAM, what knowing where gathered rows lie on disk may come to."""
+        """The most DRAM that knowing where gathered rows lie on disk may take."""
         each = zip(self._place_bytes, self.tables, self.slots, strict=True)
         return int(sum(own * t.num_embeddings for own, t, slots in each if slots.pinned < t.num_embeddings))
 
@@ -313,7 +299,7 @@ class Tiers(Placement):
         return tuple((name, array[:1].nbytes) for name, array in self.arrays_of(table))
 
     def arrays_of(self, table: TableConfig) -> list[tuple[str, Tensor]]:
-        """What a record is made of, by name: arrays by slot."""
+        """Returns the parts of a table's record by name: arrays by slot."""
         low = [("low", self.low[table.name])] if table.name in self.low else []
         states = [(state.name, state.array) for state in self.states.get(table.name, ())]
         return [("weight", self.weights[table.name]), *low, *states]
@@ -335,22 +321,21 @@ class Tiers(Placement):
     # ---- batches in flight
 
     def announce(self, sparse: KeyedJaggedTensor) -> None:
-        """Bring the rows of a training batch that comes later, and keep them until it has been.
+        """Brings the rows of a training batch that comes later, and keeps them until it has been trained.
 
-        One with an id out of range is left to its lookup, which refuses it when its turn comes.
+        A batch with an id out of range is left to its lookup, which raises the error.
         """
         if sparse not in self.announced and (flight := self._admit(sparse, keep=True)) is not None:
             self.announced.add(sparse, flight)
 
     def forget(self, sparse: KeyedJaggedTensor) -> None:
-        """See Placement."""
         self.announced.forget(sparse)
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Flight, KeyedJaggedTensor]:
-        """The flight of this batch, arrived, and the batch with slots for ids.
+        """Returns the flight of this batch, whose rows are there, and the batch with slots for ids.
 
-        Not training: rows that are not resident are read beside the cache, which stays as it is. Raises StoreError
-        where a store has failed, also where these rows need none: it was to keep others.
+        If it is not a training batch, rows that are not cached are read into temporary slots and the cache stays as it
+        is. Raises StoreError if any store has failed, because it was to keep other rows.
         """
         self._laid_out()
         flight = self.announced.take(
@@ -367,20 +352,20 @@ class Tiers(Placement):
         return flight, sparse.with_values(flight.slots)
 
     def _admit(self, sparse: KeyedJaggedTensor, *, keep: bool) -> Flight | None:
-        """None where an id is out of range."""
+        """Returns None if an id is out of range."""
         self._laid_out()
         self.raise_failure(only_if_failed=True)
         return self._fly(sparse.values.numpy(), spans_of(self.layout, sparse), keep=keep)
 
     def _fly(self, ids: np.ndarray[Any, Any], spans: list[tuple[int, int, int]], *, keep: bool) -> Flight | None:
-        """The rows of `ids` on their way; None where one is out of range. keep: into the cache, else beside it."""
+        """Starts to bring the rows of `ids`, into the cache or (not keep) beside it; None if an id is out of range."""
         with self.counting_room(training=keep):
             native, slots = self._laid_out().admit(ids, spans, keep, torch.get_num_threads())
         return None if native is None else Flight(native, self, spans, torch.from_numpy(slots), training=keep)
 
     @contextmanager
     def counting_room(self, *, training: bool) -> Iterator[None]:
-        """What a training batch waits for room to write inside the block is a stall."""
+        """Counts the time that a training batch waits for room to write, inside the block, as a stall."""
         before = self._engines.blocked_s
         yield
         self.stall_s += training * (self._engines.blocked_s - before)
@@ -388,21 +373,17 @@ class Tiers(Placement):
     # ---- rows by their ids
 
     def rows(self, table: str, state: State | None = None) -> Rows:
-        """See Placement. Reading and writing goes through the table's cache without changing what it keeps."""
-        t = self._number(table)
-        return (
-            _RowsInTiers(self, t, self.weights[table], self.low.get(table))
-            if state is None
-            else _RowsInTiers(self, t, state.array)
-        )
+        """Returns rows that are read and written through the table's cache, which keeps what it kept."""
+        array, low = (self.weights[table], self.low.get(table)) if state is None else (state.array, None)
+        return _RowsInTiers(self, self._number(table), array, low)
 
     def _number(self, table: str) -> int:
         return next(t for t, each in enumerate(self.tables) if each.name == table)
 
     def bring(self, rows: Mapping[int, np.ndarray[Any, Any]], *, keep: bool) -> Flight:
-        """Rows of tables, by the tables' numbers, on their way to slots, which the flight's `slots` has end to end.
+        """Starts to bring rows, by table number, to slots; the flight's `slots` has those of all tables end to end.
 
-        keep: into the cache, as for a training batch; else beside it. Raises StoreError where a store has failed.
+        keep: into the cache, as for a training batch; else beside it. Raises StoreError if a store has failed.
         """
         self._laid_out()
         self.raise_failure(only_if_failed=True)
@@ -412,7 +393,7 @@ class Tiers(Placement):
 
     @contextmanager
     def in_slots(self, table: int, ids: Tensor, *, write: bool = False) -> Iterator[Tensor]:
-        """Slots [n] in which the rows `ids` of a table lie inside the block; write: they are changed there."""
+        """Yields the slots [n] that hold the rows `ids` of a table inside the block; write: the block changes them."""
         flight = self.bring({table: ids.numpy()}, keep=False)
         flight.wait()
         try:
@@ -421,41 +402,35 @@ class Tiers(Placement):
             flight.release(updated=write)
 
     def piece_rows(self, table: int) -> int:
-        """How many rows of a table to ask `in_slots` for at once, for a bounded use of memory beside the cache."""
+        """Returns how many rows of a table to ask `in_slots` for at once, so that they take little memory."""
         num_bytes = min(PIECE_BYTES, self.memory.waiting_bytes // len(self.tables))
         if self._place_bytes[table]:
             num_bytes = min(GATHERED_PIECE_BYTES, self.memory.dram_bytes // GATHERED_PIECE_SHARE)
         return max(1, num_bytes // sum(part for _, part in self._parts(self.tables[table])))
 
     def initial(self, table: str) -> InitialRows:
-        """See Changes."""
         return InitialRows.of(self.tables[self._number(table)], self.seed, self.states.get(table, ()))
 
     def arrays_by_table(self) -> dict[str, list[str]]:
-        """See Changes."""
         return {t.name: ["weight", *(state.name for state in self.states.get(t.name, ()))] for t in self.tables}
 
     def num_changed(self, table: str, *, ever: bool) -> int:
-        """See Changes."""
         return int(self._laid_out().num_changed(self._number(table), ever))
 
     def changed_rows(self, table: str, *, ever: bool) -> Iterator[Tensor]:
-        """See Changes."""
         caches, t, first = self._laid_out(), self._number(table), 0
         while len(ids := caches.changed_rows(t, ever, first, self.piece_rows(t))):
             yield torch.from_numpy(ids)
             first = int(ids[-1]) + 1
 
     def clear_changed(self) -> None:
-        """A checkpoint has every row as it is: from now on, those count as changed that are written to from now on."""
         self._laid_out().clear_changed()
 
     def write_every_row(self, *, piece_rows: int = 1 << 13) -> None:
-        """Give every row of the tables that are not in DRAM whole its initial values, and the store those that leave.
+        """Writes the initial values of every row of the tables that are not in DRAM whole, for measurements.
 
-        What long training comes to, at once: all rows exist, the first of a table's tail are cached in no order and
-        changed since they were written, and the others lie on disk. For measurements; rows that exist keep their
-        values. Raises StoreError where they cannot be written.
+        Afterwards all rows exist, as after long training: the first rows of each tail are cached in random order and
+        dirty, and the others lie on disk. Rows that exist keep their values. Raises StoreError if a write fails.
         """
         self._laid_out()
         generator = np.random.default_rng(self.seed)
@@ -472,12 +447,12 @@ class Tiers(Placement):
         self.raise_failure(only_if_failed=True)
 
     def flush(self) -> None:
-        """Everything on the medium. Raises StoreError where it cannot be."""
+        """Writes every changed row to its medium. Raises StoreError if that fails."""
         if self.caches is not None and not self._laid_out().write_back():
             self.raise_failure()
 
     def raise_failure(self, *, only_if_failed: bool = False) -> None:
-        """Raise StoreError with what went wrong."""
+        """Raises StoreError with what went wrong."""
         what = self.caches.failure()
         if what or not only_if_failed:
             raise StoreError(what or "a store failed without saying why")
@@ -486,27 +461,23 @@ class Tiers(Placement):
 
     @property
     def piece_bytes(self) -> int | None:
-        """See Backing, in device.py."""
         return min(PIECE_BYTES, self.memory.waiting_bytes)
 
     def parts(self) -> list[list[Tensor]]:
-        """See Backing."""
         return [[array for _, array in self.arrays_of(table)] for table in self.tables]
 
     def hold(self, rows: Sequence[np.ndarray[Any, Any]], *, keep: bool) -> Held:
-        """See Backing. What is kept lies in the caches in DRAM, as a batch's rows do."""
         if not any(map(len, rows)):
             return Held(NO_LEASE, [torch.from_numpy(own) for own in rows], ready=True)
         flight = self.bring(dict(enumerate(rows)), keep=keep)
         return Held(flight, list(torch.split(flight.slots.long(), [len(own) for own in rows])))
 
     def check_stores(self) -> None:
-        """See Backing."""
         if self.caches is not None:
             self.raise_failure(only_if_failed=True)
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """By table: what its cache and its store have counted (row_cache.h, store.h)."""
+        """Returns by table what its cache and its store have counted (row_cache.h, store.h)."""
         if self.caches is None:
             return {}
         return {
@@ -514,49 +485,34 @@ class Tiers(Placement):
         }
 
     def close(self) -> None:
-        """Remove the files; nothing works afterwards. Else it is done when the collection goes."""
+        """Removes the files; nothing works afterwards. Without a call it happens when the collection is deleted."""
         if self._finalizer is not None:
             self._finalizer()
 
 
 class _RowsInTiers(Rows):
-    """See Rows. `array` is the weights of table number `table`, or a state; low: lower halves of split weights."""
+    """The rows of table number `table`, read and written in slots of `array`; low: lower halves of split weights."""
 
     def __init__(self, tiers: Tiers, table: int, array: Tensor, low: Tensor | None = None) -> None:
-        self._tiers, self._table, self._array, self._low = tiers, table, array, low
-        self.shape, self.dtype = array.shape, torch.float32 if low is not None else array.dtype
+        self._tiers, self._table, self._slots = tiers, table, RowsInMemory(array, low)
+        self.shape, self.dtype = array.shape, self._slots.dtype
 
     @property
     def piece_rows(self) -> int:  # type: ignore[override]
-        """As many as memory is set aside for, once the records are laid out."""
+        """As many rows as memory is set aside for, once the records are laid out."""
         return self._tiers.piece_rows(self._table)
 
     def read(self, rows: RowIds, /) -> Tensor:
-        """See Rows: a copy."""
         with self._tiers.in_slots(self._table, _ids(rows)) as slots:
-            return self._at(slots)
+            return self._slots.read(slots)
 
     def write(self, rows: RowIds, values: Tensor, /) -> None:
-        """See Rows. Rows that are so already stay as they are, and cost no write."""
+        """Writes only the rows that differ, because the others need no write to disk."""
         ids, values = _ids(rows), as_stored(values, self.dtype)
-        with self._tiers.in_slots(self._table, ids) as slots:
-            differs = (_bits(self._at(slots)) != _bits(values)).reshape(len(ids), -1).any(dim=1)
+        differs = (_bits(self.read(ids)) != _bits(values)).reshape(len(ids), -1).any(dim=1)
         if differs.any():
             with self._tiers.in_slots(self._table, ids[differs], write=True) as slots:
-                self._put(slots, values[differs])
-
-    def _at(self, slots: Tensor) -> Tensor:
-        if self._low is not None:
-            return widen(self._array[slots], self._low[slots])
-        # On pages that go with it: malloc would keep them, cut up by what comes after, and the next piece take others.
-        out = ops.allocate(len(slots), *self._array.shape[1:], dtype=self._array.dtype)
-        return torch.index_select(self._array, 0, slots, out=out)
-
-    def _put(self, slots: Tensor, values: Tensor) -> None:
-        if self._low is not None:
-            write_rows(self._array, self._low, slots, values)
-        else:
-            self._array[slots] = values
+                self._slots.write(slots, values[differs])
 
 
 def _ids(rows: RowIds) -> Tensor:
@@ -564,12 +520,12 @@ def _ids(rows: RowIds) -> Tensor:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """As integers: -0 is not 0, and NaN is itself."""
+    """Returns the bits as integers, so that -0 differs from 0 and NaN equals itself."""
     return values.contiguous().view(torch.int32 if values.itemsize == 4 else torch.int16)
 
 
 def _pins(tables: Sequence[TableConfig], pins: Mapping[str, ArrayLike]) -> list[np.ndarray[Any, Any]]:
-    """The rows of each table that `Memory(pins=...)` names, rising, each once. Raises ValueError for what is none."""
+    """Returns by table the rows that `Memory(pins=...)` names, rising, each once. Raises ValueError for bad ones."""
     names = [table.name for table in tables]
     for name in pins:
         if name not in names:
@@ -599,27 +555,27 @@ def _check_rows(table: TableConfig) -> None:
 def _end_to_end(
     rows: Mapping[int, np.ndarray[Any, Any]],
 ) -> tuple[np.ndarray[Any, Any], list[tuple[int, int, int]]]:
-    """The rows of tables one after the other, and of each table where they are."""
+    """Returns the rows of all tables end to end, and the span of each table in them."""
     ends = np.cumsum([len(own) for own in rows.values()]).tolist()
     spans = [(t, end - len(own), end) for (t, own), end in zip(rows.items(), ends, strict=True)]
     return np.concatenate([*rows.values()]), spans
 
 
 def _rows_of_piece(first: np.ndarray[Any, Any], start: int, end: int) -> np.ndarray[Any, Any]:
-    """Rows [start, end), those below len(first) in the order of `first`, a permutation."""
+    """Returns rows [start, end), those below len(first) in the order of `first`, a permutation."""
     cut = min(max(start, len(first)), end)
     return np.concatenate([first[start : min(end, len(first))], np.arange(cut, end)])
 
 
 def _plain(array: Tensor) -> np.ndarray[Any, Any]:
-    """The bytes of `array` [N, ...] as numpy, whatever its type."""
+    """Returns `array` [N, ...] as numpy; bfloat16, which numpy does not have, as int16."""
     return array.detach().view(torch.int16 if array.dtype == torch.bfloat16 else array.dtype).numpy()
 
 
 def _remove(stores: list[Store], folders: list[OwnFolder], process: int) -> None:
     if os.getpid() != process:
-        return  # a forked child ends, or drops its copy; the files are its parent's
+        return  # a forked child ends or drops its copy, but the files belong to its parent
     for store in stores:
-        store.discard()  # what it would write would wear the disk for files that go next
+        store.discard()  # writing what waits would wear the disk for files that are removed next
     for folder in folders:
         folder.remove()

@@ -28,10 +28,10 @@ from hotrow.batch import Batch
 from hotrow.config.schema import MemoryConfig, interval_steps, is_due
 from hotrow.data.packed.loader import Loader
 from hotrow.embedding import EmbeddingCollection
-from hotrow.gradients import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
+from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import close_tiers
