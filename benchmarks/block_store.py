@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import run_as_script
+from hotrow import bench
 from hotrow.placement.stores import DEPTH, Engines, Store, TableRows, open_store
-from hotrow.study import cells
 
 WIDTH = 128  # floats of a record
 RECORD_BYTES = WIDTH * 4
@@ -232,7 +232,7 @@ class Rocks(Side):
         return (torch.from_numpy(np.frombuffer(b"".join(self.values), np.float32).reshape(-1, WIDTH).copy()),)
 
 
-def cell(space: Space, name: str, peer: str, build: Callable[[], tuple[Side, Side]], target: float) -> cells.Cell:
+def cell(space: Space, name: str, peer: str, build: Callable[[], tuple[Side, Side]], target: float) -> bench.Cell:
     """A cell whose note says what an I/O costs the processor."""
     sides: list[tuple[Side, Side]] = []
 
@@ -244,7 +244,7 @@ def cell(space: Space, name: str, peer: str, build: Callable[[], tuple[Side, Sid
         ours, theirs = (f"{side.cpu_us():.2f} us" if side.cpu_s else "not measured" for side in sides[0])
         return f"processor time of an I/O: ours {ours}, the peer's {theirs}; {len(sides[0][0].rows)} rows a round"
 
-    return cells.Cell(name=name, peer=peer, build=kept, limit_s=lambda threads: None, target=target, note=note)
+    return bench.Cell(name=name, peer=peer, build=kept, limit_s=lambda threads: None, target=target, note=note)
 
 
 def against_bare(space: Space, *, what: str, name: str, mixed: bool, batch: int) -> tuple[Side, Side]:
@@ -266,11 +266,11 @@ def against_rocks(space: Space) -> tuple[Side, Side]:
     return ByStore(rounds, space.store("io_uring", "written", "read"), mixed=False, compared=True), Rocks(rounds)
 
 
-def cells_on(space: Space, what: str, kind: str) -> Iterator[cells.Cell]:
+def cells_on(space: Space, what: str, kind: str) -> Iterator[bench.Cell]:
     """Reads or mixed rounds, on written space or on holes: the bare loop as the limit, and our threads."""
     mixed = kind == "mixed"
 
-    def made(name: str, peer: str, build: Callable[..., tuple[Side, Side]], target: float) -> cells.Cell:
+    def made(name: str, peer: str, build: Callable[..., tuple[Side, Side]], target: float) -> bench.Cell:
         file = name if what == "holes" else kind
         return cell(space, name, peer, partial(build, space, what=what, name=file, mixed=mixed), target)
 
@@ -281,7 +281,7 @@ def cells_on(space: Space, what: str, kind: str) -> Iterator[cells.Cell]:
     yield made(f"store_threads_{kind}_{what}", "our own io_uring", threads_against_ring, 0.8)
 
 
-def store_cells(options: argparse.Namespace) -> list[cells.Cell]:
+def store_cells(options: argparse.Namespace) -> list[bench.Cell]:
     """Reads and mixed rounds on written space and on holes, and RocksDB."""
     options.folder.mkdir(parents=True, exist_ok=True)
     space = Space(options.folder, quick=options.quick)

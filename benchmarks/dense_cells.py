@@ -1,6 +1,6 @@
 """The dense parts of a DLRM, dot interaction and MLP, against torch's, and the limit of the machine for each.
 
-These are cells of benchmarks.kernels; those of embedding tables are hotrow.study.cells, which `hotrow bench` measures.
+These are cells of benchmarks.kernels; those of embedding tables are in hotrow.bench.
 """
 
 from __future__ import annotations
@@ -12,8 +12,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from hotrow.bench import Cell, Contender, sequential_limit_s, timed
 from hotrow.kernels import ops
-from hotrow.study.cells import Cell, Contender, matmul_flops_per_s, sequential_limit_s
+
+
+def matmul_flops_per_s(n: int = 1024) -> float:
+    """Returns the best of five torch.mm(out=) of n x n float32 matrices."""
+    a, b, out = torch.ones(n, n), torch.ones(n, n), torch.empty(n, n)
+    best = min(timed(lambda: torch.mm(a, b, out=out)) for _ in range(5))
+    return 2 * n**3 / best
 
 
 class Interaction:

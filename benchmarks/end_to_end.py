@@ -28,12 +28,12 @@ from benchmarks.compiled import compile_into
 from benchmarks.results import run_as_script
 from benchmarks.step_peers import Peer, Step, make_ours, peers
 from benchmarks.step_shapes import SHAPES, STEP_OVER_FLOOR, StepShape, floor_s, make_setting
-from hotrow.study import bench, cells
+from hotrow import bench
 
 AS_INTEL = "--mkl-as-intel"
 
 
-def cell(shape: StepShape, peer: Peer, *, as_intel: bool = False) -> cells.Cell:
+def cell(shape: StepShape, peer: Peer, *, as_intel: bool = False) -> bench.Cell:
     """The comparison of one shape with one peer as a cell of the bench."""
     name = f"train_step_{shape.name}_vs_{peer.name}" + ("_as_intel" if as_intel else "")
 
@@ -47,7 +47,7 @@ def cell(shape: StepShape, peer: Peer, *, as_intel: bool = False) -> cells.Cell:
             raise ValueError(f"cell {name}: the loss is {float(ours.last_loss):.3g}; lower the shape's learning rate")
         return ours, theirs
 
-    return cells.Cell(
+    return bench.Cell(
         name=name,
         peer=peer.title + (", MKL as on Intel's" if as_intel else ""),
         build=build,
@@ -64,7 +64,7 @@ def step_cells(
     dlrm: Path | None = None,
     as_intel: bool = False,
     quick: bool = False,
-) -> list[cells.Cell]:
+) -> list[bench.Cell]:
     """Every shape against every peer that can run here, or the named ones; says on stderr which cannot, and why.
 
     Raises ValueError for a name that is none.

@@ -47,13 +47,13 @@ import hotrow
 from benchmarks.hot_lab import Link
 from benchmarks.markdown import held
 from benchmarks.results import end_on_signals
+from hotrow import bench
 from hotrow.base.files import parse_bytes
 from hotrow.base.machine import available_memory_bytes
 from hotrow.data.sources.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
 from hotrow.models.dlrm import DLRM
-from hotrow.study import bench
 
 NUM_DENSE, DEPTH, LR, SEED = 13, 4, 0.05, 1
 MEMORY_SHARE = 0.6

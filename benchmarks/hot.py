@@ -48,14 +48,13 @@ from benchmarks.hot_tracker import HotTracker, show_part
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, column_ids, make_setting
+from hotrow import bench
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.hot.calibrate import WAYS, calibrate
-from hotrow.hot.classify import hot_samples
-from hotrow.hot.hot_set import HotSet, is_small
-from hotrow.study import bench
+from hotrow.hot.hot_set import HotSet, hot_samples, is_small
 
 NUM_SAMPLES, DIM, BATCH_SIZE = 1_200_000, 16, 2048  # before the split
 BUDGET_SHARE = 0.25

@@ -24,9 +24,8 @@ from hotrow.data.sources.registry import OpenedSource
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.synthetic import SyntheticSource
 from hotrow.data.sources.synthetic_config import SyntheticConfig, avazu, criteo_kaggle, criteo_terabyte
-from hotrow.hot.calibrate import calibrate
-from hotrow.hot.classify import find_hot, hot_samples
-from hotrow.hot.hot_set import HotSet, counts_of
+from hotrow.hot.calibrate import calibrate, find_hot
+from hotrow.hot.hot_set import HotSet, counts_of, hot_samples
 from hotrow.inspect.hot_rows import record_bytes_of
 from hotrow.kernels.reference import Algorithm
 from hotrow.models.tbsm import SUFFIX as HISTORY

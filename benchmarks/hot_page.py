@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.hot_quality import link_table, quality_table
 from benchmarks.markdown import clean_rounds, heads, held, table
-from hotrow.study.bench import how_clean
+from hotrow.bench import how_clean
 
 
 def hot_tables(cells: list[dict[str, Any]]) -> list[str]:

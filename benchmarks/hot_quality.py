@@ -14,10 +14,10 @@ from benchmarks.hot_lab import interval
 from benchmarks.markdown import heads, held, table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.layouts import TAOBAO_HISTORIES_SCHEMA
+from hotrow.data.sources.registry import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import parse_schema
 from hotrow.hot.calibrate import calibrate
-from hotrow.hot.classify import hot_samples
+from hotrow.hot.hot_set import hot_samples
 
 CRITEO, TAOBAO = "criteo_terabyte_80k.tsv.gz", "taobao_userbehavior_110k.csv.gz"
 SMALL_TABLE = "32KiB"

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from benchmarks.study_docs import StudyDocs, table_of
-from hotrow.draw.charts import line_chart
-from hotrow.draw.pages import load_template
-from hotrow.study.page import by_reason, machine_line
-from hotrow.study.runner import read_preset
+from benchmarks.study_docs import StudyDocs, by_reason, machine_line, table_of
+from benchmarks.study_runner import read_preset
+from hotrow.draw import line_chart, load_template
 
 Row = Mapping[str, Any]
 PRESET = Path(__file__).with_name("hot.yaml")

@@ -24,10 +24,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from hotrow.data.native import backend
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
 from hotrow.inspect.hot_rows import flat_ids, slices_of
+from hotrow.inspect.reuse import native
 
 SLOTS_PER_ROW = 4
 """Slots of the sketch for each row that the budget holds: 32 bytes a row, as CAFE has it."""
@@ -121,7 +121,7 @@ class HotTracker:
         if ids.dtype not in (np.int32, np.int64) or ids.ndim != 1:
             raise ValueError(f"ids of table {table.name!r} are {ids.dtype} {ids.shape}; pass int32 or int64 [n]")
         try:
-            backend().sketch_add(self._slots, self.seed, table.first_key, table.num_rows, ids)
+            native().sketch_add(self._slots, self.seed, table.first_key, table.num_rows, ids)
         except ValueError:
             bad = ids[(ids < 0) | (ids >= table.num_rows)]
             raise ValueError(f"table {table.name!r} has {table.num_rows:,} rows, an id is {bad[0]}") from None

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from benchmarks import hot_tracker as tracker
 from benchmarks.hot_tracker import HotTracker
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.reference_reuse import fmix64
+from hotrow.data.reference import fmix64
 from hotrow.inspect.accesses import Accesses, open_accesses
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"

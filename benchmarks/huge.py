@@ -38,10 +38,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hotrow
 from benchmarks.results import end_on_signals, record
+from hotrow import bench
 from hotrow.kernels import ops
 from hotrow.kernels.reference import row_key
 from hotrow.models.dlrm import DLRM
-from hotrow.study import bench
 
 DIM, BATCH_SIZE, NUM_DENSE, SEED, LR = 512, 2048, 13, 7, 0.02
 ZIPF = 1.05

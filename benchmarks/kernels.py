@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks import dense_cells
 from benchmarks.results import run_as_script
+from hotrow import bench
 from hotrow.kernels import ops
-from hotrow.study import cells
 
 TARGETS = {
     "step_sgd_8x50_uniform": 3.7,
@@ -32,13 +32,13 @@ TARGETS = {
 """Least ratio peer / ours that hotrow promises."""
 LEAST_SHARES = {"lookup_8x50_uniform": 0.85, "update_sgd_8x50_uniform": 0.75}
 """Least share of the limit that hotrow promises."""
-FBGEMM_OPTIMIZERS: tuple[cells.Optimizer, ...] = ("sgd", "adagrad", "rowwise_adagrad")
+FBGEMM_OPTIMIZERS: tuple[bench.Optimizer, ...] = ("sgd", "adagrad", "rowwise_adagrad")
 
 
 class Fbgemm:
     """SplitTableBatchedEmbeddingBagsCodegen on the host with its exact `optimizer`, from the rows of `ours`."""
 
-    def __init__(self, shape: cells.Shape, optimizer: cells.Optimizer, ours: cells.Ours) -> None:
+    def __init__(self, shape: bench.Shape, optimizer: bench.Optimizer, ours: bench.Ours) -> None:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -50,20 +50,20 @@ class Fbgemm:
         self.module = SplitTableBatchedEmbeddingBagsCodegen(
             [spec] * shape.num_tables,
             optimizer=EmbOptimType[f"EXACT_{optimizer.upper()}"],
-            learning_rate=cells.LR,
-            eps=cells.EPS,
+            learning_rate=bench.LR,
+            eps=bench.EPS,
         )
         for mine, theirs in zip(self.module.split_embedding_weights(), ours.emb.weights.values(), strict=True):
             mine.copy_(theirs)
         for (sums,) in self.module.split_optimizer_states():
-            sums.fill_(cells.ACCUMULATOR)
-        self.gradient = cells.upstream_gradient(shape)
+            sums.fill_(bench.ACCUMULATOR)
+        self.gradient = bench.upstream_gradient(shape)
         self.offsets = torch.arange(shape.num_tables * shape.batch_size + 1) * shape.lookups
-        self.batches = [shape.ids(seed) for seed in range(cells.NUM_BATCHES)]
+        self.batches = [shape.ids(seed) for seed in range(bench.NUM_BATCHES)]
 
     def prepare(self, batch: int) -> None:
         """Choose the batch."""
-        self.batch = self.batches[batch % cells.NUM_BATCHES]
+        self.batch = self.batches[batch % bench.NUM_BATCHES]
 
     def run(self) -> None:
         """Forward, backward and the fused update."""
@@ -75,21 +75,21 @@ class Fbgemm:
         return [self.pooled.detach(), *self.module.split_embedding_weights()]
 
 
-def fbgemm_cell(name: str, shape: cells.Shape, optimizer: cells.Optimizer) -> cells.Cell:
+def fbgemm_cell(name: str, shape: bench.Shape, optimizer: bench.Optimizer) -> bench.Cell:
     """Lookup, backward and update against FBGEMM."""
 
-    def build() -> tuple[cells.Contender, cells.Contender]:
-        ours = cells.Ours(shape, "step", optimizer)
+    def build() -> tuple[bench.Contender, bench.Contender]:
+        ours = bench.Ours(shape, "step", optimizer)
         return ours, Fbgemm(shape, optimizer, ours)
 
-    limit = partial(cells.embedding_limit_s, shape, "step", optimizer)
-    return cells.Cell(name=name, peer=f"FBGEMM CPU, EXACT_{optimizer.upper()}", build=build, limit_s=limit)
+    limit = partial(bench.embedding_limit_s, shape, "step", optimizer)
+    return bench.Cell(name=name, peer=f"FBGEMM CPU, EXACT_{optimizer.upper()}", build=build, limit_s=limit)
 
 
-def fbgemm_cells(*, quick: bool) -> list[cells.Cell]:
+def fbgemm_cells(*, quick: bool) -> list[bench.Cell]:
     """Row-wise Adagrad on the pooled shape, uniform and skewed; every optimizer FBGEMM has on the one-hot shape."""
-    pooled = replace(cells.POOLED, num_embeddings=10_000, batch_size=64) if quick else cells.POOLED
-    one_hot = replace(cells.ONE_HOT, embedding_dim=64, **({"num_embeddings": 2_000} if quick else {}))
+    pooled = replace(bench.POOLED, num_embeddings=10_000, batch_size=64) if quick else bench.POOLED
+    one_hot = replace(bench.ONE_HOT, embedding_dim=64, **({"num_embeddings": 2_000} if quick else {}))
     return [
         fbgemm_cell("fbgemm_rowwise_adagrad_8x50_uniform", pooled, "rowwise_adagrad"),
         fbgemm_cell("fbgemm_rowwise_adagrad_8x50_zipf", replace(pooled, zipf=1.05), "rowwise_adagrad"),
@@ -97,16 +97,16 @@ def fbgemm_cells(*, quick: bool) -> list[cells.Cell]:
     ]
 
 
-def compiled_mlp_cell(*, quick: bool) -> cells.Cell:
+def compiled_mlp_cell(*, quick: bool) -> bench.Cell:
     """An MLP, forward and backward, against what torch.compile makes of torch's linear and relu."""
     batch_size, widths = (64, (20, 16, 1)) if quick else (2048, (367, 512, 256, 1))
 
-    def build() -> tuple[cells.Contender, cells.Contender]:
+    def build() -> tuple[bench.Contender, bench.Contender]:
         side = partial(dense_cells.Dense, batch_size=batch_size, widths=widths)
         ours = side(lambda x, *p: ops.mlp(x, p[::2], p[1::2], last="linear"))
         return ours, side(torch.compile(dense_cells.mlp_in_torch))
 
-    return cells.Cell(
+    return bench.Cell(
         name="mlp_367_512_256_1_vs_compiled",
         peer="torch.compile of linear + relu",
         build=build,
@@ -120,10 +120,10 @@ def promises(name: str) -> dict[str, float]:
     return found | ({"most_over_limit": 1 / LEAST_SHARES[name]} if name in LEAST_SHARES else {})
 
 
-def kernel_cells(*, quick: bool) -> list[cells.Cell]:
+def kernel_cells(*, quick: bool) -> list[bench.Cell]:
     """Returns all cells with their promises."""
     found = [
-        *cells.cells(quick=quick),
+        *bench.cells(quick=quick),
         *dense_cells.dense_cells(quick=quick),
         compiled_mlp_cell(quick=quick),
         *fbgemm_cells(quick=quick),

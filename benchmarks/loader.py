@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.results import end_on_signals
+from hotrow import bench
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.packed.writer import PackedWriter
-from hotrow.study import bench
 
 NUM_DENSE, NUM_SPARSE, NUM_EMBEDDINGS = 13, 26, 1_000_000
 STEP_MS = 50.0

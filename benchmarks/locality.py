@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.results import end_on_signals
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.draw.charts import line_chart
+from hotrow.draw import line_chart
 from hotrow.inspect.accesses import Accesses, TableAccesses, open_accesses
 from hotrow.inspect.hotness import CURVE_SHARES, Hotness, measure_hotness
 from hotrow.inspect.reuse import ReuseProfile

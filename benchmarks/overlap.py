@@ -29,6 +29,7 @@ from benchmarks.compiled import compiled
 from benchmarks.results import run_as_script
 from benchmarks.step_peers import Step, make_ours
 from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
+from hotrow import bench
 from hotrow.base.machine import numa_nodes
 from hotrow.batch import Batch
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
@@ -37,7 +38,6 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.kernels import ops
 from hotrow.kernels.reference import ALGORITHMS
-from hotrow.study import cells
 
 IDS_SHAPES = ("kaggle", "sc20-small", "mlperf-like", "embedding-bound")
 LOADER_BATCHES = 64
@@ -94,19 +94,19 @@ class IdsAhead(Silent):
 def ids_note(shape: StepShape) -> str:
     """How long ordering ids takes by itself."""
     ids = make_setting(shape).batches[0].sparse.values
-    seconds = [cells.timed(partial(order_keys, shape, ids, torch.get_num_threads())) for _ in range(20)]
+    seconds = [bench.timed(partial(order_keys, shape, ids, torch.get_num_threads())) for _ in range(20)]
     return f"ordering the ids inline takes {1e3 * statistics.median(seconds):.2f} ms of a step: the most to be saved"
 
 
-def ids_cell(shape: StepShape) -> cells.Cell:
+def ids_cell(shape: StepShape) -> bench.Cell:
     """The step beside the step with ids ordered ahead."""
 
-    def build() -> tuple[cells.Contender, cells.Contender]:
+    def build() -> tuple[bench.Contender, bench.Contender]:
         setting = make_setting(shape)
         step, _ = make_ours(setting, "rowwise_adagrad")
         return Silent(step), IdsAhead(step, setting)
 
-    return cells.Cell(
+    return bench.Cell(
         name=f"ids_ahead_{shape.name}",
         peer="the same step while a second thread orders the next batch's ids",
         build=build,
@@ -128,15 +128,15 @@ class Placed(Silent):
         assert ops.pin_threads(self.cores) == len(self.cores), "the system does not pin threads"
 
 
-def pinned_cell(shape: StepShape) -> cells.Cell:
+def pinned_cell(shape: StepShape) -> bench.Cell:
     """The step with free threads beside the step with pinned ones."""
 
-    def build() -> tuple[cells.Contender, cells.Contender]:
+    def build() -> tuple[bench.Contender, bench.Contender]:
         step, _ = make_ours(make_setting(shape), "sgd")
         number, every = torch.get_num_threads(), [core for node in numa_nodes() for core in node]
         return Placed(step, [every] * number), Placed(step, [[core] for core in every[:number]])
 
-    return cells.Cell(
+    return bench.Cell(
         name=f"pinned_{shape.name}", peer="the same step, a core for each thread", build=build,
         limit_s=lambda threads: None,
     )  # fmt: skip
@@ -184,23 +184,23 @@ def write_dataset(folder: Path, shape: StepShape) -> PackedDataset:
         return writer.close()
 
 
-def loader_cell(shape: StepShape) -> cells.Cell:
+def loader_cell(shape: StepShape) -> bench.Cell:
     """The step with its loader inline beside the step with it one batch ahead."""
     folder = tempfile.TemporaryDirectory(prefix="hotrow-overlap-")
 
-    def build() -> tuple[cells.Contender, cells.Contender]:
+    def build() -> tuple[bench.Contender, bench.Contender]:
         dataset = write_dataset(Path(folder.name), shape)
         step, _ = make_ours(make_setting(shape), "sgd")
         inline, ahead = (FromDataset(step, dataset, shape.batch_size, prefetch=ahead) for ahead in (False, True))
         return inline, ahead
 
-    return cells.Cell(
+    return bench.Cell(
         name=f"loader_ahead_{shape.name}", peer="the same, the next batch made in a second thread", build=build,
         limit_s=lambda threads: None,
     )  # fmt: skip
 
 
-def overlap_cells(options: argparse.Namespace) -> list[cells.Cell]:
+def overlap_cells(options: argparse.Namespace) -> list[bench.Cell]:
     """All of them."""
     shapes = {name: shape.small() if options.quick else shape for name, shape in SHAPES.items()}
     return [

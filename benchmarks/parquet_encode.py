@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.results import run_as_script
+from hotrow import bench
 from hotrow.data.prepare.encoder import DenseTransform, EncoderPool, RowEncoder
 from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.schema import parse_schema
-from hotrow.study import cells
 
 INTEGERS = {"user": 1_000_000, "item": 300_000, "category": 5_000}
 TEXTS = {"device": 400_000, "site": 20_000, "country": 200}
@@ -153,7 +153,7 @@ class Nothing(Arrow):
         return ()
 
 
-def parquet_cells(options: argparse.Namespace) -> Sequence[cells.Cell]:
+def parquet_cells(options: argparse.Namespace) -> Sequence[bench.Cell]:
     """Both passes against the same peer."""
     folder = tempfile.TemporaryDirectory(prefix="hotrow-bench-")
     path = write_file(Path(folder.name), 200_000 if options.quick else 1_000_000)
@@ -165,8 +165,8 @@ def parquet_cells(options: argparse.Namespace) -> Sequence[cells.Cell]:
 
     peer = "pyarrow read_table + dictionary_encode"
     return (
-        cells.Cell(name="parquet.encode", peer=peer, limit_s=no_limit, build=lambda: (Encoding(path), Arrow(path))),
-        cells.Cell(name="parquet.count", peer=peer, limit_s=no_limit, build=lambda: (Counting(path), Nothing(path))),
+        bench.Cell(name="parquet.encode", peer=peer, limit_s=no_limit, build=lambda: (Encoding(path), Arrow(path))),
+        bench.Cell(name="parquet.count", peer=peer, limit_s=no_limit, build=lambda: (Counting(path), Nothing(path))),
     )
 
 

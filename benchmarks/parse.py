@@ -36,12 +36,12 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from benchmarks.results import end_on_signals, record
+from hotrow import bench
 from hotrow.data.chunk import Chunk, Keys
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
-from hotrow.study import bench
 
 NAMES = ("label", *DENSE_NAMES, *CATEGORY_NAMES)
 ROWS_PER_CHUNK = 65536

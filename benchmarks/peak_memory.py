@@ -24,7 +24,7 @@ import torch
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import Parts, Step, make_model, make_ours, make_plain, peers
 from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
-from hotrow.study import bench
+from hotrow import bench
 
 Side = Literal["ours", "torch"]
 NUM_STEPS = 16

@@ -23,13 +23,13 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.results import end_on_signals, record
+from hotrow import bench
 from hotrow.batch import Batch
 from hotrow.config.load import load_config
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs, trainer
 from hotrow.run.meters import StepClock
 from hotrow.run.parts import Parts
-from hotrow.study import bench
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "criteo-small.yaml"

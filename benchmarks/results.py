@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hotrow.study import bench, cells
+from hotrow import bench
 
 Cell = dict[str, Any]
 Reports = dict[str, dict[str, dict[str, Any]]]
@@ -25,7 +25,7 @@ PLACES = {"--dlrm": "PATH", "--folder": "DIR"}
 
 def run_as_script(
     name: str,
-    cells: Callable[[argparse.Namespace], Sequence[cells.Cell]],
+    cells: Callable[[argparse.Namespace], Sequence[bench.Cell]],
     description: str | None,
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
     *,

@@ -24,12 +24,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.dense_cells import interact_in_torch
 from benchmarks.step_shapes import Setting
+from hotrow import bench
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models.dlrm import DLRM
 from hotrow.models.layers import MLP
 from hotrow.optim import SGD, RowWiseAdagrad
-from hotrow.study import cells
 from hotrow.tables import TableConfig
 
 
@@ -100,7 +100,7 @@ def make_model(setting: Setting) -> DLRM:
     )
 
 
-def make_ours(setting: Setting, sparse: cells.Optimizer) -> tuple[Step, Parts]:
+def make_ours(setting: Setting, sparse: bench.Optimizer) -> tuple[Step, Parts]:
     """hotrow's step, and the parts a peer starts from."""
     shape = setting.shape
     emb = EmbeddingCollection(
@@ -115,7 +115,7 @@ def make_ours(setting: Setting, sparse: cells.Optimizer) -> tuple[Step, Parts]:
     model = make_model(setting)
     tables: torch.optim.Optimizer = SGD(emb, shape.lr)
     if sparse == "rowwise_adagrad":
-        tables = RowWiseAdagrad(emb, shape.lr, eps=cells.EPS, initial_accumulator_value=cells.ACCUMULATOR)
+        tables = RowWiseAdagrad(emb, shape.lr, eps=bench.EPS, initial_accumulator_value=bench.ACCUMULATOR)
     step = Step(
         labelled(setting, lambda batch: (batch.dense, batch.sparse)),
         lambda entry: model(entry[0], emb(entry[1])),
@@ -225,7 +225,7 @@ def copy_linears(layers: Sequence[nn.Linear], into: nn.Module) -> None:
 # ---- torchrec on FBGEMM
 
 
-def make_torchrec(setting: Setting, parts: Parts, *, sparse: cells.Optimizer, plain_dense: bool) -> Step:
+def make_torchrec(setting: Setting, parts: Parts, *, sparse: bench.Optimizer, plain_dense: bool) -> Step:
     """torchrec's fused EmbeddingBagCollection (FBGEMM's CPU kernels) under torchrec's own DLRM or under torch's parts.
 
     The fused optimizer runs inside backward.
@@ -246,7 +246,7 @@ def make_torchrec(setting: Setting, parts: Parts, *, sparse: cells.Optimizer, pl
     settings: dict[str, float] = {"lr": shape.lr}
     if sparse == "rowwise_adagrad":
         optimizer = importlib.import_module("torchrec.optim").RowWiseAdagrad
-        settings["eps"] = cells.EPS
+        settings["eps"] = bench.EPS
     collection = fused.FusedEmbeddingBagCollection(configs, optimizer, settings, device=torch.device("cpu"))
     with torch.no_grad():
         for (_, theirs), mine in zip(collection.state_dict().items(), parts.weights, strict=True):
@@ -254,7 +254,7 @@ def make_torchrec(setting: Setting, parts: Parts, *, sparse: cells.Optimizer, pl
     if sparse == "rowwise_adagrad":
         for state in collection.fused_optimizer().state.values():
             for sums in state.values():
-                sums.fill_(cells.ACCUMULATOR)
+                sums.fill_(bench.ACCUMULATOR)
 
     def entry(batch: Batch) -> tuple[Tensor, Any]:
         offsets = torch.arange(len(names) * shape.batch_size + 1) * shape.lookups
@@ -303,7 +303,7 @@ class Peer:
     name: str
     title: str
     build: Callable[[Setting, Parts], Step]
-    sparse: cells.Optimizer = "sgd"
+    sparse: bench.Optimizer = "sgd"
     """Of the tables, on both sides."""
     modules: tuple[str, ...] = ()
     """What must be importable."""

@@ -35,15 +35,15 @@ from benchmarks.compiled import compiled
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, StepShape, floor_parts_s, make_setting, products_s
+from hotrow import bench
 from hotrow.kernels import ops
 from hotrow.optim import SparseOptimizer
-from hotrow.study import bench, cells
 
 LEAST_DENSE_SHARE = 0.85
 """Of the dense part, its bare matrix products, by our own promise."""
 BARE_DISTANCES = (4, 8, 16, 32, 64)
 """Rows that the bare loop prefetches ahead, of which it is given the best."""
-ONE_HOT: dict[str, cells.Optimizer] = {"26x1_sgd": "sgd", "26x1_adam": "adam"}
+ONE_HOT: dict[str, bench.Optimizer] = {"26x1_sgd": "sgd", "26x1_adam": "adam"}
 
 
 Parts = dict[str, Callable[[], object]]
@@ -184,7 +184,7 @@ def profile_training(shape: StepShape, num_rounds: int) -> dict[str, Any]:
 
 def cold(prepare: Callable[[int], None]) -> Callable[[int], None]:
     """`prepare`, and caches that hold nothing of the step afterwards."""
-    evict = cells.evictor()
+    evict = bench.evictor()
 
     def run(batch: int) -> None:
         prepare(batch)
@@ -193,7 +193,7 @@ def cold(prepare: Callable[[int], None]) -> Callable[[int], None]:
     return run
 
 
-class Embedding(cells.Ours):
+class Embedding(bench.Ours):
     """A step of embeddings alone, taken apart."""
 
     def parts(self) -> Parts:
@@ -212,19 +212,19 @@ class Embedding(cells.Ours):
 class Bare:
     """The bare loop on tables of its own, starting from the rows of `ours`."""
 
-    def __init__(self, shape: cells.Shape, ours: cells.Ours, distance: int) -> None:
+    def __init__(self, shape: bench.Shape, ours: bench.Ours, distance: int) -> None:
         self.shape, self.distance = shape, distance
         self.tables = [weight.clone() for weight in ours.emb.weights.values()]
         self.pointers = (ctypes.c_void_p * len(self.tables))(*(table.data_ptr() for table in self.tables))
-        self.gradient = cells.upstream_gradient(shape)
+        self.gradient = bench.upstream_gradient(shape)
         self.pooled = torch.empty_like(self.gradient)
-        self.batches = [shape.ids(seed) for seed in range(cells.NUM_BATCHES)]
+        self.batches = [shape.ids(seed) for seed in range(bench.NUM_BATCHES)]
         self.function = compiled("bare_step.cpp").bare_step
         self.function.restype = ctypes.c_double
 
     def prepare(self, batch: int) -> None:
         """Choose the batch."""
-        self.ids = self.batches[batch % cells.NUM_BATCHES]
+        self.ids = self.batches[batch % bench.NUM_BATCHES]
 
     def run(self) -> None:
         """Both passes."""
@@ -232,7 +232,7 @@ class Bare:
             self.pointers, ctypes.c_void_p(self.ids.data_ptr()),
             *map(ctypes.c_int64, (self.shape.num_tables, self.shape.batch_size, self.shape.embedding_dim)),
             ctypes.c_void_p(self.pooled.data_ptr()), ctypes.c_void_p(self.gradient.data_ptr()),
-            ctypes.c_float(cells.LR), ctypes.c_int64(self.distance), torch.get_num_threads(),
+            ctypes.c_float(bench.LR), ctypes.c_int64(self.distance), torch.get_num_threads(),
         )  # fmt: skip
 
     def outputs(self) -> list[Tensor]:
@@ -240,9 +240,9 @@ class Bare:
         return [self.pooled, *self.tables]
 
 
-def bare_s(shape: cells.Shape, num_rounds: int) -> float:
+def bare_s(shape: bench.Shape, num_rounds: int) -> float:
     """Median seconds of the bare loop at its best distance, after its results were compared with ours."""
-    ours = cells.Ours(shape, "step", "sgd")
+    ours = bench.Ours(shape, "step", "sgd")
     bare = Bare(shape, ours, BARE_DISTANCES[0])
     bench.check_agreement("bare loop", ours, bare)
     prepare = cold(bare.prepare)
@@ -259,10 +259,10 @@ def bare_s(shape: cells.Shape, num_rounds: int) -> float:
     return min(statistics.median(seconds[distance] for seconds in rounds) for distance in BARE_DISTANCES)
 
 
-def profile_embedding(name: str, shape: cells.Shape, num_rounds: int) -> dict[str, Any]:
+def profile_embedding(name: str, shape: bench.Shape, num_rounds: int) -> dict[str, Any]:
     """Of a step of embeddings alone; for SGD beside the bare loop."""
     optimizer, threads = ONE_HOT[name], torch.get_num_threads()
-    limit = partial(cells.embedding_limit_s, shape, optimizer=optimizer, threads=threads)
+    limit = partial(bench.embedding_limit_s, shape, optimizer=optimizer, threads=threads)
     limits = {"lookup": limit(part="lookup"), "update": limit(part="update")}
     side = Embedding(shape, "step", optimizer)
     parts, prepare = side.parts(), cold(side.prepare)
@@ -278,7 +278,7 @@ def profile_embedding(name: str, shape: cells.Shape, num_rounds: int) -> dict[st
 
 def profiles(*, quick: bool) -> dict[str, Callable[[int], dict[str, Any]]]:
     """Every profile: of a number of rounds."""
-    one_hot = replace(cells.ONE_HOT, embedding_dim=64, **({"num_embeddings": 2_000, "batch_size": 64} if quick else {}))
+    one_hot = replace(bench.ONE_HOT, embedding_dim=64, **({"num_embeddings": 2_000, "batch_size": 64} if quick else {}))
     return {
         **{name: partial(profile_embedding, name, one_hot) for name in ONE_HOT},
         **{name: partial(profile_training, shape.small() if quick else shape) for name, shape in SHAPES.items()},

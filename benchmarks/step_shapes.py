@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from benchmarks.dense_cells import interaction_limit_s, mlp_flops, products_flops_per_s
+from hotrow import bench
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
-from hotrow.study import cells
 
 # Distinct ids per column of Criteo Terabyte, taken modulo ten million, as the reference DLRM's tools state them.
 TERABYTE_MODULO_ROWS = (
@@ -173,20 +173,20 @@ def make_setting(shape: StepShape) -> Setting:
 
 
 @functools.cache
-def floor_s(shape: StepShape, sparse: cells.Optimizer, threads: int) -> float | None:
+def floor_s(shape: StepShape, sparse: bench.Optimizer, threads: int) -> float | None:
     """What the rows, the interaction and the matrix products of one step cost by themselves on this machine."""
     parts = floor_parts_s(shape, sparse, threads)
     return None if parts is None else sum(parts.values())
 
 
-def floor_parts_s(shape: StepShape, sparse: cells.Optimizer, threads: int) -> dict[str, float] | None:
+def floor_parts_s(shape: StepShape, sparse: bench.Optimizer, threads: int) -> dict[str, float] | None:
     """The parts of the floor; None without the native module."""
     starts = torch.tensor([0, *shape.rows[:-1]]).cumsum(0)
     starts = starts.repeat_interleave(shape.batch_size * shape.lookups)
     batches = [starts + batch.sparse.values for batch in make_setting(shape).batches]
-    parts: tuple[tuple[str, cells.Part], ...] = (("rows read", "lookup"), ("rows updated", "update"))
+    parts: tuple[tuple[str, bench.Part], ...] = (("rows read", "lookup"), ("rows updated", "update"))
     found = {
-        what: cells.rows_limit_s(
+        what: bench.rows_limit_s(
             batches,
             num_rows=sum(shape.rows),
             dim=shape.embedding_dim,

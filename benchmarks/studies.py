@@ -1,5 +1,6 @@
-"""The studies that compare hotrow with other stores (`memory`) or take hot rows apart (`hot`).
+"""The studies: our kernels over many shapes (`kernels`), training beside other stores (`memory`), hot rows (`hot`).
 
+    python -m benchmarks.studies kernels --quick               # a first look in under a minute
     python -m benchmarks.studies memory --estimate             # how many cells, about how long; measures nothing
     python -m benchmarks.studies memory --data data/criteo     # measures the cells that are left
     python -m benchmarks.studies memory --docs FOLDER/memory.json
@@ -16,22 +17,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import hot_study, hot_study_page
+from benchmarks import hot_study, hot_study_page, kernel_study, kernel_study_page
 from benchmarks.rivals import memory
 from benchmarks.rivals import page as memory_page
+from benchmarks.study_runner import Study, read_preset, run_study
 from hotrow.base.files import parse_bytes
-from hotrow.study.runner import Study, read_preset, run_study
 
-CELLS: dict[str, Any] = {"memory": memory, "hot": hot_study}
-PRESETS = {"memory": memory_page.PRESET, "hot": hot_study_page.PRESET}
-PAGES = {"memory": memory_page.memory_page, "hot": hot_study_page.hot_page}
+CELLS: dict[str, Any] = {"kernels": kernel_study, "memory": memory, "hot": hot_study}
+PRESETS = {"kernels": kernel_study_page.PRESET, "memory": memory_page.PRESET, "hot": hot_study_page.PRESET}
+PAGES = {"kernels": kernel_study_page.kernels_page, "memory": memory_page.memory_page, "hot": hot_study_page.hot_page}
 DOCS = {"memory": memory_page.STUDY, "hot": hot_study_page.STUDY}
 
 
 def make_study(name: str, data: Sequence[str] = (), preset: dict[str, Any] | None = None) -> Study:
     """Returns the study `name` on its own data and on `data`. Raises ValueError if that cannot be used.
 
-    data: packed datasets, or, for `memory`, plain traces too. preset: replaces the study's own.
+    data: packed datasets, or, for `memory`, plain traces too; none for `kernels`. preset: replaces the study's own.
     """
     cells = CELLS[name]
     return Study(
@@ -53,6 +54,8 @@ def main() -> None:
     parser.add_argument("--estimate", action="store_true", help="only count the cells and estimate the time")
     parser.add_argument("--docs", nargs="?", const="", metavar="FILE", help="only make the pages in docs/")
     options = parser.parse_args()
+    if options.docs is not None and options.name not in DOCS:
+        sys.exit(f"docs/ has no page of the study {options.name}; --docs makes those of {' and '.join(DOCS)}")
     if options.docs is not None:
         DOCS[options.name].write(Path(options.docs) if options.docs else None)
         return

@@ -1,4 +1,4 @@
-"""The page of a study in docs/: text and charts, made from the JSON file beside it."""
+"""The page of a study in docs/, made from the JSON file beside it, and the words that all pages of studies share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from hotrow.study.page import by_reason, machine_line
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 CIRCUMSTANCES = ("machine", "backend", "versions", "skipped")
@@ -78,3 +77,24 @@ def not_measured(report: Mapping[str, Any]) -> list[str]:
         return []
     reasons = [[line["reason"], line["count"], f"`{line['key']}`"] for line in by_reason(report["skipped"])]
     return ["", "## Not measured", "", *table({"reason": "left", "cells": "right", "first of them": "left"}, reasons)]
+
+
+def machine_line(report: Mapping[str, Any]) -> str:
+    """Returns a sentence with the machine, versions and dates of a report."""
+    machine, backend = report["machine"], report["backend"]
+    commits = sorted({str(row["commit"]) for row in report["cells"]})
+    dates = sorted({row["date"] for row in report["cells"]})
+    return (
+        f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB; kernels "
+        f"{backend['name']} ({backend['isa']}); torch {report['versions']['torch']}; commit {', '.join(commits)}; "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1]))) if dates else 'nothing measured'}."
+    )
+
+
+def by_reason(skipped: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Groups skipped cells by reason: the reason, the number of cells, and the key of the first."""
+    found: dict[str, dict[str, Any]] = {}
+    for cell in skipped:
+        line = found.setdefault(cell["reason"], {"reason": cell["reason"], "count": 0, "key": cell["key"]})
+        line["count"] += 1
+    return list(found.values())

@@ -25,8 +25,8 @@ import torch
 import hotrow
 from benchmarks.markdown import clean_rounds, table
 from benchmarks.results import end_on_signals
+from hotrow import bench
 from hotrow.placement.budget import Memory
-from hotrow.study import bench
 
 NUM_TABLES, DIM, BATCH_SIZE, DEPTH, SEED = 8, 64, 2048, 4, 1
 DRAM_PARTS = 16

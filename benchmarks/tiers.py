@@ -41,11 +41,11 @@ from benchmarks.rivals.memory import MemoryCell
 from benchmarks.rivals.sides import Settings, Side
 from benchmarks.rivals.work import SEED
 from benchmarks.rivals.worker import Worker
+from hotrow import bench
 from hotrow.base.machine import usable_cores
 from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.budget import Memory
 from hotrow.placement.stores import TableRows, open_store
-from hotrow.study import bench
 from hotrow.tables import TableConfig
 
 VARIANTS = (("tiers", "auto", (4, 0)), ("tiers", "threads", (4,)), ("mmap", "auto", (1, 0)), ("rocksdb", "auto", (0,)))

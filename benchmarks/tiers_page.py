@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.markdown import clean_rounds, held, span, table
-from hotrow.draw.charts import line_chart
+from hotrow.draw import line_chart
 
 Cell = Mapping[str, Any]
 OVER_MAPPED, OVER_ROCKSDB = "ours over the whole tables mapped", "ours over RocksDB behind an LRU cache"

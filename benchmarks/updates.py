@@ -22,9 +22,9 @@ from torch import Tensor
 
 from benchmarks.compiled import compiled
 from benchmarks.results import run_as_script
-from hotrow.study import cells
+from hotrow import bench
 
-SHAPE = replace(cells.POOLED, num_tables=2)
+SHAPE = replace(bench.POOLED, num_tables=2)
 NATIVE = {  # number in updates.cpp and what it does
     "sequential": (0, "one thread, ids in order"),
     "unprotected": (1, "ids cut among threads, nothing protected: wrong where threads meet"),
@@ -57,17 +57,17 @@ def by_native(variant: int, work: Work) -> None:
     sizes = [ctypes.c_int64(n) for n in (len(ids), *rows.shape, work.lookups)]
     native().apply(
         variant, ctypes.c_void_p(rows.data_ptr()), ctypes.c_void_p(ids.data_ptr()), *sizes,
-        ctypes.c_void_p(grad.data_ptr()), ctypes.c_int64(grad.stride(0)), ctypes.c_float(cells.LR),
+        ctypes.c_void_p(grad.data_ptr()), ctypes.c_int64(grad.stride(0)), ctypes.c_float(bench.LR),
         torch.get_num_threads(),
     )  # fmt: skip
 
 
 def by_numpy(work: Work) -> None:
-    np.subtract.at(work.rows.numpy(), work.ids.numpy(), cells.LR * work.per_id().numpy())
+    np.subtract.at(work.rows.numpy(), work.ids.numpy(), bench.LR * work.per_id().numpy())
 
 
 def by_index_add(work: Work) -> None:
-    work.rows.index_add_(0, work.ids, work.per_id(), alpha=-cells.LR)
+    work.rows.index_add_(0, work.ids, work.per_id(), alpha=-bench.LR)
 
 
 def sparse_gradient(work: Work) -> Tensor:
@@ -75,11 +75,11 @@ def sparse_gradient(work: Work) -> Tensor:
 
 
 def by_sparse_add(work: Work) -> None:
-    work.rows.add_(sparse_gradient(work), alpha=-cells.LR)
+    work.rows.add_(sparse_gradient(work), alpha=-bench.LR)
 
 
 def by_coalesced_add(work: Work) -> None:
-    work.rows.add_(sparse_gradient(work).coalesce(), alpha=-cells.LR)
+    work.rows.add_(sparse_gradient(work).coalesce(), alpha=-bench.LR)
 
 
 VARIANTS: dict[str, tuple[Callable[[Work], None], str]] = {
@@ -94,15 +94,15 @@ VARIANTS: dict[str, tuple[Callable[[Work], None], str]] = {
 class Variant:
     """An update of all tables by `apply`, from the rows of `ours`."""
 
-    def __init__(self, shape: cells.Shape, apply: Callable[[Work], None], ours: cells.Ours) -> None:
+    def __init__(self, shape: bench.Shape, apply: Callable[[Work], None], ours: bench.Ours) -> None:
         self.apply, self.lookups = apply, shape.lookups
         self.tables = [weight.clone() for weight in ours.emb.weights.values()]
-        self.gradients = cells.upstream_gradient(shape).split(shape.embedding_dim, dim=1)
-        self.batches = [shape.ids(seed).chunk(shape.num_tables) for seed in range(cells.NUM_BATCHES)]
+        self.gradients = bench.upstream_gradient(shape).split(shape.embedding_dim, dim=1)
+        self.batches = [shape.ids(seed).chunk(shape.num_tables) for seed in range(bench.NUM_BATCHES)]
 
     def prepare(self, batch: int) -> None:
         """Choose the batch."""
-        self.batch = self.batches[batch % cells.NUM_BATCHES]
+        self.batch = self.batches[batch % bench.NUM_BATCHES]
 
     def run(self) -> None:
         """Apply it to every table."""
@@ -114,7 +114,7 @@ class Variant:
         return self.tables
 
 
-class OurUpdate(cells.Ours):
+class OurUpdate(bench.Ours):
     """hotrow's backward and update, of which the tables are compared."""
 
     def outputs(self) -> Iterable[Tensor]:
@@ -122,16 +122,16 @@ class OurUpdate(cells.Ours):
         return self.emb.weights.values()
 
 
-def wrong_rows(shape: cells.Shape) -> str:
+def wrong_rows(shape: bench.Shape) -> str:
     """How many of the rows that one batch touches differ between the unprotected and the sequential variant."""
-    ours = cells.Ours(shape, "update", "sgd")
+    ours = bench.Ours(shape, "update", "sgd")
     sides = [Variant(shape, VARIANTS[name][0], ours) for name in ("unprotected", "sequential")]
     for side in sides:
         side.prepare(0)
         side.run()
     wrong = touched = 0
     for ids, a, b in zip(sides[0].batch, sides[0].tables, sides[1].tables, strict=True):
-        wrong += int(((a - b).abs().amax(1) > 0.1 * cells.LR * float(b.abs().mean())).sum())
+        wrong += int(((a - b).abs().amax(1) > 0.1 * bench.LR * float(b.abs().mean())).sum())
         touched += len(ids.unique())
     return f"{wrong:,} of {touched:,} rows wrong after one update"
 
@@ -139,7 +139,7 @@ def wrong_rows(shape: cells.Shape) -> str:
 class Uncompared:
     """A side whose outputs are not compared."""
 
-    def __init__(self, side: cells.Contender) -> None:
+    def __init__(self, side: bench.Contender) -> None:
         self.prepare, self.run = side.prepare, side.run
 
     def outputs(self) -> Iterable[Tensor]:
@@ -147,25 +147,25 @@ class Uncompared:
         return ()
 
 
-def cell(name: str, variant: str, shape: cells.Shape) -> cells.Cell:
+def cell(name: str, variant: str, shape: bench.Shape) -> bench.Cell:
     """Our update against one variant."""
     apply, title = VARIANTS[variant]
 
-    def build() -> tuple[cells.Contender, cells.Contender]:
+    def build() -> tuple[bench.Contender, bench.Contender]:
         ours = OurUpdate(shape, "update", "sgd")
         theirs = Variant(shape, apply, ours)
         return (Uncompared(ours), Uncompared(theirs)) if variant == "unprotected" else (ours, theirs)
 
-    return cells.Cell(
+    return bench.Cell(
         name=name,
         peer=title,
         build=build,
-        limit_s=partial(cells.embedding_limit_s, shape, "update", "sgd"),
+        limit_s=partial(bench.embedding_limit_s, shape, "update", "sgd"),
         note=partial(wrong_rows, shape) if variant == "unprotected" else None,
     )
 
 
-def update_cells(*, quick: bool) -> list[cells.Cell]:
+def update_cells(*, quick: bool) -> list[bench.Cell]:
     """Every variant on uniform and on skewed ids; says on stderr where the native ones are skipped, and why."""
     try:
         native()

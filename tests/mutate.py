@@ -1087,7 +1087,6 @@ OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["--data", "clicks.csv", "--schema", "text.yaml", "--set", "train.max_steps=2", "--set", "train.threads=1"],
         ("--label", "--time", "--schema", "--split", "--fractions", "--set", "--data"),
     ),
-    "study": (["memory", "--data", "packed", "--estimate", "--out", "case/study"], ("--data", "--memory", "--out")),
     "clean": (["run"], ()),
 }
 SETS = (

@@ -27,8 +27,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import estimate, pipeline
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder, parse_bytes, run_prepare
-from hotrow.data.sources.layouts import AVAZU_COLUMNS
-from hotrow.data.sources.registry import open_source, recognise
+from hotrow.data.sources.registry import AVAZU_COLUMNS, open_source, recognise
 from hotrow.data.sources.schema import parse_schema
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
 from resealed import reseal

@@ -25,7 +25,7 @@ from hotrow.config.schema import Config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.layouts import TAOBAO_HISTORIES_SCHEMA
+from hotrow.data.sources.registry import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import parse_schema
 from hotrow.run import runs, trainer
 from hotrow.run.setup import Setup

@@ -41,9 +41,9 @@ from benchmarks import (
     tiers,
     updates,
 )
+from hotrow import bench
 from hotrow.base import machine
 from hotrow.kernels import ops
-from hotrow.study import bench, cells
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,7 +67,7 @@ class Side:
 def test_outputs_that_differ_are_not_timed() -> None:
     timed = []
     right, wrong = Side(1.0), Side(1.01, lambda: timed.append(1))
-    cell = cells.Cell(name="made_up", peer="none", build=lambda: (right, wrong), limit_s=lambda threads: None)
+    cell = bench.Cell(name="made_up", peer="none", build=lambda: (right, wrong), limit_s=lambda threads: None)
     with pytest.raises(ValueError, match=r"cell made_up: output 0 differs from the peer's by up to 0.01"):
         bench.measure_cell(cell, threads=1, num_rounds=3)
     assert len(timed) == 1  # the run whose output was compared, and no round
@@ -75,14 +75,14 @@ def test_outputs_that_differ_are_not_timed() -> None:
 
 @pytest.mark.parametrize("part", ["lookup", "update", "step"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_a_wrong_update_or_lookup_is_noticed(part: cells.Part, optimizer: cells.Optimizer) -> None:
+def test_a_wrong_update_or_lookup_is_noticed(part: bench.Part, optimizer: bench.Optimizer) -> None:
     """The tolerance lets rounding through and no missing row: one row of one table moved by a tenth of an update."""
-    shape = cells.Shape(num_tables=2, num_embeddings=50, embedding_dim=5, batch_size=16, lookups=3, zipf=1.05)
-    ours = cells.Ours(shape, part, optimizer)
-    peer = cells.Torch(shape, part, optimizer, ours)
+    shape = bench.Shape(num_tables=2, num_embeddings=50, embedding_dim=5, batch_size=16, lookups=3, zipf=1.05)
+    ours = bench.Ours(shape, part, optimizer)
+    peer = bench.Torch(shape, part, optimizer, ours)
     bench.check_agreement("fine", ours, peer)
     with torch.no_grad():
-        ours.emb.weights["t1"][7] += 0.1 * cells.LR
+        ours.emb.weights["t1"][7] += 0.1 * bench.LR
     with pytest.raises(ValueError, match="cell broken: output"):
         bench.check_agreement("broken", ours, peer)
 
@@ -203,7 +203,7 @@ def test_an_unknown_cell_is_refused_with_the_known_ones() -> None:
 
 
 def test_zipf_ids_have_the_frequencies_asked_for() -> None:
-    shape = cells.Shape(num_tables=2, num_embeddings=100, embedding_dim=4, batch_size=20_000, lookups=2, zipf=1.05)
+    shape = bench.Shape(num_tables=2, num_embeddings=100, embedding_dim=4, batch_size=20_000, lookups=2, zipf=1.05)
     found = np.bincount(shape.ids(seed=0).numpy(), minlength=100) / 80_000
     wanted = np.arange(1, 101) ** -1.05
     np.testing.assert_allclose(found, wanted / wanted.sum(), atol=4e-3)
@@ -215,7 +215,7 @@ def test_more_rows_take_longer_to_move() -> None:
     """A limit loop that the compiler emptied would take no time, whatever the number of rows."""
     few, many = torch.arange(500), torch.arange(50_000).repeat(10)
     for write in (False, True):
-        seconds = [cells.touch_limit_s(50_000, 64, [ids], write=write, threads=1, cold=False) for ids in (few, many)]
+        seconds = [bench.touch_limit_s(50_000, 64, [ids], write=write, threads=1, cold=False) for ids in (few, many)]
         assert seconds[1] > 20 * seconds[0]
 
 
@@ -227,9 +227,9 @@ def test_limits_add_up_to_what_an_optimizer_must_move(monkeypatch: pytest.Monkey
         assert cold
         return len(walks[0]) * floats * (1000 if write else 1)
 
-    monkeypatch.setattr(cells, "touch_limit_s", touch)
+    monkeypatch.setattr(bench, "touch_limit_s", touch)
     ids = torch.tensor([5, 5, 70, 2])
-    limit = partial(cells.rows_limit_s, [ids], num_rows=100, dim=32, threads=1)
+    limit = partial(bench.rows_limit_s, [ids], num_rows=100, dim=32, threads=1)
     assert limit(part="lookup", optimizer="sgd") == 4 * 32
     assert limit(part="update", optimizer="sgd") == 3 * 32 * 1000
     assert limit(part="step", optimizer="sgd") == 4 * 32 + 3 * 32 * 1000
@@ -249,7 +249,7 @@ def test_quick_bench_reports_every_promised_field(capfd: pytest.CaptureFixture[s
 
 def test_every_cell_agrees_with_its_peer_before_it_is_timed() -> None:
     dense = dense_cells.dense_cells(quick=True)
-    for cell in [*cells.cells(quick=True), *dense, *end_to_end.step_cells(chosen=["torch"], quick=True)]:
+    for cell in [*bench.cells(quick=True), *dense, *end_to_end.step_cells(chosen=["torch"], quick=True)]:
         ours, peer = cell.build()
         bench.check_agreement(cell.name, ours, peer, batch=1)
 
@@ -266,7 +266,7 @@ def test_generated_pages_are_up_to_date() -> None:
 
 
 def test_claims_and_readme_name_cells_that_exist() -> None:
-    found = [*cells.cells(), *dense_cells.dense_cells(quick=True), *kernels.fbgemm_cells(quick=True)]
+    found = [*bench.cells(), *dense_cells.dense_cells(quick=True), *kernels.fbgemm_cells(quick=True)]
     found += [*updates.update_cells(quick=True)]
     found += [
         end_to_end.cell(shape, peer, as_intel=as_intel)
@@ -373,7 +373,7 @@ def test_floor_counts_every_id_row_and_product(monkeypatch: pytest.MonkeyPatch) 
         seen.append((len(ids), num_rows, dim, part))
         return 1.0
 
-    monkeypatch.setattr(cells, "rows_limit_s", rows_limit)
+    monkeypatch.setattr(bench, "rows_limit_s", rows_limit)
     monkeypatch.setattr(step_shapes, "interaction_limit_s", lambda *sizes: 10.0)
     monkeypatch.setattr(step_shapes, "products_flops_per_s", lambda threads: 2.0 * threads)
     multiply_adds = 8 * (2 * 3 * 5 + 3 * 5 * 4 + 3 * (7 * 6 + 6 * 1))  # 4 + 3 inputs on top; no gradient of the first
@@ -385,17 +385,17 @@ def test_floor_counts_every_id_row_and_product(monkeypatch: pytest.MonkeyPatch) 
 # ---- steps part by part
 
 
-def small_one_hot() -> cells.Shape:
-    return cells.Shape(num_tables=3, num_embeddings=40, embedding_dim=5, batch_size=70, lookups=1, zipf=1.05)
+def small_one_hot() -> bench.Shape:
+    return bench.Shape(num_tables=3, num_embeddings=40, embedding_dim=5, batch_size=70, lookups=1, zipf=1.05)
 
 
 def test_the_bare_loop_does_what_a_step_does() -> None:
     shape = small_one_hot()
-    bare = step_profile.Bare(shape, cells.Ours(shape, "step", "sgd"), distance=4)
-    bench.check_agreement("bare", cells.Ours(shape, "step", "sgd"), bare)
-    bare.tables[2][1, 4] += 0.1 * cells.LR
+    bare = step_profile.Bare(shape, bench.Ours(shape, "step", "sgd"), distance=4)
+    bench.check_agreement("bare", bench.Ours(shape, "step", "sgd"), bare)
+    bare.tables[2][1, 4] += 0.1 * bench.LR
     with pytest.raises(ValueError, match="cell bare: output"):
-        bench.check_agreement("bare", cells.Ours(shape, "step", "sgd"), bare)
+        bench.check_agreement("bare", bench.Ours(shape, "step", "sgd"), bare)
 
 
 def test_a_step_taken_apart_is_the_step() -> None:
@@ -416,8 +416,8 @@ def test_a_step_taken_apart_is_the_step() -> None:
     assert all(map(torch.equal, side.outputs(), one_step(small_one_hot(), "adam")))
 
 
-def one_step(shape: cells.Shape, optimizer: cells.Optimizer) -> Iterable[Tensor]:
-    ours = cells.Ours(shape, "step", optimizer)
+def one_step(shape: bench.Shape, optimizer: bench.Optimizer) -> Iterable[Tensor]:
+    ours = bench.Ours(shape, "step", optimizer)
     ours.prepare(0)
     ours.run()
     return ours.outputs()
@@ -461,11 +461,11 @@ def test_an_unknown_profile_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def update_variants() -> list[cells.Cell]:
+def update_variants() -> list[bench.Cell]:
     return updates.update_cells(quick=True)
 
 
-def test_every_way_to_update_that_is_right_agrees(update_variants: list[cells.Cell]) -> None:
+def test_every_way_to_update_that_is_right_agrees(update_variants: list[bench.Cell]) -> None:
     for cell in update_variants:
         bench.check_agreement(cell.name, *cell.build(), batch=1)
     right = [cell for cell in update_variants if "unprotected" not in cell.name]
@@ -473,13 +473,13 @@ def test_every_way_to_update_that_is_right_agrees(update_variants: list[cells.Ce
 
 
 def test_update_variants_against_a_loop() -> None:
-    shape = cells.Shape(num_tables=1, num_embeddings=6, embedding_dim=3, batch_size=4, lookups=3)
-    ours = cells.Ours(shape, "update", "sgd")
+    shape = bench.Shape(num_tables=1, num_embeddings=6, embedding_dim=3, batch_size=4, lookups=3)
+    ours = bench.Ours(shape, "update", "sgd")
     side = updates.Variant(shape, updates.by_index_add, ours)
     expected = [row.tolist() for row in side.tables[0]]
     for i, row in enumerate(shape.ids(seed=0).tolist()):
         for d in range(3):
-            expected[row][d] -= cells.LR * float(side.gradients[0][i // 3, d])
+            expected[row][d] -= bench.LR * float(side.gradients[0][i // 3, d])
     side.prepare(0)
     side.run()
     torch.testing.assert_close(side.tables[0], torch.tensor(expected))

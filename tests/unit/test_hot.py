@@ -17,10 +17,8 @@ from benchmarks.hot_lab import interval
 from hotrow.cli import tools
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot.calibrate import CHUNKS, CONFIDENCE, T_QUANTILE, WAYS, calibrate, estimate
-from hotrow.hot.classify import hot_samples
-from hotrow.hot.covering import most_covered, prefixes_of
-from hotrow.hot.hot_set import HotRows, HotSet, TableUse, count_accesses, most_accessed
+from hotrow.hot.calibrate import CHUNKS, CONFIDENCE, T_QUANTILE, WAYS, calibrate, estimate, most_covered, prefixes_of
+from hotrow.hot.hot_set import HotRows, HotSet, TableUse, count_accesses, hot_samples, most_accessed
 from hotrow.inspect.hot_rows import compare_ways, record_bytes_of
 from hotrow.inspect.report import estimate_sentences, print_inspection, size
 

@@ -14,14 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reuse_truth
 from benchmarks import hot_tracker as tracker_module
 from benchmarks import hot_trackers
 from benchmarks.hot_tracker import HotTracker
-from hotrow.data import reference_reuse
-from hotrow.data.native import backend
 from hotrow.hot.hot_set import HotRows
-from hotrow.inspect.reuse import belady_hits, lru_hits
+from hotrow.inspect.reuse import belady_hits, lru_hits, native
+from hotrow.kernels import ops
 
+pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing simulates caches")
 SIZES = {"small": 100, "a": 50_000, "b": 30_000}
 RECORD = {"small": 64, "a": 64, "b": 96}
 LEAST = 100 * 64 + 64 + 96
@@ -45,7 +46,7 @@ def test_the_sketch_against_its_readable_twin(num_buckets: int, dtype: Any) -> N
     for seed, first_key in ((0, 1), (7, (1 << 40) - 5000)):
         for k in range(5):
             ids = skewed(4000, 700, k).astype(dtype)
-            for module, own in zip((backend(), reference_reuse), slots, strict=True):
+            for module, own in zip((native(), reuse_truth), slots, strict=True):
                 module.sketch_add(own, seed, first_key, 4000, ids)
             assert slots[0].tolist() == slots[1].tolist()
     assert (slots[0] != 0).all()
@@ -53,12 +54,13 @@ def test_the_sketch_against_its_readable_twin(num_buckets: int, dtype: Any) -> N
 
 def test_a_score_stops_at_the_highest() -> None:
     slots = np.array([0, 0, 0, 2 << 24 | (1 << 24) - 3], np.uint64)
-    backend().sketch_add(slots, 0, 1, 2, np.array([0, 1, 0, 1, 1, 1]))  # row 0 is passed over
+    native().sketch_add(slots, 0, 1, 2, np.array([0, 1, 0, 1, 1, 1]))  # row 0 is passed over
     assert slots.tolist() == [0, 0, 0, 2 << 24 | (1 << 24) - 1], "it neither wraps nor runs into the key"
 
 
-@pytest.mark.parametrize("module", [backend(), reference_reuse])
-def test_what_the_sketch_refuses(module: Any) -> None:
+@pytest.mark.parametrize("module_of", [native, lambda: reuse_truth], ids=["native", "readable"])
+def test_what_the_sketch_refuses(module_of: Callable[[], Any]) -> None:
+    module = module_of()
     ids = np.array([1], np.int64)
     with pytest.raises(ValueError, match="four for each"):
         module.sketch_add(np.zeros(6, np.uint64), 0, 1, 2, ids)
@@ -83,7 +85,7 @@ def test_lru_against_an_ordered_dict(stream: list[int], capacity: int) -> None:
             cached.popitem(last=False)
     assert lru_hits(rows, 6, capacity).tolist() == expected
     out = np.empty(len(rows), np.bool_)
-    reference_reuse.lru_hits(rows, 6, capacity, out)
+    reuse_truth.lru_hits(rows, 6, capacity, out)
     assert out.tolist() == expected
 
 
@@ -111,7 +113,7 @@ def test_belady_against_trying_everything(stream: list[int], capacity: int) -> N
     hits = belady_hits(rows, 6, capacity)
     assert int(hits.sum()) == most_hits(tuple(stream), capacity)
     out = np.empty(len(rows), np.bool_)
-    reference_reuse.belady_hits(rows, 6, capacity, out)
+    reuse_truth.belady_hits(rows, 6, capacity, out)
     assert out.tolist() == hits.tolist()
 
 
@@ -121,7 +123,7 @@ def test_belady_on_a_long_stream(capacity: int) -> None:
     rows = skewed(3000, 4000, 3).astype(np.uint32)
     hits = belady_hits(rows, 3000, capacity)
     out = np.empty(len(rows), np.bool_)
-    reference_reuse.belady_hits(rows, 3000, capacity, out)
+    reuse_truth.belady_hits(rows, 3000, capacity, out)
     assert out.tolist() == hits.tolist()
     best_fixed = sum(n - 1 for _, n in Counter(rows.tolist()).most_common(capacity))
     assert hits.sum() >= max(best_fixed, int(lru_hits(rows, 3000, capacity).sum()))

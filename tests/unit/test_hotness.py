@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hotrow import draw
 from hotrow.cli import tools
-from hotrow.draw import charts
 from hotrow.inspect.accesses import Accesses, TableAccesses, first_batches, trace_accesses
 from hotrow.inspect.hotness import Hotness, measure_hotness
 from hotrow.inspect.report import inspection_page, print_inspection, sentences
@@ -258,28 +258,28 @@ def test_every_chart_is_well_formed(hotness: Hotness) -> None:
 
 
 def test_a_line_goes_where_its_points_are() -> None:
-    alone = charts.line_chart({"a": [(1, 1.0), (9, 0.0)], "b": [(5, 0.5)]}, x_label="x", y_label="y", label="l")
+    alone = draw.line_chart({"a": [(1, 1.0), (9, 0.0)], "b": [(5, 0.5)]}, x_label="x", y_label="y", label="l")
     assert alone.count("<circle") == 3, "a point alone is seen, and what is between two is not taken for measured"
-    drawn = charts.line_chart({"a": [(1, 1.0), (10, 0.5), (100, 0.0)]}, x_label="x", y_label="y", label="l")
+    drawn = draw.line_chart({"a": [(1, 1.0), (10, 0.5), (100, 0.0)]}, x_label="x", y_label="y", label="l")
     (points,) = re.findall(r'<polyline points="([^"]+)"', drawn)
     (x0, y0), (x1, y1), (x2, y2) = (map(float, point.split(",")) for point in points.split())
-    assert (x0, x2) == (charts.LEFT, charts.WIDTH - charts.RIGHT)
+    assert (x0, x2) == (draw.LEFT, draw.WIDTH - draw.RIGHT)
     assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1) and y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
-    assert y0 == charts.TOP
+    assert y0 == draw.TOP
     assert drawn.count("<circle") == 3
-    many = {"a": [(float(x), 0.5) for x in range(1, 2 + charts.FEW)]}
-    assert "<circle" not in charts.line_chart(many, x_label="x", y_label="y", label="l")
+    many = {"a": [(float(x), 0.5) for x in range(1, 2 + draw.FEW)]}
+    assert "<circle" not in draw.line_chart(many, x_label="x", y_label="y", label="l")
 
 
 def test_what_is_more_than_a_whole_or_alone_is_seen() -> None:
     lines = {"a": [(1, 0.5), (10, 1.35)], "b": [(1, 2.0)]}
-    drawn = ElementTree.fromstring(charts.line_chart(lines, x_label="x", y_label="y", label="l"))
+    drawn = ElementTree.fromstring(draw.line_chart(lines, x_label="x", y_label="y", label="l"))
     (line,) = [node for node in drawn.iter() if node.tag.endswith("polyline")]
     (dot,) = [node for node in drawn.iter() if node.tag.endswith("circle") and len(node)]  # it has a title of its own
     heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
     ticks = [node for node in drawn.iter() if (node.text or "").endswith("%")]
     at = {float((node.text or "").rstrip("%")) / 100: float(node.attrib["y"]) - 4 for node in ticks}
-    assert float(dot.attrib["cy"]) == at[2.0] == charts.TOP
+    assert float(dot.attrib["cy"]) == at[2.0] == draw.TOP
     assert heights[0] == at[0.5] and at[1.5] < heights[1] < at[1.25]
 
 

@@ -26,7 +26,7 @@ ROOMS = (
     "embedding",
     "gradients",
     "optim",
-    "study",
+    "bench",
     "data",
     "data/packed",
     "data/sources",

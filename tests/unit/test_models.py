@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hotrow.config.load import load_config
-from hotrow.data.sources.layouts import AVAZU_SCHEMA, TAOBAO_HISTORIES_SCHEMA
-from hotrow.data.sources.registry import CRITEO_SCHEMA
+from hotrow.data.sources.registry import AVAZU_SCHEMA, CRITEO_SCHEMA, TAOBAO_HISTORIES_SCHEMA
 from hotrow.models.dlrm import DLRMSpec
 from hotrow.models.layers import MLP, Linear, Network, linear
 from hotrow.models.spec import ModelSpec

@@ -162,6 +162,17 @@ def test_tiers_are_refused_without_the_native_module(tmp_path: Path) -> None:
     assert what in done.stderr and "keep the tables in DRAM" in done.stderr
 
 
+def test_inspect_is_refused_without_the_native_module(tmp_path: Path) -> None:
+    """It says so before it reads anything: the trace does not exist."""
+    command = [sys.executable, "-m", "hotrow", "inspect", tmp_path / "trace.txt"]
+    env = {**os.environ, "HOTROW_NATIVE": "0"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert "reuse distances and caches need the native module, and HOTROW_NATIVE=0 is set: build it with" in said
+    assert "leave HOTROW_NATIVE unset" in said and "in DRAM" not in said
+
+
 def test_allocate_gives_zeros_that_live_as_long_as_the_tensor() -> None:
     large, small = ops.allocate(1 << 19, 4), ops.allocate(3)
     row = large[-1]

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from hotrow.data.sources import schema as words
-from hotrow.data.sources.layouts import TAOBAO_HISTORIES_SCHEMA
+from hotrow.data.sources.registry import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import load_schema, parse_schema
 
 MINIMAL = {"label": "click", "categorical": ["user", "item"]}

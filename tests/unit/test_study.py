@@ -1,4 +1,4 @@
-"""`hotrow study`: sweeps that go on where they stopped, files that are what they say, figures that add up."""
+"""Studies, by the study `kernels`: sweeps that continue, files that are what they say, figures that add up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import csv
 import html
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -20,16 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks import studies, study_docs
+from benchmarks import kernel_study, plots, studies, study_docs, study_runner
+from benchmarks.kernel_study import KernelCell
+from benchmarks.kernel_study_page import kernels_page
 from benchmarks.study_docs import StudyDocs
-from hotrow.cli.app import app
-from hotrow.draw import charts
+from hotrow import bench, draw
 from hotrow.kernels import ops
-from hotrow.study import bench, kernels, runner
-from hotrow.study.kernels import KernelCell
-from hotrow.study.page import study_page
 from resealed import reseal
 
 TINY: dict[str, Any] = {
@@ -60,10 +58,10 @@ CELL = KernelCell(
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few batches and rounds, no roofs of the machine; the thread count is put back."""
-    monkeypatch.setattr(kernels, "MAX_BATCHES", 2)
-    monkeypatch.setattr(kernels, "MAX_ROUNDS", 3)
+    monkeypatch.setattr(kernel_study, "MAX_BATCHES", 2)
+    monkeypatch.setattr(kernel_study, "MAX_ROUNDS", 3)
     roofs = {"sequential_gb_per_s": 20.0, "matmul_gflop_per_s": 200.0}
-    monkeypatch.setattr(kernels, "summary", lambda rows: {"roofs": roofs})
+    monkeypatch.setattr(kernel_study, "summary", lambda rows: {"roofs": roofs})
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,19 +72,19 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of the cells that were measured."""
     keys: list[str] = []
-    real = kernels.measure
+    real = kernel_study.measure
 
     def run(cells: Sequence[KernelCell], **options: Any) -> Iterator[tuple[KernelCell, dict[str, Any]]]:
         for cell, row in real(cells, **options):
             keys.append(cell.key)
             yield cell, row
 
-    monkeypatch.setattr(kernels, "measure", run)
+    monkeypatch.setattr(kernel_study, "measure", run)
     return keys
 
 
 def run_tiny(out: Path, **changes: Any) -> dict[str, Any]:
-    return runner.run_study(replace(runner.find_study("kernels"), preset=TINY), out, **changes)
+    return study_runner.run_study(replace(studies.make_study("kernels"), preset=TINY), out, **changes)
 
 
 def test_every_cell_is_measured_once_and_a_second_run_measures_none(tmp_path: Path, measured: list[str]) -> None:
@@ -104,7 +102,7 @@ def test_every_cell_is_measured_once_and_a_second_run_measures_none(tmp_path: Pa
 def test_what_was_measured_before_an_interruption_is_kept(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = kernels.measure
+    real = kernel_study.measure
 
     def stop_after_three(cells: Sequence[KernelCell], **options: Any) -> Iterator[tuple[KernelCell, dict[str, Any]]]:
         for found in real(cells, **options):
@@ -113,7 +111,7 @@ def test_what_was_measured_before_an_interruption_is_kept(
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "measure", stop_after_three)
+        patch.setattr(kernel_study, "measure", stop_after_three)
         with pytest.raises(
             KeyboardInterrupt, match=r"stopped; 3 cells are in .*kernels.json, the same command measures"
         ):
@@ -156,15 +154,15 @@ def test_the_page_stands_alone_and_escapes(tmp_path: Path) -> None:
 
 def test_a_page_without_cells_says_so() -> None:
     report = {
-        "command": "hotrow study kernels",
+        "command": "python -m benchmarks.studies kernels",
         "cells": [], "skipped": [{"key": "k", "reason": "too large"}], "quick": False, "roofs": {
             "sequential_gb_per_s": None, "matmul_gflop_per_s": 1.0},
         "machine": {"cpu": "c", "usable_cores": 1, "memory_bytes": 1}, "backend": {"name": "n", "isa": "i"},
         "versions": {"torch": "t"},
     }  # fmt: skip
-    page = study_page(TINY, report)
+    page = kernels_page(TINY, report)
     assert "Nothing of it was measured." in page and "A quick look leaves it out." not in page
-    quick = study_page(TINY, {**report, "quick": True})
+    quick = kernels_page(TINY, {**report, "quick": True})
     assert "A quick look leaves it out." in quick and "Nothing of it was measured." in quick
     assert "too large" in page
 
@@ -174,11 +172,11 @@ def test_a_page_carries_the_command_that_made_it(tmp_path: Path) -> None:
     out = tmp_path / "a place & another"
     run_tiny(out, quick=True, memory_bytes=1 << 30)
     command = json.loads((out / "kernels.json").read_text())["command"]
-    wanted = ["hotrow", "study", "kernels", "--quick", "--memory", "1073741824", "--out", str(out)]
+    wanted = ["python", "-m", "benchmarks.studies", "kernels", "--quick", "--memory", "1073741824", "--out", str(out)]
     assert shlex.split(command) == wanted
     assert f"Made by: <code>{command}</code>" in html.unescape((out / "kernels.html").read_text())
     study = studies.make_study("memory", ["a", "b"])
-    command = runner.command_of(study, None, quick=False, memory_bytes=None)
+    command = study_runner.command_of(study, None, quick=False, memory_bytes=None)
     assert command == "python -m benchmarks.studies memory --data a --data b"
 
 
@@ -199,7 +197,7 @@ def test_cells_say_whether_others_had_the_processors(
 @pytest.mark.parametrize(("num_done", "left_s"), [(1, 400.0), (4, 40.0)])
 def test_the_time_left_follows_what_the_estimate_turned_out_to_be_worth(num_done: int, left_s: float) -> None:
     """Cells estimated at a second each: after 100 s, the rest in proportion."""
-    assert runner.remaining_s(_Second, [CELL] * 5, num_done, 100.0 if num_done == 1 else 160.0) == left_s
+    assert study_runner.remaining_s(_Second, [CELL] * 5, num_done, 100.0 if num_done == 1 else 160.0) == left_s
 
 
 class _Second:
@@ -214,24 +212,24 @@ class _Second:
 
 
 def test_the_study_as_it_is_shipped() -> None:
-    plan = runner.make_plan(runner.find_study("kernels"), quick=False, memory_bytes=12 << 30, cores=2)
+    plan = study_runner.make_plan(studies.make_study("kernels"), quick=False, memory_bytes=12 << 30, cores=2)
     keys = [cell.key for cell in plan.cells]
     assert len(keys) == len(set(keys)) == 750 and not plan.skipped
     grid = [cell for cell in plan.cells if cell.group == "grid"]
     assert len(grid) == 5 * 4 * 3 * 3 * 2 * 2
     assert {cell.group for cell in plan.cells} >= {"sc20-small", "sc20-large", "sc20-mlperf"}
     # Cells with the same tables lie side by side, so each table is made once.
-    setups = [setup for setup, _ in itertools.groupby(plan.cells, kernels.setup_of)]
+    setups = [setup for setup, _ in itertools.groupby(plan.cells, kernel_study.setup_of)]
     assert len(setups) == len(set(setups))
 
 
 def test_quick_is_estimated_below_a_minute() -> None:
-    plan = runner.make_plan(runner.find_study("kernels"), quick=True, memory_bytes=8 << 30, cores=2)
-    assert kernels.estimate_s(plan.cells) < 60
+    plan = study_runner.make_plan(studies.make_study("kernels"), quick=True, memory_bytes=8 << 30, cores=2)
+    assert kernel_study.estimate_s(plan.cells) < 60
 
 
 def test_what_does_not_fit_is_skipped_with_the_reason_or_cut() -> None:
-    plan = runner.make_plan(runner.find_study("kernels"), quick=False, memory_bytes=1 << 30, cores=1)
+    plan = study_runner.make_plan(studies.make_study("kernels"), quick=False, memory_bytes=1 << 30, cores=1)
     reasons = {cell["key"]: cell["reason"] for cell in plan.skipped}
     assert reasons["grid/lookup/none/1x10000000x256/2048x1/zipf0/1t"] == (
         "tables and state need 10.2 GB, --memory allows 1.1 GB"
@@ -244,14 +242,12 @@ def test_what_does_not_fit_is_skipped_with_the_reason_or_cut() -> None:
 
 def test_going_on_keeps_the_memory_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_tiny(tmp_path, memory_bytes=10_000_000)
-    monkeypatch.setattr(runner, "available_memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(study_runner, "available_memory_bytes", lambda: 64 << 30)
     run_tiny(tmp_path)
     assert json.loads((tmp_path / "kernels.json").read_text())["memory_bytes"] == 10_000_000
 
 
-def test_an_unknown_study_and_a_wrong_cell_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no study is called 'kernel'; choose from kernels"):
-        runner.find_study("kernel")
+def test_a_wrong_cell_is_refused() -> None:
     with pytest.raises(ValueError, match="part is 'lookups'; it must be lookup or update"):
         replace(CELL, part="lookups")
     with pytest.raises(ValueError, match="optimizer is 'sdg'; it must be one of sgd, "):
@@ -265,7 +261,7 @@ def test_an_unknown_study_and_a_wrong_cell_are_refused() -> None:
 @pytest.mark.parametrize("part", ["lookup", "update"])
 def test_bytes_against_counting_them_one_by_one(part: str, optimizer: str) -> None:
     cell = replace(CELL, part=part, optimizer=optimizer)
-    ids = kernels.walk_ids(cell)[0].tolist()
+    ids = kernel_study.walk_ids(cell)[0].tolist()
     per_table = len(ids) // cell.num_tables
     rows_read, written = [], set()
     for position, row in enumerate(ids):
@@ -278,7 +274,7 @@ def test_bytes_against_counting_them_one_by_one(part: str, optimizer: str) -> No
     for _bag in range(cell.num_tables * cell.batch_size):
         expected += 4 * cell.embedding_dim  # a pooled row out, or its gradient in
     expected += 8 * len(ids)
-    row = kernels.row_of(cell, seconds=0.5, limit_s=0.2, num_distinct=len(written))
+    row = kernel_study.row_of(cell, seconds=0.5, limit_s=0.2, num_distinct=len(written))
     assert row["gb_per_s"] == pytest.approx(expected / 0.5 / 1e9)
     assert row["flops_per_byte"] * expected == pytest.approx(row["gflop_per_s"] * 1e9 * 0.5)
     assert row["share_of_limit"] == 0.4 and row["ms"] == 500
@@ -293,14 +289,14 @@ def test_limit_touches_each_row_that_the_kernel_must(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ops, "touch_rows", touch)
     rows = torch.zeros(CELL.num_tables * CELL.num_embeddings, CELL.embedding_dim)
-    batches = [ids.tolist() for ids in kernels.walk_ids(CELL)]
+    batches = [ids.tolist() for ids in kernel_study.walk_ids(CELL)]
     half = len(batches[0]) // 2
     everything = [[*ids[:half], *(CELL.num_embeddings + i for i in ids[half:])] for ids in batches]
-    best, distinct = kernels.limits_s(rows, CELL)
+    best, distinct = kernel_study.limits_s(rows, CELL)
     assert set(best) == {1} and distinct == sum(len(set(ids)) for ids in everything) / len(everything)
     assert touched[: len(everything)] == [(sorted(set(ids)), True) for ids in everything]
     touched.clear()
-    kernels.limits_s(rows, replace(CELL, part="lookup"))
+    kernel_study.limits_s(rows, replace(CELL, part="lookup"))
     assert touched[: len(everything)] == [(ids, False) for ids in everything]
 
 
@@ -315,10 +311,10 @@ def test_zipf_ids_against_the_law_written_out() -> None:
 
 
 def test_log_axes_put_powers_of_ten_at_equal_distances() -> None:
-    plot = charts.LogLog([0.2, 50.0], [1.0, 900.0])
+    plot = plots.LogLog([0.2, 50.0], [1.0, 900.0])
     steps = [plot.x(10.0 ** (k + 1)) - plot.x(10.0**k) for k in range(-1, 2)]
-    assert steps == pytest.approx([steps[0]] * 3) and plot.x(0.1) == charts.LEFT
-    assert plot.y(1000.0) == charts.TOP
+    assert steps == pytest.approx([steps[0]] * 3) and plot.x(0.1) == draw.LEFT
+    assert plot.y(1000.0) == draw.TOP
 
 
 @pytest.mark.parametrize("study", studies.DOCS.values(), ids=lambda study: study.name)
@@ -333,27 +329,41 @@ def test_a_page_in_docs_is_what_its_file_makes(study: StudyDocs) -> None:
 # ---- the command
 
 
-def test_the_last_line_holds_the_cells_and_words_for_people_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_command_measures_and_prints_counts_instead_of_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "read_preset", lambda path: TINY)
-    for flag in ([], ["--json"]):
-        done = CliRunner().invoke(app, ["study", "kernels", "--out", str(tmp_path / "out"), *flag])
-        last = done.stdout.splitlines()[-1]
-        if flag:
-            cells = json.loads(last)["cells"]
-            assert cells == json.loads((tmp_path / "out" / "kernels.json").read_text())["cells"]
-            assert len(cells) == 7 and {"key", "group", "part", "ms", "share_of_limit"} <= cells[0].keys()
-        else:
-            assert "num_cells" in done.stdout and "share_of_limit" not in done.stdout
+    monkeypatch.setattr(studies, "read_preset", lambda path: TINY)
+    monkeypatch.setattr(sys, "argv", ["studies", "kernels", "--out", str(tmp_path / "out")])
+    studies.main()
+    cells = json.loads((tmp_path / "out" / "kernels.json").read_text())["cells"]
+    assert len(cells) == 7 and {"key", "group", "part", "ms", "share_of_limit"} <= cells[0].keys()
+    printed = capsys.readouterr().out
+    assert "num_cells  7" in printed and "share_of_limit" not in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "packed"], "data is 'packed', but the study kernels draws its own ids; leave --data out"),
+        (["--docs"], "docs/ has no page of the study kernels; --docs makes those of memory and hot"),
+    ],
+)
+def test_what_the_study_does_not_have_is_refused(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["studies", "kernels", *options])
+    with pytest.raises(SystemExit) as stopped:
+        studies.main()
+    assert stopped.value.code == message
 
 
 def test_the_command_counts_and_estimates_without_measuring(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "hotrow", "study", "kernels", "--estimate", "--memory", "2GiB", "--json"],
-        capture_output=True, text=True, check=True, cwd=tmp_path,
+        [sys.executable, "-m", "benchmarks.studies", "kernels", "--estimate", "--memory", "2GiB"],
+        capture_output=True, text=True, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)},
     )  # fmt: skip
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["num_cells"] > 500 and result["cells"] == [] and result["skipped"] > 0 and result["measured"] == 0
+    result = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert int(result["num_cells"]) > 500 and int(result["skipped"]) > 0 and int(result["measured"]) == 0
     assert re.search(r"kernels: \d+ of \d+ cells to measure, about 0:\d\d:\d\d; \d+ skipped", done.stderr)
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import hot_study, hot_study_page, studies
+from benchmarks import hot_study, hot_study_page, studies, study_runner
 from benchmarks.hot_cells import HotCell, coverage, sizes_of
 from benchmarks.hot_lab import Link, by_threshold
 from benchmarks.hot_study_page import coverage_lines, megabytes, schedule_of, shown_quality
@@ -23,8 +23,7 @@ from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.hot.calibrate import calibrate
-from hotrow.hot.classify import hot_samples
-from hotrow.study import runner
+from hotrow.hot.hot_set import hot_samples
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
@@ -136,7 +135,7 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
         return make_config({**raw, "model": raw["model"] | model, "train": raw["train"] | options}, origin=origin)
 
     monkeypatch.setattr(hot_study, "make_config", small)
-    preset = runner.read_preset(hot_study_page.PRESET)
+    preset = study_runner.read_preset(hot_study_page.PRESET)
     fixed = {"num_samples": 3000, "scale": 0.001, "seeds": 2, "small_table": "0", "embedding_dim": 4, "batch_size": 64}
     axes = {
         "thresholds": {"amount": [1.0]},
@@ -147,7 +146,7 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
     axes = {name: {**own, "source": ["avazu"] if name != "quality" else []} for name, own in axes.items()}
     preset["quick"] = {"leave_out": ["rates", "ends"], "fixed": fixed, "axes": axes}
     study = studies.make_study("hot", [str(dataset.path)], preset)
-    result = runner.run_study(study, tmp_path / "out", quick=True)
+    result = study_runner.run_study(study, tmp_path / "out", quick=True)
     report = json.loads((tmp_path / "out" / "hot.json").read_text())
     assert result["measured"] + len(report["skipped"]) == result["num_cells"] == 12
     assert result["cells"] == report["cells"]
@@ -191,7 +190,7 @@ def test_what_is_no_packed_dataset_is_refused_before_anything_is_measured(tmp_pa
     (tmp_path / "empty").mkdir()
 
     def run(path: Path) -> None:
-        runner.run_study(studies.make_study("hot", [str(path)]), tmp_path / "out", estimate_only=estimate_only)
+        study_runner.run_study(studies.make_study("hot", [str(path)]), tmp_path / "out", estimate_only=estimate_only)
 
     for name in ("trace.txt", "absent"):
         what = rf"data is '{tmp_path}/{name}', which is not a folder"

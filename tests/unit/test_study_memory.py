@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import studies
+from benchmarks import studies, study_runner
 from benchmarks.rivals import memory, page
 from benchmarks.rivals.group import GroupError, MemoryGroup, own_group
 from benchmarks.rivals.memory import LossError, MemoryCell, Turns, check_losses
@@ -31,7 +31,6 @@ from benchmarks.tiers import name_of, open_table, step_cells
 from benchmarks.tiers_page import tiers_sentence, tiers_table
 from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
 from hotrow.placement.budget import TableSlots
-from hotrow.study import runner
 
 WORK = Work(rows=(3, 900, 4000), embedding_dim=8, batch_size=64, zipf=1.05, bottom_mlp=(16,), top_mlp=(16,))
 TINY: dict[str, Any] = {
@@ -110,7 +109,7 @@ def no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_tiny(out: Path, **changes: Any) -> dict[str, Any]:
-    return runner.run_study(studies.make_study("memory", preset=TINY), out, memory_bytes=1 << 30, **changes)
+    return study_runner.run_study(studies.make_study("memory", preset=TINY), out, memory_bytes=1 << 30, **changes)
 
 
 def losses(side: Side, *, ahead: int) -> list[str]:
@@ -493,7 +492,7 @@ def test_presets_expand_and_the_quick_one_takes_minutes(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory, "group_refused", lambda: None)
     study = studies.make_study("memory")
     for quick, least in ((True, 7), (False, 30)):
-        plan = runner.make_plan(study, quick=quick, memory_bytes=32 << 30, cores=2)
+        plan = study_runner.make_plan(study, quick=quick, memory_bytes=32 << 30, cores=2)
         assert len(plan.cells) + len(plan.skipped) >= least and len({c.key for c in plan.cells}) == len(plan.cells)
         assert (memory.estimate_s(plan.cells) < 300) is quick
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hotrow.data.chunk import Chunk, Position
-from hotrow.data.sources.synthetic import SyntheticSource, write_criteo
+from hotrow.data.sources.synthetic import CELL_ROWS, Generator, SyntheticSource, _exchange, _salt, sigmoid, write_criteo
 from hotrow.data.sources.synthetic_config import (
     PRESETS,
     SyntheticConfig,
@@ -19,7 +19,6 @@ from hotrow.data.sources.synthetic_config import (
     criteo_kaggle,
     criteo_terabyte,
 )
-from hotrow.data.sources.synthetic_rows import CELL_ROWS, Generator, _exchange, _salt, sigmoid
 from hotrow.run.metrics import auc
 
 

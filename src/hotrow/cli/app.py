@@ -421,7 +421,7 @@ def check(
     print_result(result, as_json=json_, human=lambda: _print_fields(result))
 
 
-@verb("bench", home="hotrow.study.bench", example="hotrow bench --quick")
+@verb("bench", home="hotrow.bench", example="hotrow bench --quick")
 def bench(
     names: Annotated[list[str] | None, typer.Argument(help="Cells to measure; default: all.")] = None,
     *,
@@ -429,46 +429,10 @@ def bench(
     json_: Json = False,
 ) -> None:
     """Compare hotrow's kernels with torch's and the machine's limit, interleaved; outputs are compared first."""
-    from hotrow.study.bench import format_row, run_bench
+    from hotrow.bench import format_row, run_bench
 
     result = run_bench(names or None, quick=quick)
     print_result(result, as_json=json_, human=lambda: print("\n".join(format_row(row) for row in result["cells"])))
-
-
-@verb(
-    "study",
-    home="hotrow.study.runner",
-    example="hotrow study kernels --quick   (what it would take: hotrow study kernels --estimate)",
-)
-def study(
-    name: Annotated[str, typer.Argument(help="kernels: the embedding kernels over many shapes.")],
-    *,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of results, continued if it exists; default: studies/NAME.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A first look, in minutes at most.")] = False,
-    memory: Annotated[
-        str | None, typer.Option(help="The most memory that tables may take, e.g. 8GiB; default: 60 %.")
-    ] = None,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Only count the cells and estimate how long they take.")
-    ] = False,
-    json_: Json = False,
-) -> None:
-    """Repeat a published experiment here: JSON, CSV and one HTML page. If started again, it measures the rest."""
-    from hotrow.data.prepare.prepare import parse_bytes
-    from hotrow.study.runner import find_study, run_study
-
-    result = run_study(
-        find_study(name),
-        out,
-        quick=quick,
-        memory_bytes=parse_bytes(memory),
-        estimate_only=estimate,
-        say=lambda line: print(line, file=sys.stderr),
-    )
-    told = {name: value for name, value in result.items() if name != "cells"}
-    print_result(result, as_json=json_, human=lambda: _print_fields(told))
 
 
 @verb("doctor", home="hotrow.cli.tools", example="hotrow doctor")

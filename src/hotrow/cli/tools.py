@@ -22,6 +22,7 @@ from hotrow.inspect.accesses import first_batches, open_accesses
 from hotrow.inspect.hot_rows import PARTS, check_parts, compare_ways, measure_drift, record_bytes_of
 from hotrow.inspect.hotness import measure_hotness
 from hotrow.inspect.report import write_inspection
+from hotrow.inspect.reuse import native
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Algorithm
 from hotrow.placement.store_file import direct_io, remove_left_folders
@@ -63,7 +64,8 @@ def inspect(
         raise ValueError("drift needs hot, the bytes of the fast device whose rows are followed: --hot 256MiB --drift")
     if parts is not None and not drift:
         raise ValueError("parts needs drift, which is shown of each: --hot 256MiB --drift --parts 24")
-    # Options are checked before reading, which may take long.
+    # Options and the machine are checked before reading, which may take long.
+    native()
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"report folder {out} is a file; choose another")
     parts = PARTS if parts is None else parts

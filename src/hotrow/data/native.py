@@ -24,6 +24,9 @@ from hotrow.base.files import atomic_write
 from hotrow.data.chunk import KeyKind, Keys
 from hotrow.kernels import ops
 
+GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 / golden ratio, splitmix64's increment."""
+
 
 @functools.cache
 def backend() -> Any:
@@ -140,6 +143,16 @@ def hash_keys(keys: Keys, *, hash_cap: int = 0) -> NDArray[np.uint64]:
     else:
         raise ValueError(f"integer keys are {keys.values.dtype}; pass uint32 or int64")
     return out
+
+
+def mix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Applies the finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words, in place."""
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words
 
 
 def stores_bytes(kind: KeyKind, hash_cap: int) -> bool:

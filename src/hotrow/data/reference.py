@@ -1,4 +1,4 @@
-"""The readable reference of native/{parse,count,vocabulary,reuse,optimum,sketch}.cpp, and the fallback without them.
+"""The readable reference of native/{parse,count,vocabulary}.cpp, and the fallback without them.
 
 Names, arguments, results and file bytes are those of the native module (native/include/hotrow/encode_*.h has the
 contracts and layouts); the speed is a small fraction, and everything is in memory. `hotrow.data.native` calls it.
@@ -20,12 +20,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from hotrow.data.reference_reuse import StackDistances as StackDistances
-from hotrow.data.reference_reuse import belady_hits as belady_hits
-from hotrow.data.reference_reuse import fmix64
-from hotrow.data.reference_reuse import lru_hits as lru_hits
-from hotrow.data.reference_reuse import sketch_add as sketch_add
 
 NUMBER = re.compile(rb"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 INTEGER = re.compile(rb"-?\d+")
@@ -130,6 +124,15 @@ def parse_rows(
 
 def count_newlines(text: NDArray[np.uint8]) -> int:
     return int(np.count_nonzero(text == ord("\n")))
+
+
+def fmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Applies the finalizer of MurmurHash3, one-to-one, as in native/include/hotrow/encode_hash.h."""
+    x = x ^ (x >> np.uint64(33))
+    x = x * np.uint64(0xFF51AFD7ED558CCD)
+    x = x ^ (x >> np.uint64(33))
+    x = x * np.uint64(0xC4CEB9FE1A85EC53)
+    return x ^ (x >> np.uint64(33))
 
 
 def hash_keys(keys: NDArray[Any], cap: int, out: NDArray[np.uint64]) -> None:

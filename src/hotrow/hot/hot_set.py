@@ -1,24 +1,28 @@
-"""Which rows are hot: for each table a prefix of its rows and a list of others; and how a dataset's tables are used.
+"""Which rows are hot: for each table a prefix of its rows and a list of others; and which samples that makes hot.
 
 `TableUse` holds a table's rows in the order of their accesses by the training split, all of it or a sample. The ways to
-choose hot rows (calibrate.py, covering.py) start from it.
+choose hot rows (calibrate.py) start from it. A sample is hot if all its lookups, in every table and with multi-hot
+entries included, find hot rows. One comparison per id is enough, because hot rows are a prefix plus a list.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.packed.format import Block, Ragged
-from hotrow.data.packed.reader import PackedDataset
+from hotrow.base.machine import usable_cores
+from hotrow.data.packed.format import Block, Ids, Ragged
+from hotrow.data.packed.reader import PackedDataset, Split
 
+T = TypeVar("T")
 SMALL_TABLE_BYTES = 1 << 20
 """Tables below this size are hot whole, as in FAE: such a table is looked up as often as any other and takes little
 memory."""
@@ -241,3 +245,54 @@ def _ids_of(ids: NDArray[Any] | Ragged, rows: NDArray[np.int64]) -> NDArray[Any]
     picked = np.zeros(len(ids.row_splits) - 1, np.bool_)
     picked[rows] = True
     return ids.values[np.repeat(picked, np.diff(ids.row_splits))]
+
+
+# ---- hot samples
+
+
+def hot_samples(
+    dataset: PackedDataset, hot: HotSet, *, split: str = "train", threads: int | None = None
+) -> NDArray[np.bool_]:
+    """Returns for each row of the split whether it is a hot sample; a sample without ids is hot.
+
+    Reads the split once, `threads` blocks at a time. Raises ValueError if the hot set lacks a table.
+    """
+    rows = by_feature(dataset, hot.rows)
+    pieces = list(_map_blocks(lambda block: is_hot(block, rows), dataset.split(split), threads))
+    return np.concatenate([np.empty(0, np.bool_), *pieces])
+
+
+def is_hot(block: Block, rows: list[HotRows]) -> NDArray[np.bool_]:
+    """Returns for each sample of a block whether it is hot. rows: the hot rows for each feature."""
+    return hits_of(block.ids, rows, len(block.label))[0]
+
+
+def hits_of(columns: Sequence[Ids], rows: Sequence[HotRows], num_samples: int) -> tuple[NDArray[np.bool_], int]:
+    """Returns for each sample whether it is hot, and how many lookups find hot rows. columns, rows: by feature."""
+    hot = np.ones(num_samples, np.bool_)
+    num_hits = 0
+    for ids, own in zip(columns, rows, strict=True):
+        found = own.contains(ids.values if isinstance(ids, Ragged) else ids)
+        num_hits += int(np.count_nonzero(found))
+        hot &= _every(found, ids.row_splits) if isinstance(ids, Ragged) else found
+    return hot, num_hits
+
+
+def _every(found: NDArray[np.bool_], row_splits: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns for each sample whether all its lookups were found."""
+    cold = np.concatenate([[0], np.cumsum(~found)])
+    return np.asarray(cold[row_splits[1:]] == cold[row_splits[:-1]])
+
+
+def by_feature(dataset: PackedDataset, rows: Mapping[str, HotRows]) -> list[HotRows]:
+    """Returns the hot rows of each feature's table. Raises ValueError if a table is missing."""
+    for feature in dataset.info.features:
+        if feature.table not in rows:
+            raise ValueError(f"the hot set has no table {feature.table!r}; it has {', '.join(rows) or 'none'}")
+    return [rows[feature.table] for feature in dataset.info.features]
+
+
+def _map_blocks(work: Callable[[Block], T], split: Split, threads: int | None) -> Iterator[T]:
+    """Yields `work(block)` for every block in order; in threads, as numpy releases the interpreter in long loops."""
+    with ThreadPoolExecutor(threads or usable_cores()) as pool:
+        yield from pool.map(lambda index: work(split.block(index)), range(split.num_blocks))

@@ -1,6 +1,6 @@
 """The phases of a hot schedule in a run: which batches come next, and where the hot rows live meanwhile.
 
-`Turns` puts together order.py (when hot, when cold), classify.py (what is hot) and copies.py for the trainer, which
+`Turns` puts together order.py (when hot, when cold), calibrate.py (what is hot) and copies.py for the trainer, which
 trains one phase (a `Turn`) after another. Without a hot schedule there is one class of batches, and an epoch is one
 phase.
 """
@@ -20,8 +20,7 @@ from hotrow.batch import Batch
 from hotrow.config.schema import HotConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.hot.calibrate import calibrate
-from hotrow.hot.classify import FoundHot, find_hot
+from hotrow.hot.calibrate import FoundHot, calibrate, find_hot
 from hotrow.hot.copies import HotCopies
 from hotrow.hot.hot_set import check_budget
 from hotrow.hot.order import Turn, batch_order, mixed_samples

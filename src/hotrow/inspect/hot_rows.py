@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 
 from hotrow.data.packed.format import Ids, Ragged, slice_ids
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot.calibrate import WAYS, calibrate
-from hotrow.hot.classify import by_feature, find_hot, hits_of
-from hotrow.hot.hot_set import HotSet, most_accessed, ranked
+from hotrow.hot.calibrate import WAYS, calibrate, find_hot
+from hotrow.hot.hot_set import HotSet, by_feature, hits_of, most_accessed, ranked
 from hotrow.inspect.reuse import belady_hits, lru_hits
 from hotrow.kernels.reference import NUM_STATES, Algorithm
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrow.base.files import atomic_write, size, write_json
-from hotrow.draw.charts import bar_chart, line_chart
-from hotrow.draw.pages import load_template
+from hotrow.draw import bar_chart, line_chart, load_template
 
 NAME = "hotness"
 Table = Mapping[str, Any]

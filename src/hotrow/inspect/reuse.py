@@ -22,9 +22,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data import reference_reuse
-from hotrow.data.native import backend
+from hotrow.data.reference import fmix64
 from hotrow.inspect.accesses import RowCounts, TableAccesses
+from hotrow.kernels import ops
 
 MAX_GAP = 128
 """The most batches that `ReuseProfile.overlap` looks back (kGaps of native/include/hotrow/reuse.h)."""
@@ -101,6 +101,11 @@ class MissRatioCurve:
         return cls(np.array(value["capacity_rows"], np.int64), np.array(value["miss_ratio"], np.float64))
 
 
+def native() -> Any:
+    """Returns the native module, which simulates caches. Raises ValueError, with the cure, if there is none."""
+    return ops.native_module("reuse distances and caches need", instead=None)
+
+
 def threshold_of(rate: float) -> int:
     """Returns the highest hash of a row that is followed."""
     return min(int(rate * 2.0**64), 2**64 - 1)
@@ -108,7 +113,8 @@ def threshold_of(rate: float) -> int:
 
 def is_sampled(ids: NDArray[Any], rate: float, seed: int) -> NDArray[np.bool_]:
     """Returns which of `ids` belong to rows that a profile with this rate and seed follows."""
-    return reference_reuse.is_sampled(ids, threshold_of(rate), seed)
+    salt = fmix64(np.array([seed + 1], np.uint64))
+    return fmix64(ids.astype(np.int64).view(np.uint64) ^ salt) <= np.uint64(threshold_of(rate))
 
 
 class ReuseProfile:
@@ -124,7 +130,7 @@ class ReuseProfile:
         if not 0 < rate <= 1:
             raise ValueError(f"rate is {rate}; the share of rows to follow is above 0 and at most 1")
         self.access, self.rate = access, rate
-        self._distances = backend().StackDistances(threshold_of(rate), seed)
+        self._distances = native().StackDistances(threshold_of(rate), seed)
         self.num_batches = self.num_accesses = 0
         """Batches and accesses so far, including accesses of rows that are not followed."""
         self._starts: dict[int, tuple[int, int]] = {}
@@ -196,7 +202,7 @@ def _hits(policy: str, rows: NDArray[np.uint32], num_rows: int, capacity: int) -
     if capacity < 0:
         raise ValueError(f"capacity is {capacity}; a cache holds 0 rows or more")
     out = np.empty(len(rows), np.bool_)
-    getattr(backend(), policy)(rows, num_rows, capacity, out)
+    getattr(native(), policy)(rows, num_rows, capacity, out)
     return out
 
 

@@ -67,14 +67,19 @@ def _load() -> tuple[Any, str | None]:
     return None, reason
 
 
-def native_module() -> Any:
-    """Returns the native module. Raises ValueError, with the command that builds it, if there is none."""
+IN_DRAM = "keep the tables in DRAM (config memory: dram; in Python memory=None)"
+
+
+def native_module(need: str = "tables in tiers need", *, instead: str | None = IN_DRAM) -> Any:
+    """Returns the native module. Raises ValueError, with the command that builds it, if there is none.
+
+    need: who needs it, for the message. instead: what works without it.
+    """
     module, reason = _load()
     if module is None:
         raise ValueError(
-            f"tables in tiers need the native module, and {reason}: build it with `pip install -e .` (needs a C++20 "
-            "compiler) and leave HOTROW_NATIVE unset, or keep the tables in DRAM (config memory: dram; in Python "
-            "memory=None)"
+            f"{need} the native module, and {reason}: build it with `pip install -e .` (needs a C++20 compiler) and "
+            f"leave HOTROW_NATIVE unset{f', or {instead}' if instead else ''}"
         )
     return module
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.mix import GOLDEN, mix64
+from hotrow.data.native import GOLDEN, mix64
 from hotrow.data.sources.schema import SPLITS
 
 TRAIN, VAL, TEST = range(len(SPLITS))

@@ -1,7 +1,7 @@
 """Any table as a source: CSV, Parquet, JSON Lines, hive folders, URIs and frames in memory, read by a schema.
 
 `ColumnsSource` makes chunks with a reader (`tabular.py`: rows of files) and converters (`convert.py`: exact values or
-faults). The published layouts (`layouts.py`) are this class with their own schemas.
+faults). The published layouts (`registry.py`) are this class with their own schemas.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from hotrow.base.files import explain_full_disk
 from hotrow.data.chunk import Chunk, KeyKind, Keys, Position, SkippedRows, SourceInfo
-from hotrow.data.mix import GOLDEN, mix64
+from hotrow.data.native import GOLDEN, mix64
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files
 from hotrow.data.sources.convert import IdEncoding
 from hotrow.data.sources.inputs import prefetch

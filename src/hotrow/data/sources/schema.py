@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hotrow.base.faults import in_words, innermost
+from hotrow.base.records import in_words, innermost
 from hotrow.config.load import parse_yaml
 
 Transform = Literal["log1p_clip0", "standardize", "identity"]

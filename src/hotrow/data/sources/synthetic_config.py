@@ -1,6 +1,6 @@
 """Describes a synthetic data set: tables, counts, and the shapes of public data sets as presets.
 
-`synthetic_rows` makes the rows; `synthetic` hands them out as a source or a raw file.
+`synthetic` makes the rows.
 """
 
 from __future__ import annotations

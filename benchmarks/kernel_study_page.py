@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from hotrow.draw.charts import heat_map, roofline
-from hotrow.draw.pages import load_template
-from hotrow.study.bench import CLEAN_SHARE, is_disturbed
+from benchmarks.plots import heat_map, roofline
+from benchmarks.study_docs import by_reason, machine_line
+from hotrow.bench import CLEAN_SHARE, is_disturbed
+from hotrow.draw import load_template
 
 Row = Mapping[str, Any]
+PRESET = Path(__file__).with_name("kernels.yaml")
 
 
-def study_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+def kernels_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     """Returns the HTML. report: the content of the study's JSON file."""
-    template = load_template("study/page.html")
+    template = load_template("kernels.html", folder=PRESET.parent)
     rows: Sequence[Row] = report["cells"]
     threads = max((row["threads"] for row in rows), default=1)
     widest = [row for row in rows if row["threads"] == threads]
@@ -45,18 +48,6 @@ def study_page(preset: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         skipped=report["skipped"],
         skipped_by_reason=by_reason(report["skipped"]),
         rows=[shown(row) for row in sorted(rows, key=lambda row: str(row["key"]))],
-    )
-
-
-def machine_line(report: Mapping[str, Any]) -> str:
-    """Returns a sentence with the machine, versions and dates of a report."""
-    machine, backend = report["machine"], report["backend"]
-    commits = sorted({str(row["commit"]) for row in report["cells"]})
-    dates = sorted({row["date"] for row in report["cells"]})
-    return (
-        f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB; kernels "
-        f"{backend['name']} ({backend['isa']}); torch {report['versions']['torch']}; commit {', '.join(commits)}; "
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1]))) if dates else 'nothing measured'}."
     )
 
 
@@ -111,12 +102,3 @@ def share_maps(rows: Sequence[Row]) -> list[dict[str, Any]]:
             drawn = heat_map(values, x_label="dim", y_label="ids per bag", label=f"share of the limit, {part}")
             maps.append({"title": part, "svg": drawn})
     return maps
-
-
-def by_reason(skipped: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Groups skipped cells by reason: the reason, the number of cells, and the key of the first."""
-    found: dict[str, dict[str, Any]] = {}
-    for cell in skipped:
-        line = found.setdefault(cell["reason"], {"reason": cell["reason"], "count": 0, "key": cell["key"]})
-        line["count"] += 1
-    return list(found.values())

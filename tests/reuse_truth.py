@@ -1,4 +1,4 @@
-"""Readable twins of native/{reuse,optimum,sketch}.cpp: stack distances, caches row by row, counters slot by slot."""
+"""What native/{reuse,optimum,sketch}.cpp compute, written to be read: a stack, caches row by row, sets of counters."""
 
 # ruff: noqa: D102, D103, FBT001, RUF100 - the native module's signatures, documented in its headers
 
@@ -10,18 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.data.reference import fmix64
+
 NUM_GAPS = 128
 SLOTS = 4
 SCORE = (1 << 24) - 1
-
-
-def fmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of MurmurHash3, one-to-one, as in native/include/hotrow/encode_hash.h."""
-    x = x ^ (x >> np.uint64(33))
-    x = x * np.uint64(0xFF51AFD7ED558CCD)
-    x = x ^ (x >> np.uint64(33))
-    x = x * np.uint64(0xC4CEB9FE1A85EC53)
-    return x ^ (x >> np.uint64(33))
 
 
 def is_sampled(ids: NDArray[Any], threshold: int, seed: int) -> NDArray[np.bool_]:

@@ -20,12 +20,11 @@ import yaml
 from pydantic import ConfigDict, JsonValue
 from typing_extensions import TypedDict
 
+from hotrow import bench
 from hotrow.base.files import atomic_write
 from hotrow.base.machine import available_memory_bytes, usable_cores
 from hotrow.base.progress import ProgressLine, duration
 from hotrow.base.records import Count, Document
-from hotrow.study import bench, kernels
-from hotrow.study.page import study_page
 
 MEMORY_SHARE = 0.6
 """The share of the available memory that the tables of one cell may take, unless the user sets a limit."""
@@ -67,7 +66,7 @@ class Study:
     preset: Mapping[str, Any]
     """Title, description, and the groups of cells with their axes."""
     cells: Any
-    """A module such as hotrow.study.kernels. It has `expand`, `refusal`, `estimate_s`, `setup_of`, `measure`,
+    """A module such as benchmarks.kernel_study: `with_data`, `expand`, `refusal`, `estimate_s`, `setup_of`, `measure`,
     `headline`, `summary`, and FAILURES: errors that end the cells of one setup but not the study."""
     page: Callable[[Mapping[str, Any], Mapping[str, Any]], str]
     """Returns the HTML for a preset and a report."""
@@ -78,19 +77,6 @@ class Study:
 def read_preset(path: Path) -> dict[str, Any]:
     """Returns the description of a study: title, groups and their axes, in YAML."""
     return cast(dict[str, Any], yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def find_study(name: str) -> Study:
-    """Returns a study that is part of the package. Raises ValueError if there is none of that name."""
-    if name != "kernels":
-        raise ValueError(f"no study is called {name!r}; choose from kernels (docs/study.md names those of benchmarks/)")
-    return Study(
-        name=name,
-        preset=read_preset(Path(__file__).with_name("kernels.yaml")),
-        cells=kernels,
-        page=study_page,
-        command=("hotrow", "study", name),
-    )
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.dense_cells import matmul_flops_per_s
+from hotrow import bench
 from hotrow.base.machine import usable_cores
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
-from hotrow.study import bench, cells
 
 WALK_BYTES = 64_000_000
 """The least bytes of rows that one walk touches, if `MAX_BATCHES` allows it: more than the caches of a core hold."""
@@ -41,7 +42,7 @@ class KernelCell:
     """One measurement."""
 
     group: str
-    part: cells.Part
+    part: bench.Part
     """lookup | update"""
     optimizer: str
     """sgd | adagrad | rowwise_adagrad; none for a lookup"""
@@ -92,10 +93,17 @@ class KernelCell:
         return min(MAX_BATCHES, max(MIN_BATCHES, math.ceil(WALK_BYTES / touched)))
 
     @property
-    def shape(self) -> cells.Shape:
+    def shape(self) -> bench.Shape:
         """The embedding work of one batch."""
         names = ("num_tables", "num_embeddings", "embedding_dim", "batch_size", "lookups")
-        return cells.Shape(**{name: getattr(self, name) for name in names}, zipf=self.zipf or None)
+        return bench.Shape(**{name: getattr(self, name) for name in names}, zipf=self.zipf or None)
+
+
+def with_data(preset: Mapping[str, Any], paths: Sequence[str]) -> Mapping[str, Any]:
+    """Returns the preset. Raises ValueError if there are `paths`."""
+    if paths:
+        raise ValueError(f"data is {paths[0]!r}, but the study kernels draws its own ids; leave --data out")
+    return preset
 
 
 def expand(group: Mapping[str, Any], axes: Mapping[str, Any], *, memory_bytes: int) -> list[KernelCell]:
@@ -150,9 +158,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the two roofs of the roofline: the bandwidth of a pass over memory, the flops of a large product."""
     num_floats, sequential = 1 << 26, None
     if ops.backend().name == "native":
-        seconds = cells.sequential_limit_s(num_floats, write=False, threads=usable_cores())
+        seconds = bench.sequential_limit_s(num_floats, write=False, threads=usable_cores())
         sequential = 4 * num_floats / seconds / 1e9
-    return {"roofs": {"sequential_gb_per_s": sequential, "matmul_gflop_per_s": cells.matmul_flops_per_s() / 1e9}}
+    return {"roofs": {"sequential_gb_per_s": sequential, "matmul_gflop_per_s": matmul_flops_per_s() / 1e9}}
 
 
 # ---- what a cell moves and computes
@@ -190,7 +198,7 @@ def row_of(cell: KernelCell, *, seconds: float, limit_s: float | None, num_disti
 
 
 @functools.lru_cache(maxsize=16)
-def _batches_of(shape: cells.Shape, num_batches: int) -> tuple[Tensor, ...]:
+def _batches_of(shape: bench.Shape, num_batches: int) -> tuple[Tensor, ...]:
     return tuple(shape.ids(seed) for seed in range(num_batches))
 
 
@@ -215,7 +223,7 @@ def walk_rows(cell: KernelCell) -> tuple[list[Tensor], float]:
 def limits_s(rows: Tensor, cell: KernelCell) -> tuple[dict[int, float], float]:
     """Returns the least seconds per batch by number of threads, and the mean number of distinct rows.
 
-    rows: all tables end to end. The time is the best over prefetches; state counts as in cells.rows_limit_s.
+    rows: all tables end to end. The time is the best over prefetches; state counts as in bench.rows_limit_s.
     """
     touched, num_distinct = walk_rows(cell)
 
@@ -227,7 +235,7 @@ def limits_s(rows: Tensor, cell: KernelCell) -> tuple[dict[int, float], float]:
 
     factor = 2.0 if cell.optimizer == "adagrad" else 1.0
     best = {}
-    first, *others = cells.PREFETCHES[::-1]
+    first, *others = bench.PREFETCHES[::-1]
     for threads in range(1, cell.threads + 1):
         seconds = walk(threads, *first)
         rest = [walk(threads, *prefetch) for prefetch in (others if seconds < ROUND_SECONDS else others[:1])]
@@ -239,7 +247,7 @@ def measure(cells_: Sequence[KernelCell], *, quick: bool, folder: Path) -> Itera
     """Yields the cells, all of one `setup_of`, each with its row as soon as it is measured."""
     round_s = ROUND_SECONDS / 5 if quick else ROUND_SECONDS
     limits = _limits(cells_)
-    emb = EmbeddingCollection(cells.table_configs(cells_[0].shape), seed=1)
+    emb = EmbeddingCollection(bench.table_configs(cells_[0].shape), seed=1)
     for cell in cells_:
         limit, num_distinct = limits[cell.key]
         rounds = _rounds(cell, emb, round_s)
@@ -272,7 +280,7 @@ def _rounds(cell: KernelCell, emb: EmbeddingCollection, round_s: float) -> bench
     before = torch.get_num_threads()
     torch.set_num_threads(cell.threads)
     try:
-        walk = cells.Ours(cell.shape, cell.part, cast(cells.Optimizer, cell.optimizer), emb=emb, ids=walk_ids(cell))
+        walk = bench.Ours(cell.shape, cell.part, cast(bench.Optimizer, cell.optimizer), emb=emb, ids=walk_ids(cell))
         first = _walk_s(walk)  # also warms up: threads, scratch memory, optimizer state
         num_rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(round_s / first)))
         return bench.clean_rounds(lambda _: _walk_s(walk), num_rounds)
@@ -280,10 +288,10 @@ def _rounds(cell: KernelCell, emb: EmbeddingCollection, round_s: float) -> bench
         torch.set_num_threads(before)
 
 
-def _walk_s(walk: cells.Ours) -> float:
+def _walk_s(walk: bench.Ours) -> float:
     """Returns the seconds of the kernel alone, summed over the batches."""
     total = 0.0
     for number in range(len(walk.batches)):
         walk.prepare(number)
-        total += cells.timed(walk.run)
+        total += bench.timed(walk.run)
     return total

@@ -1,1 +1,0 @@
-"""Charts as SVG and pages of HTML; nothing here knows what a run is."""
