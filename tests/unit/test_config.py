@@ -94,6 +94,12 @@ history_steps 20
 attention_mlp [15, 15]
 final_mlp [60]
 """,
+    "dcn": """
+num_cross_layers 3
+low_rank None
+deep_mlp [512, 256]
+structure parallel
+""",
 }
 
 
@@ -107,7 +113,7 @@ def test_public_options() -> None:
     assert found == PUBLIC_OPTIONS.split("\n")[1:-1]
 
 
-@pytest.mark.parametrize("model", OPTIONS_OF_MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_public_options_of_models(model: str) -> None:
     assert listed(MODELS[model]) == [
         f"name {model}",
