@@ -55,7 +55,7 @@ from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import train
 from hotrow.run.setup import DenseDevice, Setup, build_network, look_up, read_model
-from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
+from hotrow.run.trainer import ALL_DONE, EVAL_BATCH_SIZE, evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
@@ -265,11 +265,12 @@ class Run:
     def next_commands(self, rows: str = "NEW_ROWS") -> list[str]:
         """Returns commands that score, judge, export and continue the run. rows: the raw rows to name, quoted."""
         run = shlex.quote(str(self.path))
+        more = [f"{resume_command(self.path)} --set train.epochs=MORE"] if self.record.ended == ALL_DONE else []
         return [
             f"hotrow predict {run} {rows} --out scores.csv",
             f"hotrow eval {run} {rows}",
             f"hotrow export {run} --out {shlex.quote(self.path.name + '-export')}",
-            f"{resume_command(self.path)} --set train.epochs=MORE",
+            *more,
         ]
 
     def __repr__(self) -> str:

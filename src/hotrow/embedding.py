@@ -267,14 +267,17 @@ class EmbeddingCollection(nn.Module):
 
     def rows(self, name: str) -> Rows:
         """Returns the weights of the table `name` by row, to be read and written piece by piece, wherever they lie."""
-        return self.placement.rows(name)
+        return self.placement.rows(self._table(name).name)
 
     def float32(self, name: str) -> Tensor:
         """Returns the table `name` in float32, exactly: its own memory if it lies there in float32, else a copy."""
         return self.rows(name).whole().float()
 
     def _table(self, name: str) -> TableConfig:
-        return next(table for table in self.tables if table.name == name)
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise ValueError(f"there is no table {name!r}; the tables are {', '.join(self.weights)}")
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
         """Returns rows of the table `name` as float32 [n, D], a copy, wherever they lie."""

@@ -219,6 +219,11 @@ def test_early_stopping_ends_on_the_best_weights(
     assert sign * run.record.metrics["val"][monitor] == scores[best]
     assert best in list_checkpoints(run.checkpoints)
     assert len(list_checkpoints(run.checkpoints)) <= 3
+    assert not [command for command in hotrow.load(run.path).next_commands() if "--resume" in command]
+    resumed = runs.resume(run.path, ["train.epochs=41"], quiet=True)
+    assert (resumed.record.steps, resumed.record.metrics) == (run.record.steps, run.record.metrics)
+    said = f"nothing to train: the run ended at step {run.record.steps} of"
+    assert said in (run.path / "log.txt").read_text(encoding="utf-8")
 
 
 def test_a_run_is_never_overwritten_and_names_count_up(

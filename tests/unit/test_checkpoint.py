@@ -262,3 +262,17 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert list(list_checkpoints(tmp_path)) == [2, 4, 10, 100]
     prune_checkpoints(tmp_path, keep_last=2, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-100", "step-2"]
+
+
+def test_an_optimizer_of_other_tables_is_refused(tmp_path: Path) -> None:
+    """Tables of equal shapes in another order: nothing but their names tells whose states these are."""
+
+    def make(*names: str) -> optim.Adagrad:
+        tables = [TableConfig(name=n, num_embeddings=9, embedding_dim=4, feature_names=(n,)) for n in names]
+        return optim.Adagrad(EmbeddingCollection(tables), lr=0.1)
+
+    save_checkpoint(tmp_path / "step-1", {"sparse": make("user", "item")})
+    other = make("item", "user")
+    with pytest.raises(ValueError, match=r"name is 'user', this model's is 'item'; load it into the same model"):
+        load_checkpoint(tmp_path / "step-1", {"sparse": other})
+    assert [group["name"] for group in other.param_groups] == ["item", "user"]

@@ -285,3 +285,10 @@ def test_memory_must_be_known() -> None:
 
 def test_repr_shows_the_tables() -> None:
     assert "item: [20, 2] float32 mean of clicked, shown" in repr(make())
+
+
+def test_a_table_that_is_not_there_is_named() -> None:
+    emb = EmbeddingCollection([TableConfig(name="user", num_embeddings=3, embedding_dim=2, feature_names=("user",))])
+    for read in (lambda: emb.read_rows("usr", slice(0, 1)), lambda: emb.float32("usr"), lambda: emb.rows("usr")):
+        with pytest.raises(ValueError, match="there is no table 'usr'; the tables are user"):
+            read()

@@ -175,17 +175,17 @@ def test_without_a_number_of_the_users_a_quota_counts(monkeypatch: pytest.Monkey
     assert default_threads() == 64
 
 
-def test_run_json_of_0_1_0_is_read_and_of_another_version_refused(tmp_path: Path) -> None:
-    """As 0.1.0 wrote it: fields that had nothing to say were null or absent."""
+def test_run_json_of_another_version_is_refused(tmp_path: Path) -> None:
+    """Fields that have nothing to say may be null or absent."""
     speed = {"steps": 3, "steps_skipped": 0, "epochs": 1.0, "samples_per_s": 9.5, "step_ms": {"data": 0.1}}
     backend = {"name": "native", "isa": "avx2", "threads": 1, "reason": None}
     begun = {"command": ["hotrow"], "started": "2026-01-01T00:00:00+0000", "versions": {}, "host": {}, "warnings": {}}
     dataset = {"path": "data", "checksum": "0", "name": "clicks"}
     ended = {"train_s": 0.5, "best_step": None, "monitor": "auc", "ended": "all steps are done", "chosen_step": 3}
     fields = {"status": "finished", **begun, "dataset": dataset, "backend": backend, **speed, **ended, "metrics": {}}
-    write_sealed(tmp_path / "run.json", {"hotrow_run": 1, **fields})
+    write_sealed(tmp_path / "run.json", {"hotrow_run": 2, **fields})
     record = RunFolder.open(tmp_path).record
     assert (record.steps, record.best_step, record.memory) == (3, None, None)
-    write_sealed(tmp_path / "run.json", {"hotrow_run": 2, **fields})
-    with pytest.raises(ValueError, match=r"run\.json: hotrow_run is 2, and this hotrow reads 1; use the hotrow that"):
+    write_sealed(tmp_path / "run.json", {"hotrow_run": 1, **fields})
+    with pytest.raises(ValueError, match=r"run\.json: hotrow_run is 1, and this hotrow reads 2; use the hotrow that"):
         RunFolder.open(tmp_path)

@@ -1,4 +1,4 @@
-"""Configs as text: YAML read, overridden and checked against config_schema.py, errors and options in words.
+"""Configs as text: YAML read, overridden and checked against schema.py, errors and options in words.
 
 `load_config` reads a file, applies `--set a.b=v` overrides and checks everything; an unknown key, a value out of range
 or a choice this version does not implement is a ValueError naming the field, the value and what is allowed.

@@ -194,7 +194,7 @@ def _check_available(config: Config, num_bytes: int, available: int) -> None:
 
 def _without_pieces(budget: int) -> int:
     """Returns what a budget leaves for tables beside pieces of checkpoints and rows that evaluations read."""
-    return max(budget * 8 // 9, budget - (64 << 20))
+    return max(1, budget * 8 // 9, budget - (64 << 20))
 
 
 def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:

@@ -345,8 +345,8 @@ def _checked_groups(where: str, found: Sequence[dict[str, Any]], own: Sequence[d
             at = f"{where}.param_groups.{k}.{name}"
             if name not in mine:
                 raise ValueError(f"{at}: this optimizer has no such option; load it into the one that was saved")
-            if name == "params" and value != mine[name]:
-                raise ValueError(f"{at} is {value}, this model's is {mine[name]}; load it into the same model")
+            if name in ("params", "name") and value != mine[name]:
+                raise ValueError(f"{at} is {value!r}, this model's is {mine[name]!r}; load it into the same model")
             if _kind(value) != _kind(mine[name]):
                 raise ValueError(f"{at} is {value!r}, this optimizer's is {mine[name]!r}; {CURE}")
     return [{**mine, **theirs} for theirs, mine in zip(found, own, strict=True)]

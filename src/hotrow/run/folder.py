@@ -51,7 +51,7 @@ _WHEN_FINISHED = (
     "metrics",
 )
 """Fields that every finished run has."""
-_DOCUMENT = Document(RunRecord, marks={"hotrow_run": 1}, cure="restore it from a copy, or train a new run")
+_DOCUMENT = Document(RunRecord, marks={"hotrow_run": 2}, cure="restore it from a copy, or train a new run")
 
 
 class RunFolder:

@@ -153,6 +153,11 @@ def _train(training: Training, checkpoint: Path | None) -> None:
     if checkpoint is not None:
         training.restore(checkpoint)
     _begin(training)
+    if training.state.ended:
+        training.say(
+            f"nothing to train: the run ended at step {training.state.step} of {training.num_steps} "
+            f"({training.state.ended})"
+        )
     training.run()
     if training.state.ended:
         training.finish()
