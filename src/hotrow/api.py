@@ -384,7 +384,8 @@ def _train_on(
             folder.log(f"recipe for {dataset.split('train').num_rows:,} training rows: {', '.join(defaults)}")
             if not quiet:
                 rows = f"{dataset.split('train').num_rows:,} training rows"
-                size = f"batches of {config.train.batch_size}, {config.train.epochs} epochs"
+                epochs = f"{config.train.epochs} epoch{'s' if config.train.epochs != 1 else ''}"
+                size = f"batches of {config.train.batch_size}, {epochs}"
                 print(
                     f"recipe for {rows}: {size}, dim {config.model.embedding_dim} "
                     f"(all of it: {folder.path}/config.yaml; change it: --set train.batch_size=...)",

@@ -286,7 +286,7 @@ def train(
     run = Run(folder.path)
     result = run.summary()
     assert run.record.dataset is not None, "training has begun"
-    title = f"{run.record.dataset['name']}, {result['epochs']:g} epochs"
+    title = f"{run.record.dataset['name']}, {result['epochs']:g} epoch{'s' if result['epochs'] != 1 else ''}"
     return result, lambda: print(run.closing_lines(title, run.next_commands()))
 
 

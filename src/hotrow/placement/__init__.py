@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from hotrow.placement.base import Placement, Recipe
+from hotrow.placement.base import Placement, PlacementFactory
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.device import Backing, Device
 from hotrow.placement.dram import Dram
 from hotrow.placement.tiers import Tiers
 from hotrow.tables import TableConfig
 
-AnyMemory: TypeAlias = Memory | DeviceMemory | Recipe | str | None
+AnyMemory: TypeAlias = Memory | DeviceMemory | PlacementFactory | str | None
 """What `EmbeddingCollection(memory=...)` takes."""
 
 

@@ -13,8 +13,8 @@
 A lease keeps the rows of one batch in their slots until the batch is over. In DRAM a row's slot is its number and the
 lease does nothing; other placements bring rows into slots before a lookup and take them back after the step. Nobody
 asks which placement it has, and no placement can change a bit of a result (law 2). To write one, subclass `Placement`
-and pass `EmbeddingCollection(memory=...)` a `Recipe` that makes it; tests/laws/test_toy_placement.py is a small one.
-Next: dram.py, tiers.py, device.py, copies.py.
+and pass `EmbeddingCollection(memory=...)` a `PlacementFactory` that makes it; tests/laws/test_toy_placement.py is a
+small one. Next: dram.py, tiers.py, device.py, copies.py.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Placement(Protocol):
             self.below.close()
 
 
-class Recipe(Protocol):
+class PlacementFactory(Protocol):
     """What `EmbeddingCollection(memory=...)` takes: it says how to make a placement."""
 
     def place(self, tables: Sequence[TableConfig], *, seed: int) -> Placement:
