@@ -5,8 +5,6 @@ What the caches bring and hold is test_tiers_property.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from cache_rig import Rig, Shape, needs_native, use
@@ -44,23 +42,34 @@ def test_who_makes_room(uses: list[int], left: set[int]) -> None:
     assert resident(rig) == left, "an evaluation moved something"
 
 
+@pytest.mark.parametrize("pinned", [0, 40])
 @pytest.mark.parametrize("in_flight", [0, 1, 3])
-def test_places_against_a_clock_in_lists(in_flight: int) -> None:
-    """Skewed batches, several in flight, of rows that change in popularity."""
-    rig, model, rng = Rig([Shape(400, 0, 32)]).in_memory(), UsesClock(32), np.random.default_rng(in_flight)
-    flights: list[tuple[Any, list[int]]] = []
+def test_places_and_counts_against_a_clock_in_lists(in_flight: int, pinned: int) -> None:
+    """Skewed batches, several in flight, of rows that change in popularity; pinned rows; evaluations in between."""
+    rig, model = Rig([Shape(400, pinned, 32)]).in_memory(), UsesClock(32)
+    rng, flights = np.random.default_rng(in_flight), []
+    hits = evicted = 0
     for number in range(800):
         ids = (rng.zipf(1.2, 8) * (1 + number // 200)) % 400
         flight, slots = rig.caches.admit(ids, [(0, 0, 8)], True, 1)
-        rows = [*dict.fromkeys(ids.tolist())]
-        places, _ = model.admit(rows)
-        assert slots.tolist() == [places[row] for row in ids.tolist()], f"batch {number}"
+        rows = [row for row in dict.fromkeys(ids.tolist()) if row >= pinned]
+        hits += len(set(rows) & set(model.rows))
+        places, left = model.admit(rows)
+        evicted += len(left)
+        wanted = [row if row < pinned else pinned + places[row] for row in ids.tolist()]
+        assert slots.tolist() == wanted, f"batch {number}"
         flights.append((flight, rows))
+        if number % 7 == 0:
+            looked_at = rng.integers(0, 400, 6).tolist()
+            use(rig, *looked_at, keep=False)
+            hits += len({row for row in looked_at if row >= pinned} & set(model.rows))
         while len(flights) > in_flight:
             flight, rows = flights.pop(0)
             flight.release(False)
             model.release(rows)
-    assert rig.counters(0)["evicted_rows"] > 500 and rig.counters(0)["overflow_rows"] == 0
+    counters = rig.counters(0)
+    assert (counters["hit_rows"], counters["evicted_rows"], counters["overflow_rows"]) == (hits, evicted, 0)
+    assert evicted > 500
 
 
 def test_what_is_known_of_a_slot_is_within_what_the_budget_counts() -> None:
