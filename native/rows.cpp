@@ -85,7 +85,8 @@ void fill_uniform(uint64_t key, int64_t first, int64_t count, int64_t dim, float
     uniform(blocks, bound, value);
     for (int i = 0; i < kBlocks; i += 4) put_four(value, i, place, width);
   }
-  const int64_t zeros = zero_rows - first < count ? zero_rows - first : count;
+  // A random number below zero times a bound of 0 is -0.0, and a table that starts at zero has +0.0.
+  const int64_t zeros = bound != 0.0f && zero_rows - first < count ? zero_rows - first : count;
   for (int64_t j = 0; j < zeros * dim; ++j) out[j] = 0.0f;
 }
 

@@ -397,6 +397,9 @@ def test_initial_rows(dim: int) -> None:
             ops.fill_uniform(out.tensor, key=key, bound=0.037, zero_rows=zero_rows, first_row=first_row)
             out.check()
             assert_same_bits(out.tensor, expected, (dim, first_row, zero_rows, where))
+            ops.fill_uniform(out.tensor, key=key, bound=0.0, zero_rows=zero_rows, first_row=first_row)
+            assert_same_bits(out.tensor, torch.zeros(7, dim), "without a minus sign")
+    assert_same_bits(reference.uniform_rows(key, torch.arange(7), dim, 0.0, 0), torch.zeros(7, dim), "reference")
 
 
 @needs_native

@@ -8,6 +8,7 @@ cache sizes. The truth is the same schedule on a collection whose rows all lie i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -381,3 +382,16 @@ def counted(side: Side) -> dict[str, int]:
     """The counters of all tables together."""
     tables = side.emb.placement.counters().values()
     return {name: sum(table[name] for table in tables) for name in next(iter(tables))}
+
+
+def test_rows_that_start_at_zero_have_no_sign(folder: Path) -> None:
+    """+0.0 as in DRAM, whether a row was looked up, updated by nothing, or never touched."""
+    table = TableConfig(name="t", num_embeddings=5000, embedding_dim=16, feature_names=("a",), init=Uniform(bound=0.0))
+    for dtype in ("float32", "float16", "bfloat16"):
+        memory = hotrow.Memory(dram="100KB", ssd=folder, force=True)
+        emb = EmbeddingCollection([replace(table, dtype=dtype)], memory=memory)
+        optimizer = SGD(emb, lr=0.1)
+        emb(torch.arange(400)[:, None]).mul(0).sum().backward()
+        optimizer.step()
+        assert not emb.read_rows("t", slice(0, 900)).view(torch.int32).any()
+        emb.placement.close()

@@ -137,7 +137,7 @@ def tables_of(dtype: Any) -> list[TableConfig]:
             dtype=dtype,
             init=Uniform(zero_rows=1),
         ),
-        TableConfig(name="v", num_embeddings=5, embedding_dim=4, feature_names=("c",), init=Uniform(bound=0.0)),
+        TableConfig(name="v", num_embeddings=50, embedding_dim=4, feature_names=("c",), init=Uniform(bound=0.0)),
     ]
 
 

@@ -43,7 +43,7 @@
 // fill_uniform: rows [first, first + count) of a table, written to out[count, dim]; x = the Philox4x32-10 block of
 //     counter (row mod 2^32, row / 2^32, column / 4, 0) and the key;  out = ((x[column mod 4] >> 8) * 2^-23 - 1) *
 //     bound
-//   Rows below zero_rows are 0.
+//   Rows below zero_rows are +0.0, and so are all with a bound of 0.
 //
 // store_row: writes one row of floats to a table's storage, as update does; the floats become what was stored (rounded,
 // for float16). low: the lower halves of split storage, else null.

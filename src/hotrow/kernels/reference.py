@@ -391,7 +391,7 @@ def uniform_rows(key: int, rows: Tensor, dim: int, bound: float, zero_rows: int)
     """Returns the initial `rows` [n] of a table, [n, D]: `((x >> 8) * 2^-23 - 1) * bound` in float32, x random uint32.
 
     x of (row, column) is word `column % 4` of the Philox4x32-10 block with counter (row mod 2^32, row >> 32,
-    column // 4, 0). Rows below `zero_rows` are 0.
+    column // 4, 0). Rows below `zero_rows` are +0.0, and with a bound of 0 all are.
     """
     quads = -(-dim // 4)
     row = rows.repeat_interleave(quads)
@@ -400,7 +400,7 @@ def uniform_rows(key: int, rows: Tensor, dim: int, bound: float, zero_rows: int)
     unit = (words >> 8).float() * 2.0**-23 - 1.0
     out = (unit * _float32(bound)).reshape(len(rows), quads * 4)[:, :dim]
     out[rows < zero_rows] = 0.0
-    return out
+    return out if bound else torch.zeros_like(out)  # a random number below zero times 0 is -0.0
 
 
 _MASK = 0xFFFFFFFF
