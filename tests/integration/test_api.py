@@ -328,7 +328,7 @@ def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
         ({"run": 5}, "run is 5; give the path of a new folder"),
         ({"run": "\udcff"}, r"run is '\\udcff'; it must be valid Unicode text"),
         ({"run": "."}, r"run folder \. exists already"),
-        ({"run": "/dev/null/run"}, "/dev/null/run cannot be made: /dev/null is no folder"),
+        ({"run": "/dev/null/run"}, "/dev/null/run cannot be made: /dev/null is not a folder"),
     ],
 )
 def test_what_is_wrong_with_options_is_said_before_data_is_looked_at(

@@ -267,7 +267,7 @@ def test_inspect_takes_a_trace(work: Path, capsys: pytest.CaptureFixture[str], m
     assert table["locality"]["miss_ratio"]["per_row"]["miss_ratio"][-1] == pytest.approx(2 / 3)
     Path("trace.txt").write_text("7\nseven\n")
     err = hotrow("inspect", "trace.txt", code=2, **tools)
-    assert err.startswith("hotrow: trace.txt:2: 'seven' is no row id") and err.count("\n") == 1
+    assert err.startswith("hotrow: trace.txt:2: 'seven' is not a row id") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -293,7 +293,7 @@ def test_help_has_an_example(verb: str) -> None:
         (["check", "."], "was not written by hotrow"),
         (["inspect", "."], r"no dataset\.json"),
         (["inspect", "absent.txt"], r"absent\.txt: no such file or folder"),
-        (["inspect", "small.yaml"], r"small\.yaml:1: 'data: packed' is no row id"),
+        (["inspect", "small.yaml"], r"small\.yaml:1: 'data: packed' is not a row id"),
         (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is not a run"),
         (["export", "nowhere", "--out", "x"], "nowhere is not a run"),
         (["clean", "."], "is not a run"),
@@ -324,7 +324,7 @@ def test_bad_input_is_one_line_with_a_cure(
         (["prepare", "csv", "absent.csv", "--out", "x", "--memory", "much"], "memory is 'much'"),
         (["prepare", "csv", "absent.csv", "--out", "x", "--schema", "small.yaml"], "unknown key 'model'"),
         (["prepare", "csv", "absent.csv", "--out", "."], r"\. exists and is not a dataset folder"),
-        (["prepare", "csv", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x cannot be made: .* is no folder"),
+        (["prepare", "csv", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x cannot be made: .* is not a folder"),
         (["init", "absent.csv", "--out", "made"], "made/recipe.yaml exists and will not be overwritten"),
         (["init", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x/recipe.yaml cannot be made"),
         (["demo", "--data", "absent.csv", "--set", "train.epoch=2"], "unknown option 'train.epoch'"),

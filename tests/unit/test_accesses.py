@@ -82,17 +82,17 @@ def test_a_trace(piece: int, ending: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 BAD = {
-    "1\n2\nthree\n4\n": r"trace\.txt:3: 'three' is no row id; a trace has one integer",
-    "1\n-2\n": r"trace\.txt:2: '-2' is negative; .* remove or mend the line",
-    "1\n\n2\n": r"trace\.txt:2: '' is no row id",
-    "1\n 2\n": r"trace\.txt:2: ' 2' is no row id",
-    "1\n2.0\n": r"trace\.txt:2: '2\.0' is no row id",
-    "1\n1_000\n": r"trace\.txt:2: '1_000' is no row id",
-    "1,2\n": r"trace\.txt:1: '1,2' is no row id",
-    "9223372036854775808\n": r"trace\.txt:1: '9223372036854775808' is no row id",
+    "1\n2\nthree\n4\n": r"trace\.txt:3: 'three' is not a row id; a trace has one integer",
+    "1\n-2\n": r"trace\.txt:2: '-2' is negative; .* remove or correct the line",
+    "1\n\n2\n": r"trace\.txt:2: '' is not a row id",
+    "1\n 2\n": r"trace\.txt:2: ' 2' is not a row id",
+    "1\n2.0\n": r"trace\.txt:2: '2\.0' is not a row id",
+    "1\n1_000\n": r"trace\.txt:2: '1_000' is not a row id",
+    "1,2\n": r"trace\.txt:1: '1,2' is not a row id",
+    "9223372036854775808\n": r"trace\.txt:1: '9223372036854775808' is not a row id",
     "": r"trace\.txt: the trace is empty; it needs one row id per line",
-    "1\n" + "x" * 10_000: r"trace\.txt:2: 'x{40}' is no row id",
-    "x" * 100: r"trace\.txt:1: 'x{40}' is no row id",
+    "1\n" + "x" * 10_000: r"trace\.txt:2: 'x{40}' is not a row id",
+    "x" * 100: r"trace\.txt:1: 'x{40}' is not a row id",
     "7\n\ud800\xff": None,
 }
 

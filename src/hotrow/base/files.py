@@ -176,7 +176,7 @@ def check_writable(folder: Path) -> None:
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        why = "may not be written to" if parent.is_dir() else "is no folder"
+        why = "may not be written to" if parent.is_dir() else "is not a folder"
         raise ValueError(f"{folder} cannot be made: {parent} {why}; choose another place")
 
 

@@ -107,7 +107,7 @@ def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
     """Returns the object in `text`. Its checksum is right, so a fault here was made on purpose."""
 
     def refuse(word: str) -> Any:
-        raise ValueError(f"it holds {word}, which is no number of JSON")
+        raise ValueError(f"it holds {word}, which is not a JSON number")
 
     def finite(word: str) -> float:
         return number if math.isfinite(number := float(word)) else refuse(word)
@@ -115,7 +115,7 @@ def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
     try:
         fields = json.loads(text.decode(), parse_constant=refuse, parse_float=finite)
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"it is no JSON ({error})"
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"it is not JSON ({error})"
         raise ValueError(f"{where}: {reason}; {cure}") from None
     assert isinstance(fields, dict), "the text ends as an object does"
     return fields

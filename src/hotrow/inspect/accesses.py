@@ -223,10 +223,10 @@ def _to_ids(lines: list[bytes], name: str, first_line: int) -> NDArray[np.int64]
 
 def _refuse(text: bytes, name: str, line: int) -> None:
     shown = text[:40].decode(errors="replace")
-    what = "is negative" if INTEGER.fullmatch(text) and text.startswith(b"-") else "is no row id"
+    what = "is negative" if INTEGER.fullmatch(text) and text.startswith(b"-") else "is not a row id"
     raise ValueError(
         f"{name}:{line}: {shown!r} {what}; a trace has one integer from 0 to 2^63 - 1 per line and nothing else: "
-        "remove or mend the line"
+        "remove or correct the line"
     )
 
 
