@@ -1,134 +1,32 @@
-"""Where the tables of a run lie: what a step demands of them, what this process may use, and what came of it.
+"""Where the tables of a run lie: what this process may use, and what came of it.
 
-`choose` turns the config's `memory` into DRAM or tiers before anything is made; placement/ moves rows, and
-run/meters.py says what the tiers did. `Demand` counts what a training step reads and writes of one table:
-
-    B samples a step, L lookups a sample, u = different rows / lookups, b bytes a row, s bytes of optimizer state a row
-
-    gross      B L b                       rows read if every lookup went to memory
-    net        u B L b                     each different row of the batch read once
-    training   3 net + 2 u B L s           read by the lookup, read and written by the update; state read and written
-    density    training / (rows x b)       bytes demanded per step and byte of table
-
-The formulas are the standard arithmetic of capacity and bandwidth. That densities lie far apart is the first
-observation of MTrainS, whose own figures were not read.
+`place_tables` turns the config's `memory` into DRAM, tiers or slots on a device before anything is made; placement/
+moves rows, and run/meters.py says what the tiers did. What tables take is counted in demand.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
-from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.files import disk_free_bytes, parse_bytes, size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.kernels.reference import NUM_STATES
-from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.placement.budget import LEAST_ROWS, DeviceMemory, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.placement.device import Device
 from hotrow.placement.store_file import no_disk, takes_no_files
 from hotrow.placement.tiers import Tiers
+from hotrow.plan.demand import demands_of, most_rows, required_bytes
 from hotrow.plan.solve import CountsPlan, plan_by_counts
 from hotrow.tables import TableConfig
-
-STATE_BYTES = 4
-"""Bytes of state per row of row-wise Adagrad, the usual optimizer of tables: one float32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Demand:
-    """What a training step demands of one table, in bytes."""
-
-    table: str
-    num_embeddings: int
-    row_bytes: int
-    state_bytes: int
-    """Bytes of optimizer state per row."""
-    lookups: float
-    """Lookups per step: B L."""
-    rows: float
-    """Different rows per step: u B L."""
-
-    @property
-    def gross_bytes(self) -> float:
-        return self.lookups * self.row_bytes
-
-    @property
-    def net_bytes(self) -> float:
-        return self.rows * self.row_bytes
-
-    @property
-    def training_bytes(self) -> float:
-        return 3 * self.net_bytes + 2 * self.rows * self.state_bytes
-
-    @property
-    def table_bytes(self) -> int:
-        return self.num_embeddings * self.row_bytes
-
-    @property
-    def density(self) -> float:
-        return self.training_bytes / self.table_bytes
-
-
-def spread(demands: Sequence[Demand]) -> dict[str, Any]:
-    """Returns how unevenly the tables' demand falls on their bytes.
-
-    curve: (share of all table bytes, share of all training bytes) along the tables, densest first, from (0, 0).
-    gini: from that curve: 0 if every byte of table is demanded equally, near 1 if a few bytes take all.
-    max_over_median: the highest density over the median. bytes_of_half_the_demand: the share of the table bytes,
-    densest tables first and the last one in proportion, that takes half of the demand. top_tables: the densest tables
-    that together have at most 1 % and 10 % of the bytes: their number, their share of bytes and of demand. All are None
-    if there is only one table.
-    """
-    ordered = sorted(demands, key=lambda demand: (-demand.density, demand.table))
-    curve = np.zeros((len(ordered) + 1, 2))
-    curve[1:, 0] = np.cumsum([demand.table_bytes for demand in ordered])
-    curve[1:, 1] = np.cumsum([demand.training_bytes for demand in ordered])
-    if len(ordered) < 2 or curve[-1, 1] == 0:
-        return dict.fromkeys(("curve", "gini", "max_over_median", "bytes_of_half_the_demand", "top_tables"))
-    curve /= curve[-1]
-    densities = [demand.density for demand in ordered]
-    area = float(np.sum(np.diff(curve[:, 0]) * (curve[1:, 1] + curve[:-1, 1]) / 2))
-    median = float(np.median(densities))
-    tops = [int(np.searchsorted(curve[:, 0], share, "right")) - 1 for share in (0.01, 0.1)]
-    return {
-        "curve": curve.tolist(),
-        "gini": 2 * area - 1,
-        "max_over_median": densities[0] / median if median else None,
-        "bytes_of_half_the_demand": float(np.interp(0.5, curve[:, 1], curve[:, 0])),
-        "top_tables": [{"tables": n, "bytes": float(curve[n, 0]), "demand": float(curve[n, 1])} for n in tops],
-    }
-
-
-def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
-    """Returns what the tables' rows take; training: with optimizer state."""
-    name = config.optimizer.sparse.name
-
-    def states(table: TableConfig) -> int:
-        return NUM_STATES[name] * (1 if name == "row_wise_adagrad" else table.embedding_dim) if training else 0
-
-    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states(t)) for t in tables]
-
-
-def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
-    """Returns the bytes of all tables; training: with optimizer state."""
-    return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
-
-
-def most_rows(config: Config, table: TableConfig) -> int:
-    """Returns how many different rows of the table a step may look up.
-
-    A list of ids counts as one: its length is not known, and rows that find no slot lie beside the cache.
-    """
-    return config.train.batch_size * len(table.feature_names)
-
 
 AUTO_SHARE = 0.6
 """Share of the memory this process may use; the rest is for data, MLPs, Python and other processes."""
@@ -305,6 +203,62 @@ def _least(short: Any, budget: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if short(middle) else (low, middle)
     return high
+
+
+def place_tables(
+    config: Config,
+    tables: Sequence[TableConfig],
+    run: Path,
+    device: str,
+    *,
+    dataset: PackedDataset,
+    training: bool,
+) -> Memory | DeviceMemory | None:
+    """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
+
+    Raises ValueError as `choose` does, and if the slots cannot hold the rows of a step, with the bytes that would do.
+    """
+    below = choose(config, tables, run, dataset=dataset, training=training)
+    if config.hbm is None:
+        return below
+    memory = DeviceMemory(hbm=config.hbm, below=below, device=device)
+    if training:
+        _check_a_step_fits(config, tables, memory)
+    return memory
+
+
+def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: DeviceMemory) -> None:
+    demands, most = demands_of(config, tables, training=True), [most_rows(config, table) for table in tables]
+    for table, own, needed in zip(tables, memory.checked_slots(demands), most, strict=True):
+        if own.cached < min(needed, table.num_embeddings - own.pinned):
+            least = memory.least_bytes(demands, [min(n, t.num_embeddings) for n, t in zip(most, tables, strict=True)])
+            raise ValueError(
+                f"memory.hbm is {config.hbm!r}: table {table.name!r} would have {own.cached:,} slots on the device, "
+                f"but a step may look up {needed:,} different rows; raise it to {least:,} bytes (memory.hbm={least}), "
+                f"or choose a train.batch_size below {config.train.batch_size}"
+            )
+
+
+def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:
+    """Returns what to say if the device ran out of memory in training, and the option to resume with.
+
+    The option is None if nothing that a resumed run may change needs less memory.
+    """
+    text = f"the device's memory is full ({str(error).splitlines()[0]})"
+    if config.hbm is not None:
+        taken, holder = parse_bytes(config.hbm), "slots take"
+    elif config.hot.takes_turns:
+        taken, holder = min(parse_bytes(config.hot.budget), required_bytes(config, tables)), "copies of hot rows take"
+    else:
+        return f"{text}: a smaller train.batch_size or smaller MLPs need less, in a new run", None
+    needed = [min(most_rows(config, table), table.num_embeddings) for table in tables]
+    least = DeviceMemory(hbm=taken, device="cpu").least_bytes(demands_of(config, tables, training=True), needed)
+    text = f"{text}: {holder} {size(taken)} of it, and a step needs the rest"
+    tried = max(least, taken * 3 // 4)
+    if tried >= taken:
+        return f"{text}; slots of less do not hold the rows of a step, so lower train.batch_size, in a new run", None
+    instead = "" if config.hbm is not None else ", slots in place of the copies, or a lower hot.budget in a new run"
+    return f"{text}; try memory.hbm={tried}{instead}", f"memory.hbm={tried}"
 
 
 def moved(memory: Memory | None, before: Path, after: Path) -> Memory | None:

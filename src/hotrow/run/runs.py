@@ -27,10 +27,11 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.choose import describe, disk_shortfall, required_bytes
+from hotrow.plan.choose import describe, disk_shortfall, full_device
+from hotrow.plan.demand import required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
-from hotrow.run.setup import Setup, full_device, storage_line
+from hotrow.run.setup import Setup, storage_line
 from hotrow.run.trainer import Interrupt, Training
 
 Pin = Literal["auto", "cores", "off"]
