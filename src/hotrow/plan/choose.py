@@ -6,12 +6,10 @@ moves rows, and run/meters.py says what the tiers did. What tables take is count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,12 +18,13 @@ from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.placement.budget import LEAST_ROWS, DeviceMemory, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.device import Device
 from hotrow.placement.store_file import no_disk, takes_no_files
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.demand import demands_of, most_rows, required_bytes
-from hotrow.plan.solve import CountsPlan, plan_by_counts
+from hotrow.plan.divide import Division, without_pieces
+from hotrow.plan.hardware import Hardware
 from hotrow.tables import TableConfig
 
 AUTO_SHARE = 0.6
@@ -47,17 +46,21 @@ def choose(
     *,
     dataset: PackedDataset | None = None,
     training: bool = True,
+    hardware: Hardware | None = None,
+    available_bytes: int | None = None,
 ) -> Memory | None:
     """Returns the tiers that `config.memory` asks for on this machine now; None if everything lies in DRAM.
 
     run: the run's folder, or where it will be. dataset: what is trained on; its access counts, if it has them, say
     which rows are worth their memory. training: if False, tables are only read, without optimizer state, and what does
-    not fit goes to disk even if the config says "dram".
+    not fit goes to disk even if the config says "dram". hardware: figures of this machine, by which the plan with the
+    fastest step is taken. available_bytes: memory that this process may use; None: as the system says.
     Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.
     """
-    needed, available = required_bytes(config, tables, training=training), available_memory_bytes()
+    needed = required_bytes(config, tables, training=training)
+    available = available_memory_bytes() if available_bytes is None else available_bytes
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
-    budget = int(AUTO_SHARE * available) if chosen.dram_bytes is None else chosen.dram_bytes
+    budget = dram_budget(config, available)
     known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
     available, budget = available - known, budget - known
     if config.memory == "dram" and training:
@@ -75,9 +78,16 @@ def choose(
         return None
     memory = _memory(chosen, budget, run)
     _check_folders(chosen, memory, run)
-    plan = _plan(config, tables, chosen, dataset) if training else None
-    writes = _check_slots(config, tables, memory, budget, plan, training=training, beside=known)
-    return replace(memory, plan=plan, writes=writes)
+    division = Division(
+        config=config, tables=tables, memory=memory, dataset=dataset, training=training, hardware=hardware
+    )
+    return division.check(budget, beside=known)
+
+
+def dram_budget(config: Config, available_bytes: int) -> int:
+    """Returns the DRAM for tables: what `memory.dram` says, else a share of what there is."""
+    given = None if isinstance(config.memory, str) else config.memory.dram_bytes
+    return int(AUTO_SHARE * available_bytes) if given is None else given
 
 
 def _check_available(config: Config, num_bytes: int, available: int) -> None:
@@ -90,16 +100,10 @@ def _check_available(config: Config, num_bytes: int, available: int) -> None:
         )
 
 
-def _without_pieces(budget: int) -> int:
-    """Returns what a budget leaves for tables beside pieces of checkpoints and rows that evaluations read."""
-    return max(1, budget * 8 // 9, budget - (64 << 20))
-
-
 def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
-    dram = _without_pieces(budget)
     ssd = None if chosen.file is not None and chosen.file_bytes is None else chosen.ssd or run / FOLDER
     return Memory(
-        dram=dram,
+        dram=without_pieces(budget),
         ssd=ssd,
         file=chosen.file,
         file_bytes=chosen.file_bytes,
@@ -124,87 +128,6 @@ def _check_folders(chosen: MemoryConfig, memory: Memory, run: Path) -> None:
         )
 
 
-def _plan(
-    config: Config, tables: Sequence[TableConfig], chosen: MemoryConfig, dataset: PackedDataset | None
-) -> CountsPlan | None:
-    """Returns the plan by the accesses that preparation counted; None if it counted none."""
-    if dataset is None or not dataset.has_counts:
-        return None
-    num_rows = dataset.split("train").num_rows
-    if not num_rows:
-        return None
-    return plan_by_counts(
-        {table.name: dataset.counts(table.name) for table in tables},
-        num_steps=num_rows / config.train.batch_size,
-        depth=chosen.lookahead,
-        least_cached={table.name: max(LEAST_ROWS, most_rows(config, table)) for table in tables},
-    )
-
-
-def _check_slots(
-    config: Config,
-    tables: Sequence[TableConfig],
-    memory: Memory,
-    budget: int,
-    plan: CountsPlan | None,
-    *,
-    training: bool,
-    beside: int,
-) -> Writes:
-    """Returns how rows are written: as `memory` says, but in place if "auto" would leave too few slots to gather them.
-
-    beside: bytes of `memory.dram` that are not in `budget`, because they are not for tables. Raises ValueError, with
-    what is missing, if a table's cache would not hold the rows of a batch.
-    """
-    plain, free = demands_of(config, tables, training=training), disk_free_bytes(memory.folder)
-
-    @cache  # counts are read once for all budgets
-    def solver(demands: tuple[TableDemand, ...]) -> Callable[[int], Sequence[TableSlots]]:
-        return partial(plan_slots, demands) if plan is None else plan.solver(demands)
-
-    def short(budget_bytes: int, writes: Writes) -> str | None:
-        within = replace(memory, dram=_without_pieces(budget_bytes), writes=writes)
-        within = within.settled(plain, free)
-        demands = within.with_places(plain)
-        try:
-            slots = solver((*demands,))(within.budget_bytes(demands))
-        except ValueError:
-            return "the smallest caches there are do not fit"
-        for table, (pinned, cached) in zip(tables, slots, strict=True) if training else ():
-            most = min(table.num_embeddings - pinned, most_rows(config, table))
-            if cached < most:
-                return (
-                    f"table {table.name!r} would keep {cached:,} rows, but a step may look up {most:,} different ones"
-                )
-        return None
-
-    writes = memory.writes
-    if writes == "auto" and short(budget, writes):
-        writes = "in_place"
-    if reason := short(budget, writes):
-        least = _least(partial(short, writes=writes), budget)
-        raise ValueError(
-            f"{size(budget)} is not enough memory for tables and optimizer state: {reason}. "
-            f"{size(least - budget)} more are needed (memory.dram={-(-(least + beside) // 2**20)}MiB), or "
-            f"a train.batch_size below {config.train.batch_size}"
-        )
-    memory = replace(memory, writes=writes).settled(plain, free)
-    demands = memory.with_places(plain)
-    memory.plan_places(demands, solver((*demands,))(memory.budget_bytes(demands)))
-    return writes
-
-
-def _least(short: Any, budget: int) -> int:
-    """Returns the smallest budget, to 64 KiB, for which `short` finds no shortfall."""
-    low, high = budget, 2 * budget
-    while short(high):
-        low, high = high, 2 * high
-    while high - low > 64 << 10:
-        middle = (low + high) // 2
-        low, high = (middle, high) if short(middle) else (low, middle)
-    return high
-
-
 def place_tables(
     config: Config,
     tables: Sequence[TableConfig],
@@ -213,12 +136,13 @@ def place_tables(
     *,
     dataset: PackedDataset,
     training: bool,
+    hardware: Hardware | None = None,
 ) -> Memory | DeviceMemory | None:
     """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
 
     Raises ValueError as `choose` does, and if the slots cannot hold the rows of a step, with the bytes that would do.
     """
-    below = choose(config, tables, run, dataset=dataset, training=training)
+    below = choose(config, tables, run, dataset=dataset, training=training, hardware=hardware)
     if config.hbm is None:
         return below
     memory = DeviceMemory(hbm=config.hbm, below=below, device=device)

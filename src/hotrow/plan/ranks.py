@@ -24,12 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.base.files import size
+from hotrow.tables import TableConfig
 
 Owner = Literal["replicated", "table", "row"]
 OWNERS: tuple[Owner, ...] = get_args(Owner)
 _TABLE = OWNERS.index("table")
-MOST_NAMED = 4000
-"""Tables times ranks up to which the problem with names is solved if the bound leaves a gap."""
+EXACT, MOST_NAMED, GOOD = 200, 4000, 0.005
+"""Tables times ranks up to which the problem with names is solved too: always, and if the gap is more than GOOD."""
 TIME_LIMIT_S = 10.0
 AIM = 1e-4
 """A smaller gap is not worth a solver's time."""
@@ -91,6 +92,57 @@ class RankPlan:
     def gap(self) -> float:
         """The most by which the best plan could be faster, as a share of this one's slowest rank."""
         return max(0.0, 1.0 - self.bound_s / self.slowest_s) if self.slowest_s else 0.0
+
+
+class TableLoad(NamedTuple):
+    """What one table takes without an exchange, for the samples of all ranks or of one."""
+
+    lookups: float
+    """Ids per step."""
+    rows: float
+    """Different rows per step."""
+    lookup_s: float
+    update_s: float
+
+
+def ways_of(
+    table: TableConfig,
+    record_bytes: int,
+    *,
+    of_all: TableLoad,
+    of_one: TableLoad,
+    batch_size: int,
+    num_ranks: int,
+    bytes_per_s: float,
+) -> RankTable:
+    """Returns what a table takes under each owner, the exchange between ranks included.
+
+    of_all, of_one: its load for the whole batch, and for the samples of one rank. bytes_per_s: what a rank sends, and
+    receives at the same time. An owner sends pooled vectors or the distinct rows, whichever are fewer bytes, and gets
+    as many gradients; split tables exchange rows. Copies on every rank exchange gradients of their rows, or of all.
+    """
+    vector, share = 4 * table.embedding_dim, (num_ranks - 1) / num_ranks
+    rows_bytes, id_bytes = vector * of_one.rows * num_ranks, 8 * of_all.lookups
+    pooled_bytes = vector * batch_size * len(table.feature_names)
+    work_s, num_bytes = of_all.lookup_s + of_all.update_s, table.num_embeddings * record_bytes
+    owned = (2 * min(pooled_bytes, rows_bytes) + id_bytes) / bytes_per_s
+    gradients = min((num_ranks - 1) * vector * of_one.rows, 2 * share * vector * table.num_embeddings) / bytes_per_s
+    each_bytes = math.ceil(table.num_embeddings / num_ranks) * record_bytes
+    return RankTable(
+        table.name,
+        {
+            "replicated": Way(of_one.lookup_s + of_all.update_s + gradients, every_bytes=num_bytes),
+            "table": Way(
+                share * owned / num_ranks,
+                work_s + share * owned * (1 - 1 / num_ranks),
+                owner_bytes=num_bytes,
+            ),
+            "row": Way(
+                work_s / num_ranks + share * (2 * rows_bytes + id_bytes) / num_ranks / bytes_per_s,
+                every_bytes=each_bytes,
+            ),
+        },
+    )
 
 
 class _Problem:
@@ -235,7 +287,8 @@ def solve_ranks(
     for plan in plans:
         plan.improve(start + 0.7 * time_limit_s, bound)
     best = min(plans, key=lambda plan: plan.slowest_s, default=None)
-    if len(tables) * num_ranks <= MOST_NAMED and (best is None or best.slowest_s > bound * (1 + AIM)):
+    left = AIM if len(tables) * num_ranks <= EXACT else GOOD
+    if len(tables) * num_ranks <= MOST_NAMED and (best is None or best.slowest_s > bound * (1 + left)):
         named, proven, early = _with_names(problem, best, deadline - time.monotonic())
         best, bound = named or best, max(bound, proven)
     if best is None:
