@@ -14,8 +14,8 @@ from functools import cached_property
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
-from hotrow.plan.cost import Prediction, Work, predict, work_of
+from hotrow.placement.budget import LEAST_ROWS, DeviceMemory, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.plan.cost import Prediction, Work, predict, traffic_of, work_of
 from hotrow.plan.demand import demands_of, most_rows
 from hotrow.plan.hardware import Disk, Hardware
 from hotrow.plan.solve import CountsPlan, TableUse, plan_by_counts
@@ -81,21 +81,21 @@ class Division:
         Raises ValueError if the smallest caches there are do not fit.
         """
         memory = replace(self.memory, dram=without_pieces(budget), writes=writes)
-        settled = memory.settled(self.plain, self._free_bytes)
+        settled = self._settled(memory)
         demands = settled.with_places(self.plain)
         left = settled.budget_bytes(demands)
         if self.plan is None:
             return memory, demands, plan_slots(demands, left)
         found = [(plan, plan.solver(self.uses(demands))(left)) for plan in self._plans(demands)]
         fits = [each for each in found if self._lacks(each[1]) is None] or found[:1]
-        plan, slots = fits[0] if len(fits) == 1 else min(fits, key=lambda each: self._step_s(each[1]))
+        plan, slots = fits[0] if len(fits) == 1 else min(fits, key=lambda each: self._step_s(each[1], memory))
         return replace(memory, plan=plan), demands, slots
 
     def _plans(self, demands: Sequence[TableDemand]) -> list[CountsPlan]:
         """Returns the plans to choose from: all misses cost the same; and by what a miss of each table costs."""
         assert self.plan is not None
         costs = self.miss_costs(demands)
-        if len(set(costs.values())) < 2 or self.work is None:
+        if len(set(costs.values())) < 2:
             return [self.plan]
         key = (*demands,)
         if key not in self._weighted:
@@ -110,23 +110,41 @@ class Division:
         return {demand.name: miss_s(demand, disk) for demand in demands}
 
     @cached_property
-    def work(self) -> Work | None:
-        """What a step does; None if nothing can be predicted."""
-        if self.hardware is None or self.dataset is None or not self.training:
-            return None
+    def work(self) -> Work:
+        """What a step does; there must be a dataset. Raises ValueError if `work_of` does."""
+        assert self.dataset is not None
         return work_of(self.config, self.tables, self.dataset)
 
-    def predict(self, slots: Sequence[TableSlots] | None, hardware: Hardware | None = None) -> Prediction:
-        """Returns a step's predicted time with these slots; None: all rows in DRAM. hardware: another machine."""
-        machine = hardware or self.hardware
-        assert machine is not None and self.work is not None
-        return predict(self.work, machine, slots)
+    def predict(
+        self, slots: Sequence[TableSlots] | None, memory: Memory | None = None, hardware: Hardware | None = None
+    ) -> Prediction:
+        """Returns a step's predicted time with these slots; None: all rows in DRAM.
 
-    def _step_s(self, slots: Sequence[TableSlots]) -> float:
+        memory: that of the slots, if it is not the division's; hardware: another machine. Raises ValueError for what
+        has no prediction yet, and for figures that are missing.
+        """
+        machine = hardware or self.hardware
+        assert machine is not None
+        return predict(self._with_rows_in(memory), machine, slots)
+
+    def _with_rows_in(self, memory: Memory | None) -> Work:
+        settled = self._settled(memory or self.memory)
+        return replace(self.work, folder=str(settled.folder), writes=settled.writes)
+
+    def written_bytes(self, slots: Sequence[TableSlots] | None, memory: Memory | None = None) -> float:
+        """Returns the bytes of rows that a step is expected to write to the drive."""
+        traffic = None if slots is None else traffic_of(self._with_rows_in(memory), slots)
+        return 0.0 if traffic is None else traffic.written_bytes
+
+    def _step_s(self, slots: Sequence[TableSlots], memory: Memory) -> float:
+        """Returns what a step takes, or what its writes take of `memory.write_budget`, whichever is more."""
+        budget = self.config.write_budget
         try:
-            return self.predict(slots).step_s
-        except ValueError:  # the hardware file lacks a figure: all plans are alike, and the first is taken
+            seconds = self.predict(slots, memory).step_s
+            written = 0.0 if budget is None else self.written_bytes(slots, memory) * budget.seconds / budget.num_bytes
+        except Exception:  # no run fails for want of a prediction: all plans are alike, and the first is taken
             return math.inf
+        return max(seconds, written)
 
     def _lacks(self, slots: Sequence[TableSlots]) -> str | None:
         """Returns which table's cache would not hold the rows of a batch; None if all do."""
@@ -176,20 +194,63 @@ class Division:
                 f"a train.batch_size below {self.config.train.batch_size}"
             )
         memory, demands, slots = self.divide(budget, writes)
-        memory.settled(self.plain, self._free_bytes).plan_places(demands, slots)
+        self._settled(memory).plan_places(demands, slots)
         return memory
+
+    def _settled(self, memory: Memory) -> Memory:
+        return memory.settled(self.plain, self._free_bytes)
 
     @cached_property
     def _free_bytes(self) -> int:
         return disk_free_bytes(self.memory.folder)
 
 
-def slots_of(config: Config, tables: Sequence[TableConfig], memory: Memory) -> Sequence[TableSlots]:
-    """Returns the slots that a collection gives its tables if they train with `memory`."""
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A predicted step, in the units of a run's record."""
+
+    step_ms: dict[str, float]
+    """By phase."""
+    wait_ms: float
+    """The part of `lookup` that waits for rows from disk."""
+    samples_per_s: float
+    binds: str
+    """What a faster machine would need first."""
+
+
+def step_of(predicted: Prediction, batch_size: int) -> Step:
+    return Step(
+        step_ms={phase: round(1e3 * seconds, 4) for phase, seconds in predicted.seconds.items()},
+        wait_ms=round(1e3 * predicted.wait_s, 4),
+        samples_per_s=round(batch_size / predicted.step_s, 1),
+        binds=predicted.binds,
+    )
+
+
+def predict_run(
+    config: Config,
+    tables: Sequence[TableConfig],
+    dataset: PackedDataset,
+    memory: Memory | DeviceMemory | None,
+    hardware: Hardware,
+) -> Step:
+    """Returns the predicted step of a run whose rows lie in `memory`, or all in DRAM.
+
+    Raises ValueError for what has no prediction yet, and for figures that are missing.
+    """
+    work, slots = work_of(config, tables, dataset), None
+    if isinstance(memory, Memory):
+        settled, slots = slots_of(config, tables, memory)
+        work = replace(work, folder=str(settled.folder), writes=settled.writes)
+    return step_of(predict(work, hardware, slots), work.batch_size)
+
+
+def slots_of(config: Config, tables: Sequence[TableConfig], memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:
+    """Returns how rows are written, and the slots that a collection gives its tables, if they train with `memory`."""
     plain = demands_of(config, tables, training=True)
     settled = memory.settled(plain, disk_free_bytes(memory.folder))
     demands = settled.with_places(plain)
-    return (memory.plan or plan_slots)(demands, settled.budget_bytes(demands))
+    return settled, (memory.plan or plan_slots)(demands, settled.budget_bytes(demands))
 
 
 def miss_s(demand: TableDemand, disk: Disk) -> float:

@@ -214,6 +214,8 @@ def _begin(training: Training) -> None:
     if unused := config.hot.unused():
         text = f"hot.schedule is {config.hot.schedule}, which does not use {', '.join(unused)}"
         training.warn("unused_hot_options", text)
+    if training.setup.not_predicted is not None:
+        folder.warn("not_predicted", training.setup.not_predicted)
     _warn_of_tiers(training)
     _warn_of_little_disk(training)
     _warn_of_slow_products(training)
@@ -227,6 +229,7 @@ def _begin(training: Training) -> None:
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
         rows={name: split.num_rows for name, split in dataset.splits.items()},
         seeds={"train.seed": config.train.seed},
+        predicted=training.setup.predicted,
         backend=asdict(backend),
         tables_bytes=sum(table.num_bytes for table in training.parts.embedding.tables),
         batches_dropped=0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,11 @@ from hotrow.models.layers import Network
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.plan.choose import moved, place_tables
 from hotrow.plan.demand import demands_of
+from hotrow.plan.divide import predict_run
+from hotrow.plan.hardware import Hardware, known_hardware
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
-from hotrow.run.record import read_extra
+from hotrow.run.record import Predicted, read_extra
 from hotrow.run.wear import check_write_budget
 from hotrow.tables import Dtype, TableConfig
 
@@ -60,6 +62,10 @@ class Setup:
     """The device that holds copies of hot rows; None: no device does."""
     folder: Path
     """The run's folder, or the folder in which it will be made."""
+    predicted: Predicted | None = None
+    """A step, as the plan has it; None if nothing is known of this machine."""
+    not_predicted: str | None = None
+    """Why nothing is predicted although this machine was measured."""
 
     @classmethod
     def decide(cls, config: Config, dataset: PackedDataset, folder: Path, *, training: bool = True) -> Setup:
@@ -70,9 +76,14 @@ class Setup:
         Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
         """
         tables, dense = tables_of(config, dataset), DenseDevice.of(config)
-        memory = place_tables(config, tables, folder, str(dense.device), dataset=dataset, training=training)
+        hardware = known_hardware() if training else None
+        memory = place_tables(
+            config, tables, folder, str(dense.device), dataset=dataset, training=training, hardware=hardware
+        )
         copies_on = device_of_copies(config, dense) if training else None
         setup = cls(config, dataset, tables, dense, memory, copies_on, folder)
+        if hardware is not None:
+            setup = replace(setup, **_prediction(setup, hardware))
         if training:
             check_write_budget(config, tables, in_tiers=setup.in_tiers)
             check_hot(config.hot, dataset, setup.record_bytes, device=copies_on)
@@ -96,6 +107,15 @@ class Setup:
     def record_bytes(self) -> dict[str, int]:
         """Bytes of one row of each table, its optimizer state included."""
         return {own.name: own.record_bytes for own in demands_of(self.config, self.tables, training=True)}
+
+
+def _prediction(setup: Setup, hardware: Hardware) -> dict[str, Any]:
+    """Returns the fields of `setup` that say what a step will take."""
+    try:
+        found = predict_run(setup.config, setup.tables, setup.dataset, setup.memory, hardware)
+    except Exception as error:  # a run does not fail for want of a prediction
+        return {"not_predicted": str(error) or type(error).__name__}
+    return {"predicted": {**asdict(found), "hardware": {"name": hardware.name, "date": hardware.date}}}
 
 
 @dataclass(frozen=True)
