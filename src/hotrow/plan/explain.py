@@ -276,7 +276,7 @@ def _step_at(division: Division, budget: int) -> float:
 
 def _faster(disk: Disk) -> Disk:
     def times(figure: Figure) -> Figure:
-        return replace(figure, value=FASTER * figure.value, low=None, high=None, source="assumed")
+        return replace(figure, value=FASTER * figure.value, low=None, high=None, source="assumed", note="another disk")
 
     return replace(
         disk,
