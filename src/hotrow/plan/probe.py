@@ -335,12 +335,12 @@ class _ProbeFile:
         """Returns bytes a second of large I/Os, of which a round takes its part of the file."""
         num_bytes = min(LARGE_BYTES, FILE_BYTES // NUM_ROUNDS // NUM_LARGE) // HEADER_BYTES * HEADER_BYTES
         count = FILE_BYTES // NUM_ROUNDS // num_bytes
-        with self._direct() as descriptor, mmap.mmap(-1, num_bytes * count) as memory:
-            view = memoryview(memory)
+        memory = memoryview(mmap.mmap(-1, num_bytes * count))  # begins at a page, as I/O past the page cache must
+        with self._direct() as descriptor, ThreadPoolExecutor(NUM_LARGE) as pool:
 
             def one(i: int, k: int) -> None:
                 offset = HEADER_BYTES + (i % NUM_ROUNDS * count + k) * num_bytes
-                done = move(descriptor, [view[k * num_bytes : (k + 1) * num_bytes]], offset)
+                done = move(descriptor, [memory[k * num_bytes : (k + 1) * num_bytes]], offset)
                 assert done == num_bytes, "I/O past the page cache is of whole sectors, or fails"
 
             def one_round(i: int) -> float:
@@ -348,11 +348,7 @@ class _ProbeFile:
                 list(pool.map(partial(one, i), range(count)))
                 return num_bytes * count / (time.perf_counter() - start)
 
-            try:
-                with ThreadPoolExecutor(NUM_LARGE) as pool:
-                    return figure_of(one_round)
-            finally:
-                view.release()
+            return figure_of(one_round)
 
     @contextmanager
     def _direct(self) -> Iterator[int]:
