@@ -438,6 +438,8 @@ def amounts_of(work: Work, traffic: Traffic | None = None) -> dict[str, Amounts]
         "dense": _dense(work),
         "update": _update(work),
     }
+    for phase in PHASES:
+        amounts[phase] |= _cold(work)
     if traffic is not None:
         ios = traffic.reads + traffic.writes
         moved = {"missed rows": traffic.misses, "I/Os": ios, "moved bytes": traffic.read_bytes + traffic.written_bytes}
@@ -449,13 +451,20 @@ def amounts_of(work: Work, traffic: Traffic | None = None) -> dict[str, Amounts]
     return amounts
 
 
+def _cold(work: Work) -> Amounts:
+    """Returns the share of a step's calls from Python that find nothing of theirs in the caches."""
+    touched = work.touched_bytes
+    return {f"steps from beyond {cache >> 20} MiB": touched / (touched + cache) for cache in CACHES}
+
+
 def _data(work: Work) -> Amounts:
     num_features = sum(len(own.table.feature_names) for own in work.tables)
     jagged = [own for own in work.tables if own.jagged]
     jagged_features = sum(len(own.table.feature_names) for own in jagged)
     return {
         "steps": 1.0,
-        "columns": float(1 + work.num_dense + num_features),
+        "dense columns": float(work.num_dense),
+        "features": float(num_features),
         "dense values": float(work.batch_size * work.num_dense),
         "ids": sum(own.lookups for own in work.tables),
         "jagged columns": float(jagged_features),
@@ -551,6 +560,7 @@ def _dense(work: Work) -> Amounts:
         "calls": float(work.num_calls),
         "products": float(len(work.products)),
         "tensors": float(work.num_tensors),
+        f"tensors by {work.dense_optimizer}": float(work.num_tensors),
         "multiply-adds": forward + weights + inward,
         "layer values": work.layer_values,
         **_beyond("layer values", work.layer_values),
@@ -787,8 +797,8 @@ def _model_of(hardware: Hardware) -> CostModel:
 def unit_seconds(points: Sequence[Point]) -> Amounts:
     """Returns seconds per unit of each amount, none negative, with which the sums are closest to the points' seconds.
 
-    Closest are the sums of least squares of their relative errors; points that are far off, because something else ran
-    meanwhile, count less (Huber's weights).
+    Closest are the sums of least squares of their relative errors. Points whose own repeats differ count less, and so
+    do points that are far off (Huber's weights), above all those that took long: something else ran meanwhile.
     """
     kinds = sorted(
         {kind for point in points for kind, amount in point.sizes.items() if kind != "threads" and amount > 0}
@@ -800,18 +810,30 @@ def unit_seconds(points: Sequence[Point]) -> Amounts:
     relative = rows / seconds[:, None]
     scale = relative.max(axis=0)
     relative /= scale
-    weights = np.ones(len(points))
+    steady = np.array([1 / (STEADY + _spread(point.seconds)) for point in points])
+    weights = steady
     for _ in range(ROUNDS):
         found = least_squares(relative * weights[:, None], weights)
-        error = np.abs(relative @ found - 1)
-        limit = max(HUBER * float(np.median(error)), 1e-12)
-        weights = np.sqrt(limit / np.maximum(error, limit))
+        error = relative @ found - 1
+        typical = max(float(np.median(np.abs(error))), 1e-12)
+        limit = np.where(error < 0, SLOW, FAST) * typical
+        weights = steady * np.sqrt(limit / np.maximum(np.abs(error), limit))
     return dict(zip(kinds, (found / scale).tolist(), strict=True))
 
 
-ROUNDS = 8
-HUBER = 2.0
-"""Errors of more than twice the median count in proportion, not squared."""
+STEADY = 0.05
+"""Spreads below this share of a figure say little about what it is worth."""
+ROUNDS = 12
+SLOW, FAST = 1.0, 2.5
+"""Errors of more than so many times the median error count in proportion, not squared: of points that took longer than
+the sums say, and of those that took less."""
+
+
+def _spread(figure: Figure) -> float:
+    """Returns the distance of the quartiles as a share of the figure; 0 if nobody measured it."""
+    if figure.low is None or figure.high is None or not figure.value:
+        return 0.0
+    return (figure.high - figure.low) / figure.value
 
 
 def least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:

