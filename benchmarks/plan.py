@@ -55,7 +55,7 @@ PARTS = (4, 10, 32)
 WARM_UP, STEPS, ROUNDS = 300, 60, 12
 """Steps of each way before the first round, and in each round."""
 QUICK_STEPS = {"warm_up": 3, "steps": 3, "rounds": 2}
-QUICK_SIZES: dict[str, Any] = {"scale": 0.5, "batch_size": 32}
+QUICK_SIZES: dict[str, Any] = {"scale": 0.7, "batch_size": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
