@@ -1,0 +1,105 @@
+"""What the studies in docs/NAME-study.json found, as cells that docs/claims.yaml can quote like benchmarks.json's.
+
+Such a cell holds a sentence, `told`, made of the study's rows, beside the command, machine and date of the study.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from benchmarks.results import Cell, processor_of
+from benchmarks.rivals.memory import ENOUGH, machines
+from benchmarks.study_docs import DOCS
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def machines_told(rows: Rows) -> str:
+    """Returns how many machines one with an SSD replaces, by ids."""
+    by_number: dict[int, list[str]] = {}
+    for line in machines(rows):
+        if line["measured"]:
+            by_number.setdefault(line["machines_in_dram"], []).append(line["source"])
+    texts = [f"{number} ({', '.join(by_number[number])})" for number in sorted(by_number)]
+    return f"one machine with an SSD replaces {', '.join(texts)} at {ENOUGH:.0%} of the speed in DRAM"
+
+
+def rivals_told(rows: Rows) -> str:
+    """Returns the best speed of each kind of store on the ids that all of them trained on, at the least DRAM."""
+    others = [row for row in rows if row["group"] == "rivals"]
+    parts, source = max(row["dram_parts"] for row in others), others[0]["source"]
+    speeds = {
+        side: max(
+            row["relative_speed"]
+            for row in rows
+            if (row["side"], row["source"], row["dram_parts"]) == (side, source, parts)
+        )
+        for side in ("tiers", "mmap", "rocksdb")
+    }
+    return (
+        f"DRAM for 1/{parts}, {source}: hotrow {speeds['tiers']:.0%} of the speed in DRAM, "
+        f"mapped files {speeds['mmap']:.0%}, RocksDB behind a cache of rows {speeds['rocksdb']:.0%}"
+    )
+
+
+def hot_samples_told(name: str, rows: Rows) -> str:
+    """Returns which share of one data set's samples the rows with most accesses serve, by budget."""
+    own = [row for row in rows if (row["kind"], row["name"], row["rows"]) == ("coverage", name, "exact")]
+    own.sort(key=lambda row: row["amount"])
+    texts = [f"{row['amount']:.0%} serve {row['hot_samples']:.1%}" for row in own]
+    return f"of the bytes, {', '.join(texts)}"
+
+
+def bytes_told(rows: Rows) -> str:
+    """Returns how many times fewer bytes cross the link with hot and cold phases."""
+    own = [row for row in rows if (row["group"], row.get("schedule")) == ("quality", "fae")]
+    texts = [f"{row['name']} {row['hybrid_ratio']:.2f}x" for row in own]
+    return (
+        f"fewer than with all tables on the CPU, with {own[0]['amount']:.0%} of the bytes on the device: "
+        f"{', '.join(texts)}; counted, no device was used"
+    )
+
+
+FIGURES: Mapping[str, Mapping[str, Callable[[Rows], str]]] = {
+    "memory": {"study_memory_machines": machines_told, "study_memory_rivals": rivals_told},
+    "hot": {
+        **{
+            f"study_hot_samples_{name}": partial(hot_samples_told, name)
+            for name in ("kaggle", "terabyte", "avazu", "criteo", "taobao")
+        },
+        "study_hot_bytes": bytes_told,
+    },
+}
+"""Study -> name of a cell -> what makes its sentence."""
+EXPECTED = (
+    *(
+        f"study_efficiency_{axis}"
+        for axis in (
+            "dense_features", "sparse_features", "mlp", "batch_size", "hash_size", "lookups", "placement", "quality"
+        )
+    ),
+    "study_prediction",
+)  # fmt: skip
+"""Cells of studies that have no results yet: docs/claims.yaml names them, and pages say "not measured yet"."""
+
+
+def study_cells() -> dict[str, dict[str, Cell]]:
+    """Returns cell -> processor -> the sentence with its circumstances, for each study that docs/ has results of."""
+    found: dict[str, dict[str, Cell]] = {}
+    for study, figures in FIGURES.items():
+        file = DOCS / f"{study}-study.json"
+        if not file.exists():
+            continue
+        report = json.loads(file.read_text(encoding="utf-8"))
+        rows = report["cells"]
+        beside = {
+            "command": f"python -m benchmarks.studies {study}",
+            "machine": report["machine"],
+            "date": max(row["date"] for row in rows),
+        }
+        for name, told in figures.items():
+            found[name] = {processor_of(report): {"name": name, "told": told(rows), **beside}}
+    return found
