@@ -279,7 +279,7 @@ def test_claims_and_readme_name_cells_that_exist() -> None:
     known |= {f"precision_{variant}" for variant in precision.VARIANTS}
     known |= {tiers.name_of(cell) for cell in tiers.step_cells(quick=True, threads=2)}
     known |= {f"hot_{name}" for name in hot.CELLS}
-    known |= {*study_figures.EXPECTED, *study_figures.study_cells()}
+    known |= {name for figures in study_figures.FIGURES.values() for name in figures}
     papers = yaml.safe_load((claims.ROOT / "docs" / "claims.yaml").read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
     assert named | set(claims.README_CELLS) | set(claims.SUMMARY_CELLS) <= known
@@ -321,14 +321,34 @@ def test_what_studies_say_of_claims_against_their_rows() -> None:
 
     rows = [row("Zipf 2", 2, 0.95), row("Zipf 2", 8, 0.91), row("Zipf 2", 32, 0.6), row("Zipf 1", 2, 0.89)]
     rows += [row("Zipf 2", 32, 0.3, "mmap", "rivals"), row("Zipf 2", 32, 0.2, "rocksdb", "rivals")]
-    assert "replaces 1 (Zipf 1), 8 (Zipf 2) at 90% of the speed" in study_figures.machines_told(rows)
-    told = study_figures.rivals_told(rows)
+    assert "replaces 1 (Zipf 1), 8 (Zipf 2) at 90% of the speed" in study_figures.machines_told({"cells": rows})
+    told = study_figures.rivals_told({"cells": rows})
     assert "1/32, Zipf 2: hotrow 60% of" in told and "files 30%, RocksDB behind a cache of rows 20%" in told
     hot_rows = [
         {"kind": "coverage", "name": name, "rows": "exact", "amount": amount, "hot_samples": share}
         for name, amount, share in [("a", 0.2, 0.5), ("a", 0.02, 0.125), ("b", 0.2, 0.9)]
     ]
-    assert study_figures.hot_samples_told("a", hot_rows) == "of the bytes, 2% serve 12.5%, 20% serve 50.0%"
+    told = study_figures.hot_samples_told("a", {"cells": hot_rows})
+    assert told == "of the bytes, 2% serve 12.5%, 20% serve 50.0%"
+
+
+def test_what_sweeps_say_of_claims() -> None:
+    def row(speed: float | None, status: str = "measured", **axes: str) -> dict[str, object]:
+        return {"group": "dense", "axes": axes, "status": status} | ({"samples_per_s": speed} if speed else {})
+
+    rows = [row(8000, point="m1", dense="16"), row(2000, point="m1", dense="64"), {**row(1, dense="9"), "group": "x"}]
+    rows += [row(500, point="m2", dense="16"), row(None, "out of memory", point="m2", dense="64")]
+    told = study_figures.speeds_told("dense", {"cells": rows})
+    assert told == "m1: 16 8,000 samples/s, 64 25%; m2: 16 500 samples/s, 64 out of memory"
+    quality = [
+        {"axes": {"lr": lr, "train.batch_size": size}, "val_ne": val, "test_ne": test}
+        for lr, size, val, test in [("1", "64", 0.9, 0.8), ("2", "64", 0.95, 0.7), ("1", "4096", 0.99, 0.84)]
+    ]
+    assert study_figures.quality_told({"cells": quality}) == "test NE beside batches of 64: 4,096 +5.00%"
+    found = {"geometric_mean_error": 0.05, "cells": 216, "share_within_15_percent": 0.9, "median_noise": 0.02}
+    told = study_figures.prediction_told({"prediction": {**found, "share_placement_chosen_well": 0.95}})
+    assert told.startswith("geometric mean error 5.0% over 216 cells, 90% within 15 %, repeat noise 2.0%; ")
+    assert told.endswith("the placement predicted fastest was, within 3 %, in 95%")
 
 
 def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
