@@ -417,7 +417,7 @@ def test_a_full_disk_is_said(run: hotrow.Run, tmp_path: Path, fill_disk: Callabl
 
 
 def test_too_little_room_is_said_before(run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.export.export.disk_free_bytes", lambda path: 100)
+    monkeypatch.setattr("hotrow.base.files.disk_free_bytes", lambda path: 100)
     with pytest.raises(ValueError, match=r"needs 1 MiB more than the disk has free"):
         run.export(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

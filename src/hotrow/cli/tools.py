@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from hotrow.api import Run, fit
-from hotrow.base.files import disk_free_bytes, file_system, parse_bytes
+from hotrow.base.files import crc32, disk_free_bytes, file_system, parse_bytes
 from hotrow.base.machine import available_memory_bytes, host_facts, isa_limit, versions
 from hotrow.base.progress import ProgressCallback, progress_bar
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.data.packed.format import MANIFEST as DATASET
-from hotrow.data.packed.reader import PackedDataset, crc32_of_file
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
@@ -167,7 +167,7 @@ def _check_vocabularies(run: RunFolder) -> int:
     for name, record in kept.info.files.items():
         if name.startswith("vocab/"):
             path = kept.path / name
-            if not path.is_file() or crc32_of_file(path) != record.crc32:
+            if not path.is_file() or crc32(path) != record.crc32:
                 raise ValueError(f"vocabulary {path} is missing or damaged; copy it anew from the dataset the run used")
             total += record.num_bytes
     return total

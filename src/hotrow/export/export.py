@@ -18,7 +18,6 @@ from __future__ import annotations
 import ast
 import errno
 import inspect
-import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ from hotrow.base.files import (
     PARTIAL_SUFFIX,
     atomic_write,
     check_name,
-    disk_free_bytes,
+    check_room,
     explain_full_disk,
     file_name,
     sync_folder,
@@ -118,7 +117,8 @@ def export_checkpoint(
     wanted = {name: record for name, record in manifest.files.items() if name.startswith((f"{PART}/", WEIGHTS))}
     verify(checkpoint, replace(manifest, files=wanted))
     config, tables = read_model(checkpoint, manifest, kept)
-    _check_room(out, sum(4 * table.num_embeddings * table.embedding_dim for table in tables))
+    needed = sum(4 * table.num_embeddings * table.embedding_dim for table in tables)
+    check_room(out, needed, what="export", cure="choose another")
     full = explain_full_disk(out.absolute().parent, f"exporting {checkpoint}", "Nothing of the export is kept.")
     try:
         with full:
@@ -176,12 +176,6 @@ def _make(partial: Path, out: Path) -> None:
             raise
         reason = (error.strerror or str(error)).lower()
         raise ValueError(f"export folder {out} cannot be made: {reason}; choose another place") from None
-
-
-def _check_room(out: Path, needed: int) -> None:
-    if needed > (free := disk_free_bytes(out)):
-        short = math.ceil((needed - free) / 2**20)
-        raise ValueError(f"export {out} needs {short} MiB more than the disk has free; free some or choose another")
 
 
 def _write_weights(
