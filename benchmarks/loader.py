@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import bench
 from benchmarks.results import end_on_signals
-from hotrow import bench
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset, Split

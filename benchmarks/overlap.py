@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import bench
 from benchmarks.compiled import compiled
 from benchmarks.results import run_as_script
 from benchmarks.step_peers import Step, make_ours
 from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
-from hotrow import bench
 from hotrow.base.machine import numa_nodes
 from hotrow.batch import Batch
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
