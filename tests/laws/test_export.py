@@ -27,12 +27,12 @@ import torch
 from safetensors.torch import load_file
 
 import hotrow
+from benchmarks.criteo_text import write_criteo
 from expanded import expanded
 from hotrow.cli import tools
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.export import score
 from hotrow.export.export import network_source
