@@ -255,6 +255,7 @@ def test_presets() -> None:
     small = criteo_kaggle(10, scale=0.001, drift=0.1, seed=5, base_rate=0.5)
     assert [table.num_embeddings for table in small.tables[:4]] == [1000, 583, 10131, 2203]
     assert (small.tables[0].drift, small.seed, small.base_rate) == (0.1, 5, 0.5)
+    assert criteo_kaggle(10, name="mine").name == "mine"
     with pytest.raises(ValueError, match="scale is 2"):
         criteo_kaggle(10, scale=2)
 
