@@ -10,7 +10,7 @@
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
 vocabularies. The folder appears when it is complete. docs/export.md is its specification. score.py
-here is copied as it is, and model.py is plain.py followed by the model's own file.
+here is copied as it is, README.md is made of guide.md, and model.py is plain.py followed by the model's own file.
 """
 
 from __future__ import annotations
@@ -230,10 +230,11 @@ def _to_arrow(keys: Keys) -> pa.Array:
 
 def _write_guide(folder: Path, name: str, model: str) -> dict[str, FileRecord]:
     """Writes model.py, score.py and README.md; returns their sizes and checksums."""
+    guide = Path(__file__).with_name("guide.md").read_text("utf-8")
     texts = {
         NETWORK: network_source(model),
         SCORE: Path(__file__).with_name("score.py").read_text("utf-8"),
-        README: _README.format(name=name, model=model.upper(), version=__version__),
+        README: guide.format(name=name, model=model.upper(), version=__version__),
     }
     for own_name, text in texts.items():
         with atomic_write(folder / own_name) as file:
@@ -342,40 +343,6 @@ class _Counted:
     def __call__(self, num_rows: int) -> None:
         self._done += num_rows
         (self._meter.finish if self._done == self._total else self._meter.update)(self._done)
-
-
-_README = """# {name}
-
-A {model} that hotrow {version} trained, for any framework. `export.json` describes it.
-
-| file | what |
-|---|---|
-| `model.safetensors` | dense parameters, by their PyTorch `state_dict` names |
-| `tables/T.safetensors` | table T: tensor `T.weight`, float32 [num_embeddings, embedding_dim] |
-| `vocab/T.parquet` | `key`, `row`: which row of T each id has; other ids have row 0, a missing value `missing_row` |
-| `model.py` | the network in plain PyTorch: read it as the definition of the model |
-| `score.py` | raw rows to probabilities, with `model.py` |
-
-Needed: `pip install torch safetensors pyarrow numpy`. Not needed: hotrow.
-
-```python
-# In this folder, or with it on sys.path.
-from safetensors.torch import load_file
-from score import Scorer
-
-scorer = Scorer(".")
-columns = [column["name"] for column in scorer.about["dense"] + scorer.about["features"]]
-rows = {{name: [None] for name in columns}}  # raw values by column: here one row, of which everything is missing
-print(scorer.score(rows))                  # probabilities
-print(scorer.bags, scorer.model)           # a torch.nn.EmbeddingBag per table, and the dense part
-
-dense = load_file("model.safetensors")     # or take the tensors alone
-```
-
-`python score.py ROWS.parquet` prints a score per row. `score.py` holds tables and vocabularies in memory; if they are
-too large for that, look rows up in the files instead: they are plain safetensors and Parquet.
-Scores equal those of `hotrow predict` except for the rounding of float32 sums.
-"""
 
 
 WEIGHT, PART = "weight", "embedding"
