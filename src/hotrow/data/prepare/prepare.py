@@ -253,8 +253,7 @@ def _none_left_out(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
     try:
         yield from chunks
     except RowError as error:
-        reason = error.reason.replace(f", or {SKIP_CURE}", "")
-        raise RowError(file=error.file, line=error.line, column=error.column, name=error.name, reason=reason) from None
+        raise error.but(reason=error.reason.replace(f", or {SKIP_CURE}", "")) from None
 
 
 @dataclass(frozen=True)

@@ -143,13 +143,9 @@ class CriteoSource:
         """Counts a bad row, or raises its error if no more may be skipped."""
         if self.skipped.num_rows >= self._skip_bad_rows:
             if self._skip_bad_rows:
-                error = RowError(
-                    file=error.file,
-                    line=error.line,
-                    column=error.column,
-                    name=error.name,
+                raise error.but(
                     reason=f"{error.reason} ({self.skipped.num_rows} bad rows were skipped before, as many as "
-                    f"--skip-bad-rows allows; the first: {self.skipped.examples[:1]})",
+                    f"--skip-bad-rows allows; the first: {self.skipped.examples[:1]})"
                 )
             raise error
         self.skipped.add(error)
