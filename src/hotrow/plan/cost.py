@@ -453,8 +453,9 @@ def amounts_of(work: Work, traffic: Traffic | None = None) -> dict[str, Amounts]
 
 
 def _cold(work: Work) -> Amounts:
-    """Returns the share of a step's calls from Python that find nothing of theirs in the caches."""
-    return {"cold steps": work.touched_bytes / (work.touched_bytes + CACHES[0])}
+    """Returns what decides how much of its code and data a step's calls from Python still find in the caches."""
+    cold = work.touched_bytes / (work.touched_bytes + CACHES[0])
+    return {"cold steps": cold, f"steps with {work.dense_optimizer}": 1.0}
 
 
 def _data(work: Work) -> Amounts:
@@ -467,7 +468,9 @@ def _data(work: Work) -> Amounts:
         "features": float(num_features),
         "dense values": float(work.batch_size * work.num_dense),
         "ids": sum(own.lookups for own in work.tables),
-        "jagged columns": float(jagged_features),
+        "jagged features": float(jagged_features),
+        "steps with lists": float(bool(jagged)),
+        "features beside lists": float(num_features * bool(jagged)),
         "bags": float(work.batch_size * num_features * bool(jagged)),
     }
 
