@@ -132,7 +132,7 @@ def _zipf(zipf: float, num_embeddings: int, num_ids: int, generator: np.random.G
         x = np.exp(u * math.log(num_embeddings + 1))
     else:
         x = (1 + u * ((num_embeddings + 1.0) ** power - 1)) ** (1 / power)
-    return np.minimum(x - 1, num_embeddings - 1).astype(np.int32)
+    return cast("NDArray[np.int32]", np.minimum(x - 1, num_embeddings - 1).astype(np.int32))
 
 
 def _chances(zipf: float, num_embeddings: int) -> NDArray[np.float64]:
