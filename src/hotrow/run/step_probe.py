@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hotrow import bench
+from hotrow.base.machine import available_memory_bytes
 from hotrow.batch import Batch
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
@@ -47,7 +49,9 @@ from hotrow.tables import TableConfig, Uniform
 SEED = 20_260_727
 """Of the shapes; nothing else uses it, so no run that is predicted was measured for its prediction."""
 WARMUP, TIMED = 2, 7
-"""Steps on each number of threads."""
+"""Steps on each number of threads, with each batch size."""
+PARTS = (1, 3)
+"""Batches of a shape are its batch size and a third of it: that takes less time than another shape."""
 BATCH_SIZES = 64, 8192
 MOST_MULTIPLY_ADDS = 2e8
 MOST_VALUES = 3e6
@@ -128,7 +132,7 @@ def _zipf(zipf: float, num_embeddings: int, num_ids: int, generator: np.random.G
         x = np.exp(u * math.log(num_embeddings + 1))
     else:
         x = (1 + u * ((num_embeddings + 1.0) ** power - 1)) ** (1 / power)
-    return np.minimum(x - 1, num_embeddings - 1).astype(np.int32)
+    return cast("NDArray[np.int32]", np.minimum(x - 1, num_embeddings - 1).astype(np.int32))
 
 
 def _chances(zipf: float, num_embeddings: int) -> NDArray[np.float64]:
@@ -142,13 +146,16 @@ def _chances(zipf: float, num_embeddings: int) -> NDArray[np.float64]:
 # ---- shapes
 
 
-def shapes(seed: int = SEED) -> Iterator[Shape]:
-    """Yields shapes for ever, each the function of its number and `seed`."""
+def shapes(most_table_bytes: int = MOST_TABLE_BYTES) -> Iterator[Shape]:
+    """Yields shapes for ever, each a function of its number and the limit on its tables.
+
+    The first six have every optimizer, precision and place for rows, so that a short probe lacks none of them.
+    """
     for number in itertools.count():
-        yield _shape(np.random.default_rng([seed, number]), number)
+        yield _shape(np.random.default_rng([SEED, number]), number, most_table_bytes)
 
 
-def _shape(generator: np.random.Generator, number: int) -> Shape:
+def _shape(generator: np.random.Generator, number: int, most_table_bytes: int) -> Shape:
     def log(low: float, high: float) -> float:
         return float(math.exp(generator.uniform(math.log(low), math.log(high))))
 
@@ -161,7 +168,7 @@ def _shape(generator: np.random.Generator, number: int) -> Shape:
     lists = 0.0 if generator.random() < 0.5 else generator.random()
     lengths = tuple(round(log(2, 40), 1) if generator.random() < lists else 1.0 for _ in range(num_tables))
     states = {"sgd": 0, "row_wise_adagrad": 0, "adagrad": 1, "adam": 2, "ftrl": 2}[optimizer]
-    most_bytes = log(1 << 22, MOST_TABLE_BYTES) / (8 if tiers else 1)
+    most_bytes = log(min(1 << 22, most_table_bytes), most_table_bytes) / (8 if tiers else 1)
     most_rows = max(100, int(most_bytes / (4 * dim * (1 + states))))
     rows = np.array([log(10 if not tiers else 1000, 3e6) for _ in range(num_tables)])
     rows = np.maximum(10, rows * min(1.0, most_rows / rows.sum())).astype(int)
@@ -184,7 +191,7 @@ def _shape(generator: np.random.Generator, number: int) -> Shape:
         "model": {"name": name, "embedding_dim": dim, **wants[name], **extra},
         "optimizer": {
             "sparse": {"name": optimizer, "lr": 0.01},
-            "dense": {"name": choice(DENSE_OPTIMIZERS), "lr": 1e-3},
+            "dense": {"name": DENSE_OPTIMIZERS[number % 4], "lr": 1e-3},
         },
         "train": {"batch_size": max(BATCH_SIZES[0], round(most)), "precision": precision},
     }
@@ -218,7 +225,7 @@ def measure_kernels(
     try:
         for name, points in _windows(threads, seconds * WINDOWS_SHARE).items():
             found.setdefault(name, []).extend(points)
-        for number, shape in enumerate(shapes()):
+        for number, shape in enumerate(shapes(min(MOST_TABLE_BYTES, available_memory_bytes() // 8))):
             elapsed = time.perf_counter() - started
             if elapsed > seconds:
                 break
@@ -235,37 +242,39 @@ def measure_shape(
     shape: Shape, threads: Sequence[int], *, seed: int = 0, folder: Path | str | None = None
 ) -> Iterator[tuple[str, Point]]:
     """Yields a point for every phase and number of threads, with the phase's name."""
-    generator, batch_size = np.random.default_rng(seed), shape.config.train.batch_size
-    ahead = LOOKAHEAD + 1 if shape.in_tiers is not None else 0
-    split = Drawn(shape, batch_size * ((WARMUP + TIMED) * len(threads) + ahead), generator)
     with ExitStack() as stack:
-        parts = _build(shape, split.info, stack, folder)
-        placement = parts.embedding.placement
-        depth = LOOKAHEAD if placement.looks_ahead else 0
-        loader = Loader(cast(Split, split), batch_size, shuffle_seed=1)
-        batches = iter(lookahead(loader.epoch(0), parts.embedding, depth=depth))
-        stack.callback(lambda: batches.close() if hasattr(batches, "close") else None)
-        session = Session(1)
-        clock = StepClock(session)
-        tiers, step = placement.find(Tiers), 0
+        parts = _build(shape, shape.info, stack, folder)
+        for part in PARTS:
+            smaller = max(1, shape.config.train.batch_size // part)
+            yield from _measure_batches(shape, parts, smaller, threads, seed)
+
+
+def _measure_batches(
+    shape: Shape, parts: Parts, batch_size: int, threads: Sequence[int], seed: int
+) -> Iterator[tuple[str, Point]]:
+    placement, tiers = parts.embedding.placement, parts.embedding.placement.find(Tiers)
+    depth = LOOKAHEAD if placement.looks_ahead else 0
+    split = Drawn(
+        shape, batch_size * ((WARMUP + TIMED) * len(threads) + depth + 1), np.random.default_rng([seed, batch_size])
+    )
+    loader = Loader(cast(Split, split), batch_size, shuffle_seed=1)
+    batches = iter(lookahead(loader.epoch(0), parts.embedding, depth=depth))
+    session = Session(1)
+    clock, steps, evict = StepClock(session), itertools.count(), bench.evictor()
+    try:
         for number in threads:
             torch.set_num_threads(number)
-            steps: list[dict[str, float]] = []
-            seen: list[Batch] = []
-            counters: Counter[str] = Counter()
-            for taken in range(WARMUP + TIMED):
-                if taken == WARMUP:
-                    counters = _counters(tiers)
-                own, batch = _one_step(parts, batches, clock, session, step)
-                step += 1
-                if taken >= WARMUP:
-                    steps.append(own)
-                    seen.append(batch)
+            for _ in range(WARMUP):
+                _one_step(parts, batches, clock, session, next(steps))
+                evict()  # a run's window of rows was gathered long ago
+            before = _counters(tiers)
+            taken = [_one_step(parts, batches, clock, session, next(steps)) for _ in range(TIMED)]
             moved = _counters(tiers)
-            moved.subtract(counters)
-            traffic = None if tiers is None else _traffic(tiers, moved)
-            work = replace(_work(shape, parts, seen), threads=number)
-            yield from _points(work, traffic, steps)
+            moved.subtract(before)
+            work = replace(_work(shape, parts, [batch for _, batch in taken]), threads=number)
+            yield from _points(work, None if tiers is None else _traffic(tiers, moved), [own for own, _ in taken])
+    finally:
+        cast(Any, batches).close()  # it lets go of the batches that were announced
 
 
 def _one_step(
@@ -342,9 +351,9 @@ def _memory(shape: Shape, config: Config, tables: Sequence[TableConfig], folder:
 
 def _work(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
     """Counts what these steps did, exactly."""
-    config, tables = shape.config, parts.embedding.tables
-    batch_size = config.train.batch_size
+    config, tables, batch_size = shape.config, parts.embedding.tables, len(batches[0])
     lengths = {table.name: length for table, length in zip(tables, shape.lengths, strict=True)}
+    dims = {table.name: table.embedding_dim for table in tables}
     own = []
     for table, demand, length in zip(tables, demands_of(config, tables, training=True), shape.lengths, strict=True):
         ids = [batch.sparse.bags(table.name)[0] for batch in batches]
@@ -370,7 +379,7 @@ def _work(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
         dense_optimizer="split sgd" if config.train.precision == "split_bf16" and dense == "sgd" else dense,
         precision=config.train.precision,
         threads=1,
-        **dense_work(config, tables, shape.num_dense, batch_size, lengths),
+        **dense_work(parts.model, dims, shape.num_dense, batch_size, lengths),
     )
 
 
@@ -405,7 +414,6 @@ def _points(work: Work, traffic: Traffic | None, steps: Sequence[Mapping[str, fl
 
 def _point(threads: int, amounts: Amounts, taken: Sequence[float]) -> Point:
     low, median, high = statistics.quantiles(taken, n=4, method="inclusive")
-    low = median = min(taken)  # DEV
     sizes = {"threads": float(threads), **{kind: _rounded(amount) for kind, amount in amounts.items() if amount > 0}}
     return Point(sizes, Figure(_rounded(median), _rounded(max(0.0, low)), _rounded(high)))
 
@@ -417,7 +425,7 @@ def _rounded(value: float) -> float:
 
 # ---- windows of the loader
 
-WINDOW_SHAPES = ((1 << 14, 4, 4, 0), (1 << 15, 13, 26, 0), (1 << 14, 2, 4, 2), (1 << 15, 2, 2, 4))
+WINDOW_SHAPES = ((1 << 14, 4, 4, 0), (1 << 15, 13, 20, 0), (1 << 14, 2, 4, 2), (1 << 14, 2, 2, 4), (1 << 16, 2, 3, 1))
 """Rows, dense columns, features of one id, and features with lists."""
 LIST_LENGTH = 6
 """Mean ids of a list."""
