@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -289,7 +289,8 @@ def measure_disk(folder: Path, *, seconds: float, tell: Callable[[str], None] = 
     try:
         with explain_full_disk(folder, "measuring the disk", "Nothing is kept."):
             file = _ProbeFile(own.path / f"probe{SUFFIX}", sector_bytes)
-            figures: dict[str, dict[str, Figure]] = {"reads_per_s": {}, "writes_per_s": {}}
+            reads: dict[str, Figure] = {}
+            writes: dict[str, Figure] = {}
             tell(f"{folder}: sequential writes")
             write_bytes_per_s = file.sequential(os.pwritev)
             tell(f"{folder}: sequential reads")
@@ -297,22 +298,21 @@ def measure_disk(folder: Path, *, seconds: float, tell: Callable[[str], None] = 
             for depth in DEPTHS:
                 with file.store(depth) as store:
                     tell(f"{folder}: random reads, queue depth {depth}")
-                    reads_per_s, cpu_s = file.random(store, "reads", round_s)
+                    reads[str(depth)], cpu_s = file.random(store, "reads", round_s)
                     tell(f"{folder}: random writes, queue depth {depth}")
-                    writes_per_s, _ = file.random(store, "writes", round_s)
-                figures["reads_per_s"][str(depth)] = reads_per_s
-                figures["writes_per_s"][str(depth)] = writes_per_s
+                    writes[str(depth)], _ = file.random(store, "writes", round_s)
     finally:
         own.remove()
     return Disk(
         folder=str(folder.resolve()),
         engine=file.io,
         sector_bytes=sector_bytes,
+        reads_per_s=reads,
+        writes_per_s=writes,
         read_bytes_per_s=read_bytes_per_s,
         write_bytes_per_s=write_bytes_per_s,
         cpu_s_per_io=cpu_s,  # at the last depth, which training uses
-        capacity_bytes=Figure(free) if free >= 2**20 else None,
-        **figures,
+        capacity_bytes=Figure(free),
     )
 
 
@@ -321,14 +321,14 @@ class _ProbeFile:
 
     def __init__(self, path: Path, sector_bytes: int) -> None:
         self.path = path
-        self.io = "threads" if io_uring_refused() else "io_uring"
+        self.io: Literal["io_uring", "threads"] = "threads" if io_uring_refused() else "io_uring"
         self.rows = TableRows(table="probe", parts=(("sector", sector_bytes),), num_rows=FILE_BYTES // sector_bytes)
         self.draw = np.random.default_rng(1)
         self.memory = torch.zeros(MOST_IOS, sector_bytes, dtype=torch.uint8)
         self.store(1).close()  # makes the file
 
     def store(self, depth: int) -> Store:
-        engines = Engines(io=self.io, depth=depth, num_threads=min(depth, NUM_THREADS))  # type: ignore[arg-type]
+        engines = Engines(io=self.io, depth=depth, num_threads=min(depth, NUM_THREADS))
         return open_store(self.rows, kind="block", path=self.path, engines=engines)
 
     def sequential(self, move: Callable[[int, list[memoryview], int], int]) -> Figure:
@@ -439,12 +439,12 @@ def _product(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
 
 def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
     with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
         work()
-        end.record()  # type: ignore[no-untyped-call]
-        end.synchronize()  # type: ignore[no-untyped-call]
-    return float(start.elapsed_time(end)) / 1e3  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 # ---- power
