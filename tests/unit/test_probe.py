@@ -267,7 +267,9 @@ def test_everything_becomes_a_file_that_plans_find(tiny: Path, monkeypatch: pyte
     assert known_hardware() == made == read_hardware(path)
     assert [disk.folder for disk in made.disks] == [str(tiny)]
     assert list(made.kernels) == ["lookup"]
-    assert asked["folder"] == tiny and asked["threads"][0] == 1 and 0 < asked["seconds"] < 0.2
+    assert asked["folder"] == tiny and asked["threads"][0] == 1 and asked["seconds"] == 0.1, (
+        "the rest took longer than it should"
+    )
     assert path.stat().st_mode & 0o777 == 0o600
     assert made.watts is not None or made.notes["watts"]
 

@@ -97,7 +97,7 @@ def probe(
         raise ValueError(f"seconds is {seconds:g}; give a positive number of seconds, such as 50")
     for folder in folders:
         check_folder(Path(folder))
-    power = Power()
+    power, started = Power(), time.perf_counter()
 
     def say(figure: str) -> None:
         power.sample()
@@ -106,11 +106,18 @@ def probe(
     threads = min(default_threads(), usable_cores())
     fields: dict[str, Any] = {}
     notes: dict[str, str] = {}
-    steps = () if kernels is None else ((KERNELS_SHARE, partial(_measure_kernels, kernels)),)
-    for share, measure in (*MEASUREMENTS, *steps):
-        found = dict(measure(Scope(threads=threads, folders=[*map(Path, folders)], seconds=share * seconds, tell=say)))
+    for share, measure in MEASUREMENTS:
+        scope = Scope(threads=threads, folders=[*map(Path, folders)], seconds=share * seconds, tell=say)
+        found = dict(measure(scope))
         notes |= found.pop("notes", {})
         fields |= found
+    if kernels is not None:  # the more steps, the better the predictions: they get all that is left
+        fields["kernels"] = kernels(
+            threads=_thread_counts(threads),
+            seconds=max(LEAST_KERNELS * seconds, seconds - (time.perf_counter() - started)),
+            progress=say,
+            folder=next(iter(folders), None),
+        )
     say("done")
     host = this_host()
     return Hardware(
@@ -480,19 +487,7 @@ class Power:
         return {} if len(self._watts) >= 2 else {"watts": "the probe was too short for a figure of power"}
 
 
-# ---- all of them
-
-
-def _measure_kernels(kernels: Kernels, scope: Scope) -> Mapping[str, Any]:
-    folder = next(iter(scope.folders), None)
-    counts = _thread_counts(scope.threads)
-    return {"kernels": kernels(threads=counts, seconds=scope.seconds, progress=scope.tell, folder=folder)}
-
-
-MEASUREMENTS: tuple[tuple[float, Measurement], ...] = (
-    (0.15, measure_dram),
-    (0.25, measure_disks),
-    (0.05, measure_gpus),
-)
+MEASUREMENTS: Sequence[tuple[float, Measurement]] = ((0.15, measure_dram), (0.2, measure_disks), (0.05, measure_gpus))
 """Shares of the time, and what is measured in it. Memory takes about 6 s however much time there is."""
-KERNELS_SHARE = 0.55
+LEAST_KERNELS = 0.5
+"""The least share of the time for training steps."""
