@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from hotrow.base.energy import EnergyMeter
+from hotrow.cli import app as cli
 from hotrow.kernels import ops
 from hotrow.placement import store_file
 from hotrow.plan import probe as module
@@ -24,7 +27,8 @@ needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the na
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder on a disk, and sizes that take no time."""
-    monkeypatch.setattr(module, "FILE_BYTES", 9 << 19)  # half a MiB for every sequential round
+    monkeypatch.setattr(module, "NUM_ROUNDS", 3)
+    monkeypatch.setattr(module, "FILE_BYTES", 9 << 19)
     monkeypatch.setattr(module, "DRAM_BYTES", 4 << 20)
     monkeypatch.setattr(module, "ROW_BYTES", (64, 512))
     monkeypatch.setattr(module, "DEPTHS", (1, 8))
@@ -272,6 +276,29 @@ def test_everything_becomes_a_file_that_plans_find(tiny: Path, monkeypatch: pyte
     )
     assert path.stat().st_mode & 0o777 == 0o600
     assert made.watts is not None or made.notes["watts"]
+
+
+@needs_native
+def test_the_command(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("hotrow.run.step_probe.measure_kernels", lambda **_: {})
+    out, declared = tiny.parent / "h.json", tiny.parent / "d.yaml"
+    declared.write_text(f"disks: [{{folder: {tiny}, endurance_bytes: {{value: 1e15, note: data sheet}}}}]")
+    words = ["probe", str(tiny), "--out", str(out), "--declare", str(declared), "--seconds", "0.2"]
+    for options in ([], ["--json"]):
+        monkeypatch.setattr("sys.argv", ["hotrow", *words, *options])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+    shown = capsys.readouterr()
+    table, result = shown.out.splitlines()[:-1], json.loads(shown.out.splitlines()[-1])
+    assert table[0].split() == ["figure", "value", "quartiles", "source"]
+    row = next(line for line in table if "endurance_bytes" in line)
+    assert row.split()[1:] == [str(tiny), "endurance_bytes", "931,322.57", "GiB", "declared:", "data", "sheet"]
+    assert table[-1] == f"wrote {out}"
+    assert result["out"] == str(out)
+    found = read_hardware(out)
+    assert result["disks"][0]["read_bytes_per_s"] == asdict(found.disks[0].read_bytes_per_s)
+    assert "measuring: " in shown.err
 
 
 @needs_native
