@@ -18,7 +18,7 @@ from hotrow.cli import app as cli
 from hotrow.kernels import ops
 from hotrow.placement import store_file
 from hotrow.plan import probe as module
-from hotrow.plan.hardware import Disk, Figure, Hardware, Point, known_hardware, read_hardware
+from hotrow.plan.hardware import MACHINES, Disk, Figure, Hardware, Point, known_hardware, read_hardware
 from hotrow.plan.probe import Power, Scope, check_folder, measure_disk, measure_dram, measure_gpus, probe, run_probe
 
 needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is measured")
@@ -307,6 +307,18 @@ def test_measurements_outlive_a_fault_in_what_is_declared(tiny: Path, tmp_path: 
     with pytest.raises(ValueError, match="watts: 1e"):
         run_probe((), out=tmp_path / "h.json", declare=tmp_path / "d.yaml", seconds=0.1)
     assert isinstance(read_hardware(tmp_path / "h.json"), Hardware)
+
+
+@needs_native
+def test_steps_are_modelled_on_another_machine(tiny: Path, tmp_path: Path) -> None:
+    def kernels(*, threads: list[int], **_: Any) -> dict[str, list[Point]]:
+        return {"dense": [Point({"threads": float(n), "calls": 1.0}, Figure(1e-6)) for n in threads]}
+
+    declare = MACHINES / "cpu-server.yaml"
+    path, made = run_probe((), kernels=kernels, out=tmp_path / "h.json", declare=declare, seconds=0.1)
+    assert read_hardware(path) == made
+    assert (made.name, made.num_cores, made.notes["kernels"][:13]) == ("dual-socket CPU server", 40, "modelled from")
+    assert {point.sizes["threads"] for point in made.kernels["dense"]} == {1, 40}
 
 
 def test_what_is_asked_is_checked_before_anything_is_measured(

@@ -44,6 +44,7 @@ from hotrow.plan.hardware import (
     table_of,
     this_host,
 )
+from hotrow.plan.modelled import modelled
 
 SECONDS = 50.0
 NUM_ROUNDS = 9
@@ -143,7 +144,8 @@ def run_probe(
 ) -> tuple[Path, Hardware]:
     """Measures, shows progress on stderr, and writes the figures to `out` or where `known_hardware` looks.
 
-    declare: a file of figures that replace measured ones. Returns the file and what it holds.
+    declare: a file of figures that replace measured ones; if it describes another machine, steps there are modelled.
+    Returns the file and what it holds.
     """
     path = hardware_path() if out is None else out
     if declare is not None and "name" in read_declared(declare) and out is None:
@@ -161,7 +163,8 @@ def run_probe(
         )
     HARDWARE.write(path, hardware)  # so that a fault in what is declared loses no measurement
     if declare is not None:
-        hardware = hardware.with_declared(declare)
+        machine = hardware.with_declared(declare)
+        hardware = modelled(machine, hardware) if hardware.kernels and not machine.kernels else machine
         HARDWARE.write(path, hardware)
     return path, hardware
 
