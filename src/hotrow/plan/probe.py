@@ -28,7 +28,7 @@ from hotrow.base.energy import EnergyMeter
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import available_memory_bytes, default_threads, usable_cores, versions
 from hotrow.base.progress import ProgressLine
-from hotrow.bench import PREFETCHES, clean_rounds, how_clean, is_disturbed
+from hotrow.bench import clean_rounds, how_clean, is_disturbed
 from hotrow.kernels import ops
 from hotrow.placement.store_file import DIRECT, HEADER_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
 from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refused, open_store
@@ -257,7 +257,7 @@ def _best_prefetch(rows: Tensor, ids: Callable[[int], Tensor], threads: int) -> 
         distance, into = prefetch
         return ops.touch_rows(rows, ids(i), distance=distance, into=into, write=False, threads=threads)
 
-    return partial(touch, min(PREFETCHES, key=lambda each: min(touch(each, i) for i in range(2))))
+    return partial(touch, min(ops.PREFETCHES, key=lambda each: min(touch(each, i) for i in range(2))))
 
 
 # ---- disks
