@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from hotrow.base.energy import EnergyMeter
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import available_memory_bytes, default_threads, usable_cores, versions
 from hotrow.base.progress import ProgressLine
-from hotrow.bench import PREFETCHES, clean_rounds, how_clean, is_disturbed
+from hotrow.bench import clean_rounds, how_clean, is_disturbed
 from hotrow.kernels import ops
 from hotrow.placement.store_file import DIRECT, HEADER_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
 from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refused, open_store
@@ -44,6 +44,7 @@ from hotrow.plan.hardware import (
     table_of,
     this_host,
 )
+from hotrow.plan.modelled import modelled
 
 SECONDS = 50.0
 NUM_ROUNDS = 9
@@ -97,7 +98,7 @@ def probe(
         raise ValueError(f"seconds is {seconds:g}; give a positive number of seconds, such as 50")
     for folder in folders:
         check_folder(Path(folder))
-    power = Power()
+    power, started = Power(), time.perf_counter()
 
     def say(figure: str) -> None:
         power.sample()
@@ -106,11 +107,18 @@ def probe(
     threads = min(default_threads(), usable_cores())
     fields: dict[str, Any] = {}
     notes: dict[str, str] = {}
-    steps = () if kernels is None else ((KERNELS_SHARE, partial(_measure_kernels, kernels)),)
-    for share, measure in (*MEASUREMENTS, *steps):
-        found = dict(measure(Scope(threads=threads, folders=[*map(Path, folders)], seconds=share * seconds, tell=say)))
+    for share, measure in MEASUREMENTS:
+        scope = Scope(threads=threads, folders=[*map(Path, folders)], seconds=share * seconds, tell=say)
+        found = dict(measure(scope))
         notes |= found.pop("notes", {})
         fields |= found
+    if kernels is not None:  # the more steps, the better the predictions: they get all that is left
+        fields["kernels"] = kernels(
+            threads=_thread_counts(threads),
+            seconds=max(LEAST_KERNELS * seconds, seconds - (time.perf_counter() - started)),
+            progress=say,
+            folder=next(iter(folders), None),
+        )
     say("done")
     host = this_host()
     return Hardware(
@@ -136,7 +144,8 @@ def run_probe(
 ) -> tuple[Path, Hardware]:
     """Measures, shows progress on stderr, and writes the figures to `out` or where `known_hardware` looks.
 
-    declare: a file of figures that replace measured ones. Returns the file and what it holds.
+    declare: a file of figures that replace measured ones; if it describes another machine, steps there are modelled.
+    Returns the file and what it holds.
     """
     path = hardware_path() if out is None else out
     if declare is not None and "name" in read_declared(declare) and out is None:
@@ -154,7 +163,8 @@ def run_probe(
         )
     HARDWARE.write(path, hardware)  # so that a fault in what is declared loses no measurement
     if declare is not None:
-        hardware = hardware.with_declared(declare)
+        machine = hardware.with_declared(declare)
+        hardware = modelled(machine, hardware) if hardware.kernels and not machine.kernels else machine
         HARDWARE.write(path, hardware)
     return path, hardware
 
@@ -247,7 +257,7 @@ def _best_prefetch(rows: Tensor, ids: Callable[[int], Tensor], threads: int) -> 
         distance, into = prefetch
         return ops.touch_rows(rows, ids(i), distance=distance, into=into, write=False, threads=threads)
 
-    return partial(touch, min(PREFETCHES, key=lambda each: min(touch(each, i) for i in range(2))))
+    return partial(touch, min(ops.PREFETCHES, key=lambda each: min(touch(each, i) for i in range(2))))
 
 
 # ---- disks
@@ -289,7 +299,8 @@ def measure_disk(folder: Path, *, seconds: float, tell: Callable[[str], None] = 
     try:
         with explain_full_disk(folder, "measuring the disk", "Nothing is kept."):
             file = _ProbeFile(own.path / f"probe{SUFFIX}", sector_bytes)
-            figures: dict[str, dict[str, Figure]] = {"reads_per_s": {}, "writes_per_s": {}}
+            reads: dict[str, Figure] = {}
+            writes: dict[str, Figure] = {}
             tell(f"{folder}: sequential writes")
             write_bytes_per_s = file.sequential(os.pwritev)
             tell(f"{folder}: sequential reads")
@@ -297,22 +308,21 @@ def measure_disk(folder: Path, *, seconds: float, tell: Callable[[str], None] = 
             for depth in DEPTHS:
                 with file.store(depth) as store:
                     tell(f"{folder}: random reads, queue depth {depth}")
-                    reads_per_s, cpu_s = file.random(store, "reads", round_s)
+                    reads[str(depth)], cpu_s = file.random(store, "reads", round_s)
                     tell(f"{folder}: random writes, queue depth {depth}")
-                    writes_per_s, _ = file.random(store, "writes", round_s)
-                figures["reads_per_s"][str(depth)] = reads_per_s
-                figures["writes_per_s"][str(depth)] = writes_per_s
+                    writes[str(depth)], _ = file.random(store, "writes", round_s)
     finally:
         own.remove()
     return Disk(
         folder=str(folder.resolve()),
         engine=file.io,
         sector_bytes=sector_bytes,
+        reads_per_s=reads,
+        writes_per_s=writes,
         read_bytes_per_s=read_bytes_per_s,
         write_bytes_per_s=write_bytes_per_s,
         cpu_s_per_io=cpu_s,  # at the last depth, which training uses
-        capacity_bytes=Figure(free) if free >= 2**20 else None,
-        **figures,
+        capacity_bytes=Figure(free),
     )
 
 
@@ -321,14 +331,14 @@ class _ProbeFile:
 
     def __init__(self, path: Path, sector_bytes: int) -> None:
         self.path = path
-        self.io = "threads" if io_uring_refused() else "io_uring"
+        self.io: Literal["io_uring", "threads"] = "threads" if io_uring_refused() else "io_uring"
         self.rows = TableRows(table="probe", parts=(("sector", sector_bytes),), num_rows=FILE_BYTES // sector_bytes)
         self.draw = np.random.default_rng(1)
         self.memory = torch.zeros(MOST_IOS, sector_bytes, dtype=torch.uint8)
         self.store(1).close()  # makes the file
 
     def store(self, depth: int) -> Store:
-        engines = Engines(io=self.io, depth=depth, num_threads=min(depth, NUM_THREADS))  # type: ignore[arg-type]
+        engines = Engines(io=self.io, depth=depth, num_threads=min(depth, NUM_THREADS))
         return open_store(self.rows, kind="block", path=self.path, engines=engines)
 
     def sequential(self, move: Callable[[int, list[memoryview], int], int]) -> Figure:
@@ -439,12 +449,12 @@ def _product(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
 
 def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
     with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
         work()
-        end.record()  # type: ignore[no-untyped-call]
-        end.synchronize()  # type: ignore[no-untyped-call]
-    return float(start.elapsed_time(end)) / 1e3  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 # ---- power
@@ -480,19 +490,7 @@ class Power:
         return {} if len(self._watts) >= 2 else {"watts": "the probe was too short for a figure of power"}
 
 
-# ---- all of them
-
-
-def _measure_kernels(kernels: Kernels, scope: Scope) -> Mapping[str, Any]:
-    folder = next(iter(scope.folders), None)
-    counts = _thread_counts(scope.threads)
-    return {"kernels": kernels(threads=counts, seconds=scope.seconds, progress=scope.tell, folder=folder)}
-
-
-MEASUREMENTS: tuple[tuple[float, Measurement], ...] = (
-    (0.15, measure_dram),
-    (0.25, measure_disks),
-    (0.05, measure_gpus),
-)
+MEASUREMENTS: Sequence[tuple[float, Measurement]] = ((0.15, measure_dram), (0.2, measure_disks), (0.05, measure_gpus))
 """Shares of the time, and what is measured in it. Memory takes about 6 s however much time there is."""
-KERNELS_SHARE = 0.55
+LEAST_KERNELS = 0.5
+"""The least share of the time for training steps."""
