@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import kernel_study, plots, studies, study_docs, study_runner
+from benchmarks import kernel_study, studies, study_docs, study_runner
 from benchmarks.kernel_study import KernelCell
 from benchmarks.kernel_study_page import kernels_page
 from benchmarks.study_docs import StudyDocs
@@ -311,10 +311,10 @@ def test_zipf_ids_against_the_law_written_out() -> None:
 
 
 def test_log_axes_put_powers_of_ten_at_equal_distances() -> None:
-    plot = plots.LogLog([0.2, 50.0], [1.0, 900.0])
-    steps = [plot.x(10.0 ** (k + 1)) - plot.x(10.0**k) for k in range(-1, 2)]
-    assert steps == pytest.approx([steps[0]] * 3) and plot.x(0.1) == draw.LEFT
-    assert plot.y(1000.0) == draw.TOP
+    across, up = draw.Axis.powers([0.2, 50.0], draw.LEFT, 700), draw.Axis.powers([1.0, 900.0], 370, draw.TOP)
+    steps = [across(10.0 ** (k + 1)) - across(10.0**k) for k in range(-1, 2)]
+    assert steps == pytest.approx([steps[0]] * 3) and across(0.1) == draw.LEFT
+    assert up(1000.0) == draw.TOP
 
 
 @pytest.mark.parametrize("study", studies.DOCS.values(), ids=lambda study: study.name)
