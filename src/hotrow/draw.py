@@ -25,7 +25,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # 
 WIDTH, HEIGHT = 720, 420
 FEW = 12
 """Lines with at most this many points also get a dot at each point."""
-LEFT, RIGHT, TOP, BOTTOM = 70, 20, 20, 50
+LEFT, RIGHT, TOP, BOTTOM = 70, 30, 20, 50
 MOST_TICKS = 6
 Scale = Literal["linear", "log"]
 Point = tuple[float, float]
@@ -69,9 +69,11 @@ class Axis:
 
     @classmethod
     def counted(cls, values: Iterable[float], start: float, end: float) -> Axis:
-        """Makes a linear axis from 0 to the largest value, with round ticks."""
+        """Makes a linear axis from 0 to the largest value, or to a round tick that is less than a tenth above it."""
         high = max(values) or 1.0
-        return cls(0.0, high, start, end, {value: number(value) for value in _round_steps(0.0, high)})
+        ticks = _round_steps(0.0, 1.1 * high)
+        high = max(high, ticks[-1])
+        return cls(0.0, high, start, end, {value: number(value) for value in ticks})
 
     @classmethod
     def around(cls, values: Iterable[float], start: float, end: float) -> Axis:
@@ -80,10 +82,10 @@ class Axis:
         low, high = min(found), max(found)
         if high == low:
             low, high = low - (abs(low) or 1.0) / 10, high + (abs(high) or 1.0) / 10
-        steps = _round_steps(low, high)
-        step = steps[1] - steps[0]
-        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-        return cls(low, high, start, end, {value: number(value) for value in _round_steps(low, high)})
+        step = _round_step(low, high)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        steps = [float(f"{step * k:.12g}") for k in range(first, last + 1)]
+        return cls(steps[0], steps[-1], start, end, {value: number(value) for value in steps})
 
     @classmethod
     def shares(cls, top: float, start: float, end: float) -> Axis:
@@ -106,11 +108,16 @@ class Axis:
         return f' data-{name}="{self.scale} {ends} {"%" if self.percent else "-"} {escape(label)}"'
 
 
-def _round_steps(low: float, high: float) -> list[float]:
-    """Returns at most MOST_TICKS round numbers at equal distances between `low` and `high`."""
+def _round_step(low: float, high: float) -> float:
+    """Returns the least round distance of which at most MOST_TICKS lie between `low` and `high`."""
     least = (high - low) / MOST_TICKS
     power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * k for k in (1.0, 2.0, 2.5, 5.0, 10.0, 20.0) if power * k > least * (1 + 1e-9))
+    return next(power * k for k in (1.0, 2.0, 2.5, 5.0, 10.0, 20.0) if power * k > least * (1 + 1e-9))
+
+
+def _round_steps(low: float, high: float) -> list[float]:
+    """Returns round numbers at equal distances between `low` and `high`."""
+    step = _round_step(low, high)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{step * k:.12g}") for k in range(first, last + 1)]
 
@@ -286,7 +293,7 @@ def stacked_bars(
     for i, (name, bar) in enumerate(bars.items()):
         x, y, total = float(left), 8 + high * i, totals[name]
         named = f"<title>{escape(name)}</title>"
-        body.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(_cut(name, 20))}{named}</text>')
+        body.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(_cut(name, 17))}{named}</text>')
         for part, value in bar.items():
             if not value:
                 continue

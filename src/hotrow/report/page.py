@@ -16,7 +16,7 @@ from hotrow.report.help import Idea, ideas, phases_of
 NAME = "report.html"
 WIDTH, HEIGHT = 540, 270
 MOST_BARS = 24
-"""Tables in the picture of where rows lie; the others are one bar. The table below it names them all."""
+"""Tables in the picture of where rows lie; smaller ones share a bar. The table below it names them all."""
 MOST_CURVES = 12
 DASH = "\u2013"
 
@@ -182,7 +182,8 @@ def figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
     quality = [f"LogLoss {shown(logloss, '.4f')}, NE {shown(ne, '.4f')} (a constant rate: 1)"] if metrics else []
     speed = number_in(record, "samples_per_s") or number_in(last_line(run), "samples_per_s")
     backend = record.get("backend") or {}
-    kernels = f"{backend['name']} kernels ({backend['isa']}, {backend['threads']} threads)" if backend else ""
+    threads = f"{backend['threads']} thread{'' if backend['threads'] == 1 else 's'}" if backend else ""
+    kernels = f"{backend['name']} kernels ({backend['isa']}, {threads})" if backend else ""
     total = sum((phases_of(record) or phases_of(last_line(run))).values())
     step = f"{total:.3g} ms a step" if total else ""
     first = found[0] if found else Idea("The record of this run proves nothing that would.", 0.0, DASH)
@@ -341,22 +342,25 @@ def where_rows_lie(run: RunFacts) -> Chart:
     placed = {name: rows_by_place(table, hbm.get(name) or {}) for name, table in tables.items()}
     for bar in placed.values():
         bar.pop("also on the device", None)  # copies: rows lie in DRAM or on disk too
-    largest = sorted(placed, key=lambda name: -sum(placed[name].values()))
-    bars = {name: placed[name] for name in largest[:MOST_BARS]}
-    if others := largest[MOST_BARS:]:
-        parts = bars[largest[0]]
-        bars[f"{len(others)} others"] = {part: sum(placed[name][part] for name in others) for part in parts}
-    every = {
-        part: sum(bar[part] for bar in placed.values()) for part in ("pinned in DRAM", "cached in DRAM", "on disk")
+    # Tables that lie in DRAM whole look all the same, so they share a bar.
+    split = sorted((name for name in placed if placed[name]["on disk"]), key=lambda name: -sum(placed[name].values()))
+    groups = {name: [name] for name in split[:MOST_BARS]}
+    groups |= {f"{len(split) - MOST_BARS} others": split[MOST_BARS:]} if len(split) > MOST_BARS else {}
+    if whole := [name for name in placed if not placed[name]["on disk"]]:
+        groups[f"{len(whole)} whole in DRAM"] = whole
+    parts = ("pinned in DRAM", "cached in DRAM", "on disk")
+    bars = {
+        name: {part: sum(placed[table][part] for table in group) for part in parts}
+        for name, group in {"all tables": list(placed), **groups}.items()
     }
     return Chart(
         stacked_bars(
-            {"all tables": every, **bars} if placed else {},
+            bars,
             form=count,
             whole=True,
             label="where the rows of each table lie",
         ),
-        "Rows by where they lie, largest table first; each bar is a whole table, the number its rows. "
+        "Rows by where they lie, largest table first; each bar is a whole table, with its rows at the end. "
         "Cached rows change as batches need them.",
     )
 
@@ -412,7 +416,7 @@ def hit_charts(run: RunFacts) -> list[Chart]:
         lines["this run, measured"] = [(held / rows, 1 - hits)]
     largest = sorted(coverage.tables, key=lambda name: -len(coverage.tables[name]))[:MOST_CURVES]
     misses = line_chart(
-        lines, x_label="share of all rows held in memory", y_label="share of lookups that miss", x_scale="linear",
+        lines, x_label="share of all rows held in memory", y_label="share of lookups that miss",
         width=WIDTH, height=HEIGHT, label="misses by memory, from the dataset's access counts",
     )  # fmt: skip
     covered = line_chart(
@@ -573,7 +577,7 @@ def compare(runs: Sequence[RunFacts]) -> dict[str, Any]:
     )
     options = list(dict.fromkeys(name for run in runs for name in run.options))
     differing = [
-        [name, *(run.options.get(name, "") for run in runs)]
+        [name, *(Cell(run.options.get(name, "")) for run in runs)]
         for name in options
         if len({run.options.get(name, "") for run in runs}) > 1 and name != "run"
     ]
