@@ -67,7 +67,7 @@ def heat_map(values: Mapping[tuple[str, str], float | None], *, x_label: str, y_
                 f'<rect x="{left + side * i}" y="{top + high * j}" width="{side - 2}" height="{high - 2}" '
                 f'fill="#0072b2" fill-opacity="{0.08 + 0.82 * shade:.2f}"/>'
             )
-            ink = "#fff" if shade > 0.55 else "#000"
+            ink = ' fill="#fff"' if shade > 0.55 else ""  # else the page's
             at = f'x="{left + side * (i + 0.5) - 1}" y="{y + 4}" text-anchor="middle"'
-            body.append(f'<text {at} fill="{ink}">{value:.0%}</text>')
+            body.append(f"<text {at}{ink}>{value:.0%}</text>")
     return svg(body, width=width, height=height, label=label)
