@@ -123,10 +123,10 @@ def _round_steps(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Formats a tick: 0.25, 12,000, 1.5M, 1e9."""
+    """Formats a tick: 1e-5, 0.25, 12,000, 1.5M, 1e9."""
     if abs(value) >= 1e9:
         return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
-    return f"{value / 1e6:.4g}M" if abs(value) >= 1e6 else f"{value:,.6g}"
+    return f"{value / 1e6:.4g}M" if abs(value) >= 1e6 else f"{value:,.6g}".replace("e-0", "e-")
 
 
 def grid(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:

@@ -101,9 +101,21 @@ def large() -> RunFacts:
 def test_metrics_of_a_killed_run_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     whole = [json.dumps(train_line(step)).encode() for step in (1, 2)]
-    path.write_bytes(b"\n".join([whole[0], b"\x00\xff{", b'{"kind": "train"}', b"[1]", whole[1], whole[0][:20]]))
+    path.write_bytes(
+        b"\n".join(
+            [
+                whole[0],
+                b"\x00\xff{",
+                b'{"kind": "train"}',
+                b"[1]",
+                b'{"kind": "train", "step": -1}',
+                whole[1],
+                whole[0][:20],
+            ]
+        )
+    )
     lines, left_out = read_lines(path)
-    assert [line["step"] for line in lines] == [1, 2] and left_out == 4
+    assert [line["step"] for line in lines] == [1, 2] and left_out == 5
     assert read_lines(tmp_path / "none") == ([], 0)
     odd = [train_line(1, loss="<b>"), train_line(2, loss=float("nan")), train_line(3, loss=True), train_line(4, loss=2)]
     assert points(odd, "train", "loss") == [(4.0, 2.0)]
@@ -205,6 +217,18 @@ def test_a_record_that_came_to_nothing_has_a_page(status: str) -> None:
     page = Elements(report_page([RunFacts(name="r", record=record(status=status), lines_left_out=1)]))
     assert "1 line of metrics.jsonl could not be read" in page.text
     assert "svg" not in page.tags
+
+
+@pytest.mark.parametrize("odd", [None, 3, "<b>", [], [1], {}, {"x": 1}, float("inf"), 10**400, -1e99])
+def test_a_record_of_odd_types_has_a_page(odd: Any) -> None:
+    """A part of run.json may be any JSON, and who edits the file can make its checksum right."""
+    parts = ("tables", "tiers", "hbm", "stall_share", "hits_per_lookup", "dram_bytes")
+    for memory in (odd, dict.fromkeys(parts, odd), {part: {"a": odd, "tables": odd} for part in parts}):
+        hot = odd if memory is odd else {"swaps": odd}
+        fields = record(memory=memory, hot=hot, predicted=odd, write_budget=odd, metrics=odd, step_ms=odd)
+        lines = [train_line(1, step_ms=odd, loss=odd), {"kind": "eval", "step": 2, "auc": odd, "split": odd}]
+        page = Elements(report_page([RunFacts(name="r", record=fields, lines=lines)] * 2))
+        assert "b" in page.tags and page.tags.count("b") == 8
 
 
 def test_several_runs_stand_side_by_side() -> None:

@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hotrow.base.records import MAX_COUNT
 from hotrow.data.packed.reader import PackedDataset
 
 MOST_POINTS = 240
 """Points of a curve; a longer one is drawn as the mean, the least and the most of each of this many buckets."""
+LARGEST = 1e100
+"""Numbers beyond this are no figures of a run, and arithmetic on them overflows."""
 MOST_COUNTED_ROWS = 50_000_000
 """Larger datasets have no curves here but in `hotrow inspect`: reading their counts would hold up the end of a run."""
 SHARES = tuple(float(f"{10.0 ** (power / 3):.3g}") for power in range(-15, 1))
@@ -72,7 +75,8 @@ def read_lines(path: Path) -> tuple[list[Line], int]:
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        if isinstance(value, dict) and isinstance(value.get("kind"), str) and type(value.get("step")) is int:
+        is_whole = isinstance(value, dict) and isinstance(value.get("kind"), str) and type(value.get("step")) is int
+        if is_whole and 0 <= value["step"] <= MAX_COUNT:
             found.append(value)
         else:
             left_out += 1
@@ -84,9 +88,17 @@ def number_in(line: Mapping[str, Any], *names: str) -> float | None:
     value: Any = line
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return None
     return float(value)
+
+
+def mapping_in(line: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """Returns the mapping at `line[name][name]...`; {} if there is none."""
+    value: Any = line
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
 
 
 def points(lines: Iterable[Line], kind: str, *names: str, split: str | None = None) -> list[Point]:

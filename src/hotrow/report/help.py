@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hotrow.report.facts import RunFacts, number_in, points
+from hotrow.report.facts import RunFacts, mapping_in, number_in, points
 
 LEAST_GAIN = 0.005
 """Gains below this share of training time are not worth a line."""
@@ -56,7 +56,7 @@ def ideas(run: RunFacts) -> list[Idea]:
 
 def phases_of(record: Any) -> dict[str, float]:
     """Returns milliseconds of a step by phase."""
-    phases = record.get("step_ms") or {}
+    phases = mapping_in(record, "step_ms")
     return {str(phase): ms for phase in phases if (ms := number_in(phases, phase)) is not None}
 
 

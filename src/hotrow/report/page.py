@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hotrow.base.files import atomic_write, size
 from hotrow.base.progress import duration
 from hotrow.draw import line_chart, load_template, stacked_bars
-from hotrow.report.facts import Point, RunFacts, number_in, phase_points, points, thin
+from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, phase_points, points, thin
 from hotrow.report.help import Idea, ideas, phases_of
 
 NAME = "report.html"
@@ -128,10 +128,10 @@ def how_it_ended(run: RunFacts) -> str:
 def metrics_of(run: RunFacts) -> dict[str, Any]:
     """Returns the final metrics, or those of the last evaluation, with `split`; {} if nothing was scored."""
     for split in ("test", "val"):
-        if found := (run.record.get("metrics") or {}).get(split):
+        if found := mapping_in(run.record, "metrics", split):
             return {"split": split, **found}
     evaluations = [line for line in run.lines if line["kind"] == "eval"]
-    return dict(max(evaluations, key=lambda line: line["step"])) if evaluations else {}
+    return {"split": "", **max(evaluations, key=lambda line: int(line["step"]))} if evaluations else {}
 
 
 def how_good(run: RunFacts) -> str:
@@ -141,10 +141,10 @@ def how_good(run: RunFacts) -> str:
         return (
             f"Nothing was scored; the last training loss is {losses[-1][1]:.4f}." if losses else "Nothing was scored."
         )
-    split = {"test": "test", "val": "validation"}.get(metrics["split"], metrics["split"])
+    split = {"val": "validation"}.get(str(metrics["split"]), str(metrics["split"]))
     auc, ne = number_in(metrics, "auc"), number_in(metrics, "ne")
     shown = "an undefined AUC" if auc is None else f"AUC {auc:.4f}"
-    text = f"On {metrics.get('num_rows', 0):,} rows of the {split} split the model has {shown}"
+    text = f"On {number_in(metrics, 'num_rows') or 0:,.0f} rows of the {split} split the model has {shown}"
     if ne is None:
         return text + "."
     more = "less" if ne <= 1 else "more"
@@ -181,7 +181,7 @@ def figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
     auc, logloss, ne = (number_in(metrics, name) for name in ("auc", "logloss", "ne"))
     quality = [f"LogLoss {shown(logloss, '.4f')}, NE {shown(ne, '.4f')} (a constant rate: 1)"] if metrics else []
     speed = number_in(record, "samples_per_s") or number_in(last_line(run), "samples_per_s")
-    backend = record.get("backend") or {}
+    backend = mapping_in(record, "backend")
     threads = f"{backend['threads']} thread{'' if backend['threads'] == 1 else 's'}" if backend else ""
     kernels = f"{backend['name']} kernels ({backend['isa']}, {threads})" if backend else ""
     total = sum((phases_of(record) or phases_of(last_line(run))).values())
@@ -293,10 +293,10 @@ def ms(value: float) -> str:
 
 def prediction(record: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns what was predicted before the run; None if nothing was."""
-    predicted = record.get("predicted")
-    if not isinstance(predicted, Mapping) or not (phases := phases_of(predicted)):
+    predicted = mapping_in(record, "predicted")
+    if not (phases := phases_of(predicted)):
         return None
-    return {**predicted, "step_ms": phases}
+    return {**predicted, "step_ms": phases, "samples": shown(number_in(predicted, "samples_per_s"), ",.0f")}
 
 
 def phase_grid(record: Mapping[str, Any]) -> Grid | None:
@@ -322,7 +322,7 @@ def phase_grid(record: Mapping[str, Any]) -> Grid | None:
 
 def of_tables(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Returns what the record has of each table in tiers."""
-    tables = (record.get("memory") or {}).get("tables") or {}
+    tables = mapping_in(record, "memory", "tables")
     return {name: table for name, table in tables.items() if isinstance(table, Mapping)}
 
 
@@ -338,8 +338,8 @@ def rows_by_place(table: Mapping[str, Any], on_device: Mapping[str, Any]) -> dic
 def where_rows_lie(run: RunFacts) -> Chart:
     """Returns the picture of where rows lie: a bar for each table, the largest first."""
     tables = of_tables(run.record)
-    hbm = ((run.record.get("memory") or {}).get("hbm") or {}).get("tables") or {}
-    placed = {name: rows_by_place(table, hbm.get(name) or {}) for name, table in tables.items()}
+    hbm = mapping_in(run.record, "memory", "hbm", "tables")
+    placed = {name: rows_by_place(table, mapping_in(hbm, name)) for name, table in tables.items()}
     for bar in placed.values():
         bar.pop("also on the device", None)  # copies: rows lie in DRAM or on disk too
     # Tables that lie in DRAM whole look all the same, so they share a bar.
@@ -358,6 +358,7 @@ def where_rows_lie(run: RunFacts) -> Chart:
             bars,
             form=count,
             whole=True,
+            width=WIDTH,
             label="where the rows of each table lie",
         ),
         "Rows by where they lie, largest table first; each bar is a whole table, with its rows at the end. "
@@ -407,7 +408,7 @@ def hit_charts(run: RunFacts) -> list[Chart]:
     charts = [curves_chart(curves, y_label="share found", share=True, label="Rows found in memory, over steps")]
     if (coverage := run.coverage) is None:
         return charts
-    lines: dict[str, Sequence[Point]] = {"most popular rows held": coverage.misses}
+    lines: dict[str, Sequence[Point]] = {"most popular rows held": coverage.misses[1:]}
     tables = of_tables(run.record).values()
     rows = sum(number_in(table, "rows") or 0 for table in tables)
     held = sum((number_in(table, "pinned") or 0) + (number_in(table, "cached") or 0) for table in tables)
@@ -436,12 +437,14 @@ def hit_charts(run: RunFacts) -> list[Chart]:
 
 def tier_grid(record: Mapping[str, Any]) -> Grid | None:
     """Returns what each tier did."""
-    memory = record.get("memory") or {}
+    memory, hbm = mapping_in(record, "memory"), mapping_in(record, "memory", "hbm")
+    tiers = {**mapping_in(memory, "tiers"), **({"hbm": hbm} if hbm else {})}
     rows: list[list[Cell | str]] = []
-    for name, tier in {**(memory.get("tiers") or {}), **({"hbm": memory["hbm"]} if "hbm" in memory else {})}.items():
+    for name in tiers:
+        tier = mapping_in(tiers, name)
         counts = [Cell(shown(number_in(tier, field), ",.0f")) for field in ("tables", "lookups", "reads", "writes")]
         if name == "hbm":
-            counts[0] = Cell(str(len(tier.get("tables") or ())))
+            counts[0] = Cell(str(len(mapping_in(hbm, "tables"))))
         hits = [percent(number_in(tier, field)) for field in ("hits_per_lookup", "hits_per_row")]
         moved = [num_bytes(number_in(tier, field)) for field in ("read_bytes", "written_bytes")]
         rows.append([name, *counts[:2], *hits, *counts[2:], *moved])
@@ -460,16 +463,19 @@ def hot_charts(run: RunFacts) -> list[Chart]:
 
 
 def hot_grid(record: Mapping[str, Any]) -> Grid | None:
-    hot = record.get("hot") or {}
+    hot = mapping_in(record, "hot")
     plain = {name: value for name, value in hot.items() if isinstance(value, str | int | float)}
     forms: dict[str, Callable[[Any], str]] = {"hot_samples": lambda value: f"{value:.1%}", "hot_bytes": size}
     forms["budget_bytes"] = size
-    rows = [[name.replace("_", " "), Cell(forms.get(name, any_text)(value))] for name, value in plain.items()]
+    rows: list[list[Cell | str]] = [
+        [name.replace("_", " "), Cell(forms.get(name, any_text)(value))] for name, value in plain.items()
+    ]
     return ["hot rows", "value"], rows
 
 
 def swap_grid(record: Mapping[str, Any]) -> Grid | None:
-    swaps = (record.get("hot") or {}).get("swaps") or []
+    swaps = mapping_in(record, "hot").get("swaps")
+    swaps = [swap for swap in swaps if isinstance(swap, Mapping)] if isinstance(swaps, list) else []
     fields = ("step", "turn", "logloss", "rate", "next_rate")
     rows = [[any_text(swap.get(field)) for field in fields] for swap in swaps[-200:]]
     return [*(field.replace("_", " ") for field in fields)], rows
@@ -490,7 +496,7 @@ def drive_charts(run: RunFacts) -> list[Chart]:
 
 
 def drive_grid(record: Mapping[str, Any]) -> Grid | None:
-    memory, budget = record.get("memory") or {}, record.get("write_budget") or {}
+    memory, budget = mapping_in(record, "memory"), mapping_in(record, "write_budget")
     fields = {
         "drive_written_bytes": ("rows and checkpoints, over all sessions", size),
         "written_bytes": ("rows, this session", size),
@@ -520,7 +526,7 @@ def environment(run: RunFacts) -> list[tuple[str, str]]:
     record = run.record
     told: dict[str, Any] = {"started": record["started"], "command": " ".join(map(str, record["command"]))}
     for group in ("versions", "host", "backend", "dataset", "rows", "seeds"):
-        told |= {f"{group}: {name}": value for name, value in (record.get(group) or {}).items() if value is not None}
+        told |= {f"{group}: {name}": value for name, value in mapping_in(record, group).items() if value is not None}
     return [(name, any_text(value)) for name, value in told.items()]
 
 
@@ -533,7 +539,7 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "steps": steps_of(run),
         "sentences": sentences(run),
         **{name: number_in(metrics, name) for name in ("auc", "logloss", "ne")},
-        "split": metrics.get("split"),
+        "split": str(metrics.get("split", "")),
         "samples_per_s": number_in(run.record, "samples_per_s") or number_in(last_line(run), "samples_per_s"),
         "ideas": [{"text": idea.text, "gain": idea.gain, "figure": idea.figure} for idea in ideas(run)],
         "warnings": sum(warning["count"] for warning in run.record["warnings"].values()),
@@ -560,7 +566,7 @@ def compare(runs: Sequence[RunFacts]) -> dict[str, Any]:
                 run.name,
                 Cell(told["status"]),
                 Cell(f"{told['steps']:,}"),
-                Cell(told["split"] or ""),
+                Cell(told["split"]),
                 *quality,
                 Cell(shown(told["samples_per_s"], ",.0f")),
                 Cell(f"{total:.3g}" if total else DASH),
