@@ -131,6 +131,8 @@ def test_thinned_curves_keep_every_extreme_and_the_mean() -> None:
     size = found.per_point
     wanted = [values[k : k + size].mean() for k in range(0, len(values), size)]
     np.testing.assert_allclose([y for _, y in found.curve], wanted)
+    parts = [values[k : k + size] for k in range(0, len(values), size)]
+    assert [(low, high) for _, low, high in found.band] == [(part.min(), part.max()) for part in parts]
     assert thin(curve[:MOST_POINTS]).curve == curve[:MOST_POINTS]
 
 
@@ -370,6 +372,9 @@ def test_a_trace_has_the_phases_of_the_steps_it_names(dataset: PackedDataset, tm
             (whole,) = [e for e in events if e["name"] == f"step {event['args']['step']}"]
             assert whole["ts"] <= event["ts"] and event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 0.01
     assert not (plain.path / "trace.json").exists()
+    last = runs.train(config_for(dataset, tmp_path / "last", trace="16:9"), quiet=True)
+    events_of_last = json.loads((last.path / "trace.json").read_text())["traceEvents"]
+    assert {event["args"].get("step", 16) for event in events_of_last} == {16}, "there are 16 steps, counted from 1"
     rows = [RunFolder.open(folder.path).record.metrics for folder in (run, plain)]
     assert rows[0] == rows[1], "a trace changes no result"
 
