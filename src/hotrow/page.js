@@ -66,13 +66,17 @@
       if (px < x.start - 6 || px > x.end + 6) return hide();
       const near = lines.map((line) => {
         const point = line.points.reduce((a, b) => (Math.abs(x.at(b[0]) - px) < Math.abs(x.at(a[0]) - px) ? b : a));
-        return { ...line, point, far: Math.hypot(x.at(point[0]) - px, y.at(point[1]) - py) };
+        const at = x.at(point[0]), aside = Math.abs(at - px);
+        return { ...line, point, at, aside, far: Math.hypot(aside, y.at(point[1]) - py) };
       });
-      const closest = near.reduce((a, b) => (b.far < a.far ? b : a));
-      const rows = near.filter((line) => line === closest || (line.colour !== "#bbb" && Math.abs(x.at(line.point[0]) - x.at(closest.point[0])) < 8));
+      // The point nearest in x, the other coloured lines' points at about that x, and a grey line that is pointed at.
+      const least = (by) => near.reduce((a, b) => (b[by] < a[by] ? b : a));
+      const closest = least("aside"), grey = least("far");
+      const rows = near.filter((line) => line === closest || (line.colour !== "#bbb" && Math.abs(line.at - closest.at) < 8)
+        || (line === grey && grey.far < 12));
       for (const line of rows) {
         const dot = document.createElementNS(SVG, "circle");
-        const at = { class: "mark", cx: x.at(line.point[0]), cy: y.at(line.point[1]), r: 4.5, fill: line.colour };
+        const at = { class: "mark", cx: line.at, cy: y.at(line.point[1]), r: 4.5, fill: line.colour };
         Object.entries(at).forEach(([name, value]) => dot.setAttribute(name, value));
         svg.append(dot);
       }
@@ -93,7 +97,7 @@
       const table = make("table", "", box), head = make("tr", "", make("thead", "", table)), body = make("tbody", "", table);
       const row = (cells) => {
         const tr = make("tr", "", body);
-        cells.forEach((cell, i) => { make("td", cell, tr).className = i ? "n" : ""; });
+        cells.forEach((cell) => { make("td", cell, tr).className = /^[-\d]/.test(cell) ? "n" : ""; });
       };
       if (svg.dataset.x) {
         const x = axis(svg.dataset.x), y = axis(svg.dataset.y);

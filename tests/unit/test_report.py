@@ -404,15 +404,19 @@ def test_a_trace_that_names_no_step_is_said(dataset: PackedDataset, tmp_path: Pa
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
-def test_pages_in_a_browser(tmp_path: Path) -> None:
+def test_pages_in_a_browser(tmp_path: Path, dataset: PackedDataset) -> None:
     """At three widths, light, dark and printed: no console error, nothing wider than the screen; charts answer."""
     facts = large()
     pages = {"one": [facts], "two": [facts, replace(facts, name="other")]}
     pages["empty"] = [RunFacts(name="r", record=record(status="failed", error="x"))]
     for name, runs_shown in pages.items():
         (tmp_path / f"{name}.html").write_text(report_page(runs_shown))
+    names = [*pages]
+    if ops.backend().name == "native":  # which measures hotness
+        tools.inspect(dataset.path, batch_size=16, out=tmp_path)
+        names.append("hotness")
     with Browser(tmp_path / "profile") as browser:
-        for name in pages:
+        for name in names:
             for width in (390, 820, 1440):
                 browser.open(tmp_path / f"{name}.html", width=width, dark=width == 820)
                 assert browser.run("document.documentElement.scrollWidth") <= width, (name, width)
