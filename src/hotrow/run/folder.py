@@ -191,7 +191,8 @@ class RunFolder:
         """
         run, command = shlex.quote(str(self.path)), shlex.join(map(str, self.record.command))
         if not (self.path / CONFIG).is_file():
-            return {"Start it again, after removing the folder": command}
+            again = "Start it again, after removing the folder"
+            return {again if self.record.preparation is None else "Continue its preparation": command}
         commands = {}
         if any(self.checkpoints.glob("step-*")):
             commands = {

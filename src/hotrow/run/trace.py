@@ -13,7 +13,6 @@ from typing import Any
 from typing_extensions import override
 
 from hotrow.base.files import atomic_write
-from hotrow.batch import Batch
 from hotrow.config.schema import trace_window
 from hotrow.placement.base import Placement
 from hotrow.run.meters import Meter, Notice, Session
@@ -58,10 +57,6 @@ class Trace(Meter):
         """Adds a span; times are in microseconds, as the format has them."""
         times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
         self._events.append({"name": name, "ph": "X", **times, "pid": 1, "tid": 1, "args": args})
-
-    @override
-    def end_step(self, batch: Batch) -> None:
-        return
 
     @override
     def notices(self) -> Iterable[Notice]:
