@@ -20,7 +20,7 @@ import yaml
 from pydantic import ConfigDict, JsonValue
 from typing_extensions import TypedDict
 
-from hotrow import bench
+from benchmarks import bench
 from hotrow.base.files import atomic_write
 from hotrow.base.machine import available_memory_bytes, usable_cores
 from hotrow.base.progress import ProgressLine, duration

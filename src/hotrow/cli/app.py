@@ -277,6 +277,7 @@ def train(
 ) -> Answer:
     """Train as a config says, or continue an interrupted run."""
     from hotrow.api import Run
+    from hotrow.base.progress import num_of
     from hotrow.config.load import load_config
     from hotrow.run import runs
 
@@ -291,7 +292,7 @@ def train(
     run = Run(folder.path)
     result = run.summary()
     assert run.record.dataset is not None, "training has begun"
-    title = f"{run.record.dataset['name']}, {result['epochs']:g} epoch{'s' if result['epochs'] != 1 else ''}"
+    title = f"{run.record.dataset['name']}, {num_of(result['epochs'], 'epoch')}"
     return result, lambda: print(run.closing_lines(title, run.next_commands()))
 
 
@@ -319,7 +320,10 @@ def eval_(
             result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(paths)}
         else:
             result = {"run_dir": str(run), "split": split or "test", **loaded.evaluate(split or "test", data=data)}
-    return result
+    shown = {name: "undefined" if value is None else value for name, value in result.items()}
+    if result["undefined"] is None:
+        del shown["undefined"]
+    return result, lambda: _print_fields(shown)
 
 
 @verb("predict", home="hotrow.api", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")
@@ -439,19 +443,6 @@ def check(
     from hotrow.cli import tools
 
     return tools.check(path)
-
-
-@verb("bench", home="hotrow.bench", example="hotrow bench --quick")
-def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="Cells to measure; default: all.")] = None,
-    *,
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes, fewer rounds.")] = False,
-) -> Answer:
-    """Compare hotrow's kernels with torch's and the machine's limit, interleaved; outputs are compared first."""
-    from hotrow.bench import format_row, run_bench
-
-    result = run_bench(names or None, quick=quick)
-    return result, lambda: print("\n".join(format_row(row) for row in result["cells"]))
 
 
 @verb("doctor", home="hotrow.cli.tools", example="hotrow doctor")
