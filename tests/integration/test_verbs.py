@@ -244,13 +244,8 @@ import signal, sys
 from hotrow.__main__ import main
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-<<<<<<< HEAD
-verbs = {"demo": "", "prepare": "csv x --out y", "predict": "x y --out z", "export": "x --out y", "bench": "",
-         "doctor": "", **dict.fromkeys(("init", "train", "eval", "inspect", "report", "check", "clean"), "x")}
-=======
 verbs = {"demo": "", "prepare": "csv x --out y", "predict": "x y --out z", "export": "x --out y", "doctor": "",
-         **dict.fromkeys(("init", "train", "eval", "inspect", "check", "clean"), "x")}
->>>>>>> main
+         **dict.fromkeys(("init", "train", "eval", "inspect", "report", "check", "clean"), "x")}
 for name, options in verbs.items():
     sys.argv = ["hotrow", name, *options.split()]
     try:
