@@ -42,6 +42,7 @@ from hotrow.bench import (  # noqa: F401  # benchmarks take these from here
 )
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
+from hotrow.kernels.ops import PREFETCHES
 from hotrow.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig
 
@@ -50,8 +51,6 @@ NUM_ROUNDS = 31
 LR, EPS = 0.01, 1e-8
 ACCUMULATOR = 0.1  # not zero: from zero the first step of Adagrad is sign(g), whatever the size of g
 NUM_BATCHES = 4  # rounds take different batches, so that no row is in the cache because of the round before
-PREFETCHES: tuple[tuple[int, Literal["l1", "l2"]], ...] = ((8, "l1"), (32, "l1"), (16, "l2"), (32, "l2"), (64, "l2"))
-"""Distances in rows, and the cache to prefetch into. The row limit is the best over these."""
 FLOATS_PER_LINE = 16
 EVICTING_FLOATS = 1 << 25
 """128 MiB, more than the caches of most processors: reading them removes everything else from the caches."""

@@ -671,7 +671,7 @@ def disk_of(work: Work, hardware: Hardware) -> Disk:
     if not hardware.disks:
         raise ValueError(
             f"{hardware.name} has no disk in its hardware file, and these slots leave rows on one: "
-            "measure it with hotrow probe --folder FOLDER, or declare it"
+            "measure it with hotrow probe FOLDER, or declare it"
         )
     holding = [
         disk for disk in hardware.disks if work.folder and Path(work.folder).absolute().is_relative_to(disk.folder)
