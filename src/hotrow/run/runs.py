@@ -78,6 +78,7 @@ RESUMABLE = (
     "train.epochs",
     "train.max_steps",
     "train.nonfinite",
+    "train.trace",
     "checkpoint.every",
     "checkpoint.keep_last",
     "data",
