@@ -37,7 +37,7 @@ from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import WINDOW_ROWS
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
-from hotrow.placement.budget import LEAST_ROWS, TableDemand, TableSlots
+from hotrow.placement.budget import LEAST_GATHERED_ROWS, LEAST_ROWS, TableDemand, TableSlots
 from hotrow.placement.store_file import DEPTH, page_records
 from hotrow.plan.choose import demands_of, most_rows
 from hotrow.plan.hardware import Disk, Figure, Hardware, Point
@@ -644,7 +644,8 @@ def _moves(work: Work, own: TableWork, slots: TableSlots) -> tuple[float, float,
     """The share of the steps in which it is."""
     reads, evicted = (missed - first) * in_steps, missed * in_steps
     sectors = _round_up(own.record_bytes, SECTOR_BYTES)
-    page = page_records(own.record_bytes) if work.writes != "in_place" else None
+    gathers = work.writes != "in_place" and own.table.num_embeddings >= LEAST_GATHERED_ROWS
+    page = page_records(own.record_bytes) if gathers else None
     writes = evicted / (page or 1)
     return rows, first + reads, reads, reads * sectors, writes, evicted * (own.record_bytes if page else sectors)
 
