@@ -726,8 +726,8 @@ class CostModel:
         units = self.units(phase, threads)
         if missing := [kind for kind, amount in amounts.items() if amount > 0 and kind not in units]:
             raise ValueError(
-                f"{self.hardware.name} has no steps measured with: {', '.join(missing)} in its hardware file (kernels.{phase}, "
-                f"{threads} threads): measure the machine with hotrow probe"
+                f"{self.hardware.name} has no steps measured with: {', '.join(missing)} in its hardware file "
+                f"(kernels.{phase}, {threads} threads): measure the machine with hotrow probe"
             )
         return sum(units[kind] * amount for kind, amount in amounts.items() if amount > 0)
 
