@@ -37,7 +37,7 @@ from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import WINDOW_ROWS
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
-from hotrow.placement.budget import LEAST_ROWS, TableDemand, TableSlots
+from hotrow.placement.budget import LEAST_GATHERED_ROWS, LEAST_ROWS, TableDemand, TableSlots
 from hotrow.placement.store_file import DEPTH, page_records
 from hotrow.plan.demand import demands_of, most_rows
 from hotrow.plan.hardware import Disk, Figure, Hardware, Point
@@ -474,7 +474,6 @@ def _data(work: Work) -> Amounts:
         "jagged features": float(jagged_features),
         "steps with lists": float(bool(jagged)),
         "features beside lists": float(num_features * bool(jagged)),
-        "bags": float(work.batch_size * num_features * bool(jagged)),
     }
 
 
@@ -557,7 +556,7 @@ def _dense(work: Work) -> Amounts:
         "calls": float(work.num_calls),
         "products": float(len(work.products)),
         "tensors": float(work.num_tensors),
-        f"tensors by {work.dense_optimizer}": float(work.num_tensors),
+        "split tensors": float(work.num_tensors) * (work.dense_optimizer == "split sgd"),
         "multiply-adds": forward + weights + inward,
         "layer values": work.layer_values,
         **_beyond("layer values", work.layer_values),
@@ -567,13 +566,11 @@ def _dense(work: Work) -> Amounts:
         "pairs' multiply-adds": sum(float(n) * v * _round_up(v, 8) * d for n, v, d in work.pairs),
         "pooled values": work.pooled_values,
         "called values": work.call_values,
-        "samples": float(work.batch_size),
     }
 
 
 def _update(work: Work) -> Amounts:
-    optimizer = work.optimizer
-    passes = 1 if optimizer == "sgd" and work.precision != "fp16" else None
+    passes = 1 if work.optimizer == "sgd" and work.precision != "fp16" else None
     touched = work.touched_bytes
     found = {
         "steps": 1.0,
@@ -583,21 +580,25 @@ def _update(work: Work) -> Amounts:
         "gradients": sum(own.lookups * own.table.embedding_dim for own in work.tables),
         **_of_other_widths(work, lambda own: own.lookups, "gradients"),
         "rows": sum(own.rows for own in work.tables),
-        f"columns by {optimizer}": sum(own.rows * own.table.embedding_dim for own in work.tables),
-        f"columns in {work.precision}": sum(own.rows * own.table.embedding_dim for own in work.tables),
+        "columns": sum(own.rows * own.table.embedding_dim for own in work.tables),
+        "columns not float32": sum(
+            own.rows * own.table.embedding_dim for own in work.tables if own.table.dtype != "float32"
+        ),
+        "state bytes": sum(own.rows * (own.record_bytes - _all_weight_bytes(own.table)) for own in work.tables),
         **_of_other_widths(work, lambda own: own.rows, "columns"),
         "far rows": _far_rows(work),
     }
     states = _from_afar(work, lambda own: _lines(own.record_bytes - own.weight_bytes))
-    scattered = sum(own.lookups * _lines(4 * own.table.embedding_dim) for own in work.tables)
     for cache in CACHES:
         # Weights were read by the lookup of this step, after which its dense layers came.
         weights = sum(own.rows * _lines(own.weight_bytes) for own in work.tables) * touched / (touched + cache)
         name = f"lines from beyond {cache >> 20} MiB"
         found[name] = weights + states[name]
-        gradient = 4 * work.pooled_values
-        found[f"gradients from beyond {cache >> 20} MiB"] = scattered * gradient / (gradient + cache)
     return found
+
+
+def _all_weight_bytes(table: TableConfig) -> int:
+    return table.num_bytes // table.num_embeddings
 
 
 def _passes(own: TableWork) -> int:
@@ -644,7 +645,8 @@ def _moves(work: Work, own: TableWork, slots: TableSlots) -> tuple[float, float,
     """The share of the steps in which it is."""
     reads, evicted = (missed - first) * in_steps, missed * in_steps
     sectors = _round_up(own.record_bytes, SECTOR_BYTES)
-    page = page_records(own.record_bytes) if work.writes != "in_place" else None
+    gathers = work.writes != "in_place" and own.table.num_embeddings >= LEAST_GATHERED_ROWS
+    page = page_records(own.record_bytes) if gathers else None
     writes = evicted / (page or 1)
     return rows, first + reads, reads, reads * sectors, writes, evicted * (own.record_bytes if page else sectors)
 
@@ -724,8 +726,8 @@ class CostModel:
         units = self.units(phase, threads)
         if missing := [kind for kind, amount in amounts.items() if amount > 0 and kind not in units]:
             raise ValueError(
-                f"{self.hardware.name} has no steps with {', '.join(missing)} in its hardware file (kernels.{phase}, "
-                f"{threads} threads): measure the machine with hotrow probe"
+                f"{self.hardware.name} has no steps measured with: {', '.join(missing)} in its hardware file "
+                f"(kernels.{phase}, {threads} threads): measure the machine with hotrow probe"
             )
         return sum(units[kind] * amount for kind, amount in amounts.items() if amount > 0)
 
@@ -818,7 +820,7 @@ def unit_seconds(points: Sequence[Point]) -> Amounts:
     return dict(zip(kinds, (found / scale).tolist(), strict=True))
 
 
-STEADY = 0.05
+STEADY = 0.2
 """Spreads below this share of a figure say little about what it is worth."""
 ROUNDS = 12
 SLOW, FAST = 1.0, 2.5
