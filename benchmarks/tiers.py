@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from benchmarks.results import end_on_signals, record
 from benchmarks.rivals import memory
-from benchmarks.rivals.group import MemoryGroup
+from hotrow.study.group import MemoryGroup
 from benchmarks.rivals.memory import MemoryCell
 from benchmarks.rivals.sides import Settings, Side
 from benchmarks.rivals.work import SEED

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rivals import stores
-from benchmarks.rivals.group import GroupError, MemoryGroup
+from hotrow.study.group import GroupError, MemoryGroup
 from benchmarks.rivals.sides import Settings
 from benchmarks.rivals.work import Work, shared_batches, trace_rows
 from benchmarks.rivals.worker import Worker, WorkerError

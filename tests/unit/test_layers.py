@@ -33,6 +33,7 @@ ROOMS = (
     "plan",
     "hot",
     "run",
+    "study",
     "inspect",
     "export",
     "api",

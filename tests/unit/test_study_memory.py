@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import studies, study_runner
 from benchmarks.rivals import memory, page
-from benchmarks.rivals.group import GroupError, MemoryGroup, own_group
+from hotrow.study.group import GroupError, MemoryGroup, own_group
 from benchmarks.rivals.memory import LossError, MemoryCell, Turns, check_losses
 from benchmarks.rivals.page import speed_charts
 from benchmarks.rivals.sides import InTiers, Settings, Side

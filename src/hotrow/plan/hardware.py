@@ -5,7 +5,7 @@ Every figure has a source and a spread. Nothing that could not be read is zero: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 

@@ -15,22 +15,20 @@ runs/criteo-dlrm-001/
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
-import os
 import re
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hotrow.base.files import atomic_write, check_text, check_writable, open_private
+from hotrow.base.files import atomic_write, check_text, check_writable, claim, open_private
 from hotrow.base.machine import host_facts, versions
 from hotrow.base.records import Document
 from hotrow.run.checkpoint_rows import link_or_copy
@@ -92,7 +90,7 @@ class RunFolder:
         for found in [Path(path)] if path else _numbered(Path("runs"), name).values():
             if not _stopped_before_training(found, preparation):
                 continue
-            with _claimed(found) as claimed:
+            with claim(found) as claimed:
                 # The process that owned it may have taken its first step meanwhile.
                 if claimed and _stopped_before_training(found, preparation):
                     folder = cls.open(found)
@@ -129,7 +127,7 @@ class RunFolder:
         if self._is_claimed:
             yield
             return
-        with _claimed(self.path) as claimed:
+        with claim(self.path) as claimed:
             if not claimed:
                 raise ValueError(
                     f"another process trains in {self.path}: wait until it has ended, or end it (SIGTERM lets it save "
@@ -322,24 +320,6 @@ def _measurement(line: bytes, where: str) -> dict[str, Any]:
     if not (isinstance(found, dict) and isinstance(found.get("kind"), str) and type(found.get("step")) is int):
         raise ValueError(f"{where}: it was damaged or edited; restore it from a copy, or remove the line")
     return found
-
-
-@contextmanager
-def _claimed(path: Path) -> Iterator[bool]:
-    """Yields whether this process has the folder to itself inside the block; a kill releases it too."""
-    descriptor, claimed = os.open(path, os.O_RDONLY | os.O_CLOEXEC), True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        claimed = False
-    except OSError:  # a file system that cannot lock folders, as NFS: processes cannot be told apart there
-        pass
-    try:
-        yield claimed
-    finally:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
-        os.close(descriptor)
 
 
 def _now() -> str:
