@@ -199,6 +199,12 @@ def _check(name: str, counts: NDArray[Any]) -> None:
         raise ValueError(f"table {name!r}: counts must be finite numbers from 0 up")
 
 
+def rates_of(name: str, counts: NDArray[Any], num_steps: float) -> tuple[Array, Array]:
+    """Returns the different rates at which rows of a table are looked up, per step, and how many rows have each."""
+    rates, rows = _rates(name, counts, num_steps, np.array([0, len(counts)]))
+    return rates, rows[0]
+
+
 def _windows(rates: Array, rows: Array) -> Array:
     """Returns steps for which rows may stay: from none to so many that every row with accesses has been used."""
     if not rates.any():

@@ -35,7 +35,7 @@ from hotrow.run.record import read_extra
 from hotrow.run.wear import check_write_budget
 from hotrow.tables import Dtype, TableConfig
 
-_TABLE_DTYPES: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "split_bf16": "bfloat16"}
+TABLE_DTYPES: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "split_bf16": "bfloat16"}
 ARITHMETIC = {
     "fp32": "float32",
     "tf32": "float32 with products of TensorFloat-32",
@@ -185,7 +185,7 @@ def _check_interpreter(config: Config) -> None:
 
 def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
     """Returns the dataset's tables as the model needs them, in the dtype that `config` says."""
-    return config.model.tables(dataset, dtype=_TABLE_DTYPES[config.train.precision])
+    return config.model.tables(dataset, dtype=TABLE_DTYPES[config.train.precision])
 
 
 def place_tables(

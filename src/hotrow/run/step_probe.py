@@ -1,0 +1,486 @@
+"""Real training steps of many small shapes, timed phase by phase: what `plan/cost.py` knows of a machine.
+
+Every step is `trainer.train_step` on batches of the real loader, so a figure holds whatever a step holds, caches that
+dense layers have emptied and calls from Python among them. The shapes are drawn from a fixed seed over the ranges that
+people train in; a shape whose step would take long gets a smaller batch. Each gives a point for every phase and number
+of threads: the amounts of its work, and the median seconds of its steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hotrow.batch import Batch
+from hotrow.config.load import make_config
+from hotrow.config.schema import Config
+from hotrow.data.packed.format import Block, DatasetInfo, DenseColumn, Feature, Ragged, Table
+from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset, Split
+from hotrow.data.packed.writer import PackedWriter
+from hotrow.placement.budget import Memory, TableSlots
+from hotrow.placement.lookahead import lookahead
+from hotrow.placement.tiers import Tiers
+from hotrow.plan.choose import demands_of
+from hotrow.plan.cost import PHASES, Amounts, TableWork, Traffic, Work, amounts_of, dense_work
+from hotrow.plan.hardware import Figure, Point
+from hotrow.plan.solve import rates_of
+from hotrow.run.meters import Session, StepClock
+from hotrow.run.setup import TABLE_DTYPES, DenseDevice, Parts, Setup, build
+from hotrow.run.trainer import train_step
+from hotrow.tables import TableConfig, Uniform
+
+SEED = 20_260_727
+"""Of the shapes; nothing else uses it, so no run that is predicted was measured for its prediction."""
+WARMUP, TIMED = 2, 7
+"""Steps on each number of threads."""
+BATCH_SIZES = 64, 8192
+MOST_MULTIPLY_ADDS = 2e8
+MOST_VALUES = 3e6
+"""Limits on a step: multiply-adds of a forward pass, and numbers in the rows that it looks up."""
+MOST_TABLE_BYTES = 3 << 27
+"""384 MiB of weights and optimizer state: several times the caches of most processors."""
+TIERS_EVERY = 6
+"""One shape in so many has its tables in tiers."""
+DIMS = (4, 8, 16, 16, 32, 32, 64, 64, 128, 24, 48)
+OPTIMIZERS = ("row_wise_adagrad", "adagrad", "sgd", "adam", "ftrl")
+PRECISIONS = ("fp32", "fp32", "split_bf16", "fp16", "fp32", "split_bf16", "fp32")
+DENSE_OPTIMIZERS = ("sgd", "adam", "sgd", "adagrad")
+WINDOWS_SHARE = 0.06
+"""Of the time: for windows of rows, which the loader gathers now and then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a step of the probe works on."""
+
+    config: Config
+    num_dense: int
+    rows: tuple[int, ...]
+    """Of each table."""
+    zipf: float
+    """Id k is drawn in proportion to (k + 1) ** -zipf."""
+    lengths: tuple[float, ...]
+    """Mean ids per bag of each table; 1: exactly one."""
+    in_tiers: float | None = None
+    """The share of the rows for which there are slots in DRAM; None: all rows lie there."""
+
+    @property
+    def info(self) -> DatasetInfo:
+        """A description of the data, as a packed dataset has one."""
+        names = [f"t{t}" for t in range(len(self.rows))]
+        kinds = ("one_hot" if length == 1 else "multi_hot" for length in self.lengths)
+        return DatasetInfo(
+            name="probe",
+            dense=tuple(DenseColumn(f"d{j}") for j in range(self.num_dense)),
+            features=tuple(Feature(name, name, cast(Any, kind)) for name, kind in zip(names, kinds, strict=True)),
+            tables=tuple(Table(name, rows) for name, rows in zip(names, self.rows, strict=True)),
+            licence="none",
+        )
+
+
+class Drawn:
+    """Rows of a shape in memory, as a split of a packed dataset has them on disk."""
+
+    name = "train"
+
+    def __init__(self, shape: Shape, num_rows: int, generator: np.random.Generator) -> None:
+        self.info, self.num_rows = shape.info, num_rows
+        self.num_blocks, self.block_rows = 1, np.array([num_rows], np.int64)
+        label = (generator.random(num_rows) < 0.25).astype(np.float32)
+        dense = tuple(generator.standard_normal(num_rows, np.float32) for _ in range(shape.num_dense))
+        ids = tuple(
+            _ids(shape.zipf, n, num_rows, mean, generator) for n, mean in zip(shape.rows, shape.lengths, strict=True)
+        )
+        self._block = Block(label, dense, ids)
+
+    def block(self, index: int) -> Block:
+        """Returns all rows."""
+        return self._block
+
+
+def _ids(zipf: float, num_embeddings: int, num_rows: int, mean: float, generator: np.random.Generator) -> Any:
+    if mean == 1:
+        return _zipf(zipf, num_embeddings, num_rows, generator)
+    lengths = np.minimum(generator.poisson(mean, num_rows), 1 + int(4 * mean))
+    splits = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
+    return Ragged(_zipf(zipf, num_embeddings, int(splits[-1]), generator), splits)
+
+
+def _zipf(zipf: float, num_embeddings: int, num_ids: int, generator: np.random.Generator) -> NDArray[np.int32]:
+    """Draws ids by the continuous law x^-zipf on [1, N + 1), rounded down."""
+    u, power = generator.random(num_ids), 1.0 - zipf
+    if abs(power) < 1e-6:
+        x = np.exp(u * math.log(num_embeddings + 1))
+    else:
+        x = (1 + u * ((num_embeddings + 1.0) ** power - 1)) ** (1 / power)
+    return np.minimum(x - 1, num_embeddings - 1).astype(np.int32)
+
+
+def _chances(zipf: float, num_embeddings: int) -> NDArray[np.float64]:
+    """Returns the probability of each id."""
+    edges, power = np.arange(1, num_embeddings + 2, dtype=np.float64), 1.0 - zipf
+    below = np.log(edges) if abs(power) < 1e-6 else (edges**power - 1) / power
+    found = np.diff(below)
+    return cast("NDArray[np.float64]", found / found.sum())
+
+
+# ---- shapes
+
+
+def shapes(seed: int = SEED) -> Iterator[Shape]:
+    """Yields shapes for ever, each the function of its number and `seed`."""
+    for number in itertools.count():
+        yield _shape(np.random.default_rng([seed, number]), number)
+
+
+def _shape(generator: np.random.Generator, number: int) -> Shape:
+    def log(low: float, high: float) -> float:
+        return float(math.exp(generator.uniform(math.log(low), math.log(high))))
+
+    def choice(values: Sequence[Any]) -> Any:
+        return values[int(generator.integers(len(values)))]
+
+    tiers = number % TIERS_EVERY == TIERS_EVERY - 1
+    num_tables, dim, num_dense = round(log(2, 32)), choice(DIMS), choice((0, 4, 13, 13, 64))
+    optimizer, precision = OPTIMIZERS[number % 5], PRECISIONS[number % 7]
+    lists = 0.0 if generator.random() < 0.5 else generator.random()
+    lengths = tuple(round(log(2, 40), 1) if generator.random() < lists else 1.0 for _ in range(num_tables))
+    states = {"sgd": 0, "row_wise_adagrad": 0, "adagrad": 1, "adam": 2, "ftrl": 2}[optimizer]
+    most_bytes = log(1 << 22, MOST_TABLE_BYTES) / (8 if tiers else 1)
+    most_rows = max(100, int(most_bytes / (4 * dim * (1 + states))))
+    rows = np.array([log(10 if not tiers else 1000, 3e6) for _ in range(num_tables)])
+    rows = np.maximum(10, rows * min(1.0, most_rows / rows.sum())).astype(int)
+    widths = [[round(log(16, 1024)) for _ in range(int(generator.integers(1, 4)))] for _ in range(2)]
+    if generator.random() < 0.7:  # most people choose multiples of 16
+        widths = [[-(-width // 16) * 16 for width in own] for own in widths]
+    wants = {"dlrm": {"bottom_mlp": widths[0], "top_mlp": widths[1]}, "dcn": {"deep_mlp": widths[1]}}
+    name = "dcn" if generator.random() < 0.25 else "dlrm"
+    extra: dict[str, Any] = {"num_cross_layers": int(generator.integers(1, 4))} if name == "dcn" else {}
+    inputs = num_dense + num_tables * dim
+    if name == "dcn":
+        weights = inputs * (extra["num_cross_layers"] * inputs + widths[1][0])
+    else:
+        pairs = dim + num_tables * (num_tables + 1) // 2
+        weights = num_dense * widths[0][0] + widths[0][-1] * dim + pairs * widths[1][0] + num_tables**2 * dim
+    weights += sum(a * b for own in widths for a, b in itertools.pairwise(own))
+    most = min(log(*BATCH_SIZES), MOST_MULTIPLY_ADDS / weights, MOST_VALUES / (dim * sum(lengths)))
+    config = {
+        "data": "probe",
+        "model": {"name": name, "embedding_dim": dim, **wants[name], **extra},
+        "optimizer": {
+            "sparse": {"name": optimizer, "lr": 0.01},
+            "dense": {"name": choice(DENSE_OPTIMIZERS), "lr": 1e-3},
+        },
+        "train": {"batch_size": max(BATCH_SIZES[0], round(most)), "precision": precision},
+    }
+    return Shape(
+        config=make_config(config),
+        num_dense=num_dense,
+        rows=tuple(rows.tolist()),
+        zipf=round(generator.uniform(0.0, 1.3), 2),
+        lengths=lengths,
+        in_tiers=log(0.05, 0.8) if tiers else None,
+    )
+
+
+# ---- steps
+
+
+def measure_kernels(
+    *,
+    threads: Sequence[int],
+    seconds: float,
+    progress: Callable[[str], object],
+    folder: Path | str | None = None,
+) -> dict[str, list[Point]]:
+    """Returns points by phase (`Hardware.kernels`), measured in about `seconds`.
+
+    threads: the numbers of threads to measure, for instance 1, 2, 4 up to the cores. progress: is told how far it is.
+    folder: a folder on a disk for tables in tiers; None: the system's for temporary files.
+    """
+    before, started = torch.get_num_threads(), time.perf_counter()
+    found: dict[str, list[Point]] = {}
+    try:
+        for name, points in _windows(threads, seconds * WINDOWS_SHARE).items():
+            found.setdefault(name, []).extend(points)
+        for number, shape in enumerate(shapes()):
+            elapsed = time.perf_counter() - started
+            if elapsed > seconds:
+                break
+            progress(f"steps of {number} shapes, {elapsed:.0f} of {seconds:.0f} s")
+            for name, point in measure_shape(shape, threads, seed=number, folder=folder):
+                found.setdefault(name, []).append(point)
+            gc.collect()  # tables hang on cycles of a few small objects
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+def measure_shape(
+    shape: Shape, threads: Sequence[int], *, seed: int = 0, folder: Path | str | None = None
+) -> Iterator[tuple[str, Point]]:
+    """Yields a point for every phase and number of threads, with the phase's name."""
+    generator, batch_size = np.random.default_rng(seed), shape.config.train.batch_size
+    split = Drawn(shape, batch_size * (WARMUP + TIMED) * len(threads), generator)
+    with ExitStack() as stack:
+        parts = _build(shape, split.info, stack, folder)
+        placement = parts.embedding.placement
+        depth = 4 if placement.looks_ahead else 0
+        loader = Loader(cast(Split, split), batch_size, shuffle_seed=1)
+        batches = iter(lookahead(loader.epoch(0), parts.embedding, depth=depth))
+        stack.callback(lambda: batches.close() if hasattr(batches, "close") else None)
+        session = Session(1)
+        clock = StepClock(session)
+        tiers, step = placement.find(Tiers), 0
+        for number in threads:
+            torch.set_num_threads(number)
+            steps: list[dict[str, float]] = []
+            seen: list[Batch] = []
+            counters: Counter[str] = Counter()
+            for taken in range(WARMUP + TIMED):
+                if taken == WARMUP:
+                    counters = _counters(tiers)
+                own, batch = _one_step(parts, batches, clock, session, step)
+                step += 1
+                if taken >= WARMUP:
+                    steps.append(own)
+                    seen.append(batch)
+            moved = _counters(tiers)
+            moved.subtract(counters)
+            traffic = None if tiers is None else _traffic(tiers, moved)
+            work = replace(_work(shape, parts, seen), threads=number)
+            yield from _points(work, traffic, steps)
+
+
+def _one_step(
+    parts: Parts, batches: Iterator[Batch], clock: StepClock, session: Session, step: int
+) -> tuple[dict[str, float], Batch]:
+    """Takes a step as the trainer does; returns its seconds by phase, without waits for rows, and its batch."""
+    before, stall = dict(session.state.seconds), _stall_s(parts)
+    clock.lap(None)
+    batch = next(batches)
+    clock.lap("data")
+    float(train_step(parts, batch, step, clock))
+    own = {phase: session.state.seconds[phase] - before[phase] for phase in PHASES}
+    own["lookup"] -= _stall_s(parts) - stall
+    return own, batch
+
+
+def _stall_s(parts: Parts) -> float:
+    return float(getattr(parts.embedding.placement, "stall_s", 0.0))
+
+
+def _build(shape: Shape, info: DatasetInfo, stack: ExitStack, folder: Path | str | None) -> Parts:
+    config = shape.config
+    tables = tuple(
+        TableConfig(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=cast(int, config.model.embedding_dim),
+            feature_names=(table.name,),
+            dtype=TABLE_DTYPES[config.train.precision],
+            init=Uniform(zero_rows=1),
+        )
+        for table in info.tables
+    )
+    memory = None
+    if shape.in_tiers is not None:
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotrow-probe-", dir=folder)))
+        memory = _memory(shape, config, tables, own)
+    parts = build(Setup(config, _Described(info), tables, DenseDevice(), memory, None, Path()))  # type: ignore[arg-type]
+    for states in parts.sparse_optimizer.state.values() if memory is None else ():
+        for state in states.values():
+            state += 0.0  # the system gives memory when it is first written, once in a long run
+    if (tiers := parts.embedding.placement.find(Tiers)) is not None:
+        stack.callback(tiers.close)
+        tiers.write_every_row()
+    return parts
+
+
+@dataclass(frozen=True)
+class _Described:
+    """As much of a packed dataset as `build` asks for."""
+
+    info: DatasetInfo
+
+
+def _memory(shape: Shape, config: Config, tables: Sequence[TableConfig], folder: Path) -> Memory:
+    """Returns memory in which each table has slots for its share of rows, a quarter of them pinned."""
+    batch_rows = config.train.batch_size * 6  # those of the batches in flight
+    share = cast(float, shape.in_tiers)
+
+    def plan(demands: Sequence[Any], budget_bytes: int) -> list[TableSlots]:
+        slots = []
+        for demand, length in zip(demands, shape.lengths, strict=True):
+            cached = min(demand.num_rows, max(int(share * demand.num_rows * 0.75), int(batch_rows * length)))
+            pinned = min(int(share * demand.num_rows * 0.25), demand.num_rows - cached)
+            slots.append(TableSlots(pinned, cached) if cached < demand.num_rows else TableSlots(demand.num_rows, 0))
+        return slots
+
+    needed = sum(own.record_bytes * own.num_rows for own in demands_of(config, tables, training=True))
+    return Memory(dram=2 * needed + (64 << 20), ssd=folder, plan=plan, force=True)
+
+
+def _work(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
+    """Counts what these steps did, exactly."""
+    config, tables = shape.config, parts.embedding.tables
+    batch_size = config.train.batch_size
+    lengths = {table.name: length for table, length in zip(tables, shape.lengths, strict=True)}
+    own = []
+    for table, demand, length in zip(tables, demands_of(config, tables, training=True), shape.lengths, strict=True):
+        ids = [batch.sparse.bags(table.name)[0] for batch in batches]
+        lookups = statistics.fmean(len(each) for each in ids)
+        rates, rows = rates_of(table.name, _chances(shape.zipf, table.num_embeddings) * lookups, 1.0)
+        distinct = statistics.fmean(len(np.unique(each.numpy())) for each in ids)
+        own.append(
+            TableWork(
+                table=table,
+                lookups=lookups,
+                rows=distinct,
+                record_bytes=demand.record_bytes,
+                rates=tuple((rate, n, 0.0) for rate, n in zip(rates.tolist(), rows.tolist(), strict=True)),
+                jagged=length != 1,
+            )
+        )
+    dense = config.optimizer.dense.name
+    return Work(
+        batch_size=batch_size,
+        num_dense=shape.num_dense,
+        tables=tuple(own),
+        optimizer=config.optimizer.sparse.name,
+        dense_optimizer="split sgd" if config.train.precision == "split_bf16" and dense == "sgd" else dense,
+        precision=config.train.precision,
+        threads=1,
+        **dense_work(config, tables, shape.num_dense, batch_size, lengths),
+    )
+
+
+def _counters(tiers: Tiers | None) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for counts in tiers.counters().values() if tiers is not None else ():
+        total.update(counts)
+    return total
+
+
+def _traffic(tiers: Tiers, moved: Mapping[str, int]) -> Traffic:
+    return Traffic(
+        tables=sum(slots.pinned < table.num_embeddings for table, slots in zip(tiers.tables, tiers.slots, strict=True)),
+        lookups=moved["lookups"] / TIMED,
+        rows=moved["rows"] / TIMED,
+        misses=(moved["rows"] - moved["hit_rows"]) / TIMED,
+        reads=moved["reads"] / TIMED,
+        read_bytes=moved["read_bytes"] / TIMED,
+        writes=moved["writes"] / TIMED,
+        written_bytes=moved["written_bytes"] / TIMED,
+    )
+
+
+def _points(work: Work, traffic: Traffic | None, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, Point]]:
+    amounts = amounts_of(work, traffic)
+    for phase in PHASES:
+        taken = [step[phase] for step in steps]
+        if statistics.median(taken) > 0:
+            name = "update by sgd" if phase == "update" and work.optimizer == "sgd" else phase
+            yield name, _point(work.threads, amounts[phase], taken)
+
+
+def _point(threads: int, amounts: Amounts, taken: Sequence[float]) -> Point:
+    low, median, high = statistics.quantiles(taken, n=4, method="inclusive")
+    sizes = {"threads": float(threads), **{kind: _rounded(amount) for kind, amount in amounts.items() if amount > 0}}
+    return Point(sizes, Figure(_rounded(median), _rounded(max(0.0, low)), _rounded(high)))
+
+
+def _rounded(value: float) -> float:
+    """Returns six digits: more would only make the file longer."""
+    return float(f"{value:.6g}")
+
+
+# ---- windows of the loader
+
+WINDOW_SHAPES = ((1 << 14, 4, 4, 0), (1 << 15, 13, 26, 0), (1 << 14, 2, 4, 2), (1 << 15, 2, 2, 4))
+"""Rows, dense columns, features of one id, and features with lists."""
+LIST_LENGTH = 6
+"""Mean ids of a list."""
+
+
+def _windows(threads: Sequence[int], seconds: float) -> dict[str, list[Point]]:
+    """Times the first batch of an epoch on packed datasets: in the first epoch rows are checked too."""
+    generator, started, taken = np.random.default_rng(SEED), time.perf_counter(), []
+    for num_rows, num_dense, num_single, num_lists in WINDOW_SHAPES:
+        if time.perf_counter() - started > seconds:
+            break
+        lengths = (1.0,) * num_single + (float(LIST_LENGTH),) * num_lists
+        config = make_config({"data": "probe"})
+        shape = Shape(config=config, num_dense=num_dense, rows=(100_000,) * len(lengths), zipf=1.0, lengths=lengths)
+        with tempfile.TemporaryDirectory(prefix="hotrow-probe-") as folder:
+            dataset = _packed(Path(folder) / "data", shape, num_rows, generator)
+            for checked in (True, False):
+                amounts = _window_amounts(shape, num_rows, checked=checked)
+                rounds = [_window_s(dataset if k else PackedDataset.open(dataset.path), checked) for k in range(3)]
+                taken.append((amounts, rounds if not checked else rounds[:1] * 2))
+    return {"window": [_point(number, amounts, rounds) for amounts, rounds in taken for number in threads]}
+
+
+def _window_s(dataset: PackedDataset, checked: bool) -> float:  # noqa: FBT001
+    """Returns what the first batch of an epoch takes beyond the second."""
+    split = dataset.split("train")
+    if checked:
+        split = PackedDataset.open(dataset.path).split("train")
+    batches = Loader(split, 256, shuffle_seed=1).epoch(0)
+    marks = [time.perf_counter()]
+    for _ in range(2):
+        next(batches)
+        marks.append(time.perf_counter())
+    return max(1e-9, marks[1] - marks[0] - (marks[2] - marks[1]))
+
+
+def _window_amounts(shape: Shape, num_rows: int, *, checked: bool) -> Amounts:
+    tables = tuple(
+        TableWork(
+            table=TableConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=4, feature_names=(f"t{t}",)),
+            lookups=length,
+            rows=length,
+            record_bytes=16,
+            jagged=length != 1,
+        )
+        for t, (rows, length) in enumerate(zip(shape.rows, shape.lengths, strict=True))
+    )
+    work = Work(
+        batch_size=1,
+        num_dense=shape.num_dense,
+        products=(),
+        tables=tables,
+        optimizer="sgd",
+        dense_optimizer="sgd",
+        precision="fp32",
+        threads=1,
+        gathered_samples=num_rows,
+        verified_samples=num_rows if checked else 0,
+    )
+    return amounts_of(work)["window"]
+
+
+def _packed(folder: Path, shape: Shape, num_rows: int, generator: np.random.Generator) -> PackedDataset:
+    block = Drawn(shape, num_rows, generator).block(0)
+    ids = {
+        name: tuple(own) if isinstance(own, Ragged) else own
+        for name, own in zip(shape.info.feature_names, block.ids, strict=True)
+    }
+    with PackedWriter(folder, shape.info) as writer:
+        writer.append("train", block.label, np.stack(block.dense, axis=1), cast(Any, ids))
+        return writer.close()
