@@ -1,20 +1,39 @@
 """What a machine can do: figures that `hotrow probe` measured here, or that somebody declared, as `hardware.json`.
 
-Every figure has a source and a spread. Nothing that could not be read is zero: it is absent (None).
+Every figure has a source and a spread. Nothing that could not be read is zero: it is absent (None, or not in its list),
+and `Hardware.notes` says why.
+
+A declared file (YAML) has the same fields and holds some of them: figures that replace measured ones, each with a note
+that names its public source, or `source: assumed` and a note that gives the reason. If it has a `name`, it describes
+another machine, of which it must say everything. machines/ holds three of these.
 """
 
 from __future__ import annotations
 
-from dataclasses import field
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, field
+from dataclasses import fields as fields_of
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue
+from pydantic import AfterValidator, JsonValue, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 
-from hotrow.base.records import STRICT, Amount, Count, Document
+from hotrow.base.files import parse_bytes, size
+from hotrow.base.machine import host_facts
+from hotrow.base.progress import rate
+from hotrow.base.records import STRICT, Amount, Count, Document, checked
+from hotrow.data.sources.schema import load_yaml
+from hotrow.kernels import ops
 
 Source = Literal["measured", "declared", "assumed"]
+MACHINES = Path(__file__).with_name("machines")
+"""The folder of the declared machines that come with hotrow."""
+CURE = "measure it again with hotrow probe"
 
 
 @record(frozen=True, config=STRICT)
@@ -30,31 +49,101 @@ class Figure:
     note: str = ""
     """For a declared or assumed figure: where it is from, or why it is assumed."""
 
+    def __post_init__(self) -> None:
+        low = self.value if self.low is None else self.low
+        high = self.value if self.high is None else self.high
+        if not low <= self.value <= high:
+            raise ValueError(f"value {self.value:g} is not between low {low:g} and high {high:g}")
+        if self.source != "measured" and not self.note.strip():
+            what = "its public source" if self.source == "declared" else "the reason for assuming it"
+            raise ValueError(f"a figure that is {self.source} needs a note with {what}")
+
+
+def _within(figure: Figure, least: float, most: float, unit: str) -> Figure:
+    for value in (figure.low, figure.value, figure.high):
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{value:g} {unit} is absurd; it must be from {least:g} to {most:g}")
+    return figure
+
+
+def _by_number(figures: dict[str, Figure]) -> dict[str, Figure]:
+    for key in figures:
+        if not (key.isascii() and key.isdigit()) or key.startswith("0"):
+            raise ValueError(f"key {key!r} must be a whole number of at least 1")
+    return figures
+
+
+# The limits are far from any machine that exists: they catch a wrong unit, a wrong sign and a broken measurement.
+Bytes = Annotated[Figure, AfterValidator(partial(_within, least=2**20, most=2**60, unit="bytes"))]
+BytesPerS = Annotated[Figure, AfterValidator(partial(_within, least=1e3, most=1e14, unit="bytes/s"))]
+FlopsPerS = Annotated[Figure, AfterValidator(partial(_within, least=1e6, most=1e18, unit="operations/s"))]
+IosPerS = Annotated[Figure, AfterValidator(partial(_within, least=0.1, most=1e10, unit="I/Os/s"))]
+Seconds = Annotated[Figure, AfterValidator(partial(_within, least=1e-12, most=1e4, unit="s"))]
+Watts = Annotated[Figure, AfterValidator(partial(_within, least=0.01, most=1e6, unit="W"))]
+Price = Annotated[Figure, AfterValidator(partial(_within, least=1e-6, most=1e6, unit="an hour"))]
+ByNumber = AfterValidator(_by_number)
+
 
 @record(frozen=True, config=STRICT)
 class Point:
     """One measurement of a kernel: the sizes it ran at, and the seconds it took."""
 
     sizes: dict[str, Amount]
-    seconds: Figure
+    seconds: Seconds
 
 
 @record(frozen=True, config=STRICT)
 class Disk:
-    """A folder's disk, past the page cache."""
+    """A folder's disk, past the page cache. Memory that serves as a file (CXL, DAX) is a disk with engine "mapped"."""
 
     folder: str
-    reads_per_s: dict[str, Figure]
+    reads_per_s: Annotated[dict[str, IosPerS], ByNumber]
     """Random reads of a sector a second, by queue depth."""
-    writes_per_s: dict[str, Figure]
-    """Random writes of a sector a second over written blocks, by queue depth."""
-    read_bytes_per_s: Figure
-    write_bytes_per_s: Figure
-    cpu_s_per_io: Figure
+    writes_per_s: Annotated[dict[str, IosPerS], ByNumber]
+    """Random writes of a sector a second over written blocks, by queue depth of the engine, half of which are writes at
+    a time."""
+    read_bytes_per_s: BytesPerS
+    """Sequential."""
+    write_bytes_per_s: BytesPerS
+    cpu_s_per_io: Seconds
     """Processor time of one I/O."""
-    engine: str = "io_uring"
-    endurance_bytes: Figure | None = None
+    engine: Literal["io_uring", "threads", "mapped"] = "io_uring"
+    sector_bytes: Count = 4096
+    """Bytes of one random I/O: the least that the disk reads or writes."""
+    capacity_bytes: Bytes | None = None
+    """Free bytes when it was probed, or what the disk holds."""
+    endurance_bytes: Bytes | None = None
     """Bytes that the drive is rated to take in its life; declared."""
+
+    def __post_init__(self) -> None:
+        for name in ("reads_per_s", "writes_per_s"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; it needs a figure for one queue depth at least")
+        if not 1 <= self.sector_bytes <= 1 << 20:
+            raise ValueError(f"sector_bytes is {self.sector_bytes}; it must be from 1 to {1 << 20}")
+
+
+@record(frozen=True, config=STRICT)
+class Gpu:
+    """A kind of GPU, of which the machine has `count`; figures are of one, while the others rest."""
+
+    name: str
+    memory_bytes: Bytes
+    memory_bytes_per_s: BytesPerS
+    """Bytes read and written, both counted."""
+    to_device_bytes_per_s: BytesPerS
+    """From pinned memory of the host."""
+    to_host_bytes_per_s: BytesPerS
+    product_flops_per_s: dict[str, FlopsPerS] = field(default_factory=dict)
+    """Large matrix products, by arithmetic ("fp32", "bf16"); a multiplication with its addition counts as two."""
+    peer_bytes_per_s: BytesPerS | None = None
+    """To another GPU of the machine, one way; None: only through the host."""
+    watts: Watts | None = None
+    count: Count = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= 1024:
+            raise ValueError(f"count is {self.count}; it must be from 1 to 1024")
 
 
 @record(frozen=True, config=STRICT)
@@ -63,26 +152,232 @@ class Hardware:
 
     name: str
     date: str
+    """Year-month-day of the measurement."""
     host: dict[str, JsonValue]
-    """`host_facts()`: processor, cores, instruction set."""
+    """`this_host()`: processor, cores, instruction set."""
     versions: dict[str, str]
     num_cores: Count
-    dram_bytes: Figure
-    stream_bytes_per_s: dict[str, Figure] = field(default_factory=dict)
+    dram_bytes: Bytes
+    stream_bytes_per_s: Annotated[dict[str, BytesPerS], ByNumber] = field(default_factory=dict)
     """Sequential reads of DRAM, by number of threads."""
+    flops_per_s: Annotated[dict[str, FlopsPerS], ByNumber] = field(default_factory=dict)
+    """float32 arithmetic without memory, by number of threads; a multiplication with its addition counts as two."""
+    random_rows: list[Point] = field(default_factory=list)
+    """Seconds of one random read of a row in DRAM, by `row_bytes` and `threads`, with the best prefetching."""
     kernels: dict[str, list[Point]] = field(default_factory=dict)
     """Times of our own kernels and of a step's fixed parts, by name; `plan/cost.py` says which it uses."""
     disks: list[Disk] = field(default_factory=list)
-    gpus: list[dict[str, JsonValue]] = field(default_factory=list)
-    network_bytes_per_s: Figure | None = None
-    watts: Figure | None = None
+    gpus: list[Gpu] = field(default_factory=list)
+    network_bytes_per_s: BytesPerS | None = None
+    watts: Watts | None = None
     """Power of the machine under load: declared, or from energy counters while the probe ran."""
-    price_per_hour: Figure | None = None
+    price_per_hour: Price | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+    """By field: why it is absent, or where a fact that is not a figure is from."""
+
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise ValueError("name is empty; give the machine one")
+        try:
+            time.strptime(self.date, "%Y-%m-%d")
+        except ValueError:
+            raise ValueError(f"date is {self.date!r}; write it as 2026-01-31") from None
+        if not 1 <= self.num_cores <= 1 << 16:
+            raise ValueError(f"num_cores is {self.num_cores}; it must be from 1 to {1 << 16}")
+        for name, threads in self._threads():
+            if threads > self.num_cores:
+                raise ValueError(f"{name} has a figure of {threads:g} threads, and num_cores is {self.num_cores}")
+        for name, keys in {"disks": [d.folder for d in self.disks], "gpus": [g.name for g in self.gpus]}.items():
+            if len(set(keys)) < len(keys):
+                raise ValueError(f"{name} has {max(keys, key=keys.count)!r} twice; keep one")
+
+    def _threads(self) -> Iterator[tuple[str, float]]:
+        """Yields the numbers of threads that figures are of, with the name of their field."""
+        for name in ("stream_bytes_per_s", "flops_per_s"):
+            yield from ((name, int(key)) for key in getattr(self, name))
+        for name, points in {"random_rows": self.random_rows, **self.kernels}.items():
+            yield from ((name, point.sizes.get("threads", 1)) for point in points)
+
+    def disk_at(self, folder: Path | str) -> Disk | None:
+        """Returns the disk that `folder`, which may be absent yet, lies on; None if it was not measured."""
+        device = _device(Path(folder))
+        return next((disk for disk in self.disks if device is not None and _device(Path(disk.folder)) == device), None)
+
+    def with_declared(self, path: Path | str) -> Hardware:
+        """Returns this machine with what the file at `path` declares instead of what was measured.
+
+        A field of the file replaces the field here, except that disks are merged by folder and GPUs by name, field by
+        field. If the file has a `name`, the result is that machine: nothing of this one is left but date and versions.
+        Raises ValueError, which names the file, the field and the cure.
+        """
+        cure = "docs/probe.md says what a declared file holds"
+        declared = _declared(load_yaml(path, cure=cure), where=str(path), cure=cure)
+        fields = asdict(self)
+        if "name" in declared:
+            fields = {"date": self.date, "versions": self.versions, "host": {"declared": Path(path).name}}
+        for name, key in (("disks", "folder"), ("gpus", "name")):
+            if isinstance(declared.get(name), list):
+                declared[name] = _merged(fields.get(name, []), declared[name], key)
+        notes = declared.get("notes")
+        if isinstance(notes, Mapping):
+            declared["notes"] = {**fields.get("notes", {}), **notes}
+        return checked(TypeAdapter(Hardware), {**fields, **declared}, where=str(path), cure=cure)
 
 
-HARDWARE = Document(Hardware, marks={"hotrow_hardware": 1}, cure="measure it again with hotrow probe")
+HARDWARE = Document(Hardware, marks={"hotrow_hardware": 1}, cure=CURE)
+
+
+def _device(folder: Path) -> int | None:
+    """Returns the device number of `folder`, or of its nearest parent that exists."""
+    folder = folder.absolute()
+    while not folder.exists():
+        if folder == folder.parent:
+            return None
+        folder = folder.parent
+    return folder.stat().st_dev
+
+
+# ---- declared files
+
+
+def _declared(fields: Any, *, where: str, cure: str) -> dict[str, Any]:
+    """Returns the fields of a declared file, in which a figure is declared unless it says that it is assumed."""
+    if not isinstance(fields, dict) or not fields:
+        raise ValueError(f"{where} declares nothing: it must hold fields such as price_per_hour; {cure}")
+    for name in ("host", "versions", "date", "kernels"):
+        if name in fields:
+            raise ValueError(f"{where}: {name} cannot be declared: it comes from hotrow probe; remove it")
+    if "num_cores" in fields and not (isinstance(fields.get("notes"), dict) and fields["notes"].get("num_cores")):
+        raise ValueError(f"{where}: num_cores needs its public source, or the reason for it, as notes.num_cores")
+    return {name: _with_source(value, f"{where}: {name}") for name, value in fields.items()}
+
+
+def _with_source(value: Any, where: str) -> Any:
+    if isinstance(value, list):
+        return [_with_source(each, f"{where}.{i}") for i, each in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if "value" not in value:
+        return {key: _with_source(each, f"{where}.{key}") for key, each in value.items()}
+    if value.get("source") == "measured":
+        raise ValueError(f"{where} is 'measured': hotrow probe measures; write declared or assumed, and a note")
+    if isinstance(value["value"], str):
+        try:
+            value = {**value, "value": parse_bytes(value["value"])}
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return {"source": "declared", **value}
+
+
+def _merged(ours: list[dict[str, Any]], theirs: list[Any], key: str) -> list[Any]:
+    """Returns our entries, changed and followed by theirs; entries with the same `key` are of the same thing."""
+    merged = {each[key]: each for each in ours}
+    for i, each in enumerate(theirs):
+        if isinstance(each, dict) and isinstance(name := each.get(key), str):
+            merged[name] = {**merged.get(name, {}), **each}
+        else:
+            merged[f"entry {i}"] = each  # the check of the record refuses it
+    return list(merged.values())
+
+
+# ---- which machine
+
+
+def this_host() -> dict[str, Any]:
+    """Returns what identifies the kind of this machine: `host_facts` and the instruction set of our kernels."""
+    return {**host_facts(), "isa": ops.backend().isa}
+
+
+def hardware_path() -> Path:
+    """Returns where `hotrow probe` keeps this machine's figures: $XDG_CACHE_HOME/hotrow, or ~/.cache/hotrow."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "hotrow" / "hardware.json"
+
+
+def known_hardware() -> Hardware | None:
+    """Returns the figures that `hotrow probe` kept for this machine; None if there are none.
+
+    Figures of another machine (processor, cores or instruction set differ), and a file that cannot be read, are not
+    taken: a warning says why.
+    """
+    path = hardware_path()
+    try:
+        if not path.exists():
+            return None
+        found = read_hardware(path)
+    except (ValueError, OSError) as error:
+        warnings.warn(f"no measured figures are used: {error}", stacklevel=2)
+        return None
+    if reason := another_machine(found, this_host()):
+        warnings.warn(f"no measured figures are used: {path} is of another machine ({reason}); {CURE}", stacklevel=2)
+        return None
+    return found
+
+
+def another_machine(hardware: Hardware, host: Mapping[str, Any]) -> str | None:
+    """Returns how the machine of the figures differs from `host`; None if it does not."""
+    names = ("cpu", "cores", "usable_cores", "isa")
+    differing = [name for name in names if hardware.host.get(name) != host.get(name)]
+    words = [f"{name} is {hardware.host.get(name)!r}, here {host.get(name)!r}" for name in differing]
+    return ", ".join(words) or None
 
 
 def read_hardware(path: Path | str) -> Hardware:
-    """Returns the machine that a file describes. Raises ValueError, which names the file, the field and the cure."""
+    """Returns the machine that a file describes. Raises ValueError, which names the file, the field and the cure.
+
+    path: a hardware.json; a declared file (.yaml), whose figures replace those of this machine; or the name of one of
+    MACHINES.
+    """
+    path = Path(path)
+    if not path.exists() and (MACHINES / f"{path}.yaml").is_file():
+        path = MACHINES / f"{path}.yaml"
+    if path.suffix in (".yaml", ".yml"):
+        known = known_hardware()
+        if known is None:
+            raise ValueError(f"{path} goes with figures measured here, and there are none: run hotrow probe first")
+        return known.with_declared(path)
+    if not path.is_file():
+        names = ", ".join(sorted(each.stem for each in MACHINES.glob("*.yaml")))
+        raise ValueError(f"{path} is not a file; run hotrow probe, or name one of the declared machines: {names}")
     return HARDWARE.read(path)
+
+
+# ---- figures in words
+
+_FIELDS = {each.name for kind in (Hardware, Disk, Gpu) for each in fields_of(kind)}
+_UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("_bytes_per_s", lambda value: f"{value / 1e9:,.2f} GB/s"),
+    ("flops_per_s", lambda value: f"{value / 1e9:,.1f} GFLOP/s"),
+    ("_bytes", size),
+    ("_s_per_io", lambda value: f"{value * 1e6:.2f} us"),
+    ("_per_s", lambda value: f"{rate(value)}/s"),
+    ("random_rows", lambda value: f"{value * 1e9:.2f} ns"),
+    ("watts", lambda value: f"{value:,.1f} W"),
+    ("price_per_hour", lambda value: f"{value:,.2f}"),
+)
+"""By the end of a field's name: how its figures are shown."""
+
+
+def table_of(hardware: Hardware) -> list[tuple[str, str, str, str]]:
+    """Returns place, value, spread and source of every figure, in words, but for those of kernels."""
+    fields = {**asdict(hardware), "kernels": {}}
+    fields["disks"] = {disk["folder"]: disk for disk in fields["disks"]}
+    fields["gpus"] = {gpu["name"]: gpu for gpu in fields["gpus"]}
+    fields["random_rows"] = {
+        f"{point['sizes'].get('row_bytes', 0):g} bytes, {point['sizes'].get('threads', 1):g} threads": point["seconds"]
+        for point in fields["random_rows"]
+    }
+    return list(_rows_of(fields, "", ""))
+
+
+def _rows_of(value: Any, place: str, field: str) -> Iterator[tuple[str, str, str, str]]:
+    if not isinstance(value, dict):
+        return
+    if "value" not in value:
+        for name, each in value.items():
+            yield from _rows_of(each, f"{place} {name}".strip(), name if name in _FIELDS else field)
+        return
+    text = next(text for end, text in _UNITS if field.endswith(end))
+    spread = "" if value["low"] is None else f"{text(value['low'])} .. {text(value['high'])}"
+    source = f"{value['source']}: {value['note']}" if value["note"] else value["source"]
+    yield place, text(value["value"]), spread, source
