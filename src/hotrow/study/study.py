@@ -31,7 +31,7 @@ from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, TypeAdapter
+from pydantic import Discriminator, Field, JsonValue, Tag, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.files import check_name
@@ -48,6 +48,10 @@ _MOST_CELLS = 10_000
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 Fields = dict[str, JsonValue]
 """Values by dotted names of fields."""
+
+
+def _form(value: Any) -> str:
+    return "values" if isinstance(value, list) else "points"
 
 
 @record(frozen=True, config=STRICT)
@@ -81,7 +85,13 @@ class Draw:
     seed: Annotated[int, Field(ge=0)] = 1
     datasets: Positive | None = None
     """How many different data the models share; None: each model has its own."""
-    fields: dict[str, Annotated[list[JsonValue], Field(min_length=1)] | Range]
+    fields: dict[
+        str,
+        Annotated[
+            Annotated[list[JsonValue], Field(min_length=1), Tag("values")] | Annotated[Range, Tag("points")],
+            Discriminator(_form),
+        ],
+    ]
     """Values to choose from, or a range, by dotted name of a field."""
 
     def model(self, number: int) -> Fields:
@@ -101,7 +111,13 @@ class Group:
     asks: str = ""
     base: Fields = field(default_factory=dict)
     """Fields that differ from the study's base, by dotted name."""
-    axes: dict[str, list[JsonValue] | dict[str, Fields]] = field(default_factory=dict)
+    axes: dict[
+        str,
+        Annotated[
+            Annotated[list[JsonValue], Tag("values")] | Annotated[dict[str, Fields], Tag("points")],
+            Discriminator(_form),
+        ],
+    ] = field(default_factory=dict)
     draw: Draw | None = None
     measures: Literal["speed", "quality"] = "speed"
     """Whether cells are timed over some passes, or trained to their end and scored."""
@@ -145,12 +161,17 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The cell's name, which is the same whenever the study is expanded."""
+        """Identifies the cell: its place on the axes, and a hash of all that its figure depends on."""
+        return f"{self.name}#{self.fingerprint()}"
+
+    @property
+    def name(self) -> str:
+        """The cell's place on the axes."""
         return "/".join([self.group, *(f"{axis}={label}" for axis, label in self.labels.items())])
 
     def fingerprint(self) -> str:
         """Returns what changes if anything changes that the cell's figure depends on."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
 
     def resolved(self, *, data: str, tables_bytes: int, folder: Path | None = None) -> Config:
         """Returns the config for a packed dataset. tables_bytes: what shares of memory are shares of.
@@ -165,7 +186,7 @@ class Cell:
             for name in ("file", "ssd"):
                 if folder is not None and memory.get(name) is not None:
                     memory[name] = str(folder / check_name(memory[name], what=f"memory.{name}"))
-        return make_config(raw, origin=f"cell {self.key}")
+        return make_config(raw, origin=f"cell {self.name}")
 
 
 def find_study(name: str) -> Path:
@@ -209,7 +230,7 @@ def expand(study: Study, *, origin: str, quick: bool = False) -> list[Cell]:
                         _set(raw, field_name, value, where=where)
                 rounds = min(3, study.rounds) if quick else study.rounds
                 cells.append(_cell(name, {**drawn[0], **labels}, raw, group.measures, rounds, where=where))
-    repeated = [cell.key for cell in cells]
+    repeated = [cell.name for cell in cells]
     if len(set(repeated)) < len(repeated):
         twice = next(key for key in repeated if repeated.count(key) > 1)
         raise ValueError(f"study {origin}: the cell {twice} is there twice; an axis repeats a value")
