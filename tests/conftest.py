@@ -48,6 +48,14 @@ def _no_fsync() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_figures_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `hotrow probe` measured here would change plans and predictions; child processes inherit this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _tiers_need_the_native_module() -> Iterator[None]:
     """Without it tables in tiers are refused (test_ops.py): a test that asks for them is skipped."""
     with pytest.MonkeyPatch.context() as patch:

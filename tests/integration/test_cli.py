@@ -30,7 +30,7 @@ from hotrow.data.sources.synthetic_config import criteo_kaggle
 from resealed import reseal
 
 VERBS = ["demo", "init", "prepare", "inspect", "train", "eval", "predict", "export", "check", "bench"]
-VERBS += ["doctor", "clean"]
+VERBS += ["doctor", "probe", "clean"]
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 
 
@@ -297,6 +297,10 @@ def test_help_has_an_example(verb: str) -> None:
         (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is not a run"),
         (["export", "nowhere", "--out", "x"], "nowhere is not a run"),
         (["clean", "."], "is not a run"),
+        (["probe", "absent"], "absent is not a folder; name a folder on the disk to measure"),
+        (["probe", "--out", "no/where.json"], "--out no/where.json is a folder, or in none"),
+        (["probe", "--declare", "absent.yaml"], r"absent\.yaml: No such file or directory; docs/probe\.md says"),
+        (["probe", "--declare", "small.yaml"], r"small\.yaml: data: there is no such field"),
         (["clean", "\udcff"], r"an argument is '\\udcff'; it must be valid Unicode text: rename it"),
     ],
 )

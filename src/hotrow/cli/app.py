@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
@@ -409,6 +410,32 @@ def inspect(
             progress=progress,
         )
     return result, lambda: print_inspection(result)
+
+
+@verb(
+    "probe",
+    home="hotrow.plan.probe",
+    example="hotrow probe /nvme   (with what a data sheet says: hotrow probe /nvme --declare endurance.yaml)",
+)
+def probe(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Folders whose disks to measure; each takes a file of 256 MiB meanwhile."),
+    ] = None,
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: where plan and train look (~/.cache/hotrow).")
+    ] = None,
+    declare: Annotated[
+        Path | None, typer.Option(help="YAML file of figures that replace measured ones; docs/probe.md has an example.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to measure; less gives a rougher picture.")] = 50.0,
+) -> Answer:
+    """Measure memory, kernels, disks and GPUs of this machine, for plans and predictions."""
+    from hotrow.plan.probe import print_probe, run_probe
+
+    path, hardware = run_probe(folders or (), out=out, declare=declare, seconds=seconds)
+    return {"out": str(path), **asdict(hardware)}, lambda: print_probe(hardware, path)
 
 
 @verb("check", home="hotrow.cli.tools", example="hotrow check data/criteo")

@@ -307,6 +307,7 @@ def _table_work(
     known: dict[str, Any] = {}
     if dataset.has_counts:
         counts = dataset.counts(table.name)
+        lookups = float(counts.sum(dtype=np.float64)) / run.per_epoch
         rates, num = rates_of(table.name, counts, run.per_epoch)
         of_epoch = rates * run.per_epoch
         rows = float(num @ (1 - (1 - min(1.0, 1 / run.per_epoch)) ** of_epoch))

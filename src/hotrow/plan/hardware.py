@@ -34,6 +34,7 @@ Source = Literal["measured", "declared", "assumed"]
 MACHINES = Path(__file__).with_name("machines")
 """The folder of the declared machines that come with hotrow."""
 CURE = "measure it again with hotrow probe"
+DECLARED_CURE = "docs/probe.md says what a declared file holds"
 
 
 @record(frozen=True, config=STRICT)
@@ -210,8 +211,7 @@ class Hardware:
         field. If the file has a `name`, the result is that machine: nothing of this one is left but date and versions.
         Raises ValueError, which names the file, the field and the cure.
         """
-        cure = "docs/probe.md says what a declared file holds"
-        declared = _declared(load_yaml(path, cure=cure), where=str(path), cure=cure)
+        declared = read_declared(path)
         fields = asdict(self)
         if "name" in declared:
             fields = {"date": self.date, "versions": self.versions, "host": {"declared": Path(path).name}}
@@ -221,7 +221,7 @@ class Hardware:
         notes = declared.get("notes")
         if isinstance(notes, Mapping):
             declared["notes"] = {**fields.get("notes", {}), **notes}
-        return checked(TypeAdapter(Hardware), {**fields, **declared}, where=str(path), cure=cure)
+        return checked(TypeAdapter(Hardware), {**fields, **declared}, where=str(path), cure=DECLARED_CURE)
 
 
 HARDWARE = Document(Hardware, marks={"hotrow_hardware": 1}, cure=CURE)
@@ -240,16 +240,20 @@ def _device(folder: Path) -> int | None:
 # ---- declared files
 
 
-def _declared(fields: Any, *, where: str, cure: str) -> dict[str, Any]:
+def read_declared(path: Path | str) -> dict[str, Any]:
     """Returns the fields of a declared file, in which a figure is declared unless it says that it is assumed."""
+    fields = load_yaml(path, cure=DECLARED_CURE)
     if not isinstance(fields, dict) or not fields:
-        raise ValueError(f"{where} declares nothing: it must hold fields such as price_per_hour; {cure}")
-    for name in ("host", "versions", "date", "kernels"):
-        if name in fields:
-            raise ValueError(f"{where}: {name} cannot be declared: it comes from hotrow probe; remove it")
+        raise ValueError(f"{path} declares nothing: it must hold fields such as price_per_hour; {DECLARED_CURE}")
+    known = {each.name for each in fields_of(Hardware)}
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{path}: {name}: there is no such field; {DECLARED_CURE}")
+        if name in ("host", "versions", "date", "kernels"):
+            raise ValueError(f"{path}: {name} cannot be declared: it comes from hotrow probe; remove it")
     if "num_cores" in fields and not (isinstance(fields.get("notes"), dict) and fields["notes"].get("num_cores")):
-        raise ValueError(f"{where}: num_cores needs its public source, or the reason for it, as notes.num_cores")
-    return {name: _with_source(value, f"{where}: {name}") for name, value in fields.items()}
+        raise ValueError(f"{path}: num_cores needs its public source, or the reason for it, as notes.num_cores")
+    return {name: _with_source(value, f"{path}: {name}") for name, value in fields.items()}
 
 
 def _with_source(value: Any, where: str) -> Any:

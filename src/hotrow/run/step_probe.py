@@ -41,7 +41,7 @@ from hotrow.plan.hardware import Figure, Point
 from hotrow.plan.solve import rates_of
 from hotrow.run.meters import Session, StepClock
 from hotrow.run.setup import TABLE_DTYPES, DenseDevice, Parts, Setup, build
-from hotrow.run.trainer import train_step
+from hotrow.run.trainer import LOOKAHEAD, train_step
 from hotrow.tables import TableConfig, Uniform
 
 SEED = 20_260_727
@@ -236,11 +236,12 @@ def measure_shape(
 ) -> Iterator[tuple[str, Point]]:
     """Yields a point for every phase and number of threads, with the phase's name."""
     generator, batch_size = np.random.default_rng(seed), shape.config.train.batch_size
-    split = Drawn(shape, batch_size * (WARMUP + TIMED) * len(threads), generator)
+    ahead = LOOKAHEAD + 1 if shape.in_tiers is not None else 0
+    split = Drawn(shape, batch_size * ((WARMUP + TIMED) * len(threads) + ahead), generator)
     with ExitStack() as stack:
         parts = _build(shape, split.info, stack, folder)
         placement = parts.embedding.placement
-        depth = 4 if placement.looks_ahead else 0
+        depth = LOOKAHEAD if placement.looks_ahead else 0
         loader = Loader(cast(Split, split), batch_size, shuffle_seed=1)
         batches = iter(lookahead(loader.epoch(0), parts.embedding, depth=depth))
         stack.callback(lambda: batches.close() if hasattr(batches, "close") else None)
@@ -441,7 +442,7 @@ def _window_s(dataset: PackedDataset, checked: bool) -> float:  # noqa: FBT001
     split = dataset.split("train")
     if checked:
         split = PackedDataset.open(dataset.path).split("train")
-    batches = Loader(split, 256, shuffle_seed=1).epoch(0)
+    batches = Loader(split, min(256, split.num_rows // 2), shuffle_seed=1).epoch(0)
     marks = [time.perf_counter()]
     for _ in range(2):
         next(batches)

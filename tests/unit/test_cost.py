@@ -1,0 +1,332 @@
+"""The cost model: counts against brute force and torch's own, sums against formulas, and laws that hold anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hotrow.config.load import make_config
+from hotrow.config.schema import Config
+from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.kernels import ops
+from hotrow.placement.budget import TableSlots
+from hotrow.plan import cost
+from hotrow.plan.cost import PHASES, Traffic, Work, amounts_of, predict, unit_seconds, work_of
+from hotrow.plan.hardware import Disk, Figure, Hardware, Point
+from hotrow.run.setup import tables_of
+
+ROWS, BATCH = 16_000, 500
+DLRM: dict[str, Any] = {"name": "dlrm", "embedding_dim": 16, "bottom_mlp": [32], "top_mlp": [64, 24]}
+
+
+def config_of(dataset: PackedDataset, **fields: Any) -> Config:
+    wanted = {"data": str(dataset.path), "model": DLRM, "train": {"batch_size": BATCH, "threads": 2}}
+    return make_config(wanted | fields)
+
+
+@pytest.fixture(scope="module")
+def dataset(make_dataset: Callable[..., PackedDataset], tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    folder = tmp_path_factory.mktemp("data") / "planted"
+    rows = {"train": ROWS, "val": 64}
+    return make_dataset(folder, rows=rows, table_rows=(50, 4000, 30_000), rows_per_block=1000, counts=True)
+
+
+@pytest.fixture(scope="module")
+def work(dataset: PackedDataset) -> Work:
+    config = config_of(dataset)
+    return work_of(config, tables_of(config, dataset), dataset)
+
+
+def figures(**values: float) -> dict[str, Figure]:
+    return {name.lstrip("d"): Figure(value, source="declared") for name, value in values.items()}
+
+
+DISK = Disk(
+    folder="/",
+    reads_per_s=figures(d1=1e4, d128=1e5),
+    writes_per_s=figures(d1=1e4, d128=5e4),
+    read_bytes_per_s=Figure(1e9),
+    write_bytes_per_s=Figure(5e8),
+    cpu_s_per_io=Figure(2e-6),
+)
+TRAFFIC = Traffic(tables=1, lookups=1, rows=1, misses=1, reads=1, read_bytes=1, writes=1, written_bytes=1)
+
+
+def machine(work: Work, unit_s: Callable[[str, str], float], *, threads: tuple[int, ...] = (1, 4)) -> Hardware:
+    """A machine that takes `unit_s(phase, kind)` for a unit of every kind there is."""
+    amounts = dict(amounts_of(work, TRAFFIC))
+    amounts["update by sgd"] = amounts_of(replace(work, optimizer="sgd"), TRAFFIC)["update"]
+    everything = {"window": ("gathered samples", "gathered values", "gathered lists", "gathered ids of lists")}
+    kernels = {
+        phase: [
+            Point({"threads": float(n), kind: 1.0}, Figure(unit_s(phase, kind) / n))
+            for kind in {*own, *everything.get(phase, ())}
+            for n in threads
+        ]
+        for phase, own in amounts.items()
+    }
+    return Hardware(
+        name="made up",
+        date="2026-01-01",
+        host={},
+        versions={},
+        num_cores=4,
+        dram_bytes=Figure(1e10),
+        kernels=kernels,
+        disks=[DISK],
+    )
+
+
+def some_units(phase: str, kind: str) -> float:
+    """Seconds of a unit, different for every kind, and small enough for any amount."""
+    return 1e-9 * (1 + sum(map(ord, phase + kind)) % 17)
+
+
+# ---- what a step does
+
+
+def test_rows_of_a_step_against_real_batches(dataset: PackedDataset, work: Work) -> None:
+    batches = list(Loader(dataset.split("train"), BATCH, shuffle_seed=3).epoch(0))
+    seen: list[set[int]] = [set(), set(), set()]
+    first = np.zeros(3)
+    for step, batch in enumerate(batches):
+        for t, own in enumerate(work.tables):
+            ids = np.concatenate([batch.sparse.bags(name)[0].numpy() for name in own.table.feature_names])
+            new = set(ids.tolist()) - seen[t]
+            seen[t] |= new
+            first[t] += len(new) if 4 <= step < 12 else 0
+    for own in work.tables:
+        ids = [
+            np.concatenate([batch.sparse.bags(name)[0].numpy() for name in own.table.feature_names])
+            for batch in batches
+        ]
+        assert own.lookups == pytest.approx(np.mean([len(each) for each in ids]), rel=1e-9)
+        assert own.rows == pytest.approx(np.mean([len(np.unique(each)) for each in ids]), rel=0.01)
+    config = config_of(dataset, train={"batch_size": BATCH, "max_steps": 12})
+    short = work_of(config, tables_of(config, dataset), dataset, warmup=4)
+    found = [own.first_rows() for own in short.tables]
+    assert found[1:] == pytest.approx((first[1:] / 8).tolist(), rel=0.03) and found[0] < 0.5
+    assert [own.first_rows(pinned=own.table.num_embeddings) for own in short.tables] == [0, 0, 0]
+
+
+def test_without_counts_ids_are_taken_for_uniform(
+    make_dataset: Callable[..., PackedDataset], tmp_path: Path, work: Work
+) -> None:
+    plain = make_dataset(tmp_path / "plain", rows={"train": 2000}, table_rows=(50, 4000, 30_000))
+    config = config_of(plain)
+    found = work_of(config, tables_of(config, plain), plain)
+    assert found.tables[1].rows == pytest.approx(4000 * (1 - math.exp(-BATCH / 4000)), rel=1e-6)
+    assert found.tables[1].rows > work.tables[1].rows, "popular rows come more than once"
+    with pytest.raises(ValueError, match=r"table 't2': the dataset has no access counts"):
+        predict(found, machine(work, some_units), [TableSlots(50, 0), TableSlots(4000, 0), TableSlots(10, 600)])
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dlrm": DLRM,
+    "first order": DLRM | {"first_order": True},
+    "dcn": {"name": "dcn", "embedding_dim": {"default": 16, "t1": 4}, "deep_mlp": [48, 20], "num_cross_layers": 2},
+    "low rank": {"name": "dcn", "embedding_dim": 8, "deep_mlp": [], "low_rank": 12, "structure": "stacked"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_are_those_that_torch_counts(
+    dataset: PackedDataset, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(dataset, model=MODELS[name])
+    tables = tables_of(config, dataset)
+    found = work_of(config, tables, dataset)
+    dims = {feature: table.embedding_dim for table in tables for feature in table.feature_names}
+    model = config.model.build(num_dense=3, dims=dims, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(ops, "_native", lambda: None)  # the reference runs, which torch sees
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(BATCH, 3), torch.zeros(BATCH, sum(dims.values())))
+    flops = sum(2 * n * i * o for n, i, o in found.products) + sum(2 * n * v * v * d for n, v, d in found.pairs)
+    assert flops + (2 * BATCH * 3 if name == "first order" else 0) == counter.get_total_flops()
+    assert found.num_weights == sum(parameter.numel() for parameter in model.parameters())
+    if "dlrm" in name:
+        assert [found.products[k][1] for k in found.constant_inputs] == [3], "the layer of the dense inputs"
+
+
+def test_the_loader_gathers_windows(dataset: PackedDataset) -> None:
+    def gathered(warmup: int, **train: Any) -> tuple[float, float]:
+        config = config_of(dataset, train={"batch_size": BATCH} | train)
+        found = work_of(config, tables_of(config, dataset), dataset, warmup=warmup)
+        return found.gathered_samples, found.verified_samples
+
+    assert gathered(0, epochs=2) == (BATCH, BATCH / 2), "in the second epoch rows were read before"
+    assert gathered(0, max_steps=4) == (ROWS / 4, ROWS / 4), "the one window there is"
+    assert gathered(1, max_steps=4) == (0, 0)
+    assert gathered(1, shuffle=False)[0] == BATCH
+
+
+def test_steps_on_a_gpu_are_refused(dataset: PackedDataset) -> None:
+    config = config_of(dataset, device="cuda")
+    with pytest.raises(ValueError, match=r"steps on a GPU cannot be predicted yet: set device to cpu"):
+        work_of(config, tables_of(config, dataset), dataset)
+
+
+# ---- sums
+
+
+def test_a_machine_of_a_known_formula_is_predicted_exactly(work: Work) -> None:
+    hardware = machine(work, some_units)
+    found = predict(work, hardware)
+    amounts = amounts_of(work)
+    for phase in PHASES:
+        wanted = sum(some_units(phase, kind) * amount for kind, amount in amounts[phase].items()) / 2
+        if phase == "data":
+            wanted += sum(some_units("window", kind) * amount for kind, amount in amounts["window"].items()) / 2
+        assert found.seconds[phase] == pytest.approx(wanted, rel=1e-6), phase
+    assert found.step_s == pytest.approx(sum(found.seconds.values())) and found.wait_s == 0
+
+
+def test_units_are_found_from_steps_that_mix_them() -> None:
+    rng = np.random.default_rng(0)
+    units = {"a": 2e-6, "b": 3e-9, "c": 0.0}
+    points = []
+    for k in range(40):
+        sizes = {"a": 1.0, "b": float(rng.integers(10, 10_000)), "c": float(rng.integers(1, 9)), "threads": 1.0}
+        seconds = sum(units[kind] * sizes[kind] for kind in units)
+        points.append(Point(sizes, Figure(seconds * (10 if k in (3, 17) else 1))))  # two were disturbed
+    assert unit_seconds(points) == pytest.approx(units, rel=1e-3, abs=1e-9)
+
+
+def test_least_squares_against_every_active_set() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        a, b = rng.standard_normal((8, 4)) + 0.5, rng.standard_normal(8)
+        best = math.inf
+        for chosen in range(16):
+            columns = [j for j in range(4) if chosen >> j & 1]
+            x = np.linalg.lstsq(a[:, columns], b, rcond=None)[0] if columns else np.zeros(0)
+            if (x >= 0).all():
+                best = min(best, float(np.linalg.norm(a[:, columns] @ x - b)))
+        found = cost.least_squares(a, b)
+        assert (found >= 0).all() and np.linalg.norm(a @ found - b) == pytest.approx(best, rel=1e-9)
+
+
+# ---- laws
+
+
+def grown(work: Work, table: Mapping[str, float] | None = None, **fields: Any) -> Work:
+    tables = work.tables
+    if table is not None:
+        own = tables[2]
+        tables = (*tables[:2], replace(own, **{name: getattr(own, name) * factor for name, factor in table.items()}))
+    return replace(work, **({"tables": tables} | fields))
+
+
+def with_dim(work: Work, dim: int) -> Work:
+    tables = []
+    for own in work.tables:
+        table = replace(own.table, embedding_dim=dim)
+        tables.append(replace(own, table=table, record_bytes=4 * dim + 4))
+    return replace(work, tables=tuple(tables))
+
+
+def test_more_work_is_never_predicted_faster(work: Work) -> None:
+    hardware = machine(work, some_units)
+    step_s = predict(work, hardware).step_s
+    wider = tuple((n, i, o + 8) for n, i, o in work.products)
+    for more in (
+        grown(work, {"lookups": 1.5}),
+        grown(replace(work, tables=tuple(replace(own, rates=()) for own in work.tables)), {"rows": 2}),
+        with_dim(work, 32),
+        with_dim(work, 64),
+        replace(work, products=wider),
+        replace(work, products=(*work.products, (BATCH, 8, 8))),
+        replace(work, num_weights=2 * work.num_weights),
+        replace(work, tables=(*work.tables, replace(work.tables[0], table=replace(work.tables[0].table, name="more")))),
+    ):
+        assert predict(more, hardware).step_s > step_s
+
+
+def test_figures_twice_as_fast_predict_half(work: Work) -> None:
+    slots = [TableSlots(50, 0), TableSlots(4000, 0), TableSlots(100, 600)]
+    fast_disk = replace(
+        DISK,
+        reads_per_s=figures(d1=2e4, d128=2e5),
+        writes_per_s=figures(d1=2e4, d128=1e5),
+        read_bytes_per_s=Figure(2e9),
+        write_bytes_per_s=Figure(1e9),
+    )
+    slow = machine(work, some_units)
+    fast = replace(machine(work, lambda phase, kind: some_units(phase, kind) / 2), disks=[fast_disk])
+    for placed in (None, slots):
+        assert 2 * predict(work, fast, placed).step_s == pytest.approx(predict(work, slow, placed).step_s, rel=1e-6)
+
+
+def test_rows_in_dram_are_never_slower_than_tiers(work: Work) -> None:
+    hardware = machine(work, some_units)
+    whole = [TableSlots(own.table.num_embeddings, 0) for own in work.tables]
+    in_dram = predict(work, hardware)
+    assert predict(work, hardware, whole).seconds == in_dram.seconds
+    before = math.inf
+    for slots in (TableSlots(0, 600), TableSlots(100, 600), TableSlots(4000, 3000), TableSlots(10_000, 19_000)):
+        found = predict(work, hardware, [*whole[:2], slots])
+        assert in_dram.step_s < found.step_s <= before and found.wait_s <= found.seconds["lookup"]
+        before = found.step_s
+
+
+def test_a_step_hides_what_it_can_of_its_reads(work: Work) -> None:
+    slots = [*(TableSlots(own.table.num_embeddings, 0) for own in work.tables[:2]), TableSlots(0, 700)]
+    steady = replace(work, steps=(0.0, math.inf))
+    slow_steps, quick_steps = (machine(work, lambda *_, s=s: s) for s in (1e-6, 1e-12))  # type: ignore[misc]
+    assert predict(steady, slow_steps, slots).wait_s == 0
+    waits = predict(steady, quick_steps, slots)
+    assert waits.wait_s > 0.9 * waits.step_s and waits.binds == "disk reads"
+    traffic = cost.traffic_of(steady, slots)
+    assert traffic is not None and traffic.reads > 50
+    assert predict(replace(steady, lookahead=0), slow_steps, slots).wait_s > 0, "without look-ahead nothing is hidden"
+
+
+def test_rows_that_a_run_meets_first_are_made_and_not_read(dataset: PackedDataset) -> None:
+    slots = [TableSlots(50, 0), TableSlots(4000, 0), TableSlots(0, 2000)]
+    reads = []
+    for epochs in (1, 20):
+        config = config_of(dataset, train={"batch_size": BATCH, "epochs": epochs})
+        traffic = cost.traffic_of(work_of(config, tables_of(config, dataset), dataset), slots)
+        assert traffic is not None and traffic.reads < traffic.misses < traffic.rows
+        reads.append(traffic.reads / traffic.misses)
+    assert reads[0] < 0.6 < reads[1]
+
+
+def test_what_is_absent_is_named(work: Work) -> None:
+    hardware = machine(work, some_units)
+    slots = [TableSlots(50, 0), TableSlots(4000, 0), TableSlots(0, 700)]
+    kernels = hardware.kernels
+    cases: list[tuple[Hardware, Work, list[TableSlots] | None, str]] = [
+        (replace(hardware, kernels={}), work, None, r"made up has no steps measured for phase 'data'.*hotrow probe"),
+        (replace(hardware, kernels=kernels | {"update": []}), work, None, r"phase 'update'.*kernels\.update"),
+        (hardware, replace(work, optimizer="adam"), None, r"no steps with columns by adam .*kernels\.update"),
+        (hardware, replace(work, threads=8), None, r"no steps on 8 threads .*only on 1 to 4: set train\.threads"),
+        (replace(hardware, disks=[]), replace(work, steps=(0, math.inf)), slots, r"made up has no disk .*hotrow probe"),
+    ]
+    for given, what, placed, message in cases:
+        with pytest.raises(ValueError, match=message):
+            predict(what, given, placed)
+
+
+def test_threads_between_measured_ones(work: Work) -> None:
+    hardware = machine(work, some_units)
+    one, two, four = (predict(replace(work, threads=n), hardware).step_s for n in (1, 2, 4))
+    assert one == pytest.approx(2 * two, rel=1e-6) and two == pytest.approx(2 * four, rel=1e-6)
+
+
+def test_what_binds(work: Work) -> None:
+    def dear(*wanted: str) -> Callable[[str, str], float]:
+        return lambda phase, kind: 1e-3 if kind in wanted else 1e-12
+
+    assert predict(work, machine(work, dear("multiply-adds"))).binds == "dense"
+    assert predict(work, machine(work, dear("rows", "ids"))).binds in ("rows in DRAM", "data")
+    assert predict(work, machine(work, dear("tensors"))).binds == "python"

@@ -1,0 +1,68 @@
+"""The probe's steps: what they count against brute force, and that the points they give predict a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotrow.config.load import make_config
+from hotrow.plan.cost import PHASES, unit_seconds
+from hotrow.run import step_probe
+from hotrow.run.step_probe import Drawn, Shape, measure_kernels, measure_shape, shapes
+
+TRAIN = {"batch_size": 96}
+MODEL = {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16]}
+SMALL = Shape(
+    config=make_config({"data": "probe", "model": MODEL, "train": TRAIN}),
+    num_dense=2,
+    rows=(400, 3000),
+    zipf=1.0,
+    lengths=(1.0, 3.0),
+)
+
+
+def test_shapes_are_functions_of_their_numbers() -> None:
+    first, again = (list(islice(shapes(), 40)) for _ in range(2))
+    assert first == again and len({shape.config.train.batch_size for shape in first}) > 20
+    assert {shape.config.optimizer.sparse.name for shape in first} == set(step_probe.OPTIMIZERS)
+    assert {shape.config.model.name for shape in first} == {"dlrm", "dcn"}
+    assert sum(shape.in_tiers is not None for shape in first) == 40 // step_probe.TIERS_EVERY
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_point_for_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_probe, "TIMED", 3)
+    points = dict(measure_shape(SMALL, [1], seed=5))
+    assert points.keys() == set(PHASES)
+    split = Drawn(SMALL, 96 * 5, np.random.default_rng(5))
+    lists = split.block(0).ids[1]
+    lookups = 96 + 96 * len(lists.values) / (96 * 5)
+    assert points["lookup"].sizes["ids"] == pytest.approx(lookups, rel=0.05)
+    assert points["update"].sizes["rows"] <= points["update"].sizes["keys"]
+    assert all(0 < point.seconds.value < 1 for point in points.values())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_tiers_move_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(step_probe, "TIMED", 3)
+    shape = replace(SMALL, rows=(400, 40_000), in_tiers=0.1)
+    points = dict(measure_shape(shape, [1], folder=tmp_path))
+    assert points["data"].sizes["tables in tiers"] == 1 and points["data"].sizes["missed rows"] > 10
+    assert not list(tmp_path.iterdir()), "the tables' files are gone"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_measured_points_make_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_probe, "shapes", lambda: islice(iter([SMALL, replace(SMALL, num_dense=9)]), 2))
+    monkeypatch.setattr(step_probe, "WINDOW_SHAPES", ((256, 1, 1, 1),))
+    monkeypatch.setattr(step_probe, "TIMED", 2)
+    told: list[str] = []
+    kernels = measure_kernels(threads=[1], seconds=30, progress=told.append)
+    assert kernels.keys() == {"window", *PHASES} and len(told) == 2
+    for points in kernels.values():
+        units = unit_seconds(points)
+        assert all(seconds >= 0 for seconds in units.values()) and any(units.values())
