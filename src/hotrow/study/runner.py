@@ -249,7 +249,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns one line per cell; a spread becomes two columns, and a mapping one for each of its names."""
     flat = []
     for row in rows:
-        line = {}
+        line: dict[str, Any] = {}
         for name, value in row.items():
             if name in SPREADS:
                 line |= dict(zip(SPREADS[name], value, strict=True))

@@ -127,7 +127,7 @@ def measure(spec: Spec) -> dict[str, Any]:
         found: dict[str, Any] = {"status": "measured", "steps": run.record.steps, "train_s": run.record.train_s}
         for split, metrics in (("test", test), ("val", val)):
             if metrics is not None:
-                found |= {f"{split}_{name}": metrics[name] for name in ("ne", "logloss", "auc")}  # type: ignore[literal-required]
+                found |= {f"{split}_{name}": metrics[name] for name in ("ne", "logloss", "auc")}
         return {**found, "samples_per_s": run.record.samples_per_s}
     meters: list[Passes] = []
 
