@@ -254,6 +254,13 @@ class Run:
             f"({record.backend['isa']}, {record.backend['threads']} threads)",
             f"  weights  of step {record.chosen_step:,} of {record.steps:,}",
         ]
+        if record.predicted is not None and record.step_ms is not None:
+            expected, phases = record.predicted, record.predicted["step_ms"]
+            shown_ms = ", ".join(f"{phase} {ms:.3g} ({phases[phase]:.3g})" for phase, ms in record.step_ms.items())
+            lines += [
+                f"  step     {shown_ms} ms measured (predicted);",
+                f"           predicted were {expected['samples_per_s']:,.0f} samples/s, {expected['binds']} binds",
+            ]
         if memory is not None and "dram_bytes" in memory:
             lines += [
                 f"  memory   {size(memory['dram_bytes'])} of DRAM, {size(memory['disk_bytes'])} on disk: "

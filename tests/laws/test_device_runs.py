@@ -25,10 +25,11 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import triton_kernels as kernels
 from hotrow.models.dlrm import DLRM
 from hotrow.models.tbsm import TBSM
+from hotrow.plan.choose import full_device
 from hotrow.run import runs, setup, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
-from hotrow.run.setup import DenseDevice, Setup, full_device
+from hotrow.run.setup import DenseDevice, Setup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 only_interpreted = pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here: its absence cannot be seen")

@@ -18,7 +18,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.kernels import ops
-from hotrow.plan.choose import required_bytes
+from hotrow.plan.demand import required_bytes
 from hotrow.run import runs, setup
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")

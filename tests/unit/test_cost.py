@@ -47,7 +47,7 @@ def work(dataset: PackedDataset) -> Work:
 
 
 def figures(**values: float) -> dict[str, Figure]:
-    return {name.lstrip("d"): Figure(value, source="declared") for name, value in values.items()}
+    return {name.lstrip("d"): Figure(value) for name, value in values.items()}
 
 
 DISK = Disk(

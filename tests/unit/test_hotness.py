@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from hotrow import draw
 from hotrow.cli import tools
 from hotrow.inspect.accesses import Accesses, TableAccesses, first_batches, trace_accesses
+from hotrow.inspect.demand import Demand, spread
 from hotrow.inspect.hotness import Hotness, measure_hotness
 from hotrow.inspect.report import inspection_page, print_inspection, sentences
 from hotrow.inspect.reuse import MissRatioCurve, measure_locality, sampling_rate
-from hotrow.plan.choose import Demand, spread
 
 GENERATOR = np.random.default_rng(5)
 IDS = {

@@ -18,7 +18,8 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.plan import choose as placement
-from hotrow.plan.choose import choose, demands_of, required_bytes
+from hotrow.plan.choose import choose
+from hotrow.plan.demand import demands_of, required_bytes
 from hotrow.tables import TableConfig
 
 TABLES = [

@@ -17,7 +17,6 @@ from hotrow.placement.budget import LEAST_ROWS, TableDemand, TableSlots, num_byt
 from hotrow.plan.solve import (
     CountsPlan,
     TableUse,
-    expected_hit_rate,
     expected_hits,
     flight_floors,
     plan_by_counts,
@@ -264,7 +263,7 @@ def test_large_tables_are_quick() -> None:
     use = TableUse(TableDemand("t", 300_000, 64), zipf_counts(300_000, 1.05, 2048.0), num_steps=1)
     (slots,) = solve([use], 3_000_000)
     assert slots.pinned > 0.9 * sum(slots) > 30_000
-    assert 0.5 < expected_hit_rate([use], [slots]) < 1
+    assert 0.5 < expected_hits([use], [slots]) / use.rows_per_step < 1
 
 
 @pytest.mark.parametrize(
@@ -290,7 +289,7 @@ def test_what_else_is_refused() -> None:
 
 def test_no_accesses_at_all() -> None:
     use = TableUse(TableDemand("t", 1000, 64), np.zeros(1000), num_steps=10)
-    assert expected_hit_rate([use], solve([use], 40_000)) == 1.0
+    assert expected_hits([use], solve([use], 40_000)) == use.rows_per_step == 0.0
 
 
 # ---- in a collection

@@ -360,6 +360,26 @@ def export(
     }
 
 
+@verb("plan", home="hotrow.cli.plan", example="hotrow plan recipes/criteo-small.yaml --target 50000")
+def plan(
+    config: Annotated[Path, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")],
+    *,
+    hardware: Annotated[
+        Path | None, typer.Option(help="A machine that `hotrow probe` measured or a file declares; default: this one.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Plan owners of tables for so many such machines that train together.")
+    ] = None,
+    target: Annotated[float | None, typer.Option(help="Samples per second: says the least memory for them.")] = None,
+    set_: Set = None,
+) -> Answer:
+    """Say before training where tables will lie and why, how fast a step will be, and what would make it faster."""
+    from hotrow.cli.plan import lines_of, plan
+
+    found = plan(config, set_ or (), hardware=hardware, num_ranks=ranks, target=target)
+    return found.to_json(), lambda: print(*lines_of(found), sep="\n")
+
+
 @verb("inspect", home="hotrow.cli.tools", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
 def inspect(
     path: Annotated[Path, typer.Argument(help="A packed dataset, or a trace: a text file of one row id per line.")],

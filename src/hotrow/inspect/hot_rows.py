@@ -29,7 +29,8 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import WAYS, calibrate, find_hot
 from hotrow.hot.hot_set import HotSet, by_feature, hits_of, most_accessed, ranked
 from hotrow.inspect.reuse import belady_hits, lru_hits
-from hotrow.kernels.reference import NUM_STATES, Algorithm
+from hotrow.kernels.reference import Algorithm
+from hotrow.plan.demand import record_bytes
 
 PARTS = 10
 """How many parts the split is cut into by default."""
@@ -49,10 +50,7 @@ def record_bytes_of(dataset: PackedDataset, *, embedding_dim: int, optimizer: Al
 
     Raises ValueError for an unknown optimizer.
     """
-    if optimizer not in NUM_STATES:
-        raise ValueError(f"optimizer is {optimizer!r}; choose one of {', '.join(NUM_STATES)}")
-    state = NUM_STATES[optimizer] * (1 if optimizer == "row_wise_adagrad" else embedding_dim)
-    return {table.name: 4 * (embedding_dim + state) for table in dataset.info.tables}
+    return {table.name: record_bytes(table, optimizer) for table in dataset.table_configs(embedding_dim)}
 
 
 def compare_ways(

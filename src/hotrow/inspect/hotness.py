@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.inspect.accesses import Accesses, TableAccesses
+from hotrow.inspect.demand import STATE_BYTES, Demand, spread
 from hotrow.inspect.reuse import ACCESSES, OVERLAP_BATCHES, Access, Locality, measure_locality
-from hotrow.plan.choose import STATE_BYTES, Demand, spread
 
 COVERAGE_SHARES = (0.001, 0.01, 0.1)
 CURVE_SHARES = tuple(10 ** (k / 4) for k in range(-16, 1))

@@ -1,134 +1,31 @@
-"""Where the tables of a run lie: what a step demands of them, what this process may use, and what came of it.
+"""Where the tables of a run lie: what this process may use, and what came of it.
 
-`choose` turns the config's `memory` into DRAM or tiers before anything is made; placement/ moves rows, and
-run/meters.py says what the tiers did. `Demand` counts what a training step reads and writes of one table:
-
-    B samples a step, L lookups a sample, u = different rows / lookups, b bytes a row, s bytes of optimizer state a row
-
-    gross      B L b                       rows read if every lookup went to memory
-    net        u B L b                     each different row of the batch read once
-    training   3 net + 2 u B L s           read by the lookup, read and written by the update; state read and written
-    density    training / (rows x b)       bytes demanded per step and byte of table
-
-The formulas are the standard arithmetic of capacity and bandwidth. That densities lie far apart is the first
-observation of MTrainS, whose own figures were not read.
+`place_tables` turns the config's `memory` into DRAM, tiers or slots on a device before anything is made; placement/
+moves rows, and run/meters.py says what the tiers did. What tables take is counted in demand.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import torch
 
-from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.files import disk_free_bytes, parse_bytes, size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.kernels.reference import NUM_STATES
-from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.device import Device
 from hotrow.placement.store_file import no_disk, takes_no_files
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.solve import CountsPlan, plan_by_counts
+from hotrow.plan.demand import demands_of, most_rows, required_bytes
+from hotrow.plan.divide import Division, without_pieces
+from hotrow.plan.hardware import Hardware
 from hotrow.tables import TableConfig
-
-STATE_BYTES = 4
-"""Bytes of state per row of row-wise Adagrad, the usual optimizer of tables: one float32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Demand:
-    """What a training step demands of one table, in bytes."""
-
-    table: str
-    num_embeddings: int
-    row_bytes: int
-    state_bytes: int
-    """Bytes of optimizer state per row."""
-    lookups: float
-    """Lookups per step: B L."""
-    rows: float
-    """Different rows per step: u B L."""
-
-    @property
-    def gross_bytes(self) -> float:
-        return self.lookups * self.row_bytes
-
-    @property
-    def net_bytes(self) -> float:
-        return self.rows * self.row_bytes
-
-    @property
-    def training_bytes(self) -> float:
-        return 3 * self.net_bytes + 2 * self.rows * self.state_bytes
-
-    @property
-    def table_bytes(self) -> int:
-        return self.num_embeddings * self.row_bytes
-
-    @property
-    def density(self) -> float:
-        return self.training_bytes / self.table_bytes
-
-
-def spread(demands: Sequence[Demand]) -> dict[str, Any]:
-    """Returns how unevenly the tables' demand falls on their bytes.
-
-    curve: (share of all table bytes, share of all training bytes) along the tables, densest first, from (0, 0).
-    gini: from that curve: 0 if every byte of table is demanded equally, near 1 if a few bytes take all.
-    max_over_median: the highest density over the median. bytes_of_half_the_demand: the share of the table bytes,
-    densest tables first and the last one in proportion, that takes half of the demand. top_tables: the densest tables
-    that together have at most 1 % and 10 % of the bytes: their number, their share of bytes and of demand. All are None
-    if there is only one table.
-    """
-    ordered = sorted(demands, key=lambda demand: (-demand.density, demand.table))
-    curve = np.zeros((len(ordered) + 1, 2))
-    curve[1:, 0] = np.cumsum([demand.table_bytes for demand in ordered])
-    curve[1:, 1] = np.cumsum([demand.training_bytes for demand in ordered])
-    if len(ordered) < 2 or curve[-1, 1] == 0:
-        return dict.fromkeys(("curve", "gini", "max_over_median", "bytes_of_half_the_demand", "top_tables"))
-    curve /= curve[-1]
-    densities = [demand.density for demand in ordered]
-    area = float(np.sum(np.diff(curve[:, 0]) * (curve[1:, 1] + curve[:-1, 1]) / 2))
-    median = float(np.median(densities))
-    tops = [int(np.searchsorted(curve[:, 0], share, "right")) - 1 for share in (0.01, 0.1)]
-    return {
-        "curve": curve.tolist(),
-        "gini": 2 * area - 1,
-        "max_over_median": densities[0] / median if median else None,
-        "bytes_of_half_the_demand": float(np.interp(0.5, curve[:, 1], curve[:, 0])),
-        "top_tables": [{"tables": n, "bytes": float(curve[n, 0]), "demand": float(curve[n, 1])} for n in tops],
-    }
-
-
-def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool) -> list[TableDemand]:
-    """Returns what the tables' rows take; training: with optimizer state."""
-    name = config.optimizer.sparse.name
-
-    def states(table: TableConfig) -> int:
-        return NUM_STATES[name] * (1 if name == "row_wise_adagrad" else table.embedding_dim) if training else 0
-
-    return [TableDemand(t.name, t.num_embeddings, t.num_bytes // t.num_embeddings + 4 * states(t)) for t in tables]
-
-
-def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
-    """Returns the bytes of all tables; training: with optimizer state."""
-    return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
-
-
-def most_rows(config: Config, table: TableConfig) -> int:
-    """Returns how many different rows of the table a step may look up.
-
-    A list of ids counts as one: its length is not known, and rows that find no slot lie beside the cache.
-    """
-    return config.train.batch_size * len(table.feature_names)
-
 
 AUTO_SHARE = 0.6
 """Share of the memory this process may use; the rest is for data, MLPs, Python and other processes."""
@@ -149,17 +46,21 @@ def choose(
     *,
     dataset: PackedDataset | None = None,
     training: bool = True,
+    hardware: Hardware | None = None,
+    available_bytes: int | None = None,
 ) -> Memory | None:
     """Returns the tiers that `config.memory` asks for on this machine now; None if everything lies in DRAM.
 
     run: the run's folder, or where it will be. dataset: what is trained on; its access counts, if it has them, say
     which rows are worth their memory. training: if False, tables are only read, without optimizer state, and what does
-    not fit goes to disk even if the config says "dram".
+    not fit goes to disk even if the config says "dram". hardware: figures of this machine, by which the plan with the
+    fastest step is taken. available_bytes: memory that this process may use; None: as the system says.
     Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.
     """
-    needed, available = required_bytes(config, tables, training=training), available_memory_bytes()
+    needed = required_bytes(config, tables, training=training)
+    available = available_memory_bytes() if available_bytes is None else available_bytes
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
-    budget = int(AUTO_SHARE * available) if chosen.dram_bytes is None else chosen.dram_bytes
+    budget = dram_budget(config, available)
     known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
     available, budget = available - known, budget - known
     if config.memory == "dram" and training:
@@ -177,9 +78,16 @@ def choose(
         return None
     memory = _memory(chosen, budget, run)
     _check_folders(chosen, memory, run)
-    plan = _plan(config, tables, chosen, dataset) if training else None
-    writes = _check_slots(config, tables, memory, budget, plan, training=training, beside=known)
-    return replace(memory, plan=plan, writes=writes)
+    division = Division(
+        config=config, tables=tables, memory=memory, dataset=dataset, training=training, hardware=hardware
+    )
+    return division.check(budget, beside=known)
+
+
+def dram_budget(config: Config, available_bytes: int) -> int:
+    """Returns the DRAM for tables: what `memory.dram` says, else a share of what there is."""
+    given = None if isinstance(config.memory, str) else config.memory.dram_bytes
+    return int(AUTO_SHARE * available_bytes) if given is None else given
 
 
 def _check_available(config: Config, num_bytes: int, available: int) -> None:
@@ -192,16 +100,10 @@ def _check_available(config: Config, num_bytes: int, available: int) -> None:
         )
 
 
-def _without_pieces(budget: int) -> int:
-    """Returns what a budget leaves for tables beside pieces of checkpoints and rows that evaluations read."""
-    return max(1, budget * 8 // 9, budget - (64 << 20))
-
-
 def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
-    dram = _without_pieces(budget)
     ssd = None if chosen.file is not None and chosen.file_bytes is None else chosen.ssd or run / FOLDER
     return Memory(
-        dram=dram,
+        dram=without_pieces(budget),
         ssd=ssd,
         file=chosen.file,
         file_bytes=chosen.file_bytes,
@@ -226,85 +128,61 @@ def _check_folders(chosen: MemoryConfig, memory: Memory, run: Path) -> None:
         )
 
 
-def _plan(
-    config: Config, tables: Sequence[TableConfig], chosen: MemoryConfig, dataset: PackedDataset | None
-) -> CountsPlan | None:
-    """Returns the plan by the accesses that preparation counted; None if it counted none."""
-    if dataset is None or not dataset.has_counts:
-        return None
-    num_rows = dataset.split("train").num_rows
-    if not num_rows:
-        return None
-    return plan_by_counts(
-        {table.name: dataset.counts(table.name) for table in tables},
-        num_steps=num_rows / config.train.batch_size,
-        depth=chosen.lookahead,
-        least_cached={table.name: max(LEAST_ROWS, most_rows(config, table)) for table in tables},
-    )
-
-
-def _check_slots(
+def place_tables(
     config: Config,
     tables: Sequence[TableConfig],
-    memory: Memory,
-    budget: int,
-    plan: CountsPlan | None,
+    run: Path,
+    device: str,
     *,
+    dataset: PackedDataset,
     training: bool,
-    beside: int,
-) -> Writes:
-    """Returns how rows are written: as `memory` says, but in place if "auto" would leave too few slots to gather them.
+    hardware: Hardware | None = None,
+) -> Memory | DeviceMemory | None:
+    """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
 
-    beside: bytes of `memory.dram` that are not in `budget`, because they are not for tables. Raises ValueError, with
-    what is missing, if a table's cache would not hold the rows of a batch.
+    Raises ValueError as `choose` does, and if the slots cannot hold the rows of a step, with the bytes that would do.
     """
-    plain, free = demands_of(config, tables, training=training), disk_free_bytes(memory.folder)
-
-    @cache  # counts are read once for all budgets
-    def solver(demands: tuple[TableDemand, ...]) -> Callable[[int], Sequence[TableSlots]]:
-        return partial(plan_slots, demands) if plan is None else plan.solver(demands)
-
-    def short(budget_bytes: int, writes: Writes) -> str | None:
-        within = replace(memory, dram=_without_pieces(budget_bytes), writes=writes)
-        within = within.settled(plain, free)
-        demands = within.with_places(plain)
-        try:
-            slots = solver((*demands,))(within.budget_bytes(demands))
-        except ValueError:
-            return "the smallest caches there are do not fit"
-        for table, (pinned, cached) in zip(tables, slots, strict=True) if training else ():
-            most = min(table.num_embeddings - pinned, most_rows(config, table))
-            if cached < most:
-                return (
-                    f"table {table.name!r} would keep {cached:,} rows, but a step may look up {most:,} different ones"
-                )
-        return None
-
-    writes = memory.writes
-    if writes == "auto" and short(budget, writes):
-        writes = "in_place"
-    if reason := short(budget, writes):
-        least = _least(partial(short, writes=writes), budget)
-        raise ValueError(
-            f"{size(budget)} is not enough memory for tables and optimizer state: {reason}. "
-            f"{size(least - budget)} more are needed (memory.dram={-(-(least + beside) // 2**20)}MiB), or "
-            f"a train.batch_size below {config.train.batch_size}"
-        )
-    memory = replace(memory, writes=writes).settled(plain, free)
-    demands = memory.with_places(plain)
-    memory.plan_places(demands, solver((*demands,))(memory.budget_bytes(demands)))
-    return writes
+    below = choose(config, tables, run, dataset=dataset, training=training, hardware=hardware)
+    if config.hbm is None:
+        return below
+    memory = DeviceMemory(hbm=config.hbm, below=below, device=device)
+    if training:
+        _check_a_step_fits(config, tables, memory)
+    return memory
 
 
-def _least(short: Any, budget: int) -> int:
-    """Returns the smallest budget, to 64 KiB, for which `short` finds no shortfall."""
-    low, high = budget, 2 * budget
-    while short(high):
-        low, high = high, 2 * high
-    while high - low > 64 << 10:
-        middle = (low + high) // 2
-        low, high = (middle, high) if short(middle) else (low, middle)
-    return high
+def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: DeviceMemory) -> None:
+    demands, most = demands_of(config, tables, training=True), [most_rows(config, table) for table in tables]
+    for table, own, needed in zip(tables, memory.checked_slots(demands), most, strict=True):
+        if own.cached < min(needed, table.num_embeddings - own.pinned):
+            least = memory.least_bytes(demands, [min(n, t.num_embeddings) for n, t in zip(most, tables, strict=True)])
+            raise ValueError(
+                f"memory.hbm is {config.hbm!r}: table {table.name!r} would have {own.cached:,} slots on the device, "
+                f"but a step may look up {needed:,} different rows; raise it to {least:,} bytes (memory.hbm={least}), "
+                f"or choose a train.batch_size below {config.train.batch_size}"
+            )
+
+
+def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:
+    """Returns what to say if the device ran out of memory in training, and the option to resume with.
+
+    The option is None if nothing that a resumed run may change needs less memory.
+    """
+    text = f"the device's memory is full ({str(error).splitlines()[0]})"
+    if config.hbm is not None:
+        taken, holder = parse_bytes(config.hbm), "slots take"
+    elif config.hot.takes_turns:
+        taken, holder = min(parse_bytes(config.hot.budget), required_bytes(config, tables)), "copies of hot rows take"
+    else:
+        return f"{text}: a smaller train.batch_size or smaller MLPs need less, in a new run", None
+    needed = [min(most_rows(config, table), table.num_embeddings) for table in tables]
+    least = DeviceMemory(hbm=taken, device="cpu").least_bytes(demands_of(config, tables, training=True), needed)
+    text = f"{text}: {holder} {size(taken)} of it, and a step needs the rest"
+    tried = max(least, taken * 3 // 4)
+    if tried >= taken:
+        return f"{text}; slots of less do not hold the rows of a step, so lower train.batch_size, in a new run", None
+    instead = "" if config.hbm is not None else ", slots in place of the copies, or a lower hot.budget in a new run"
+    return f"{text}; try memory.hbm={tried}{instead}", f"memory.hbm={tried}"
 
 
 def moved(memory: Memory | None, before: Path, after: Path) -> Memory | None:

@@ -38,7 +38,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
 from hotrow.placement.budget import LEAST_ROWS, TableDemand, TableSlots
 from hotrow.placement.store_file import DEPTH, page_records
-from hotrow.plan.choose import demands_of, most_rows
+from hotrow.plan.demand import demands_of, most_rows
 from hotrow.plan.hardware import Disk, Figure, Hardware, Point
 from hotrow.plan.solve import TableUse, rates_of
 from hotrow.tables import TableConfig

@@ -1,4 +1,4 @@
-"""How many rows each table pins and caches, from access counts: greedy by hits per byte. Plain numbers, no I/O.
+"""How many rows each table pins and caches, from access counts: greedy by what bytes save. Plain numbers, no I/O.
 
     counts -> for every n, the best cut of n bytes into pinned and cached slots -> bytes per table
 
@@ -9,15 +9,15 @@ independent: row i, with c_i accesses in all steps, is in a step with probabilit
 pinned prefix then hits the sum of its e_i; if rows are numbered by popularity, no other rows of its size hit more. The
 cache behind it, by Che's approximation, hits rows that were used in the last T steps, where T is such that these rows
 fill the cache. So if rows are ranked, nearly all slots are pinned; if their order is arbitrary, none are. A measured
-miss-ratio curve says how much more a cache hits than independent accesses would. placement/budget.py plans without
-counts.
+miss-ratio curve says how much more a cache hits than independent accesses would. A hit saves what a miss of its table
+costs (`miss_costs`); with no costs given every miss costs the same. placement/budget.py plans without counts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -217,21 +217,25 @@ class _Piece(NamedTuple):
     """What one table gets on top of the piece before."""
 
     density: float
-    """Hits per byte."""
+    """What a byte saves: hits, times what a miss costs."""
     table: int
     slots: TableSlots
     """The table's slots with this piece."""
 
 
-def solve(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
-    """Returns slots for each table within `budget_bytes`: the greedy plan, or `budget.plan_slots` if that hits more.
+def solve(
+    tables: Sequence[TableUse], budget_bytes: float, miss_costs: Mapping[str, float] | None = None
+) -> list[TableSlots]:
+    """Returns slots for each table within `budget_bytes`: the greedy plan, or `budget.plan_slots` if that saves more.
 
+    miss_costs: by table, what a row costs that is not in DRAM, in any unit; None: all cost the same.
     First every table gets the slots that batches in flight need, for as many batches as fit. Then bytes go in the order
-    of hits per byte, along the concave hull of each table's curve; so the plan lacks less than one piece of the best
-    plan, and nothing if all slots cost the same. Raises ValueError as `plan_slots` does.
+    of what they save, along the concave hull of each table's curve; so the plan lacks less than one piece of the best
+    plan, and nothing if all slots cost the same: `most_saved` bounds that. Raises ValueError as `plan_slots` does.
     """
+    costs = [1.0 if miss_costs is None else miss_costs[table.demand.name] for table in tables]
     floors = flight_floors(tables, budget_bytes)
-    found = _greedy(tables, floors, budget_bytes) if _fits(tables, floors, budget_bytes) else None
+    found = _greedy(tables, costs, floors, budget_bytes) if _fits(tables, floors, budget_bytes) else None
     try:
         equal = plan_slots([table.demand for table in tables], int(budget_bytes))
     except ValueError:
@@ -241,7 +245,36 @@ def solve(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
     if found is None:
         return equal
     keeps = all(table.keeps(slots, floor) for table, slots, floor in zip(tables, equal, floors, strict=True))
-    return equal if keeps and expected_hits(tables, equal) > expected_hits(tables, found) else found
+    return equal if keeps and _saved(tables, costs, equal) > _saved(tables, costs, found) else found
+
+
+def _saved(tables: Sequence[TableUse], costs: Sequence[float], slots: Sequence[TableSlots]) -> float:
+    return float(sum(cost * table.hits(own) for table, cost, own in zip(tables, costs, slots, strict=True)))
+
+
+def most_saved(tables: Sequence[TableUse], budget_bytes: float, miss_costs: Mapping[str, float] | None = None) -> float:
+    """Returns what no plan within `budget_bytes` exceeds: costs of misses saved per step; without costs, hits.
+
+    Only plans count that leave room for as many batches in flight as there can be. At a price of a byte, each table
+    saves most by itself; with the price times the budget that is above every plan, and we take the price at which it
+    is least. Between two sizes that are looked at, a table saves at most what it does with the larger.
+    """
+    floors, prices, curves = flight_floors(tables, budget_bytes), [0.0], []
+    for table, floor in zip(tables, floors, strict=True):
+        cost = 1.0 if miss_costs is None else miss_costs[table.demand.name]
+        sizes = _sizes(table, floor)
+        hits = np.array([table.hits(each) for each in table.cut(sizes, floor)])
+        curves.append((np.array(sizes), cost * np.append(hits[1:], hits[-1])))
+        prices.append(cost * float(hits[-1]) / (table.demand.record_bytes + METADATA_BYTES))
+
+    def at(price: float) -> float:
+        return price * budget_bytes + sum(float((saved - price * sizes).max()) for sizes, saved in curves)
+
+    low, high = 0.0, max(prices)
+    for _ in range(100):  # `at` is convex
+        third = (high - low) / 3
+        low, high = (low, high - third) if at(low + third) <= at(high - third) else (low + third, high)
+    return min(at(low), at(high), at(0.0))
 
 
 def flight_floors(tables: Sequence[TableUse], budget_bytes: float) -> list[Array]:
@@ -258,9 +291,12 @@ def _fits(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: flo
     return sum(table.least_bytes(floor) for table, floor in zip(tables, floors, strict=True)) <= budget_bytes
 
 
-def _greedy(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: float) -> list[TableSlots]:
-    """Takes each table's first piece, then the others by hits per byte; of a piece that does not fit, a part."""
-    pieces = [_pieces(t, table, floor) for t, (table, floor) in enumerate(zip(tables, floors, strict=True))]
+def _greedy(
+    tables: Sequence[TableUse], costs: Sequence[float], floors: Sequence[Array], budget_bytes: float
+) -> list[TableSlots]:
+    """Takes each table's first piece, then the others by what a byte saves; of a piece that does not fit, a part."""
+    each = enumerate(zip(tables, costs, floors, strict=True))
+    pieces = [_pieces(t, table, cost, floor) for t, (table, cost, floor) in each]
     found = [first.slots for first, *_ in pieces]
     left = budget_bytes - sum(num_bytes(table.demand, slots) for table, slots in zip(tables, found, strict=True))
     full: set[int] = set()
@@ -276,14 +312,14 @@ def _greedy(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: f
     return found
 
 
-def _pieces(t: int, table: TableUse, floor: Array) -> list[_Piece]:
+def _pieces(t: int, table: TableUse, cost: float, floor: Array) -> list[_Piece]:
     """Returns the least that the table may have, then pieces of falling density."""
     slots = table.cut(_sizes(table, floor), floor)
     taken = np.array([num_bytes(table.demand, each) for each in slots])
     hull = _concave_hull(taken, np.array([table.hits(each) for each in slots]))
     found = [_Piece(math.inf, t, slots[hull[0][2]])]
     for (bytes_a, hits_a, _), (bytes_b, hits_b, k) in pairwise(hull):
-        found.append(_Piece((hits_b - hits_a) / max(bytes_b - bytes_a, 1e-9), t, slots[k]))
+        found.append(_Piece(cost * (hits_b - hits_a) / max(bytes_b - bytes_a, 1e-9), t, slots[k]))
     return found
 
 
@@ -323,12 +359,6 @@ def expected_hits(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> fl
     return float(sum(table.hits(s) for table, s in zip(tables, slots, strict=True)))
 
 
-def expected_hit_rate(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
-    """Returns the share of a step's different rows that lie in DRAM already, over all tables; 1 without accesses."""
-    rows = sum(table.rows_per_step for table in tables)
-    return expected_hits(tables, slots) / rows if rows else 1.0
-
-
 @dataclass(frozen=True)
 class CountsPlan:
     """What `Memory(plan=...)` calls; made by `plan_by_counts`."""
@@ -338,21 +368,27 @@ class CountsPlan:
     curves: Mapping[str, MissRatio]
     depth: int
     least_cached: Mapping[str, int]
+    miss_costs: Mapping[str, float] | None = None
+    """By table, what a missed row costs; None: all cost the same."""
     _solved: dict[tuple[Any, ...], list[TableSlots]] = field(default_factory=dict, repr=False)
+
+    def with_costs(self, miss_costs: Mapping[str, float] | None) -> CountsPlan:
+        """Returns the plan for other costs of a miss."""
+        return replace(self, miss_costs=miss_costs, _solved={})
 
     def __call__(self, demands: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
         """Returns slots for each table. Raises ValueError if a table has no counts, and as `solve` does."""
         key = (*demands, budget_bytes)
-        return self._solved[key] if key in self._solved else self.solver(demands)(budget_bytes)
+        return self._solved[key] if key in self._solved else self.solver(self.uses(demands))(budget_bytes)
 
-    def solver(self, demands: Sequence[TableDemand]) -> Callable[[int], list[TableSlots]]:
-        """Reads the tables' counts and returns their plan as a function of the budget; it remembers what it finds."""
-        uses = self.uses(demands)
+    def solver(self, uses: Sequence[TableUse]) -> Callable[[int], list[TableSlots]]:
+        """Returns the plan of tables with their accesses as a function of the budget; it remembers what it finds."""
+        demands = [use.demand for use in uses]
 
         def solved(budget_bytes: int) -> list[TableSlots]:
             key = (*demands, budget_bytes)
             if key not in self._solved:
-                self._solved[key] = solve(uses, budget_bytes)
+                self._solved[key] = solve(uses, budget_bytes, self.miss_costs)
             return self._solved[key]
 
         return solved

@@ -45,6 +45,19 @@ class _Backend(TypedDict):
     reason: str | None
 
 
+class Predicted(TypedDict):
+    """What `plan/cost.py` predicted of a step before the first one; see docs/memory-plan.md."""
+
+    step_ms: dict[str, Amount]
+    """By phase, as `RunRecord.step_ms`."""
+    wait_ms: Amount
+    """The part of `lookup` that waits for rows from disk."""
+    samples_per_s: Amount
+    binds: str
+    hardware: dict[str, str]
+    """Name and date of the hardware file."""
+
+
 def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
     kinds = {"hits_per_lookup": (int, float, type(None))}
     for name in ("dram_bytes", "disk_bytes", "stall_share", "hits_per_lookup") if "dram_bytes" in memory else ():
@@ -79,6 +92,8 @@ class RunRecord:
     epochs: Amount | None = None
     samples_per_s: Amount | None = None
     step_ms: dict[str, Amount] | None = None
+    predicted: Predicted | None = None
+    """None if no hardware file fits this machine, or what the run does cannot be predicted yet."""
     train_s: Amount | None = None
     best_step: Count | None = None
     monitor: Literal["auc", "logloss"] | None = None
@@ -113,7 +128,7 @@ class RunRecord:
         }
 
 
-_SPEED = ("samples_per_s", "steps", "steps_skipped", "epochs", "step_ms", "train_s", "backend")
+_SPEED = ("samples_per_s", "steps", "steps_skipped", "epochs", "step_ms", "predicted", "train_s", "backend")
 
 
 def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:

@@ -27,10 +27,11 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.choose import describe, disk_shortfall, required_bytes
+from hotrow.plan.choose import describe, disk_shortfall, full_device
+from hotrow.plan.demand import required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
-from hotrow.run.setup import Setup, full_device, storage_line
+from hotrow.run.setup import Setup, storage_line
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
 
 Pin = Literal["auto", "cores", "off"]
@@ -218,6 +219,8 @@ def _begin(training: Training) -> None:
     if unused := config.hot.unused():
         text = f"hot.schedule is {config.hot.schedule}, which does not use {', '.join(unused)}"
         training.warn("unused_hot_options", text)
+    if training.setup.not_predicted is not None:
+        folder.warn("not_predicted", training.setup.not_predicted)
     _warn_of_tiers(training)
     _warn_of_little_disk(training)
     _warn_of_slow_products(training)
@@ -231,6 +234,7 @@ def _begin(training: Training) -> None:
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
         rows={name: split.num_rows for name, split in dataset.splits.items()},
         seeds={"train.seed": config.train.seed},
+        predicted=training.setup.predicted,
         backend=asdict(backend),
         tables_bytes=sum(table.num_bytes for table in training.parts.embedding.tables),
         batches_dropped=0,

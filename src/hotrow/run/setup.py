@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotrow import optim
-from hotrow.base.files import parse_bytes, size
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config, DenseDtype
@@ -28,10 +27,13 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.turns import check_hot
 from hotrow.models.layers import Network
 from hotrow.placement.budget import DeviceMemory, Memory
-from hotrow.plan.choose import choose, demands_of, most_rows, moved, required_bytes
+from hotrow.plan.choose import moved, place_tables
+from hotrow.plan.demand import demands_of
+from hotrow.plan.divide import predict_run
+from hotrow.plan.hardware import Hardware, known_hardware
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
-from hotrow.run.record import read_extra
+from hotrow.run.record import Predicted, read_extra
 from hotrow.run.wear import check_write_budget
 from hotrow.tables import Dtype, TableConfig
 
@@ -60,6 +62,10 @@ class Setup:
     """The device that holds copies of hot rows; None: no device does."""
     folder: Path
     """The run's folder, or the folder in which it will be made."""
+    predicted: Predicted | None = None
+    """A step, as the plan has it; None if nothing is known of this machine."""
+    not_predicted: str | None = None
+    """Why nothing is predicted although this machine was measured."""
 
     @classmethod
     def decide(cls, config: Config, dataset: PackedDataset, folder: Path, *, training: bool = True) -> Setup:
@@ -70,9 +76,14 @@ class Setup:
         Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
         """
         tables, dense = tables_of(config, dataset), DenseDevice.of(config)
-        memory = place_tables(config, tables, folder, dense, dataset=dataset, training=training)
+        hardware = known_hardware() if training else None
+        memory = place_tables(
+            config, tables, folder, str(dense.device), dataset=dataset, training=training, hardware=hardware
+        )
         copies_on = device_of_copies(config, dense) if training else None
         setup = cls(config, dataset, tables, dense, memory, copies_on, folder)
+        if hardware is not None:
+            setup = replace(setup, **_prediction(setup, hardware))
         if training:
             check_write_budget(config, tables, in_tiers=setup.in_tiers)
             check_hot(config.hot, dataset, setup.record_bytes, device=copies_on)
@@ -96,6 +107,15 @@ class Setup:
     def record_bytes(self) -> dict[str, int]:
         """Bytes of one row of each table, its optimizer state included."""
         return {own.name: own.record_bytes for own in demands_of(self.config, self.tables, training=True)}
+
+
+def _prediction(setup: Setup, hardware: Hardware) -> dict[str, Any]:
+    """Returns the fields of `setup` that say what a step will take."""
+    try:
+        found = predict_run(setup.config, setup.tables, setup.dataset, setup.memory, hardware)
+    except Exception as error:  # a run does not fail for want of a prediction
+        return {"not_predicted": str(error) or type(error).__name__}
+    return {"predicted": {**asdict(found), "hardware": {"name": hardware.name, "date": hardware.date}}}
 
 
 @dataclass(frozen=True)
@@ -188,40 +208,6 @@ def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]
     return config.model.tables(dataset, dtype=TABLE_DTYPES[config.train.precision])
 
 
-def place_tables(
-    config: Config,
-    tables: Sequence[TableConfig],
-    run: Path,
-    dense: DenseDevice,
-    *,
-    dataset: PackedDataset,
-    training: bool,
-) -> Memory | DeviceMemory | None:
-    """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
-
-    Raises ValueError as `choose` does, and if the slots cannot hold the rows of a step, with the bytes that would do.
-    """
-    below = choose(config, tables, run, dataset=dataset, training=training)
-    if config.hbm is None:
-        return below
-    memory = DeviceMemory(hbm=config.hbm, below=below, device=str(dense.device))
-    if training:
-        _check_a_step_fits(config, tables, memory)
-    return memory
-
-
-def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: DeviceMemory) -> None:
-    demands, most = demands_of(config, tables, training=True), [most_rows(config, table) for table in tables]
-    for table, own, needed in zip(tables, memory.checked_slots(demands), most, strict=True):
-        if own.cached < min(needed, table.num_embeddings - own.pinned):
-            least = memory.least_bytes(demands, [min(n, t.num_embeddings) for n, t in zip(most, tables, strict=True)])
-            raise ValueError(
-                f"memory.hbm is {config.hbm!r}: table {table.name!r} would have {own.cached:,} slots on the device, "
-                f"but a step may look up {needed:,} different rows; raise it to {least:,} bytes (memory.hbm={least}), "
-                f"or choose a train.batch_size below {config.train.batch_size}"
-            )
-
-
 def device_of_copies(config: Config, dense: DenseDevice) -> torch.device | None:
     """Returns the device that holds copies of hot rows: the GPU of the dense layers, unless tables have slots on it.
 
@@ -235,28 +221,6 @@ def device_of_copies(config: Config, dense: DenseDevice) -> torch.device | None:
             "Triton is not installed: pip install 'hotrow[gpu]', or set device to cpu"
         )
     return dense.device
-
-
-def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:
-    """Returns what to say if the device ran out of memory in training, and the option to resume with.
-
-    The option is None if nothing that a resumed run may change needs less memory.
-    """
-    text = f"the device's memory is full ({str(error).splitlines()[0]})"
-    if config.hbm is not None:
-        taken, holder = parse_bytes(config.hbm), "slots take"
-    elif config.hot.takes_turns:
-        taken, holder = min(parse_bytes(config.hot.budget), required_bytes(config, tables)), "copies of hot rows take"
-    else:
-        return f"{text}: a smaller train.batch_size or smaller MLPs need less, in a new run", None
-    needed = [min(most_rows(config, table), table.num_embeddings) for table in tables]
-    least = DeviceMemory(hbm=taken, device="cpu").least_bytes(demands_of(config, tables, training=True), needed)
-    text = f"{text}: {holder} {size(taken)} of it, and a step needs the rest"
-    tried = max(least, taken * 3 // 4)
-    if tried >= taken:
-        return f"{text}; slots of less do not hold the rows of a step, so lower train.batch_size, in a new run", None
-    instead = "" if config.hbm is not None else ", slots in place of the copies, or a lower hot.budget in a new run"
-    return f"{text}; try memory.hbm={tried}{instead}", f"memory.hbm={tried}"
 
 
 def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) -> tuple[Config, Sequence[TableConfig]]:

@@ -35,8 +35,8 @@ from hotrow.data.packed.writer import PackedWriter
 from hotrow.placement.budget import Memory, TableSlots
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.choose import demands_of
 from hotrow.plan.cost import PHASES, Amounts, TableWork, Traffic, Work, amounts_of, dense_work
+from hotrow.plan.demand import demands_of
 from hotrow.plan.hardware import Figure, Point
 from hotrow.plan.solve import rates_of
 from hotrow.run.meters import Session, StepClock

@@ -24,7 +24,7 @@ from hotrow.batch import Batch
 from hotrow.config.schema import Config
 from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.choose import required_bytes
+from hotrow.plan.demand import required_bytes
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.meters import Meter, Notice, Session
 from hotrow.tables import TableConfig

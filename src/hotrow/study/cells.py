@@ -10,18 +10,19 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hotrow.base.records import read_sealed, write_sealed
 from hotrow.bench import how_clean
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory
-from hotrow.plan.choose import demands_of, required_bytes
 from hotrow.plan.cost import predict, work_of
+from hotrow.plan.demand import required_bytes
+from hotrow.plan.divide import slots_of
 from hotrow.plan.hardware import Hardware
 from hotrow.run.setup import Setup, tables_of
 from hotrow.study.data import prepared
@@ -63,7 +64,7 @@ class Studied:
     machines: Mapping[str, Hardware | str] | None = None
     """Declared machines to model every cell for, or why one cannot be."""
 
-    FAILURES = (CellError,)
+    FAILURES: ClassVar[tuple[type[Exception], ...]] = (CellError,)
 
     @cached_property
     def cells(self) -> list[Cell]:
@@ -138,7 +139,8 @@ class Studied:
             work = work_of(config, setup.tables, dataset, warmup=warm * per_pass)
             slots = None
             if isinstance(setup.memory, Memory):
-                slots = setup.memory.checked_slots(demands_of(config, setup.tables, training=True))
+                settled, slots = slots_of(config, setup.tables, setup.memory)
+                work = replace(work, folder=str(settled.folder), writes=settled.writes)
             found = predict(work, hardware, slots)
         except ValueError as error:
             return {"reason": str(error)}

@@ -1,0 +1,121 @@
+"""The verb `plan`: what `plan/explain.py` says of a config, and how it is shown to people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hotrow.base.files import size
+from hotrow.config.load import load_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.plan.explain import Explanation, OverRanks, TablePlan, explain
+from hotrow.plan.hardware import known_hardware, read_hardware
+from hotrow.run.setup import DenseDevice, tables_of
+
+MOST_LINES = 40
+"""Tables that are shown to people; --json has all."""
+
+
+def plan(
+    config: Path,
+    overrides: Sequence[str] = (),
+    *,
+    hardware: Path | None = None,
+    num_ranks: int | None = None,
+    target: float | None = None,
+) -> Explanation:
+    """Returns the plan of a config on a machine: this one, if no hardware file is named."""
+    if target is not None and not target > 0:
+        raise ValueError(f"--target is {target:g}; give samples per second, above 0")
+    if target is not None and num_ranks is not None:
+        raise ValueError("--target asks about one machine; give it without --ranks")
+    parsed = load_config(config, overrides)
+    dataset = PackedDataset.open(parsed.data, verify="sizes")
+    parsed.model.check(dataset)
+    DenseDevice.of(parsed)
+    return explain(
+        parsed,
+        tables_of(parsed, dataset),
+        dataset,
+        Path(parsed.run or "runs"),
+        hardware=known_hardware() if hardware is None else read_hardware(hardware),
+        elsewhere=hardware is not None,
+        num_ranks=num_ranks,
+        target=target,
+    )
+
+
+def lines_of(found: Explanation) -> Iterator[str]:
+    """Yields the plan in words."""
+    if found.ranks is not None:
+        yield from _ranks(found, found.ranks)
+        return
+    where = "all in DRAM" if found.disk is None else f"{size(found.dram_bytes)} of DRAM, the rest in {found.disk}"
+    yield f"tables and optimizer state take {size(found.needed_bytes)}: {where}"
+    yield ""
+    yield from _tables(found.tables)
+    if found.hits_missed is not None:
+        yield f"no other division of this DRAM finds more than {found.hits_missed:.2%} of a step's rows more there"
+    yield ""
+    if (step := found.predicted) is None:
+        yield f"no speed is predicted: {found.not_predicted}"
+        return
+    assert found.hardware is not None
+    phases = "  ".join(f"{phase} {ms:.3g}" for phase, ms in step.step_ms.items())
+    yield (
+        f"predicted on {found.hardware['name']} ({found.hardware['date']}): {step.samples_per_s:,.0f} samples/s, "
+        f"{sum(step.step_ms.values()):.4g} ms a step"
+    )
+    yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {step.binds} binds"
+    if found.written_bytes_per_day:
+        yield f"  to the drive: {size(found.written_bytes_per_day)} of rows a day of training, checkpoints not counted"
+    if found.changes:
+        yield "what would change (predicted; modelled: about a machine that nobody measured)"
+        for each in found.changes:
+            modelled = ", modelled" if each.modelled else ""
+            yield f"  {each.gain:+7.1%}  {each.what} ({each.samples_per_s:,.0f} samples/s{modelled})"
+    if (target := found.target) is not None:
+        yield f"for {target.samples_per_s:,.0f} samples/s: {target.text}"
+
+
+def _tables(tables: Sequence[TablePlan]) -> Iterator[str]:
+    largest = sorted(tables, key=lambda own: -own.rows * own.record_bytes)
+    width = max(len(own.name) for own in largest[:MOST_LINES])
+    yield (
+        f"{'table':<{width}} {'rows':>13} {'bytes/row':>9} {'pinned':>12} {'cached':>11} {'on disk':>13} "
+        f"{'hits':>6}  why"
+    )
+    for own in largest[:MOST_LINES]:
+        hits = "" if own.hit_rate is None else f"{own.hit_rate:.1%}"
+        yield (
+            f"{own.name:<{width}} {own.rows:>13,} {own.record_bytes:>9,} {own.pinned:>12,} {own.cached:>11,} "
+            f"{own.on_disk:>13,} {hits:>6}  {own.why}"
+        )
+    if len(largest) > MOST_LINES:
+        yield f"and {len(largest) - MOST_LINES} smaller tables (--json has all)"
+
+
+def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
+    assert found.hardware is not None
+    yield (
+        f"{ranks.num_ranks} machines like {found.hardware['name']}, {size(ranks.capacity_bytes)} of DRAM for tables on "
+        f"each; tables and optimizer state take {size(found.needed_bytes)}"
+    )
+    for rank, (ms, held) in enumerate(zip(ranks.table_ms, ranks.held_bytes, strict=True)):
+        own = [name for name, owner in ranks.owners.items() if owner == f"rank {rank}"]
+        named = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
+        yield f"  rank {rank}: {size(held)}, {ms:.3g} ms: {named or 'no table of its own'}"
+    for owner, words in (("row", "split by row number over all ranks"), ("replicated", "on every rank")):
+        if own := [name for name, each in ranks.owners.items() if each == owner]:
+            yield f"  {words}: {', '.join(own[:MOST_LINES])}"
+    limit = "; the solver was out of time" if ranks.out_of_time else ""
+    yield (
+        f"no other plan takes more than {ranks.gap:.2%} off the slowest rank's time (solved in {ranks.solved_s:.2f} s"
+        f"{limit})"
+    )
+    others = (f"{rule} {'does not fit' if each is None else f'{each:.2f}x'}" for rule, each in ranks.greedy.items())
+    yield f"its time under simple rules: {', '.join(others)}"
+    yield (
+        f"modelled: {ranks.samples_per_s:,.0f} samples/s, {ranks.step_ms:.4g} ms a step of the slowest rank; "
+        f"{ranks.binds} binds"
+    )

@@ -1,0 +1,268 @@
+"""How any amount of DRAM is divided among the tables of a config: `choose` asks for the run's, `explain` for others.
+
+Slots by access counts (solve.py) serve the rows that cost most if they are missing. If a hardware file says what a
+miss costs on this disk, the division with the fastest predicted step is taken; else all misses cost the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from hotrow.base.files import disk_free_bytes, size
+from hotrow.config.schema import Config, MemoryConfig
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.placement.budget import LEAST_ROWS, DeviceMemory, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.plan.cost import Prediction, Work, predict, traffic_of, work_of
+from hotrow.plan.demand import demands_of, most_rows
+from hotrow.plan.hardware import Disk, Hardware
+from hotrow.plan.solve import CountsPlan, TableUse, plan_by_counts
+from hotrow.tables import TableConfig
+
+
+def without_pieces(budget: int) -> int:
+    """Returns what a budget leaves for tables beside pieces of checkpoints and rows that evaluations read."""
+    return max(1, budget * 8 // 9, budget - (64 << 20))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """Divides DRAM among tables; counts are read once for all amounts.
+
+    memory: folders and options; its `dram` is not used. hardware: what a miss costs, and what a step takes; None:
+    all misses cost the same, and nothing is predicted.
+    """
+
+    config: Config
+    tables: Sequence[TableConfig]
+    memory: Memory
+    dataset: PackedDataset | None = None
+    training: bool = True
+    hardware: Hardware | None = None
+    _uses: dict[tuple[TableDemand, ...], list[TableUse]] = field(default_factory=dict, repr=False)
+    _weighted: dict[tuple[TableDemand, ...], CountsPlan] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def plain(self) -> list[TableDemand]:
+        return demands_of(self.config, self.tables, training=self.training)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of all tables and their optimizer state."""
+        return sum(table.num_rows * table.record_bytes for table in self.plain)
+
+    @cached_property
+    def plan(self) -> CountsPlan | None:
+        """The plan by the accesses that preparation counted; None if it counted none, and if tables are only read."""
+        if not self.training or self.dataset is None or not self.dataset.has_counts:
+            return None
+        num_rows, chosen = self.dataset.split("train").num_rows, self.config.memory
+        if not num_rows:
+            return None
+        return plan_by_counts(
+            {table.name: self.dataset.counts(table.name) for table in self.tables},
+            num_steps=num_rows / self.config.train.batch_size,
+            depth=(MemoryConfig() if isinstance(chosen, str) else chosen).lookahead,
+            least_cached={t.name: max(LEAST_ROWS, most_rows(self.config, t)) for t in self.tables},
+        )
+
+    def uses(self, demands: Sequence[TableDemand]) -> list[TableUse]:
+        """Returns the tables with their accesses; there must be a `plan`."""
+        assert self.plan is not None
+        if (key := (*demands,)) not in self._uses:
+            self._uses[key] = self.plan.uses(demands)
+        return self._uses[key]
+
+    def divide(self, budget: int, writes: Writes) -> tuple[Memory, list[TableDemand], Sequence[TableSlots]]:
+        """Returns a memory of `budget` bytes with its plan, what tables take then, and their slots.
+
+        Raises ValueError if the smallest caches there are do not fit.
+        """
+        memory = replace(self.memory, dram=without_pieces(budget), writes=writes)
+        settled = self._settled(memory)
+        demands = settled.with_places(self.plain)
+        left = settled.budget_bytes(demands)
+        if self.plan is None:
+            return memory, demands, plan_slots(demands, left)
+        found = [(plan, plan.solver(self.uses(demands))(left)) for plan in self._plans(demands)]
+        fits = [each for each in found if self._lacks(each[1]) is None] or found[:1]
+        plan, slots = fits[0] if len(fits) == 1 else min(fits, key=lambda each: self._step_s(each[1], memory))
+        return replace(memory, plan=plan), demands, slots
+
+    def _plans(self, demands: Sequence[TableDemand]) -> list[CountsPlan]:
+        """Returns the plans to choose from: all misses cost the same; and by what a miss of each table costs."""
+        assert self.plan is not None
+        costs = self.miss_costs(demands)
+        if len(set(costs.values())) < 2:
+            return [self.plan]
+        key = (*demands,)
+        if key not in self._weighted:
+            self._weighted[key] = self.plan.with_costs(costs)
+        return [self.plan, self._weighted[key]]
+
+    def miss_costs(self, demands: Sequence[TableDemand]) -> dict[str, float]:
+        """Returns seconds of disk and processor per missed row, by table; empty if no figures of a disk are known."""
+        if self.hardware is None or not self.hardware.disks:
+            return {}
+        disk = self.hardware.disk_at(self.memory.folder) or self.hardware.disks[0]
+        return {demand.name: miss_s(demand, disk) for demand in demands}
+
+    @cached_property
+    def work(self) -> Work:
+        """What a step does; there must be a dataset. Raises ValueError if `work_of` does."""
+        assert self.dataset is not None
+        return work_of(self.config, self.tables, self.dataset)
+
+    def predict(
+        self, slots: Sequence[TableSlots] | None, memory: Memory | None = None, hardware: Hardware | None = None
+    ) -> Prediction:
+        """Returns a step's predicted time with these slots; None: all rows in DRAM.
+
+        memory: that of the slots, if it is not the division's; hardware: another machine. Raises ValueError for what
+        has no prediction yet, and for figures that are missing.
+        """
+        machine = hardware or self.hardware
+        assert machine is not None
+        return predict(self._with_rows_in(memory), machine, slots)
+
+    def _with_rows_in(self, memory: Memory | None) -> Work:
+        settled = self._settled(memory or self.memory)
+        return replace(self.work, folder=str(settled.folder), writes=settled.writes)
+
+    def written_bytes(self, slots: Sequence[TableSlots] | None, memory: Memory | None = None) -> float:
+        """Returns the bytes of rows that a step is expected to write to the drive."""
+        traffic = None if slots is None else traffic_of(self._with_rows_in(memory), slots)
+        return 0.0 if traffic is None else traffic.written_bytes
+
+    def _step_s(self, slots: Sequence[TableSlots], memory: Memory) -> float:
+        """Returns what a step takes, or what its writes take of `memory.write_budget`, whichever is more."""
+        budget = self.config.write_budget
+        try:
+            seconds = self.predict(slots, memory).step_s
+            written = 0.0 if budget is None else self.written_bytes(slots, memory) * budget.seconds / budget.num_bytes
+        except Exception:  # no run fails for want of a prediction: all plans are alike, and the first is taken
+            return math.inf
+        return max(seconds, written)
+
+    def _lacks(self, slots: Sequence[TableSlots]) -> str | None:
+        """Returns which table's cache would not hold the rows of a batch; None if all do."""
+        for table, (pinned, cached) in zip(self.tables, slots, strict=True) if self.training else ():
+            most = min(table.num_embeddings - pinned, most_rows(self.config, table))
+            if cached < most:
+                return (
+                    f"table {table.name!r} would keep {cached:,} rows, but a step may look up {most:,} different ones"
+                )
+        return None
+
+    def short(self, budget: int, writes: Writes) -> str | None:
+        """Returns why `budget` bytes are not enough for a step; None if they are."""
+        try:
+            _, _, slots = self.divide(budget, writes)
+        except ValueError:
+            return "the smallest caches there are do not fit"
+        return self._lacks(slots)
+
+    def writes(self, budget: int) -> Writes:
+        """Returns how rows are written: as asked, but in place if "auto" would leave too few slots to gather them."""
+        asked = self.memory.writes
+        return "in_place" if asked == "auto" and self.short(budget, asked) else asked
+
+    def least_bytes(self, budget: int, writes: Writes) -> int:
+        """Returns the smallest budget from `budget` on, to 64 KiB, that is enough for a step."""
+        low, high = budget, 2 * budget
+        while self.short(high, writes):
+            low, high = high, 2 * high
+        while high - low > 64 << 10:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.short(middle, writes) else (low, middle)
+        return high
+
+    def check(self, budget: int, *, beside: int) -> Memory:
+        """Returns the memory of `budget` bytes with its plan.
+
+        beside: bytes of `memory.dram` that are not in `budget`, because they are not for tables. Raises ValueError,
+        with what is missing, if a table's cache would not hold the rows of a batch.
+        """
+        writes = self.writes(budget)
+        if reason := self.short(budget, writes):
+            least = self.least_bytes(budget, writes)
+            raise ValueError(
+                f"{size(budget)} is not enough memory for tables and optimizer state: {reason}. "
+                f"{size(least - budget)} more are needed (memory.dram={-(-(least + beside) // 2**20)}MiB), or "
+                f"a train.batch_size below {self.config.train.batch_size}"
+            )
+        memory, demands, slots = self.divide(budget, writes)
+        self._settled(memory).plan_places(demands, slots)
+        return memory
+
+    def _settled(self, memory: Memory) -> Memory:
+        return memory.settled(self.plain, self._free_bytes)
+
+    @cached_property
+    def _free_bytes(self) -> int:
+        return disk_free_bytes(self.memory.folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A predicted step, in the units of a run's record."""
+
+    step_ms: dict[str, float]
+    """By phase."""
+    wait_ms: float
+    """The part of `lookup` that waits for rows from disk."""
+    samples_per_s: float
+    binds: str
+    """What a faster machine would need first."""
+
+
+def step_of(predicted: Prediction, batch_size: int) -> Step:
+    return Step(
+        step_ms={phase: round(1e3 * seconds, 4) for phase, seconds in predicted.seconds.items()},
+        wait_ms=round(1e3 * predicted.wait_s, 4),
+        samples_per_s=round(batch_size / predicted.step_s, 1),
+        binds=predicted.binds,
+    )
+
+
+def predict_run(
+    config: Config,
+    tables: Sequence[TableConfig],
+    dataset: PackedDataset,
+    memory: Memory | DeviceMemory | None,
+    hardware: Hardware,
+) -> Step:
+    """Returns the predicted step of a run whose rows lie in `memory`, or all in DRAM.
+
+    Raises ValueError for what has no prediction yet, and for figures that are missing.
+    """
+    work, slots = work_of(config, tables, dataset), None
+    if isinstance(memory, Memory):
+        settled, slots = slots_of(config, tables, memory)
+        work = replace(work, folder=str(settled.folder), writes=settled.writes)
+    return step_of(predict(work, hardware, slots), work.batch_size)
+
+
+def slots_of(config: Config, tables: Sequence[TableConfig], memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:
+    """Returns how rows are written, and the slots that a collection gives its tables, if they train with `memory`."""
+    plain = demands_of(config, tables, training=True)
+    settled = memory.settled(plain, disk_free_bytes(memory.folder))
+    demands = settled.with_places(plain)
+    return settled, (memory.plan or plan_slots)(demands, settled.budget_bytes(demands))
+
+
+def miss_s(demand: TableDemand, disk: Disk) -> float:
+    """Returns seconds of disk and processor for a row that is read because it is missing, and written as it leaves.
+
+    A row in its own sectors takes an I/O each way, and the disk does so many in a second at its best queue depth; rows
+    that are gathered are written by the page, at the disk's bandwidth.
+    """
+    sectors = disk.sector_bytes * math.ceil(demand.record_bytes / disk.sector_bytes)
+    reads, writes = (max(f.value for f in rates.values()) for rates in (disk.reads_per_s, disk.writes_per_s))
+    cpu_s = disk.cpu_s_per_io.value
+    read_s = max(1 / reads, sectors / disk.read_bytes_per_s.value) + cpu_s
+    if demand.place_bytes:
+        return read_s + demand.record_bytes / disk.write_bytes_per_s.value
+    return read_s + max(1 / writes, sectors / disk.write_bytes_per_s.value) + cpu_s

@@ -1,0 +1,405 @@
+"""What a plan is and why, as data: `hotrow plan` prints it.
+
+Where each table lies, what a step takes by phase and what binds, what more memory, a faster disk, a GPU or a second
+machine would change, the least memory for a wanted speed, and owners of tables over ranks. Times are predictions by
+cost.py on a hardware file; whatever a machine that is not in it would do is called modelled. Nothing here trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.machine import available_memory_bytes
+from hotrow.config.schema import Config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.placement.budget import LEAST_ROWS, Memory, TableSlots
+from hotrow.plan.choose import FOLDER, choose, dram_budget
+from hotrow.plan.cost import Prediction, Work, predict, work_of
+from hotrow.plan.demand import demands_of
+from hotrow.plan.divide import Division, Step, slots_of, step_of
+from hotrow.plan.hardware import Disk, Figure, Gpu, Hardware
+from hotrow.plan.ranks import GREEDY, RankTable, TableLoad, greedy, solve_ranks, ways_of
+from hotrow.plan.solve import expected_hits, most_saved
+from hotrow.tables import TableConfig
+
+FASTER = 2
+"""How many times as fast the other disk is about which we say what it buys."""
+GIB = 1 << 30
+TARGET_STEPS = 12
+"""Halvings of the range in which the least memory for a speed lies: to 1/4096 of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablePlan:
+    """Where one table lies, and why."""
+
+    name: str
+    rows: int
+    record_bytes: int
+    """Bytes of a row with its optimizer state."""
+    pinned: int
+    cached: int
+    on_disk: int
+    """Rows that have no slot: on disk, once they have been trained."""
+    rows_per_step: float | None
+    """Different rows per step; None if the dataset has no counts."""
+    hit_rate: float | None
+    """The expected share of them that is in DRAM already."""
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a change of the machine would do."""
+
+    what: str
+    samples_per_s: float
+    gain: float
+    """Its speed over that of the plan, less 1."""
+    modelled: bool
+    """Whether it rests on a machine that nobody measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The least memory for a wanted speed."""
+
+    samples_per_s: float
+    reached: bool
+    memory_bytes: int | None
+    """DRAM for tables; None if no amount is enough."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverRanks:
+    """Owners of the tables if several machines like this one train the model."""
+
+    num_ranks: int
+    capacity_bytes: int
+    """DRAM for tables on every rank."""
+    owners: dict[str, str]
+    """By table: "replicated", "row", or "rank N"."""
+    table_ms: list[float]
+    """By rank, what its tables take per step."""
+    held_bytes: list[int]
+    gap: float
+    """The most by which another plan could be faster, as a share of the slowest rank's time."""
+    out_of_time: bool
+    solved_s: float
+    step_ms: float
+    """Of the slowest rank, dense layers and the sum of their gradients included."""
+    samples_per_s: float
+    binds: str
+    greedy: dict[str, float | None]
+    """By rule: its slowest rank's time over this plan's; None if its plan does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """See the module."""
+
+    needed_bytes: int
+    """All tables and their optimizer state."""
+    dram_bytes: int
+    """What of DRAM is for them."""
+    disk: str | None
+    """Where the rest lies; None if all rows lie in DRAM."""
+    tables: list[TablePlan]
+    hits_missed: float | None
+    """The most hits per step that a better division could add, over the different rows of a step."""
+    hardware: dict[str, str] | None
+    predicted: Step | None
+    not_predicted: str | None
+    """Why nothing is predicted."""
+    written_bytes_per_day: float | None
+    """Bytes of rows that go to the drive, if it trains all day; checkpoints come on top."""
+    changes: list[Change]
+    target: Target | None
+    ranks: OverRanks | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def explain(
+    config: Config,
+    tables: Sequence[TableConfig],
+    dataset: PackedDataset,
+    folder: Path,
+    *,
+    hardware: Hardware | None = None,
+    elsewhere: bool = False,
+    num_ranks: int | None = None,
+    target: float | None = None,
+) -> Explanation:
+    """Returns the plan of a run, and what would change it.
+
+    folder: where the run would be. hardware: the machine; elsewhere: it is not this one, so its own memory counts.
+    num_ranks: machines like it that train together. target: wanted samples per second.
+    Raises ValueError if the config does not fit, by how much, and if what is asked for needs figures that are missing.
+    """
+    available = int(hardware.dram_bytes.value) if hardware is not None and elsewhere else available_memory_bytes()
+    budget, memory = dram_budget(config, available), None
+    if num_ranks is None:
+        memory = choose(config, tables, folder, dataset=dataset, hardware=hardware, available_bytes=available)
+    template = memory or Memory(dram=max(1, budget), ssd=folder / FOLDER)
+    division = Division(config=config, tables=tables, memory=template, dataset=dataset, hardware=hardware)
+    slots = None if memory is None else slots_of(config, tables, memory)[1]
+    predicted, reason = _predicted(division, slots)
+    if reason and (target is not None or num_ranks is not None):
+        raise ValueError(f"--target and --ranks need a prediction, and there is none: {reason}")
+    batch_size = min(config.train.batch_size, dataset.split("train").num_rows)
+    written = None if predicted is None else division.written_bytes(slots) / predicted.step_s
+    return Explanation(
+        needed_bytes=division.needed_bytes,
+        dram_bytes=budget if memory is not None else division.needed_bytes,
+        disk=None if memory is None else str(memory.folder),
+        tables=[] if num_ranks is not None else _table_plans(division, slots),
+        hits_missed=None if slots is None else _hits_missed(division, slots),
+        hardware=None if hardware is None else {"name": hardware.name, "date": hardware.date},
+        predicted=None if predicted is None or num_ranks is not None else step_of(predicted, batch_size),
+        not_predicted=reason,
+        written_bytes_per_day=written and 86400 * written,
+        changes=[] if predicted is None or num_ranks is not None else _changes(division, budget, slots, predicted),
+        target=None if target is None or num_ranks is not None else _target(division, target),
+        ranks=None if num_ranks is None else over_ranks(division, num_ranks, budget),
+    )
+
+
+def _predicted(division: Division, slots: Sequence[TableSlots] | None) -> tuple[Prediction | None, str | None]:
+    if division.hardware is None:
+        return None, "no figures of this machine are known: measure it with hotrow probe, or name a file (--hardware)"
+    try:
+        return division.predict(slots), None
+    except ValueError as error:
+        return None, str(error)
+
+
+# ---- tables
+
+
+def _table_plans(division: Division, slots: Sequence[TableSlots] | None) -> list[TablePlan]:
+    uses = None if division.plan is None else division.uses(division.plain)
+    plans = []
+    for t, own in enumerate(division.plain):
+        pinned, cached = TableSlots(own.num_rows, 0) if slots is None else slots[t]
+        rows = None if uses is None else uses[t].rows_per_step
+        hits = None if uses is None else uses[t].hits(TableSlots(pinned, cached))
+        plans.append(
+            TablePlan(
+                name=own.name,
+                rows=own.num_rows,
+                record_bytes=own.record_bytes,
+                pinned=pinned,
+                cached=cached,
+                on_disk=own.num_rows - pinned - cached,
+                rows_per_step=rows,
+                hit_rate=None if rows is None or hits is None else hits / rows if rows else 1.0,
+                why=_why(division, t, TableSlots(pinned, cached)),
+            )
+        )
+    return plans
+
+
+def _why(division: Division, t: int, slots: TableSlots) -> str:
+    own = division.plain[t]
+    if slots.pinned == own.num_rows:
+        return "whole in DRAM"
+    if division.plan is None:
+        return "no access counts: as many cached rows as every other table that does not lie in DRAM whole"
+    floor = max(LEAST_ROWS, division.plan.least_cached[own.name])
+    if slots.pinned == 0 and slots.cached <= floor:
+        return "room for the batches in flight alone: its bytes save less here than in other tables"
+    cache = "a cache for batches in flight" if slots.cached <= 2 * floor else "a cache for rows that come again"
+    first = f"its {slots.pinned:,} most used rows stay, " if slots.pinned else ""
+    return f"{first}{cache}; one row more would save less than in other tables"
+
+
+def _hits_missed(division: Division, slots: Sequence[TableSlots]) -> float | None:
+    if division.plan is None:
+        return None
+    taken = division.memory.settled(division.plain, disk_free_bytes(division.memory.folder))
+    demands = taken.with_places(division.plain)
+    uses = division.uses(demands)
+    rows = sum(use.rows_per_step for use in uses)
+    most = most_saved(uses, taken.budget_bytes(demands))
+    return max(0.0, most - expected_hits(uses, slots)) / rows if rows else 0.0
+
+
+# ---- what would change
+
+
+def _changes(division: Division, budget: int, slots: Sequence[TableSlots] | None, now: Prediction) -> list[Change]:
+    """Returns what a change of the machine would do to the speed, the best first."""
+    hardware = division.hardware
+    assert hardware is not None
+    batch_size, found = division.work.batch_size, []
+
+    def add(what: str, made: Callable[[], float], *, modelled: bool = False) -> None:
+        try:
+            step_s = made()
+        except ValueError:  # a figure is missing, or nothing fits
+            return
+        gain = now.step_s / step_s - 1
+        found.append(
+            Change(what=what, samples_per_s=round(batch_size / step_s, 1), gain=round(gain, 4), modelled=modelled)
+        )
+
+    if slots is not None:
+        missing, faster = division.needed_bytes - budget, replace(hardware, disks=[*map(_faster, hardware.disks)])
+        if missing > GIB:
+            add("1 GiB more of DRAM", lambda: _step_at(division, budget + GIB))
+        add(f"{size(missing)} more of DRAM, which hold every row", lambda: division.predict(None).step_s)
+        add(f"a disk {FASTER} times as fast", lambda: division.predict(slots, hardware=faster).step_s, modelled=True)
+    for gpu in hardware.gpus:
+        add(f"dense layers on {gpu.name}", lambda gpu=gpu: _on_gpu(division, now, gpu), modelled=True)  # type: ignore[misc]
+    if hardware.network_bytes_per_s is not None:
+        add("a second machine like this", lambda: over_ranks(division, 2, budget).step_ms / 1e3, modelled=True)
+    return sorted(found, key=lambda change: -change.gain)
+
+
+def _step_at(division: Division, budget: int) -> float:
+    """Returns a step's seconds with `budget` bytes of DRAM. Raises ValueError if a step does not fit in them."""
+    if budget >= division.needed_bytes:
+        return division.predict(None).step_s
+    writes = division.writes(budget)
+    if reason := division.short(budget, writes):
+        raise ValueError(reason)
+    memory, _, slots = division.divide(budget, writes)
+    return division.predict(slots, memory).step_s
+
+
+def _faster(disk: Disk) -> Disk:
+    def times(figure: Figure) -> Figure:
+        return replace(figure, value=FASTER * figure.value, low=None, high=None, source="assumed", note="another disk")
+
+    return replace(
+        disk,
+        reads_per_s={depth: times(figure) for depth, figure in disk.reads_per_s.items()},
+        writes_per_s={depth: times(figure) for depth, figure in disk.writes_per_s.items()},
+        read_bytes_per_s=times(disk.read_bytes_per_s),
+        write_bytes_per_s=times(disk.write_bytes_per_s),
+    )
+
+
+def _on_gpu(division: Division, now: Prediction, gpu: Gpu) -> float:
+    """Returns the step's seconds if dense layers run on the GPU at its rate of large products, tables on the CPU.
+
+    Pooled rows go there and their gradients come back. Raises ValueError if the GPU's rate is not known.
+    """
+    work = division.work
+    rates = [figure.value for name, figure in gpu.product_flops_per_s.items() if name == "fp32"]
+    if not rates:
+        raise ValueError(f"{gpu.name} has no product_flops_per_s of fp32")
+    flops = 3 * 2 * sum(n * inputs * outputs for n, inputs, outputs in work.products)
+    pooled_bytes = 4 * sum(
+        work.batch_size * len(own.table.feature_names) * own.table.embedding_dim for own in work.tables
+    )
+    link_s = pooled_bytes * (1 / gpu.to_device_bytes_per_s.value + 1 / gpu.to_host_bytes_per_s.value)
+    return now.step_s - now.seconds["dense"] + flops / rates[0] + link_s
+
+
+def _target(division: Division, samples_per_s: float) -> Target:
+    """Returns the least DRAM with which the predicted speed is at least `samples_per_s`."""
+    batch_size, needed = division.work.batch_size, division.needed_bytes
+
+    def speed(budget: int) -> float:
+        return batch_size / _step_at(division, budget)
+
+    whole = division.predict(None)
+    fastest = batch_size / whole.step_s
+    if fastest < samples_per_s:
+        text = (
+            f"no amount of memory is enough: with every row in DRAM it is {fastest:,.0f} samples/s, "
+            f"{samples_per_s - fastest:,.0f} too few, and {whole.binds} binds"
+        )
+        return Target(samples_per_s=samples_per_s, reached=False, memory_bytes=None, text=text)
+    low, high = division.least_bytes(1 << 16, "in_place"), needed
+    if low < needed and speed(low) >= samples_per_s:
+        high = low
+    for _ in range(TARGET_STEPS if low < high else 0):
+        middle = (low + high) // 2
+        try:
+            low, high = (low, middle) if speed(middle) >= samples_per_s else (middle, high)
+        except ValueError:
+            low = middle
+    text = f"{size(high)} of DRAM for tables are enough (memory.dram={-(-high // 2**20)}MiB)"
+    return Target(samples_per_s=samples_per_s, reached=True, memory_bytes=high, text=text)
+
+
+# ---- ranks
+
+
+def over_ranks(division: Division, num_ranks: int, capacity_bytes: int) -> OverRanks:
+    """Returns owners of the tables on `num_ranks` machines like the one of `division`, all rows in their DRAM.
+
+    Each machine trains its part of the batch. Raises ValueError if tables do not fit, or the network is not known.
+    """
+    config, hardware = division.config, division.hardware
+    assert hardware is not None and division.dataset is not None
+    if num_ranks < 2 or num_ranks > config.train.batch_size:
+        raise ValueError(f"--ranks is {num_ranks}; give a number from 2 to train.batch_size, {config.train.batch_size}")
+    if hardware.network_bytes_per_s is None:
+        raise ValueError(
+            f"the hardware file of {hardware.name} has no network_bytes_per_s, without which an exchange between ranks "
+            "has no time: declare it (docs/probe.md)"
+        )
+    link = hardware.network_bytes_per_s.value
+    train = config.train.model_copy(update={"batch_size": config.train.batch_size // num_ranks})
+    part = work_of(config.model_copy(update={"train": train}), division.tables, division.dataset)
+    tables = _rank_tables(division, part, num_ranks, link)
+    plan = solve_ranks(tables, num_ranks, capacity_bytes)
+    rest = predict(replace(part, tables=()), hardware)
+    sums_s = 2 * (num_ranks - 1) / num_ranks * 4 * sum(i * o for _, i, o in part.products) / link
+    step_s = plan.slowest_s + rest.step_s + sums_s
+    named = ((table.name, owned) for table, owned in zip(tables, plan.tables, strict=True))
+    others = {rule: greedy(tables, num_ranks, capacity_bytes, rule) for rule in GREEDY}
+    return OverRanks(
+        num_ranks=num_ranks,
+        capacity_bytes=capacity_bytes,
+        owners={name: owned.owner if owned.rank is None else f"rank {owned.rank}" for name, owned in named},
+        table_ms=[round(1e3 * seconds, 4) for seconds in plan.seconds],
+        held_bytes=[round(held) for held in plan.num_bytes],
+        gap=plan.gap,
+        out_of_time=plan.out_of_time,
+        solved_s=round(plan.solved_s, 3),
+        step_ms=round(1e3 * step_s, 4),
+        samples_per_s=round(division.work.batch_size / step_s, 1),
+        binds="tables and their exchange" if plan.slowest_s > rest.step_s + sums_s else "dense layers and their sums",
+        greedy={rule: None if each is None else round(each / plan.slowest_s, 4) for rule, each in others.items()},
+    )
+
+
+def _rank_tables(division: Division, part: Work, num_ranks: int, bytes_per_s: float) -> list[RankTable]:
+    work, hardware = division.work, division.hardware
+    assert hardware is not None
+    of_all, of_one = (_loads(each, hardware) for each in (work, part))
+    demands = demands_of(division.config, division.tables, training=True)
+    return [
+        ways_of(
+            table,
+            demand.record_bytes,
+            of_all=whole,
+            of_one=one,
+            batch_size=work.batch_size,
+            num_ranks=num_ranks,
+            bytes_per_s=bytes_per_s,
+        )
+        for table, demand, whole, one in zip(division.tables, demands, of_all, of_one, strict=True)
+    ]
+
+
+def _loads(work: Work, hardware: Hardware) -> list[TableLoad]:
+    """Returns what each table takes: the step with it alone, less the step without tables."""
+    none = predict(replace(work, tables=()), hardware).seconds
+    loads = []
+    for own in work.tables:
+        seconds = predict(replace(work, tables=(own,)), hardware).seconds
+        lookup_s, update_s = (max(0.0, seconds[phase] - none[phase]) for phase in ("lookup", "update"))
+        loads.append(TableLoad(own.lookups, own.rows, lookup_s, update_s))
+    return loads

@@ -1,0 +1,211 @@
+"""`hotrow plan`, and what a run says of its prediction: on a small dataset and a made-up machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_cost import machine, some_units
+
+import hotrow
+from hotrow.cli import app as cli
+from hotrow.config.load import load_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.placement.tiers import Tiers
+from hotrow.plan.cost import work_of
+from hotrow.plan.demand import required_bytes
+from hotrow.plan.hardware import HARDWARE, Figure, Hardware
+from hotrow.plan.ranks import GREEDY
+from hotrow.run import runs, setup, trainer
+from hotrow.run.setup import tables_of
+
+MODEL = {"name": "dlrm", "embedding_dim": 16, "bottom_mlp": [8], "top_mlp": [8]}
+TRAIN = {"batch_size": 200, "threads": 1, "max_steps": 4}
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def dataset(make_dataset: Callable[..., PackedDataset], tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    folder = tmp_path_factory.mktemp("explain") / "data"
+    rows = {"train": 4000, "val": 64}
+    return make_dataset(folder, rows=rows, table_rows=(50, 4000, 30_000), rows_per_block=1000, counts=True)
+
+
+@pytest.fixture
+def write(dataset: PackedDataset, tmp_path: Path) -> Callable[..., Path]:
+    def config(memory: Any = "auto", **train: Any) -> Path:
+        path = tmp_path / "config.yaml"
+        fields = {"data": str(dataset.path), "run": str(tmp_path / "run"), "model": MODEL, "memory": memory}
+        path.write_text(yaml.safe_dump({**fields, "train": TRAIN | train}))
+        return path
+
+    return config
+
+
+@pytest.fixture
+def hardware(write: Callable[..., Path], dataset: PackedDataset, tmp_path: Path) -> Hardware:
+    """A machine whose disk is slow, so that memory matters."""
+    config = load_config(write(), ())
+    made = machine(work_of(config, tables_of(config, dataset), dataset), some_units)
+    (disk,) = made.disks
+    slow = {"reads_per_s": {"1": Figure(1e3)}, "writes_per_s": {"1": Figure(1e3)}}
+    return replace(made, disks=[replace(disk, **slow)])
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of the machine that runs the tests plays no part."""
+    monkeypatch.setattr("hotrow.cli.plan.known_hardware", lambda: None)
+    monkeypatch.setattr(setup, "known_hardware", lambda: None)
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
+    def run(config: Path, *arguments: object, hardware: Hardware | None = None, code: int = 0) -> Any:
+        options: list[object] = []
+        if hardware is not None:
+            HARDWARE.write(tmp_path / "hardware.json", hardware)
+            options = ["--hardware", tmp_path / "hardware.json"]
+        words = ["hotrow", "plan", config, *options, *arguments]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capfd.readouterr()
+        assert (ended.value.code or 0) == code, out + err
+        return err if code else json.loads(out.splitlines()[-1]) if "--json" in arguments else out
+
+    return run
+
+
+def test_without_a_hardware_file_it_says_where_rows_lie(plan: Any, write: Any) -> None:
+    for memory in ("auto", "dram"):
+        found = plan(write(memory), "--json")
+        assert found["disk"] is None and found["predicted"] is None and found["changes"] == []
+        assert [(own["pinned"], own["on_disk"], own["why"]) for own in found["tables"]] == [
+            (n, 0, "whole in DRAM") for n in (50, 4000, 30_000)
+        ]
+    text = plan(write({"dram": "600KiB"}))
+    assert "600.0 KiB of DRAM, the rest in" in text
+    assert "no speed is predicted: no figures of this machine are known: measure it with hotrow probe" in text
+
+
+def test_the_plan_of_tiers_is_that_of_training(
+    plan: Any, write: Any, hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write({"dram": "600KiB"}, max_steps=None, epochs=10)
+    slots: list[Any] = []
+    begin = trainer.build
+
+    def build(decided: Any) -> Any:
+        parts = begin(decided)
+        tiers = parts.embedding.placement.find(Tiers)
+        assert tiers is not None
+        slots.extend(tiers.slots)
+        return parts
+
+    monkeypatch.setattr(trainer, "build", build)
+    monkeypatch.setattr(setup, "known_hardware", lambda: hardware)
+    found = plan(config, "--json", hardware=hardware)
+    record = runs.train(load_config(config, ()), quiet=True).record
+    assert [(own["pinned"], own["cached"]) for own in found["tables"]] == [tuple(own) for own in slots]
+    assert record.predicted == {**found["predicted"], "hardware": {"name": "made up", "date": "2026-01-01"}}
+    assert found["predicted"]["wait_ms"] > 0 and found["written_bytes_per_day"] > 0
+    assert 0 <= found["hits_missed"] < 0.05
+    assert all(own["pinned"] + own["cached"] + own["on_disk"] == own["rows"] for own in found["tables"])
+    changes = {each["what"]: each for each in found["changes"]}
+    disk, dram = changes["a disk 2 times as fast"], next(each for what, each in changes.items() if "every row" in what)
+    assert disk["modelled"] and not dram["modelled"]
+    assert disk["gain"] > 0 and dram["gain"] > 0
+
+
+def test_a_target_names_the_least_memory(plan: Any, write: Any, hardware: Hardware) -> None:
+    long = {"max_steps": None, "epochs": 10}
+
+    def speed(num_bytes: int | str) -> float:
+        found = plan(write({"dram": num_bytes}, **long), "--json", hardware=hardware)
+        return float(found["predicted"]["samples_per_s"])
+
+    wanted = (speed("600KiB") + speed("1GiB")) / 2
+    target = plan(write(**long), "--json", "--target", wanted, hardware=hardware)["target"]
+    assert target["reached"]
+
+    assert speed(target["memory_bytes"]) >= 0.999 * wanted
+    assert speed(int(0.97 * target["memory_bytes"])) < wanted
+
+
+def test_a_target_that_no_memory_reaches(plan: Any, write: Any, hardware: Hardware) -> None:
+    text = plan(write(), "--target", 1e12, hardware=hardware)
+    assert "for 1,000,000,000,000 samples/s: no amount of memory is enough: with every row in DRAM it is" in text
+
+
+def test_four_ranks(plan: Any, write: Any, hardware: Hardware, dataset: PackedDataset) -> None:
+    assert "network_bytes_per_s" in plan(write(), "--ranks", 4, hardware=hardware, code=2)
+    linked = replace(hardware, network_bytes_per_s=Figure(1e9))
+    config = load_config(write(), ())
+    needed = required_bytes(config, tables_of(config, dataset))
+    text = plan(write({"dram": needed // 3}), "--ranks", 4, hardware=linked)
+    assert "4 machines like made up" in text and "split by row number over all ranks: " in text
+    found = plan(write({"dram": needed // 3}), "--json", "--ranks", 4, hardware=linked)
+    ranks = found["ranks"]
+    assert max(ranks["held_bytes"]) <= needed // 3 == ranks["capacity_bytes"]
+    assert set(ranks["owners"]) == {"t0", "t1", "t2"} and ranks["gap"] < 1e-3
+    assert set(ranks["greedy"]) == set(GREEDY)
+    assert all(each is None or each >= 1 for each in ranks["greedy"].values())
+    assert ranks["step_ms"] > max(ranks["table_ms"]) > 0
+    message = plan(write({"dram": needed // 5}), "--ranks", 4, hardware=linked, code=2)
+    assert "the tables do not fit: spread evenly over 4 ranks" in message and "plan for about 5 ranks" in message
+
+
+def test_a_second_machine_and_a_gpu_are_modelled(plan: Any, write: Any, hardware: Hardware) -> None:
+    linked = replace(hardware, network_bytes_per_s=Figure(1e12))
+    found = plan(write(), "--json", hardware=linked)
+    (second,) = found["changes"]
+    assert second["what"] == "a second machine like this" and second["modelled"]
+    assert 0.5 < second["gain"] < 1.2, "twice the caches may do a little more than twice the work"
+
+
+def test_bad_questions(plan: Any, write: Any, hardware: Hardware, tmp_path: Path) -> None:
+    assert "--target is 0" in plan(write(), "--target", 0, code=2)
+    assert "--target and --ranks need a prediction, and there is none: no figures" in plan(
+        write(), "--target", 10, code=2
+    )
+    assert "--ranks is 1; give a number from 2" in plan(
+        write(), "--ranks", 1, hardware=replace(hardware, network_bytes_per_s=Figure(1e9)), code=2
+    )
+    assert "more are needed (memory.dram=" in plan(write({"dram": "20KiB"}), code=2)
+    assert "is not a file" in plan(write(), "--hardware", tmp_path / "absent.json", code=2)
+
+
+def test_training_says_predicted_beside_measured(
+    write: Any, hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "known_hardware", lambda: hardware)
+    run = hotrow.Run(runs.train(load_config(write(), ()), quiet=True).path)
+    assert run.record.predicted is not None and run.record.step_ms is not None
+    assert set(run.record.predicted["step_ms"]) == set(run.record.step_ms)
+    assert run.summary()["predicted"] == run.record.predicted
+    text = run.closing_lines("rows", [])
+    assert "ms measured (predicted);" in text and f"{run.record.predicted['binds']} binds" in text
+
+
+@pytest.mark.parametrize("fault", ["a figure is missing", "the model fails"])
+def test_training_does_not_fail_for_want_of_a_prediction(
+    write: Any, hardware: Hardware, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise ZeroDivisionError("a fault of the model")
+
+    if fault == "the model fails":
+        monkeypatch.setattr("hotrow.plan.divide.predict", fail)
+    else:
+        hardware = replace(hardware, kernels={})
+    monkeypatch.setattr(setup, "known_hardware", lambda: hardware)
+    record = runs.train(load_config(write({"dram": "600KiB"}), ()), quiet=True).record
+    assert record.status == "finished" and record.predicted is None
+    assert record.warnings["not_predicted"]["count"] == 1
