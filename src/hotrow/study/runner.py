@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from pydantic import ConfigDict, JsonValue
 from typing_extensions import TypedDict
@@ -70,7 +70,7 @@ class Plan:
 class Cells(Protocol):
     """How the cells of a study are expanded and measured. A cell is any object with a `key`."""
 
-    FAILURES: tuple[type[Exception], ...]
+    FAILURES: ClassVar[tuple[type[Exception], ...]]
     """Errors that end the cells of one set-up but not the study."""
 
     def plan(self, *, memory_bytes: int, cores: int) -> Plan:
