@@ -1,8 +1,9 @@
-"""The pages made from measurements: docs/benchmarks.md, docs/claims.md, the README's figures and its picture.
+"""The pages made from measurements: docs/benchmarks.md, docs/claims.md, and the figures in the README and docs/papers/.
 
     python -m benchmarks.claims [--check | --missing]
 
-Reads docs/benchmarks.json (what was measured) and docs/claims.yaml (what papers say); writes no number of its own.
+Reads docs/benchmarks.json and docs/*-study.json (what was measured) and docs/claims.yaml (what papers say); writes no
+number of its own.
 With --check it writes nothing, and the exit status says whether the pages are up to date. With --missing it lists the
 cells that are still to be measured, by processor.
 """
@@ -24,6 +25,7 @@ from benchmarks.kernels import promises
 from benchmarks.markdown import across, clean_rounds, held, span, table
 from benchmarks.results import Cell, Reports, missing, over_processors
 from benchmarks.step_shapes import SHAPES
+from benchmarks.study_figures import study_cells
 from benchmarks.tiers_page import memory_chart, tiers_sentence, tiers_shown, tiers_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,12 +102,13 @@ Shares of the interaction are left out until then."""
 CLAIMS_HEAD = """\
 # Claims
 
-What the papers behind hotrow claim, and what we measured of it. The page is generated from docs/claims.yaml and
-docs/benchmarks.json by `python -m benchmarks.claims`.
+What the papers behind hotrow claim, and what we measured of it. The page is generated from docs/claims.yaml,
+docs/benchmarks.json and docs/*-study.json by `python -m benchmarks.claims`.
 
-"Not read" means that the paper's body was not at hand, so we print no figure for it. "Not yet" means not built, or not
-measured. The two figures of a row come from different machines and were taken against different peers; how ours were
-measured is in [benchmarks.md](benchmarks.md)."""
+"Not read" means that the paper's body was not at hand, so we print no figure for it. "Not yet" means not built. The two
+figures of a row come from different machines and were taken against different peers. The page of each paper has the
+command, machine and date of ours, and says what is built and what differs; how ours were measured is in
+[benchmarks.md](benchmarks.md)."""
 NOT_MEASURED = "Not measured yet: `make bench` fills this in.\n"
 
 
@@ -469,23 +472,25 @@ def range_of(found: ByProcessor) -> str:
     return across([cell[key] for cell in found.values()], form)
 
 
-def claim_row(claim: dict[str, Any], cells: dict[str, ByProcessor]) -> str:
-    """One line of the table of claims."""
+def claim_cells(claim: dict[str, Any], cells: dict[str, ByProcessor]) -> list[str]:
+    """Returns one line of a table of claims: claim, the paper's figure, ours, its command, machine and date."""
     found = cells.get(claim["ours"])
     if found is None:
-        return f"| {claim['claim']} | {claim['figure']} | {claim.get('page', 'not yet')} | | | |"
+        none = "not yet" if claim["ours"] is None else "not measured yet"
+        command = f"`{claim['command']}`" if "command" in claim else ""
+        return [claim["claim"], claim["figure"], claim.get("page", none), command, "", ""]
     cell = best(found)
     note = f"; {claim['note']}" if "note" in claim else ""
     threads = cell["threads"] if "threads" in cell else cell["machine"]["usable_cores"]
-    return (
-        f"| {claim['claim']} | {claim['figure']} | {ours(found)}{note} | "
-        f"`{cell['command']}` | {cell['machine']['cpu']}, {threads} threads | {cell['date']} |"
-    )
+    machine = f"{cell['machine']['cpu']}, {threads} threads"
+    return [claim["claim"], claim["figure"], f"{ours(found)}{note}", f"`{cell['command']}`", machine, cell["date"]]
 
 
 def ours(found: ByProcessor) -> str:
     """What a cell says to a claim: the range over processors and the best of them, if it hangs on the processor."""
     cell = best(found)
+    if "told" in cell:
+        return str(cell["told"])
     if "relative_speed" in cell:
         return f"{range_of(found)} of the speed with all in memory; best {spread_of(cell, *FIGURES_OF_SPEED)}"
     if "auc_difference" in cell:
@@ -503,14 +508,37 @@ def ours(found: ByProcessor) -> str:
     return f"{range_of(found)}; best {factor(cell)} over {cell['peer']}"
 
 
+CLAIM_COLUMNS = ("claim", "the paper's figure", "ours", "command", "machine", "date")
+
+
 def claims_page(papers: list[dict[str, Any]], cells: dict[str, ByProcessor]) -> str:
     """docs/claims.md."""
     lines = [CLAIMS_HEAD]
     for paper in papers:
-        lines += ["", f"## {paper['paper']}", ""]
-        lines += ["| claim | the paper's figure | ours | command | machine | date |", "|---|---|---|---|---|---|"]
-        lines += [claim_row(claim, cells) for claim in paper["claims"]]
+        lines += ["", f"## {paper['paper']}", "", f"[What is built of it, and how to repeat it]({paper['about']}).", ""]
+        lines += claims_table(paper["claims"], cells, 3)
     return "\n".join(lines) + "\n"
+
+
+def claims_table(claims: list[dict[str, Any]], cells: dict[str, ByProcessor], num_columns: int) -> list[str]:
+    """Returns the first columns of the table of one paper's claims."""
+    head = dict.fromkeys(CLAIM_COLUMNS[:num_columns], "left")
+    return table(head, [claim_cells(claim, cells)[:num_columns] for claim in claims])
+
+
+def paper_page(page: Path, claims: list[dict[str, Any]], cells: dict[str, ByProcessor]) -> str:
+    """Returns the text of a paper's page, which lies in a folder of its own, with the whole table of its claims."""
+    lines = claims_table(claims, cells, len(CLAIM_COLUMNS))
+    return with_figures(page, re.sub(r"\]\((?=[\w-]+\.md)", "](../", "\n".join(lines) + "\n"))
+
+
+def with_figures(page: Path, figures: str) -> str:
+    """Returns the text of a page with `figures` between its two marks. Raises ValueError if a mark is missing."""
+    text = page.read_text()
+    block = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    if not block.search(text):
+        raise ValueError(f"{page.name} has no block from {BEGIN.strip()!r} to {END!r}; restore the two lines")
+    return block.sub(lambda _: BEGIN + figures + END, text)
 
 
 def readme_figures(cells: dict[str, ByProcessor]) -> str:
@@ -591,18 +619,16 @@ def shares(found: ByProcessor) -> str:
 
 def pages() -> dict[Path, str]:
     """Every generated file and what it must hold."""
-    reports = load_reports()
-    papers = yaml.safe_load((ROOT / "docs" / "claims.yaml").read_text())
+    docs, reports = ROOT / "docs", load_reports()
+    papers = yaml.safe_load((docs / "claims.yaml").read_text())
     cells = over_processors(reports)
-    readme = (ROOT / "README.md").read_text()
-    figures = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    if not figures.search(readme):
-        raise ValueError(f"README.md has no block from {BEGIN.strip()!r} to {END!r}; restore the two lines")
+    known = {**cells, **study_cells()}
     return {
-        ROOT / "docs" / "benchmarks.md": benchmarks_page(reports),
-        ROOT / "docs" / "claims.md": claims_page(papers, cells),
-        ROOT / "docs" / "speed-by-memory.svg": memory_chart(cells),
-        ROOT / "README.md": figures.sub(lambda _: BEGIN + readme_figures(cells) + END, readme),
+        docs / "benchmarks.md": benchmarks_page(reports),
+        docs / "claims.md": claims_page(papers, known),
+        docs / "speed-by-memory.svg": memory_chart(cells),
+        ROOT / "README.md": with_figures(ROOT / "README.md", readme_figures(cells)),
+        **{docs / paper["about"]: paper_page(docs / paper["about"], paper["claims"], known) for paper in papers},
     }
 
 

@@ -8,9 +8,11 @@ is compared in on the pooled shape.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -87,7 +89,13 @@ def fbgemm_cell(name: str, shape: bench.Shape, optimizer: bench.Optimizer) -> be
 
 
 def fbgemm_cells(*, quick: bool) -> list[bench.Cell]:
-    """Row-wise Adagrad on the pooled shape, uniform and skewed; every optimizer FBGEMM has on the one-hot shape."""
+    """Row-wise Adagrad on the pooled shape, uniform and skewed; every optimizer FBGEMM has on the one-hot shape.
+
+    None without FBGEMM, which stderr says: the cells with other peers need not wait for it.
+    """
+    if find_spec("fbgemm_gpu") is None:
+        print("cells against FBGEMM are left out: pip install 'hotrow[bench]' brings it", file=sys.stderr)
+        return []
     pooled = replace(bench.POOLED, num_embeddings=10_000, batch_size=64) if quick else bench.POOLED
     one_hot = replace(bench.ONE_HOT, embedding_dim=64, **({"num_embeddings": 2_000} if quick else {}))
     return [

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.base.files import atomic_write, explain_full_disk, size
-from hotrow.base.progress import ProgressCallback, progress_bar
+from hotrow.base.progress import ProgressCallback, num_of, progress_bar
 from hotrow.config.load import apply_overrides, make_config, options, read_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config
@@ -251,7 +251,7 @@ class Run:
             ]
         lines += [
             f"  speed    {record.samples_per_s:,.0f} samples/s, {record.backend['name']} kernels "
-            f"({record.backend['isa']}, {record.backend['threads']} threads)",
+            f"({record.backend['isa']}, {num_of(record.backend['threads'], 'thread')})",
             f"  weights  of step {record.chosen_step:,} of {record.steps:,}",
         ]
         if record.predicted is not None and record.step_ms is not None:
@@ -391,7 +391,7 @@ def _train_on(
             folder.log(f"recipe for {dataset.split('train').num_rows:,} training rows: {', '.join(defaults)}")
             if not quiet:
                 rows = f"{dataset.split('train').num_rows:,} training rows"
-                epochs = f"{config.train.epochs} epoch{'s' if config.train.epochs != 1 else ''}"
+                epochs = num_of(config.train.epochs, "epoch")
                 size = f"batches of {config.train.batch_size}, {epochs}"
                 print(
                     f"recipe for {rows}: {size}, dim {config.model.embedding_dim} "

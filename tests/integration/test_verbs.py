@@ -94,6 +94,34 @@ def test_eval_judges_new_labelled_rows(
     assert "give one or the other" in err
 
 
+def test_eval_for_people_says_undefined_only_of_what_is(
+    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = rows(1)
+    pyarrow.csv.write_csv(new, tmp_path / "new.csv")
+    shown, _ = command("eval", run.path, tmp_path / "new.csv", capfd=capfd, monkeypatch=monkeypatch)
+    assert re.search(r"^auc +0\.\d{4}$", shown, re.MULTILINE)
+    assert "None" not in shown and "undefined" not in shown
+    pyarrow.csv.write_csv(new.set_column(0, "click", pa.array(["1"] * N)), tmp_path / "ones.csv")
+    shown, _ = command("eval", run.path, tmp_path / "ones.csv", capfd=capfd, monkeypatch=monkeypatch)
+    assert re.search(r"^auc +undefined$", shown, re.MULTILINE) and re.search(r"^logloss +\d", shown, re.MULTILINE)
+    assert re.search(rf"^undefined +all {N} labels are 1: auc and ne need both$", shown, re.MULTILINE)
+    assert "None" not in shown
+
+
+def test_inspect_of_a_run_names_its_data(
+    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in ((), ("--hot", "1MiB")):
+        _, err = command("inspect", run.path, *options, capfd=capfd, monkeypatch=monkeypatch, code=2)
+        assert f"{run.path} is a run, and inspect reads data" in err
+    said = err.split("trained on: ")[1].strip()
+    assert shlex.split(said) == ["hotrow", "inspect", run.record.dataset["path"]], said  # type: ignore[index]
+    began = RunFolder.create(tmp_path / "began", name="began")
+    _, err = command("inspect", began.path, capfd=capfd, monkeypatch=monkeypatch, code=2)
+    assert "is a run, and inspect reads data; pass a packed dataset" in err
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_predict_keeps_columns(
     run: hotrow.Run,
@@ -144,6 +172,7 @@ def test_what_is_said_at_the_end(run: hotrow.Run) -> None:
     assert [line["step"] for line in measured if line.get("split") == "test"] == [chosen]
     text = run.closing_lines("clicks", run.next_commands())
     assert f"weights  of step {chosen:,} of {run.record.steps:,}" in text
+    assert ", 1 thread)" in text and ", 1 thread)" in log and "1 threads" not in text + log
     assert all(len(line) <= 80 for line in text.splitlines() if str(run.path) not in line and "a b$c" not in line)
     for line in run.next_commands():
         assert str(run.path) in shlex.split(line), line

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -143,6 +144,13 @@ def test_names_of_tables_are_checked_before_there_is_a_run(
     with pytest.raises(ValueError, match=message):
         runs.train(make_config(raw), quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_table_named_default_has_the_width_of_all_that_are_not_named() -> None:
+    tables = [SimpleNamespace(name=name) for name in ("default", "item", "user")]
+    dataset = cast(Any, SimpleNamespace(info=SimpleNamespace(tables=tables), path="d"))
+    dims = make_config({"data": "d", "model": {"name": "dcn", "embedding_dim": {"default": 16, "user": 8}}}).model
+    assert dims.dims_of(dataset) == {"default": 16, "item": 16, "user": 8}
 
 
 def test_dlrm_needs_tables_of_one_width(data: Path, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from benchmarks import (
     step_peers,
     step_profile,
     step_shapes,
+    study_figures,
     tiers,
     updates,
 )
@@ -278,6 +279,7 @@ def test_claims_and_readme_name_cells_that_exist() -> None:
     known |= {f"precision_{variant}" for variant in precision.VARIANTS}
     known |= {tiers.name_of(cell) for cell in tiers.step_cells(quick=True, threads=2)}
     known |= {f"hot_{name}" for name in hot.CELLS}
+    known |= {name for figures in study_figures.FIGURES.values() for name in figures}
     papers = yaml.safe_load((claims.ROOT / "docs" / "claims.yaml").read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
     assert named | set(claims.README_CELLS) | set(claims.SUMMARY_CELLS) <= known
@@ -292,10 +294,61 @@ def test_a_measured_claim_shows_figure_command_machine_and_date() -> None:
         "date": "2026-01-02",
     }
     cells = results.over_processors({"kernels": {"A CPU": report}})
-    row = claims.claim_row({"claim": "x", "figure": "not read", "ours": "c"}, cells)
+    claim = {"claim": "x", "figure": "not read", "ours": "c", "command": "make it so"}
     figure = "3.46x on 1 processor; best 3.46x (3.00-4.00) over torch"
-    assert row == f"| x | not read | {figure} | `make it` | A CPU, 2 threads | 2026-01-02 |"
-    assert "| not yet |" in claims.claim_row({"claim": "x", "figure": "110x", "ours": None}, {})
+    row = ["x", "not read", figure, "`make it`", "A CPU, 2 threads", "2026-01-02"]
+    assert claims.claim_cells(claim, cells) == row
+    assert claims.claim_cells(claim, {}) == ["x", "not read", "not measured yet", "`make it so`", "", ""]
+    assert claims.claim_cells({"claim": "x", "figure": "110x", "ours": None}, {})[2:] == ["not yet", "", "", ""]
+
+
+def test_a_page_of_a_paper_has_the_table_and_links_that_work_in_its_folder(tmp_path: Path) -> None:
+    page = tmp_path / "paper.md"
+    page.write_text(f"# A paper\n\n{claims.BEGIN}old\n{claims.END}\n\nMore.\n")
+    claim = {"claim": "x", "figure": "2x", "ours": None, "page": "see [hot rows](hot.md) and [a site](https://a.md)"}
+    text = claims.paper_page(page, [claim], {})
+    row = "| x | 2x | see [hot rows](../hot.md) and [a site](https://a.md) |  |  |  |"
+    assert row in text and "old" not in text and text.startswith("# A paper\n") and text.endswith("\n\nMore.\n")
+    page.write_text("# A paper\n")
+    with pytest.raises(ValueError, match=r"paper\.md has no block from .* restore the two lines"):
+        claims.paper_page(page, [claim], {})
+
+
+def test_what_studies_say_of_claims_against_their_rows() -> None:
+    def row(source: str, parts: int, speed: float, side: str = "tiers", group: str = "tiers") -> dict[str, object]:
+        own = {"source": source, "dram_parts": parts, "relative_speed": speed, "side": side, "group": group}
+        return {**own, "ahead": 4}
+
+    rows = [row("Zipf 2", 2, 0.95), row("Zipf 2", 8, 0.91), row("Zipf 2", 32, 0.6), row("Zipf 1", 2, 0.89)]
+    rows += [row("Zipf 2", 32, 0.3, "mmap", "rivals"), row("Zipf 2", 32, 0.2, "rocksdb", "rivals")]
+    assert "replaces 1 (Zipf 1), 8 (Zipf 2) at 90% of the speed" in study_figures.machines_told({"cells": rows})
+    told = study_figures.rivals_told({"cells": rows})
+    assert "1/32, Zipf 2: hotrow 60% of" in told and "files 30%, RocksDB behind a cache of rows 20%" in told
+    hot_rows = [
+        {"kind": "coverage", "name": name, "rows": "exact", "amount": amount, "hot_samples": share}
+        for name, amount, share in [("a", 0.2, 0.5), ("a", 0.02, 0.125), ("b", 0.2, 0.9)]
+    ]
+    told = study_figures.hot_samples_told("a", {"cells": hot_rows})
+    assert told == "of the bytes, 2% serve 12.5%, 20% serve 50.0%"
+
+
+def test_what_sweeps_say_of_claims() -> None:
+    def row(speed: float | None, status: str = "measured", **axes: str) -> dict[str, object]:
+        return {"group": "dense", "axes": axes, "status": status} | ({"samples_per_s": speed} if speed else {})
+
+    rows = [row(8000, point="m1", dense="16"), row(2000, point="m1", dense="64"), {**row(1, dense="9"), "group": "x"}]
+    rows += [row(500, point="m2", dense="16"), row(None, "out of memory", point="m2", dense="64")]
+    told = study_figures.speeds_told("dense", {"cells": rows})
+    assert told == "m1: 16 8,000 samples/s, 64 25%; m2: 16 500 samples/s, 64 out of memory"
+    quality = [
+        {"axes": {"lr": lr, "train.batch_size": size}, "val_ne": val, "test_ne": test}
+        for lr, size, val, test in [("1", "64", 0.9, 0.8), ("2", "64", 0.95, 0.7), ("1", "4096", 0.99, 0.84)]
+    ]
+    assert study_figures.quality_told({"cells": quality}) == "test NE beside batches of 64: 4,096 +5.00%"
+    found = {"geometric_mean_error": 0.05, "cells": 216, "share_within_15_percent": 0.9, "median_noise": 0.02}
+    told = study_figures.prediction_told({"prediction": {**found, "share_placement_chosen_well": 0.95}})
+    assert told.startswith("geometric mean error 5.0% over 216 cells, 90% within 15 %, repeat noise 2.0%; ")
+    assert told.endswith("the placement predicted fastest was, within 3 %, in 95%")
 
 
 def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
@@ -313,8 +366,8 @@ def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
     page = claims.benchmarks_page({"precision": {"A CPU": report}})
     assert "| precision_fp16 | 0.7500 ± 0.0100 (-0.0020 ± 0.0010 beside float32) | 0.7500 |" in page
     claim = {"claim": "x", "figure": "not read", "ours": "precision_fp16"}
-    found = claims.claim_row(claim, results.over_processors({"precision": {"A CPU": report}}))
-    assert "| validation AUC 0.7500 ± 0.0100 (-0.0020 ± 0.0010 beside float32) | `make it` |" in found
+    found = claims.claim_cells(claim, results.over_processors({"precision": {"A CPU": report}}))
+    assert found[2:4] == ["validation AUC 0.7500 ± 0.0100 (-0.0020 ± 0.0010 beside float32)", "`make it`"]
 
 
 # ---- whole steps
@@ -557,9 +610,9 @@ def test_pages_show_the_range_over_known_processors() -> None:
     assert "AMD EPYC, family 25 model 1 and AMD EPYC, family 25 model 17, with 2 cores and 1 GiB each" in readme
     summary = "\n".join(claims.summary(cells))
     assert "| 1.36x - 2.72x over 2 processors | 2.72x (2.22-3.22) | torch | 50% |" in summary and "9.0" not in summary
-    row = claims.claim_row({"claim": "x", "figure": "not read", "ours": name}, cells)
-    assert "| 1.36x - 2.72x over 2 processors; best 2.72x (2.22-3.22) over torch | `make it` |" in row
-    assert "family 25 model 17, 2 threads" in row
+    row = claims.claim_cells({"claim": "x", "figure": "not read", "ours": name}, cells)
+    assert row[2:4] == ["1.36x - 2.72x over 2 processors; best 2.72x (2.22-3.22) over torch", "`make it`"]
+    assert "family 25 model 17, 2 threads" in row[4]
     page = claims.benchmarks_page({"kernels": named})
     line = "| torch | 1.36x - 2.72x over 2 processors | 1.36x (0.86-1.86) | 2.72x (2.22-3.22) |"
     assert line in page and "9.00x (8.50-9.50)" in page, "the report of an unknown processor is there by itself"

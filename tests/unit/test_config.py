@@ -185,7 +185,18 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "model": {"name": "dlmr"}}, r"model\.name is 'dlmr'; did you mean 'dlrm'\? allowed: dlrm, tbsm"),
         ({"data": "d", "model": {"name": 3}}, r"model\.name is 3; allowed: dlrm, tbsm"),
         ({"data": "d", "model": "dlrm"}, "model is 'dlrm'; allowed: a mapping with name, embedding_dim, "),
-        ({"data": "d", "model": {"embedding_dim": {"t": 0}}}, r"model\.embedding_dim is 0; allowed: an integer >= 1"),
+        (
+            {"data": "d", "model": {"embedding_dim": {"t": 8, "user": 0}}},
+            r"model\.embedding_dim\.user is 0; allowed: an integer >= 1 and <= 65536$",
+        ),
+        (
+            {"data": "d", "model": {"name": "dcn", "embedding_dim": {"a": "x", "": -1}}},
+            r"model\.embedding_dim\.a is 'x'; allowed: an integer .*; model\.embedding_dim\.'' is -1; allowed: an ",
+        ),
+        (
+            {"data": "d", "model": {"embedding_dim": {3: 8}}},
+            r"model\.embedding_dim is 3; allowed: an integer .* or a mapping from names to integers",
+        ),
         (
             {"data": "d", "model": {"embedding_dim": "8"}},
             r"model\.embedding_dim is '8'; allowed: an integer >= 1 and <= 65536 or a mapping from names to integers",

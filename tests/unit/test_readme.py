@@ -124,5 +124,14 @@ def test_imports_shown_on_the_pages_work() -> None:
 
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "index.md" or f"({page.name})" in index, f"docs/index.md does not list {page.name}"
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert name == "index.md" or f"({name})" in index, f"docs/index.md does not list {name}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "papers").glob("*.md")), ids=lambda page: page.stem)
+def test_files_named_on_the_pages_of_papers_exist(page: Path) -> None:
+    named = set(re.findall(r"`([\w/-]+/[\w-]+\.(?:py|cpp|yaml)|[\w-]+\.py)`", page.read_text()))
+    assert named
+    missing = {name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "src" / "hotrow"))}
+    assert not missing

@@ -179,6 +179,11 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
+def num_of(number: float, noun: str) -> str:
+    """Formats a number of things: 1 thread, 2 threads."""
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
+
+
 def rate(per_s: float) -> str:
     """Formats a rate with three digits: 950, 12.3k, 4.56M."""
     for unit, size in (("M", 1e6), ("k", 1e3)):

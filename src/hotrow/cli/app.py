@@ -274,6 +274,7 @@ def train(
 ) -> Answer:
     """Train as a config says, or continue an interrupted run."""
     from hotrow.api import Run
+    from hotrow.base.progress import num_of
     from hotrow.config.load import load_config
     from hotrow.run import runs
 
@@ -287,7 +288,7 @@ def train(
     run = Run(folder.path)
     result = run.summary()
     assert run.record.dataset is not None, "training has begun"
-    title = f"{run.record.dataset['name']}, {result['epochs']:g} epoch{'s' if result['epochs'] != 1 else ''}"
+    title = f"{run.record.dataset['name']}, {num_of(result['epochs'], 'epoch')}"
     return result, lambda: print(run.closing_lines(title, run.next_commands()))
 
 
@@ -315,7 +316,10 @@ def eval_(
             result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(paths)}
         else:
             result = {"run_dir": str(run), "split": split or "test", **loaded.evaluate(split or "test", data=data)}
-    return result
+    shown = {name: "undefined" if value is None else value for name, value in result.items()}
+    if result["undefined"] is None:
+        del shown["undefined"]
+    return result, lambda: _print_fields(shown)
 
 
 @verb("predict", home="hotrow.api", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")

@@ -83,6 +83,8 @@ def inspect(
         raise ValueError("parts needs drift, which is shown of each: --hot 256MiB --drift --parts 24")
     # Options and the machine are checked before reading, which may take long.
     native()
+    if (Path(path) / RUN).is_file():
+        raise ValueError(f"{path} is a run, and inspect reads data; {_data_of(RunFolder.open(path))}")
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"report folder {out} is a file; choose another")
     parts = PARTS if parts is None else parts
@@ -106,6 +108,13 @@ def inspect(
                     dataset, budget, record_bytes=record_bytes, parts=parts, seed=seed
                 )
     return {**report, "files": write_inspection(out, report)} if out is not None else report
+
+
+def _data_of(run: RunFolder) -> str:
+    """Says how to inspect what a run was trained on."""
+    if run.record.dataset is None:
+        return "pass a packed dataset"
+    return f"to see what it was trained on: hotrow inspect {shlex.quote(run.record.dataset['path'])}"
 
 
 def _hot_budget(path: Path | str, hot: int | str, *, embedding_dim: int, optimizer: Algorithm) -> int:

@@ -164,8 +164,8 @@ def _copy(value: Any) -> Any:
 
 def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
-        names, section, tag = _locate(problem["loc"])
-        path = ".".join(name or "''" for name in names)
+        names, section, tag, entry = _locate(problem["loc"])
+        path = ".".join(name or "''" for name in (*names, *entry))
         match problem["type"]:
             case "extra_forbidden":
                 yield _unknown(path, names, section, tag)
@@ -179,7 +179,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 yield f"{path}.name is {reprlib.repr(name)}; {hint}allowed: {', '.join(known)}"
             case _:
-                yield f"{path} is {reprlib.repr(problem['input'])}; allowed: {_allowed(section, names[-1])}"
+                allowed = _allowed(section, names[-1], of_entry=bool(entry))
+                yield f"{path} is {reprlib.repr(problem['input'])}; allowed: {allowed}"
 
 
 def _unknown(path: str, names: Sequence[str], section: type[BaseModel], tag: str) -> str:
@@ -194,8 +195,9 @@ def _unknown(path: str, names: Sequence[str], section: type[BaseModel], tag: str
     return f"{said}; did you mean {near[0]!r}?" if near else f"{said}; known here: {', '.join(known)}"
 
 
-def _locate(location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel], str]:
-    """Returns the path of a field as users write it, the section it is in, and that section's tag in a union or ''.
+def _locate(location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel], str, list[str]]:
+    """Returns the path of a field as users write it, the section it is in, that section's tag in a union or '', and the
+    key, if what is wrong is a value in a mapping from names to values, as a list of one.
 
     location: pydantic's, which also has names for the branches of unions and for positions in lists.
     """
@@ -210,7 +212,8 @@ def _locate(location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel]
         field = section.model_fields.get(names[-1])
         inside = sections_of(field) if field else {}
         next_tag = parts.pop(0) if parts and "" not in inside else ""
-    return names, section, tag
+    entry = parts if len(parts) == 1 else []  # two parts: the key itself is wrong, and is what is shown
+    return names, section, tag, entry
 
 
 def sections_of(field: FieldInfo) -> dict[str, type[BaseModel]]:
@@ -233,12 +236,17 @@ def _section_at(names: Sequence[str]) -> type[BaseModel]:
     return section
 
 
-def _allowed(section: type[BaseModel], name: str) -> str:
+def _allowed(section: type[BaseModel], name: str, *, of_entry: bool = False) -> str:
+    """Returns what a field may hold in words; of_entry: a value in the mapping that the field may hold."""
     field = section.model_fields[name]
     if inner := sections_of(field):
         mapping = f"a mapping with {', '.join(dict.fromkeys(chain(*(part.model_fields for part in inner.values()))))}"
         return " or ".join([*(", ".join(words) for words in _words(field)), mapping])
-    return _render(section.model_json_schema()["properties"][name])
+    schema = section.model_json_schema()["properties"][name]
+    if of_entry:
+        choices = schema.get("anyOf") or schema.get("oneOf") or [schema]
+        schema = next(choice["additionalProperties"] for choice in choices if "additionalProperties" in choice)
+    return _render(schema)
 
 
 def _words(field: FieldInfo) -> list[tuple[str, ...]]:

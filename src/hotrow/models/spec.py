@@ -73,7 +73,8 @@ class ModelSpec(BaseModel):
     name: str
     """The network."""
     embedding_dim: EmbeddingDim = 16
-    """Columns D of every table: one number, or numbers by table such as `{default: 16, user: 8}`."""
+    """Columns D of every table: one number, or numbers by table such as `{default: 16, user: 8}`. `default` stands for
+    all tables that are not named, one that is called so included."""
     embedding_init: InitBound | None = None
     """Initial rows are uniform between minus and plus this number. null means sqrt(1 / rows of the table), as in the
     reference DLRM. With 0 they start at zero, which is better on small data: an id then has no effect until it has been

@@ -20,7 +20,7 @@ import torch
 
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import default_threads, lacks_bfloat16_products, numa_nodes, usable_cores
-from hotrow.base.progress import ProgressLine
+from hotrow.base.progress import ProgressLine, num_of
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
@@ -244,7 +244,7 @@ def _begin(training: Training) -> None:
         training.say(f"train.precision {config.train.precision}: {storage_line(config)}")
     training.say(
         f"{folder.path}: {verb} step {training.state.step} of {training.num_steps}, {backend.name} kernels "
-        f"({backend.isa}, {backend.threads} threads)"
+        f"({backend.isa}, {num_of(backend.threads, 'thread')})"
     )
 
 
@@ -275,7 +275,7 @@ def describe_threads() -> str:
     """Returns how many threads torch and the kernels use, and how to use all cores, for the first line of a run."""
     used, cores = torch.get_num_threads(), usable_cores()
     more = f" of {cores} cores (train.threads: {cores} uses all)" if used < cores else ""
-    return f"{used} thread{'' if used == 1 else 's'}{more}"
+    return f"{num_of(used, 'thread')}{more}"
 
 
 def cores_to_pin(pin: Pin, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int] | None:
