@@ -22,10 +22,11 @@ import yaml
 from hotrow.base.files import claim
 from hotrow.base.records import read_sealed
 from hotrow.cli.app import main
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.plan.cost import Prediction
 from hotrow.plan.hardware import Figure, Hardware
 from hotrow.run.meters import Session
-from hotrow.study import cells, data, results, runner, worker
+from hotrow.study import cells, data, everything, results, runner, worker
 from hotrow.study.cells import Studied
 from hotrow.study.data import SyntheticRows
 from hotrow.study.group import GroupError, MemoryGroup
@@ -387,8 +388,9 @@ def test_a_memory_group_ends_a_cell_that_takes_too_much(tmp_path: Path, monkeypa
     assert found["status"] == "out of memory" and found["limit_bytes"] > 0
 
 
-def test_two_cells_end_to_end(tmp_path: Path) -> None:
+def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real trainings in processes of their own."""
+    monkeypatch.setattr(cells, "MOST_S", 0.1)
     path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]})
     said: list[str] = []
     result = run_study(str(path), tmp_path / "out", say=said.append)
@@ -566,6 +568,57 @@ def test_files_hold_the_same_cells_and_escape_names(tmp_path: Path, trained: lis
 )
 def test_latex_escapes(text: str, escaped: str) -> None:
     assert results.tex(text) == escaped
+
+
+# ---- all studies
+
+
+def test_all_sets_claims_beside_what_was_measured(
+    tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels are measured once; a study that cannot run is on the page with the reason."""
+    benched: list[list[str]] = []
+
+    def run_bench(names: list[str]) -> dict[str, Any]:
+        benched.append(names)
+        cell = {
+            "ratio": 2.5,
+            "spread": [2.0, 3.0],
+            "peer": "torch <1>",
+            "rounds": 3,
+            "clean_rounds": 3,
+            "taken_rounds": 3,
+        }
+        return {"cells": [{"name": name, **cell} for name in names], **runner.bench.circumstances()}
+
+    monkeypatch.setattr(everything.bench, "run_bench", run_bench)
+
+    def tiny(rows: Any, parent: Path) -> PackedDataset:
+        if not isinstance(rows, SyntheticRows):
+            rows.path  # noqa: B018  # says what is missing
+        if not (parent / rows.digest).exists():
+            SyntheticRows(tables=2, rows=50, dense=2, samples=64).write(parent / rows.digest)
+        return PackedDataset.open(parent / rows.digest)
+
+    monkeypatch.setattr(cells, "prepared", tiny)
+    real = everything.run_study
+
+    def run(name: str, out: Path, **options: Any) -> dict[str, Any]:
+        if name == "prediction":
+            raise ValueError("run hotrow probe first")
+        return real(name, out, **options)
+
+    monkeypatch.setattr(everything, "run_study", run)
+    monkeypatch.delenv("HOTROW_DATA", raising=False)
+    everything.run_all(tmp_path / "out")
+    everything.run_all(tmp_path / "out")
+    assert len(benched) == 1 and "step_sgd_8x50_uniform" in benched[0]
+    page = (tmp_path / "out" / "claims.html").read_text()
+    assert "2.50x (2.00 to 3.00) over torch &lt;1&gt;; 3 of 3 rounds clean" in page
+    assert "hotrow bench step_sgd_8x50_uniform" in page and "8,000 samples/s" in page
+    assert "not measured: the study needs criteo_terabyte_80k.tsv.gz" in page
+    assert "not measured: run hotrow probe first" in page and "](" not in page
+    assert (tmp_path / "out" / "efficiency" / "report.html").exists()
 
 
 # ---- the command

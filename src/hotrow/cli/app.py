@@ -487,7 +487,7 @@ def bench(
 
 @verb(
     "study",
-    home="hotrow.study.run",
+    home="hotrow.study.everything",
     example="hotrow study efficiency --quick   (how long: hotrow study efficiency --estimate)",
 )
 def study(
@@ -507,11 +507,16 @@ def study(
     ] = None,
 ) -> Answer:
     """Sweep short trainings over any field of a config: how speed depends on model, batch, data and placement."""
+    from hotrow.study.everything import run_all
     from hotrow.study.run import run_study
 
-    result = run_study(
-        name, out, quick=quick, estimate=estimate, hardware=hardware, say=lambda line: print(line, file=sys.stderr)
-    )
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    if name == "all":
+        result = run_all(out, estimate=estimate, hardware=hardware, say=say)
+        return result, lambda: _print_fields({field: value for field, value in result.items() if field != "parts"})
+    result = run_study(name, out, quick=quick, estimate=estimate, hardware=hardware, say=say)
     return result, lambda: _print_fields({field: value for field, value in result.items() if field != "cells"})
 
 
