@@ -179,6 +179,14 @@ notes: {dram_bytes: "not bought yet"}
     assert undone == WHOLE, "nothing else has changed"
 
 
+def test_the_example_of_the_docs(declare: Callable[[str], Path]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "probe.md").read_text()
+    made = WHOLE.with_declared(declare(page.split("```yaml\n")[1].split("```")[0]))
+    endurance = made.disks[0].endurance_bytes
+    assert endurance is not None and endurance.value == 10.95e15
+    assert (made.dram_bytes.value, made.disks[0].reads_per_s) == (2.0**36, DISK.reads_per_s)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

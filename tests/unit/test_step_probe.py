@@ -36,6 +36,7 @@ def test_shapes_are_functions_of_their_numbers() -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_a_point_for_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_probe, "TIMED", 3)
+    monkeypatch.setattr(step_probe, "PARTS", (1,))
     points = dict(measure_shape(SMALL, [1], seed=5))
     assert points.keys() == set(PHASES)
     split = Drawn(SMALL, 96 * 5, np.random.default_rng(5))
@@ -51,7 +52,7 @@ def test_tiers_move_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(step_probe, "TIMED", 3)
     shape = replace(SMALL, rows=(400, 40_000), in_tiers=0.1)
     points = dict(measure_shape(shape, [1], folder=tmp_path))
-    assert points["data"].sizes["tables in tiers"] == 1 and points["data"].sizes["missed rows"] > 10
+    assert points["data"].sizes["tables in tiers"] == 1 and points["data"].sizes["missed rows"] > 5
     assert not list(tmp_path.iterdir()), "the tables' files are gone"
 
 

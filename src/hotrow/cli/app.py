@@ -438,7 +438,7 @@ def inspect(
 
 @verb(
     "probe",
-    home="hotrow.plan.probe",
+    home="hotrow.run.step_probe",
     example="hotrow probe /nvme   (with what a data sheet says: hotrow probe /nvme --declare endurance.yaml)",
 )
 def probe(
@@ -457,8 +457,9 @@ def probe(
 ) -> Answer:
     """Measure memory, kernels, disks and GPUs of this machine, for plans and predictions."""
     from hotrow.plan.probe import print_probe, run_probe
+    from hotrow.run.step_probe import measure_kernels
 
-    path, hardware = run_probe(folders or (), out=out, declare=declare, seconds=seconds)
+    path, hardware = run_probe(folders or (), kernels=measure_kernels, out=out, declare=declare, seconds=seconds)
     return {"out": str(path), **asdict(hardware)}, lambda: print_probe(hardware, path)
 
 

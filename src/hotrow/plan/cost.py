@@ -45,8 +45,8 @@ from hotrow.tables import TableConfig
 
 PHASES = ("data", "lookup", "dense", "update")
 """As in run/record.py, which says what each contains."""
-CACHES = (1 << 20, 1 << 23, 1 << 26)
-"""Bytes: 1, 8 and 64 MiB, about a second-level cache, a core's part of a third level, and more than most of those."""
+CACHES = (1 << 21, 1 << 25)
+"""Bytes: 2 and 32 MiB, about the second level of caches and the third."""
 DIMS = (4, 8, 16, 32, 64, 128)
 """Numbers of columns for which the kernels have loops of their own."""
 LINE_BYTES = 64
@@ -229,10 +229,12 @@ def work_of(config: Config, tables: Sequence[TableConfig], dataset: PackedDatase
     run = _Run(train.num_rows, batch_size, min(warmup, num_steps - 1), num_steps)
     lengths = _mean_lengths(dataset)
     memory = config.memory if isinstance(config.memory, MemoryConfig) else MemoryConfig()
+    num_dense, dims = len(dataset.info.dense), {name: own.embedding_dim for own in tables for name in own.feature_names}
+    model = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator().manual_seed(0))
     precision, dense_optimizer = config.train.precision, config.optimizer.dense.name
     return Work(
         batch_size=batch_size,
-        num_dense=len(dataset.info.dense),
+        num_dense=num_dense,
         tables=tuple(
             _table_work(config, table, demand, dataset, run, lengths, memory.lookahead)
             for table, demand in zip(tables, demands_of(config, tables, training=True), strict=True)
@@ -247,7 +249,7 @@ def work_of(config: Config, tables: Sequence[TableConfig], dataset: PackedDatase
         lookahead=memory.lookahead,
         steps=(run.first, run.last),
         folder=str(memory.ssd or memory.file or config.run or ""),
-        **dense_work(config, tables, len(dataset.info.dense), batch_size, lengths),
+        **dense_work(model, dims, num_dense, batch_size, lengths),
     )
 
 
@@ -346,14 +348,13 @@ SAMPLES = 2
 
 
 def dense_work(
-    config: Config, tables: Sequence[TableConfig], num_dense: int, batch_size: int, lengths: Mapping[str, float]
+    model: Network, dims: Mapping[str, int], num_dense: int, batch_size: int, lengths: Mapping[str, float]
 ) -> dict[str, Any]:
     """Returns the fields of `Work` about dense layers: what the model does with a batch of SAMPLES samples, times B.
 
-    lengths: mean ids per sample and feature. The model is built and run once, so no model is known by its name.
+    dims, lengths: columns, and mean ids per sample, of each feature. Running the model once shows everything, so no
+    model is known by its name.
     """
-    dims = {name: table.embedding_dim for table in tables for name in table.feature_names}
-    model = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator().manual_seed(0))
     seen = _Calls()
     with seen:
         logits = model(torch.zeros(SAMPLES, num_dense), _rows_of_samples(model, dims, lengths))
@@ -438,6 +439,8 @@ def amounts_of(work: Work, traffic: Traffic | None = None) -> dict[str, Amounts]
         "dense": _dense(work),
         "update": _update(work),
     }
+    for phase in PHASES:
+        amounts[phase] |= _cold(work)
     if traffic is not None:
         ios = traffic.reads + traffic.writes
         moved = {"missed rows": traffic.misses, "I/Os": ios, "moved bytes": traffic.read_bytes + traffic.written_bytes}
@@ -449,13 +452,19 @@ def amounts_of(work: Work, traffic: Traffic | None = None) -> dict[str, Amounts]
     return amounts
 
 
+def _cold(work: Work) -> Amounts:
+    """Returns the share of a step's calls from Python that find nothing of theirs in the caches."""
+    return {"cold steps": work.touched_bytes / (work.touched_bytes + CACHES[0])}
+
+
 def _data(work: Work) -> Amounts:
     num_features = sum(len(own.table.feature_names) for own in work.tables)
     jagged = [own for own in work.tables if own.jagged]
     jagged_features = sum(len(own.table.feature_names) for own in jagged)
     return {
         "steps": 1.0,
-        "columns": float(1 + work.num_dense + num_features),
+        "dense columns": float(work.num_dense),
+        "features": float(num_features),
         "dense values": float(work.batch_size * work.num_dense),
         "ids": sum(own.lookups for own in work.tables),
         "jagged columns": float(jagged_features),
@@ -466,15 +475,15 @@ def _data(work: Work) -> Amounts:
 def _window(work: Work) -> Amounts:
     num_columns = 1 + work.num_dense + sum(len(own.table.feature_names) for own in work.tables if not own.jagged)
     jagged = [own for own in work.tables if own.jagged]
-    found = {}
-    for what, samples in (("gathered", work.gathered_samples), ("checked", work.verified_samples)):
-        found |= {
-            f"{what} samples": samples,
-            f"{what} values": samples * num_columns,
-            f"{what} lists": samples * sum(len(own.table.feature_names) for own in jagged),
-            f"{what} ids of lists": samples * sum(own.lookups for own in jagged) / work.batch_size,
-        }
-    return found
+    lists = sum(len(own.table.feature_names) for own in jagged)
+    ids = sum(own.lookups for own in jagged) / work.batch_size
+    return {
+        "gathered samples": work.gathered_samples,
+        "gathered values": work.gathered_samples * num_columns,
+        "gathered lists": work.gathered_samples * lists,
+        "gathered ids of lists": work.gathered_samples * ids,
+        "checked values": work.verified_samples * (num_columns + 2 * lists + ids),
+    }
 
 
 def _lines(num_bytes: float) -> int:
@@ -500,29 +509,20 @@ def _far_rows(work: Work) -> float:
     return sum(own.rows for own in work.tables) * math.log2(1 + table_bytes / (1 << 26))
 
 
-def _by_column(work: Work, count: Callable[[TableWork], float], what: str) -> Amounts:
-    """Returns numbers that pass through the kernels: all, those of tables of other widths, and those not float32."""
-    found = {what: 0.0}
-    for own in work.tables:
-        values = count(own) * own.table.embedding_dim
-        found[what] += values
-        if own.table.embedding_dim not in DIMS:
-            found[f"{what} of other widths"] = found.get(f"{what} of other widths", 0.0) + values
-        if own.table.dtype != "float32":
-            name = f"{what} of {own.table.dtype}"
-            found[name] = found.get(name, 0.0) + values
-    return found
+def _of_other_widths(work: Work, count: Callable[[TableWork], float], what: str) -> Amounts:
+    """Returns the numbers for which the kernels have no loop of its own, because of their tables' widths."""
+    others = [own for own in work.tables if own.table.embedding_dim not in DIMS]
+    return {f"{what} of other widths": sum(count(own) * own.table.embedding_dim for own in others)}
 
 
 def _lookup(work: Work) -> Amounts:
     return {
         "steps": 1.0,
-        "tables": float(len(work.tables)),
         "tensors": float(work.num_tensors),
         "ids": sum(own.lookups for own in work.tables),
         "bags": sum(float(work.batch_size * len(own.table.feature_names)) for own in work.tables if own.jagged),
         "lines": sum(own.lookups * _lines(own.weight_bytes) for own in work.tables),
-        **_by_column(work, lambda own: own.lookups, "columns"),
+        **_of_other_widths(work, lambda own: own.lookups, "columns"),
         "pooled values": work.pooled_values,
         **_beyond("pooled values", work.pooled_values),
         **_from_afar(work, lambda own: _lines(own.weight_bytes)),
@@ -531,8 +531,8 @@ def _lookup(work: Work) -> Amounts:
 
 
 def _beyond(what: str, values: float) -> Amounts:
-    """Returns the part of `values` float32 numbers that a cache does not keep, for the larger two of CACHES."""
-    return {f"{what} beyond {cache >> 20} MiB": max(0.0, values - cache / 4) for cache in CACHES[:2]}
+    """Returns the part of `values` float32 numbers that the first of CACHES does not keep."""
+    return {f"{what} beyond {CACHES[0] >> 20} MiB": max(0.0, values - CACHES[0] / 4)}
 
 
 def _round_up(n: int, unit: int) -> int:
@@ -551,6 +551,7 @@ def _dense(work: Work) -> Amounts:
         "calls": float(work.num_calls),
         "products": float(len(work.products)),
         "tensors": float(work.num_tensors),
+        f"tensors by {work.dense_optimizer}": float(work.num_tensors),
         "multiply-adds": forward + weights + inward,
         "layer values": work.layer_values,
         **_beyond("layer values", work.layer_values),
@@ -558,9 +559,7 @@ def _dense(work: Work) -> Amounts:
         "values of last layers": sum(float(n) * inputs for n, inputs, outputs in work.products if outputs == 1),
         "pairs": sum(float(n) * v * (v - 1) / 2 for n, v, _ in work.pairs),
         "pairs' multiply-adds": sum(float(n) * v * _round_up(v, 8) * d for n, v, d in work.pairs),
-        "pairs' values": sum(float(n) * v * d for n, v, d in work.pairs),
         "pooled values": work.pooled_values,
-        **_beyond("pooled values", work.pooled_values),
         "called values": work.call_values,
         "samples": float(work.batch_size),
     }
@@ -575,10 +574,12 @@ def _update(work: Work) -> Amounts:
         "tables": float(len(work.tables)),
         "keys": sum(own.lookups for own in work.tables),
         "sorted keys": sum(own.lookups * (passes or _passes(own)) for own in work.tables),
-        **_by_column(work, lambda own: own.lookups, "gradients"),
+        "gradients": sum(own.lookups * own.table.embedding_dim for own in work.tables),
+        **_of_other_widths(work, lambda own: own.lookups, "gradients"),
         "rows": sum(own.rows for own in work.tables),
         f"columns by {optimizer}": sum(own.rows * own.table.embedding_dim for own in work.tables),
-        **_by_column(work, lambda own: own.rows, "written columns"),
+        f"columns in {work.precision}": sum(own.rows * own.table.embedding_dim for own in work.tables),
+        **_of_other_widths(work, lambda own: own.rows, "columns"),
         "far rows": _far_rows(work),
     }
     states = _from_afar(work, lambda own: _lines(own.record_bytes - own.weight_bytes))
@@ -787,8 +788,8 @@ def _model_of(hardware: Hardware) -> CostModel:
 def unit_seconds(points: Sequence[Point]) -> Amounts:
     """Returns seconds per unit of each amount, none negative, with which the sums are closest to the points' seconds.
 
-    Closest are the sums of least squares of their relative errors; points that are far off, because something else ran
-    meanwhile, count less (Huber's weights).
+    Closest are the sums of least squares of their relative errors. Points whose own repeats differ count less, and so
+    do points that are far off (Huber's weights), above all those that took long: something else ran meanwhile.
     """
     kinds = sorted(
         {kind for point in points for kind, amount in point.sizes.items() if kind != "threads" and amount > 0}
@@ -800,18 +801,30 @@ def unit_seconds(points: Sequence[Point]) -> Amounts:
     relative = rows / seconds[:, None]
     scale = relative.max(axis=0)
     relative /= scale
-    weights = np.ones(len(points))
+    steady = np.array([1 / (STEADY + _spread(point.seconds)) for point in points])
+    weights = steady
     for _ in range(ROUNDS):
         found = least_squares(relative * weights[:, None], weights)
-        error = np.abs(relative @ found - 1)
-        limit = max(HUBER * float(np.median(error)), 1e-12)
-        weights = np.sqrt(limit / np.maximum(error, limit))
+        error = relative @ found - 1
+        typical = max(float(np.median(np.abs(error))), 1e-12)
+        limit = np.where(error < 0, SLOW, FAST) * typical
+        weights = steady * np.sqrt(limit / np.maximum(np.abs(error), limit))
     return dict(zip(kinds, (found / scale).tolist(), strict=True))
 
 
-ROUNDS = 8
-HUBER = 2.0
-"""Errors of more than twice the median count in proportion, not squared."""
+STEADY = 0.05
+"""Spreads below this share of a figure say little about what it is worth."""
+ROUNDS = 12
+SLOW, FAST = 1.0, 2.5
+"""Errors of more than so many times the median error count in proportion, not squared: of points that took longer than
+the sums say, and of those that took less."""
+
+
+def _spread(figure: Figure) -> float:
+    """Returns the distance of the quartiles as a share of the figure; 0 if nobody measured it."""
+    if figure.low is None or figure.high is None or not figure.value:
+        return 0.0
+    return (figure.high - figure.low) / figure.value
 
 
 def least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:

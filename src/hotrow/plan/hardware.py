@@ -79,7 +79,7 @@ Bytes = Annotated[Figure, AfterValidator(partial(_within, least=2**20, most=2**6
 BytesPerS = Annotated[Figure, AfterValidator(partial(_within, least=1e3, most=1e14, unit="bytes/s"))]
 FlopsPerS = Annotated[Figure, AfterValidator(partial(_within, least=1e6, most=1e18, unit="operations/s"))]
 IosPerS = Annotated[Figure, AfterValidator(partial(_within, least=0.1, most=1e10, unit="I/Os/s"))]
-Seconds = Annotated[Figure, AfterValidator(partial(_within, least=1e-12, most=1e4, unit="s"))]
+Seconds = Annotated[Figure, AfterValidator(partial(_within, least=1e-18, most=1e4, unit="s"))]
 Watts = Annotated[Figure, AfterValidator(partial(_within, least=0.01, most=1e6, unit="W"))]
 Price = Annotated[Figure, AfterValidator(partial(_within, least=1e-6, most=1e6, unit="an hour"))]
 ByNumber = AfterValidator(_by_number)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -97,7 +97,7 @@ def probe(
         raise ValueError(f"seconds is {seconds:g}; give a positive number of seconds, such as 50")
     for folder in folders:
         check_folder(Path(folder))
-    power = Power()
+    power, started = Power(), time.perf_counter()
 
     def say(figure: str) -> None:
         power.sample()
@@ -106,11 +106,18 @@ def probe(
     threads = min(default_threads(), usable_cores())
     fields: dict[str, Any] = {}
     notes: dict[str, str] = {}
-    steps = () if kernels is None else ((KERNELS_SHARE, partial(_measure_kernels, kernels)),)
-    for share, measure in (*MEASUREMENTS, *steps):
-        found = dict(measure(Scope(threads=threads, folders=[*map(Path, folders)], seconds=share * seconds, tell=say)))
+    for share, measure in MEASUREMENTS:
+        scope = Scope(threads=threads, folders=[*map(Path, folders)], seconds=share * seconds, tell=say)
+        found = dict(measure(scope))
         notes |= found.pop("notes", {})
         fields |= found
+    if kernels is not None:  # the more steps, the better the predictions: they get all that is left
+        fields["kernels"] = kernels(
+            threads=_thread_counts(threads),
+            seconds=max(LEAST_KERNELS * seconds, seconds - (time.perf_counter() - started)),
+            progress=say,
+            folder=next(iter(folders), None),
+        )
     say("done")
     host = this_host()
     return Hardware(
@@ -289,7 +296,8 @@ def measure_disk(folder: Path, *, seconds: float, tell: Callable[[str], None] = 
     try:
         with explain_full_disk(folder, "measuring the disk", "Nothing is kept."):
             file = _ProbeFile(own.path / f"probe{SUFFIX}", sector_bytes)
-            figures: dict[str, dict[str, Figure]] = {"reads_per_s": {}, "writes_per_s": {}}
+            reads: dict[str, Figure] = {}
+            writes: dict[str, Figure] = {}
             tell(f"{folder}: sequential writes")
             write_bytes_per_s = file.sequential(os.pwritev)
             tell(f"{folder}: sequential reads")
@@ -297,22 +305,21 @@ def measure_disk(folder: Path, *, seconds: float, tell: Callable[[str], None] = 
             for depth in DEPTHS:
                 with file.store(depth) as store:
                     tell(f"{folder}: random reads, queue depth {depth}")
-                    reads_per_s, cpu_s = file.random(store, "reads", round_s)
+                    reads[str(depth)], cpu_s = file.random(store, "reads", round_s)
                     tell(f"{folder}: random writes, queue depth {depth}")
-                    writes_per_s, _ = file.random(store, "writes", round_s)
-                figures["reads_per_s"][str(depth)] = reads_per_s
-                figures["writes_per_s"][str(depth)] = writes_per_s
+                    writes[str(depth)], _ = file.random(store, "writes", round_s)
     finally:
         own.remove()
     return Disk(
         folder=str(folder.resolve()),
         engine=file.io,
         sector_bytes=sector_bytes,
+        reads_per_s=reads,
+        writes_per_s=writes,
         read_bytes_per_s=read_bytes_per_s,
         write_bytes_per_s=write_bytes_per_s,
         cpu_s_per_io=cpu_s,  # at the last depth, which training uses
-        capacity_bytes=Figure(free) if free >= 2**20 else None,
-        **figures,
+        capacity_bytes=Figure(free),
     )
 
 
@@ -321,26 +328,26 @@ class _ProbeFile:
 
     def __init__(self, path: Path, sector_bytes: int) -> None:
         self.path = path
-        self.io = "threads" if io_uring_refused() else "io_uring"
+        self.io: Literal["io_uring", "threads"] = "threads" if io_uring_refused() else "io_uring"
         self.rows = TableRows(table="probe", parts=(("sector", sector_bytes),), num_rows=FILE_BYTES // sector_bytes)
         self.draw = np.random.default_rng(1)
         self.memory = torch.zeros(MOST_IOS, sector_bytes, dtype=torch.uint8)
         self.store(1).close()  # makes the file
 
     def store(self, depth: int) -> Store:
-        engines = Engines(io=self.io, depth=depth, num_threads=min(depth, NUM_THREADS))  # type: ignore[arg-type]
+        engines = Engines(io=self.io, depth=depth, num_threads=min(depth, NUM_THREADS))
         return open_store(self.rows, kind="block", path=self.path, engines=engines)
 
     def sequential(self, move: Callable[[int, list[memoryview], int], int]) -> Figure:
         """Returns bytes a second of large I/Os, of which a round takes its part of the file."""
         num_bytes = min(LARGE_BYTES, FILE_BYTES // NUM_ROUNDS // NUM_LARGE) // HEADER_BYTES * HEADER_BYTES
         count = FILE_BYTES // NUM_ROUNDS // num_bytes
-        with self._direct() as descriptor, mmap.mmap(-1, num_bytes * count) as memory:
-            view = memoryview(memory)
+        memory = memoryview(mmap.mmap(-1, num_bytes * count))  # begins at a page, as I/O past the page cache must
+        with self._direct() as descriptor, ThreadPoolExecutor(NUM_LARGE) as pool:
 
             def one(i: int, k: int) -> None:
                 offset = HEADER_BYTES + (i % NUM_ROUNDS * count + k) * num_bytes
-                done = move(descriptor, [view[k * num_bytes : (k + 1) * num_bytes]], offset)
+                done = move(descriptor, [memory[k * num_bytes : (k + 1) * num_bytes]], offset)
                 assert done == num_bytes, "I/O past the page cache is of whole sectors, or fails"
 
             def one_round(i: int) -> float:
@@ -348,11 +355,7 @@ class _ProbeFile:
                 list(pool.map(partial(one, i), range(count)))
                 return num_bytes * count / (time.perf_counter() - start)
 
-            try:
-                with ThreadPoolExecutor(NUM_LARGE) as pool:
-                    return figure_of(one_round)
-            finally:
-                view.release()
+            return figure_of(one_round)
 
     @contextmanager
     def _direct(self) -> Iterator[int]:
@@ -443,12 +446,12 @@ def _product(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
 
 def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
     with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
         work()
-        end.record()  # type: ignore[no-untyped-call]
-        end.synchronize()  # type: ignore[no-untyped-call]
-    return float(start.elapsed_time(end)) / 1e3  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 # ---- power
@@ -484,19 +487,7 @@ class Power:
         return {} if len(self._watts) >= 2 else {"watts": "the probe was too short for a figure of power"}
 
 
-# ---- all of them
-
-
-def _measure_kernels(kernels: Kernels, scope: Scope) -> Mapping[str, Any]:
-    folder = next(iter(scope.folders), None)
-    counts = _thread_counts(scope.threads)
-    return {"kernels": kernels(threads=counts, seconds=scope.seconds, progress=scope.tell, folder=folder)}
-
-
-MEASUREMENTS: tuple[tuple[float, Measurement], ...] = (
-    (0.15, measure_dram),
-    (0.25, measure_disks),
-    (0.05, measure_gpus),
-)
+MEASUREMENTS: Sequence[tuple[float, Measurement]] = ((0.15, measure_dram), (0.2, measure_disks), (0.05, measure_gpus))
 """Shares of the time, and what is measured in it. Memory takes about 6 s however much time there is."""
-KERNELS_SHARE = 0.55
+LEAST_KERNELS = 0.5
+"""The least share of the time for training steps."""

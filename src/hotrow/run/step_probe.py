@@ -47,7 +47,9 @@ from hotrow.tables import TableConfig, Uniform
 SEED = 20_260_727
 """Of the shapes; nothing else uses it, so no run that is predicted was measured for its prediction."""
 WARMUP, TIMED = 2, 7
-"""Steps on each number of threads."""
+"""Steps on each number of threads, with each batch size."""
+PARTS = (1, 3)
+"""Batches of a shape are its batch size and a third of it: that takes less time than another shape."""
 BATCH_SIZES = 64, 8192
 MOST_MULTIPLY_ADDS = 2e8
 MOST_VALUES = 3e6
@@ -235,50 +237,54 @@ def measure_shape(
     shape: Shape, threads: Sequence[int], *, seed: int = 0, folder: Path | str | None = None
 ) -> Iterator[tuple[str, Point]]:
     """Yields a point for every phase and number of threads, with the phase's name."""
-    generator, batch_size = np.random.default_rng(seed), shape.config.train.batch_size
-    ahead = LOOKAHEAD + 1 if shape.in_tiers is not None else 0
-    split = Drawn(shape, batch_size * ((WARMUP + TIMED) * len(threads) + ahead), generator)
     with ExitStack() as stack:
-        parts = _build(shape, split.info, stack, folder)
-        placement = parts.embedding.placement
-        depth = LOOKAHEAD if placement.looks_ahead else 0
-        loader = Loader(cast(Split, split), batch_size, shuffle_seed=1)
-        batches = iter(lookahead(loader.epoch(0), parts.embedding, depth=depth))
-        stack.callback(lambda: batches.close() if hasattr(batches, "close") else None)
-        session = Session(1)
-        clock = StepClock(session)
-        tiers, step = placement.find(Tiers), 0
+        parts = _build(shape, shape.info, stack, folder)
+        for part in PARTS:
+            smaller = max(1, shape.config.train.batch_size // part)
+            yield from _measure_batches(shape, parts, smaller, threads, seed)
+
+
+def _measure_batches(
+    shape: Shape, parts: Parts, batch_size: int, threads: Sequence[int], seed: int
+) -> Iterator[tuple[str, Point]]:
+    placement, tiers = parts.embedding.placement, parts.embedding.placement.find(Tiers)
+    depth = LOOKAHEAD if placement.looks_ahead else 0
+    split = Drawn(
+        shape, batch_size * ((WARMUP + TIMED) * len(threads) + depth + 1), np.random.default_rng([seed, batch_size])
+    )
+    loader = Loader(cast(Split, split), batch_size, shuffle_seed=1)
+    batches = iter(lookahead(loader.epoch(0), parts.embedding, depth=depth))
+    session = Session(1)
+    clock, steps = StepClock(session), itertools.count()
+    try:
         for number in threads:
             torch.set_num_threads(number)
-            steps: list[dict[str, float]] = []
-            seen: list[Batch] = []
-            counters: Counter[str] = Counter()
-            for taken in range(WARMUP + TIMED):
-                if taken == WARMUP:
-                    counters = _counters(tiers)
-                own, batch = _one_step(parts, batches, clock, session, step)
-                step += 1
-                if taken >= WARMUP:
-                    steps.append(own)
-                    seen.append(batch)
+            for _ in range(WARMUP):
+                _one_step(parts, batches, clock, session, next(steps))
+            before = _counters(tiers)
+            taken = [_one_step(parts, batches, clock, session, next(steps)) for _ in range(TIMED)]
             moved = _counters(tiers)
-            moved.subtract(counters)
-            traffic = None if tiers is None else _traffic(tiers, moved)
-            work = replace(_work(shape, parts, seen), threads=number)
-            yield from _points(work, traffic, steps)
+            moved.subtract(before)
+            work = replace(_work(shape, parts, [batch for _, batch in taken]), threads=number)
+            yield from _points(work, None if tiers is None else _traffic(tiers, moved), [own for own, _ in taken])
+    finally:
+        cast(Any, batches).close()  # it lets go of the batches that were announced
 
 
 def _one_step(
     parts: Parts, batches: Iterator[Batch], clock: StepClock, session: Session, step: int
 ) -> tuple[dict[str, float], Batch]:
     """Takes a step as the trainer does; returns its seconds by phase, without waits for rows, and its batch."""
-    before, stall = dict(session.state.seconds), _stall_s(parts)
+    before, stalls = dict(session.state.seconds), [_stall_s(parts)]
     clock.lap(None)
     batch = next(batches)
     clock.lap("data")
+    stalls.append(_stall_s(parts))
     float(train_step(parts, batch, step, clock))
+    stalls.append(_stall_s(parts))
     own = {phase: session.state.seconds[phase] - before[phase] for phase in PHASES}
-    own["lookup"] -= _stall_s(parts) - stall
+    for phase, stall in zip(("data", "lookup"), itertools.pairwise(stalls), strict=True):
+        own[phase] = max(0.0, own[phase] - (stall[1] - stall[0]))
     return own, batch
 
 
@@ -339,9 +345,9 @@ def _memory(shape: Shape, config: Config, tables: Sequence[TableConfig], folder:
 
 def _work(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
     """Counts what these steps did, exactly."""
-    config, tables = shape.config, parts.embedding.tables
-    batch_size = config.train.batch_size
+    config, tables, batch_size = shape.config, parts.embedding.tables, len(batches[0])
     lengths = {table.name: length for table, length in zip(tables, shape.lengths, strict=True)}
+    dims = {table.name: table.embedding_dim for table in tables}
     own = []
     for table, demand, length in zip(tables, demands_of(config, tables, training=True), shape.lengths, strict=True):
         ids = [batch.sparse.bags(table.name)[0] for batch in batches]
@@ -367,7 +373,7 @@ def _work(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
         dense_optimizer="split sgd" if config.train.precision == "split_bf16" and dense == "sgd" else dense,
         precision=config.train.precision,
         threads=1,
-        **dense_work(config, tables, shape.num_dense, batch_size, lengths),
+        **dense_work(parts.model, dims, shape.num_dense, batch_size, lengths),
     )
 
 
@@ -395,7 +401,7 @@ def _points(work: Work, traffic: Traffic | None, steps: Sequence[Mapping[str, fl
     amounts = amounts_of(work, traffic)
     for phase in PHASES:
         taken = [step[phase] for step in steps]
-        if statistics.median(taken) > 0:
+        if sorted(taken)[len(taken) // 4] > 0:
             name = "update by sgd" if phase == "update" and work.optimizer == "sgd" else phase
             yield name, _point(work.threads, amounts[phase], taken)
 
@@ -413,7 +419,7 @@ def _rounded(value: float) -> float:
 
 # ---- windows of the loader
 
-WINDOW_SHAPES = ((1 << 14, 4, 4, 0), (1 << 15, 13, 26, 0), (1 << 14, 2, 4, 2), (1 << 15, 2, 2, 4))
+WINDOW_SHAPES = ((1 << 14, 4, 4, 0), (1 << 15, 13, 20, 0), (1 << 14, 2, 4, 2), (1 << 14, 2, 2, 4), (1 << 16, 2, 3, 1))
 """Rows, dense columns, features of one id, and features with lists."""
 LIST_LENGTH = 6
 """Mean ids of a list."""

@@ -1,0 +1,307 @@
+"""hotrow.plan.probe and base.energy: figures of a tiny file and of made-up counters, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hotrow.base.energy import EnergyMeter
+from hotrow.kernels import ops
+from hotrow.placement import store_file
+from hotrow.plan import probe as module
+from hotrow.plan.hardware import Disk, Figure, Hardware, Point, known_hardware, read_hardware
+from hotrow.plan.probe import Power, Scope, check_folder, measure_disk, measure_dram, measure_gpus, probe, run_probe
+
+needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is measured")
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder on a disk, and sizes that take no time."""
+    monkeypatch.setattr(module, "FILE_BYTES", 9 << 19)  # half a MiB for every sequential round
+    monkeypatch.setattr(module, "DRAM_BYTES", 4 << 20)
+    monkeypatch.setattr(module, "ROW_BYTES", (64, 512))
+    monkeypatch.setattr(module, "DEPTHS", (1, 8))
+    monkeypatch.setattr(module, "MOST_IOS", 256)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if not store_file.direct_io(folder)["direct_io"]:
+        pytest.skip("direct I/O is refused where tests write")
+    return folder
+
+
+def figures(value: Any) -> Iterator[Figure]:
+    if isinstance(value, Figure):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from figures(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from figures(each)
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from figures(vars(value))
+
+
+def check_measured(value: Any, *, at_least: int) -> None:
+    found = list(figures(value))
+    assert len(found) >= at_least
+    for figure in found:
+        assert figure.source == "measured"
+        if figure.low is not None and figure.high is not None:
+            assert 0 < figure.low <= figure.value <= figure.high
+
+
+@needs_native
+def test_a_disk(tiny: Path) -> None:
+    told: list[str] = []
+    disk = measure_disk(tiny, seconds=0.1, tell=told.append)
+    assert isinstance(disk, Disk)
+    check_measured(disk, at_least=8)
+    assert list(disk.reads_per_s) == list(disk.writes_per_s) == ["1", "8"]
+    assert disk.folder == str(tiny) and disk.sector_bytes in store_file.SECTORS
+    assert told[0].endswith("sequential writes") and told[-1].endswith("random writes, queue depth 8")
+    assert list(tiny.iterdir()) == []
+
+
+@needs_native
+def test_a_disks_rows_are_read_past_the_page_cache(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    open_store = module.open_store
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        opened.append(open_store(*arguments, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(module, "open_store", watched)
+    monkeypatch.setattr(module, "io_uring_refused", lambda: "it is refused")
+    disk = measure_disk(tiny, seconds=0.05)
+    assert disk.engine == "threads"
+    assert opened and all(store.fallback is None for store in opened), "a fallback would be the page cache"
+
+
+@needs_native
+@pytest.mark.parametrize("at", ["sequential writes", "random reads, queue depth 1", "random writes, queue depth 8"])
+def test_an_interrupted_probe_leaves_no_file(tiny: Path, at: str) -> None:
+    def interrupt(figure: str) -> None:
+        if figure.endswith(at):
+            assert list(tiny.iterdir()), "there is something to leave"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_disk(tiny, seconds=0.05, tell=interrupt)
+    assert list(tiny.iterdir()) == []
+
+
+@needs_native
+def test_a_full_disk_says_what_to_do(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OSError, match=rf"disk full while measuring the disk in {tiny} .* Free some space"):
+        measure_disk(tiny, seconds=0.05)
+    assert list(tiny.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("tmpfs", "is memory"), ("nfs4", r"is on a network file system \(nfs4\); name a folder of")]
+)
+def test_folders_that_are_no_disk_of_this_machine(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, kind: str, message: str
+) -> None:
+    monkeypatch.setattr(store_file, "file_system", lambda _: kind)
+    with pytest.raises(ValueError, match=f"the disk of {tiny} cannot be measured: .*{message}"):
+        check_folder(tiny)
+
+
+def test_folders_that_take_no_file(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tiny / "file").touch()
+    with pytest.raises(ValueError, match="file is not a folder; name a folder on the disk to measure"):
+        check_folder(tiny / "file")
+    with pytest.raises(ValueError, match="absent is not a folder"):
+        check_folder(tiny / "absent")
+    assert not (tiny / "absent").exists()
+    monkeypatch.setattr(module, "disk_free_bytes", lambda _: module.FILE_BYTES)
+    with pytest.raises(ValueError, match=r"has 4\.5 MiB free, and the probe writes a file of 4\.5 MiB there"):
+        check_folder(tiny)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ValueError, match=f"cannot be measured: this process may not write in {tiny}; name another"):
+        check_folder(tiny)
+
+
+@needs_native
+def test_memory(tiny: Path) -> None:
+    found = measure_dram(Scope(threads=2, folders=[], seconds=1, tell=lambda _: None))
+    assert list(found["stream_bytes_per_s"]) == list(found["flops_per_s"]) == ["1", "2"]
+    sizes = [(point.sizes["row_bytes"], point.sizes["threads"]) for point in found["random_rows"]]
+    assert sizes == [(64, 1), (64, 2), (512, 1), (512, 2)]
+    check_measured(dict(found), at_least=8)
+
+
+def test_no_gpu_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert measure_gpus(Scope(threads=1, folders=[], seconds=1, tell=lambda _: None)) == {}
+
+
+def test_a_gpu_that_cannot_be_measured_is_absent_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object) -> None:
+        raise RuntimeError("CUDA error:\nout of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "G")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
+    found = measure_gpus(Scope(threads=1, folders=[], seconds=1, tell=lambda _: None))
+    assert found == {"gpus": [], "notes": {"gpus": "G was not measured: CUDA error: out of memory"}}
+
+
+# ---- energy
+
+
+Zones = Callable[[dict[str, tuple[str, int]]], Path]
+
+
+@pytest.fixture
+def zones(tmp_path: Path) -> Zones:
+    """`zones({zone: (name, microjoules)})`: a folder of counters as the kernel shows them."""
+
+    def write(counters: dict[str, tuple[str, int]]) -> Path:
+        for zone, (name, microjoules) in counters.items():
+            (tmp_path / "cap" / zone).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "cap" / zone / "name").write_text(f"{name}\n")
+            (tmp_path / "cap" / zone / "energy_uj").write_text(f"{microjoules}\n")
+        return tmp_path / "cap"
+
+    return write
+
+
+NO_GPU = "no-such-library.so"
+TWO = {"intel-rapl:0": ("package-0", 10**9), "intel-rapl:1": ("package-1", 5 * 10**9)}
+
+
+def test_packages_and_their_memory_are_counted_once(zones: Zones) -> None:
+    more = {"intel-rapl:0:0": ("core", 7), "intel-rapl:0:1": ("dram", 10**6), "intel-rapl:2": ("psys", 9)}
+    cap = zones({**TWO, **more})
+    meter = EnergyMeter(cap, NO_GPU)
+    zones(
+        {
+            "intel-rapl:0": ("package-0", 10**9 + 3_000_000),
+            "intel-rapl:0:0": ("core", 10**9),
+            "intel-rapl:0:1": ("dram", 1_500_000),
+            "intel-rapl:2": ("psys", 10**9),
+        }
+    )
+    assert meter.joules() == pytest.approx(3.5)
+    assert meter.parts == "package-0, DRAM 0, package-1; not disks, fans and losses"
+
+
+def test_a_machine_without_counters_has_no_figure(tmp_path: Path) -> None:
+    meter = EnergyMeter(tmp_path, NO_GPU)
+    assert meter.joules() is None
+    assert meter.absent == f"{tmp_path} has no counters, as is usual in virtual machines"
+    power = Power(meter)
+    assert (power.figure(), power.notes()) == (None, {"watts": meter.absent})
+
+
+def test_a_counter_that_begins_again_is_absent(zones: Zones) -> None:
+    meter = EnergyMeter(zones(TWO), NO_GPU)
+    zones({"intel-rapl:0": ("package-0", 5)})
+    assert meter.joules() is None
+    assert meter.absent == "the energy counter of package-0 began again at zero"
+    zones(TWO)
+    assert meter.joules() is None, "nobody knows how often it began again"
+
+
+@pytest.mark.parametrize("content", ["", "many"])
+def test_a_counter_that_holds_no_number_is_absent(zones: Zones, content: str) -> None:
+    cap = zones(TWO)
+    (cap / "intel-rapl:1" / "energy_uj").write_text(content)
+    assert EnergyMeter(cap, NO_GPU).absent == f"{cap}/intel-rapl:1/energy_uj holds no number"
+
+
+def test_a_counter_that_may_not_be_read_is_absent(zones: Zones) -> None:
+    cap = zones(TWO)
+    counter = cap / "intel-rapl:1" / "energy_uj"
+    counter.unlink()
+    counter.mkdir()  # root may read any file
+    assert EnergyMeter(cap, NO_GPU).absent == f"{counter} cannot be read (Is a directory); since 2020 only root may"
+
+
+def test_watts_are_of_windows(zones: Zones, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    power = Power(EnergyMeter(zones(TWO), NO_GPU))
+    used = 10**9
+    for seconds, watts in ((1.0, 100), (2.0, 300), (0.1, 900), (1.9, 200)):  # the third is too short for its own window
+        clock[0] += seconds
+        used += int(watts * seconds * 1e6)
+        zones({"intel-rapl:0": ("package-0", used)})
+        power.sample()
+    last = (0.1 * 900 + 1.9 * 200) / 2
+    assert power.notes() == {}
+    figure = power.figure()
+    assert figure is not None and figure.value == pytest.approx(last)
+    assert (figure.low, figure.high) == (pytest.approx((100 + last) / 2), pytest.approx((300 + last) / 2))
+
+
+# ---- all of it
+
+
+@needs_native
+def test_everything_becomes_a_file_that_plans_find(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked: dict[str, Any] = {}
+
+    def kernels(**options: Any) -> dict[str, list[Point]]:
+        asked.update(options)
+        return {"lookup": [Point({"threads": 1.0}, Figure(1e-3, 1e-3, 1e-3))]}
+
+    path, made = run_probe([tiny], kernels=kernels, seconds=0.2)
+    assert known_hardware() == made == read_hardware(path)
+    assert [disk.folder for disk in made.disks] == [str(tiny)]
+    assert list(made.kernels) == ["lookup"]
+    assert asked["folder"] == tiny and asked["threads"][0] == 1 and asked["seconds"] == 0.1, (
+        "the rest took longer than it should"
+    )
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert made.watts is not None or made.notes["watts"]
+
+
+@needs_native
+def test_measurements_outlive_a_fault_in_what_is_declared(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.yaml").write_text("watts: {value: 1e9, note: n}")
+    with pytest.raises(ValueError, match="watts: 1e"):
+        run_probe((), out=tmp_path / "h.json", declare=tmp_path / "d.yaml", seconds=0.1)
+    assert isinstance(read_hardware(tmp_path / "h.json"), Hardware)
+
+
+def test_what_is_asked_is_checked_before_anything_is_measured(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MEASUREMENTS", ((1.0, lambda _: pytest.fail("measured")),))
+    (tmp_path / "other.yaml").write_text("name: another machine")
+    with pytest.raises(ValueError, match=r"other\.yaml describes another machine .* name a file for it with --out"):
+        run_probe((), declare=tmp_path / "other.yaml")
+    with pytest.raises(ValueError, match="is a folder, or in none"):
+        run_probe((), out=tmp_path)
+    with pytest.raises(ValueError, match="absent is not a folder"):
+        probe([tiny, tiny / "absent"])
+    with pytest.raises(ValueError, match="seconds is 0; give a positive number"):
+        probe([], seconds=0)
+    monkeypatch.setattr(module.ops, "backend", lambda: ops.Backend("reference", "torch", 1, "it is not built"))
+    with pytest.raises(ValueError, match="measures the native kernels and stores, but it is not built"):
+        probe([])
+
+
+@needs_native
+def test_no_thread_is_left(tiny: Path) -> None:
+    before = threading.active_count()
+    measure_disk(tiny, seconds=0.02)
+    assert threading.active_count() == before
