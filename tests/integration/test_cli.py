@@ -29,7 +29,7 @@ from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from resealed import reseal
 
-VERBS = ["demo", "init", "prepare", "inspect", "train", "eval", "predict", "export", "check", "bench"]
+VERBS = ["demo", "init", "prepare", "inspect", "plan", "train", "eval", "predict", "export", "check", "bench"]
 VERBS += ["doctor", "probe", "clean"]
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 

@@ -19,6 +19,7 @@ from hotrow.plan.solve import (
     TableUse,
     expected_hits,
     flight_floors,
+    most_saved,
     plan_by_counts,
     solve,
 )
@@ -42,8 +43,8 @@ def cost(uses: list[TableUse], slots: list[TableSlots]) -> float:
     return sum(num_bytes(use.demand, each) for use, each in zip(uses, slots, strict=True))
 
 
-def brute_force(uses: list[TableUse], budget: float) -> float:
-    """Most hits of any plan that caches the rows of as many batches in flight as one can."""
+def brute_force(uses: list[TableUse], budget: float, costs: dict[str, float] | None = None) -> float:
+    """Most hits, times `costs`, of any plan that caches the rows of as many batches in flight as one can."""
     for batches in (4, 3, 2, 1, 0):
         floors = [use.floors[min(batches, len(use.floors) - 1)] for use in uses]
         best = -1.0
@@ -53,7 +54,8 @@ def brute_force(uses: list[TableUse], budget: float) -> float:
                 TableSlots(p, c) for p in range(use.demand.num_rows + 1) for c in range(use.demand.num_rows + 1 - p)
             ]
             kept = [s for s in every if use.keeps(s, floor)]
-            choices.append([(num_bytes(use.demand, s), use.hits(s)) for s in kept])
+            weight = costs[use.demand.name] if costs else 1.0
+            choices.append([(num_bytes(use.demand, s), weight * use.hits(s)) for s in kept])
         fronts = [pareto(each) for each in choices]
         for combination in itertools.product(*fronts):
             if sum(taken for taken, _ in combination) <= budget:
@@ -91,6 +93,44 @@ def test_against_brute_force(seed: int) -> None:
     else:
         pieces = max(use.demand.num_rows * (use.demand.record_bytes + 32) for use in uses)
         assert expected_hits(uses, solve(uses, budget + pieces)) >= best - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_costs_of_misses_against_brute_force(seed: int) -> None:
+    """Slots that all cost the same: what misses cost is as little as in the best of all cuts. The bound is above it."""
+    rng = np.random.default_rng(seed)
+    uses = draw_uses(rng, most_rows=12, record_bytes=10**6, least_cached=int(rng.integers(0, 3)))
+    costs = {use.demand.name: float(rng.lognormal(0, 1)) for use in uses}
+    budget = sum(use.demand.num_rows for use in uses) * 10**6 * rng.random() * 1.1 + 2000
+    if sum(use.least_bytes(use.floors[0]) for use in uses) > budget:
+        budget = sum(use.demand.num_rows for use in uses) * 1.1e6 + 2000
+    best = brute_force(uses, budget, costs)
+    found = sum(costs[u.demand.name] * u.hits(s) for u, s in zip(uses, solve(uses, budget, costs), strict=True))
+    assert found >= best - 1e-9
+    assert most_saved(uses, budget, costs) >= best - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bound_is_above_every_plan_and_close(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    uses = draw_uses(rng, most_rows=20000)
+    whole = sum(use.whole_bytes for use in uses)
+    budget = max(whole * rng.random(), 1.01 * sum(use.least_bytes(use.floors[0]) for use in uses))
+    most, found = most_saved(uses, budget), expected_hits(uses, solve(uses, budget))
+    rows = sum(use.rows_per_step for use in uses)
+    assert found <= most + 1e-9
+    assert most - found <= 0.03 * rows
+    assert most_saved(uses, whole + 1) == pytest.approx(rows)
+
+
+def test_rows_that_are_dear_to_miss_come_first() -> None:
+    counts = zipf_counts(50_000, 1.05, 512.0)
+    plan = plan_by_counts({"near": counts, "far": counts}, num_steps=1)
+    demands = [TableDemand(name, 50_000, 64) for name in ("near", "far")]
+    equal = plan(demands, 2 << 20)
+    near, far = plan.with_costs({"near": 1.0, "far": 4.0})(demands, 2 << 20)
+    assert equal == plan.with_costs({"near": 7.0, "far": 7.0})(demands, 2 << 20)
+    assert near.pinned < min(own.pinned for own in equal) <= max(own.pinned for own in equal) < far.pinned
 
 
 @pytest.mark.parametrize("seed", range(60))
