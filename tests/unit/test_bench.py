@@ -400,6 +400,17 @@ def test_every_promise_names_a_peer() -> None:
     assert {name for shape in step_shapes.SHAPES.values() for name in shape.targets} <= names
 
 
+def test_cells_whose_peer_is_not_here_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    left_out = {cell.name for cell in kernels.kernel_cells(quick=True)} - {
+        cell.name for cell in kernels.cells_here(quick=True)
+    }
+    assert left_out == {cell.name for cell in kernels.fbgemm_cells(quick=True)} and left_out
+    assert "cells against FBGEMM are left out" in capsys.readouterr().err
+
+
 def test_two_sides_of_every_shape_fit_in_twelve_gib() -> None:
     for shape in step_shapes.SHAPES.values():
         assert 2 * shape.table_bytes < 12 * 2**30, shape.name
