@@ -480,13 +480,19 @@ def test_modelled_speed_has_a_column_of_its_own(
     tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {"fast": HARDWARE, "odd": "odd lacks kernels"}
-    monkeypatch.setattr("hotrow.study.run._machine", known.__getitem__)
+    monkeypatch.setattr("hotrow.study.run._machine", lambda name, here: known[name])
+    monkeypatch.setattr(cells, "faster", lambda *_: {"one thread": 1.0, "threads": 4.0, "flops_per_s": 0.5})
     result = run_study(str(write_study(tmp_path, machines=["fast", "odd"])), tmp_path / "out")
     first = result["cells"][0]
     assert first["samples_per_s"] == 8000.0 and first["modelled"]["fast"]["step_ms"] == pytest.approx(3.0)
     assert first["samples_per_j"] == 160.0 and first["samples_per_j_source"] == "declared"
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "modelled: fast, samples/s" in page and "odd lacks kernels" in page and "160.0 (declared)" in page
+    assert (first["modelled"]["fast"]["least_ms"], first["modelled"]["fast"]["most_ms"]) == (0.5, 4.0)
+    assert (
+        "modelled: fast, its processors alone, samples/s" in page
+        and "odd lacks kernels" in page
+        and "160.0 (declared)" in page
+    )
 
 
 def placed(model: int, where: str, *, predicted: float, measured: float) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from hotrow.plan.cost import predict, work_of
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.divide import slots_of
 from hotrow.plan.hardware import Hardware
+from hotrow.plan.modelled import faster
 from hotrow.run.setup import Setup, tables_of
 from hotrow.study.data import prepared
 from hotrow.study.group import GroupError, MemoryGroup, enter_and
@@ -126,8 +127,8 @@ class Studied:
         train = config.train.model_copy(update={"epochs": MANY_PASSES, "log_every": passes, "eval_every": None})
         return config.model_copy(update={"train": train})
 
-    def predicted(self, cell: Cell, hardware: Hardware, folder: Path) -> dict[str, Any]:
-        """Returns the step's predicted time on a machine, or why there is none."""
+    def predicted(self, cell: Cell, hardware: Hardware, folder: Path, *, threads: int | None = None) -> dict[str, Any]:
+        """Returns the step's predicted time on a machine, or why there is none. threads: instead of the config's."""
         dataset = prepared(cell.data, folder / "data")
         try:
             config = self.config_of(cell, dataset, folder / "work")
@@ -137,6 +138,7 @@ class Studied:
             config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": passes})})
             per_pass = math.ceil(dataset.split("train").num_rows / config.train.batch_size)
             work = work_of(config, setup.tables, dataset, warmup=warm * per_pass)
+            work = work if threads is None else replace(work, threads=threads)
             slots = None
             if isinstance(setup.memory, Memory):
                 settled, slots = slots_of(config, setup.tables, setup.memory)
@@ -175,11 +177,28 @@ class Studied:
             row["note"] = how_clean(row)
         if predicted is not None:
             row["predicted"] = dict(predicted)
-        modelled = {}
-        for name, hardware in (self.machines or {}).items():
-            found = {"reason": hardware} if isinstance(hardware, str) else self.predicted(cell, hardware, folder)
-            modelled[name] = found
+        modelled = {name: self._modelled(cell, row, machine, folder) for name, machine in (self.machines or {}).items()}
         return {**row, **self._costs(row), **({"modelled": modelled} if modelled else {})}
+
+    def _modelled(self, cell: Cell, row: Mapping[str, Any], machine: Hardware | str, folder: Path) -> dict[str, Any]:
+        """Returns a step's modelled time on a machine that is not here, and a range; or why there is none.
+
+        The range is what was measured here, divided by how many times faster the machine is at the work that it speeds
+        up most and least.
+        """
+        if isinstance(machine, str) or "step_ms" not in row:
+            return {"reason": machine if isinstance(machine, str) else "not measured here"}
+        assert self.hardware is not None, "machines are modelled from this one"
+        found = self.predicted(cell, machine, folder, threads=machine.num_cores)
+        if "step_ms" not in found:
+            return found
+        rates = faster(machine, machine.num_cores, self.hardware, self.hardware.num_cores)
+        bounds = [row["step_ms"] / rate for name, rate in rates.items() if name != "one thread"]
+        return {
+            **found,
+            "least_ms": min(*bounds, found["step_ms"]),
+            "most_ms": max(*bounds, found["step_ms"]),
+        }
 
     def _costs(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns samples per joule and per unit of money, if the machine's file says what it takes."""

@@ -276,7 +276,7 @@ def _shown_group(
             "own noise": _digits("noise", "±{:.1%}"),
         }
     for machine in machines:
-        columns[f"modelled: {machine}, samples/s"] = _modelled(machine)
+        columns[f"modelled: {machine}, its processors alone, samples/s (range)"] = _modelled(machine)
     columns["how clean, or why not measured"] = lambda row: str(row.get("note") or row.get("reason") or row["status"])
     return {
         "name": name,
@@ -318,6 +318,7 @@ def _modelled(machine: str) -> Callable[[Row], str]:
         found = row.get("modelled", {}).get(machine, {})
         if "step_ms" not in found:
             return str(found.get("reason", ""))
-        return f"{1e3 * row['batch_size'] / found['step_ms']:,.0f}"
+        speed, low, high = (1e3 * row["batch_size"] / found[f"{name}_ms"] for name in ("step", "most", "least"))
+        return f"{speed:,.0f} ({low:,.0f} to {high:,.0f})"
 
     return text

@@ -9,6 +9,7 @@ from typing import Any
 
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.plan.hardware import Hardware, known_hardware, read_hardware
+from hotrow.plan.modelled import modelled
 from hotrow.study.cells import Studied
 from hotrow.study.runner import Sweep, run_sweep
 from hotrow.study.study import find_study, read_study
@@ -35,7 +36,7 @@ def run_study(
     study, stem = read_study(file), file.stem
     folder = Path(out) if out is not None else Path("studies") / (f"{stem}-quick" if quick else stem)
     here = known_hardware() if hardware is None else read_hardware(hardware)
-    machines = {machine: _machine(machine) for machine in study.machines} if here is not None else {}
+    machines = {machine: _machine(machine, here) for machine in study.machines}
     studied = Studied(study, str(file), quick=quick, hardware=here, machines=machines)
     cells = studied.cells  # what is wrong with the study is said before anything is made
     if study.predicts and here is None and not estimate:
@@ -59,9 +60,11 @@ def run_study(
     return result
 
 
-def _machine(name: str) -> Hardware | str:
-    """Returns a declared machine, or why it cannot be modelled."""
+def _machine(name: str, here: Hardware | None) -> Hardware | str:
+    """Returns a declared machine with steps modelled from those measured here, or why it cannot be modelled."""
+    if here is None:
+        return "this machine's figures are missing, from which it would be modelled: run hotrow probe"
     try:
-        return read_hardware(name)
+        return modelled(read_hardware(name), here)
     except ValueError as error:
         return str(error)
