@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import bench
 from benchmarks.results import run_as_script
-from hotrow import bench
 from hotrow.placement.stores import DEPTH, Engines, Store, TableRows, open_store
 
 WIDTH = 128  # floats of a record

@@ -61,7 +61,7 @@ BENCHMARKS_HEAD = """\
 # Benchmarks
 
 Read this page if you want to know how fast hotrow is, against what, and how that was measured. To measure your own
-machine run `hotrow bench` (minutes, the kernels alone) or `make bench` (2 hours, everything below).
+machine run `python -m benchmarks.kernels` (minutes, the kernels alone) or `make bench` (2 hours, everything below).
 
 This page is generated from docs/benchmarks.json, which `make bench` fills. Studies of accuracy are filled by the
 command printed above them. `make bench DLRM=path` also measures a checkout of facebookresearch/dlrm, and torchrec is

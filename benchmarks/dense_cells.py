@@ -1,6 +1,6 @@
 """The dense parts of a DLRM, dot interaction and MLP, against torch's, and the limit of the machine for each.
 
-These are cells of benchmarks.kernels; those of embedding tables are in hotrow.bench.
+These are cells of benchmarks.kernels; those of embedding tables are in bench.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from hotrow.bench import Cell, Contender, sequential_limit_s, timed
+from benchmarks.bench import Cell, Contender, sequential_limit_s, timed
 from hotrow.kernels import ops
 
 

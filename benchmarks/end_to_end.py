@@ -24,11 +24,11 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
+from benchmarks import bench
 from benchmarks.compiled import compile_into
 from benchmarks.results import run_as_script
 from benchmarks.step_peers import Peer, Step, make_ours, peers
 from benchmarks.step_shapes import SHAPES, STEP_OVER_FLOOR, StepShape, floor_s, make_setting
-from hotrow import bench
 
 AS_INTEL = "--mkl-as-intel"
 

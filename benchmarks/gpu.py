@@ -44,10 +44,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import hotrow
+from benchmarks import bench
 from benchmarks.hot_lab import Link
 from benchmarks.markdown import held
 from benchmarks.results import end_on_signals
-from hotrow import bench
 from hotrow.base.files import parse_bytes
 from hotrow.base.machine import available_memory_bytes
 from hotrow.data.sources.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte

@@ -43,15 +43,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks import hot_quality, hot_trackers
+from benchmarks import bench, hot_quality, hot_trackers
+from benchmarks.criteo_text import write_criteo
 from benchmarks.hot_tracker import HotTracker, show_part
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, column_ids, make_setting
-from hotrow import bench
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.hot.calibrate import WAYS, calibrate
 from hotrow.hot.hot_set import HotSet, hot_samples, is_small

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.bench import how_clean
 from benchmarks.hot_quality import link_table, quality_table
 from benchmarks.markdown import clean_rounds, heads, held, table
-from hotrow.bench import how_clean
 
 
 def hot_tables(cells: list[dict[str, Any]]) -> list[str]:

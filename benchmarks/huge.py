@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hotrow
+from benchmarks import bench
 from benchmarks.results import end_on_signals, record
-from hotrow import bench
 from hotrow.kernels import ops
 from hotrow.kernels.reference import row_key
 from hotrow.models.dlrm import DLRM

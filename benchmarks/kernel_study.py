@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import bench
 from benchmarks.dense_cells import matmul_flops_per_s
-from hotrow import bench
 from hotrow.base.machine import usable_cores
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops

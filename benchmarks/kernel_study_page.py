@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench import CLEAN_SHARE, is_disturbed
 from benchmarks.plots import heat_map, roofline
 from benchmarks.study_docs import by_reason, machine_line
-from hotrow.bench import CLEAN_SHARE, is_disturbed
 from hotrow.draw import load_template
 
 Row = Mapping[str, Any]

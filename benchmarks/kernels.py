@@ -1,4 +1,4 @@
-"""The cells of `hotrow bench`, those of a DLRM's dense parts, and those against FBGEMM's CPU kernels.
+"""The kernels' cells: embeddings against torch, a DLRM's dense parts, and embeddings against FBGEMM's CPU kernels.
 
     python -m benchmarks.kernels --out docs/benchmarks.json [--quick] [CELL ...]
 
@@ -17,9 +17,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from benchmarks import dense_cells
+from benchmarks import bench, dense_cells
 from benchmarks.results import run_as_script
-from hotrow import bench
 from hotrow.kernels import ops
 
 TARGETS = {

@@ -15,17 +15,19 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks import bench
 from benchmarks.results import end_on_signals
-from hotrow import bench
+from hotrow.batch import Batch
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.packed.writer import PackedWriter
+from hotrow.data.sources.inputs import prefetch
 
 NUM_DENSE, NUM_SPARSE, NUM_EMBEDDINGS = 13, 26, 1_000_000
 STEP_MS = 50.0
@@ -57,7 +59,7 @@ def per_batch_ms(run: Callable[[], int]) -> tuple[float, float]:
     return 1e3 * (time.perf_counter() - wall) / num_batches, 1e3 * (time.process_time() - cpu) / num_batches
 
 
-def epoch(loader: Loader) -> int:
+def epoch(loader: Iterable[Batch]) -> int:
     return sum(1 for _ in loader)
 
 
@@ -74,11 +76,11 @@ def measure(split: Split, batch_size: int, rounds: int) -> list[dict[str, float 
     loaders = {
         "stored order": Loader(split, batch_size, shuffle_seed=None),
         "shuffled": Loader(split, batch_size, shuffle_seed=1),
-        "shuffled, one ahead": Loader(split, batch_size, shuffle_seed=1, prefetch=True),
     }
     row_bytes, num_batches = split.info.row_bytes, loaders["shuffled"].num_batches
     source = np.zeros((max(2, 256_000_000 // (row_bytes * batch_size)), row_bytes * batch_size), np.uint8)
     runs: dict[str, Callable[[], int]] = {name: lambda loader=loader: epoch(loader) for name, loader in loaders.items()}
+    runs["shuffled, one ahead"] = lambda: epoch(prefetch(iter(loaders["shuffled"])))
     runs["limit: copy"] = lambda: copy_bytes(source, num_batches)
     found = bench.clean_rounds(lambda _: {name: per_batch_ms(run) for name, run in runs.items()}, rounds)
     cells: list[dict[str, float | str]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from hotrow.bench import is_disturbed
+from benchmarks.bench import is_disturbed
 
 
 def held(promise: str, *, holds: bool, of: Mapping[str, Any] | None = None) -> str:

@@ -25,17 +25,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import bench
 from benchmarks.compiled import compiled
 from benchmarks.results import run_as_script
 from benchmarks.step_peers import Step, make_ours
 from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
-from hotrow import bench
 from hotrow.base.machine import numa_nodes
 from hotrow.batch import Batch
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
+from hotrow.data.sources.inputs import prefetch
 from hotrow.kernels import ops
 from hotrow.kernels.reference import ALGORITHMS
 
@@ -145,12 +146,10 @@ def pinned_cell(shape: StepShape) -> bench.Cell:
 class FromDataset(Silent):
     """A step whose batch a loader makes within the time of the step."""
 
-    def __init__(self, step: Step, dataset: PackedDataset, batch_size: int, *, prefetch: bool) -> None:
+    def __init__(self, step: Step, dataset: PackedDataset, batch_size: int, *, ahead: bool) -> None:
         super().__init__(step)
-        self.loader = Loader(
-            dataset.split("train"), batch_size, shuffle_seed=1, prefetch=prefetch, window_rows=8 * batch_size
-        )
-        self.batches = self._endless()
+        self.loader = Loader(dataset.split("train"), batch_size, shuffle_seed=1, window_rows=8 * batch_size)
+        self.batches = prefetch(self._endless()) if ahead else self._endless()
 
     def _endless(self) -> Iterator[Batch]:
         while True:
@@ -191,7 +190,7 @@ def loader_cell(shape: StepShape) -> bench.Cell:
     def build() -> tuple[bench.Contender, bench.Contender]:
         dataset = write_dataset(Path(folder.name), shape)
         step, _ = make_ours(make_setting(shape), "sgd")
-        inline, ahead = (FromDataset(step, dataset, shape.batch_size, prefetch=ahead) for ahead in (False, True))
+        inline, ahead = (FromDataset(step, dataset, shape.batch_size, ahead=ahead) for ahead in (False, True))
         return inline, ahead
 
     return bench.Cell(

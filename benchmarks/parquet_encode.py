@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks import bench
 from benchmarks.results import run_as_script
-from hotrow import bench
 from hotrow.data.prepare.encoder import DenseTransform, EncoderPool, RowEncoder
 from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.sources.columns import ColumnsSource

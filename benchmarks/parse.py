@@ -35,8 +35,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from benchmarks import bench
 from benchmarks.results import end_on_signals, record
-from hotrow import bench
 from hotrow.data.chunk import Chunk, Keys
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.spill import CounterPool

@@ -21,10 +21,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from benchmarks import bench
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import Parts, Step, make_model, make_ours, make_plain, peers
 from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
-from hotrow import bench
 
 Side = Literal["ours", "torch"]
 NUM_STEPS = 16

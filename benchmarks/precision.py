@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks import bench
 from benchmarks.results import end_on_signals, record
-from hotrow import bench
 from hotrow.batch import Batch
 from hotrow.config.load import load_config
 from hotrow.data.prepare.prepare import run_prepare

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hotrow import bench
+from benchmarks import bench
 
 Cell = dict[str, Any]
 Reports = dict[str, dict[str, dict[str, Any]]]

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from benchmarks import bench
 from benchmarks.dense_cells import interact_in_torch
 from benchmarks.step_shapes import Setting
-from hotrow import bench
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models.dlrm import DLRM

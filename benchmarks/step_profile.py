@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from benchmarks import bench
 from benchmarks.compiled import compiled
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, StepShape, floor_parts_s, make_setting, products_s
-from hotrow import bench
 from hotrow.kernels import ops
 from hotrow.optim import SparseOptimizer
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from benchmarks import bench
 from benchmarks.dense_cells import interaction_limit_s, mlp_flops, products_flops_per_s
-from hotrow import bench
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 import hotrow
+from benchmarks import bench
 from benchmarks.markdown import clean_rounds, table
 from benchmarks.results import end_on_signals
-from hotrow import bench
 from hotrow.placement.budget import Memory
 
 NUM_TABLES, DIM, BATCH_SIZE, DEPTH, SEED = 8, 64, 2048, 4, 1

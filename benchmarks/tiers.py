@@ -34,13 +34,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks import bench
 from benchmarks.results import end_on_signals, record
 from benchmarks.rivals import memory
 from benchmarks.rivals.memory import MemoryCell
 from benchmarks.rivals.sides import Settings, Side
 from benchmarks.rivals.work import SEED
 from benchmarks.rivals.worker import Worker
-from hotrow import bench
 from hotrow.base.machine import usable_cores
 from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.budget import Memory

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import bench
 from benchmarks.compiled import compiled
 from benchmarks.results import run_as_script
-from hotrow import bench
 
 SHAPE = replace(bench.POOLED, num_tables=2)
 NATIVE = {  # number in updates.cpp and what it does

@@ -42,8 +42,8 @@ import pyarrow.parquet as pq
 import yaml
 
 import hotrow
+from benchmarks.criteo_text import write_criteo
 from hotrow.cli import app as cli
-from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 
 LIMIT_S = 60

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import bench
 from benchmarks.rivals import stores
 from benchmarks.rivals.sides import Settings
 from benchmarks.rivals.work import Work, shared_batches, trace_rows
 from benchmarks.rivals.worker import Worker, WorkerError
-from hotrow import bench
 from hotrow.batch import Batch
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 from hotrow.study.group import GroupError, MemoryGroup

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hotrow.embedding import EmbeddingCollection, Pending
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Algorithm, Rule, split, widen
-from hotrow.placement.base import Attached, Rows, State
+from hotrow.placement.base import Attached, Rows, TableState
 from hotrow.tables import TableConfig
 
 OnNonfinite = Literal["raise", "skip"] | None
@@ -86,13 +86,13 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _attach(self, part: _Part) -> Attached:
         """Makes the states of a collection's tables, beside the rows they belong to."""
         placement = part.emb.placement
-        states: dict[str, Sequence[State]] = {}
+        states: dict[str, Sequence[TableState]] = {}
         for table, group in zip(part.emb.tables, self.param_groups[part.groups], strict=True):
             made = {name: placement.new_state(self._state_shape(table)) for name in self.state_names}
             if made:
                 self.state[group["params"][0]] = made
             # The formulas hold for rows yet to come too, with the rates of now: schedules may change these.
-            states[table.name] = [self._initial(group, State(name, array)) for name, array in made.items()]
+            states[table.name] = [self._initial(group, TableState(name, array)) for name, array in made.items()]
         return placement.attach(states)
 
     @property
@@ -121,7 +121,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _state_shape(self, table: TableConfig) -> tuple[int, ...]:
         return table.num_embeddings, table.embedding_dim
 
-    def _initial(self, group: dict[str, Any], state: State) -> State:
+    def _initial(self, group: dict[str, Any], state: TableState) -> TableState:
         """Returns `state` with what it is for a row that was never touched."""
         return state
 
@@ -343,7 +343,7 @@ class Adagrad(SparseOptimizer):
         start = initial_accumulator_value
         super().__init__(emb, nonfinite=nonfinite, lr=lr, eps=eps, initial_accumulator_value=start)
 
-    def _initial(self, group: dict[str, Any], state: State) -> State:
+    def _initial(self, group: dict[str, Any], state: TableState) -> TableState:
         return state._replace(constant=float(group["initial_accumulator_value"]))
 
 
@@ -431,7 +431,7 @@ class FTRL(SparseOptimizer):
     def _still_tables(self, groups: slice) -> frozenset[int]:
         return frozenset(t for t, group in enumerate(self.param_groups[groups]) if _rate(group) == 0)
 
-    def _initial(self, group: dict[str, Any], state: State) -> State:
+    def _initial(self, group: dict[str, Any], state: TableState) -> TableState:
         if state.name != "z":
             return state
         return state._replace(of_weight=-(group["beta"] / _rate(group) + group["l2"]), of_sign=-group["l1"])

@@ -22,15 +22,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.criteo_text import write_criteo
 from hotrow.cli import app as cli
 from hotrow.cli import tools as verbs
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from resealed import reseal
 
-VERBS = ["demo", "init", "prepare", "inspect", "plan", "train", "eval", "predict", "export", "check", "bench"]
-VERBS += ["doctor", "probe", "clean"]
+VERBS = ["demo", "init", "prepare", "inspect", "plan", "train", "eval", "predict", "export", "check"]
+VERBS += ["doctor", "probe", "study", "clean"]
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 
 

@@ -21,12 +21,13 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from hotrow.base.files import parse_bytes
 from hotrow.data.chunk import RowError
 from hotrow.data.packed import writer as packed_writer
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import estimate, pipeline
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
-from hotrow.data.prepare.prepare import RawEncoder, parse_bytes, run_prepare
+from hotrow.data.prepare.prepare import RawEncoder, run_prepare
 from hotrow.data.sources.registry import AVAZU_COLUMNS, open_source, recognise
 from hotrow.data.sources.schema import parse_schema
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
@@ -357,7 +358,7 @@ def test_a_disk_too_small_is_told_before_and_a_full_one_after(tmp_path: Path, mo
     opened, options = open_source("parquet", logs, schema=SCHEMA), Options(rows_per_block=128, rows_per_part=256)
     with monkeypatch.context() as patch:
         patch.setattr(estimate, "disk_free_bytes", lambda path: 1000)
-        with pytest.raises(ValueError, match=r"needs about .* KB .*1 KB are free: .* short; free some space"):
+        with pytest.raises(ValueError, match=r"needs about .* KiB .*1,000 bytes are free: .* short; free some space"):
             prepare(opened, out, options)
         assert not out.exists(), "refused before anything is made"
     finish, parts = packed_writer._PartWriter.finish, []
@@ -432,7 +433,7 @@ def test_killed_at_any_rename_and_continued_gives_the_same_bytes(tmp_path: Path)
         ({"split": "reference"}, "--split reference is published for criteo only"),
         ({"sample": 0.0}, "sample is 0.0; it is a share"),
         ({"rows": 0}, "rows is 0; it must be at least 1"),
-        ({"memory": "lots"}, "memory is 'lots'; give bytes"),
+        ({"memory": "lots"}, "memory is 'lots': size 'lots' is not understood; write a number and a unit"),
         ({"memory": "1MiB"}, "give at least 134,217,728"),
         ({"min_count": 0}, "min_count is 0"),
         ({"fractions": [1, 2, 3]}, r"fractions \[1.0, 2.0, 3.0\] must be"),

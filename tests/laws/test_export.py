@@ -27,12 +27,12 @@ import torch
 from safetensors.torch import load_file
 
 import hotrow
+from benchmarks.criteo_text import write_criteo
 from expanded import expanded
 from hotrow.cli import tools
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.export import score
 from hotrow.export.export import network_source
@@ -417,7 +417,7 @@ def test_a_full_disk_is_said(run: hotrow.Run, tmp_path: Path, fill_disk: Callabl
 
 
 def test_too_little_room_is_said_before(run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.export.export.disk_free_bytes", lambda path: 100)
+    monkeypatch.setattr("hotrow.base.files.disk_free_bytes", lambda path: 100)
     with pytest.raises(ValueError, match=r"needs 1 MiB more than the disk has free"):
         run.export(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

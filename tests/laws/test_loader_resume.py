@@ -62,7 +62,6 @@ loaders = st.builds(
             "window_rows": st.integers(60, 1200),
             "shuffle_seed": st.one_of(st.none(), st.integers(0, 2**64 - 1)),
             "drop_last": st.sampled_from(["keep", "drop"]),
-            "prefetch": st.booleans(),
         }
     ),
     st.one_of(
@@ -167,15 +166,6 @@ def test_rows_left_out_and_rows_moved_are_refused_together(split: Split) -> None
     assert nothing.num_batches == nothing.num_rows == 0 and list(nothing) == []
 
 
-@pytest.mark.parametrize("seed", [None, 7])
-def test_reading_ahead_moves_neither_batches_nor_state(split: Split, seed: int | None) -> None:
-    plain = Loader(split, 64, shuffle_seed=seed, window_rows=250)
-    ahead = Loader(split, 64, shuffle_seed=seed, window_rows=250, prefetch=True)
-    for k, (a, b) in enumerate(zip(plain, ahead, strict=True)):
-        assert same(a, b)
-        assert plain.state() == ahead.state() == LoaderState(0, k + 1)
-
-
 def test_the_order_is_a_function_of_seed_and_epoch(split: Split) -> None:
     orders = {
         (seed, epoch): tuple(row_numbers(Loader(split, 64, shuffle_seed=seed, window_rows=300).epoch(epoch)))
@@ -191,7 +181,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(split: Split) -> None:
 
 def test_no_global_random_state_is_moved(split: Split) -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    list(Loader(split, 64, shuffle_seed=1, prefetch=True))
+    list(Loader(split, 64, shuffle_seed=1))
     assert torch.equal(torch.get_rng_state(), before[0])
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
 

@@ -27,7 +27,7 @@ from hotrow.placement.base import (
     Placement,
     RowIds,
     Rows,
-    State,
+    TableState,
 )
 from hotrow.placement.dram import RowsInMemory
 from hotrow.placement.slots import spans_of
@@ -71,7 +71,7 @@ class Dicts(Placement):
     def new_state(self, shape: Sequence[int]) -> Tensor:
         return torch.zeros(SLOTS, *shape[1:])
 
-    def attach(self, states: dict[str, Sequence[State]]) -> Attached:
+    def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
         self.kept: dict[str, dict[str, tuple[DictRows, RowsInMemory]]] = {}
         for t in self.tables:
             made = InitialRows.of(t, self.seed, [state.of_untouched(t) for state in states[t.name]])
@@ -80,7 +80,7 @@ class Dicts(Placement):
             self.kept[t.name] = {name: (DictRows(name, made, f, t.num_embeddings), f) for name, f in fast.items()}
         return Attached(states)
 
-    def rows(self, table: str, state: State | None = None) -> Rows:
+    def rows(self, table: str, state: TableState | None = None) -> Rows:
         return self.kept[table]["weight" if state is None else state.name][0]
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Lease, KeyedJaggedTensor]:

@@ -67,7 +67,7 @@ def test_an_empty_split_is_refused(tmp_path: Path, make_dataset: Callable[..., P
 @pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
 @pytest.mark.parametrize("piece", [8, 1 << 22])
 def test_a_trace(piece: int, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accesses, "PIECE_BYTES", piece)
+    monkeypatch.setattr(accesses, "TEXT_BYTES", piece)
     ids = [5, 0, 7, 5, 5, 12345, 0, 2**40]
     newline = ending or "\n"
     text = newline.join(map(str, ids)) + ending
@@ -100,7 +100,7 @@ BAD = {
 @pytest.mark.parametrize("text", BAD, ids=lambda text: repr(text[:12]))
 @pytest.mark.parametrize("piece", [4, 1 << 22])
 def test_a_bad_trace_is_named_by_line(piece: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accesses, "PIECE_BYTES", piece)
+    monkeypatch.setattr(accesses, "TEXT_BYTES", piece)
     (tmp_path / "trace.txt").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ValueError, match=BAD[text] or r"trace\.txt:2: "):
         trace_accesses(tmp_path / "trace.txt")

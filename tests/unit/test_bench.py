@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
+    bench,
     claims,
     dense_cells,
     end_to_end,
@@ -42,7 +43,6 @@ from benchmarks import (
     tiers,
     updates,
 )
-from hotrow import bench
 from hotrow.base import machine
 from hotrow.kernels import ops
 from hotrow.study import everything
@@ -202,7 +202,7 @@ def test_the_sides_take_turns_at_going_first() -> None:
 
 def test_an_unknown_cell_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no cell is called 'lookup'; choose from lookup_8x50_uniform, "):
-        bench.run_bench(["lookup"])
+        bench.choose(["lookup"], bench.cells())
 
 
 def test_zipf_ids_have_the_frequencies_asked_for() -> None:
@@ -241,8 +241,9 @@ def test_limits_add_up_to_what_an_optimizer_must_move(monkeypatch: pytest.Monkey
 
 
 def test_quick_bench_reports_every_promised_field(capfd: pytest.CaptureFixture[str]) -> None:
-    report = bench.run_bench(["lookup_8x50_zipf", "step_sgd_26x1_dim16"], quick=True, threads=1)
-    assert [cell["name"] for cell in report["cells"]] == ["lookup_8x50_zipf", "step_sgd_26x1_dim16"]
+    names = ["lookup_8x50_zipf", "step_sgd_26x1_dim16"]
+    report = bench.in_fresh_process("benchmarks.kernels", [*names, "--quick", "--here"], 1)
+    assert [cell["name"] for cell in report["cells"]] == names
     for cell in report["cells"]:
         assert {"name", "ours_ms", "peer", "peer_ms", "ratio", "limit_ms", "share_of_limit", "spread"} <= set(cell)
         assert cell["spread"][0] <= cell["ratio"] <= cell["spread"][1]

@@ -243,7 +243,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.run.checkpoint.disk_free_bytes", lambda path: 10)
+    monkeypatch.setattr("hotrow.base.files.disk_free_bytes", lambda path: 10)
     with pytest.raises(ValueError, match=r"step-1 needs 1 MiB more than the disk has free"):
         save_checkpoint(tmp_path / "step-1", make_parts(1))
 

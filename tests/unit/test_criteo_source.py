@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from hotrow.data import native, reference
 from hotrow.data.chunk import Chunk, RowError
-from hotrow.data.sources import criteo
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.inputs import ByteStream, find_files, prefetch
 
@@ -312,7 +311,7 @@ def test_scout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = CriteoSource([tmp_path]).scout(count="exact")
     assert (exact.num_rows, exact.num_rows_exact) == (11 + 1100, True)
     assert exact.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
-    monkeypatch.setattr(criteo, "HEAD_BYTES", 3000)
+    monkeypatch.setattr("hotrow.data.sources.tabular.ESTIMATE_BYTES", 3000)
     estimate = CriteoSource([tmp_path]).scout()
     assert not estimate.num_rows_exact
     assert estimate.fingerprint == exact.fingerprint

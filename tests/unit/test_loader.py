@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,16 +108,8 @@ def test_an_empty_split_has_no_batches(dataset: PackedDataset) -> None:
     )
     empty = PackedDataset(dataset.path, info).split("test")
     for seed in (None, 3):
-        loader = Loader(empty, 8, shuffle_seed=seed, prefetch=True)
+        loader = Loader(empty, 8, shuffle_seed=seed)
         assert loader.num_batches == 0 and list(loader) == []
-
-
-def test_leaving_a_prefetching_loop_ends_its_thread(dataset: PackedDataset) -> None:
-    loader = Loader(dataset.split("train"), 10, shuffle_seed=1, prefetch=True)
-    for _ in loader:
-        break
-    gc.collect()
-    assert not [t for t in threading.enumerate() if t.name.startswith("hotrow-loader")]
 
 
 def test_a_damaged_block_raises_in_the_consumer(tmp_path: Path) -> None:
@@ -128,9 +118,7 @@ def test_a_damaged_block_raises_in_the_consumer(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[dataset.info.splits["train"].parts[0].range_ends[1] + 700] ^= 1
     path.write_bytes(data)
-    loader = Loader(
-        PackedDataset.open(tmp_path / "data").split("train"), 50, shuffle_seed=None, window_rows=50, prefetch=True
-    )
+    loader = Loader(PackedDataset.open(tmp_path / "data").split("train"), 50, shuffle_seed=None, window_rows=50)
     seen = 0
     with pytest.raises(ValueError, match=r"part-00000\.arrow, block 1 \(bytes"):
         for batch in loader:

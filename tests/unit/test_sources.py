@@ -13,10 +13,8 @@ from hotrow.data.sources.registry import (
     looks_like_avazu,
     looks_like_taobao,
     movielens_layout,
-    open_avazu,
     open_movielens,
     open_source,
-    open_taobao,
 )
 from hotrow.data.sources.schema import parse_schema
 from raw_rows import read
@@ -25,7 +23,7 @@ from raw_rows import read
 def test_taobao_events_are_labelled_by_behaviour(tmp_path: Path) -> None:
     path = tmp_path / "UserBehavior.csv"
     path.write_text("1,2268318,2520377,pv,1511544070\n1,2333346,2520771,cart,1511561733\n100,5,6,buy,1511600000\n")
-    rows = read(open_taobao(path))
+    rows = read(open_source("taobao", path).source)
     assert rows["label"] == [0, 1, 1]
     assert rows["user"] == [1, 1, 100] and rows["item"][0] == 2268318 and rows["category"][1] == 2520771
     assert rows["time"] == [1511544070, 1511561733, 1511600000]
@@ -40,8 +38,8 @@ def test_an_unknown_behaviour_is_a_bad_row(tmp_path: Path) -> None:
         "the row, or let bad rows be left out \\(--skip-bad-rows N, in Python skip_bad_rows=N\\)"
     )
     with pytest.raises(RowError, match=message):
-        read(open_taobao(path))
-    source = open_taobao(path, skip_bad_rows=2)
+        read(open_source("taobao", path).source)
+    source = open_source("taobao", path, skip_bad_rows=2).source
     assert read(source)["label"] == [0, 1]
     assert source.skipped.num_rows == 2
     assert "UserBehavior.csv:3" in source.skipped.examples[1]
@@ -74,17 +72,17 @@ def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
     path.write_text("1,2,3,pv,1511544070\n")
     (tmp_path / "link.csv").symlink_to(path)
     with pytest.raises(ValueError, match=rf"{path}: this file is given twice; its rows would count double"):
-        open_taobao([path, path])
+        open_source("taobao", [path, path])
     with pytest.raises(ValueError, match=rf"link.csv: this file is given twice, once as {path}; .* name it once"):
-        open_taobao([path, tmp_path / "link.csv"])
+        open_source("taobao", [path, tmp_path / "link.csv"])
     with pytest.raises(ValueError, match="given twice"):
-        open_taobao([tmp_path / "User*.csv", f"{tmp_path}/../{tmp_path.name}/UserBehavior.csv"])
+        open_source("taobao", [tmp_path / "User*.csv", f"{tmp_path}/../{tmp_path.name}/UserBehavior.csv"])
     with pytest.raises(ValueError, match="given twice"):
         CriteoSource([path, path])
 
 
 def test_real_taobao_events(real_data) -> None:
-    rows = read(open_taobao(real_data("taobao_userbehavior_110k.csv.gz")))
+    rows = read(open_source("taobao", real_data("taobao_userbehavior_110k.csv.gz")).source)
     assert len(rows["label"]) == 110_300
     assert rows["time"] == sorted(rows["time"])
     assert 0 < sum(rows["label"]) < 0.2 * len(rows["label"])
@@ -125,7 +123,7 @@ AVAZU_ROW = (
 def test_avazu_header_hours_and_hex_ids(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     path.write_text(",".join(AVAZU_COLUMNS) + "\n" + AVAZU_ROW + "\n")
-    rows = read(open_avazu(path))
+    rows = read(open_source("avazu", path).source)
     assert rows["label"] == [0] and rows["time"] == [14102100]
     assert rows["device_ip"] == ["ddd2926e"] and rows["C20"] == ["-1"]
     assert len(rows) == 3 + 21
@@ -138,10 +136,10 @@ def test_avazu_test_file_has_no_label(tmp_path: Path) -> None:
     fields = AVAZU_ROW.split(",")
     path.write_text(",".join(columns) + "\n" + ",".join(fields[:1] + fields[2:]) + "\n")
     assert looks_like_avazu(",".join(columns))
-    chunk = next(open_avazu(path, labels="ignored").chunks())
+    chunk = next(open_source("avazu", path, labels="ignored").source.chunks())
     assert chunk.label is None and chunk.num_rows == 1
     with pytest.raises(ValueError, match="lacks column 'click'"):
-        open_avazu(path)
+        open_source("avazu", path)
 
 
 @pytest.mark.parametrize("source", ["auto", "movielens", "avazu", "taobao", "csv"])
@@ -173,4 +171,4 @@ def test_bad_events_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("1,2,3,pv,10\n1,2.5,3,pv,11\n")
     with pytest.raises(RowError, match=r"x\.csv:2 \(item\): '2.5' is not an exact integer id"):
-        read(open_taobao(path))
+        read(open_source("taobao", path).source)

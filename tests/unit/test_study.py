@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import kernel_study, plots, studies, study_docs, study_runner
+from benchmarks import bench, kernel_study, plots, studies, study_docs, study_runner
 from benchmarks.kernel_study import KernelCell
 from benchmarks.kernel_study_page import kernels_page
 from benchmarks.study_docs import StudyDocs
-from hotrow import bench, draw
+from hotrow import draw
 from hotrow.kernels import ops
 from hotrow.study import runner
 from resealed import reseal

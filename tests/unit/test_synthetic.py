@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from benchmarks.criteo_text import write_criteo
 from hotrow.data.chunk import Chunk, Position
-from hotrow.data.sources.synthetic import CELL_ROWS, Generator, SyntheticSource, _exchange, _salt, sigmoid, write_criteo
+from hotrow.data.sources.synthetic import CELL_ROWS, Generator, SyntheticSource, _cell_spans, _exchange, _salt, sigmoid
 from hotrow.data.sources.synthetic_config import (
     PRESETS,
     SyntheticConfig,
@@ -35,6 +37,23 @@ def make_config(num_rows: int = 40_000, **fields: Any) -> SyntheticConfig:
 
 def read(source: SyntheticSource, start: int = 0, rows_per_chunk: int = 65_536) -> list[Chunk]:
     return list(source.chunks(Position(offset=start), rows_per_chunk=rows_per_chunk))
+
+
+def teacher_logits(source: SyntheticSource, start: int, stop: int) -> NDArray[np.float64]:
+    """The true logits of rows [start, stop)."""
+    cells = [(source._generator.cell(i), slice(a, b)) for i, a, b in _cell_spans(start, stop)]
+    return np.concatenate([source.teacher.logits(cell)[rows] for cell, rows in cells])
+
+
+def additive_logits(source: SyntheticSource, start: int, stop: int) -> NDArray[np.float64]:
+    """The true logits without the pairwise part: the most that a model of single columns can learn."""
+    teacher, found = source.teacher, []
+    (main_scale, main_mean), _, (dense_scale, dense_mean) = teacher._scales
+    for i, a, b in _cell_spans(start, stop):
+        parts = teacher._parts(source._generator.cell(i))
+        added = main_scale * (parts.main - main_mean) + dense_scale * (parts.dense - dense_mean)
+        found.append((teacher.bias + added)[a:b])
+    return np.concatenate(found)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +170,7 @@ def test_missing_values_and_lengths(whole: Chunk) -> None:
 
 
 def test_labels_follow_the_teacher(whole: Chunk) -> None:
-    logits = SyntheticSource(make_config()).teacher_logits(0, 40_000)
+    logits = teacher_logits(SyntheticSource(make_config()), 0, 40_000)
     assert whole.label.mean() == pytest.approx(0.25, abs=0.01)
     order = np.argsort(logits)
     for tenth in np.array_split(order, 10):
@@ -162,14 +181,14 @@ def test_labels_follow_the_teacher(whole: Chunk) -> None:
 
 def test_teacher_logits_of_any_span() -> None:
     source = SyntheticSource(make_config())
-    whole = source.teacher_logits(0, 40_000)
-    np.testing.assert_array_equal(source.teacher_logits(16_000, 33_000), whole[16_000:33_000])
-    np.testing.assert_array_equal(source.teacher_logits(39_999, 40_000), whole[39_999:])
+    whole = teacher_logits(source, 0, 40_000)
+    np.testing.assert_array_equal(teacher_logits(source, 16_000, 33_000), whole[16_000:33_000])
+    np.testing.assert_array_equal(teacher_logits(source, 39_999, 40_000), whole[39_999:])
 
 
 def test_fewer_rows_are_the_first_of_more() -> None:
     few, many = (SyntheticSource(criteo_kaggle(num_rows, scale=0.001)) for num_rows in (1_000, 20_000))
-    np.testing.assert_array_equal(few.teacher_logits(0, 1_000), many.teacher_logits(0, 1_000))
+    np.testing.assert_array_equal(teacher_logits(few, 0, 1_000), teacher_logits(many, 0, 1_000))
     (chunk,) = read(few)
     np.testing.assert_array_equal(chunk.label, next(many.chunks(rows_per_chunk=1_000)).label)
 
@@ -178,7 +197,7 @@ def test_interactions_carry_what_single_columns_cannot() -> None:
     config = criteo_kaggle(60_000, scale=0.01)
     source = SyntheticSource(config)
     (chunk,) = read(source)
-    logits, additive = source.teacher_logits(0, 60_000), source.additive_logits(0, 60_000)
+    logits, additive = teacher_logits(source, 0, 60_000), additive_logits(source, 0, 60_000)
     positive = chunk.label == 1
     best, single = auc(logits.astype(np.float32), positive), auc(additive.astype(np.float32), positive)
     assert best > 0.8 and 0.66 < single < best - 0.08
@@ -189,7 +208,7 @@ def test_interactions_carry_what_single_columns_cannot() -> None:
 def test_no_single_column_explains_the_interactions() -> None:
     source = SyntheticSource(criteo_kaggle(60_000, scale=0.01))
     (chunk,) = read(source)
-    pairs = source.teacher_logits(0, 60_000) - source.additive_logits(0, 60_000)
+    pairs = teacher_logits(source, 0, 60_000) - additive_logits(source, 0, 60_000)
     explained = 0.0
     for name in ("C5", "C6", "C9", "C14", "C17", "C20", "C22", "C23", "C25"):  # at most 305 items each
         _, group = np.unique(chunk.keys[name].values, return_inverse=True)
@@ -201,7 +220,7 @@ def test_no_single_column_explains_the_interactions() -> None:
 
 def test_strengths_may_be_zero() -> None:
     config = make_config(5_000, main_strength=0.0, pair_strength=0.0, dense_strength=0.0, base_rate=0.1)
-    logits = SyntheticSource(config).teacher_logits(0, 5_000)
+    logits = teacher_logits(SyntheticSource(config), 0, 5_000)
     np.testing.assert_allclose(sigmoid(logits), 0.1, rtol=1e-9)
 
 
@@ -236,6 +255,7 @@ def test_presets() -> None:
     small = criteo_kaggle(10, scale=0.001, drift=0.1, seed=5, base_rate=0.5)
     assert [table.num_embeddings for table in small.tables[:4]] == [1000, 583, 10131, 2203]
     assert (small.tables[0].drift, small.seed, small.base_rate) == (0.1, 5, 0.5)
+    assert criteo_kaggle(10, name="mine").name == "mine"
     with pytest.raises(ValueError, match="scale is 2"):
         criteo_kaggle(10, scale=2)
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -207,6 +208,15 @@ def disk_free_bytes(path: Path | str) -> int:
     return shutil.disk_usage(path).free
 
 
+def crc32(path: Path) -> int:
+    """Returns the crc32 of a whole file, which is read in pieces of 16 MiB."""
+    crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            crc = zlib.crc32(piece, crc)
+    return crc
+
+
 def file_system(path: Path | str) -> str | None:
     """Returns the type of the file system of `path` ("ext4", "tmpfs", ...); None if unknown."""
     try:
@@ -222,6 +232,14 @@ def file_system(path: Path | str) -> str | None:
         ):  # a later mount on the same point covers an earlier one
             found, longest = after.split()[0], len(point)
     return found
+
+
+def check_room(path: Path, num_bytes: int, *, what: str, cure: str) -> None:
+    """Raises ValueError, which names `what` and the cure, if the disk of `path` has fewer bytes free."""
+    free = disk_free_bytes(path)
+    if num_bytes > free:
+        short = -(-(num_bytes - free) // 2**20)
+        raise ValueError(f"{what} {path} needs {short} MiB more than the disk has free; free some or {cure}")
 
 
 class FullDiskError(OSError):

@@ -59,7 +59,7 @@ class Document(Generic[T]):
         for name, wanted in self.marks.items():
             if (found := fields.pop(name, None)) != wanted or isinstance(found, bool):
                 raise ValueError(
-                    f"{path}: {name} is {_short(found)}, and this hotrow reads {wanted!r}; use the hotrow that wrote "
+                    f"{path}: {name} is {short(found)}, and this hotrow reads {wanted!r}; use the hotrow that wrote "
                     f"the file, or {self.cure}"
                 )
         return checked(self._record, fields, where=str(path), cure=self.cure)
@@ -121,7 +121,8 @@ def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
     return fields
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Returns the value as it is written in Python, cut to 80 characters."""
     return repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
 
 

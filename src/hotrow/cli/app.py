@@ -473,19 +473,6 @@ def check(
     return tools.check(path)
 
 
-@verb("bench", home="hotrow.bench", example="hotrow bench --quick")
-def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="Cells to measure; default: all.")] = None,
-    *,
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes, fewer rounds.")] = False,
-) -> Answer:
-    """Compare hotrow's kernels with torch's and the machine's limit, interleaved; outputs are compared first."""
-    from hotrow.bench import format_row, run_bench
-
-    result = run_bench(names or None, quick=quick)
-    return result, lambda: print("\n".join(format_row(row) for row in result["cells"]))
-
-
 @verb(
     "study",
     home="hotrow.study.everything",

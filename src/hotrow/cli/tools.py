@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from hotrow.api import Run, fit
-from hotrow.base.files import disk_free_bytes, file_system, parse_bytes
+from hotrow.base.files import crc32, disk_free_bytes, file_system, parse_bytes
 from hotrow.base.machine import available_memory_bytes, host_facts, isa_limit, versions
 from hotrow.base.progress import ProgressCallback, progress_bar
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.data.packed.format import MANIFEST as DATASET
-from hotrow.data.packed.reader import PackedDataset, crc32_of_file
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.synthetic import write_criteo
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.export.export import EXPORT, verify_export
 from hotrow.hot.hot_set import check_budget
@@ -176,7 +175,7 @@ def _check_vocabularies(run: RunFolder) -> int:
     for name, record in kept.info.files.items():
         if name.startswith("vocab/"):
             path = kept.path / name
-            if not path.is_file() or crc32_of_file(path) != record.crc32:
+            if not path.is_file() or crc32(path) != record.crc32:
                 raise ValueError(f"vocabulary {path} is missing or damaged; copy it anew from the dataset the run used")
             total += record.num_bytes
     return total
@@ -273,21 +272,18 @@ def say(text: str) -> None:
 
 
 def demo_on_synthetic(folder: Path) -> dict[str, Any]:
-    """Writes synthetic clicks as Criteo text, packs them and trains a DLRM; reuses what `folder` already has."""
+    """Makes synthetic clicks, packs them and trains a DLRM; reuses what `folder` already has."""
     started = time.monotonic()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     clicks = criteo_kaggle(NUM_ROWS, scale=TABLE_SCALE)
-    raw, packed = folder / f"clicks-{clicks.digest}.txt", folder / f"packed-{clicks.digest}"
+    packed = folder / f"packed-{clicks.digest}"
     tiers = ops.backend().reason is None  # tiers need the native module
     where = f"the tables in {DRAM} of memory, the rest on disk" if tiers else "the tables in memory"
-    say(f"1/3  {NUM_ROWS:,} synthetic clicks: made up, in Criteo's layout, from a planted truth; {where}")
-    if not raw.exists():
-        write_criteo(raw, clicks)
-    say(f"2/3  preparing {raw} ({raw.stat().st_size / 2**20:.0f} MiB)")
+    say(f"1/2  preparing {NUM_ROWS:,} synthetic clicks: made up, with Criteo's columns, from a planted truth; {where}")
     if not (packed / DATASET).exists():
         with progress_bar() as progress:
-            run_prepare("criteo", raw, packed, progress=progress)
-    say("3/3  training a DLRM")
+            run_prepare("synthetic", clicks, packed, progress=progress)
+    say("2/2  training a DLRM")
     memory = {"memory": {"dram": DRAM}} if tiers else {}
     dataset = PackedDataset.open(packed)
     recipe = choose_recipe(dataset.split("train").num_rows, num_features=len(dataset.info.features))

@@ -46,6 +46,11 @@ class RowError(ValueError):
         where += "" if name is None else f" ({name})"
         super().__init__(f"{file}:{line}{where}: {reason}")
 
+    def but(self, **changed: Any) -> RowError:
+        """Returns the same error with another `line` or `reason`."""
+        fields = {name: getattr(self, name) for name in ("file", "line", "column", "name", "reason")}
+        return RowError(**{**fields, **changed})
+
 
 @dataclass(frozen=True)
 class Keys:

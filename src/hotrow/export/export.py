@@ -10,7 +10,7 @@
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
 vocabularies. The folder appears when it is complete. docs/export.md is its specification. score.py
-here is copied as it is, and model.py is plain.py followed by the model's own file.
+here is copied as it is, README.md is made of guide.md, and model.py is plain.py followed by the model's own file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import ast
 import errno
 import inspect
-import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ from hotrow.base.files import (
     PARTIAL_SUFFIX,
     atomic_write,
     check_name,
-    disk_free_bytes,
+    check_room,
     explain_full_disk,
     file_name,
     sync_folder,
@@ -118,7 +117,8 @@ def export_checkpoint(
     wanted = {name: record for name, record in manifest.files.items() if name.startswith((f"{PART}/", WEIGHTS))}
     verify(checkpoint, replace(manifest, files=wanted))
     config, tables = read_model(checkpoint, manifest, kept)
-    _check_room(out, sum(4 * table.num_embeddings * table.embedding_dim for table in tables))
+    needed = sum(4 * table.num_embeddings * table.embedding_dim for table in tables)
+    check_room(out, needed, what="export", cure="choose another")
     full = explain_full_disk(out.absolute().parent, f"exporting {checkpoint}", "Nothing of the export is kept.")
     try:
         with full:
@@ -178,12 +178,6 @@ def _make(partial: Path, out: Path) -> None:
         raise ValueError(f"export folder {out} cannot be made: {reason}; choose another place") from None
 
 
-def _check_room(out: Path, needed: int) -> None:
-    if needed > (free := disk_free_bytes(out)):
-        short = math.ceil((needed - free) / 2**20)
-        raise ValueError(f"export {out} needs {short} MiB more than the disk has free; free some or choose another")
-
-
 def _write_weights(
     folder: Path,
     checkpoint: Path,
@@ -236,10 +230,11 @@ def _to_arrow(keys: Keys) -> pa.Array:
 
 def _write_guide(folder: Path, name: str, model: str) -> dict[str, FileRecord]:
     """Writes model.py, score.py and README.md; returns their sizes and checksums."""
+    guide = Path(__file__).with_name("guide.md").read_text("utf-8")
     texts = {
         NETWORK: network_source(model),
         SCORE: Path(__file__).with_name("score.py").read_text("utf-8"),
-        README: _README.format(name=name, model=model.upper(), version=__version__),
+        README: guide.format(name=name, model=model.upper(), version=__version__),
     }
     for own_name, text in texts.items():
         with atomic_write(folder / own_name) as file:
@@ -348,40 +343,6 @@ class _Counted:
     def __call__(self, num_rows: int) -> None:
         self._done += num_rows
         (self._meter.finish if self._done == self._total else self._meter.update)(self._done)
-
-
-_README = """# {name}
-
-A {model} that hotrow {version} trained, for any framework. `export.json` describes it.
-
-| file | what |
-|---|---|
-| `model.safetensors` | dense parameters, by their PyTorch `state_dict` names |
-| `tables/T.safetensors` | table T: tensor `T.weight`, float32 [num_embeddings, embedding_dim] |
-| `vocab/T.parquet` | `key`, `row`: which row of T each id has; other ids have row 0, a missing value `missing_row` |
-| `model.py` | the network in plain PyTorch: read it as the definition of the model |
-| `score.py` | raw rows to probabilities, with `model.py` |
-
-Needed: `pip install torch safetensors pyarrow numpy`. Not needed: hotrow.
-
-```python
-# In this folder, or with it on sys.path.
-from safetensors.torch import load_file
-from score import Scorer
-
-scorer = Scorer(".")
-columns = [column["name"] for column in scorer.about["dense"] + scorer.about["features"]]
-rows = {{name: [None] for name in columns}}  # raw values by column: here one row, of which everything is missing
-print(scorer.score(rows))                  # probabilities
-print(scorer.bags, scorer.model)           # a torch.nn.EmbeddingBag per table, and the dense part
-
-dense = load_file("model.safetensors")     # or take the tensors alone
-```
-
-`python score.py ROWS.parquet` prints a score per row. `score.py` holds tables and vocabularies in memory; if they are
-too large for that, look rows up in the files instead: they are plain safetensors and Parquet.
-Scores equal those of `hotrow predict` except for the rounding of float32 sums.
-"""
 
 
 WEIGHT, PART = "weight", "embedding"

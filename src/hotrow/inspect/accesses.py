@@ -24,7 +24,7 @@ from hotrow.data.packed.format import Ids, Ragged, concatenate_ids, slice_ids
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.sources.inputs import ByteStream, find_files
 
-PIECE_BYTES = 1 << 22
+TEXT_BYTES = 1 << 22
 """Text is parsed in pieces of this size."""
 LONGEST_LINE_BYTES = 1 << 12
 """Longer than any integer. A longer line means the file is not a trace, so it is not read further."""
@@ -191,7 +191,7 @@ def trace_accesses(path: Path | str, *, progress: ProgressCallback | None = None
 
 def _parse(stream: ByteStream, name: str) -> BatchIds:
     """Yields the ids of whole lines, one piece of text at a time."""
-    buffer = bytearray(PIECE_BYTES)
+    buffer = bytearray(TEXT_BYTES)
     rest, first_line = b"", 1
     while num_bytes := stream.readinto(memoryview(buffer)):
         text, newline, rest_ = (rest + bytes(buffer[:num_bytes])).rpartition(b"\n")

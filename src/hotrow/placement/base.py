@@ -148,13 +148,13 @@ class Placement(Protocol):
         """Returns zeros by slot for an optimizer state of shape [N, D] or [N]."""
         return ops.allocate(*shape) if self.below is None else self.below.new_state(shape)
 
-    def attach(self, states: dict[str, Sequence[State]]) -> Attached:
+    def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
         """Takes the states of an optimizer, by table, beside the weights, and gives them their initial values."""
         return Attached(states)
 
     # ---- rows by their ids
 
-    def rows(self, table: str, state: State | None = None) -> Rows:
+    def rows(self, table: str, state: TableState | None = None) -> Rows:
         """Returns the weights of a table, or one of its attached states, by row; they may be read and changed."""
 
     def grow(self, table: TableConfig) -> None:
@@ -196,7 +196,7 @@ NO_LEASE = _NoLease()
 """The lease of rows that never move."""
 
 
-class State(NamedTuple):
+class TableState(NamedTuple):
     """An optimizer state of one table, by slot, and what it is for a row that was never touched:
 
     `(of_weight * w if of_weight else constant) + of_sign * sign(w)` for each element of the row.
@@ -209,7 +209,7 @@ class State(NamedTuple):
     of_weight: float = 0.0
     of_sign: float = 0.0
 
-    def of_untouched(self, table: TableConfig) -> State:
+    def of_untouched(self, table: TableConfig) -> TableState:
         """Returns this state for rows as the table makes them: a row that starts at zero has no weight to follow."""
         zero = not table.init.bound_for(table.num_embeddings)
         return self._replace(of_weight=0.0, of_sign=0.0) if zero else self
@@ -227,7 +227,7 @@ class State(NamedTuple):
 class Attached:
     """The states of an optimizer beside the rows they belong to: `attach` returns it, `update` takes it."""
 
-    def __init__(self, states: dict[str, Sequence[State]], arrays: list[Any] | None = None) -> None:
+    def __init__(self, states: dict[str, Sequence[TableState]], arrays: list[Any] | None = None) -> None:
         self.states = states
         """By table, in the tables' order."""
         self.arrays: list[Any] = [] if arrays is None else arrays
@@ -252,10 +252,10 @@ class InitialRows:
     dtype: Literal["float32", "float16"]
     """The type of the weights in files: "float32" (also for split ones) or "float16"."""
     states: dict[str, tuple[float, float, float]]
-    """By name: constant, of_weight and of_sign of its `State`."""
+    """By name: constant, of_weight and of_sign of its `TableState`."""
 
     @classmethod
-    def of(cls, table: TableConfig, seed: int, states: Sequence[State]) -> InitialRows:
+    def of(cls, table: TableConfig, seed: int, states: Sequence[TableState]) -> InitialRows:
         """Returns those of `table` in a collection with this seed, and of its optimizer's states."""
         formulas = {state.name: (state.constant, state.of_weight, state.of_sign) for state in states}
         dtype: Literal["float32", "float16"] = "float16" if table.dtype == "float16" else "float32"
@@ -271,7 +271,7 @@ class InitialRows:
         if name == "weight":
             return self._weights(rows, shape[1])
         num_rows = len(rows) if isinstance(rows, Tensor) else rows.stop - rows.start
-        state = State(name, torch.zeros(num_rows, *shape[1:]), *self.states[name])
+        state = TableState(name, torch.zeros(num_rows, *shape[1:]), *self.states[name])
         # A state that follows the weights is as long as they are.
         follows = state.of_weight or state.of_sign
         state.fill(slice(0, num_rows), self._weights(rows, shape[1]).float() if follows else state.array)

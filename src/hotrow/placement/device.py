@@ -26,7 +26,7 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, Rule
-from hotrow.placement.base import Attached, Placement, Rows, State, Use
+from hotrow.placement.base import Attached, Placement, Rows, TableState, Use
 from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, TableSlots, raise_to
 from hotrow.placement.slots import SOME_FROZEN, Announced, Directory, Held, Moves, Span, bad_id, spans_of
 from hotrow.placement.stores import StoreError
@@ -132,7 +132,7 @@ class Device(Placement):
 
     # ---- where rows lie
 
-    def attach(self, states: dict[str, Sequence[State]]) -> Attached:
+    def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
         """Gives the states slots beside the weights. Raises ValueError if the slots are laid out already."""
         if self.arrays is not None:
             raise ValueError(
@@ -384,7 +384,7 @@ class Device(Placement):
 
     # ---- what lies below
 
-    def rows(self, table: str, state: State | None = None) -> Rows:
+    def rows(self, table: str, state: TableState | None = None) -> Rows:
         """Returns the rows below, after `flush`."""
         self.flush()
         return self.below.rows(table, state)

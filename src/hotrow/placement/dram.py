@@ -15,7 +15,7 @@ from hotrow.base.files import size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Layout, row_key, widen, write_rows
-from hotrow.placement.base import NO_LEASE, Attached, Placement, RowIds, Rows, State
+from hotrow.placement.base import NO_LEASE, Attached, Placement, RowIds, Rows, TableState
 from hotrow.placement.slots import Held
 from hotrow.tables import TableConfig
 
@@ -88,7 +88,7 @@ class Dram(Placement):
         vars(self).update(state)
         self._prepare()
 
-    def attach(self, states: dict[str, Sequence[State]]) -> Attached:
+    def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
         # Several optimizers may be attached, each with states of its own.
         for table in self.tables:
             stored = self._stored(table.name)
@@ -103,7 +103,7 @@ class Dram(Placement):
     def _stored(self, table: str) -> RowsInMemory:
         return RowsInMemory(self.weights[table], self.low.get(table))
 
-    def rows(self, table: str, state: State | None = None) -> Rows:
+    def rows(self, table: str, state: TableState | None = None) -> Rows:
         return self._stored(table) if state is None else RowsInMemory(state.array)
 
     def grow(self, table: TableConfig) -> None:
@@ -152,7 +152,7 @@ def allocate_weights(
     return {t.name: zeros(t, getattr(torch, t.dtype)) for t in tables}, low
 
 
-def _fill(state: State, stored: RowsInMemory, *, start: int = 0) -> None:
+def _fill(state: TableState, stored: RowsInMemory, *, start: int = 0) -> None:
     for rows in stored.pieces(start):
         state.fill(rows, stored.read(rows).float())
 

@@ -30,7 +30,7 @@ SOME_FROZEN = (
 """The reason why kernels that run beside the tables refuse "freeze_some"."""
 
 
-class Flight(Lease, Protocol):
+class AwaitedLease(Lease, Protocol):
     """A lease whose rows may still be on their way."""
 
     def wait(self) -> None:
@@ -88,7 +88,7 @@ class Announced(Generic[L]):
 class Held:
     """Rows of each table that keep their places until they are released, for a placement in front of this one."""
 
-    flight: Flight
+    flight: AwaitedLease
     places: list[Tensor]
     """By table, int64 [n]: their row numbers in the arrays of `Backing.parts`."""
     ready: bool = False

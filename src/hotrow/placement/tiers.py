@@ -36,7 +36,7 @@ from hotrow.placement.base import (
     RowIds,
     Rows,
     Saved,
-    State,
+    TableState,
     Use,
 )
 from hotrow.placement.budget import (
@@ -132,7 +132,7 @@ class Tiers(Placement):
             raise ValueError(f"Memory: ssd is {str(memory.ssd)!r}, but {reason}, or say force=True")
         self.weights, self.low = allocate_weights(tables, sparse=True)
         self._take_arrays()
-        self.states: dict[str, Sequence[State]] = {}
+        self.states: dict[str, Sequence[TableState]] = {}
         """By table, what a record holds beside the weights."""
         self._attached: Attached | None = None
         self.slots: list[TableSlots] = []
@@ -163,7 +163,7 @@ class Tiers(Placement):
         """Returns address space; a row of it is filled when the row is needed."""
         return ops.allocate(*shape, sparse=True)
 
-    def attach(self, states: dict[str, Sequence[State]]) -> Attached:
+    def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
         """Makes the states parts of the records. Raises ValueError if the records are laid out already."""
         if self.caches is not None:
             raise ValueError(
@@ -372,7 +372,7 @@ class Tiers(Placement):
 
     # ---- rows by their ids
 
-    def rows(self, table: str, state: State | None = None) -> Rows:
+    def rows(self, table: str, state: TableState | None = None) -> Rows:
         """Returns rows that are read and written through the table's cache, which keeps what it kept."""
         array, low = (self.weights[table], self.low.get(table)) if state is None else (state.array, None)
         return _RowsInTiers(self, self._number(table), array, low)

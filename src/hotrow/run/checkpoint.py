@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from hotrow.base.files import (
     PARTIAL_SUFFIX,
     check_name,
-    disk_free_bytes,
+    check_room,
     file_name,
     folder_bytes,
     sync_folder,
@@ -72,7 +72,8 @@ def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mappi
     if path.exists():
         raise ValueError(f"checkpoint {path} exists already; remove it or choose another folder")
     contents = _contents(parts)
-    _check_room(path, sum(num_bytes(t) for tensors in contents.new.values() for t in tensors.values()))
+    needed = sum(num_bytes(t) for tensors in contents.new.values() for t in tensors.values())
+    check_room(path, needed, what="checkpoint", cure="move the run")
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -359,10 +360,3 @@ def _kind(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return "switch"
     return "text" if isinstance(value, str) else ("number", value < 0)
-
-
-def _check_room(path: Path, num_bytes: int) -> None:
-    free = disk_free_bytes(path)
-    if num_bytes > free:
-        short = -(-(num_bytes - free) // 2**20)
-        raise ValueError(f"checkpoint {path} needs {short} MiB more than the disk has free; free some or move the run")

@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hotrow.base import files
 from hotrow.base.files import atomic_write, check_name, file_name
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.placement.base import InitialRows, Rows
@@ -168,11 +169,7 @@ def check_like(path: Path, name: str, stored: Any, dtype: torch.dtype, shape: It
 
 def crc32(path: Path) -> str:
     """Returns the checksum of a file as the manifest writes it."""
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return f"{checksum:08x}"
+    return f"{files.crc32(path):08x}"
 
 
 # ---- the manifest

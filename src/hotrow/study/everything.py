@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hotrow import bench
-from hotrow.base.files import atomic_write, write_json
+from hotrow.base.files import atomic_write
+from hotrow.base.machine import host_facts
 from hotrow.config.load import parse_yaml
 from hotrow.draw import load_template
 from hotrow.study.results import quality_by_batch
@@ -90,7 +90,7 @@ def run_all(
     hardware: Path | str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measures what `out` lacks of every study's quick form and of the kernels that claims name, and writes the page.
+    """Measures what `out` lacks of every study's quick form, and writes the page.
 
     out: by default studies/all. A study that cannot run here, such as one without its data, is on the page with the
     reason.
@@ -109,34 +109,13 @@ def run_all(
             parts[study] = {"reason": str(error)}
             found |= dict.fromkeys(sentences, (f"not measured: {error}", command))
             say(f"{study}: {error}")
-    papers = parse_yaml(CLAIMS.read_text(encoding="utf-8"), origin=str(CLAIMS))
-    named = {claim["ours"] for paper in papers for claim in paper["claims"]}
-    kernels = [cell.name for cell in bench.cells() if cell.name in named]
-    result = {"study": "all", "out": str(folder), "parts": parts, "kernels": kernels}
+    result = {"study": "all", "out": str(folder), "parts": parts}
     if estimate:
         return result
-    measured = _kernels(folder / "bench.json", kernels, say=say)
-    for row in measured["cells"]:
-        low, high = row["spread"]
-        told = f"{row['ratio']:.2f}x ({low:.2f} to {high:.2f}) over {row['peer']}; {bench.how_clean(row)}"
-        found[row["name"]] = told, f"hotrow bench {row['name']}"
+    papers = parse_yaml(CLAIMS.read_text(encoding="utf-8"), origin=str(CLAIMS))
     with atomic_write(folder / "claims.html") as file:
-        file.write(claims_page(papers, found, measured["machine"]).encode())
+        file.write(claims_page(papers, found, host_facts()).encode())
     return {**result, "files": [str(folder / "claims.html")]}
-
-
-def _kernels(file: Path, names: list[str], *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Returns what `hotrow bench` measured of these cells on this machine, from the file if they are there."""
-    now = bench.circumstances()
-    if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        cells = [row["name"] for row in before["cells"]]
-        if cells == names and all(before[name] == now[name] for name in ("machine", "versions")):
-            return dict(before)
-    say(f"kernels: {', '.join(names)}")
-    measured = bench.run_bench(names)
-    write_json(file, measured)
-    return measured
 
 
 def claims_page(papers: list[dict[str, Any]], found: Mapping[str, tuple[str, str]], machine: Mapping[str, Any]) -> str:

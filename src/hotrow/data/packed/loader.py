@@ -13,16 +13,15 @@ it. No Python runs per row: a window's columns are gathered once, and a batch is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.data.packed.format import Ids, Ragged, concatenate_ids, slice_ids
+from hotrow.data.packed.format import DatasetInfo, Ids, Ragged, concatenate_ids, slice_ids
 from hotrow.data.packed.reader import Split
 
 WINDOW_ROWS = 262_144
@@ -62,16 +61,6 @@ def permutation(num_items: int, *, seed: int, epoch: int, family: int, index: in
     return words.view(np.int64)
 
 
-class _BatchArrays(NamedTuple):
-    """A batch before it becomes tensors. A background thread makes no more than this: torch might start OpenMP in
-    it."""
-
-    label: NDArray[np.float32]
-    dense: NDArray[np.float32]
-    values: NDArray[np.int32] | NDArray[np.int64]
-    offsets: NDArray[np.int64] | None
-
-
 class Loader:
     """Yields the rows of `split` as `Batch`es, one epoch per iteration; iterating again gives the next epoch.
 
@@ -88,7 +77,7 @@ class Loader:
     rows of `front` come first, as many as fill whole batches; the other rows keep their order, and no row leaves its
     group. `window_rows` is then a multiple of W * batch_size.
     drop_last: "keep" hands out the shorter last batch, "drop" does not.
-    start: where to begin. prefetch: makes the next batch in a background thread; changes no batch and no state.
+    start: where to begin.
 
     `len(loader)` is the number of batches per epoch, wherever the loader starts.
 
@@ -110,7 +99,6 @@ class Loader:
         front_batches: int = 1,
         drop_last: Literal["keep", "drop"] = "keep",
         start: LoaderState = LoaderState(),
-        prefetch: bool = False,
     ) -> None:
         sizes = {"batch_size": batch_size, "window_rows": window_rows, "front_batches": front_batches}
         for name, value in sizes.items():
@@ -139,7 +127,6 @@ class Loader:
         self.window_rows = min(window_rows, max(most, 1))
         if front is not None:
             self.window_rows = max(1, window_rows // self.group_rows) * self.group_rows
-        self.prefetch = prefetch
         rounded_up = 0 if drop_last == "drop" else batch_size - 1
         self.num_batches = (self.num_rows + rounded_up) // batch_size
         """Batches per epoch."""
@@ -159,7 +146,7 @@ class Loader:
         return self.window_rows * self.split.info.row_bytes
 
     def state(self) -> LoaderState:
-        """Returns how many batches have been handed out; one made ahead does not count."""
+        """Returns how many batches have been handed out."""
         return self._state
 
     def __iter__(self) -> Iterator[Batch]:
@@ -173,27 +160,8 @@ class Loader:
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """Yields the batches of `epoch` from `start_batch` on, without changing `state()`."""
         rows = _EpochRows(self, epoch)
-        keys = self.split.info.feature_names
-        for arrays in self._ahead(rows, start_batch) if self.prefetch else self._each(rows, start_batch):
-            offsets = None if arrays.offsets is None else torch.from_numpy(arrays.offsets)
-            sparse = KeyedJaggedTensor(keys, torch.from_numpy(arrays.values), offsets=offsets)
-            yield Batch(torch.from_numpy(arrays.dense), sparse, torch.from_numpy(arrays.label))
-
-    def _make(self, rows: _EpochRows, k: int) -> _BatchArrays:
-        return rows.batch(k * self.batch_size, min((k + 1) * self.batch_size, self.num_rows))
-
-    def _each(self, rows: _EpochRows, start_batch: int) -> Iterator[_BatchArrays]:
         for k in range(start_batch, self.num_batches):
-            yield self._make(rows, k)
-
-    def _ahead(self, rows: _EpochRows, start_batch: int) -> Iterator[_BatchArrays]:
-        with ThreadPoolExecutor(1, thread_name_prefix="hotrow-loader") as pool:
-            ahead: Future[_BatchArrays] | None = None
-            for k in range(start_batch, self.num_batches):
-                arrays = (ahead or pool.submit(self._make, rows, k)).result()
-                if k + 1 < self.num_batches:
-                    ahead = pool.submit(self._make, rows, k + 1)
-                yield arrays
+            yield rows.batch(k * self.batch_size, min((k + 1) * self.batch_size, self.num_rows))
 
 
 class _EpochRows:
@@ -216,7 +184,7 @@ class _EpochRows:
         start = int(self._block_starts[index])
         return rows[start : start + int(self._split.block_rows[index])]
 
-    def batch(self, start: int, stop: int) -> _BatchArrays:
+    def batch(self, start: int, stop: int) -> Batch:
         """Returns rows [start, stop) of the epoch, copied out of their windows."""
         pieces: list[list[Ids]] = []
         while start < stop:
@@ -227,7 +195,7 @@ class _EpochRows:
             # The next window overwrites this one, so copy first what is needed of it.
             pieces.append(piece if start == stop else [concatenate_ids([column]) for column in piece])
         columns = pieces[0] if len(pieces) == 1 else [concatenate_ids(parts) for parts in zip(*pieces, strict=True)]
-        return _assemble(columns, num_dense=len(self._split.info.dense))
+        return _assemble(columns, self._split.info)
 
     def _load(self, window_index: int) -> list[Ids]:
         if window_index != self._window_index:
@@ -305,21 +273,20 @@ def _take(column: Ids, order: NDArray[np.int64], room: Ids | None) -> Ids:
     return Ragged(values, splits)
 
 
-def _assemble(columns: list[Ids], *, num_dense: int) -> _BatchArrays:
-    """Returns the batch of `columns` (label, dense, ids) in new arrays."""
+def _assemble(columns: list[Ids], info: DatasetInfo) -> Batch:
+    """Returns the batch of `columns` (label, dense, ids) in new tensors."""
+    num_dense = len(info.dense)
     label, dense, ids = columns[0], columns[1 : 1 + num_dense], columns[1 + num_dense :]
     assert not isinstance(label, Ragged)
     num_rows = len(label)
     offsets = None
     if any(isinstance(column, Ragged) for column in ids):
-        offsets = np.zeros(len(ids) * num_rows + 1, np.int64)
-        np.cumsum(np.concatenate([_lengths(column) for column in ids]), out=offsets[1:])
-    return _BatchArrays(
-        label=label.copy(),
-        dense=np.stack(dense, axis=1) if dense else np.empty((num_rows, 0), np.float32),
-        values=np.concatenate([column.values if isinstance(column, Ragged) else column for column in ids]),
-        offsets=offsets,
-    )
+        offsets = torch.zeros(len(ids) * num_rows + 1, dtype=torch.int64)
+        np.cumsum(np.concatenate([_lengths(column) for column in ids]), out=offsets.numpy()[1:])
+    values = np.concatenate([column.values if isinstance(column, Ragged) else column for column in ids])
+    stacked = np.stack(dense, axis=1) if dense else np.empty((num_rows, 0), np.float32)
+    sparse = KeyedJaggedTensor(info.feature_names, torch.from_numpy(values), offsets=offsets)
+    return Batch(torch.from_numpy(stacked), sparse, torch.from_numpy(label.copy()))
 
 
 def _lengths(ids: Ids) -> NDArray[np.int64]:

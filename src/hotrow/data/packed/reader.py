@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hotrow.base.files import crc32
 from hotrow.data.packed.format import (
     MANIFEST,
     Block,
@@ -39,15 +40,6 @@ MAX_OPEN_PARTS = 64
 MALFORMED = (pa.ArrowException, OSError, EOFError, struct.error)
 """What Arrow raises when it reads a message that is not Arrow's."""
 CURE = "restore the file from a copy or prepare the data again"
-
-
-def crc32_of_file(path: Path) -> int:
-    """Returns the crc32 of a whole file, which is read in pieces of 16 MiB."""
-    crc = 0
-    with path.open("rb") as file:
-        while piece := file.read(1 << 24):
-            crc = zlib.crc32(piece, crc)
-    return crc
 
 
 def _inside(folder: Path, *names: str) -> Path:
@@ -324,6 +316,6 @@ class PackedDataset:
             raise ValueError(f"{self.path}: {MANIFEST} lists no file {name}; this dataset was made without it")
         record, path = self.info.files[name], _inside(self.path, *name.split("/"))
         _check_size(path, record.num_bytes)
-        if check == "crc32" and crc32_of_file(path) != record.crc32:
+        if check == "crc32" and crc32(path) != record.crc32:
             raise ValueError(f"{path}: the checksum differs from {MANIFEST}, so the file was altered; {CURE}")
         return path

@@ -34,7 +34,7 @@ VERSION = 1
 BYTE_ORDER = 0x01020304
 ALIGNMENT = 64
 """Sections start at multiples of this: a cache line, and a multiple of every element's size."""
-PIECE_BYTES = 1 << 22
+READ_BYTES = 1 << 22
 
 _MIX_FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 """The factors of `mix` in docs/vocabulary.md."""
@@ -229,9 +229,9 @@ def _write_counts_header(file: BinaryIO, path: Path, num_rows: int, count_bytes:
 
 
 def _pieces(file: BinaryIO, offset: int, num_bytes: int) -> Iterator[bytes]:
-    """Yields `file[offset : offset + num_bytes]` in pieces of at most PIECE_BYTES; stops early if the file ends."""
+    """Yields `file[offset : offset + num_bytes]` in pieces of at most READ_BYTES; stops early if the file ends."""
     file.seek(offset)
-    while num_bytes > 0 and (piece := file.read(min(num_bytes, PIECE_BYTES))):
+    while num_bytes > 0 and (piece := file.read(min(num_bytes, READ_BYTES))):
         yield piece
         num_bytes -= len(piece)
 
@@ -361,7 +361,7 @@ class Vocabulary:
                 raise _damaged(self.path, f"its section {name} does not match its checksum")
         return Vocabulary(self.path, self.header, _as_table(self.header, arrays))
 
-    def entries(self, *, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[Keys, NDArray[Any]]]:
+    def entries(self, *, piece_bytes: int = READ_BYTES) -> Iterator[tuple[Keys, NDArray[Any]]]:
         """Yields every key with its row, in the file's order, one piece at a time; reads the file and does not map it.
 
         Integers are int64 in two's complement. With a `hash_cap`, keys are the integers below it that ids became.

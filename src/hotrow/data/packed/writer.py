@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 from pydantic.dataclasses import dataclass
 
-from hotrow.base.files import atomic_write, check_name, explain_full_disk
+from hotrow.base.files import atomic_write, check_name, crc32, explain_full_disk
 from hotrow.base.records import STRICT, Document
 from hotrow.data.packed.format import (
     MANIFEST,
@@ -42,7 +42,7 @@ from hotrow.data.packed.format import (
     split_columns,
     write_info,
 )
-from hotrow.data.packed.reader import PackedDataset, crc32_of_file
+from hotrow.data.packed.reader import PackedDataset
 
 ROWS_PER_PART = 64 * ROWS_PER_BLOCK
 """About 0.7 GB with Criteo's 40 columns: an ordinary file size, and the most that an interruption loses."""
@@ -380,7 +380,7 @@ class PackedWriter:
         if not any(split.num_rows for split in splits.values()):
             raise ValueError(f"{self.path}: no rows were written; the source is empty or every row was filtered out")
         files = {path.relative_to(self.path).as_posix(): path for path in self._side_files()}
-        records = {name: FileRecord(path.stat().st_size, crc32_of_file(path)) for name, path in files.items()}
+        records = {name: FileRecord(path.stat().st_size, crc32(path)) for name, path in files.items()}
         write_info(self.path, replace(self.info, splits=splits, files=records, summary=dict(summary)))
 
     def _explain_full_disk(self) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotrow.base.files import disk_free_bytes
+from hotrow.base.files import disk_free_bytes, size
 from hotrow.data.chunk import Chunk, Keys, SourceInfo
 from hotrow.data.native import Counter
 from hotrow.data.packed.format import ROWS_PER_BLOCK
@@ -47,16 +47,16 @@ class Estimate:
         if self.disk_bytes > self.free_bytes:
             short = self.disk_bytes - self.free_bytes
             raise ValueError(
-                f"{out} needs about {_size(self.disk_bytes)} ({_size(self.packed_bytes)} of data and "
-                f"{_size(self.spill_bytes)} temporary), but {_size(self.free_bytes)} are free: {_size(short)} short; "
+                f"{out} needs about {size(self.disk_bytes)} ({size(self.packed_bytes)} of data and "
+                f"{size(self.spill_bytes)} temporary), but {size(self.free_bytes)} are free: {size(short)} short; "
                 "free some space, choose another disk, or take fewer rows (--rows, --sample)"
             )
 
     def __str__(self) -> str:
         about = "" if self.rows_exact else "about "
         return (
-            f"{about}{self.rows:,} rows, {_size(self.input_bytes)} of input; needs about {_size(self.packed_bytes)} of "
-            f"disk and {_size(self.spill_bytes)} temporarily ({_size(self.free_bytes)} free), and about "
+            f"{about}{self.rows:,} rows, {size(self.input_bytes)} of input; needs about {size(self.packed_bytes)} of "
+            f"disk and {size(self.spill_bytes)} temporarily ({size(self.free_bytes)} free), and about "
             f"{_duration(self.seconds)}"
         )
 
@@ -77,7 +77,7 @@ def estimate_work(
     keys = [_count(opened, chunks, table) for table in opened.schema.table_names]
     count_s = time.perf_counter() - started
     num_keys = sum(n for n, _ in keys) * growth
-    text_bytes = sum(size for _, size in keys) * growth
+    text_bytes = sum(num_bytes for _, num_bytes in keys) * growth
     row_bytes = _row_bytes(opened, chunks) / sampled
     per_row_s = (max(read_s, count_s) + max(read_s, LOOKUP_SHARE * count_s)) / sampled
     return Estimate(
@@ -119,14 +119,6 @@ def _row_bytes(opened: OpenedSource, chunks: list[Chunk]) -> int:
 
 def _id_bytes(keys: Keys) -> int:
     return 4 * keys.num_keys + (0 if keys.row_splits is None else 8 * keys.num_rows)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def _duration(seconds: float) -> str:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from pydantic import JsonValue, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 
+from hotrow.base.files import parse_bytes
 from hotrow.base.machine import available_memory_bytes, usable_cores
 from hotrow.base.progress import ProgressCallback
 from hotrow.base.records import STRICT, Count, checked
@@ -42,18 +42,6 @@ from hotrow.data.sources.schema import Schema, check_options, load_schema, parse
 KEPT_ROWS = 1 << 16
 SCORE = "score"
 """Name of the column of scores in the file that prediction writes."""
-UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
 
 
 def run_prepare(
@@ -98,7 +86,9 @@ def run_prepare(
     `pipeline.Interrupted` on Ctrl-C: after these two the same call continues.
     """
     # Checks that need no row come first.
-    options = Options(rows=rows, sample=sample, memory_bytes=parse_bytes(memory), threads=threads, overwrite=overwrite)
+    options = Options(
+        rows=rows, sample=sample, memory_bytes=_memory_bytes(memory), threads=threads, overwrite=overwrite
+    )
     changes = {"split": split, "fractions": fractions, "seed": seed, "min_count": min_count, "hash_cap": hash_cap}
     check_options(**changes)
     check_out(Path(out), overwrite=overwrite)
@@ -108,14 +98,12 @@ def run_prepare(
     return prepare(opened.with_options(**changes), out, options, progress=progress, announce=announce)
 
 
-def parse_bytes(value: int | str | None) -> int | None:
-    """Returns the bytes that a number, or text such as "256MiB" or "4GB", means. Raises ValueError for other text."""
-    if not isinstance(value, str):
-        return value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", value.upper())
-    if found is None or found[2] not in UNITS:
-        raise ValueError(f"memory is {value!r}; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB, as in 4GiB")
-    return int(float(found[1]) * UNITS[found[2]])
+def _memory_bytes(memory: int | str | None) -> int | None:
+    """Returns the bytes that a number or text means. Raises ValueError for other text."""
+    try:
+        return None if memory is None else parse_bytes(memory)
+    except ValueError as error:
+        raise ValueError(f"memory is {memory!r}: {error}") from None
 
 
 @record(frozen=True, config=STRICT)
@@ -265,8 +253,7 @@ def _none_left_out(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
     try:
         yield from chunks
     except RowError as error:
-        reason = error.reason.replace(f", or {SKIP_CURE}", "")
-        raise RowError(file=error.file, line=error.line, column=error.column, name=error.name, reason=reason) from None
+        raise error.but(reason=error.reason.replace(f", or {SKIP_CURE}", "")) from None
 
 
 @dataclass(frozen=True)

@@ -240,12 +240,10 @@ class ColumnsSource:
         """Counts a bad row, or raises its error; looks up the line number only if somebody will read it."""
         is_last = self.skipped.num_rows >= self._skip_bad_rows
         if isinstance(self._reader, TextReader) and (is_last or self.skipped.wants_examples):
-            line = self._reader.line_of(file_index, error.line)
-            error = RowError(file=error.file, line=line, column=error.column, name=error.name, reason=error.reason)
+            error = error.but(line=self._reader.line_of(file_index, error.line))
         self.skipped.add(error)
         if is_last:
-            reason = f"{error.reason}; correct the row, or {SKIP_CURE}"
-            raise RowError(file=error.file, line=error.line, column=error.column, name=error.name, reason=reason)
+            raise error.but(reason=f"{error.reason}; correct the row, or {SKIP_CURE}")
 
 
 def open_table(data: Any, spec: CsvSpec) -> TableReader:

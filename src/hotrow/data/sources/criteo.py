@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from hotrow.data.chunk import SKIP_CURE, Chunk, FileInfo, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
 from hotrow.data.native import Fault, RowColumns, RowLayout, count_newlines, parse_rows
 from hotrow.data.sources.inputs import ByteStream, InputFile, find_files, prefetch
+from hotrow.data.sources.tabular import estimate_lines
 
 DENSE_NAMES = tuple(f"I{i}" for i in range(1, 14))
 CATEGORY_NAMES = tuple(f"C{i}" for i in range(1, 27))
@@ -33,7 +34,7 @@ NUM_FEATURES = len(DENSE_NAMES) + len(CATEGORY_NAMES)
 BUFFER_BYTES = 1 << 23
 """Bytes of text parsed at a time; also the limit for one line."""
 HEAD_BYTES = 1 << 20
-"""Bytes of text used to find a file's layout and to estimate its rows."""
+"""Bytes of text used to find a file's layout."""
 HEAD_LINES = 100
 FILE_NAME = re.compile(r"(.*\.(txt|tsv|csv)|day_\d+)(\.gz|\.zst)?", re.IGNORECASE)
 FILE_WORDS = "*.txt, *.tsv, *.csv or day_N, also with .gz or .zst"
@@ -85,7 +86,7 @@ class CriteoSource:
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
         """Returns sizes and rows, as `Source.scout`; "exact" counts lines as fast as it can read and decompress."""
-        num_lines = _count_lines if count == "exact" else _estimate_lines
+        num_lines = _count_lines if count == "exact" else estimate_lines
         rows = [num_lines(file) - layout.num_lines for file, layout in zip(self.files, self._layouts, strict=True)]
         files = tuple(FileInfo(file.name, file.num_bytes, file.mtime_ns) for file in self.files)
         return SourceInfo(sum(rows), count == "exact", files)
@@ -142,13 +143,9 @@ class CriteoSource:
         """Counts a bad row, or raises its error if no more may be skipped."""
         if self.skipped.num_rows >= self._skip_bad_rows:
             if self._skip_bad_rows:
-                error = RowError(
-                    file=error.file,
-                    line=error.line,
-                    column=error.column,
-                    name=error.name,
+                raise error.but(
                     reason=f"{error.reason} ({self.skipped.num_rows} bad rows were skipped before, as many as "
-                    f"--skip-bad-rows allows; the first: {self.skipped.examples[:1]})",
+                    f"--skip-bad-rows allows; the first: {self.skipped.examples[:1]})"
                 )
             raise error
         self.skipped.add(error)
@@ -234,34 +231,19 @@ def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:
     )
 
 
-class _Head(NamedTuple):
-    text: bytes
-    whole: bool
-    """Whether this is the whole file."""
-    stored_bytes: int
-    """Bytes of the stored file that the text came from."""
-
-
-def _read_head(file: InputFile) -> _Head:
-    buffer = bytearray(HEAD_BYTES)
-    with ByteStream(file) as stream:
-        num_bytes = stream.readinto(memoryview(buffer))
-        return _Head(bytes(buffer[:num_bytes]), num_bytes < HEAD_BYTES, stream.stored_offset)
-
-
 def _find_layout(file: InputFile, labels: Literal["required", "ignored"]) -> _FileLayout:
     """Returns the delimiter, header and columns that most of the file's first lines agree on.
 
     Raises ValueError for an empty file or other text, RowError if no line has a possible number of columns.
     """
-    head = _read_head(file)
-    if head.text.startswith((b"\xff\xfe", b"\xfe\xff")):
+    text, _ = file.read_head(HEAD_BYTES)
+    if text.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(f"{file.name}: the text is UTF-16; convert it to UTF-8")
-    num_bytes = len(BOM) if head.text.startswith(BOM) else 0
-    lines = head.text[num_bytes:].split(b"\n")
+    num_bytes = len(BOM) if text.startswith(BOM) else 0
+    lines = text[num_bytes:].split(b"\n")
     if header := _read_header(file, lines[0].rstrip(b"\r")):
         num_bytes += len(lines[0]) + 1
-    if head.whole and not head.text[num_bytes:].strip():
+    if len(text) < HEAD_BYTES and not text[num_bytes:].strip():
         raise ValueError(f"{file.name}: the file {'has a header and no rows' if header else 'is empty'}; expected rows")
     if header:
         if labels == "required" and not header.has_label:
@@ -295,14 +277,6 @@ def _read_header(file: InputFile, line: bytes) -> RowLayout | None:
             f"{file.name}:1: the header's columns are in another order than I1 to I13, C1 to C26; reorder them"
         )
     return RowLayout(delimiter, ("id",) * has_id, has_label, DENSE_NAMES, CATEGORY_NAMES)
-
-
-def _estimate_lines(file: InputFile) -> int:
-    head = _read_head(file)
-    num_lines = head.text.count(b"\n")
-    if head.whole:
-        return num_lines + (not head.text.endswith(b"\n"))
-    return round(num_lines * file.num_bytes / head.stored_bytes)
 
 
 def _count_lines(file: InputFile) -> int:

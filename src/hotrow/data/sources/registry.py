@@ -107,11 +107,6 @@ AVAZU_SCHEMA = parse_schema(
 )
 
 
-def open_avazu(data: Any, schema: Schema = AVAZU_SCHEMA, **options: Any) -> ColumnsSource:
-    """Opens Avazu files as a source; `options` as for `ColumnsSource`."""
-    return ColumnsSource(data, schema, name="avazu", **options)
-
-
 def looks_like_avazu(line: str) -> bool:
     """Returns whether a file's first line is Avazu's header, with or without `click`."""
     return [n for n in line.split(",") if n != "click"] == [n for n in AVAZU_COLUMNS if n != "click"]
@@ -149,13 +144,6 @@ TAOBAO_HISTORIES_SCHEMA = parse_schema(
     },
     where="taobao-histories",
 )
-
-
-def open_taobao(
-    data: Any, schema: Schema = TAOBAO_SCHEMA, *, name: str = "taobao", **options: Any
-) -> ColumnsSource | HistoriesSource:
-    """Opens UserBehavior files as a source; `options` as for `ColumnsSource`."""
-    return open_columns(data, schema, name=name, **options)
 
 
 def looks_like_taobao(line: str) -> bool:
@@ -226,7 +214,12 @@ def movielens_layout(line: str) -> str | None:
 
 # ---- by name
 
-
+OWN_SCHEMAS = {
+    "criteo": CRITEO_SCHEMA,
+    "avazu": AVAZU_SCHEMA,
+    "taobao": TAOBAO_SCHEMA,
+    "taobao-histories": TAOBAO_HISTORIES_SCHEMA,
+}
 LAYOUTS: dict[str, Callable[[str], bool]] = {
     "criteo": looks_like_criteo,
     "avazu": looks_like_avazu,
@@ -309,14 +302,8 @@ def open_source(
     source: ColumnsSource | HistoriesSource
     if name == "movielens":
         source = open_movielens(data, schema, **options)
-    elif name in ("taobao", "taobao-histories"):
-        own = TAOBAO_SCHEMA if name == "taobao" else TAOBAO_HISTORIES_SCHEMA
-        source = open_taobao(data, schema or own, name=name, **options)
-    elif name == "avazu":
-        source = open_avazu(data, schema or AVAZU_SCHEMA, **options)
-    elif name == "criteo":
-        source = ColumnsSource(data, schema or CRITEO_SCHEMA, name=name, **options)
     else:
+        schema = schema or OWN_SCHEMAS.get(name)
         if schema is None:
             guess = guess_columns(data, label=label, time=time, roles=roles)
             schema, notes, warnings = guess.schema(), (guess.summary(),), guess.warnings

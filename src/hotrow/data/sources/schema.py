@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hotrow.base.records import in_words, innermost
+from hotrow.base.records import in_words, innermost, short
 from hotrow.config.load import parse_yaml
 
 Transform = Literal["log1p_clip0", "standardize", "identity"]
@@ -287,7 +287,7 @@ def parse_schema(value: Any, *, where: str) -> Schema:
     Raises ValueError naming the field, the value got, what is allowed and, for an unknown key, the nearest known one.
     """
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: a schema is a mapping with at least 'label' and 'categorical'; got {_short(value)}")
+        raise ValueError(f"{where}: a schema is a mapping with at least 'label' and 'categorical'; got {short(value)}")
     try:
         # JSON mode: strict about scalars, while a list may stand for a tuple.
         return Schema.model_validate_json(json.dumps(value, default=str))
@@ -336,7 +336,7 @@ def explain_faults(error: ValidationError, where: str, fields_at: Callable[[Plac
         elif fault["type"] == "value_error":
             lines.append(f"{path}: {fault['ctx']['error']}" if path else str(fault["ctx"]["error"]))
         else:
-            lines.append(f"{path or 'a name'} is {_short(fault['input'])}: {in_words(fault)}")
+            lines.append(f"{path or 'a name'} is {short(fault['input'])}: {in_words(fault)}")
     return "\n".join(f"{where}: {line}" for line in dict.fromkeys(lines))
 
 
@@ -367,8 +367,3 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """Returns '; did you mean X?' if `known` has a similar name, else ''."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -10,7 +10,7 @@
 Rows come in cells of 16,384. Everything random about a cell is Philox4x64-10(key=(seed, stream), counter=(0, 0, cell,
 0)) with a stream per column, so a row can be made without those before it, and chunks of any size hold the same rows.
 Rows are the same on every run on one machine; across machines the last bit of a power may move one id in 10^10.
-`SyntheticSource` hands rows to preparation, `write_criteo` writes them as a raw text file in Criteo's layout.
+`SyntheticSource` hands rows to preparation.
 
 Users ask for the name of a preset, or for a YAML file with the fields of `SyntheticConfig` or of `SyntheticPreset`
 (docs/prepare.md); `open_synthetic` makes source and schema of it.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -35,7 +35,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk, FileInfo, KeyKind, Keys, Position, SkippedRows, SourceInfo
 from hotrow.data.native import mix64
 from hotrow.data.sources.schema import Schema, explain_faults, load_yaml, nearest, parse_schema
@@ -49,12 +48,7 @@ from hotrow.data.sources.synthetic_config import (
 
 START_TIME = 1_577_836_800
 """2020-01-01 00:00 UTC: the time of the first row, in seconds since 1970."""
-_COUNT_DIGITS = 8
-"""Digits of a count; counts end at 2^24, above which float32 would round them."""
 _TIMES_ROWS = 1 << 20
-_TEXT_ROWS = 2_048
-"""Rows turned into text at a time: 700 kB at full width, which stays in cache."""
-_HEX_PAIRS = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), np.uint16)
 CELL_ROWS = 16_384
 _LATENT = 4
 """Numbers per id in the products of the teacher's pairwise part."""
@@ -259,18 +253,12 @@ class Teacher:
         self.bias = _bias_for(config.base_rate, self.logits(pilot))
 
     def logits(self, cell: Cell) -> Floats:
-        """Returns logits [n]; the label was drawn with probability sigmoid(logit)."""
+        """Returns logits [n]; the label was drawn with probability sigmoid(logit), and no model can do better."""
         parts = self._parts(cell)
         logit = np.full(cell.num_rows, self.bias)
         for part, (scale, mean) in zip((parts.main, parts.pair, parts.dense), self._scales, strict=True):
             logit += scale * (part - mean)
         return logit
-
-    def additive_logits(self, cell: Cell) -> Floats:
-        """Returns the logits without the pairwise part: the most that a model of single columns can learn."""
-        parts = self._parts(cell)
-        (main_scale, main_mean), _, (dense_scale, dense_mean) = self._scales
-        return self.bias + main_scale * (parts.main - main_mean) + dense_scale * (parts.dense - dense_mean)
 
     def _parts(self, cell: Cell) -> _Parts:
         main, dense, squares = (np.zeros(cell.num_rows, np.float32) for _ in range(3))
@@ -376,14 +364,6 @@ class SyntheticSource:
         seconds: NDArray[np.int64] = np.floor(np.arange(start, stop) * seconds_per_row).astype(np.int64)
         return seconds + START_TIME
 
-    def teacher_logits(self, start: int, stop: int) -> Floats:
-        """Returns the true logits of rows [start, stop): no model can do better."""
-        return self._logits(self.teacher.logits, start, stop)
-
-    def additive_logits(self, start: int, stop: int) -> Floats:
-        """Returns the true logits without the pairwise part: no model of single columns can do better."""
-        return self._logits(self.teacher.additive_logits, start, stop)
-
     @cached_property
     def teacher(self) -> Teacher:
         """The truth behind the labels."""
@@ -392,9 +372,6 @@ class SyntheticSource:
     @cached_property
     def _counts(self) -> NDArray[np.float32]:
         return self._generator.count_levels()
-
-    def _logits(self, function: Callable[[Cell], Floats], start: int, stop: int) -> Floats:
-        return np.concatenate([function(self._generator.cell(i))[a:b] for i, a, b in _cell_spans(start, stop)])
 
     def _chunk(self, start: int, stop: int) -> Chunk:
         pieces = [(self._cell_rows(index), slice(a, b)) for index, a, b in _cell_spans(start, stop)]
@@ -450,54 +427,6 @@ def _join_keys(pieces: list[Keys]) -> Keys:
     lengths = [np.diff(piece.row_splits) for piece in pieces if piece.row_splits is not None]
     splits = np.concatenate([[0], np.concatenate(lengths).cumsum()]) if lengths else None
     return Keys(values, valid=np.concatenate(valid) if valid else None, row_splits=splits)
-
-
-def write_criteo(path: Path | str, config: SyntheticConfig) -> int:
-    """Writes the rows of `config` as text in Criteo's layout; returns its size in bytes. The file appears whole.
-
-    One row per line, tab-separated: label, 13 counts, 26 keys of 8 hex digits; an empty field is a missing value.
-    Raises ValueError unless `config` has 13 dense columns and 26 one-hot tables.
-    """
-    if len(config.dense) != 13 or len(config.tables) != 26 or any(t.kind != "one_hot" for t in config.tables):
-        raise ValueError(
-            f"config {config.name!r} has {len(config.dense)} dense columns and {len(config.tables)} tables; "
-            "Criteo's layout has 13, and 26 one-hot ones: use a criteo preset"
-        )
-    with atomic_write(path) as file:
-        for chunk in SyntheticSource(config).chunks(rows_per_chunk=_TEXT_ROWS):
-            file.write(_criteo_lines(chunk).data)
-        return file.tell()
-
-
-def _criteo_lines(chunk: Chunk) -> NDArray[np.uint8]:
-    """Returns the text of `chunk`: lays out every field at full width, then drops the bytes that are not needed."""
-    assert chunk.label is not None
-    num_counts, num_keys = chunk.dense.shape[1], len(chunk.keys)
-    count_width, key_width = _COUNT_DIGITS + 1, 8 + 1
-    keys_at = 2 + num_counts * count_width
-    text = np.full((chunk.num_rows, keys_at + num_keys * key_width), ord("\t"), np.uint8)
-    keep = np.ones(text.shape, np.bool_)
-    text[:, 0] = ord("0") + chunk.label.astype(np.uint8)
-    text[:, -1] = ord("\n")
-
-    shape = (chunk.num_rows, num_counts, count_width)
-    digits, keep_digits = (a[:, 2:keys_at].reshape(shape)[:, :, :-1] for a in (text, keep))
-    missing = np.isnan(chunk.dense)
-    rest = np.where(missing, 0, chunk.dense).astype(np.uint32)
-    for place in reversed(range(_COUNT_DIGITS)):
-        tenth = rest // np.uint32(10)
-        keep_digits[:, :, place] = (rest > 0) & ~missing if place < _COUNT_DIGITS - 1 else ~missing
-        digits[:, :, place] = (ord("0") + (rest - tenth * np.uint32(10))).astype(np.uint8)
-        rest = tenth
-
-    shape = (chunk.num_rows, num_keys, key_width)
-    hexes, keep_hexes = (a[:, keys_at:].reshape(shape)[:, :, :-1] for a in (text, keep))
-    for j, keys in enumerate(chunk.keys.values()):
-        octets = keys.values.astype(">u4").view(np.uint8)
-        hexes[:, j] = _HEX_PAIRS[octets].view(np.uint8).reshape(chunk.num_rows, 8)
-        if keys.valid is not None:
-            keep_hexes[:, j] = keys.valid[:, None]
-    return text[keep]
 
 
 SUFFIXES = (".yaml", ".yml")

@@ -9,7 +9,8 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 from pydantic import ConfigDict
 
@@ -154,10 +155,6 @@ _CRITEO_DENSE = tuple(
     SyntheticDense(name=f"I{j}", mean=mean, sd=sd, missing=missing)
     for j, (mean, sd, missing) in enumerate(_TERABYTE_DENSE, 1)
 )
-_TableShape: TypeAlias = tuple[str, int, float, float]
-"""Name, rows, exponent of the popularity law, share of missing values."""
-
-
 AVAZU_ROWS = {
     "C1": 7, "banner_pos": 7, "site_id": 4737, "site_domain": 7745, "site_category": 26, "app_id": 8552,
     "app_domain": 559, "app_category": 36, "device_id": 2686408, "device_ip": 6729486, "device_model": 8251,
@@ -167,29 +164,19 @@ AVAZU_ROWS = {
 """Distinct ids per column of the Avazu set, as commonly reported; no primary source was read. 9.4 million in all."""
 
 
-def criteo_kaggle(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fields: Any) -> SyntheticConfig:
-    """Returns the shape of the Criteo Kaggle set: 13 counts, 26 one-hot tables of 33.8 million rows, a quarter clicks,
-    7 days.
+@dataclass(frozen=True)
+class _Shape:
+    """The shape of a public data set."""
 
-    scale: tables of more than 1,000 rows keep this share of their rows, at least 1,000. drift: of every table.
-    fields: other fields of `SyntheticConfig`. The skew of a table follows its size, in the range fitted to Criteo 1TB.
-    """
-    tables = _by_size({f"C{j}": rows for j, rows in enumerate(KAGGLE_ROWS, 1)})
-    fields = {"base_rate": 0.256, "num_days": 7.0, **fields}
-    return _shape("criteo-kaggle", num_rows, tables, _CRITEO_DENSE, scale, drift, fields)
-
-
-def avazu(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fields: Any) -> SyntheticConfig:
-    """Returns the shape of the Avazu set: the hour, 21 one-hot tables of 9.4 million rows, 17 % clicks, 10 days.
-
-    Arguments and skews are those of `criteo_kaggle`.
-    """
-    dense = (SyntheticDense(name="hour", mean=2.3, sd=0.7, missing=0.0),)
-    fields = {"base_rate": 0.17, "num_days": 10.0, **fields}
-    return _shape("avazu", num_rows, _by_size(AVAZU_ROWS), dense, scale, drift, fields)
+    tables: Sequence[tuple[str, int, float, float]]
+    """Name, rows, exponent of the popularity law, share of missing values."""
+    dense: tuple[SyntheticDense, ...]
+    base_rate: float
+    num_days: float
 
 
-def _by_size(rows: Mapping[str, int]) -> list[_TableShape]:
+def _by_size(rows: Mapping[str, int]) -> list[tuple[str, int, float, float]]:
+    """Gives each table a skew by its size, in the range fitted to Criteo 1TB."""
     return [
         (
             name,
@@ -201,50 +188,45 @@ def _by_size(rows: Mapping[str, int]) -> list[_TableShape]:
     ]
 
 
-def criteo_terabyte(num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fields: Any) -> SyntheticConfig:
-    """Returns the shape of the Criteo 1TB logs: 13 counts, 26 one-hot tables of 882 million rows, 3.2 % clicks, 24
-    days.
-
-    Arguments as in `criteo_kaggle`; skews and shares of missing values are fitted to 80,000 public rows.
-    """
-    names = [f"C{j}" for j in range(1, 27)]
-    tables = list(zip(names, TERABYTE_ROWS, _TERABYTE_ZIPF, _TERABYTE_MISSING, strict=True))
-    fields = {"base_rate": 0.032, "num_days": 24.0, **fields}
-    return _shape("criteo-terabyte", num_rows, tables, _CRITEO_DENSE, scale, drift, fields)
-
-
-PRESETS: dict[str, Callable[..., SyntheticConfig]] = {
-    "criteo-kaggle": criteo_kaggle,
-    "criteo-terabyte": criteo_terabyte,
-    "avazu": avazu,
+_CRITEO_NAMES = tuple(f"C{j}" for j in range(1, 27))
+_SHAPES = {
+    # 26 tables of 33.8 million rows, a quarter clicks
+    "criteo-kaggle": _Shape(_by_size(dict(zip(_CRITEO_NAMES, KAGGLE_ROWS, strict=True))), _CRITEO_DENSE, 0.256, 7.0),
+    # 26 tables of 882 million rows, 3.2 % clicks; skews and shares of missing values are fitted to 80,000 public rows
+    "criteo-terabyte": _Shape(
+        list(zip(_CRITEO_NAMES, TERABYTE_ROWS, _TERABYTE_ZIPF, _TERABYTE_MISSING, strict=True)),
+        _CRITEO_DENSE,
+        0.032,
+        24.0,
+    ),
+    # 21 tables of 9.4 million rows, 17 % clicks
+    "avazu": _Shape(_by_size(AVAZU_ROWS), (SyntheticDense(name="hour", mean=2.3, sd=0.7, missing=0.0),), 0.17, 10.0),
 }
-"""Ready-made shapes by name."""
 
 
-def _shape(
-    name: str,
-    num_rows: int,
-    tables: Sequence[_TableShape],
-    dense: tuple[SyntheticDense, ...],
-    scale: float,
-    drift: float,
-    fields: dict[str, Any],
-) -> SyntheticConfig:
+def _made(preset: str, num_rows: int, *, scale: float = 1.0, drift: float = 0.0, **fields: Any) -> SyntheticConfig:
+    """Returns the shape of a public data set.
+
+    scale: tables of more than 1,000 rows keep this share of their rows, at least 1,000. drift: of every table.
+    fields: other fields of `SyntheticConfig`.
+    """
     if not 0 < scale <= 1:
         raise ValueError(f"scale is {scale}; it must be above 0 and at most 1")
-    return SyntheticConfig(
-        name=name,
-        num_rows=num_rows,
-        tables=tuple(
-            SyntheticTable(
-                name=column,
-                num_embeddings=max(min(rows, MIN_SCALED_ROWS), round(rows * scale)),
-                zipf=zipf,
-                missing=missing,
-                drift=drift,
-            )
-            for column, rows, zipf, missing in tables
-        ),
-        dense=dense,
-        **fields,
+    shape = _SHAPES[preset]
+    tables = tuple(
+        SyntheticTable(
+            name=column,
+            num_embeddings=max(min(rows, MIN_SCALED_ROWS), round(rows * scale)),
+            zipf=zipf,
+            missing=missing,
+            drift=drift,
+        )
+        for column, rows, zipf, missing in shape.tables
     )
+    fields = {"name": preset, "base_rate": shape.base_rate, "num_days": shape.num_days, **fields}
+    return SyntheticConfig(num_rows=num_rows, tables=tables, dense=shape.dense, **fields)
+
+
+PRESETS: dict[str, Callable[..., SyntheticConfig]] = {name: partial(_made, name) for name in _SHAPES}
+"""Ready-made shapes by name: functions of the number of rows, and of the options of `_made`."""
+criteo_kaggle, criteo_terabyte, avazu = (PRESETS[name] for name in ("criteo-kaggle", "criteo-terabyte", "avazu"))
