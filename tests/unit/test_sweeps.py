@@ -248,14 +248,14 @@ def test_real_rows_need_their_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def passes(
-    step_s: Callable[[int], float], *, rounds: int, steps_per_pass: int = 4, share: float = 0.0
+    step_s: Callable[[int], float], *, rounds: int, steps_per_pass: int = 4, share: float = 0.0, warm: int = 1
 ) -> worker.Passes:
     """A meter that saw steps of 10 samples that took so long by their number, until it had enough."""
     session = Session(steps_per_pass)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker.Disturbance, "share", lambda self: share)
         patch.setattr(worker, "LEAST_ROUND_S", 0.0)
-        meter = worker.Passes(session, warm_passes=1, rounds=rounds, most_s=100)
+        meter = worker.Passes(session, warm_passes=warm, rounds=rounds, most_s=100)
         with suppress(worker.MeasuredEnough):
             for step in range(1000):
                 session.state.seconds["dense"] += step_s(step)
@@ -272,6 +272,11 @@ def test_a_figure_is_the_median_of_passes_without_the_first() -> None:
     assert (found["step_ms"], found["spread_ms"]) == (pytest.approx(2), pytest.approx([1, 4]))
     assert found["samples_per_s"] == pytest.approx(10 / 0.002) and found["spread"] == pytest.approx([2500, 10000])
     assert (found["rounds"], found["clean_rounds"], found["taken_rounds"]) == (3, 3, 3)
+
+
+def test_passes_that_warm_do_not_count() -> None:
+    found = passes(lambda step: 0.5 if step < 8 else 0.001, rounds=3, warm=2).figures()
+    assert found["spread_ms"] == pytest.approx([1, 1]) and found["taken_rounds"] == 3
 
 
 def test_a_busy_machine_yields_a_figure_too_and_says_so() -> None:
