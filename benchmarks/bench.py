@@ -43,6 +43,7 @@ from hotrow.bench import (  # noqa: F401  # benchmarks take these from here
 )
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
+from hotrow.kernels.ops import PREFETCHES
 from hotrow.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.tables import TableConfig
 

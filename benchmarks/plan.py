@@ -35,9 +35,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks import bench
 from benchmarks.results import end_on_signals, record
 from benchmarks.rivals.sides import write_zeros
-from hotrow import bench
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 from hotrow.embedding import EmbeddingCollection

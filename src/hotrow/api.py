@@ -13,7 +13,6 @@ import html
 import json
 import re
 import reprlib
-import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +47,7 @@ from hotrow.export.export import export_checkpoint
 from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
 from hotrow.plan.choose import close_tiers
+from hotrow.report.page import NAME as REPORT
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
@@ -55,7 +55,7 @@ from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import train
 from hotrow.run.setup import DenseDevice, Setup, build_network, look_up, read_model
-from hotrow.run.trainer import ALL_DONE, EVAL_BATCH_SIZE, evaluate
+from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
@@ -267,18 +267,13 @@ class Run:
                 f"{memory['hits_per_lookup'] or 0:.1%} of lookups",
                 f"           found their row in DRAM, waiting took {memory['stall_share']:.1%} of the time",
             ]
+        if (self.path / REPORT).is_file():
+            lines.append(f"  report   {self.path / REPORT}")
         return "\n".join([*lines, f"  run      {self.path}", "next:", *(f"  {command}" for command in next_commands)])
 
     def next_commands(self, rows: str = "NEW_ROWS") -> list[str]:
         """Returns commands that score, judge, export and continue the run. rows: the raw rows to name, quoted."""
-        run = shlex.quote(str(self.path))
-        more = [f"{resume_command(self.path)} --set train.epochs=MORE"] if self.record.ended == ALL_DONE else []
-        return [
-            f"hotrow predict {run} {rows} --out scores.csv",
-            f"hotrow eval {run} {rows}",
-            f"hotrow export {run} --out {shlex.quote(self.path.name + '-export')}",
-            *more,
-        ]
+        return list(self.folder.commands(rows).values())
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.record.status})"

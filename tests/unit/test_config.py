@@ -56,6 +56,7 @@ train.precision fp32
 train.dense_dtype fp32
 train.nonfinite raise
 train.log_every 50
+train.trace None
 checkpoint.every None
 checkpoint.keep_last 2
 checkpoint.keep_best True

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import yaml
-from test_cost import machine, some_units
+from test_cost import DISK, machine, some_units
 
 import hotrow
 from hotrow.cli import app as cli
 from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.placement.budget import Memory, TableDemand
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.cost import work_of
+from hotrow.plan.cost import Prediction, work_of
 from hotrow.plan.demand import required_bytes
-from hotrow.plan.hardware import HARDWARE, Figure, Hardware
+from hotrow.plan.divide import Division, miss_s
+from hotrow.plan.hardware import HARDWARE, Figure, Gpu, Hardware
 from hotrow.plan.ranks import GREEDY
 from hotrow.run import runs, setup, trainer
 from hotrow.run.setup import tables_of
@@ -162,10 +164,28 @@ def test_four_ranks(plan: Any, write: Any, hardware: Hardware, dataset: PackedDa
     assert "the tables do not fit: spread evenly over 4 ranks" in message and "plan for about 5 ranks" in message
 
 
-def test_a_second_machine_and_a_gpu_are_modelled(plan: Any, write: Any, hardware: Hardware) -> None:
-    linked = replace(hardware, network_bytes_per_s=Figure(1e12))
-    found = plan(write(), "--json", hardware=linked)
-    (second,) = found["changes"]
+def test_a_second_machine_and_a_gpu_are_modelled(
+    plan: Any, write: Any, hardware: Hardware, dataset: PackedDataset
+) -> None:
+    gpu = Gpu(
+        name="a GPU",
+        memory_bytes=Figure(1e10),
+        memory_bytes_per_s=Figure(1e12),
+        to_device_bytes_per_s=Figure(2e10),
+        to_host_bytes_per_s=Figure(1e10),
+        product_flops_per_s={"fp32": Figure(1e10)},
+    )
+    found = plan(write(), "--json", hardware=replace(hardware, network_bytes_per_s=Figure(1e12), gpus=[gpu]))
+    changes = {each["what"]: each for each in found["changes"]}
+    assert set(changes) == {"a second machine like this", "dense layers on a GPU"}
+    config, before = load_config(write(), ()), found["predicted"]["step_ms"]
+    work = work_of(config, tables_of(config, dataset), dataset)
+    flops = 6 * sum(n * inputs * outputs for n, inputs, outputs in work.products)
+    pooled_bytes = 4 * 200 * 16 * 4
+    step_ms = sum(before.values()) - before["dense"] + 1e3 * (flops / 1e10 + pooled_bytes * (1 / 2e10 + 1 / 1e10))
+    modelled = changes["dense layers on a GPU"]
+    assert modelled["modelled"] and modelled["samples_per_s"] == pytest.approx(200e3 / step_ms, rel=1e-3)
+    second = changes["a second machine like this"]
     assert second["what"] == "a second machine like this" and second["modelled"]
     assert 0.5 < second["gain"] < 1.2, "twice the caches may do a little more than twice the work"
 
@@ -209,3 +229,53 @@ def test_training_does_not_fail_for_want_of_a_prediction(
     record = runs.train(load_config(write({"dram": "600KiB"}), ()), quiet=True).record
     assert record.status == "finished" and record.predicted is None
     assert record.warnings["not_predicted"]["count"] == 1
+
+
+def test_what_a_miss_costs() -> None:
+    """By hand: an I/O each way, or by bandwidth; rows that are gathered are written by the page."""
+    disk = replace(DISK, sector_bytes=512, reads_per_s={"1": Figure(1e3), "8": Figure(1e5)})
+    assert miss_s(TableDemand("t", 1, 100), disk) == pytest.approx(1e-5 + 2e-6 + 2e-5 + 2e-6)
+    wide = TableDemand("t", 1, 100_000)
+    assert miss_s(wide, disk) == pytest.approx(196 * 512 * (1e-9 + 2e-9) + 4e-6)
+    assert miss_s(TableDemand("t", 1, 100, place_bytes=3), disk) == pytest.approx(1e-5 + 2e-6 + 100 / 5e8)
+
+
+@pytest.mark.parametrize("known", ["figures", "no figures", "a fault of the model"])
+def test_of_two_divisions_the_one_with_the_faster_step_is_taken(
+    write: Any, dataset: PackedDataset, hardware: Hardware, monkeypatch: pytest.MonkeyPatch, known: str
+) -> None:
+    """Where a step takes what its misses cost, and the disk moves bytes at a rate, wide rows are the dear ones."""
+    (disk,) = hardware.disks
+    slow = replace(disk, sector_bytes=16, read_bytes_per_s=Figure(1e4), write_bytes_per_s=Figure(1e4))
+    tables = dataset.table_configs({"t0": 4, "t1": 128, "t2": 4})
+    division = Division(
+        config=load_config(write({"dram": "900KiB"}), ()),
+        tables=tables,
+        memory=Memory(dram=900 << 10, ssd="/tmp"),
+        dataset=dataset,
+        hardware=None if known == "no figures" else replace(hardware, disks=[slow]),
+    )
+    demands = division.plain
+
+    def cost(slots: Any) -> float:
+        each = zip(division.uses(demands), slots, strict=True)
+        return sum((use.rows_per_step - use.hits(own)) * miss_s(use.demand, slow) for use, own in each)
+
+    def step(work: Any, machine: Hardware, slots: Any) -> Prediction:
+        if known == "a fault of the model":
+            raise ZeroDivisionError
+        return Prediction(seconds={"lookup": cost(slots)}, wait_s=0.0, binds="disk reads")
+
+    config = load_config(write(), ())
+    work = work_of(config, tables_of(config, dataset), dataset)
+    monkeypatch.setattr("hotrow.plan.divide.work_of", lambda *arguments: work)
+    monkeypatch.setattr("hotrow.plan.divide.predict", step)
+    memory, _, slots = division.divide(900 << 10, "in_place")
+    assert division.plan is not None
+    equal = division.plan(demands, memory.slots_bytes)
+    assert memory.plan is not None and [*memory.plan(demands, memory.slots_bytes)] == [*slots]
+    if known == "figures":
+        assert cost(slots) < 0.999 * cost(equal)
+        assert sum(slots[1]) > sum(equal[1]), "wide rows"
+    else:
+        assert [*slots] == [*equal]

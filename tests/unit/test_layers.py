@@ -32,6 +32,7 @@ ROOMS = (
     "data/prepare",
     "plan",
     "hot",
+    "report",
     "run",
     "study",
     "inspect",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import pytest
 import torch
 
 from hotrow.base.energy import EnergyMeter
+from hotrow.cli import app as cli
 from hotrow.kernels import ops
 from hotrow.placement import store_file
 from hotrow.plan import probe as module
-from hotrow.plan.hardware import Disk, Figure, Hardware, Point, known_hardware, read_hardware
+from hotrow.plan.hardware import MACHINES, Disk, Figure, Hardware, Point, known_hardware, read_hardware
 from hotrow.plan.probe import Power, Scope, check_folder, measure_disk, measure_dram, measure_gpus, probe, run_probe
 
 needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is measured")
@@ -24,7 +27,8 @@ needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the na
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder on a disk, and sizes that take no time."""
-    monkeypatch.setattr(module, "FILE_BYTES", 9 << 19)  # half a MiB for every sequential round
+    monkeypatch.setattr(module, "NUM_ROUNDS", 3)
+    monkeypatch.setattr(module, "FILE_BYTES", 9 << 19)
     monkeypatch.setattr(module, "DRAM_BYTES", 4 << 20)
     monkeypatch.setattr(module, "ROW_BYTES", (64, 512))
     monkeypatch.setattr(module, "DEPTHS", (1, 8))
@@ -275,11 +279,46 @@ def test_everything_becomes_a_file_that_plans_find(tiny: Path, monkeypatch: pyte
 
 
 @needs_native
+def test_the_command(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("hotrow.run.step_probe.measure_kernels", lambda **_: {})
+    out, declared = tiny.parent / "h.json", tiny.parent / "d.yaml"
+    declared.write_text(f"disks: [{{folder: {tiny}, endurance_bytes: {{value: 1e15, note: data sheet}}}}]")
+    words = ["probe", str(tiny), "--out", str(out), "--declare", str(declared), "--seconds", "0.2"]
+    for options in ([], ["--json"]):
+        monkeypatch.setattr("sys.argv", ["hotrow", *words, *options])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+    shown = capsys.readouterr()
+    table, result = shown.out.splitlines()[:-1], json.loads(shown.out.splitlines()[-1])
+    assert table[0].split() == ["figure", "value", "quartiles", "source"]
+    row = next(line for line in table if "endurance_bytes" in line)
+    assert row.split()[1:] == [str(tiny), "endurance_bytes", "931,322.57", "GiB", "declared:", "data", "sheet"]
+    assert table[-1] == f"wrote {out}"
+    assert result["out"] == str(out)
+    found = read_hardware(out)
+    assert result["disks"][0]["read_bytes_per_s"] == asdict(found.disks[0].read_bytes_per_s)
+    assert "measuring: " in shown.err
+
+
+@needs_native
 def test_measurements_outlive_a_fault_in_what_is_declared(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "d.yaml").write_text("watts: {value: 1e9, note: n}")
     with pytest.raises(ValueError, match="watts: 1e"):
         run_probe((), out=tmp_path / "h.json", declare=tmp_path / "d.yaml", seconds=0.1)
     assert isinstance(read_hardware(tmp_path / "h.json"), Hardware)
+
+
+@needs_native
+def test_steps_are_modelled_on_another_machine(tiny: Path, tmp_path: Path) -> None:
+    def kernels(*, threads: list[int], **_: Any) -> dict[str, list[Point]]:
+        return {"dense": [Point({"threads": float(n), "calls": 1.0}, Figure(1e-6)) for n in threads]}
+
+    declare = MACHINES / "cpu-server.yaml"
+    path, made = run_probe((), kernels=kernels, out=tmp_path / "h.json", declare=declare, seconds=0.1)
+    assert read_hardware(path) == made
+    assert (made.name, made.num_cores, made.notes["kernels"][:13]) == ("dual-socket CPU server", 40, "modelled from")
+    assert {point.sizes["threads"] for point in made.kernels["dense"]} == {1, 40}
 
 
 def test_what_is_asked_is_checked_before_anything_is_measured(

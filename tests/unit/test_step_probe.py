@@ -12,6 +12,7 @@ import pytest
 from hotrow.config.load import make_config
 from hotrow.plan.cost import PHASES, unit_seconds
 from hotrow.run import step_probe
+from hotrow.run.setup import splits_dense
 from hotrow.run.step_probe import Drawn, Shape, measure_kernels, measure_shape, shapes
 
 TRAIN = {"batch_size": 96}
@@ -30,6 +31,12 @@ def test_shapes_are_functions_of_their_numbers() -> None:
     assert first == again and len({shape.config.train.batch_size for shape in first}) > 20
     assert {shape.config.optimizer.sparse.name for shape in first} == set(step_probe.OPTIMIZERS)
     assert {shape.config.model.name for shape in first} == {"dlrm", "dcn"}
+    six = first[:6]
+    assert {shape.config.optimizer.sparse.name for shape in six[:5]} == set(step_probe.OPTIMIZERS)
+    assert {shape.config.train.precision for shape in six} == {"fp32", "fp16", "split_bf16"}
+    assert {shape.config.optimizer.dense.name for shape in six} == {"sgd", "adam", "adagrad"}
+    assert any(splits_dense(shape.config) for shape in six) and six[5].in_tiers is not None
+    assert max(sum(shape.rows) for shape in islice(shapes(1 << 20), 40)) < max(sum(shape.rows) for shape in first) / 50
     assert sum(shape.in_tiers is not None for shape in first) == 40 // step_probe.TIERS_EVERY
 
 
@@ -58,7 +65,7 @@ def test_tiers_move_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("one_thread")
 def test_measured_points_make_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_probe, "shapes", lambda: islice(iter([SMALL, replace(SMALL, num_dense=9)]), 2))
+    monkeypatch.setattr(step_probe, "shapes", lambda _: islice(iter([SMALL, replace(SMALL, num_dense=9)]), 2))
     monkeypatch.setattr(step_probe, "WINDOW_SHAPES", ((256, 1, 1, 1),))
     monkeypatch.setattr(step_probe, "TIMED", 2)
     told: list[str] = []

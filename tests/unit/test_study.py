@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench, kernel_study, plots, studies, study_docs, study_runner
+from benchmarks import bench, kernel_study, studies, study_docs, study_runner
 from benchmarks.kernel_study import KernelCell
 from benchmarks.kernel_study_page import kernels_page
 from benchmarks.study_docs import StudyDocs
@@ -145,7 +145,7 @@ def test_files_hold_the_same_cells(tmp_path: Path) -> None:
 def test_the_page_stands_alone_and_escapes(tmp_path: Path) -> None:
     run_tiny(tmp_path)
     page = (tmp_path / "kernels.html").read_text()
-    assert "<script" not in page and "&lt;script&gt;" in page
+    assert page.count("<script") == 1 and "&lt;script&gt;" in page
     assert not re.search(r"(src|href)\s*=|url\(|@import", page)
     found = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(found) == (3 if ops.backend().name == "native" else 1)
@@ -312,10 +312,10 @@ def test_zipf_ids_against_the_law_written_out() -> None:
 
 
 def test_log_axes_put_powers_of_ten_at_equal_distances() -> None:
-    plot = plots.LogLog([0.2, 50.0], [1.0, 900.0])
-    steps = [plot.x(10.0 ** (k + 1)) - plot.x(10.0**k) for k in range(-1, 2)]
-    assert steps == pytest.approx([steps[0]] * 3) and plot.x(0.1) == draw.LEFT
-    assert plot.y(1000.0) == draw.TOP
+    across, up = draw.Axis.powers([0.2, 50.0], draw.LEFT, 700), draw.Axis.powers([1.0, 900.0], 370, draw.TOP)
+    steps = [across(10.0 ** (k + 1)) - across(10.0**k) for k in range(-1, 2)]
+    assert steps == pytest.approx([steps[0]] * 3) and across(0.1) == draw.LEFT
+    assert up(1000.0) == draw.TOP
 
 
 @pytest.mark.parametrize("study", studies.DOCS.values(), ids=lambda study: study.name)

@@ -444,7 +444,7 @@ def test_the_study_measures_once_and_holds_its_fields(
     assert page.charts_of(kept) == page.charts_of(report)
     html = (out / "memory.html").read_text()
     assert "Made by: <code>python -m benchmarks.studies memory " in html
-    assert "hotrow, 2 ahead" in html and "<script>" not in html
+    assert "hotrow, 2 ahead" in html and html.count("<script") == 1
     assert not [*out.glob("hotrow-study-*")]
     before = report["cells"]
     run_tiny(out)

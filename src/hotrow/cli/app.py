@@ -270,6 +270,10 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")] = None,
     *,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder to the same bits.")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="START:COUNT: write where each moment of these steps went to trace.json, for Perfetto."),
+    ] = None,
     set_: Set = None,
 ) -> Answer:
     """Train as a config says, or continue an interrupted run."""
@@ -280,11 +284,12 @@ def train(
 
     if (config is None) == (resume is None):
         raise ValueError("pass a config to start a run, or --resume RUN to continue one")
+    overrides = [*(set_ or ()), *([] if trace is None else [f"train.trace={json.dumps(trace)}"])]
     if resume is not None:
-        folder = runs.resume(resume, set_ or ())
+        folder = runs.resume(resume, overrides)
     else:
         assert config is not None
-        folder = runs.train(load_config(config, set_ or ()))
+        folder = runs.train(load_config(config, overrides))
     run = Run(folder.path)
     result = run.summary()
     assert run.record.dataset is not None, "training has begun"
@@ -436,6 +441,21 @@ def inspect(
     return result, lambda: print_inspection(result)
 
 
+@verb("report", home="hotrow.cli.tools", example="hotrow report runs/a runs/b --out a-beside-b.html")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs: finished, interrupted, failed or killed.")],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: report.html in the run's folder, or here for several.")
+    ] = None,
+) -> Answer:
+    """Write one HTML page that says how a run went, or sets several side by side."""
+    from hotrow.cli import tools
+
+    result = tools.report(runs, out=out)
+    return result, lambda: _print_report(result)
+
+
 @verb(
     "probe",
     home="hotrow.run.step_probe",
@@ -554,6 +574,12 @@ def _print_init(result: Mapping[str, Any]) -> None:
     for file in result["files"]:
         print(f"wrote {file}")
     print("next:", *result["next"], sep="\n  ")
+
+
+def _print_report(result: Mapping[str, Any]) -> None:
+    for run in result["runs"]:
+        print(run["run"], *run["sentences"], sep="\n  ")
+    print(f"wrote {result['out']}")
 
 
 def _print_fields(fields: Mapping[str, Any], indent: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The verbs inspect, check, clean, doctor and demo as functions that return data; app.py prints it."""
+"""The verbs inspect, check, report, clean, doctor and demo as functions that return data; app.py prints it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from hotrow.kernels.reference import Algorithm
 from hotrow.placement.store_file import direct_io, remove_left_folders
 from hotrow.placement.stores import io_uring_refused
 from hotrow.plan.choose import FOLDER
+from hotrow.report.page import NAME as REPORT
+from hotrow.report.page import summary, write_report
 from hotrow.run.checkpoint import list_checkpoints, prune_checkpoints, verify
 from hotrow.run.checkpoint_files import MANIFEST
 from hotrow.run.folder import RUN, RunFolder
@@ -179,6 +182,21 @@ def _check_vocabularies(run: RunFolder) -> int:
                 raise ValueError(f"vocabulary {path} is missing or damaged; copy it anew from the dataset the run used")
             total += record.num_bytes
     return total
+
+
+def report(paths: Sequence[Path | str], *, out: Path | str | None = None) -> dict[str, Any]:
+    """Writes the page of one run, or of several side by side; returns its file and the figures at its top.
+
+    out: the file; None: report.html in the run's folder, or in the working directory for several runs. Raises
+    ValueError if a path is not a run, or `out` is a folder.
+    """
+    facts = [RunFolder.open(path).facts() for path in paths]
+    target = Path(out) if out is not None else (Path(paths[0]) if len(paths) == 1 else Path()) / REPORT
+    if target.is_dir() or not target.parent.is_dir():
+        why = "is a folder" if target.is_dir() else f"cannot be made: {target.parent} is not a folder"
+        raise ValueError(f"--out {target} {why}; name a file, such as {REPORT}")
+    num_bytes = write_report(target, facts)
+    return {"out": str(target), "bytes": num_bytes, "runs": [summary(run) for run in facts]}
 
 
 def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:

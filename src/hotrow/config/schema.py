@@ -6,10 +6,11 @@ here acts on a value. load.py reads and checks a config; docs/config.md shows th
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import yaml
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model_validator
 
 from hotrow.base.files import ByteRate, parse_byte_rate, parse_bytes
 from hotrow.base.records import SECTION
@@ -21,6 +22,8 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
+MOST_TRACED = 10_000
+"""Steps that a trace may have; it is kept in memory until it is written."""
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """How often something happens in training: a share of an epoch (up to 1), or a whole number of steps (above 1)."""
 
@@ -122,6 +125,22 @@ class OptimizerConfig(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
 
 
+def trace_window(text: str) -> tuple[int, int]:
+    """Returns the first step and the number of steps in text such as "100:20". Raises ValueError for anything else."""
+    found = re.fullmatch(r"([1-9]\d{0,14}):([1-9]\d{0,4})", text)
+    if found is None or int(found[2]) > MOST_TRACED:
+        raise ValueError(
+            f"{text!r} does not name steps; write START:COUNT, such as 100:20 for the steps 100 to 119, with at most "
+            f"{MOST_TRACED:,} steps"
+        )
+    return int(found[1]), int(found[2])
+
+
+def _check_trace(text: str) -> str:
+    trace_window(text)
+    return text
+
+
 class TrainConfig(_Section):
     """How long to train, in which batches, with which arithmetic, and from which seed."""
 
@@ -168,6 +187,9 @@ class TrainConfig(_Section):
     run.json), and the run continues."""
     log_every: Count = 50
     """Steps between two lines of metrics.jsonl; each line has means over these steps."""
+    trace: Annotated[str, AfterValidator(_check_trace)] | None = None
+    """Steps whose phases are written to trace.json in the run's folder, for Perfetto or chrome://tracing: START:COUNT,
+    such as 100:20 for the steps 100 to 119. null: no trace."""
 
 
 class CheckpointConfig(_Section):

@@ -202,9 +202,7 @@ def drift_sentences(drift: Mapping[str, Any]) -> list[str]:
 
 def inspection_page(report: Mapping[str, Any]) -> str:
     """Returns the HTML page; text is escaped."""
-    template = load_template(
-        "inspect/report.html", share=lambda value: "" if value is None else f"{value:.1%}", size=size
-    )
+    template = load_template("inspect/report.html", share=_share, size=size)
     return template.render(
         report=report,
         rows=[flat_row(table) for table in by_density(report)],

@@ -547,6 +547,10 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
     return _MLP.apply(x_BI, last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
+PREFETCHES: tuple[tuple[int, Literal["l1", "l2"]], ...] = ((8, "l1"), (32, "l1"), (16, "l2"), (32, "l2"), (64, "l2"))
+"""Distances in rows, and the cache to prefetch into. A machine's limit is the best over these."""
+
+
 def touch_rows(
     rows: Tensor, ids: Tensor, *, distance: int, write: bool, threads: int, into: Literal["l1", "l2"] = "l2"
 ) -> float:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotrow.base.machine import default_threads
 from hotrow.config.schema import Config, MemoryConfig
+from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import WINDOW_ROWS
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
@@ -338,7 +339,7 @@ def _mean_lengths(dataset: PackedDataset) -> dict[str, float]:
         split = dataset.split("train")
         block = split.block(0)
         for name in lists:
-            ids = block.ids[dataset.info.feature_names.index(name)]
+            ids = cast(Ragged, block.ids[dataset.info.feature_names.index(name)])
             found[name] = len(ids.values) / max(1, len(block.label))
     return found
 
@@ -358,9 +359,11 @@ def dense_work(
     seen = _Calls()
     with seen:
         logits = model(torch.zeros(SAMPLES, num_dense), _rows_of_samples(model, dims, lengths))
-    products, constant, pairs = [], [], []
+    products: list[tuple[int, int, int]] = []
+    pairs: list[tuple[int, int, int]] = []
+    constant: list[int] = []
     for node in _graph(logits):
-        saved = getattr(node, "saved_tensors", ())
+        saved: Sequence[Tensor] = getattr(node, "saved_tensors", ())
         if type(node).__name__ == "_MLPBackward":
             weights = list(saved[len(saved) // 2 + 1 :])
             if not node.needs_input_grad[0]:
@@ -409,11 +412,11 @@ def _graph(output: Tensor) -> Iterator[Any]:
         waiting += [below for below, _ in node.next_functions]
 
 
-class _Calls(TorchDispatchMode):
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     """Counts torch's operations that compute something, and the numbers that they write."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_calls, self.values = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -453,8 +456,9 @@ def amounts_of(work: Work, traffic: Traffic | None = None) -> dict[str, Amounts]
 
 
 def _cold(work: Work) -> Amounts:
-    """Returns the share of a step's calls from Python that find nothing of theirs in the caches."""
-    return {"cold steps": work.touched_bytes / (work.touched_bytes + CACHES[0])}
+    """Returns what decides how much of its code and data a step's calls from Python still find in the caches."""
+    cold = work.touched_bytes / (work.touched_bytes + CACHES[0])
+    return {"cold steps": cold, f"steps with {work.dense_optimizer}": 1.0}
 
 
 def _data(work: Work) -> Amounts:
@@ -467,7 +471,9 @@ def _data(work: Work) -> Amounts:
         "features": float(num_features),
         "dense values": float(work.batch_size * work.num_dense),
         "ids": sum(own.lookups for own in work.tables),
-        "jagged columns": float(jagged_features),
+        "jagged features": float(jagged_features),
+        "steps with lists": float(bool(jagged)),
+        "features beside lists": float(num_features * bool(jagged)),
         "bags": float(work.batch_size * num_features * bool(jagged)),
     }
 
@@ -665,7 +671,7 @@ def disk_of(work: Work, hardware: Hardware) -> Disk:
     if not hardware.disks:
         raise ValueError(
             f"{hardware.name} has no disk in its hardware file, and these slots leave rows on one: "
-            "measure it with hotrow probe --folder FOLDER, or declare it"
+            "measure it with hotrow probe FOLDER, or declare it"
         )
     holding = [
         disk for disk in hardware.disks if work.folder and Path(work.folder).absolute().is_relative_to(disk.folder)

@@ -28,7 +28,7 @@ from hotrow.base.energy import EnergyMeter
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import available_memory_bytes, default_threads, usable_cores, versions
 from hotrow.base.progress import ProgressLine
-from hotrow.bench import PREFETCHES, clean_rounds, how_clean, is_disturbed
+from hotrow.bench import clean_rounds, how_clean, is_disturbed
 from hotrow.kernels import ops
 from hotrow.placement.store_file import DIRECT, HEADER_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
 from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refused, open_store
@@ -44,6 +44,7 @@ from hotrow.plan.hardware import (
     table_of,
     this_host,
 )
+from hotrow.plan.modelled import modelled
 
 SECONDS = 50.0
 NUM_ROUNDS = 9
@@ -143,7 +144,8 @@ def run_probe(
 ) -> tuple[Path, Hardware]:
     """Measures, shows progress on stderr, and writes the figures to `out` or where `known_hardware` looks.
 
-    declare: a file of figures that replace measured ones. Returns the file and what it holds.
+    declare: a file of figures that replace measured ones; if it describes another machine, steps there are modelled.
+    Returns the file and what it holds.
     """
     path = hardware_path() if out is None else out
     if declare is not None and "name" in read_declared(declare) and out is None:
@@ -161,7 +163,8 @@ def run_probe(
         )
     HARDWARE.write(path, hardware)  # so that a fault in what is declared loses no measurement
     if declare is not None:
-        hardware = hardware.with_declared(declare)
+        machine = hardware.with_declared(declare)
+        hardware = modelled(machine, hardware) if hardware.kernels and not machine.kernels else machine
         HARDWARE.write(path, hardware)
     return path, hardware
 
@@ -254,7 +257,7 @@ def _best_prefetch(rows: Tensor, ids: Callable[[int], Tensor], threads: int) -> 
         distance, into = prefetch
         return ops.touch_rows(rows, ids(i), distance=distance, into=into, write=False, threads=threads)
 
-    return partial(touch, min(PREFETCHES, key=lambda each: min(touch(each, i) for i in range(2))))
+    return partial(touch, min(ops.PREFETCHES, key=lambda each: min(touch(each, i) for i in range(2))))
 
 
 # ---- disks

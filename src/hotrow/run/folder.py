@@ -2,6 +2,7 @@
 
 runs/criteo-dlrm-001/
   run.json        status, command, versions, host, dataset, seeds, backend, counted warnings, final metrics
+  report.html     how the run went, as a page (hotrow.report)
   config.yaml     every option as it was used
   metrics.jsonl   one JSON object per line: training means, evaluations
   log.txt         what the user was told, with times
@@ -11,6 +12,7 @@ runs/criteo-dlrm-001/
   data/           the dataset, if the run prepared its own (hotrow.fit)
   memory/         while it trains: rows of tables that do not fit in DRAM (hotrow.placement)
   tensorboard/    event files, if tensorboard is installed
+  trace.json      where each moment of some steps went, if `train.trace` names steps
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import re
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -31,8 +34,12 @@ from typing import Any
 from hotrow.base.files import atomic_write, check_text, check_writable, claim, open_private
 from hotrow.base.machine import host_facts, versions
 from hotrow.base.records import Document
+from hotrow.config.load import parse_yaml
+from hotrow.report.facts import RunFacts, coverage_of, read_lines
+from hotrow.report.page import NAME as REPORT
+from hotrow.report.page import write_report
 from hotrow.run.checkpoint_rows import link_or_copy
-from hotrow.run.record import Counted, RunRecord
+from hotrow.run.record import ALL_DONE, Counted, RunRecord
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
 
@@ -175,6 +182,63 @@ class RunFolder:
         with (self.path / LOG).open("a", encoding="utf-8") as file:
             file.write(f"{_now()} {text}\n")
 
+    def commands(self, rows: str = "NEW_ROWS") -> dict[str, str]:
+        """Returns commands that score, judge, export and continue the run, by purpose, as far as it has come to them.
+
+        rows: the raw rows to name, quoted.
+        """
+        run, command = shlex.quote(str(self.path)), shlex.join(map(str, self.record.command))
+        if not (self.path / CONFIG).is_file():
+            again = "Start it again, after removing the folder"
+            return {again if self.record.preparation is None else "Continue its preparation": command}
+        commands = {}
+        if any(self.checkpoints.glob("step-*")):
+            commands = {
+                "Score new rows": f"hotrow predict {run} {rows} --out scores.csv",
+                "Judge it on new rows": f"hotrow eval {run} {rows}",
+                "Export it": f"hotrow export {run} --out {shlex.quote(self.path.name + '-export')}",
+            }
+        if self.record.status != "finished":
+            commands = {"Resume it": resume_command(self.path), **commands}
+        elif self.record.ended == ALL_DONE:
+            commands["Train on"] = f"{resume_command(self.path)} --set train.epochs=MORE"
+        return commands
+
+    def facts(self) -> RunFacts:
+        """Returns what a report shows of this run. Lines of metrics.jsonl that are damaged are counted and left out."""
+        lines, left_out = read_lines(self.path / METRICS)
+        options = {}
+        with suppress(OSError, ValueError):  # without a config, or with a damaged one, the page has no options
+            config = parse_yaml((self.path / CONFIG).read_text(encoding="utf-8"), origin=CONFIG)
+            options = dict(_flat(config))
+        is_training = False
+        if self.record.status == "running":
+            with _claimed(self.path) as claimed:
+                is_training = not claimed
+        record = asdict(self.record)
+        return RunFacts(
+            name=str(self.path),
+            record=record,
+            lines=lines,
+            lines_left_out=left_out,
+            is_training=is_training,
+            commands=self.commands(),
+            options=options,
+            coverage=coverage_of(record["dataset"]),
+        )
+
+    def report(self) -> None:
+        """Writes report.html. A page is never worth a run: if it cannot be written, that is a counted warning."""
+        try:
+            write_report(self.path / REPORT, [self.facts()])
+        except Exception as error:  # a full disk, or a bug
+            cure = f"hotrow report {shlex.quote(str(self.path))}"
+            text = f"{REPORT} was not written ({type(error).__name__}: {error}); to try again: {cure}"
+            warnings.warn(text, stacklevel=2)
+            with suppress(OSError):
+                (self.path / REPORT).unlink(missing_ok=True)  # one of an earlier session would mislead
+                self.warn("no_report", text)
+
     def measure(self, kind: str, *, step: int, **values: Any) -> None:
         """Writes a line of metrics.jsonl, and its numbers as TensorBoard scalars if `open_tensorboard` was called.
 
@@ -235,6 +299,17 @@ class RunFolder:
         if error is not None:
             self.log(f"failed: {type(error).__name__}: {error}")
             self.update(status="failed", error=f"{type(error).__name__}: {error}")
+        if self.record.status != "running":
+            self.report()
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the options of a config by dotted name, as JSON without the quotes of a text."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def resume_command(path: Path) -> str:

@@ -91,17 +91,26 @@ class Meter(Protocol):
         return ()
 
 
-class StepClock(Meter):
-    """Seconds spent in each of PHASES: `lap(phase)` adds the time since the last lap."""
+class Spans(Protocol):
+    """What a clock tells of each of its laps."""
 
-    def __init__(self, session: Session | None = None) -> None:
-        self._session, self._last = session or Session(), time.perf_counter()
+    def span(self, phase: str | None, start: float, end: float) -> None:
+        """Notes that `phase` took the time from `start` to `end`, in seconds of `time.perf_counter`."""
+
+
+class StepClock(Meter):
+    """Seconds spent in each of PHASES: `lap(phase)` adds the time since the last lap, and tells a trace of it."""
+
+    def __init__(self, session: Session | None = None, trace: Spans | None = None) -> None:
+        self._session, self._trace, self._last = session or Session(), trace, time.perf_counter()
 
     def lap(self, phase: str | None) -> None:
         """Adds the time since the last lap to `phase`; None: to no phase (evaluations, checkpoints)."""
         now = time.perf_counter()
         if phase is not None:
             self._session.state.seconds[phase] += now - self._last
+        if self._trace is not None:
+            self._trace.span(phase, self._last, now)
         self._last = now
 
     @override

@@ -19,6 +19,8 @@ from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.metrics import Metrics
 from hotrow.tables import TableConfig
 
+ALL_DONE = "all steps are done"
+"""`RunRecord.ended` of a run that can train on with more epochs."""
 PHASES = ("data", "lookup", "dense", "update")
 """The phases of a step. data: waiting for the batch and announcing later batches. lookup: the pooled lookup, with any
 wait for rows from disk. dense: dense layers forward and backward (the backward of the lookup only keeps the pooled

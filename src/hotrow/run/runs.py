@@ -81,6 +81,7 @@ RESUMABLE = (
     "train.epochs",
     "train.max_steps",
     "train.nonfinite",
+    "train.trace",
     "checkpoint.every",
     "checkpoint.keep_last",
     "data",

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hotrow.base.machine import available_memory_bytes
 from hotrow.batch import Batch
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
@@ -62,6 +63,8 @@ DIMS = (4, 8, 16, 16, 32, 32, 64, 64, 128, 24, 48)
 OPTIMIZERS = ("row_wise_adagrad", "adagrad", "sgd", "adam", "ftrl")
 PRECISIONS = ("fp32", "fp32", "split_bf16", "fp16", "fp32", "split_bf16", "fp32")
 DENSE_OPTIMIZERS = ("sgd", "adam", "sgd", "adagrad")
+EVICTING_FLOATS = 1 << 24
+"""64 MiB: reading them removes everything else from the caches of most processors."""
 WINDOWS_SHARE = 0.06
 """Of the time: for windows of rows, which the loader gathers now and then."""
 
@@ -130,7 +133,7 @@ def _zipf(zipf: float, num_embeddings: int, num_ids: int, generator: np.random.G
         x = np.exp(u * math.log(num_embeddings + 1))
     else:
         x = (1 + u * ((num_embeddings + 1.0) ** power - 1)) ** (1 / power)
-    return np.minimum(x - 1, num_embeddings - 1).astype(np.int32)
+    return cast("NDArray[np.int32]", np.minimum(x - 1, num_embeddings - 1).astype(np.int32))
 
 
 def _chances(zipf: float, num_embeddings: int) -> NDArray[np.float64]:
@@ -144,13 +147,16 @@ def _chances(zipf: float, num_embeddings: int) -> NDArray[np.float64]:
 # ---- shapes
 
 
-def shapes(seed: int = SEED) -> Iterator[Shape]:
-    """Yields shapes for ever, each the function of its number and `seed`."""
+def shapes(most_table_bytes: int = MOST_TABLE_BYTES) -> Iterator[Shape]:
+    """Yields shapes for ever, each a function of its number and the limit on its tables.
+
+    The first six have every optimizer, precision and place for rows, so that a short probe lacks none of them.
+    """
     for number in itertools.count():
-        yield _shape(np.random.default_rng([seed, number]), number)
+        yield _shape(np.random.default_rng([SEED, number]), number, most_table_bytes)
 
 
-def _shape(generator: np.random.Generator, number: int) -> Shape:
+def _shape(generator: np.random.Generator, number: int, most_table_bytes: int) -> Shape:
     def log(low: float, high: float) -> float:
         return float(math.exp(generator.uniform(math.log(low), math.log(high))))
 
@@ -163,7 +169,7 @@ def _shape(generator: np.random.Generator, number: int) -> Shape:
     lists = 0.0 if generator.random() < 0.5 else generator.random()
     lengths = tuple(round(log(2, 40), 1) if generator.random() < lists else 1.0 for _ in range(num_tables))
     states = {"sgd": 0, "row_wise_adagrad": 0, "adagrad": 1, "adam": 2, "ftrl": 2}[optimizer]
-    most_bytes = log(1 << 22, MOST_TABLE_BYTES) / (8 if tiers else 1)
+    most_bytes = log(min(1 << 22, most_table_bytes), most_table_bytes) / (8 if tiers else 1)
     most_rows = max(100, int(most_bytes / (4 * dim * (1 + states))))
     rows = np.array([log(10 if not tiers else 1000, 3e6) for _ in range(num_tables)])
     rows = np.maximum(10, rows * min(1.0, most_rows / rows.sum())).astype(int)
@@ -186,7 +192,7 @@ def _shape(generator: np.random.Generator, number: int) -> Shape:
         "model": {"name": name, "embedding_dim": dim, **wants[name], **extra},
         "optimizer": {
             "sparse": {"name": optimizer, "lr": 0.01},
-            "dense": {"name": choice(DENSE_OPTIMIZERS), "lr": 1e-3},
+            "dense": {"name": DENSE_OPTIMIZERS[number % 4], "lr": 1e-3},
         },
         "train": {"batch_size": max(BATCH_SIZES[0], round(most)), "precision": precision},
     }
@@ -220,7 +226,7 @@ def measure_kernels(
     try:
         for name, points in _windows(threads, seconds * WINDOWS_SHARE).items():
             found.setdefault(name, []).extend(points)
-        for number, shape in enumerate(shapes()):
+        for number, shape in enumerate(shapes(min(MOST_TABLE_BYTES, available_memory_bytes() // 8))):
             elapsed = time.perf_counter() - started
             if elapsed > seconds:
                 break
@@ -255,12 +261,13 @@ def _measure_batches(
     loader = Loader(cast(Split, split), batch_size, shuffle_seed=1)
     batches = iter(lookahead(loader.epoch(0), parts.embedding, depth=depth))
     session = Session(1)
-    clock, steps = StepClock(session), itertools.count()
+    clock, steps, evict = StepClock(session), itertools.count(), torch.zeros(EVICTING_FLOATS).sum
     try:
         for number in threads:
             torch.set_num_threads(number)
             for _ in range(WARMUP):
                 _one_step(parts, batches, clock, session, next(steps))
+                evict()  # a run's window of rows was gathered long ago
             before = _counters(tiers)
             taken = [_one_step(parts, batches, clock, session, next(steps)) for _ in range(TIMED)]
             moved = _counters(tiers)

@@ -40,13 +40,14 @@ from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, merged, meters_of_rows
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.record import Extra, State, read_extra
+from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.setup import DenseDevice, Parts, Setup, build, look_up
+from hotrow.run.trace import NAME as TRACE
+from hotrow.run.trace import Trace
 from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
 
 EVAL_BATCH_SIZE = 4096
 LOOKAHEAD = MemoryConfig().lookahead
-ALL_DONE = "all steps are done"
 MakeMeter: TypeAlias = Callable[[Session], Meter]
 MOST_SKIPPED = 100
 """A run ends after this many skipped steps in a row: weights that have overflowed do not recover."""
@@ -181,11 +182,15 @@ class Training:
         self.lookahead = wanted if embedding.placement.looks_ahead else 0
         ledger = WriteLedger(folder.path / LEDGER, config.write_budget)
         most = checkpoint_bytes(config, setup.tables, self.parts.model, in_tiers=setup.in_tiers)
-        self.clock = StepClock(self.session)
+        self.trace = None
+        if options.trace is not None:
+            self.trace = Trace(folder.path / TRACE, options.trace, self.session, embedding.placement)
+        self.clock = StepClock(self.session, self.trace)
         self.writes = WriteMeter(embedding.placement.find(Tiers), ledger, self.session, checkpoint_bytes=most)
         self.meters: list[Meter] = [self.clock, HotMeter(self.turns, folder.measurements), self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
         self.meters += [] if also is None else [also(self.session)]
+        self.meters += [] if self.trace is None else [self.trace]
         if not self._has("val"):
             self._without_validation()
 

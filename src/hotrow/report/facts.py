@@ -1,0 +1,191 @@
+"""What a report page is made of: the facts of one run, read from its folder without trusting a line of it.
+
+`read_lines` reads metrics.jsonl of a run that may have been killed, `coverage_of` reads the access counts of its
+dataset, `points` and `thin` make curves. page.py makes sentences, figures and charts of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hotrow.base.records import MAX_COUNT
+from hotrow.data.packed.reader import PackedDataset
+
+MOST_POINTS = 240
+"""Points of a curve; a longer one is drawn as the mean, the least and the most of each of this many buckets."""
+LARGEST = 1e100
+"""Numbers beyond this are no figures of a run, and arithmetic on them overflows."""
+MOST_COUNTED_ROWS = 50_000_000
+"""Larger datasets have no curves here but in `hotrow inspect`: reading their counts would hold up the end of a run."""
+SHARES = tuple(float(f"{10.0 ** (power / 3):.3g}") for power in range(-15, 1))
+"""Shares of a table's rows at which its coverage is computed."""
+
+Line = Mapping[str, Any]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """What access counts say of a dataset's tables."""
+
+    tables: Mapping[str, Sequence[Point]]
+    """By table: (share of its rows, share of its training accesses that these rows take), most popular rows first."""
+    misses: Sequence[Point]
+    """(share of all rows, share of the accesses that miss) if the rows with most accesses are held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """One run, as its report shows it."""
+
+    name: str
+    record: Mapping[str, Any]
+    """The contents of run.json."""
+    lines: Sequence[Line] = ()
+    """The lines of metrics.jsonl that can be read."""
+    lines_left_out: int = 0
+    is_training: bool = False
+    """Whether a process trains there now."""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """By purpose, such as "resume"."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """config.yaml, by dotted name; empty before the first step."""
+    coverage: Coverage | None = None
+
+
+def read_lines(path: Path) -> tuple[list[Line], int]:
+    """Returns the lines of a metrics.jsonl that can be read, and how many cannot; none of a file that is absent."""
+    try:
+        raw = path.read_bytes().split(b"\n")
+    except OSError:
+        return [], 0
+    found: list[Line] = []
+    left_out = 0
+    for line in raw:
+        if not line:
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        is_whole = isinstance(value, dict) and isinstance(value.get("kind"), str) and type(value.get("step")) is int
+        if is_whole and 0 <= value["step"] <= MAX_COUNT:
+            found.append(value)
+        else:
+            left_out += 1
+    return found, left_out
+
+
+def number_in(line: Mapping[str, Any], *names: str) -> float | None:
+    """Returns the finite number at `line[name][name]...`; None if there is none."""
+    value: Any = line
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        return None
+    return float(value)
+
+
+def mapping_in(line: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """Returns the mapping at `line[name][name]...`; {} if there is none."""
+    value: Any = line
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
+
+
+def points(lines: Iterable[Line], kind: str, *names: str, split: str | None = None) -> list[Point]:
+    """Returns (step, value) of the lines of a kind that have the number `names`, in order of the steps."""
+    found = [
+        (float(line["step"]), value)
+        for line in lines
+        if line["kind"] == kind and (split is None or line.get("split") == split)
+        if (value := number_in(line, *names)) is not None
+    ]
+    return sorted(found)
+
+
+def phase_points(lines: Iterable[Line]) -> dict[str, list[Point]]:
+    """Returns (step, ms of a step) by phase, over the steps since the line before.
+
+    Lines hold means since the run began; their differences say how long steps took between two lines.
+    """
+    curves: dict[str, list[Point]] = {}
+    before: dict[str, Point] = {}
+    for line in lines:
+        phases = line.get("step_ms") if line["kind"] == "train" else None
+        for phase in phases if isinstance(phases, Mapping) else ():
+            mean, step = number_in(line, "step_ms", phase), float(line["step"])
+            then, total = before.get(phase, (0.0, 0.0))
+            if mean is None or step <= then:
+                continue
+            curves.setdefault(phase, []).append((step, max(0.0, (step * mean - total) / (step - then))))
+            before[phase] = step, step * mean
+    return curves
+
+
+class Thinned(NamedTuple):
+    """A curve that is short enough to draw."""
+
+    curve: Sequence[Point]
+    band: Sequence[tuple[float, float, float]]
+    """(x, least, most) of each bucket; empty if every point is drawn."""
+    per_point: int
+    """The most points that one point of the curve stands for; 1 if every point is drawn."""
+
+
+def thin(curve: Sequence[Point], most: int = MOST_POINTS) -> Thinned:
+    """Returns the curve with at most `most` points: buckets of as many points each, at their mean x and mean y."""
+    if len(curve) <= most:
+        return Thinned(curve, (), 1)
+    size = math.ceil(len(curve) / most)
+    buckets = [np.asarray(curve[start : start + size]) for start in range(0, len(curve), size)]
+    xs = [float(bucket[:, 0].mean()) for bucket in buckets]
+    means = [(x, float(bucket[:, 1].mean())) for x, bucket in zip(xs, buckets, strict=True)]
+    ends = [(x, float(bucket[:, 1].min()), float(bucket[:, 1].max())) for x, bucket in zip(xs, buckets, strict=True)]
+    return Thinned(means, ends, size)
+
+
+def coverage_of(dataset: Mapping[str, Any] | None) -> Coverage | None:
+    """Returns what the counts of a run's dataset say; None if it is gone, has changed, is large or carries no counts.
+
+    dataset: `dataset` of run.json.
+    """
+    if dataset is None:
+        return None
+    try:
+        found = PackedDataset.open(str(dataset["path"]))
+        if found.checksum != dataset["checksum"] or not found.has_counts:
+            return None
+        if sum(table.num_embeddings for table in found.info.tables) > MOST_COUNTED_ROWS:
+            return None
+        return coverage({table.name: found.counts(table.name) for table in found.info.tables})
+    except (OSError, ValueError):
+        return None
+
+
+def coverage(counts: Mapping[str, Any]) -> Coverage | None:
+    """Returns the curves of tables from the accesses of each row. Row 0 stands for rare ids and may come first."""
+    tables, parts = {}, []
+    for name, of_rows in counts.items():
+        edges = sorted({min(len(of_rows) - 1, round(share * len(of_rows))) for share in (0.0, *SHARES[:-1])})
+        sums = np.add.reduceat(np.sort(np.asarray(of_rows))[::-1], edges, dtype=np.uint64).astype(np.float64)
+        rows = np.diff([*edges, len(of_rows)])
+        parts.append(np.stack([rows, sums], axis=1))
+        if total := sums.sum():
+            shares = np.cumsum(rows) / len(of_rows)
+            tables[name] = [(float(x), float(y)) for x, y in zip(shares, np.cumsum(sums) / total, strict=True)]
+    if not tables:
+        return None
+    every = np.concatenate(parts)
+    every = every[np.argsort(-every[:, 1] / every[:, 0], kind="stable")]
+    held, hits = np.cumsum(every, axis=0).T / every.sum(axis=0)[:, None]
+    curve = thin([(float(x), float(1 - y)) for x, y in zip(held, hits, strict=True)], 80).curve
+    return Coverage(tables=tables, misses=[(0.0, 1.0), *curve])

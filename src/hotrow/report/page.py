@@ -1,0 +1,594 @@
+"""The HTML page of one run, or of several side by side: sentences and figures first, then charts, tables, commands."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hotrow.base.files import atomic_write, size
+from hotrow.base.progress import duration
+from hotrow.draw import line_chart, load_template, stacked_bars
+from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, phase_points, points, thin
+from hotrow.report.help import Idea, ideas, phases_of
+
+NAME = "report.html"
+WIDTH, HEIGHT = 540, 270
+MOST_BARS = 24
+"""Tables in the picture of where rows lie; smaller ones share a bar. The table below it names them all."""
+MOST_CURVES = 12
+DASH = "\u2013"
+
+
+class Figure(NamedTuple):
+    """One of the four figures at the top."""
+
+    name: str
+    value: str
+    text: str
+
+
+class Chart(NamedTuple):
+    """A chart and what it shows."""
+
+    svg: str
+    caption: str
+
+
+class Cell(NamedTuple):
+    """A table's cell. sort: the number to sort by, if the text is not it."""
+
+    text: str
+    sort: float | None = None
+
+
+Grid = tuple[Sequence[str], Sequence[Sequence[Cell | str]]]
+"""A table: its heads, and its rows; the first column is text."""
+
+
+def write_report(path: Path, runs: Sequence[RunFacts]) -> int:
+    """Writes the page of `runs` to `path`; returns its bytes. Raises OSError if the disk is full."""
+    page = report_page(runs).encode()
+    with atomic_write(path) as file:
+        file.write(page)
+    return len(page)
+
+
+def report_page(runs: Sequence[RunFacts]) -> str:
+    """Returns the HTML page. Text is escaped."""
+    template = load_template("report/report.html")
+    return str(template.render(runs=[view(run) for run in runs], compared=compare(runs) if len(runs) > 1 else None))
+
+
+def view(run: RunFacts) -> dict[str, Any]:
+    """Returns what the template shows of a run."""
+    found = ideas(run)
+    return {
+        "name": run.name,
+        "sentences": sentences(run),
+        "figures": figures(run, found),
+        "ideas": found,
+        "left_out": run.lines_left_out,
+        "predicted": prediction(run.record),
+        "sections": [
+            (title, [chart for chart in charts if chart.svg], [grid for grid in grids if grid and grid[1]], text)
+            for title, charts, grids, text in (
+                ("How it learned", learning([run]), [], ""),
+                ("What a step is made of", step_charts(run), [phase_grid(run.record)], ""),
+                ("Where rows lie", [where_rows_lie(run)], [table_grid(run.record)], where_text(run.record)),
+                ("Rows that are asked for", hit_charts(run), [tier_grid(run.record)], ""),
+                ("Hot and cold turns", hot_charts(run), [hot_grid(run.record), swap_grid(run.record)], ""),
+                ("Bytes to the drive", drive_charts(run), [drive_grid(run.record)], ""),
+                ("Warnings", [], [warning_grid(run.record)], "" if run.record["warnings"] else "None."),
+            )
+        ],
+        "commands": run.commands,
+        "environment": environment(run),
+        "options": run.options,
+    }
+
+
+# ---- what a reader wants first
+
+
+def steps_of(run: RunFacts) -> int:
+    """Returns how many steps are known to have been trained: by run.json, or by the last line of a killed run."""
+    steps = [int(line["step"]) for line in run.lines if line["kind"] == "train"]
+    return max(int(run.record.get("steps") or 0), *steps, 0)
+
+
+def sentences(run: RunFacts) -> list[str]:
+    """Returns three plain sentences: how it ended, how good the model is, where the time went."""
+    return [how_it_ended(run), how_good(run), where_time_went(run)]
+
+
+def how_it_ended(run: RunFacts) -> str:
+    record, steps = run.record, steps_of(run)
+    after = f"after {steps:,} step{'' if steps == 1 else 's'}" if steps else "before its first step"
+    if steps and (epochs := number_in(record, "epochs")):
+        after += f" ({epochs:.3g} epochs)"
+    if seconds := number_in(record, "train_s"):
+        after += f" and {duration(seconds)} of training" if seconds >= 60 else f" and {seconds:.1f} s of training"
+    match record["status"]:
+        case "finished":
+            return f"The run finished {after}: {record.get('ended') or 'all is done'}."
+        case "interrupted":
+            number = record.get("signal")
+            by = f" by {signal.Signals(number).name}" if number in set(signal.Signals) else ""
+            return f"The run was interrupted{by} {after}; it saved a checkpoint and can be resumed."
+        case "failed":
+            return f"The run failed {after}: {record.get('error') or 'run.json does not say why'}."
+        case _ if run.is_training:
+            return f"The run is training: this page shows it {after}."
+        case _:
+            return f"The run was killed {after}, or its machine stopped: it did not record how it ended."
+
+
+def metrics_of(run: RunFacts) -> dict[str, Any]:
+    """Returns the final metrics, or those of the last evaluation, with `split`; {} if nothing was scored."""
+    for split in ("test", "val"):
+        if found := mapping_in(run.record, "metrics", split):
+            return {"split": split, **found}
+    evaluations = [line for line in run.lines if line["kind"] == "eval"]
+    return {"split": "", **max(evaluations, key=lambda line: int(line["step"]))} if evaluations else {}
+
+
+def how_good(run: RunFacts) -> str:
+    metrics = metrics_of(run)
+    if not metrics:
+        losses = points(run.lines, "train", "loss")
+        return (
+            f"Nothing was scored; the last training loss is {losses[-1][1]:.4f}." if losses else "Nothing was scored."
+        )
+    split = {"val": "validation"}.get(str(metrics["split"]), str(metrics["split"]))
+    auc, ne = number_in(metrics, "auc"), number_in(metrics, "ne")
+    shown = "an undefined AUC" if auc is None else f"AUC {auc:.4f}"
+    text = f"On {number_in(metrics, 'num_rows') or 0:,.0f} rows of the {split} split the model has {shown}"
+    if ne is None:
+        return text + "."
+    more = "less" if ne <= 1 else "more"
+    return f"{text}, and a LogLoss that is {abs(1 - ne):.1%} {more} than that of a constant rate of clicks."
+
+
+def where_time_went(run: RunFacts) -> str:
+    phases = phases_of(run.record) or phases_of(last_line(run))
+    total = sum(phases.values())
+    if not total:
+        return "No step was timed."
+    most = max(phases, key=lambda phase: phases[phase])
+    waiting = number_in(run.record, "memory", "stall_share")
+    text = f"A step takes {total:.3g} ms on average, {phases[most] / total:.0%} of it for {PHASES.get(most, most)}"
+    return text + ("." if waiting is None else f"; waiting for rows from disk took {waiting:.1%} of the time.")
+
+
+def last_line(run: RunFacts) -> Mapping[str, Any]:
+    """Returns the last training line; {} if there is none."""
+    return next((line for line in reversed(run.lines) if line["kind"] == "train"), {})
+
+
+PHASES = {
+    "data": "fetching batches",
+    "lookup": "looking rows up",
+    "dense": "dense layers",
+    "update": "updating rows",
+}
+
+
+def figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
+    """Returns the four figures: quality, speed, memory, what would help most."""
+    record, metrics = run.record, metrics_of(run)
+    auc, logloss, ne = (number_in(metrics, name) for name in ("auc", "logloss", "ne"))
+    quality = [f"LogLoss {shown(logloss, '.4f')}, NE {shown(ne, '.4f')} (a constant rate: 1)"] if metrics else []
+    speed = number_in(record, "samples_per_s") or number_in(last_line(run), "samples_per_s")
+    backend = mapping_in(record, "backend")
+    threads = f"{backend['threads']} thread{'' if backend['threads'] == 1 else 's'}" if backend else ""
+    kernels = f"{backend['name']} kernels ({backend['isa']}, {threads})" if backend else ""
+    total = sum((phases_of(record) or phases_of(last_line(run))).values())
+    step = f"{total:.3g} ms a step" if total else ""
+    first = found[0] if found else Idea("The record of this run proves nothing that would.", 0.0, DASH)
+    text = f"of training time saved. {first.text}" if first.gain else first.text
+    return [
+        Figure("AUC", shown(auc, ".4f"), "; ".join(quality) or "nothing was scored"),
+        Figure("Samples a second", shown(speed, ",.0f"), ", ".join(part for part in (step, kernels) if part)),
+        memory_figure(record),
+        Figure("What would help most", first.figure, text),
+    ]
+
+
+def memory_figure(record: Mapping[str, Any]) -> Figure:
+    dram, disk = number_in(record, "memory", "dram_bytes"), number_in(record, "memory", "disk_bytes")
+    if dram is None:
+        whole = number_in(record, "tables_bytes")
+        text = "all tables in DRAM, without optimizer state" if whole is not None else "the tables were not made yet"
+        return Figure("Memory", DASH if whole is None else size(whole), text)
+    hits = number_in(record, "memory", "hits_per_lookup")
+    text = f"of DRAM for rows; {size(disk or 0)} on disk"
+    return Figure(
+        "Memory", size(dram), text + ("" if hits is None else f"; {hits:.1%} of lookups found their row in DRAM")
+    )
+
+
+def shown(value: float | None, form: str) -> str:
+    return DASH if value is None else format(value, form)
+
+
+# ---- charts
+
+
+def curves_chart(
+    curves: Mapping[str, Sequence[Point]], *, y_label: str, label: str, share: bool = False, caption: str = ""
+) -> Chart:
+    """Draws curves over steps, thinned if they are long; the caption says so."""
+    thinned = {name: thin(curve) for name, curve in curves.items() if curve}
+    per_point = max((found.per_point for found in thinned.values()), default=1)
+    note = f" Each point is the mean of {per_point} lines; the area spans the least to the most of them."
+    return Chart(
+        line_chart(
+            {name: found.curve for name, found in thinned.items()},
+            x_label="step",
+            y_label=y_label,
+            x_scale="linear",
+            y_scale="share" if share else "value",
+            bands={name: found.band for name, found in thinned.items()},
+            width=WIDTH,
+            height=HEIGHT,
+            label=label,
+        ),
+        (caption or label) + "." + (note if per_point > 1 else ""),
+    )
+
+
+def learning(runs: Sequence[RunFacts]) -> list[Chart]:
+    """Returns loss, AUC and NE over steps; of several runs, a line for each."""
+    several = len(runs) > 1
+
+    def lines(kind: str, field: str, splits: Mapping[str | None, str]) -> dict[str, list[Point]]:
+        return {
+            " ".join(part for part in (run.name if several else "", name) if part) or field: points(
+                run.lines, kind, field, split=split
+            )
+            for run in runs
+            for split, name in splits.items()
+        }
+
+    of_splits: dict[str | None, str] = {"val": "validation", "test": "test"}
+    losses = lines("train", "loss", {None: "" if several else "training"})
+    losses |= {} if several else lines("eval", "logloss", of_splits)
+    judged: dict[str | None, str] = {"val": ""} if several else of_splits
+    of = " of the validation split" if several else ""
+    return [
+        curves_chart(losses, y_label="LogLoss", label="Loss over steps"),
+        curves_chart(lines("eval", "auc", judged), y_label="AUC", label=f"AUC{of} over steps"),
+        curves_chart(
+            lines("eval", "ne", judged),
+            y_label="NE",
+            label=f"Normalised entropy{of} over steps",
+            caption=f"Normalised entropy{of}: LogLoss over that of a constant rate, below 1 is better",
+        ),
+    ]
+
+
+def step_charts(run: RunFacts) -> list[Chart]:
+    """Returns the phases of a step, measured and predicted, and over time."""
+    measured, predicted = phases_of(run.record) or phases_of(last_line(run)), prediction(run.record)
+    bars = {"measured": measured} | ({"predicted": predicted["step_ms"]} if predicted else {})
+    phases = {PHASES.get(name, name): curve for name, curve in phase_points(run.lines).items()}
+    return [
+        Chart(
+            stacked_bars(named_phases(bars), form=ms, width=WIDTH, label="milliseconds of a step by phase"),
+            "Milliseconds of a step by phase, mean over the run.",
+        ),
+        curves_chart(phases, y_label="ms", label="Milliseconds of a step over time, by phase"),
+    ]
+
+
+def named_phases(bars: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    return {name: {PHASES.get(phase, phase): ms for phase, ms in bar.items()} for name, bar in bars.items()}
+
+
+def ms(value: float) -> str:
+    return f"{value:.3g} ms"
+
+
+def prediction(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns what was predicted before the run; None if nothing was."""
+    predicted = mapping_in(record, "predicted")
+    if not (phases := phases_of(predicted)):
+        return None
+    return {**predicted, "step_ms": phases, "samples": shown(number_in(predicted, "samples_per_s"), ",.0f")}
+
+
+def phase_grid(record: Mapping[str, Any]) -> Grid | None:
+    """Returns the phases in numbers; predicted beside measured, if there is a prediction."""
+    measured, predicted = phases_of(record), prediction(record)
+    if not measured:
+        return None
+    total = sum(measured.values())
+    rows: list[list[Cell | str]] = []
+    for phase, value in [*measured.items(), ("a step", total)]:
+        row: list[Cell | str] = [
+            PHASES.get(phase, phase),
+            Cell(f"{value:.3f}"),
+            Cell(f"{value / total:.1%}" if total else ""),
+        ]
+        if predicted:
+            before = sum(predicted["step_ms"].values()) if phase == "a step" else predicted["step_ms"].get(phase)
+            off = f"{before / value - 1:+.1%}" if before is not None and value else DASH
+            row += [Cell(shown(before, ".3f")), Cell(off)]
+        rows.append(row)
+    return ["phase", "measured ms", "share", *(["predicted ms", "predicted is off by"] if predicted else [])], rows
+
+
+def of_tables(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Returns what the record has of each table in tiers."""
+    tables = mapping_in(record, "memory", "tables")
+    return {name: table for name, table in tables.items() if isinstance(table, Mapping)}
+
+
+def rows_by_place(table: Mapping[str, Any], on_device: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the rows of a table by where they lie."""
+    rows, pinned, cached = (number_in(table, name) or 0.0 for name in ("rows", "pinned", "cached"))
+    device = (number_in(on_device, "pinned") or 0.0) + (number_in(on_device, "cached") or 0.0)
+    cached = min(cached, max(0.0, rows - pinned))
+    parts = {"pinned in DRAM": pinned, "cached in DRAM": cached, "on disk": max(0.0, rows - pinned - cached)}
+    return ({"also on the device": min(device, rows)} if device else {}) | parts
+
+
+def where_rows_lie(run: RunFacts) -> Chart:
+    """Returns the picture of where rows lie: a bar for each table, the largest first."""
+    tables = of_tables(run.record)
+    hbm = mapping_in(run.record, "memory", "hbm", "tables")
+    placed = {name: rows_by_place(table, mapping_in(hbm, name)) for name, table in tables.items()}
+    for bar in placed.values():
+        bar.pop("also on the device", None)  # copies: rows lie in DRAM or on disk too
+    # Tables that lie in DRAM whole look all the same, so they share a bar.
+    split = sorted((name for name in placed if placed[name]["on disk"]), key=lambda name: -sum(placed[name].values()))
+    groups = {name: [name] for name in split[:MOST_BARS]}
+    groups |= {f"{len(split) - MOST_BARS} others": split[MOST_BARS:]} if len(split) > MOST_BARS else {}
+    if whole := [name for name in placed if not placed[name]["on disk"]]:
+        groups[f"{len(whole)} whole in DRAM"] = whole
+    parts = ("pinned in DRAM", "cached in DRAM", "on disk")
+    bars = {
+        name: {part: sum(placed[table][part] for table in group) for part in parts}
+        for name, group in {"all tables": list(placed), **groups}.items()
+    }
+    return Chart(
+        stacked_bars(
+            bars,
+            form=count,
+            whole=True,
+            width=WIDTH,
+            label="where the rows of each table lie",
+        ),
+        "Rows by where they lie, largest table first; each bar is a whole table, with its rows at the end. "
+        "Cached rows change as batches need them.",
+    )
+
+
+def count(value: float) -> str:
+    for unit, at in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if value >= at:
+            return f"{value / (1e3 if unit == 'k' else at):.3g}{unit}"
+    return f"{value:,.0f}"
+
+
+def where_text(record: Mapping[str, Any]) -> str:
+    if of_tables(record):
+        return ""
+    whole = number_in(record, "tables_bytes")
+    return "" if whole is None else f"All rows lie in DRAM: {size(whole)} of tables, and their optimizer state."
+
+
+def table_grid(record: Mapping[str, Any]) -> Grid | None:
+    rows: list[list[Cell | str]] = []
+    for name, table in of_tables(record).items():
+        places = rows_by_place(table, {})
+        counts = [Cell(f"{number_in(table, 'rows') or 0:,.0f}"), *(Cell(f"{n:,.0f}") for n in places.values())]
+        hits = [percent(number_in(table, field)) for field in ("hits_per_lookup", "hits_per_row")]
+        moved = [num_bytes(number_in(table, field)) for field in ("read_bytes", "written_bytes")]
+        rows.append([name, *counts, *hits, *moved, Cell(str(table.get("store", "")))])
+    heads = ["table", "rows", "pinned", "cached", "on disk", "hits / lookup", "hits / row", "read", "written", "store"]
+    return heads, rows
+
+
+def percent(value: float | None) -> Cell:
+    return Cell("" if value is None else f"{value:.1%}")
+
+
+def num_bytes(value: float | None) -> Cell:
+    return Cell("") if value is None else Cell(size(value), value)
+
+
+def hit_charts(run: RunFacts) -> list[Chart]:
+    """Returns hit rates over time, and what the dataset's counts say of any memory."""
+    fields = {"hits_per_lookup": "per lookup", "hits_per_row": "per different row of a batch"}
+    fields |= {"hbm_hits_per_row": "on the device, per different row"}
+    curves = {name: points(run.lines, "train", field) for field, name in fields.items()}
+    charts = [curves_chart(curves, y_label="share found", share=True, label="Rows found in memory, over steps")]
+    if (coverage := run.coverage) is None:
+        return charts
+    lines: dict[str, Sequence[Point]] = {"most popular rows held": coverage.misses[1:]}
+    tables = of_tables(run.record).values()
+    rows = sum(number_in(table, "rows") or 0 for table in tables)
+    held = sum((number_in(table, "pinned") or 0) + (number_in(table, "cached") or 0) for table in tables)
+    hits = number_in(run.record, "memory", "hits_per_lookup")
+    if rows and hits is not None:
+        lines["this run, measured"] = [(held / rows, 1 - hits)]
+    largest = sorted(coverage.tables, key=lambda name: -len(coverage.tables[name]))[:MOST_CURVES]
+    misses = line_chart(
+        lines, x_label="share of all rows held in memory", y_label="share of lookups that miss",
+        width=WIDTH, height=HEIGHT, label="misses by memory, from the dataset's access counts",
+    )  # fmt: skip
+    covered = line_chart(
+        {name: coverage.tables[name] for name in largest},
+        x_label="share of the table's rows", y_label="share of its accesses", width=WIDTH, height=HEIGHT,
+        label="coverage: share of accesses that the most popular rows take",
+    )  # fmt: skip
+    text = "Misses if the rows with most accesses in training are held, from the dataset's counts"
+    more = ", and what this run measured." if "this run, measured" in lines else "."
+    of = "" if len(coverage.tables) <= MOST_CURVES else f", {MOST_CURVES} of {len(coverage.tables)} tables"
+    return [
+        *charts,
+        Chart(misses, text + more),
+        Chart(covered, f"Coverage: how few rows take most accesses{of}, from the dataset's counts."),
+    ]
+
+
+def tier_grid(record: Mapping[str, Any]) -> Grid | None:
+    """Returns what each tier did."""
+    memory, hbm = mapping_in(record, "memory"), mapping_in(record, "memory", "hbm")
+    tiers = {**mapping_in(memory, "tiers"), **({"hbm": hbm} if hbm else {})}
+    rows: list[list[Cell | str]] = []
+    for name in tiers:
+        tier = mapping_in(tiers, name)
+        counts = [Cell(shown(number_in(tier, field), ",.0f")) for field in ("tables", "lookups", "reads", "writes")]
+        if name == "hbm":
+            counts[0] = Cell(str(len(mapping_in(hbm, "tables"))))
+        hits = [percent(number_in(tier, field)) for field in ("hits_per_lookup", "hits_per_row")]
+        moved = [num_bytes(number_in(tier, field)) for field in ("read_bytes", "written_bytes")]
+        rows.append([name, *counts[:2], *hits, *counts[2:], *moved])
+    return ["tier", "tables", "lookups", "hits / lookup", "hits / row", "reads", "writes", "read", "written"], rows
+
+
+def hot_charts(run: RunFacts) -> list[Chart]:
+    rate = points(run.lines, "swap", "rate")
+    loss = points(run.lines, "swap", "logloss")
+    return [
+        curves_chart(
+            {"rate": rate} if rate else {}, y_label="% of a class", label="Length of a turn, percent of a class"
+        ),
+        curves_chart({"validation": loss} if loss else {}, y_label="LogLoss", label="LogLoss at the end of each turn"),
+    ]
+
+
+def hot_grid(record: Mapping[str, Any]) -> Grid | None:
+    hot = mapping_in(record, "hot")
+    plain = {name: value for name, value in hot.items() if isinstance(value, str | int | float)}
+    forms: dict[str, Callable[[Any], str]] = {"hot_samples": lambda value: f"{value:.1%}", "hot_bytes": size}
+    forms["budget_bytes"] = size
+    rows: list[list[Cell | str]] = [
+        [name.replace("_", " "), Cell(forms.get(name, any_text)(value))] for name, value in plain.items()
+    ]
+    return ["hot rows", "value"], rows
+
+
+def swap_grid(record: Mapping[str, Any]) -> Grid | None:
+    swaps = mapping_in(record, "hot").get("swaps")
+    swaps = [swap for swap in swaps if isinstance(swap, Mapping)] if isinstance(swaps, list) else []
+    fields = ("step", "turn", "logloss", "rate", "next_rate")
+    rows = [[any_text(swap.get(field)) for field in fields] for swap in swaps[-200:]]
+    return [*(field.replace("_", " ") for field in fields)], rows
+
+
+def any_text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: ""}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def drive_charts(run: RunFacts) -> list[Chart]:
+    curve = [(step, value / 2**20) for step, value in points(run.lines, "train", "drive_written_bytes")]
+    text = "MiB written to the drive, rows and checkpoints"
+    return [curves_chart({"written": curve} if curve else {}, y_label="MiB", label=text)]
+
+
+def drive_grid(record: Mapping[str, Any]) -> Grid | None:
+    memory, budget = mapping_in(record, "memory"), mapping_in(record, "write_budget")
+    fields = {
+        "drive_written_bytes": ("rows and checkpoints, over all sessions", size),
+        "written_bytes": ("rows, this session", size),
+        "written_bytes_per_epoch": ("rows, an epoch", size),
+        "read_bytes": ("rows read, this session", size),
+        "write_amplification": ("write amplification", "{:.2f}".format),
+    }
+    rows: list[list[Cell | str]] = [
+        [name, Cell(form(value), value)]
+        for field, (name, form) in fields.items()
+        if (value := number_in(memory, field)) is not None
+    ]
+    rows += [[f"write budget: {name.replace('_', ' ')}", Cell(any_text(value))] for name, value in budget.items()]
+    return ["bytes", "value"], rows
+
+
+# ---- the rest
+
+
+def warning_grid(record: Mapping[str, Any]) -> Grid:
+    rows = [[code, Cell(f"{warning['count']:,}"), warning["text"]] for code, warning in record["warnings"].items()]
+    return ["warning", "times", "first of them"], rows
+
+
+def environment(run: RunFacts) -> list[tuple[str, str]]:
+    """Returns where and on what it ran."""
+    record = run.record
+    told: dict[str, Any] = {"started": record["started"], "command": " ".join(map(str, record["command"]))}
+    for group in ("versions", "host", "backend", "dataset", "rows", "seeds"):
+        told |= {f"{group}: {name}": value for name, value in mapping_in(record, group).items() if value is not None}
+    return [(name, any_text(value)) for name, value in told.items()]
+
+
+def summary(run: RunFacts) -> dict[str, Any]:
+    """Returns the figures of a run that stand at the top of its page, for programs."""
+    metrics = metrics_of(run)
+    return {
+        "run": run.name,
+        "status": run.record["status"],
+        "steps": steps_of(run),
+        "sentences": sentences(run),
+        **{name: number_in(metrics, name) for name in ("auc", "logloss", "ne")},
+        "split": str(metrics.get("split", "")),
+        "samples_per_s": number_in(run.record, "samples_per_s") or number_in(last_line(run), "samples_per_s"),
+        "ideas": [{"text": idea.text, "gain": idea.gain, "figure": idea.figure} for idea in ideas(run)],
+        "warnings": sum(warning["count"] for warning in run.record["warnings"].values()),
+        "lines_left_out": run.lines_left_out,
+    }
+
+
+# ---- side by side
+
+
+def compare(runs: Sequence[RunFacts]) -> dict[str, Any]:
+    """Returns what the template shows of several runs together."""
+    heads = ["run", "status", "steps", "split", "AUC", "LogLoss", "NE", "samples/s", "ms a step", "DRAM", "on disk"]
+    heads += ["hits / lookup", "waiting", "to the drive", "warnings"]
+    rows: list[list[Cell | str]] = []
+    for run in runs:
+        told, record = summary(run), run.record
+        total = sum((phases_of(record) or phases_of(last_line(run))).values())
+        quality = [Cell(shown(told[name], ".4f")) for name in ("auc", "logloss", "ne")]
+        memory = [num_bytes(number_in(record, "memory", field)) for field in ("dram_bytes", "disk_bytes")]
+        shares = [percent(number_in(record, "memory", field)) for field in ("hits_per_lookup", "stall_share")]
+        rows.append(
+            [
+                run.name,
+                Cell(told["status"]),
+                Cell(f"{told['steps']:,}"),
+                Cell(told["split"]),
+                *quality,
+                Cell(shown(told["samples_per_s"], ",.0f")),
+                Cell(f"{total:.3g}" if total else DASH),
+                *memory,
+                *shares,
+                num_bytes(number_in(record, "memory", "drive_written_bytes")),
+                Cell(f"{told['warnings']:,}"),
+            ]
+        )
+    bars = named_phases({run.name: phases_of(run.record) or phases_of(last_line(run)) for run in runs})
+    steps = Chart(
+        stacked_bars(bars, form=ms, width=WIDTH, label="milliseconds of a step by phase, by run"),
+        "Milliseconds of a step by phase, mean over the run.",
+    )
+    options = list(dict.fromkeys(name for run in runs for name in run.options))
+    differing = [
+        [name, *(Cell(run.options.get(name, "")) for run in runs)]
+        for name in options
+        if len({run.options.get(name, "") for run in runs}) > 1 and name != "run"
+    ]
+    return {
+        "grid": (heads, rows),
+        "charts": [chart for chart in [*learning(runs), steps] if chart.svg],
+        "differing": (["option", *(run.name for run in runs)], differing),
+    }

@@ -1,0 +1,451 @@
+"""The report of runs: what it says against the files it is made of, of runs that ended in every way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hotrow
+from browser import Browser
+from hotrow import draw
+from hotrow.cli import tools
+from hotrow.config.load import make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.kernels import ops
+from hotrow.report.facts import MOST_POINTS, RunFacts, coverage, phase_points, points, read_lines, thin
+from hotrow.report.help import ideas
+from hotrow.report.page import report_page, sentences, summary
+from hotrow.run import folder as run_folder
+from hotrow.run import runs, trainer
+from hotrow.run.folder import RunFolder
+
+HOSTILE = "<script>alert(1)</script><b>&\"'"
+MOST_BYTES = 1_500_000
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and the text outside scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] not in ("script", "style"):
+            self.text += data + "\n"
+
+
+def record(**fields: Any) -> dict[str, Any]:
+    plain = {"status": "finished", "command": ["hotrow", "train"], "started": "2026-01-01", "versions": {}, "host": {}}
+    return {**plain, "warnings": {}, **fields}
+
+
+def train_line(step: int, **fields: Any) -> dict[str, Any]:
+    return {"kind": "train", "step": step, "loss": 0.5 + 1 / step, "step_ms": {"data": 1.0, "dense": 3.0}, **fields}
+
+
+def table(rows: int, pinned: int, cached: int) -> dict[str, Any]:
+    figures = {"hits_per_lookup": 0.9, "hits_per_row": 0.5, "read_bytes": 4096, "written_bytes": 512}
+    return {"rows": rows, "pinned": pinned, "cached": cached, "store": "block", **figures}
+
+
+def large() -> RunFacts:
+    """10,000 steps with a line each, and 100 tables, one of them named in HTML."""
+    names = [f"t{k}" for k in range(99)] + [HOSTILE]
+    tables = {name: table(1000 + k, 100, 50) for k, name in enumerate(names)}
+    memory = {"dram_bytes": 1 << 30, "disk_bytes": 1 << 34, "stall_share": 0.12, "hits_per_lookup": 0.9}
+    memory |= {"tables": tables, "tiers": {"dram": {"tables": 100, "lookups": 5}, "ssd": {"tables": 99, "reads": 7}}}
+    lines: list[dict[str, Any]] = [
+        train_line(step, drive_written_bytes=step << 20, hits_per_lookup=0.9, hits_per_row=0.4)
+        for step in range(1, 10_001)
+    ]
+    for step in range(1000, 10_001, 1000):
+        lines.append({"kind": "eval", "split": "val", "step": step, "auc": 0.7, "logloss": 0.4, "ne": 0.9})
+        lines.append({"kind": "swap", "step": step, "logloss": 0.4, "rate": 50.0, "next_rate": 25.0, "turn": "hot"})
+    swaps = [line for line in lines if line["kind"] == "swap"]
+    fields = record(
+        steps=10_000, epochs=2.0, samples_per_s=1e5, train_s=40.0, ended="all steps are done", memory=memory,
+        step_ms={"data": 0.4, "lookup": 1.0, "dense": 2.0, "update": 0.6}, host={"usable_cores": 2},
+        backend={"name": "native", "isa": "avx512", "threads": 1, "reason": None},
+        metrics={"test": {"auc": 0.78, "logloss": 0.45, "ne": 0.82, "num_rows": 1234}},
+        hot={"schedule": "fae", "hot_rows": 5, "hot_samples": 0.5, "swaps": swaps},
+        warnings={"w": {"count": 2, "text": HOSTILE}}, write_budget={"budget": "1GB/day", "share_used": 0.5},
+        predicted={"step_ms": {"data": 0.5, "lookup": 1.0, "dense": 2.2, "update": 0.5}, "samples_per_s": 9e4,
+                   "wait_ms": 0.1, "binds": "dense", "hardware": HOSTILE},
+    )  # fmt: skip
+    counts = {name: np.arange(2000, 0, -1, dtype=np.uint32) for name in names}
+    return RunFacts(name=f"runs/{HOSTILE}", record=fields, lines=lines, coverage=coverage(counts))
+
+
+# ---- curves
+
+
+def test_metrics_of_a_killed_run_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = [json.dumps(train_line(step)).encode() for step in (1, 2)]
+    path.write_bytes(
+        b"\n".join(
+            [
+                whole[0],
+                b"\x00\xff{",
+                b'{"kind": "train"}',
+                b"[1]",
+                b'{"kind": "train", "step": -1}',
+                whole[1],
+                whole[0][:20],
+            ]
+        )
+    )
+    lines, left_out = read_lines(path)
+    assert [line["step"] for line in lines] == [1, 2] and left_out == 5
+    assert read_lines(tmp_path / "none") == ([], 0)
+    odd = [train_line(1, loss="<b>"), train_line(2, loss=float("nan")), train_line(3, loss=True), train_line(4, loss=2)]
+    assert points(odd, "train", "loss") == [(4.0, 2.0)]
+
+
+def test_thinned_curves_keep_every_extreme_and_the_mean() -> None:
+    values = np.random.default_rng(0).normal(size=10_007)
+    values[5003] = 99.0
+    curve = [(float(step), float(value)) for step, value in enumerate(values, 1)]
+    found = thin(curve)
+    assert len(found.curve) <= MOST_POINTS and len(found.band) == len(found.curve)
+    assert max(high for *_, high in found.band) == 99.0 and min(low for _, low, _ in found.band) == values.min()
+    size = found.per_point
+    wanted = [values[k : k + size].mean() for k in range(0, len(values), size)]
+    np.testing.assert_allclose([y for _, y in found.curve], wanted)
+    parts = [values[k : k + size] for k in range(0, len(values), size)]
+    assert [(low, high) for _, low, high in found.band] == [(part.min(), part.max()) for part in parts]
+    assert thin(curve[:MOST_POINTS]).curve == curve[:MOST_POINTS]
+
+
+def test_phases_over_time_are_differences_of_means() -> None:
+    """Lines hold the mean since the first step: 4 steps of 2 ms, then 4 of 6 ms, is a mean of 4 ms."""
+    lines = [train_line(4, step_ms={"dense": 2.0}), train_line(8, step_ms={"dense": 4.0})]
+    assert phase_points(lines) == {"dense": [(4.0, 2.0), (8.0, 6.0)]}
+
+
+def test_coverage_against_sorting_by_hand() -> None:
+    counts = {"a": np.array([7, 90, 3, 0], dtype=np.uint32), "b": np.arange(3000, dtype=np.uint32)}
+    found = coverage(counts)
+    assert found is not None
+    for name, curve in found.tables.items():
+        falling = np.sort(counts[name])[::-1]
+        for share, taken in curve:
+            rows = round(share * len(falling))
+            assert taken == pytest.approx(falling[:rows].sum() / falling.sum())
+    assert found.misses[0] == (0.0, 1.0) and found.misses[-1] == pytest.approx((1.0, 0.0))
+    assert coverage({"never": np.zeros(5, np.uint32)}) is None
+
+
+# ---- the page
+
+
+def test_a_large_run_fits_and_what_is_hostile_stays_text() -> None:
+    page = report_page([large()])
+    assert len(page.encode()) <= MOST_BYTES
+    found = Elements(page)
+    assert found.tags.count("script") == 1 and "b" in found.tags, "the script of the page, and the cards' figures"
+    assert found.tags.count("b") == 4 and HOSTILE in found.text
+    assert not [name for name, _ in found.attributes if name in ("src", "href") or name.startswith("on")]
+    for text in ("AUC", "0.7800", "100,000", "at most 50%", "76 others", "off by"):
+        assert text in found.text, text
+    assert "each point is the mean of 42 lines" in found.text.lower()
+
+
+def test_the_sentences_say_how_it_ended() -> None:
+    whole = large()
+
+    def first(**fields: Any) -> str:
+        lines = fields.pop("lines", whole.lines)
+        training = fields.pop("is_training", False)
+        return sentences(RunFacts(name="r", record=record(**fields), lines=lines, is_training=training))[0]
+
+    assert sentences(whole) == [
+        "The run finished after 10,000 steps (2 epochs) and 40.0 s of training: all steps are done.",
+        "On 1,234 rows of the test split the model has AUC 0.7800, and a LogLoss that is 18.0% less than that of a "
+        "constant rate of clicks.",
+        "A step takes 4 ms on average, 50% of it for dense layers; waiting for rows from disk took 12.0% of the time.",
+    ]
+    assert "interrupted by SIGTERM after 10,000 steps" in first(status="interrupted", signal=15)
+    assert first(status="failed", error="ValueError: x", lines=[]) == (
+        "The run failed before its first step: ValueError: x."
+    )
+    assert "killed after 10,000 steps" in first(status="running")
+    assert "killed before its first step" in first(status="running", lines=[])
+    assert "is training" in first(status="running", is_training=True)
+
+
+def test_what_would_help_is_what_the_record_proves() -> None:
+    found = {idea.text.partition(":")[0]: idea for idea in ideas(large())}
+    gains = {name: idea.gain for name, idea in found.items()}
+    assert gains == pytest.approx(
+        {
+            "Faster dense layers": 2.0 / 4,
+            "All 2 cores": 1 / 2,
+            "Faster memory, or fewer bytes a row (train.precision, embedding_dim)": 1.6 / 4 - 0.12,
+            "More DRAM, a faster disk or a longer look-ahead": 0.12,
+            "A faster source of batches": 0.4 / 4,
+        }
+    )
+    assert list(gains.values()) == sorted(gains.values(), reverse=True)
+    assert ideas(RunFacts(name="r", record=record())) == []
+    evals = [
+        {"kind": "eval", "split": "val", "step": s, "auc": auc, "logloss": 0.4} for s, auc in ((1, 0.75), (2, 0.7))
+    ]
+    (idea,) = ideas(RunFacts(name="r", record=record(), lines=evals))
+    assert idea.figure == "+0.0500 AUC" and "step 1" in idea.text
+
+
+@pytest.mark.parametrize("status", ["finished", "interrupted", "failed", "running"])
+def test_a_record_that_came_to_nothing_has_a_page(status: str) -> None:
+    page = Elements(report_page([RunFacts(name="r", record=record(status=status), lines_left_out=1)]))
+    assert "1 line of metrics.jsonl could not be read" in page.text
+    assert "svg" not in page.tags
+
+
+@pytest.mark.parametrize("odd", [None, 3, "<b>", [], [1], {}, {"x": 1}, float("inf"), 10**400, -1e99])
+def test_a_record_of_odd_types_has_a_page(odd: Any) -> None:
+    """A part of run.json may be any JSON, and who edits the file can make its checksum right."""
+    parts = ("tables", "tiers", "hbm", "stall_share", "hits_per_lookup", "dram_bytes")
+    for memory in (odd, dict.fromkeys(parts, odd), {part: {"a": odd, "tables": odd} for part in parts}):
+        hot = odd if memory is odd else {"swaps": odd}
+        fields = record(memory=memory, hot=hot, predicted=odd, write_budget=odd, metrics=odd, step_ms=odd)
+        lines = [train_line(1, step_ms=odd, loss=odd), {"kind": "eval", "step": 2, "auc": odd, "split": odd}]
+        page = Elements(report_page([RunFacts(name="r", record=fields, lines=lines)] * 2))
+        assert "b" in page.tags and page.tags.count("b") == 8
+
+
+def test_several_runs_stand_side_by_side() -> None:
+    one, other = large(), replace(large(), name="other", options={"train.seed": "2", "run": "x"})
+    one = replace(one, options={"train.seed": "1", "run": "y"})
+    page = Elements(report_page([one, other]))
+    assert "2 runs side by side" in page.text and page.tags.count("details") == 4
+    assert "Options that differ" in page.text and "train.seed" in page.text
+    (loss, *_) = [value for name, value in page.attributes if name == "aria-label" and value]
+    assert loss == "Loss over steps"
+    assert summary(other)["auc"] == 0.78
+
+
+# ---- runs
+
+
+def config_for(dataset: PackedDataset, run: Path, **train: Any) -> Any:
+    raw = {
+        "data": str(dataset.path),
+        "run": str(run),
+        "model": {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8]},
+        "train": {"batch_size": 16, "threads": 1, "log_every": 4, **train},
+    }
+    return make_config(raw)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
+    sizes = {"train": 256, "val": 64, "test": 64}
+    return make_dataset(tmp_path_factory.mktemp("data") / "data", rows=sizes, counts=True)
+
+
+def test_every_end_of_a_run_leaves_a_page(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runs.train(config_for(dataset, tmp_path / "whole"), quiet=True)
+    page = Elements((whole.path / "report.html").read_text())
+    auc = whole.record.metrics["test"]["auc"]  # type: ignore[index]
+    for text in (f"{auc:.4f}", "The run finished after 16 steps", f"hotrow predict {whole.path}", "Coverage"):
+        assert text in page.text, text
+    assert (whole.path / "report.html").stat().st_mode & 0o777 == 0o600
+    closing = hotrow.load(whole.path)
+    assert f"report   {whole.path / 'report.html'}" in closing.closing_lines("rows", [])
+
+    def fail(*_: Any) -> None:
+        raise ValueError("the model is on fire")
+
+    monkeypatch.setattr(trainer, "train_step", fail)
+    with pytest.raises(ValueError, match="on fire"):
+        runs.train(config_for(dataset, tmp_path / "failed"), quiet=True)
+    page = Elements((tmp_path / "failed" / "report.html").read_text())
+    assert "The run failed before its first step: ValueError: the model is on fire." in page.text
+
+    monkeypatch.setattr(trainer, "build", fail)
+    with pytest.raises(ValueError, match="on fire"):
+        runs.train(config_for(dataset, tmp_path / "unbuilt"), quiet=True)
+    page = Elements((tmp_path / "unbuilt" / "report.html").read_text())
+    assert "Start it again, after removing the folder" in page.text
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trainer.train_step
+
+    def stop(parts: Any, batch: Any, step: int, clock: Any) -> Any:
+        if step == 6:
+            os.kill(os.getpid(), 15)
+        return plain(parts, batch, step, clock)
+
+    monkeypatch.setattr(trainer, "train_step", stop)
+    run = runs.train(config_for(dataset, tmp_path / "run"), quiet=True)
+    page = Elements((run.path / "report.html").read_text())
+    assert "interrupted by SIGTERM after 7 steps" in page.text
+    assert f"hotrow train --resume {run.path}" in page.text
+    monkeypatch.undo()
+    runs.resume(run.path, quiet=True)
+    assert "The run finished after 16 steps" in (run.path / "report.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_costs_a_warning(
+    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_report", full)
+    with pytest.warns(UserWarning, match=r"report.html was not written \(OSError.*hotrow report "):
+        run = runs.train(config_for(dataset, tmp_path / "run"), quiet=True)
+    assert RunFolder.open(run.path).record.status == "finished"
+    assert run.record.warnings["no_report"]["count"] == 1
+    assert not (run.path / "report.html").exists()
+    assert "report   " not in hotrow.load(run.path).closing_lines("rows", [])
+
+
+def test_the_verb(
+    dataset: PackedDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        runs.train(config_for(dataset, tmp_path / name, seed=ord(name)), quiet=True)
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
+    told = tools.report([tmp_path / "a", tmp_path / "b"], out=tmp_path / "both.html")
+    assert (tmp_path / "both.html").stat().st_size == told["bytes"]
+    assert [run["lines_left_out"] for run in told["runs"]] == [0, 1]
+    page = Elements((tmp_path / "both.html").read_text())
+    assert "Options that differ" in page.text and "train.seed" in page.text
+    monkeypatch.chdir(tmp_path)
+    assert tools.report([tmp_path / "a"])["out"] == str(tmp_path / "a" / "report.html")
+    assert tools.report([tmp_path / "a", tmp_path / "b"])["out"] == "report.html"
+    json.dumps(told, allow_nan=False)
+    with pytest.raises(ValueError, match="is a folder; name a file"):
+        tools.report([tmp_path / "a"], out=tmp_path)
+    line = [sys.executable, "-m", "hotrow", "report", str(tmp_path / "none")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "is not a run" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_killed_run_is_told_from_one_that_trains(dataset: PackedDataset, tmp_path: Path) -> None:
+    run = runs.train(config_for(dataset, tmp_path / "run"), quiet=True)
+    run.update(status="running")
+    assert not run.facts().is_training
+    with run.claimed():
+        assert RunFolder.open(run.path).facts().is_training
+
+
+# ---- traces
+
+
+def test_a_trace_has_the_phases_of_the_steps_it_names(dataset: PackedDataset, tmp_path: Path) -> None:
+    run = runs.train(config_for(dataset, tmp_path / "run", trace="3:4"), quiet=True)
+    plain = runs.train(config_for(dataset, tmp_path / "plain"), quiet=True)
+    events = [event for event in json.loads((run.path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    phases = [(event["args"]["step"], event["name"]) for event in events if event["name"] != "between steps"]
+    named = ("data", "lookup", "dense", "update")
+    assert phases == [(step, name) for step in range(3, 7) for name in (*named, f"step {step}")]
+    for event in events:
+        if event["name"] in named:
+            (whole,) = [e for e in events if e["name"] == f"step {event['args']['step']}"]
+            assert whole["ts"] <= event["ts"] and event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 0.01
+    assert not (plain.path / "trace.json").exists()
+    last = runs.train(config_for(dataset, tmp_path / "last", trace="16:9"), quiet=True)
+    events_of_last = json.loads((last.path / "trace.json").read_text())["traceEvents"]
+    assert {event["args"].get("step", 16) for event in events_of_last} == {16}, "there are 16 steps, counted from 1"
+    rows = [RunFolder.open(folder.path).record.metrics for folder in (run, plain)]
+    assert rows[0] == rows[1], "a trace changes no result"
+
+
+@pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
+def test_a_trace_of_tiers_has_the_waits(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
+    large = make_dataset(tmp_path / "data", rows={"train": 256}, table_rows=(50, 20, 40_000))
+    config = config_for(large, tmp_path / "run", trace="1:16")
+    config = make_config({**config.model_dump(mode="json"), "memory": {"dram": "300KiB", "lookahead": 0}})
+    run = runs.train(config, quiet=True)
+    events = json.loads((run.path / "trace.json").read_text())["traceEvents"]
+    waits = sum(event["args"].get("waited_for_rows_ms", 0.0) for event in events if event["ph"] == "X")
+    record_s = RunFolder.open(run.path).record.memory["stall_s"]  # type: ignore[index]
+    assert waits == pytest.approx(1e3 * record_s, abs=0.02)
+
+
+def test_a_trace_that_names_no_step_is_said(dataset: PackedDataset, tmp_path: Path) -> None:
+    run = runs.train(config_for(dataset, tmp_path / "run", trace="500:4"), quiet=True)
+    assert "none of these steps" in run.record.warnings["no_trace"]["text"]
+    for wrong in ("0:4", "5", "5:0", "5:10001", "a:b"):
+        with pytest.raises(ValueError, match=r"train\.trace.*START:COUNT"):
+            config_for(dataset, tmp_path / "x", trace=wrong)
+
+
+# ---- in a browser
+
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+def test_pages_in_a_browser(tmp_path: Path, dataset: PackedDataset) -> None:
+    """At three widths, light, dark and printed: no console error, nothing wider than the screen; charts answer."""
+    facts = large()
+    pages = {"one": [facts], "two": [facts, replace(facts, name="other")]}
+    pages["empty"] = [RunFacts(name="r", record=record(status="failed", error="x"))]
+    for name, runs_shown in pages.items():
+        (tmp_path / f"{name}.html").write_text(report_page(runs_shown))
+    names = [*pages]
+    if ops.backend().name == "native":  # which measures hotness
+        tools.inspect(dataset.path, batch_size=16, out=tmp_path)
+        names.append("hotness")
+    with Browser(tmp_path / "profile") as browser:
+        for name in names:
+            for width in (390, 820, 1440):
+                browser.open(tmp_path / f"{name}.html", width=width, dark=width == 820)
+                assert browser.run("document.documentElement.scrollWidth") <= width, (name, width)
+        light = browser.run(BACKGROUND)
+        browser.open(tmp_path / "one.html", dark=True)
+        assert light == "rgb(255, 255, 255)" and browser.run(BACKGROUND) != light
+        assert browser.pdf().startswith(b"%PDF-")
+        browser.open(tmp_path / "one.html")
+        _hover_and_sort(browser)
+        assert browser.errors == []
+
+
+def _hover_and_sort(browser: Browser) -> None:
+    chart = "document.querySelector('svg[data-x]')"
+    browser.run(f"{chart}.scrollIntoView()")
+    left, top, wide, high = browser.run(
+        f"(() => {{ const b = {chart}.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; }})()"
+    )
+    scale = wide / 540
+    browser.move(left + scale * (draw.LEFT + (540 - draw.LEFT - draw.RIGHT) / 2), top + high / 3)
+    shown = browser.run("document.getElementById('tip').textContent")
+    assert shown.startswith("step 5,") and "training: 0.5" in shown
+    table = "[...document.querySelectorAll('table')].find((t) => t.tHead && t.tHead.textContent.includes('pinned'))"
+    column = f"[...{table}.tBodies[0].rows].map((row) => row.cells[1].textContent)"
+    before = browser.run(column)
+    browser.run(f"{table}.tHead.rows[0].cells[1].querySelector('button').click()")
+    assert browser.run(column) == sorted(before, key=lambda text: -int(text.replace(",", "")))
+    assert browser.run(f"{table}.tHead.rows[0].cells[1].getAttribute('aria-sort')") == "descending"
+    values = "document.querySelector('figure details')"
+    browser.run(f"{values}.open = true")
+    browser.run("new Promise((done) => setTimeout(done, 50))")
+    assert browser.run(f"{values}.querySelectorAll('tbody tr').length") > 100
